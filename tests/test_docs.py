@@ -13,13 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.builders import ATTACHES_OPTIMIZERS
+from tests.builders import ATTACHES_OPTIMIZERS, bag_config, bag_sharders, bags
 from torchrec_neuroshard import NeuroShardPlanner, SearchConfig
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.testing import CostModelContract
@@ -53,16 +50,10 @@ def batch() -> KeyedJaggedTensor:
 def a_readers_script() -> dict[str, Any]:
     """Return model, planner, plan, batches and a training loop."""
     topology = Topology(world_size=1, compute_device="cpu")
-    model = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=name, num_embeddings=50, embedding_dim=8, feature_names=[name]
-            )
-            for name in NAMES
-        ],
-        device=torch.device("meta"),
+    model = bags(
+        *(bag_config(0, 50, 8, name=name, feature_names=[name]) for name in NAMES)
     )
-    sharders = [EmbeddingBagCollectionSharder()]
+    sharders = bag_sharders()
     search = SearchConfig(time_budget_seconds=0.2)
     planner = NeuroShardPlanner(
         topology=topology, batch_size=8, cost_model="cpu", search=search

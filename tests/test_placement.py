@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -19,15 +20,10 @@ from torchrec_neuroshard.placement import (
     ShardingTask,
     format_bytes,
 )
-from torchrec_neuroshard.tables import TableConfig
-
-
-def small_tables(*widths: int) -> tuple[TableConfig, ...]:
-    return make_tables(widths, [100 * (i + 1) for i in range(len(widths))])
 
 
 def small_task(*widths: int, world_size: int = 4, **options: Any) -> ShardingTask:
-    return make_task(small_tables(*widths), world_size, 8, **options)
+    return make_task(make_tables(widths), world_size, 8, **options)
 
 
 @st.composite
@@ -54,11 +50,9 @@ def test_every_column_is_placed_once(
     placement.check(task)
     for i, table in enumerate(task.tables):
         columns = [
-            c
-            for shard in placement.table_shards(i)
-            for c in range(shard.offset, shard.offset + shard.width)
+            range(s.offset, s.offset + s.width) for s in placement.table_shards(i)
         ]
-        assert columns == list(range(table.embedding_dim))
+        assert [*chain(*columns)] == [*range(table.embedding_dim)]
     for i, _, rank in pieces:
         held = sum(w for j, w, r in pieces if (j, r) == (i, rank))
         (shard,) = (s for s in placement.table_shards(i) if s.rank == rank)
@@ -90,13 +84,13 @@ def test_memory_is_shown_in_units_that_fit(num_bytes: float, shown: str) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"world_size": 0},
-            "world_size and batch_size must be at least 1, got 0 and 8",
-        ),
+        ({"world_size": 0}, "must be at least 1, got 0 and 8"),
         ({"local_world_size": 3}, r"world_size \(4\) must be a multiple .* \(3\)"),
         ({"fixed_bytes": (1,)}, r"fixed_bytes needs one value per table \(2\), got 1"),
         ({"memory_bytes": (5, 5)}, r"one value per rank \(4\), got 2"),
+        ({"allowed_ranks": ((),)}, r"allowed_ranks needs .* per table .2., got 1"),
+        ({"allowed_ranks": ((0,), (4,))}, "'t1': allowed_ranks has rank 4, .* 0 to 3"),
+        ({"together": ((0, 2),)}, "together has table 2, which is not in 0 to 1"),
     ],
 )
 def test_bad_tasks_are_refused(options: dict[str, Any], message: str) -> None:
@@ -114,14 +108,8 @@ def test_bad_tasks_are_refused(options: dict[str, Any], message: str) -> None:
         ([(0, 0, 8, 4)], "rank 4 is not in 0 to 3"),
         ([(0, 0, 4, 0), (0, 4, 4, 0)], "a rank holds two shards of it"),
         ([(0, 0, 8, 0), (2, 0, 8, 0)], "shard of table 2, which is not there"),
-        (
-            [(0, 0, 8, 0), *((1, 4 * i, 4, i) for i in range(4))],
-            "'t1': a shard is 4 wide; .* at least 8",
-        ),
-        (
-            [(0, 0, 4, 0), (0, 4, 4, 1), (1, 0, 16, 0)],
-            "'t0': 2 shards, at most 1 allowed",
-        ),
+        ([(0, 0, 8, 0), (1, 0, 12, 0), (1, 12, 4, 1)], "'t1': a shard is 4 wide; .* 8"),
+        ([(0, 0, 4, 0), (0, 4, 4, 1), (1, 0, 16, 0)], "'t0': 2 shards, at most 1 all"),
     ],
 )
 def test_broken_placements_are_refused(
@@ -140,26 +128,15 @@ def test_full_rank_is_named() -> None:
         Placement.from_widths(4, [(0, 8, 1), (1, 8, 1)]).check(task)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        {"world_size": 2, "shards": [[0, 0, 4]]},
-        {"world_size": 2, "shards": [["a", 0, 4, 0]]},
-    ],
-)
-def test_bad_json_is_refused(data: Any) -> None:
+@pytest.mark.parametrize("shards", [None, [[0, 0, 4]], [["a", 0, 4, 0]]])
+def test_bad_json_is_refused(shards: Any) -> None:
     with pytest.raises(PlacementError, match="not a placement"):
-        Placement.from_json(data)
+        Placement.from_json({"world_size": 2, "shards": shards})
 
 
 def test_rules_on_colocation_are_put_in_order() -> None:
     task = small_task(
-        8,
-        8,
-        8,
-        8,
-        8,
+        *[8] * 5,
         max_shards=(4, 3, 2, 2, 2),
         allowed_ranks=((3, 1, 1), (), (0, 1, 2, 3), (), ()),
         together=((2, 1, 2), (), (1, 0), (4,)),
@@ -176,31 +153,10 @@ def test_rules_on_colocation_are_put_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"allowed_ranks": ((),)},
-            "allowed_ranks needs one value per table .2., got 1",
-        ),
-        ({"allowed_ranks": ((0,), (4,))}, "'t1': allowed_ranks has rank 4, .* 0 to 3"),
-        ({"together": ((0, 2),)}, "together has table 2, which is not in 0 to 1"),
-    ],
-)
-def test_impossible_rules_on_colocation_are_named(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        small_task(8, 8, **options)
-
-
-@pytest.mark.parametrize(
     ("pieces", "message"),
     [
         ([(0, 8, 0), (1, 8, 2), (2, 8, 1)], "'t1' is on rank 2; .* ranks 0, 1 only"),
-        (
-            [(0, 8, 0), (1, 8, 1), (2, 8, 2)],
-            "'t0' and 't1' are on ranks 0, 1, not together",
-        ),
+        ([(0, 8, 0), (1, 8, 1), (2, 8, 2)], "'t0' and 't1' are on ranks 0, 1, not"),
         ([(0, 8, 0), (1, 4, 0), (1, 4, 1), (2, 8, 2)], "'t1': 2 shards, at most 1"),
         ([(0, 8, 0), (1, 8, 0), (2, 4, 0), (2, 4, 1)], "rank 0 holds .*'t0' and 't2'"),
     ],

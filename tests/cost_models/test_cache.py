@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,8 @@ def _store_often(bundle: str, number: int) -> None:
 
 
 def test_many_writers_leave_one_whole_bundle(bundle: Path, root: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    writers = [
-        context.Process(target=_store_often, args=(str(bundle), n)) for n in range(4)
-    ]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert [w.exitcode for w in writers] == [0] * 4
+    with ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as writers:
+        list(writers.map(_store_often, [str(bundle)] * 4, range(4)))
     (entry,) = cache.entries()
     load_bundle(entry.folder)
     assert [p.name for p in root.iterdir()] == [entry.folder.name]
@@ -169,16 +163,12 @@ def test_command_lists_and_clears(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cache"]) == 0
-    assert "holds no bundles" in " ".join(capsys.readouterr().out.split())
     folder = store(bundle, make_key())
     store(bundle, make_key(world_size=4))
     assert main(["cache", "list"]) == 0
-    printed = capsys.readouterr().out
-    assert f"{folder.name}: 2 x A CPU (1/2)" in printed
-    assert f"cost_model='{folder}'" in printed
+    assert f"{folder.name}: 2 x A CPU (1/2)" in capsys.readouterr().out
     assert main(["cache", "clear", "nothing"]) == 2
-    error = capsys.readouterr().err
-    assert "has no bundle 'nothing'; it has " in error and folder.name in error
+    assert folder.name in capsys.readouterr().err
     assert main(["cache", "clear", folder.name]) == 0
     assert [e.key.world_size for e in cache.entries()] == [4]
     assert main(["cache", "clear"]) == 0

@@ -1,5 +1,8 @@
 """Models of collectives: bandwidths by hand, and what holds for any learned weights."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -7,6 +10,7 @@ import torch
 
 from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
+    PublishedCommsModel,
     published_comms_model,
 )
 from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
@@ -23,13 +27,17 @@ from torchrec_neuroshard.records import COLLECTIVES
 H100 = GPU_CARDS["h100"]
 
 
-def model(world: int = 4, local: int = 4) -> BandwidthCommsModel:
+def model(world: int = 4, local: int = 4, intra: float = 100.0) -> BandwidthCommsModel:
     return BandwidthCommsModel(
         world_size=world,
         local_world_size=local,
-        intra_gb_per_s=100.0,
+        intra_gb_per_s=intra,
         inter_gb_per_s=10.0,
     )
+
+
+def published(world: int = 8, **links: float) -> PublishedCommsModel:
+    return published_comms_model(H100, world_size=world, local_world_size=8, **links)
 
 
 def test_a_rank_that_holds_nothing_still_receives() -> None:
@@ -43,15 +51,6 @@ def test_bytes_between_nodes_take_the_slow_link() -> None:
     sent = 64 * 1000 * 4
     expected = sent * (3 / 8) / 100e6 + sent * (4 / 8) / 10e6
     np.testing.assert_allclose(ms, expected)
-
-
-def test_ranks_must_fill_nodes_and_bandwidths_be_given() -> None:
-    with pytest.raises(ConfigError, match=r"world_size \(6\) must be a multiple"):
-        model(world=6, local=4)
-    with pytest.raises(ConfigError, match="bandwidths must be above 0"):
-        BandwidthCommsModel(
-            world_size=2, local_world_size=2, intra_gb_per_s=0, inter_gb_per_s=1
-        )
 
 
 def test_other_collectives_move_the_bytes_of_an_all_to_all() -> None:
@@ -71,7 +70,7 @@ def test_other_collectives_move_the_bytes_of_an_all_to_all() -> None:
 
 def test_published_links_inside_a_node() -> None:
     """By hand: a start, seven eighths of the bytes, and the ramp between the two."""
-    one = published_comms_model(H100, world_size=8, local_world_size=8)
+    one = published()
     assert one.source == "published links of h100, not measured"
     sent = 1024 * 65536 * 4
     moved = sent * 7 / 8 / 370e3  # microseconds
@@ -86,7 +85,7 @@ def test_published_links_inside_a_node() -> None:
 
 def test_published_links_between_nodes() -> None:
     """An all-to-all leaves by each rank's own share of the network, a ring by all's."""
-    two = published_comms_model(H100, world_size=16, local_world_size=8)
+    two = published(16)
     columns, sent = np.full((1, 16), 1024.0), 1024 * 65536 * 4
     moved = sent * 15 / 16 / 2 / 35e3
     expected = (11.6 + 25.7 + moved + 2 * np.sqrt(4.0 * moved)) / 1e3
@@ -98,22 +97,12 @@ def test_published_links_between_nodes() -> None:
 
 def test_given_links_win_and_factors_slow_them() -> None:
     columns = np.full((1, 8), 1024.0)
-    given = published_comms_model(
-        H100, world_size=8, local_world_size=8, intra_gb_per_s=185.0
-    )
-    half = published_comms_model(H100, world_size=8, local_world_size=8).under(
-        EstimateFactors(link=0.5, launch=7.0)
-    )
+    given = published(intra_gb_per_s=185.0)
+    half = published().under(EstimateFactors(link=0.5, launch=7.0))
     np.testing.assert_allclose(
         given.all_to_all(columns, 65536), half.all_to_all(columns, 65536)
     )
     assert given.source == "given links of h100, not measured"
-    with pytest.raises(ConfigError, match=r"\(12\) must be a multiple"):
-        published_comms_model(H100, world_size=12, local_world_size=8)
-    with pytest.raises(ConfigError, match="bandwidths must be above 0"):
-        published_comms_model(
-            H100, world_size=8, local_world_size=8, intra_gb_per_s=0.0
-        )
 
 
 # The learned model, with any weights
@@ -123,8 +112,8 @@ WORLDS = [(3, 3), (8, 2), (4, 1)]
 LINKS = (2.0, 0.5)
 
 
-def random_network(seed: int = 0) -> CommsNetwork:
-    generator = torch.Generator().manual_seed(seed)
+def random_network() -> CommsNetwork:
+    generator = torch.Generator().manual_seed(0)
     network = CommsNetwork(hidden=4)
     with torch.no_grad():
         for parameter in network.parameters():
@@ -132,12 +121,12 @@ def random_network(seed: int = 0) -> CommsNetwork:
     return network
 
 
-def learned(world: int = 4, local: int = 4, seed: int = 0) -> LearnedCommsModel:
+def learned(world: int = 4, local: int = 4, **settings: Any) -> LearnedCommsModel:
     return LearnedCommsModel(
-        random_network(seed),
+        random_network(),
         world_size=world,
         local_world_size=local,
-        measured_gb_per_s=LINKS,
+        **{"measured_gb_per_s": LINKS, **settings},
     )
 
 
@@ -199,20 +188,18 @@ def test_columns_and_samples_become_bytes_per_peer() -> None:
     """96 samples over 4 ranks: 24 of each, of 4 bytes per column."""
     model, columns = learned(), np.array([[8.0, 0.0, 64.0, 4.0]])
     bytes_CW = columns * 24 * 4
-    ms = model.all_to_all(columns, 96)
-    np.testing.assert_allclose(ms[..., 0], model.predict("pooled_forward", bytes_CW))
-    np.testing.assert_allclose(ms[..., 1], model.predict("pooled_backward", bytes_CW))
-    row_wise = model.row_wise(columns, 96)
-    np.testing.assert_allclose(
-        row_wise[..., 0], model.predict("reduce_scatter", bytes_CW)
-    )
-    np.testing.assert_allclose(row_wise[..., 1], model.predict("all_gather", bytes_CW))
-    np.testing.assert_allclose(
-        model.index_all_to_all(bytes_CW * 4), model.predict("index", bytes_CW)
-    )
-    np.testing.assert_allclose(
-        model.all_reduce(bytes_CW * 4), model.predict("all_reduce", bytes_CW)
-    )
+    pooled, row_wise = model.all_to_all(columns, 96), model.row_wise(columns, 96)
+    found = {
+        "pooled_forward": pooled[..., 0],
+        "pooled_backward": pooled[..., 1],
+        "reduce_scatter": row_wise[..., 0],
+        "all_gather": row_wise[..., 1],
+        "index": model.index_all_to_all(bytes_CW * 4),
+        "all_reduce": model.all_reduce(bytes_CW * 4),
+    }
+    assert set(found) == set(COLLECTIVES)
+    for collective, ms in found.items():
+        np.testing.assert_allclose(ms, model.predict(collective, bytes_CW))
 
 
 @pytest.mark.parametrize(
@@ -222,26 +209,24 @@ def test_columns_and_samples_become_bytes_per_peer() -> None:
 def test_slowdown_follows_the_ranks_of_a_node(
     local: int, expected: tuple[float, float]
 ) -> None:
-    model = LearnedCommsModel(
-        random_network(),
-        world_size=8 * local,
-        local_world_size=local,
-        measured_gb_per_s=LINKS,
-        slowdowns={1: (1.0, 1.0), 2: (1.4, 1.6), 4: (2.4, 2.0)},
-    )
+    slowdowns = {1: (1.0, 1.0), 2: (1.4, 1.6), 4: (2.4, 2.0)}
+    model = learned(8 * local, local, slowdowns=slowdowns)
     assert model.compute_slowdown == pytest.approx(expected)
     assert learned().compute_slowdown == (1.0, 1.0)
 
 
-def test_learned_model_needs_whole_nodes_and_bandwidths() -> None:
-    with pytest.raises(ConfigError, match=r"world_size \(6\) must be a multiple"):
-        learned(6, 4)
-    with pytest.raises(ConfigError, match=r"and 0\.0 between nodes; the collectives"):
-        LearnedCommsModel(
-            random_network(),
-            world_size=4,
-            local_world_size=2,
-            measured_gb_per_s=(2.0, 0.0),
-        )
-    with pytest.raises(ConfigError, match="is for 4 ranks, got values of 3"):
-        learned().all_to_all(np.ones((1, 3)), 64)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: model(6, 4), r"world_size \(6\) must be a multiple"),
+        (lambda: model(intra=0.0), "bandwidths must be above 0"),
+        (lambda: published(12), r"\(12\) must be a multiple"),
+        (lambda: published(intra_gb_per_s=0.0), "bandwidths must be above 0"),
+        (lambda: learned(6, 4), r"world_size \(6\) must be a multiple"),
+        (lambda: learned(4, 2, measured_gb_per_s=(2.0, 0.0)), "0.0 between nodes;"),
+        (lambda: learned().all_to_all(np.ones((1, 3)), 64), "4 ranks, got values of 3"),
+    ],
+)
+def test_bad_ranks_and_bandwidths(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -1,5 +1,6 @@
 """Compute cost models beyond their contract: exact numbers and wrappers."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from tests.builders import draw_tables, make_tables
 from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     NeuralCostModel,
@@ -22,23 +24,15 @@ from torchrec_neuroshard.cost_models.network import NetworkArrays, SetCostNetwor
 from torchrec_neuroshard.cost_models.scaled import JoinedCostModel, RelievedCommsModel
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel
 
 
 def random_features(num_tables: int, seed: int) -> npt.NDArray[np.float32]:
     rng = np.random.default_rng(seed)
-    tables = [
-        TableConfig(
-            name=str(i),
-            num_embeddings=int(rng.integers(10, 10**6)),
-            embedding_dim=4 * int(rng.integers(1, 65)),
-            pooling_factor=float(rng.uniform(0.1, 50)),
-            weighted=bool(rng.random() < 0.3),
-        )
-        for i in range(num_tables)
-    ]
-    return table_features(tables, 2048)
+    tables = draw_tables(rng, num_tables, range(4, 260, 4))
+    return table_features(
+        [dataclasses.replace(t, weighted=rng.random() < 0.3) for t in tables], 2048
+    )
 
 
 def random_neural(seed: int = 0) -> NeuralCostModel:
@@ -72,9 +66,8 @@ def test_arrays_are_the_network(count: int) -> None:
     with torch.inference_mode():
         predicted = network.predict(torch.from_numpy(sums))
     close(arrays.predict(sums), predicted.numpy())
-    shape = (3, 2)
     assert arrays.encode(features[:0]).shape == (0, encoded.shape[1])
-    assert arrays.predict(sums[:0]).shape == (0, *shape)
+    assert arrays.predict(sums[:0]).shape == (0, 3, 2)
 
 
 def test_uncertainty_is_the_spread_of_the_members() -> None:
@@ -94,22 +87,16 @@ def test_out_of_range_features_are_named() -> None:
     model = random_neural()
     inside = random_features(50, 9)
     assert not model.range_warnings(inside)
-    huge = table_features(
-        [TableConfig(name="h", num_embeddings=10**9, embedding_dim=1024)], 2048
-    )
+    huge = table_features(make_tables([1024], 10**9), 2048)
     named = {w.feature for w in model.range_warnings(huge)}
     assert {"log2_rows", "log2_width", "weight_bytes"} <= named
 
 
 @pytest.mark.parametrize(("width", "penalty"), [(32, 1.75), (64, 1.15), (128, 1.0)])
 def test_stock_formula(width: int, penalty: float) -> None:
-    table = TableConfig(
-        name="t", num_embeddings=1000, embedding_dim=width, pooling_factor=3.0
-    )
+    features = table_features(make_tables([width], pooling=3.0), 100)
     model = StockCostModel(memory_gb_per_s=897.0)
-    costs = model.predict_sets(
-        table_features([table], 100), np.zeros(1, dtype=np.int64), 1
-    )
+    costs = model.predict_sets(features, np.zeros(1, dtype=np.int64), 1)
     lookups = 300
     moved = 8 * lookups + lookups * width * 4 + 100 * width * 4
     expected = moved * penalty / (897.0 * 1e6)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
+from tests.builders import make_tables
+from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model, loading
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.cost_models.physical import (
     PhysicalConstants,
@@ -45,20 +46,12 @@ BYTES_ONLY = PhysicalConstants(
 
 
 def skewed(exponent: float, **changes: object) -> TableConfig:
+    rows = 1_000_000
     profile = zipf_profile(
-        batch_size=BATCH,
-        pooling_factor=20.0,
-        num_embeddings=1_000_000,
-        exponent=exponent,
+        batch_size=BATCH, pooling_factor=20.0, num_embeddings=rows, exponent=exponent
     )
-    table = TableConfig(
-        name="t",
-        num_embeddings=1_000_000,
-        embedding_dim=128,
-        pooling_factor=20.0,
-        profile=profile,
-    )
-    return dataclasses.replace(table, **changes)  # type: ignore[arg-type]
+    (table,) = make_tables([128], rows, 20.0, profile=profile, **changes)
+    return table
 
 
 def features(*tables: TableConfig) -> npt.NDArray[np.float32]:
@@ -187,8 +180,6 @@ def test_rows_in_the_hosts_memory_pay_for_lookups_and_for_updates() -> None:
 
 
 def test_the_visible_card_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrec_neuroshard.cost_models import loading
-
     monkeypatch.setattr(loading, "current_device_name", lambda _: "NVIDIA B200")
     with pytest.warns(UserWarning, match="B200.*7,672 GB/s.*never checked on this one"):
         model = load_cost_model("auto", device_type="cuda")

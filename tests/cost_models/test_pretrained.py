@@ -38,6 +38,7 @@ from torchrec_neuroshard.training.compute import (
 )
 
 BUNDLE = loading.PRETRAINED / "cpu"
+FOUR: dict[str, Any] = {"world_size": 4, "local_world_size": 4}
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_xeon.parquet"
 
 
@@ -83,9 +84,6 @@ def test_learned_beats_both_yardsticks_in_every_decile(
         assert learned.kendall_tau > other.kendall_tau
 
 
-EPYC = BUNDLE.parent / "cpu_epyc"
-
-
 @pytest.mark.parametrize("world_size", [3, 6])
 @pytest.mark.parametrize("name", ["epyc", "epyc_zen5"])
 def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
@@ -93,12 +91,9 @@ def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
     bundle = BUNDLE.parent / f"cpu_{name}"
     [(_, records)] = read_comms_records([DATA.parent / f"comms_gloo_{name}.parquet"])
     assert world_size not in COMMS_BUNDLE.read_info(bundle).world_sizes
-    model = load_comms_bundle(
-        bundle,
-        compute=None,  # in milliseconds of the run that measured them
-        world_size=world_size,
-        local_world_size=world_size,
-    )
+    ranks = {"world_size": world_size, "local_world_size": world_size}
+    # In milliseconds of the run that measured them.
+    model = load_comms_bundle(bundle, compute=None, **ranks)
     errors = []
     for r in records:
         if r.world_size == world_size and r.repeat_of is None:
@@ -123,9 +118,8 @@ def test_collectives_come_in_the_compute_models_milliseconds() -> None:
     compute = COMPUTE_BUNDLE.read_info(bundle).reference_ms
     own = COMMS_BUNDLE.read_info(bundle).compute_reference_ms
     assert compute != own
-    ranks: dict[str, Any] = {"world_size": 4, "local_world_size": 4}
-    measured = load_comms_bundle(bundle, compute=None, **ranks)
-    found = load_comms_model(name, device_type="cpu", **ranks)
+    measured = load_comms_bundle(bundle, compute=None, **FOUR)
+    found = load_comms_model(name, device_type="cpu", **FOUR)
     assert found is not None
     columns = np.full((1, 4), 64.0)
     np.testing.assert_allclose(
@@ -154,9 +148,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def test_predictions_are_the_same_whatever_torch_is_told(settings: Any) -> None:
     def predictions() -> list[Any]:
         compute = load_cost_model("cpu")
-        comms = load_comms_model(
-            "cpu", device_type="cpu", world_size=4, local_world_size=4
-        )
+        comms = load_comms_model("cpu", device_type="cpu", **FOUR)
         assert comms is not None
         sums = compute.encode(np.ones((1, len(FEATURE_NAMES)), dtype=np.float32))
         exchange = comms.all_to_all(np.full((1, 4), 64.0), 512)
@@ -190,9 +182,8 @@ def test_measured_collectives_stand_in_for_those_of_other_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loading, "current_device_name", lambda _: "another CPU (1/2)")
-    ranks: dict[str, Any] = {"world_size": 4, "local_world_size": 4}
-    found = load_comms_model("auto", device_type="cpu", **ranks)
-    measured = load_comms_model("cpu_epyc_zen5", device_type="cpu", **ranks)
+    found = load_comms_model("auto", device_type="cpu", **FOUR)
+    measured = load_comms_model("cpu_epyc_zen5", device_type="cpu", **FOUR)
     assert found is not None and measured is not None
     assert found.source.startswith("measured on AMD EPYC")
     assert found.source.endswith("which stands in")
@@ -201,6 +192,5 @@ def test_measured_collectives_stand_in_for_those_of_other_cpus(
         found.all_to_all(columns, 512), measured.all_to_all(columns, 512)
     )
     # A bandwidth that is given goes before what another machine measured.
-    assert (
-        load_comms_model("auto", device_type="cpu", intra_gb_per_s=5.0, **ranks) is None
-    )
+    given = {**FOUR, "intra_gb_per_s": 5.0}
+    assert load_comms_model("auto", device_type="cpu", **given) is None

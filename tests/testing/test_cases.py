@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.testing import CostModelContract, SearcherContract
-from torchrec_neuroshard.testing.cases import expect_close, expect_error
+from torchrec_neuroshard.testing.cases import expect_close
 
 EXTENDING = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -25,20 +24,6 @@ EXTENDING = Path(__file__).parents[2] / "docs" / "extending.md"
 def test_expect_close_finds(found: Any, wanted: Any) -> None:
     with pytest.raises(AssertionError, match="what: "):
         expect_close(found, wanted, 0.01, "what")
-
-
-def test_expect_close_allows_the_tolerance() -> None:
-    expect_close([100.0, 0.5], [100.5, 0.0], 0.01, "relative to the largest")
-    expect_close([], [], 0.0, "nothing")
-
-
-def test_other_errors_are_no_success() -> None:
-    def refuse() -> None:
-        raise ConfigError("the reason")
-
-    assert expect_error(ConfigError, refuse, "what") == "the reason"
-    with pytest.raises(ConfigError):
-        expect_error(KeyError, refuse, "what")
 
 
 def test_needs_neither_pytest_nor_torchrec() -> None:

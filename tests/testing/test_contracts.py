@@ -171,29 +171,41 @@ SEARCHERS: dict[str, tuple[Callable[[int], Searcher], dict[str, Any]]] = {
 }
 
 
-def hold(contract: type, name: str, maker: str, make: Any, **attributes: Any) -> None:
-    """Derive a test class, for what is only known when the tests start."""
+MAKERS: dict[type, str] = {
+    CostModelContract: "make_cost_model",
+    CommsModelContract: "make_comms_model",
+    SearcherContract: "make_searcher",
+}
+
+
+def derive(contract: type, name: str, make: Any, **attributes: Any) -> type[Any]:
+    """A test class, for what is only known when the tests start."""
+    method = {MAKERS[contract]: lambda self, *arguments: make(*arguments)}
     kind = f"Test{contract.__name__}_{name}"
-    method = {maker: lambda self, *arguments: make(*arguments)}
-    globals()[kind] = type(kind, (contract,), {**method, **attributes})
+    return type(kind, (contract,), {**method, **attributes})
+
+
+def hold(contract: type, name: str, make: Any, **attributes: Any) -> None:
+    kind = derive(contract, name, make, **attributes)
+    globals()[kind.__name__] = kind
 
 
 for name, made in COST_MODELS.items():
-    hold(CostModelContract, name, "make_cost_model", made)
+    hold(CostModelContract, name, made)
 for name in pretrained_names():
     # Encodings are computed in single precision.
     settings = {"tolerance": 1e-4, "has_ranges": True}
     bundle = functools.partial(load_cost_model, name)
-    hold(CostModelContract, name, "make_cost_model", bundle, **settings)
+    hold(CostModelContract, name, bundle, **settings)
 for name, comms in COMMS_MODELS.items():
     # Before training every coefficient is 1 ms, or 1 over a bandwidth.
     idle_ms = 1000.0 if name == "untrained" else 10.0
-    hold(CommsModelContract, name, "make_comms_model", comms, idle_ms=idle_ms)
+    hold(CommsModelContract, name, comms, idle_ms=idle_ms)
 for folder in filter(COMMS_BUNDLE.is_in, sorted(PRETRAINED.iterdir())):
     shipped = functools.partial(bundle_comms, folder.name)
-    hold(CommsModelContract, folder.name, "make_comms_model", shipped)
+    hold(CommsModelContract, folder.name, shipped)
 for name, (search, attributes) in SEARCHERS.items():
-    hold(SearcherContract, name, "make_searcher", search, **attributes)
+    hold(SearcherContract, name, search, **attributes)
 
 
 def test_every_registered_search_is_held_to_the_contract() -> None:
@@ -211,26 +223,22 @@ def contract_cases(contract: type) -> set[str]:
 RNG = np.random.default_rng(0)
 
 
-def broken_sums(bend: Callable[[Floats, Floats], Floats]) -> type[CostModel]:
-    """Bend the costs of sums; the second argument is the sums."""
+def bent(base: type, method: str, bend: Callable[..., Any]) -> type[Any]:
+    """A model whose method returns what `bend` makes of its result and argument."""
 
-    class Broken(AnalyticCostModel):
-        def predict_sums(self, sums_SE: Floats) -> Floats:
-            return bend(super().predict_sums(sums_SE), sums_SE)
+    def call(self: Any, first: Any, *rest: Any, **named: Any) -> Any:
+        return bend(getattr(base, method)(self, first, *rest, **named), first)
 
-    return Broken
+    return type("Broken", (base,), {method: call})
 
 
-def broken_encodings(
-    bend: Callable[[Callable[[Features], Floats], Features], Floats],
-) -> type[CostModel]:
-    """Bend what is encoded, or what comes of it."""
+broken_cost = functools.partial(bent, AnalyticCostModel)
+broken_sums = functools.partial(broken_cost, "predict_sums")
+broken_comms = functools.partial(bent, AnalyticCommsModel, "all_to_all")
 
-    class Broken(AnalyticCostModel):
-        def encode(self, features_NF: Features) -> Floats:
-            return bend(super().encode, features_NF)
 
-    return Broken
+def nameless(base: type, source: str) -> type[Any]:
+    return type("Nameless", (base,), {"source": source})
 
 
 class FirstShardCountsTwice(AnalyticCostModel):
@@ -238,11 +246,6 @@ class FirstShardCountsTwice(AnalyticCostModel):
         features_NF = features_NF.copy()
         features_NF[0] *= 2
         return super().predict_sets(features_NF, *sets)
-
-
-class SetsWithoutSums(AnalyticCostModel):
-    def predict_sets(self, *arguments: Any) -> Floats:
-        return 1.1 * super().predict_sets(*arguments)
 
 
 class LaunchesWithoutShards(AnalyticCostModel):
@@ -259,22 +262,20 @@ class LaunchesWithoutShards(AnalyticCostModel):
         return costs_S2
 
 
-class NegativeUncertainty(AnalyticCostModel):
-    def relative_uncertainty(self, sums_SE: Floats) -> Floats:
-        return np.full(len(sums_SE), -0.1)
+class AnyColumns(AnalyticCostModel):
+    def encode(self, features_NF: Features) -> Floats:
+        padded = np.zeros((len(features_NF), len(FEATURE_NAMES)), dtype=np.float32)
+        width = min(padded.shape[1], features_NF.shape[1])
+        padded[:, :width] = features_NF[:, :width]
+        return super().encode(padded)
 
 
-class WarnsOfAnotherShard(AnalyticCostModel):
-    def range_warnings(self, features_NF: Features) -> Sequence[RangeWarning]:
-        rows = features_NF[:, FEATURE_NAMES.index("log2_rows")]
-        return [
-            RangeWarning(0, "log2_rows", float(value), 0.0, 20.0)
-            for value in rows[rows > 20.0]
-        ]
-
-
-class Nameless(AnalyticCostModel):
-    source = ""
+def warns_of_another_shard(_: Any, features_NF: Features) -> list[RangeWarning]:
+    rows = features_NF[:, FEATURE_NAMES.index("log2_rows")]
+    return [
+        RangeWarning(0, "log2_rows", float(value), 0.0, 20.0)
+        for value in rows[rows > 20.0]
+    ]
 
 
 def written_to(costs: Floats, arguments: Floats) -> Floats:
@@ -282,16 +283,9 @@ def written_to(costs: Floats, arguments: Floats) -> Floats:
     return costs
 
 
-def any_columns(encode: Callable[[Features], Floats], features_NF: Features) -> Floats:
-    padded = np.zeros((len(features_NF), len(FEATURE_NAMES)), dtype=np.float32)
-    width = min(padded.shape[1], features_NF.shape[1])
-    padded[:, :width] = features_NF[:, :width]
-    return encode(padded)
-
-
 BROKEN_COST_MODELS: dict[str, tuple[type[CostModel], str]] = {
     "test_encodings_have_the_stated_shape": (
-        broken_encodings(lambda encode, features_NF: encode(features_NF)[:, :2]),
+        broken_cost("encode", lambda sums, features: sums[:, :2]),
         "shape .* is not",
     ),
     "test_times_are_finite_and_not_negative": (
@@ -303,14 +297,17 @@ BROKEN_COST_MODELS: dict[str, tuple[type[CostModel], str]] = {
         r"the empty set costs \[0\. 0\.\] ms, an all-zero sum \[0\.01",
     ),
     "test_order_of_shards_does_not_matter": (FirstShardCountsTwice, "another order"),
-    "test_sets_are_sums_of_encodings": (SetsWithoutSums, "against predict_sets"),
+    "test_sets_are_sums_of_encodings": (
+        broken_cost("predict_sets", lambda costs, features: 1.1 * costs),
+        "against predict_sets",
+    ),
     # Scores relative to the other sets of the call.
     "test_other_sets_of_a_call_do_not_matter": (
         broken_sums(lambda costs, sums: costs / max(costs.max(initial=0.0), 1e-9)),
         "among others",
     ),
     "test_wrong_number_of_features_is_refused": (
-        broken_encodings(any_columns),
+        AnyColumns,
         "no FeatureSchemaError was raised",
     ),
     "test_predictions_repeat": (
@@ -318,51 +315,35 @@ BROKEN_COST_MODELS: dict[str, tuple[type[CostModel], str]] = {
         "something else when asked again",
     ),
     "test_arguments_are_left_alone": (broken_sums(written_to), "changed the sums"),
-    "test_uncertainty_is_a_share": (NegativeUncertainty, "uncertainties of"),
+    "test_uncertainty_is_a_share": (
+        broken_cost("relative_uncertainty", lambda _, sums: np.full(len(sums), -0.1)),
+        "uncertainties of",
+    ),
     "test_range_warnings_name_shard_and_feature": (
-        WarnsOfAnotherShard,
+        broken_cost("range_warnings", warns_of_another_shard),
         r"a warning calls \(0, 'log2_rows'\)",
     ),
     # An error where there is no row.
     "test_no_shards_at_all": (
-        broken_encodings(lambda encode, f_NF: encode(f_NF) * float(f_NF.max() > 0)),
+        broken_cost("encode", lambda sums, f_NF: sums * float(f_NF.max() > 0)),
         "zero-size array",
     ),
-    "test_says_what_it_rests_on": (Nameless, "source is ''"),
+    "test_says_what_it_rests_on": (nameless(AnalyticCostModel, ""), "source is ''"),
 }
 
 
 @pytest.mark.parametrize("case", sorted(contract_cases(CostModelContract)))
 def test_cost_model_contract_catches(case: str) -> None:
     broken, message = BROKEN_COST_MODELS[case]
-
-    class Contract(CostModelContract):
-        def make_cost_model(self) -> CostModel:
-            return broken()
-
+    contract = derive(CostModelContract, "broken", broken)
     with pytest.raises((AssertionError, ValueError), match=message):
-        getattr(Contract(), case)()
+        getattr(contract(), case)()
 
 
 def test_silence_about_ranges_is_caught() -> None:
-    class Contract(CostModelContract):
-        has_ranges = True
-
-        def make_cost_model(self) -> CostModel:
-            return AnalyticCostModel()
-
+    silent = derive(CostModelContract, "silent", AnalyticCostModel, has_ranges=True)
     with pytest.raises(AssertionError, match="there is no warning"):
-        Contract().test_range_warnings_name_shard_and_feature()
-
-
-def broken_comms(bend: Callable[[Floats, Floats], Floats]) -> type[CommsModel]:
-    """Bend the times of an all-to-all; the second argument is the columns."""
-
-    class Broken(AnalyticCommsModel):
-        def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
-            return bend(super().all_to_all(columns_CW, batch_size), columns_CW)
-
-    return Broken
+        silent().test_range_warnings_name_shard_and_feature()
 
 
 def not_a_number(ms_CW2: Floats, columns_CW: Floats) -> Floats:
@@ -384,10 +365,6 @@ def relieved_by_another(ms_CW2: Floats, columns_CW: Floats) -> Floats:
 def first_rank_is_slower(ms_CW2: Floats, columns_CW: Floats) -> Floats:
     slower = np.where(np.arange(columns_CW.shape[1]) == 0, 2.0, 1.0)
     return ms_CW2 * slower[:, None]
-
-
-class NamelessComms(AnalyticCommsModel):
-    source = " "
 
 
 BROKEN_COMMS_MODELS: dict[str, tuple[type[CommsModel], str]] = {
@@ -417,31 +394,23 @@ BROKEN_COMMS_MODELS: dict[str, tuple[type[CommsModel], str]] = {
         broken_comms(written_to),
         "changed its argument",
     ),
-    "test_says_what_it_rests_on": (NamelessComms, "source is ' '"),
+    "test_says_what_it_rests_on": (nameless(AnalyticCommsModel, " "), "source is ' '"),
 }
-
-
-def comms_contract(broken: type[CommsModel]) -> CommsModelContract:
-    class Contract(CommsModelContract):
-        def make_comms_model(
-            self, world_size: int, local_world_size: int
-        ) -> CommsModel:
-            return broken()
-
-    return Contract()
 
 
 @pytest.mark.parametrize("case", sorted(contract_cases(CommsModelContract)))
 def test_comms_model_contract_catches(case: str) -> None:
     broken, message = BROKEN_COMMS_MODELS[case]
+    contract = derive(CommsModelContract, "broken", lambda *_: broken())
     with pytest.raises(AssertionError, match=message):
-        getattr(comms_contract(broken), case)()
+        getattr(contract(), case)()
 
 
 def test_relief_by_another_ranks_bytes_is_caught() -> None:
     broken = broken_comms(relieved_by_another)
+    contract = derive(CommsModelContract, "broken", lambda *_: broken())
     with pytest.raises(AssertionError, match="more bytes on one rank"):
-        comms_contract(broken).test_more_bytes_do_not_take_less_time()
+        contract().test_more_bytes_do_not_take_less_time()
 
 
 Spoil = Callable[[SearchResult, Simulator], SearchResult]
@@ -557,22 +526,15 @@ BROKEN_SEARCHES: dict[str, tuple[Spoil, str]] = {
 }
 
 
-def searcher_contract(spoil: Spoil, splits: bool, name: str) -> SearcherContract:
-    class Contract(SearcherContract):
-        splits_tables = splits
-
-        def make_searcher(self, seed: int) -> Searcher:
-            return BrokenSearcher(spoil, name)
-
-    return Contract()
-
-
 @pytest.mark.parametrize("case", sorted(contract_cases(SearcherContract)))
 def test_searcher_contract_catches(case: str) -> None:
     spoil, message = BROKEN_SEARCHES[case]
     name = Searcher.name if case == "test_has_a_name" else "broken"
+    contract = derive(
+        SearcherContract, "broken", lambda seed: BrokenSearcher(spoil, name)
+    )
     with pytest.raises((AssertionError, InfeasibleError), match=message):
-        getattr(searcher_contract(spoil, True, name), case)()
+        getattr(contract(), case)()
 
 
 @pytest.mark.parametrize(
@@ -580,6 +542,8 @@ def test_searcher_contract_catches(case: str) -> None:
     [(says_nothing, "does not name 'giant'"), (unspoiled, "no InfeasibleError")],
 )
 def test_whole_tables_that_do_not_fit_are_caught(spoil: Spoil, message: str) -> None:
-    contract = searcher_contract(spoil, False, "broken")
+    contract = derive(
+        SearcherContract, "whole", lambda seed: BrokenSearcher(spoil, "broken"), **WHOLE
+    )
     with pytest.raises(AssertionError, match=message):
-        contract.test_a_table_larger_than_a_rank()
+        contract().test_a_table_larger_than_a_rank()
