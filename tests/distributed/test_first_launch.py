@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
-from tests.builders import CPU, bag_config, bags, make_planner
+from tests.builders import CPU, bag_config, bag_sharders, bags, make_planner
 from tests.distributed.ranks import TWO_NODES, Jobs, OfJob, daily
 from tests.distributed.unsharded import draw_batch
 from torchrec_neuroshard.cost_models import cache
@@ -25,6 +23,7 @@ pytestmark = pytest.mark.distributed
 LOCAL_BATCH = 64
 SIZES = [(1000, 16), (3000, 32), (500, 8), (2000, 64)]
 
+LATE = "was not through after"
 SHIPPED = str(bundle_folder("cpu_epyc"))
 COPIES = f"""
 import os, shutil, sys, time
@@ -36,29 +35,20 @@ if os.environ["RANK"] == "0":
 """In place of measuring: a bundle is there at once."""
 
 FAILURES = {
-    "a kernel dies": "import os; os.abort()",
-    "out of memory": (
+    "process ended with code -6": "import os; os.abort()",
+    "OutOfMemoryError: no room": (
         "import sys; open(sys.argv[1] + '/reason.txt', 'w')"
         ".write('OutOfMemoryError: no room'); sys.exit(1)"
     ),
-    "a rank is late": "import time; time.sleep(60)",
-    "a damaged bundle": (
+    LATE: "import time; time.sleep(60)",
+    "is damaged": (
         "import os, sys; os.mkdir(sys.argv[1] + '/bundle'); "
         "open(sys.argv[1] + '/bundle/bundle.json', 'w').write('{')"
     ),
 }
-DAILY = ("twice", "a kernel dies")
+"""The reason that is given, and what stands in for measuring."""
+DAILY = ("twice", "process ended with code -6")
 """The jobs of the tests that are not nightly."""
-REASONS = {
-    "a kernel dies": "process ended with code -6",
-    "out of memory": "OutOfMemoryError: no room",
-    "a rank is late": "was not through after",
-    "a damaged bundle": "is damaged",
-}
-
-
-def small_model() -> Any:
-    return bags(*(bag_config(i, *size) for i, size in enumerate(SIZES)), device=CPU)
 
 
 def launch(
@@ -73,7 +63,8 @@ def launch(
         comms_model=None,
         **{"calibrate": 1.0, **arguments},
     )
-    model, sharders = small_model(), [EmbeddingBagCollectionSharder()]
+    model = bags(*(bag_config(i, *size) for i, size in enumerate(SIZES)), device=CPU)
+    sharders = bag_sharders()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plan = planner.collective_plan(model, sharders, pg)
@@ -88,9 +79,8 @@ def launch(
         sharded = DistributedModelParallel(
             model, device=CPU, plan=plan, sharders=sharders
         )
-        generator = torch.Generator().manual_seed(dist.get_rank())
         keys = [f"f{i}" for i in range(len(SIZES))]
-        batch = draw_batch(keys, LOCAL_BATCH, 500, generator)
+        batch = draw_batch(keys, LOCAL_BATCH, 500, dist.get_rank())
         loss = sharded(batch).values().square().mean()
         loss.backward()
         found["loss"] = float(loss)
@@ -102,19 +92,13 @@ def in_cache(folder: Path, program: str | None, action: Any) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEUROSHARD_CACHE", str(folder))
         # However busy and noisy the machine is under the tests.
-        patch.setattr("torchrec_neuroshard.planner.launch.first_launch.GRACE_S", 600.0)
+        grace = -1.0 if program == FAILURES[LATE] else 600.0
+        patch.setattr("torchrec_neuroshard.planner.launch.first_launch.GRACE_S", grace)
+        part = "torchrec_neuroshard.training.first_launch"
         if program is None:
-            patch.setattr(
-                "torchrec_neuroshard.training.first_launch.judge", lambda *_: None
-            )
+            patch.setattr(f"{part}.judge", lambda *_: None)
         else:
-            patch.setattr(
-                "torchrec_neuroshard.training.first_launch.PROGRAM", ("-c", program)
-            )
-        if program == FAILURES["a rank is late"]:
-            patch.setattr(
-                "torchrec_neuroshard.planner.launch.first_launch.GRACE_S", -1.0
-            )
+            patch.setattr(f"{part}.PROGRAM", ("-c", program))
         found: dict[str, Any] = action()
     return found
 
@@ -179,11 +163,11 @@ def test_first_launch_measures_and_the_next_one_remembers(results: OfJob) -> Non
     assert first["collectives"] == second["collectives"] == "measured"
 
 
-@pytest.mark.parametrize("name", daily(FAILURES, DAILY))
-def test_no_failure_reaches_the_job(results: OfJob, name: str) -> None:
-    first, *others = results(name)
+@pytest.mark.parametrize("reason", daily(FAILURES, DAILY))
+def test_no_failure_reaches_the_job(results: OfJob, reason: str) -> None:
+    first, *others = results(reason)
     (text,) = first["warnings"]
-    assert "measuring at the first launch failed (" in text and REASONS[name] in text
+    assert "measuring at the first launch failed (" in text and reason in text
     assert "not measured" in first["kernels"]
     assert text in first["noted"]
     for found in (first, *others):

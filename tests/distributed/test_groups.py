@@ -24,7 +24,13 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from tests.builders import CPU, FixedSearcher, bag_config, bags, make_planner
 from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, OfJob
 from tests.distributed.test_training import BagSharder
-from tests.distributed.unsharded import draw_batch, local_parts, loss_of
+from tests.distributed.unsharded import (
+    draw_batch,
+    gap,
+    local_parts,
+    loss_of,
+    weights_of,
+)
 from torchrec_neuroshard import group_topology
 
 pytestmark = pytest.mark.distributed
@@ -80,37 +86,26 @@ def collection_class() -> Any:
     return OnCpus
 
 
-class Run:
+def sharded_in_groups(whole: Any, plan: ShardingPlan, case: Case) -> Any:
     """A model of one plan, trained in two dimensions."""
-
-    def __init__(self, whole: Any, plan: ShardingPlan, case: Case) -> None:
-        model = copy.deepcopy(whole)
-        apply_optimizer_in_backward(
-            torch.optim.Adagrad, list(model.parameters())[:-1], {**ADAGRAD}
-        )
-        self.sharded = collection_class()(
-            model,
-            device=CPU,
-            plan=plan,
-            world_size=WORLD_SIZE,
-            sharding_group_size=GROUP_SIZE,
-            global_pg=dist.group.WORLD,
-            sharders=SHARDERS,
-            use_inter_host_allreduce=case.use_inter_host_allreduce,
-        )
-        start = {k: v.detach() for k, v in whole.state_dict().items()}
-        with torch.no_grad():
-            for _, shard, part in local_parts(self.sharded.state_dict(), start):
-                shard.copy_(part)
-        replicated = [p for n, p in self.sharded.named_parameters() if "t3" in n]
-        self.rest = torch.optim.Adagrad(replicated, **ADAGRAD)
-
-    def step(self, batch: Any) -> dict[str, torch.Tensor]:
-        outputs: dict[str, torch.Tensor] = self.sharded(batch).to_dict()
-        self.rest.zero_grad()
-        torch.autograd.backward(loss_of(outputs, LOCAL_BATCH))
-        self.rest.step()
-        return outputs
+    model = copy.deepcopy(whole)
+    apply_optimizer_in_backward(
+        torch.optim.Adagrad, list(model.parameters())[:-1], {**ADAGRAD}
+    )
+    sharded = collection_class()(
+        model,
+        device=CPU,
+        plan=plan,
+        world_size=WORLD_SIZE,
+        sharding_group_size=GROUP_SIZE,
+        global_pg=dist.group.WORLD,
+        sharders=SHARDERS,
+        use_inter_host_allreduce=case.use_inter_host_allreduce,
+    )
+    with torch.no_grad():
+        for _, shard, part in local_parts(sharded.state_dict(), weights_of(whole)):
+            shard.copy_(part)
+    return sharded
 
 
 class Reference:
@@ -175,41 +170,39 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     )
     plan = planner.collective_plan(whole, SHARDERS, dist.group.WORLD)
     types = tuple(s.sharding_type for s in plan.plan[""].values())
-    ours = Run(whole, plan, case)
+    sharded = sharded_in_groups(whole, plan, case)
+    replicated = [p for n, p in sharded.named_parameters() if "t3" in n]
+    optimizer = torch.optim.Adagrad(replicated, **ADAGRAD)
     reference = Reference(whole, case)
     outputs_off = 0.0
     for step in range(NUM_STEPS):
-        generator = torch.Generator().manual_seed(50 + step)
         batches = [
-            draw_batch(KEYS, LOCAL_BATCH, NUM_ROWS, generator)
-            for _ in range(WORLD_SIZE)
+            draw_batch(KEYS, LOCAL_BATCH, NUM_ROWS, 50 * step + r)
+            for r in range(WORLD_SIZE)
         ]
         expected = reference.step(batches)[rank]
-        for key, value in ours.step(batches[rank]).items():
-            outputs_off = max(outputs_off, _apart(value, expected[key]))
+        outputs = sharded(batches[rank]).to_dict()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_of(outputs, LOCAL_BATCH))
+        optimizer.step()
+        for key, value in outputs.items():
+            outputs_off = max(outputs_off, gap(value, expected[key]))
         if (step + 1) % SYNC_INTERVAL == 0:
-            ours.sharded.sync()
+            sharded.sync()
             reference.sync()
     (group,) = (n for n, ranks in enumerate(case.groups) if rank in ranks)
-    models = [
-        {k: v.detach() for k, v in m.state_dict().items()} for m in reference.models
-    ]
-    parts = local_parts(ours.sharded.state_dict(), models[group])
-    started = {k: v.detach() for k, v in whole.state_dict().items()}
+    models, started = [weights_of(m) for m in reference.models], weights_of(whole)
+    parts = local_parts(sharded.state_dict(), models[group])
     return {
         "types": types,
         "outputs": outputs_off,
-        "weights": max(_apart(shard, part) for _, shard, part in parts),
-        "moved": min(_apart(models[group][k], started[k]) for k in started),
+        "weights": max(gap(shard, part) for _, shard, part in parts),
+        "moved": min(gap(models[group][k], started[k]) for k in started),
         "replicas_apart": max(
-            _apart(models[0][k], models[1][k]) for k in list(started)[:-1]
+            gap(models[0][k], models[1][k]) for k in list(started)[:-1]
         ),
         "report": str(planner.report()) if rank == 0 else "",
     }
-
-
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one.detach() - other.detach()).abs().max())
 
 
 def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:

@@ -15,10 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.builders import bag_config, bags, make_planner
-from tests.distributed.ranks import ONE_NODE, Jobs, OfJob, message_of
+from tests.builders import CPU, bag_config, bags, make_planner
+from tests.distributed.ranks import ONE_NODE, Jobs, OfJob, daily, message_of
+from tests.distributed.unsharded import shard_model
+from torchrec_neuroshard import PlanMonitor
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
@@ -36,18 +43,11 @@ class Model(nn.Module):
     """A loss, as TorchRec's pipelines want it, of tables with a fused optimizer."""
 
     def __init__(self) -> None:
-        from torchrec.optim import RowWiseAdagrad
-        from torchrec.optim.apply_optimizer_in_backward import (
-            apply_optimizer_in_backward,
-        )
-
         super().__init__()
         torch.manual_seed(1)
-        moved = [bag_config(i, NUM_ROWS, DIM) for i in range(len(FEATURES) - 1)]
-        copied = bag_config(len(FEATURES) - 1, NUM_ROWS, DIM)
-        cpu = torch.device("cpu")
+        *moved, copied = (bag_config(i, NUM_ROWS, DIM) for i in range(len(FEATURES)))
         self.sparse = nn.ModuleDict(
-            {"ebc": bags(*moved, device=cpu), "copied": bags(copied, device=cpu)}
+            {"ebc": bags(*moved, device=CPU), "copied": bags(copied, device=CPU)}
         )
         apply_optimizer_in_backward(
             RowWiseAdagrad, self.sparse["ebc"].parameters(), {"lr": 0.1}
@@ -67,8 +67,6 @@ class Model(nn.Module):
 
 def batch_of(step: int, rank: int, popular: frozenset[str]) -> Any:
     """Bags of one id; of popular features, of sixteen."""
-    from torchrec import KeyedJaggedTensor
-
     generator = torch.Generator().manual_seed(10 * step + rank)
     lengths = torch.cat(
         [torch.full((LOCAL_BATCH,), 16 if f in popular else 1) for f in FEATURES]
@@ -82,39 +80,21 @@ def batch_of(step: int, rank: int, popular: frozenset[str]) -> Any:
 
 def shard() -> tuple[Any, Any]:
     """A sharded model, the same weights each time, and its planner."""
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import get_default_sharders
-
     model = Model()
-    start = {k: v.detach().clone() for k, v in model.sparse.state_dict().items()}
+    kinds = [*["table_wise"] * (len(FEATURES) - 1), "data_parallel"]
     planner = make_planner(
-        dist.get_world_size(),
         search_only=False,
         batch_size=LOCAL_BATCH,
         constraints={
-            **{
-                f"t{i}": ParameterConstraints(sharding_types=["table_wise"])
-                for i in range(len(FEATURES) - 1)
-            },
-            "t4": ParameterConstraints(sharding_types=["data_parallel"]),
+            f"t{i}": ParameterConstraints(sharding_types=[kind])
+            for i, kind in enumerate(kinds)
         },
         cost_model=AnalyticCostModel(launch_ms=0.0, byte_ns=10.0),
         search="default",
     )
     sharders = get_default_sharders()
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=sharders
-    )
-    with torch.no_grad():
-        for key, value in sharded.state_dict().items():
-            name = key.removeprefix("sparse.")
-            if hasattr(value, "local_shards"):
-                for part in value.local_shards():
-                    part.tensor.copy_(start[name])
-            elif name in start:
-                value.copy_(start[name])
-    return sharded, planner
+    return shard_model(model, plan, sharders), planner
 
 
 def ranks_of(plan: Any) -> dict[str, int]:
@@ -148,6 +128,19 @@ class PlainLoop:
         return found
 
 
+class Pipelined:
+    """TorchRec's train pipeline."""
+
+    def __init__(self, sharded: Any, batches: Iterator[Any]) -> None:
+        dense = torch.optim.SGD(sharded.module.dense.parameters(), lr=0.01)
+        self.batches = batches
+        self._pipeline = TrainPipelineSparseDist(sharded, dense, CPU)
+
+    def progress(self) -> torch.Tensor:
+        found: torch.Tensor = self._pipeline.progress(self.batches)
+        return found
+
+
 class Log(logging.Handler):
     """Keeps what is logged."""
 
@@ -167,8 +160,6 @@ def run_drift(rank: int, make_loop: Callable[[Any, Any], Any]) -> dict[str, Any]
         make_loop: Takes the sharded model and batches. A pipeline's first iterator ends
             before the move, and so it runs dry.
     """
-    from torchrec_neuroshard import PlanMonitor
-
     losses: dict[str, list[float]] = {"still": [], "moved": []}
     found: dict[str, Any] = {}
     logging.disable(logging.NOTSET)  # for this job alone
@@ -239,7 +230,6 @@ def described(done: Any) -> Any:
 
 def run_failures(rank: int) -> dict[str, Any]:
     """Something of the monitor breaks on one rank; both train on."""
-    from torchrec_neuroshard import PlanMonitor
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("injected")
@@ -275,24 +265,20 @@ def run_failures(rank: int) -> dict[str, Any]:
 
 def run_refusals(rank: int) -> dict[str, str]:
     """Settings that cannot be, as each rank sees them."""
-    from torchrec_neuroshard import PlanMonitor
-
     sharded, planner = shard()
-    unused = make_planner(WORLD_SIZE)
-    others = make_planner(4)
 
-    def make(*parts: Any, **settings: Any) -> Callable[[], Any]:
-        return lambda: PlanMonitor(*(parts or (sharded, planner)), **settings)
+    def made(planner: Any = planner, **settings: Any) -> str:
+        return message_of(lambda: PlanMonitor(sharded, planner, **settings))
 
-    cases = {
-        "every": make(every=7),
-        "ranks differ": make(every=100 + rank),
-        "one rank": make(max_overhead=float(rank)),
-        "model": make(nn.Linear(1, 1), planner),
-        "no plan": make(sharded, unused),
-        "other ranks": make(sharded, others),
+    return {
+        "every=10": made(every=100 + rank),
+        "max_overhead=0.0": made(max_overhead=float(rank)),
+        "planned no model": made(make_planner()),
+        "for 4 ranks": made(make_planner(4)),
     }
-    return {name: message_of(case) for name, case in cases.items()}
+
+
+DAILY = ("drift", "failures", "refusals")
 
 
 def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
@@ -300,6 +286,7 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
         return {}
     return {
         "drift": lambda: run_drift(rank, PlainLoop),
+        "pipeline": lambda: run_drift(rank, Pipelined),
         "failures": lambda: run_failures(rank),
         "refusals": lambda: run_refusals(rank),
     }
@@ -316,8 +303,9 @@ def test_drift_is_named_on_the_first_rank(results: OfJob) -> None:
     assert not second["log"] and not second["drifts"]
 
 
-def test_moves_spread_what_has_become_popular(results: OfJob) -> None:
-    found = results("drift")
+@pytest.mark.parametrize("loop", daily(["drift", "pipeline"], DAILY))
+def test_tables_that_have_become_popular_are_spread(results: OfJob, loop: str) -> None:
+    found = results(loop)
     assert found[0]["done"] == found[1]["done"]
     for rank in found:
         assert not rank["early"]["applied"] and rank["early"]["bytes"] > 0
@@ -326,15 +314,13 @@ def test_moves_spread_what_has_become_popular(results: OfJob) -> None:
         popular = [f for f, r in rank["before"].items() if r == 0]
         assert sorted(rank["after"][f] for f in popular) == [0, 1]
         assert rank["is_on"] and not rank["hooks left"]
+        # The losses are those of a job that nobody watched.
+        assert rank["gap"] < 1e-5 and rank["learned"] > 1e-2
     last = found[0]["last"]
-    assert last["iteration"] > MOVE_AT and len(last["phases"]) == 5
+    assert last["iteration"] > MOVE_AT
+    # A pipeline hides the index exchange.
+    assert ("index_comms" in last["phases"]) == (loop == "drift")
     assert last["predicted"][0] == pytest.approx(last["predicted"][1])
-
-
-def test_losses_are_those_of_a_job_that_nobody_watched(results: OfJob) -> None:
-    for rank in results("drift"):
-        assert rank["gap"] < 1e-5
-        assert rank["learned"] > 1e-2
 
 
 @pytest.mark.parametrize("case", ["hook", "report"])
@@ -346,14 +332,6 @@ def test_failure_ends_the_monitor_and_not_the_job(results: OfJob, case: str) -> 
 
 
 def test_bad_settings_are_errors_on_all_ranks(results: OfJob) -> None:
-    messages = {
-        "every": "timed=5, every=7",
-        "ranks differ": "has every=10",
-        "one rank": "max_overhead=0.0",
-        "model": "got a Linear",
-        "no plan": "the planner has planned no model",
-        "other ranks": "the planner is for 4 ranks",
-    }
     for found in results("refusals"):
-        for case, message in messages.items():
-            assert found[case].startswith("ConfigError: ") and message in found[case]
+        for named, message in found.items():
+            assert message.startswith("ConfigError: ") and named in message

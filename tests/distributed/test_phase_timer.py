@@ -12,74 +12,68 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.modules.embedding_configs import PoolingType
 
-from tests.distributed.ranks import ONE_NODE, Jobs, Results
+from tests.builders import CPU, bag_config, bag_sharders, bags, make_planner
+from tests.distributed.ranks import ONE_NODE, Jobs, OfJob
+from torchrec_neuroshard import PhaseTimer
 from torchrec_neuroshard.simulator import PHASES
 
 pytestmark = pytest.mark.distributed
 
-WORLD_SIZE, BATCH, NUM_STEPS = 2, 64, 3
+BATCH, NUM_STEPS = 64, 3
+SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 TABLES = {
-    "user": ((200, 32, "sum"), (300, 16, "sum"), (100, 16, "mean")),
-    "item": ((400, 64, "sum"), (50, 8, "sum")),
+    "user": ((200, 32, SUM), (300, 16, SUM), (100, 16, MEAN)),
+    "item": ((400, 64, SUM), (50, 8, SUM)),
 }
 """Rows, width and pooling of the tables of two collections; mean-pooled tables have a
 kernel of their own."""
+KEYS = [f"{name}{i}" for name, tables in TABLES.items() for i in range(len(tables))]
 
 
-def train_two_collections(rank: int) -> dict[str, Any]:
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.planner import Topology
-    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-    from torchrec.modules.embedding_configs import PoolingType
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, tables in TABLES.items():
+            configs = [
+                bag_config(
+                    rows=rows,
+                    dim=width,
+                    name=f"{name}{i}",
+                    feature_names=[f"{name}{i}"],
+                    pooling=pooling,
+                )
+                for i, (rows, width, pooling) in enumerate(tables)
+            ]
+            setattr(self, name, bags(*configs, device=CPU))
 
-    from torchrec_neuroshard import NeuroShardPlanner, PhaseTimer
-    from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+    def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
+        pooled = [getattr(self, name)(ids).values() for name in TABLES]
+        return torch.cat(pooled, dim=1).square().mean()
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name, tables in TABLES.items():
-                configs = [
-                    EmbeddingBagConfig(
-                        name=f"{name}{i}",
-                        num_embeddings=rows,
-                        embedding_dim=width,
-                        feature_names=[f"{name}{i}"],
-                        pooling=PoolingType[pooling.upper()],
-                    )
-                    for i, (rows, width, pooling) in enumerate(tables)
-                ]
-                setattr(self, name, EmbeddingBagCollection(tables=configs))
 
-        def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-            pooled = [getattr(self, name)(ids).values() for name in TABLES]
-            return torch.cat(pooled, dim=1).square().mean()
+def draw() -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=KEYS,
+        values=torch.randint(0, 50, (len(KEYS) * BATCH,)),
+        lengths=torch.ones(len(KEYS) * BATCH, dtype=torch.int64),
+    )
 
-    sharders = [EmbeddingBagCollectionSharder()]
+
+def train_two_collections() -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Model()
-    planner = NeuroShardPlanner(
-        topology=Topology(world_size=WORLD_SIZE, compute_device="cpu"),
-        batch_size=BATCH,
-        cost_model=AnalyticCostModel(launch_ms=1e-6, lookup_ns=0.0, byte_ns=1000.0),
-        comms_model=AnalyticCommsModel(),
-    )
+    model, sharders = Model(), bag_sharders()
+    planner = make_planner(batch_size=BATCH)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=sharders
-    )
-    timer = PhaseTimer(sharded, torch.device("cpu"))
-    keys = [f"{name}{i}" for name, tables in TABLES.items() for i in range(len(tables))]
+    sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
+    timer = PhaseTimer(sharded, CPU)
 
-    def draw() -> KeyedJaggedTensor:
-        return KeyedJaggedTensor(
-            keys=keys,
-            values=torch.randint(0, 50, (len(keys) * BATCH,)),
-            lengths=torch.ones(len(keys) * BATCH, dtype=torch.int64),
-        )
+    def taken() -> list[dict[str, Any]]:
+        return [dataclasses.asdict(t) for t in timer.take()]
 
     steps = []
     for _ in range(NUM_STEPS):
@@ -88,44 +82,41 @@ def train_two_collections(rank: int) -> dict[str, Any]:
         start = time.perf_counter()
         sharded(ids).backward()
         end = time.perf_counter()
-        taken = [dataclasses.asdict(t) for t in timer.take()]
-        steps.append({"start": start, "end": end, "modules": taken})
+        steps.append({"start": start, "end": end, "modules": taken()})
     pipeline = TrainPipelineSparseDist(
         sharded,
         sharded.fused_optimizer,
-        torch.device("cpu"),
+        CPU,
         custom_model_fwd=lambda ids: (sharded(ids), ids),
     )
     batches = iter([draw() for _ in range(NUM_STEPS)])
     pipelined = []
     for _ in range(NUM_STEPS):
         pipeline.progress(batches)
-        pipelined.append([dataclasses.asdict(t) for t in timer.take()])
-    task = placed = None
-    if planner.last_task is not None and planner.last_result is not None:
-        task = planner.last_task
-        shards = planner.last_result.placement.shards
-        placed = [[s.rank, task.groups[s.table]] for s in shards]
-    return {
+        pipelined.append(taken())
+    found = {
         "steps": steps,
         "pipelined": pipelined,
         "num_kernels": timer.num_kernels,
         "num_collectives": timer.num_collectives,
-        "num_stages": None if task is None else task.num_stages,
-        "stage_names": None if task is None else task.stage_names,
-        "placed": placed,
     }
+    task, result = planner.last_task, planner.last_result
+    if task is not None and result is not None:
+        found |= {
+            "num_stages": task.num_stages,
+            "stage_names": task.stage_names,
+            "placed": [[s.rank, task.groups[s.table]] for s in result.placement.shards],
+        }
+    return found
 
 
-def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
-    if num_nodes != ONE_NODE:
-        return {}
-    return {"train": lambda: train_two_collections(rank)}
+def rank_jobs(num_nodes: int, _: int, __: Path) -> Jobs:
+    return {"train": train_two_collections} if num_nodes == ONE_NODE else {}
 
 
 @pytest.fixture
-def trained(ranks: Results) -> list[dict[str, Any]]:
-    return ranks(__name__, ONE_NODE, "train")
+def trained(results: OfJob) -> list[dict[str, Any]]:
+    return results("train")
 
 
 def test_stages_and_groups_are_those_of_the_plan(trained: list[dict[str, Any]]) -> None:

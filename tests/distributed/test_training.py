@@ -9,10 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +18,31 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.builders import Chosen, FixedSearcher, Triples, make_planner
+from tests.builders import (
+    CPU,
+    Chosen,
+    FixedSearcher,
+    Triples,
+    bag_config,
+    bags,
+    make_planner,
+)
 from tests.distributed.ranks import (
     NODE_SIZE,
     ONE_NODE,
@@ -34,8 +50,16 @@ from tests.distributed.ranks import (
     Jobs,
     OfJob,
     daily,
+    message_of,
 )
-from tests.distributed.unsharded import draw_batch, local_parts, loss_of
+from tests.distributed.unsharded import (
+    draw_batch,
+    gap,
+    local_parts,
+    loss_of,
+    shard_model,
+    weights_of,
+)
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -67,13 +91,19 @@ class Case:
     rates: dict[int, float] = field(default_factory=dict)
     """Learning rates unlike the others': such tables need a kernel of their own."""
     sequence: bool = False
-    distinct: bool = False
-    """Whether repeated ids are sent and looked up once."""
-    pipeline: str = ""
-    """The pipeline of TorchRec's that trains; "": a plain loop."""
+    in_pipeline: bool = False
+    codec: str = ""
+    """What quantises the collectives."""
+    by_sharder: bool = False
+    """Whether the sharder brings the optimizer, and not the tables."""
     num_nodes: int = ONE_NODE
 
+    def features_of(self, table: int) -> list[str]:
+        return self.features.get(table, [f"f{table}"])
 
+
+CODECS = {"fp16": 1e-2, "bf16": 1e-1, "int8": 1e-1}
+"""Codec -> how far outputs and weights may be from those of FP32."""
 TABLE, COLUMN, ROW = "table_wise", "column_wise", "row_wise"
 REPLICAS, NODE_ROW, GRID = "data_parallel", "table_row_wise", "grid_shard"
 
@@ -82,6 +112,7 @@ CASES = {
         dims=(32, 16),
         triples=[(0, 16, 0), (0, 16, 1), (1, 8, 0), (1, 8, 1)],
         types=(COLUMN,) * 2,
+        by_sharder=True,
     ),
     "uneven": Case(
         dims=(64, 32, 12, 8),
@@ -107,17 +138,12 @@ CASES = {
         features={0: ["f0", "f2"], 1: ["f0"], 2: ["f0"]},
         weighted=True,
     ),
-    "mean and sum": Case(
+    "several kernels": Case(
         dims=(32, 16, 8),
         triples=[(0, 8, 0), (0, 24, 1), (1, 16, 0), (2, 8, 0)],
         types=(COLUMN,) * 3,
         mean=(1,),
-    ),
-    "two learning rates": Case(
-        dims=(32, 16, 8),
-        triples=[(0, 20, 0), (0, 12, 1), (1, 16, 0), (2, 8, 0)],
-        types=(COLUMN,) * 3,
-        rates={1: 0.1},
+        rates={2: 0.1},
     ),
     "rows alone": Case(
         dims=(16, 32, 8),
@@ -155,51 +181,63 @@ CASES = {
         other={0: GRID, 1: NODE_ROW, 2: ROW, 3: REPLICAS},
         num_nodes=TWO_NODES,
     ),
-    "distinct ids": Case(
-        dims=(16, 16),
-        triples=[(0, 16, 1)],
-        types=(ROW, TABLE),
-        other={0: ROW},
-        features={0: ["f0", "f1"], 1: ["f2"]},
-        sequence=True,
-        distinct=True,
+    "pipeline": Case(
+        dims=(32, 16, 8),
+        triples=[(0, 20, 0), (0, 12, 1), (1, 16, 1)],
+        types=(COLUMN, COLUMN, ROW),
+        other={2: ROW},
+        in_pipeline=True,
     ),
     **{
-        pipeline: Case(
-            dims=(32, 16, 8),
-            triples=[(0, 20, 0), (0, 12, 1), (1, 16, 1)],
-            types=(COLUMN, COLUMN, ROW),
-            other={2: ROW},
-            pipeline=pipeline,
+        codec: Case(
+            dims=(64, 32),
+            triples=[(0, 64, 1), (1, 32, 0)],
+            types=(TABLE,) * 2,
+            codec=codec,
         )
-        for pipeline in ("TrainPipelineSemiSync", "TrainPipelineFusedSparseDist")
+        for codec in CODECS
     },
 }
 DAILY = {
-    *("failure", "subgroup"),
-    *(name for name, case in CASES.items() if not (case.pipeline or case.distinct)),
+    *("failure", "subgroup", "pipeline"),
+    *("k-way", "uneven", "weighted, shared feature", "several kernels"),
+    *("empty rank", "every kind", "search", "sequences", "every kind on two nodes"),
 }
 
 
-class BagSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's, but offering on CPUs what it offers on GPUs."""
+class OnCpus:
+    """Offers on CPUs what TorchRec's sharder offers on GPUs."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(super().sharding_types("cuda"))
+        found: Any = super()
+        return list(found.sharding_types("cuda"))
 
 
-class SequenceSharder(EmbeddingCollectionSharder):
-    """The same of sequences."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return list(super().sharding_types("cuda"))
+class BagSharder(OnCpus, EmbeddingBagCollectionSharder): ...
 
 
-SHARDERS: list[Any] = [BagSharder(), SequenceSharder()]
+class SequenceSharder(OnCpus, EmbeddingCollectionSharder): ...
+
+
+def sharders_of(case: Case) -> list[Any]:
+    arguments: dict[str, Any] = {}
+    if case.codec:
+        kind = CommType(case.codec)
+        config = QCommsConfig(forward_precision=kind, backward_precision=kind)
+        # Said to be for CPUs, it would quantise to FP16 in place of BF16.
+        arguments["qcomm_codecs_registry"] = get_qcomm_codecs_registry(
+            config, device=torch.device("cuda")
+        )
+    if case.by_sharder:
+        arguments["fused_params"] = {
+            "optimizer": EmbOptimType.EXACT_SGD,
+            "learning_rate": LEARNING_RATE,
+        }
+    return [BagSharder(**arguments), SequenceSharder()]
 
 
 class Pipelined(nn.Module):
-    """What TorchRec's pipelines train: a loss, and the outputs beside it."""
+    """What TorchRec's pipeline trains: a loss, and the outputs beside it."""
 
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
@@ -215,93 +253,26 @@ def loss_and_outputs(pooled: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]
     return loss_of(outputs, LOCAL_BATCH), outputs
 
 
-class HostStream(torch.cpu.Stream):
-    """Does nothing; pipelines ask for its device."""
-
-    device = torch.device("cpu")
-
-
-def pipelined(
-    case: Case, sharded: Any, batches: Sequence[Any]
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Train by a pipeline; yield each batch's outputs."""
-    from torchrec.distributed.train_pipeline import train_pipelines
-
-    semi_sync = {"start_batch": 0} if "SemiSync" in case.pipeline else {}
-    loop = getattr(train_pipelines, case.pipeline)(
-        sharded, sharded.fused_optimizer, torch.device("cpu"), **semi_sync
-    )
-    # TorchRec makes streams for GPUs alone.
-    loop._data_dist_stream, loop._stream_context = HostStream(), nullcontext
-    queue = iter(batches)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-        for _ in batches:
-            yield loop.progress(queue)
-
-
-def distinct_ids(
-    table_first_F: torch.Tensor,
-    feature_first_F: torch.Tensor,
-    offsets: torch.Tensor,
-    indices: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """What FBGEMM's kernel, which is for GPUs alone, finds for each table.
-
-    Returns:
-        Lengths and offsets of bags that hold a table's distinct ids, those ids, and
-        where among them each id is.
-    """
-    lengths = offsets.diff().view(len(feature_first_F) - 1, -1)
-    base = table_first_F[:-1].repeat_interleave(lengths.sum(dim=1))
-    linear, reverse = torch.unique(indices + base, return_inverse=True)
-    found, distinct = torch.zeros_like(lengths), []
-    for first, end in pairwise(sorted(set(feature_first_F.tolist()))):
-        low, high = table_first_F[first], table_first_F[end]
-        own = linear[(linear >= low) & (linear < high)] - low
-        found[first, 0] = len(own)
-        distinct.append(own)
-    ends = torch.cat([found.new_zeros(1), found.flatten().cumsum(0)])
-    return found.flatten(), ends, torch.cat(distinct), reverse
-
-
-@functools.cache
-def distinct_ids_on_cpus() -> Any:
-    library: Any = torch.library.Library("fbgemm", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("jagged_unique_indices", distinct_ids, "CPU")
-    return library
-
-
 def build_model(case: Case) -> Any:
-    from torchrec import (
-        EmbeddingBagCollection,
-        EmbeddingBagConfig,
-        EmbeddingCollection,
-        EmbeddingConfig,
-    )
-    from torchrec.modules.embedding_configs import PoolingType
-
     torch.manual_seed(1)
-    shared: list[dict[str, Any]] = [
-        {
-            "name": f"t{i}",
-            "num_embeddings": 11 + i,
-            "embedding_dim": dim,
-            "feature_names": case.features.get(i, [f"f{i}"]),
-        }
+    if case.sequence:
+        return EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(11 + i, dim, f"t{i}", feature_names=case.features_of(i))
+                for i, dim in enumerate(case.dims)
+            ]
+        )
+    tables = [
+        bag_config(
+            i,
+            11 + i,
+            dim,
+            feature_names=case.features_of(i),
+            pooling=PoolingType.MEAN if i in case.mean else PoolingType.SUM,
+        )
         for i, dim in enumerate(case.dims)
     ]
-    if case.sequence:
-        return EmbeddingCollection(tables=[EmbeddingConfig(**s) for s in shared])
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                **s, pooling=PoolingType.MEAN if i in case.mean else PoolingType.SUM
-            )
-            for i, s in enumerate(shared)
-        ],
-        is_weighted=case.weighted,
-    )
+    return bags(*tables, weighted=case.weighted, device=CPU)
 
 
 def types_for(case: Case, table: int) -> list[str]:
@@ -326,7 +297,7 @@ def build_planner(case: Case, **arguments: Any) -> Any:
             sharding_types=types_for(case, i),
             # A grid needs a column shard on each node.
             min_partition=16 if case.other.get(i) == GRID else None,
-            pooling_factors=[1.0] * len(case.features.get(i, [f"f{i}"])),
+            pooling_factors=[1.0] * len(case.features_of(i)),
         )
         for i in range(len(case.dims))
     }
@@ -344,19 +315,16 @@ def build_planner(case: Case, **arguments: Any) -> Any:
 
 def global_batch(case: Case, step: int) -> list[Any]:
     """One KeyedJaggedTensor per rank."""
-    generator = torch.Generator().manual_seed(100 + step)
-    keys = sorted(
-        {f for i in range(len(case.dims)) for f in case.features.get(i, [f"f{i}"])}
-    )
+    keys = sorted({f for i in range(len(case.dims)) for f in case.features_of(i)})
     return [
-        draw_batch(keys, LOCAL_BATCH, 11, generator, weighted=case.weighted)
-        for _ in range(dist.get_world_size())
+        draw_batch(keys, LOCAL_BATCH, 11, 100 * step + rank, weighted=case.weighted)
+        for rank in range(dist.get_world_size())
     ]
 
 
 def outputs_of(model: nn.Module, batch: Any, case: Case) -> dict[str, torch.Tensor]:
     out = model(batch)
-    if case.pipeline:
+    if case.in_pipeline:
         return dict(out[1])
     if case.sequence:
         return {k: v.values() for k, v in out.items()}
@@ -417,39 +385,23 @@ def reordered_types(sharded: Any) -> list[str]:
 
 def run_case(case: Case, rank: int) -> dict[str, Any]:
     """Plan, train and compare; runs on every rank."""
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.optim.apply_optimizer_in_backward import (
-        apply_optimizer_in_backward,
-    )
-
-    whole = build_model(case)
-    sharders = SHARDERS
-    if case.distinct:
-        distinct_ids_on_cpus()
-        sharders = [SequenceSharder(use_index_dedup=True)]
+    whole, sharders = build_model(case), sharders_of(case)
     model = copy.deepcopy(whole)
-    for i, parameter in enumerate(model.parameters()):
+    for i, parameter in enumerate(() if case.by_sharder else model.parameters()):
         rate = case.rates.get(i, LEARNING_RATE)
         apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": rate})
     chosen = Chosen()
     planner = build_planner(case, callbacks=[chosen])
     plan = planner.collective_plan(model, sharders)
     entries = plan.plan[""]
-    if case.pipeline:
+    if case.in_pipeline:
         plan = ShardingPlan({"tables": entries})
         model, whole = Pipelined(model), Pipelined(whole)
-    sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=sharders
-    )
-    # TorchRec starts from weights of its own.
-    start = {k: v.detach().clone() for k, v in whole.state_dict().items()}
-    with torch.no_grad():
-        for _, shard, part in local_parts(sharded.state_dict(), start):
-            shard.copy_(part)
+    sharded, start = shard_model(model, plan, sharders), weights_of(whole)
     # Not every table is trained in its kernel: data-parallel ones are not.
     replicas = {f"t{i}" for i, kind in case.other.items() if kind == REPLICAS}
     rest = [p for n, p in sharded.named_parameters() if n.split(".")[-2] in replicas]
-    rest_optimizer = torch.optim.SGD(rest, lr=LEARNING_RATE) if rest else None
+    rest_optimizer = torch.optim.SGD(rest or [torch.zeros(1)], lr=LEARNING_RATE)
     optimizer = torch.optim.SGD(
         [
             {"params": [p], "lr": case.rates.get(i, LEARNING_RATE)}
@@ -458,38 +410,32 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     )
     forward = 0.0
     steps = [global_batch(case, step) for step in range(NUM_STEPS)]
-    loop = pipelined(case, sharded, [batches[rank] for batches in steps])
-    ahead: list[dict[str, torch.Tensor]] | None = None
-    for step, batches in enumerate(steps):
-        expected = ahead or [outputs_of(whole, b, case) for b in batches]
-        got = next(loop) if case.pipeline else outputs_of(sharded, batches[rank], case)
-        if "SemiSync" in case.pipeline and step + 1 < NUM_STEPS:
-            # Rows are looked up before the update of the batch before.
-            ahead = [outputs_of(whole, b, case) for b in steps[step + 1]]
+    queue = iter([batches[rank] for batches in steps])
+    pipeline = TrainPipelineSparseDist(sharded, sharded.fused_optimizer, CPU)
+    for batches in steps:
+        expected = [outputs_of(whole, b, case) for b in batches]
+        got = (
+            pipeline.progress(queue)
+            if case.in_pipeline
+            else outputs_of(sharded, batches[rank], case)
+        )
         assert set(got) == set(expected[rank])
         for key, value in got.items():
-            forward = max(forward, float((value - expected[rank][key]).abs().max()))
+            forward = max(forward, gap(value, expected[rank][key]))
         optimizer.zero_grad()
         # Gradients are means over the ranks.
         torch.autograd.backward(
             torch.stack([loss_of(e, LOCAL_BATCH) for e in expected]).mean()
         )
         optimizer.step()
-        if rest_optimizer is not None:
-            rest_optimizer.zero_grad()
-        if not case.pipeline:
+        rest_optimizer.zero_grad()
+        if not case.in_pipeline:
             torch.autograd.backward(loss_of(got, LOCAL_BATCH))
-        if rest_optimizer is not None:
-            rest_optimizer.step()
-    tables = sharded.module.tables if case.pipeline else sharded.module
-    want = {k: v.detach() for k, v in whole.state_dict().items()}
-    weights = max(
-        (
-            float((shard.detach() - part).abs().max())
-            for _, shard, part in local_parts(sharded.state_dict(), want)
-        ),
-        default=0.0,
-    )
+        rest_optimizer.step()
+    tables = sharded.module.tables if case.in_pipeline else sharded.module
+    want = weights_of(whole)
+    parts = local_parts(sharded.state_dict(), want)
+    weights = max((gap(held, part) for _, held, part in parts), default=0.0)
     digest = [None] * dist.get_world_size()
     dist.all_gather_object(digest, (str(plan), repr(planner.last_result)))
     layout = expected_kernels(planner, chosen.options) if rank == 0 else None
@@ -499,7 +445,7 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     return {
         "forward": forward,
         "weights": weights,
-        "moved": min(float((want[t] - start[t]).abs().max()) for t in want),
+        "moved": min(gap(want[t], start[t]) for t in want),
         "types": [entries[f"t{i}"].sharding_type for i in range(len(case.dims))],
         "num_shards": Counter(s.table for s in planner.last_result.placement.shards),
         "same_everywhere": len(set(digest)) == 1,
@@ -519,13 +465,9 @@ def run_failure(rank: int) -> dict[str, Any]:
         def encode(self, features_NF: Any) -> Any:
             raise ConfigError(f"refused on rank {rank}")
 
-    seen = {}
-    planner = build_planner(CASES["k-way"])
+    planner, model = build_planner(CASES["k-way"]), build_model(CASES["k-way"])
     planner.costs.cost_model = Refusing()
-    try:
-        planner.collective_plan(build_model(CASES["k-way"]))
-    except Exception as error:
-        seen["known"] = f"{type(error).__name__}: {error}"
+    seen = {"known": message_of(lambda: planner.collective_plan(model))}
 
     class LocalError(Exception):
         """Cannot be pickled, as its class is not importable."""
@@ -534,10 +476,7 @@ def run_failure(rank: int) -> dict[str, Any]:
         raise LocalError("local trouble")
 
     planner.plan = fail
-    try:
-        planner.collective_plan(build_model(CASES["k-way"]))
-    except Exception as error:
-        seen["local"] = f"{type(error).__name__}: {error}"
+    seen["local"] = message_of(lambda: planner.collective_plan(model))
     # Both ranks are still in step.
     dist.barrier()
     return seen
@@ -567,11 +506,14 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
 
 @pytest.mark.parametrize("name", daily(CASES, DAILY))
 def test_training_equals_unsharded_training(results: OfJob, name: str) -> None:
+    case = CASES[name]
+    allowed = CODECS.get(case.codec, 1e-5)
     for result in results(name):
-        assert result["types"] == list(CASES[name].types or result["types"])
+        assert result["types"] == list(case.types or result["types"])
         assert result["same_everywhere"]
-        assert result["forward"] < 1e-5
-        assert result["weights"] < 1e-5
+        assert result["forward"] < allowed
+        assert result["weights"] < allowed
+        assert not case.codec or result["forward"] > 1e-7  # it was at work
         assert result["moved"] > 1e-2  # the steps did something
 
 
@@ -584,7 +526,13 @@ def test_simulated_kernels_are_the_real_ones(results: OfJob, name: str) -> None:
     assert any(r["kernels"] for r in results(name))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("k-way", COLUMN), ("grid", GRID)])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("k-way", COLUMN),
+        pytest.param("grid", GRID, marks=pytest.mark.nightly),
+    ],
+)
 def test_outputs_of_split_tables_are_put_in_order(
     results: OfJob, name: str, kind: str
 ) -> None:

@@ -7,9 +7,45 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
 
-__all__ = ["draw_batch", "local_parts", "loss_of", "whole_weights"]
+from tests.builders import CPU
+
+__all__ = [
+    "draw_batch",
+    "gap",
+    "local_parts",
+    "loss_of",
+    "shard_model",
+    "weights_of",
+    "whole_weights",
+]
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every table of an unsharded model."""
+    state = model.state_dict()
+    return {k: v.detach().clone() for k, v in state.items() if "embedding" in k}
+
+
+def shard_model(model: nn.Module, plan: Any, sharders: Any, **arguments: Any) -> Any:
+    """The model sharded, its tables as they were; TorchRec draws others."""
+    start = weights_of(model)
+    sharded = DistributedModelParallel(
+        model, device=CPU, plan=plan, sharders=sharders, **arguments
+    )
+    state = sharded.state_dict()
+    with torch.no_grad():
+        for _, part, held in local_parts({k: state[k] for k in start}, start):
+            part.copy_(held)
+    return sharded
+
+
+def gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two values."""
+    return float((one.detach() - other.detach()).abs().max())
 
 
 def local_parts(
@@ -63,11 +99,12 @@ def draw_batch(
     keys: Sequence[str],
     batch_size: int,
     num_rows: int,
-    generator: torch.Generator,
+    seed: int,
     *,
     weighted: bool = False,
 ) -> KeyedJaggedTensor:
     """Bags of none to three ids."""
+    generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(
         0, 4, (len(keys) * batch_size,), generator=generator, dtype=torch.int32
     )
