@@ -503,6 +503,22 @@ def only(name: str = "t0", **arguments: Any) -> dict[str, ParameterConstraints]:
     return {name: ParameterConstraints(**arguments)}
 
 
+def each(count: int, *kinds: str, **arguments: Any) -> dict[str, ParameterConstraints]:
+    """The same constraints on tables t0, t1, ...; of these sharding types, if any."""
+    if kinds:
+        arguments["sharding_types"] = list(kinds)
+    return {f"t{i}": ParameterConstraints(**arguments) for i in range(count)}
+
+
+def by_table(**values: Sequence[Any]) -> dict[str, ParameterConstraints]:
+    """Constraints on tables t0, t1, ...: of each field, a value for each table."""
+    rows = zip(*values.values(), strict=True)
+    return {
+        f"t{i}": ParameterConstraints(**dict(zip(values, row, strict=True)))
+        for i, row in enumerate(rows)
+    }
+
+
 def columns_only(
     module: nn.Module, constraints: dict[str, ParameterConstraints] | None = None
 ) -> dict[str, ParameterConstraints]:
@@ -618,16 +634,26 @@ def types_of(plan: ShardingPlan) -> dict[str, str]:
     return {name: s.sharding_type for name, s in entries_of(plan).items()}
 
 
+def last_result(planner: NeuroShardPlanner) -> SearchResult:
+    """What the planner says of its last plan; there is one."""
+    assert planner.last_result is not None
+    return planner.last_result
+
+
+def last_task(planner: NeuroShardPlanner) -> ShardingTask:
+    """What was searched for the last plan; there is one."""
+    assert planner.last_task is not None
+    return planner.last_task
+
+
 def cost_of(planner: NeuroShardPlanner) -> float:
     """Critical path of the last plan [ms]."""
-    assert planner.last_result is not None
-    return planner.last_result.predicted.critical_path_ms
+    return last_result(planner).predicted.critical_path_ms
 
 
 def check_result(planner: NeuroShardPlanner) -> None:
     """The result is a full placement and its sums are those of its ranks."""
-    result, task = planner.last_result, planner.last_task
-    assert result is not None and task is not None
+    result, task = last_result(planner), last_task(planner)
     result.placement.check(task)
     assert cost_of(planner) == pytest.approx(
         sum(

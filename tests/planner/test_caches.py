@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheAlgorithm, CacheParams, ShardingPlan
 
 from tests.builders import (
@@ -20,6 +19,7 @@ from tests.builders import (
     bag_sharders,
     bags,
     cost_of,
+    each,
     entries_of,
     entry_of,
     gpus,
@@ -52,21 +52,15 @@ def model() -> nn.Module:
 
 
 def planner_of(
-    *,
-    constraints: Any = None,
-    pipeline_type: Any = None,
-    hbm: int = HBM,
+    *, constraints: Any = None, pipeline_type: Any = None, hbm: int = HBM
 ) -> NeuroShardPlanner:
-    known = {
-        f"t{i}": ParameterConstraints(pooling_factors=[10.0]) for i in range(len(SIZES))
-    }
     return make_planner(
         topology=gpus(2, hbm_cap=hbm, ddr_cap=8 * GIB),
         batch_size=512,
         cost_model=load_cost_model("h100", device_type="cuda"),
         comms_model=None,
         pipeline_type=pipeline_type,
-        constraints=constraints or known,
+        constraints=constraints or each(len(SIZES), pooling_factors=[10.0]),
     )
 
 
@@ -97,14 +91,12 @@ def test_sizes_fill_the_memory_that_is_left(both: Both) -> None:
 
 @pytest.mark.one_release
 def test_a_chosen_size_beats_torchrecs(both: Both) -> None:
-    fixed = {
-        f"t{i}": ParameterConstraints(
-            compute_kernels=[CACHED],
-            pooling_factors=[10.0],
-            cache_params=CacheParams(load_factor=0.2),
-        )
-        for i in range(len(SIZES))
-    }
+    fixed = each(
+        len(SIZES),
+        compute_kernels=[CACHED],
+        pooling_factors=[10.0],
+        cache_params=CacheParams(load_factor=0.2),
+    )
     given = planner_of(constraints=fixed)
     plan = given.plan(model(), bag_sharders())
     assert cost_of(both[0]) < cost_of(given)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from torchrec.distributed.planner import ParameterConstraints
 
 from tests.builders import (
     FixedSearcher,
     bag_sharders,
+    by_table,
     cost_of,
     gpus,
     make_ebc,
@@ -28,22 +28,14 @@ class SlowOrder(AnalyticCommsModel):
         return ms
 
 
-@pytest.mark.parametrize(
-    ("kind", "columns"),
-    [("grid_shard", 48), ("row_wise", 0)],
-)
+@pytest.mark.parametrize(("kind", "columns"), [("grid_shard", 48), ("row_wise", 0)])
 def test_columns_of_a_grid_are_put_in_order(kind: str, columns: int) -> None:
     path_ms = []
     for comms in (AnalyticCommsModel(), SlowOrder()):
         planner = make_planner(
             topology=gpus(4, 2),
             batch_size=4,
-            constraints={
-                f"t{i}": ParameterConstraints(
-                    sharding_types=[kind], min_partition=least
-                )
-                for i, least in enumerate((16, None))
-            },
+            constraints=by_table(sharding_types=[[kind]] * 2, min_partition=[16, None]),
             comms_model=comms,
         )
         # One table in two column shards over both nodes, one in a single node.

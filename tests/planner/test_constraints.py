@@ -22,6 +22,9 @@ from torchrec.distributed.types import ShardingPlan
 from tests.builders import (
     FixedSearcher,
     bag_sharders,
+    each,
+    entries_of,
+    last_result,
     make_ebc,
     make_planner,
     types_of,
@@ -41,11 +44,7 @@ NAMES = [f"t{i}" for i in range(len(SIZES))]
 
 
 def ranks_of(plan: ShardingPlan) -> dict[str, Collection[int]]:
-    return {
-        f"{path}.{name}" if path else name: set(sharding.ranks)
-        for path, module_plan in plan.plan.items()
-        for name, sharding in module_plan.items()
-    }
+    return {name: set(sharding.ranks) for name, sharding in entries_of(plan).items()}
 
 
 def keeps(plan: ShardingPlan, placement: PlacementConstraints, world_size: int) -> bool:
@@ -144,11 +143,10 @@ KINDS: list[dict[str, Any]] = [
 
 def test_stock_proposals_are_held_to_them() -> None:
     """TorchRec's proposer knows nothing of them; the partitioner keeps them."""
-    whole = ParameterConstraints(sharding_types=["table_wise", "column_wise"])
     planner = make_planner(
         4,
         proposer=GreedyProposer(),
-        constraints=dict.fromkeys(NAMES, whole),
+        constraints=each(len(NAMES), "table_wise", "column_wise"),
         placement_constraints=RULES,
     )
     assert keeps(planner.plan(make_ebc(SIZES), bag_sharders()), RULES, 4)
@@ -177,8 +175,7 @@ def test_constraints_drawn_at_random(seed: int) -> None:
     planner = make_planner(
         topology=Topology(**NODES, hbm_cap=6_500_000),
         constraints={
-            n: ParameterConstraints(**kinds[k])
-            for n, k in zip(NAMES, picks, strict=True)
+            n: ParameterConstraints(**kinds[picks[i]]) for i, n in enumerate(NAMES)
         },
         placement_constraints=rules,
         consider_stock=seed == 1,
@@ -198,7 +195,7 @@ def test_constraints_drawn_at_random(seed: int) -> None:
 def test_types_that_need_more_ranks_are_refused(kind: str, pin: list[int]) -> None:
     planner = make_planner(
         topology=Topology(**NODES),
-        constraints={"t0": ParameterConstraints(sharding_types=[kind])},
+        constraints=each(1, kind),
         placement_constraints=PlacementConstraints(pin={"t0": pin}),
     )
     with pytest.raises(ConfigError, match=f"'t0' may only be sharded {kind}, "):
@@ -209,10 +206,9 @@ def test_types_that_need_more_ranks_are_refused(kind: str, pin: list[int]) -> No
 def test_node_wise_tables_stay_in_allowed_nodes(
     ranks: list[int], node: set[int]
 ) -> None:
-    limits = ParameterConstraints(sharding_types=["table_row_wise"])
     planner = make_planner(
         topology=Topology(**NODES),
-        constraints={"t0": limits, "t1": limits},
+        constraints=each(2, "table_row_wise"),
         placement_constraints=PlacementConstraints(pin={"t0": ranks}),
     )
     plan = planner.plan(make_ebc([(1000, 64), (10**5, 64)]), bag_sharders())
@@ -227,11 +223,11 @@ def test_a_stock_plan_that_breaks_them_is_no_candidate() -> None:
     arguments: dict[str, Any] = {"search": searcher, "consider_stock": True}
     free = make_planner(2, **arguments)
     free.plan(make_ebc(sizes), bag_sharders())
-    assert free.last_result is not None and free.last_result.fallback is not None
+    assert last_result(free).fallback is not None
     pinned = PlacementConstraints(pin={f"t{i}": [0] for i in range(4)})
     planner = make_planner(2, **arguments, placement_constraints=pinned)
     plan = planner.plan(make_ebc(sizes), bag_sharders())
-    assert planner.last_result is not None and planner.last_result.fallback is None
+    assert last_result(planner).fallback is None
     assert keeps(plan, pinned, 2)
 
 
@@ -264,23 +260,15 @@ def test_a_part_that_ignores_them_makes_no_plan(
 # --- plans that are there already ---
 
 
-class Towers(nn.Module):
-    """Two modules with tables of the same names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.user = make_ebc(SIZES[:2])
-        self.item = make_ebc(SIZES[2:4])
-
-
 def test_names_mean_tables_of_a_module() -> None:
+    towers = {"user": make_ebc(SIZES[:2]), "item": make_ebc(SIZES[2:4])}
     rules = PlacementConstraints(
         pin={"t0": [1, 2]},
         together=[["user.t0", "item.t1"]],
         apart=[["item.t0", "user.t0"]],
     )
     planner = make_planner(3, placement_constraints=rules)
-    held = ranks_of(planner.plan(Towers(), bag_sharders()))
+    held = ranks_of(planner.plan(nn.ModuleDict(towers), bag_sharders()))
     assert held["user.t0"] == held["item.t1"]
     assert set(held["item.t0"]) < {1, 2} > set(held["user.t0"])
     assert set(held["item.t0"]).isdisjoint(held["user.t0"])

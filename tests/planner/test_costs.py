@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams
 
-from tests.builders import gpus, make_ebc, sequences
+from tests.builders import by_table, gpus, make_ebc, sequences
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
 from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key
 from torchrec_neuroshard.profiles import zipf_profile
@@ -224,15 +224,12 @@ def test_sums_over_shards_agree_with_the_stages(everywhere: bool) -> None:
 
 def test_caches_share_a_kernel_unless_only_some_are_loaded_ahead() -> None:
     topology = topology_of(1)
-    settings: list[dict[str, Any]] = [{}, {"load_factor": 0.3}]
-    constraints = {
-        f"t{i}": ParameterConstraints(
-            sharding_types=["table_wise"],
-            compute_kernels=["fused_uvm_caching"],
-            cache_params=CacheParams(**given),
-        )
-        for i, given in enumerate([*settings, {"prefetch_pipeline": True}])
-    }
+    settings: list[dict[str, Any]] = [{"load_factor": 0.3}, {"prefetch_pipeline": True}]
+    constraints = by_table(
+        sharding_types=[["table_wise"]] * 3,
+        compute_kernels=[["fused_uvm_caching"]] * 3,
+        cache_params=[CacheParams(**given) for given in ({}, *settings)],
+    )
     costs = costs_of(topology, constraints)
     options = EmbeddingEnumerator(topology, BATCH, constraints).enumerate(
         make_ebc([(1000, 32)] * 3), get_default_sharders()

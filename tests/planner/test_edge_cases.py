@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import pickle
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -43,14 +42,17 @@ from tests.builders import (
     bag_config,
     bag_sharders,
     bags,
+    by_table,
     check_plan,
     check_result,
     columns_only,
     cost_of,
+    each,
     entries_of,
     entry_of,
     fused_bags,
     gpus,
+    last_task,
     make_ebc,
     make_planner,
     only,
@@ -113,30 +115,25 @@ def test_no_field_is_left_out() -> None:
 
 def test_settings_reach_the_plan() -> None:
     fields = [{}, *({name: value} for name, value in IN_PLAN.items())]
-    constraints = {
-        f"t{i}": ParameterConstraints(sharding_types=["table_wise"], **field)
-        for i, field in enumerate(fields)
-    }
+    constraints: dict[str, ParameterConstraints] = {}
+    for i, field in enumerate(fields):
+        constraints |= only(f"t{i}", sharding_types=["table_wise"], **field)
     planner = make_planner(2, "cuda", constraints=constraints)
     plan = planner.plan(make_ebc([(1000, 64)] * len(fields)), bag_sharders())
     for i, field in enumerate(fields):
         entry = entry_of(plan, f"t{i}")
         assert {n: getattr(entry, n) for n in IN_PLAN} == dict.fromkeys(IN_PLAN) | field
     # TorchRec gives tables of unlike settings kernels of their own.
-    assert planner.last_task is not None
-    assert planner.last_task.num_groups == len(fields)
+    assert last_task(planner).num_groups == len(fields)
 
 
 @pytest.mark.parametrize("least", [3, 30, 100])
 def test_min_partition_below_four_not_a_divisor_or_above_the_width(
     least: int,
 ) -> None:
-    kinds = ["table_wise", "column_wise"]
-    plan, _ = plan_of(
-        bags(bag_config(0, rows=50_000, dim=64)),
-        4,
-        constraints=only(min_partition=least, sharding_types=kinds),
-    )
+    limits = each(1, "table_wise", "column_wise", min_partition=least)
+    table = bag_config(0, rows=50_000, dim=64)
+    plan, _ = plan_of(bags(table), 4, constraints=limits)
     widths = [w for _, w, _ in shards_of(plan)["t0"]]
     assert not any(w % 4 for w in widths) and min(widths) >= min(least, 64)
     assert (len(widths) > 1) == (least <= 30)
@@ -164,10 +161,7 @@ def test_grids_of_varying_batches_are_left_out_before_1_9() -> None:
 
 def test_tables_of_another_device_group_are_left_out() -> None:
     model = nn.ModuleDict({"here": bags(bag_config(0)), "there": bags(bag_config(1))})
-    constraints = {
-        "t0": ParameterConstraints(device_group="cuda"),
-        "t1": ParameterConstraints(device_group="cpu"),
-    }
+    constraints = by_table(device_group=["cuda", "cpu"])
     planner = user_planner(constraints=constraints)
     if TORCHREC < (1, 7):
         assert set(planner.plan(model, get_default_sharders()).plan) == {"here"}
@@ -180,8 +174,7 @@ def test_tables_of_another_device_group_are_left_out() -> None:
 
 
 def test_constraints_of_a_given_enumerator_are_kept() -> None:
-    topology, kinds = gpus(4), ["table_wise", "column_wise"]
-    limits = only(sharding_types=kinds, min_partition=128)
+    topology, limits = gpus(4), each(1, "table_wise", "column_wise", min_partition=128)
     enumerator = EmbeddingEnumerator(topology, 64, constraints=limits)
     table = bag_config(0, rows=100_000, dim=256)
     plan, _ = plan_of(bags(table), 4, topology=topology, enumerator=enumerator)
@@ -266,15 +259,12 @@ class PlainReservation(StorageReservation):
         return self._last
 
 
-RESERVATIONS: dict[str, Callable[[], StorageReservation]] = {
-    "heuristical": lambda: HeuristicalStorageReservation(0.15),
-    "plain": PlainReservation,
-}
+RESERVATIONS = [lambda: HeuristicalStorageReservation(0.15), PlainReservation]
 
 
-@pytest.mark.parametrize("name", RESERVATIONS)
-def test_tables_fit_what_a_reservation_leaves(name: str) -> None:
-    given, chosen = RESERVATIONS[name](), Chosen()
+@pytest.mark.parametrize("make", RESERVATIONS)
+def test_tables_fit_what_a_reservation_leaves(make: Any) -> None:
+    given, chosen = make(), Chosen()
     # Two tables of 24.4 MiB; what is kept back takes the room of one.
     plan_of(
         bags(*(bag_config(i, rows=100_000, dim=64) for i in range(2))),
@@ -283,20 +273,18 @@ def test_tables_fit_what_a_reservation_leaves(name: str) -> None:
         storage_reservation=given,
         callbacks=[chosen],
     )
-    reserved = given.last_reserved_topology
-    assert reserved is not None
-    left = reserved.devices[0].storage.hbm
-    assert (left == 56 * MIB) == (name == "plain") and left > 0
+    left = given.last_reserved_topology.devices[0].storage.hbm
+    assert (left == 56 * MIB) == (make is PlainReservation) and left > 0
     held = [s.storage.hbm for o in chosen.options for s in o.shards if s.storage]
     assert sum(held) <= left
 
 
-@pytest.mark.parametrize("name", RESERVATIONS)
-def test_a_table_larger_than_all_memory_is_named(name: str) -> None:
+@pytest.mark.parametrize("make", RESERVATIONS)
+def test_a_table_larger_than_all_memory_is_named(make: Any) -> None:
     planner = user_planner(
         topology_arguments={"hbm_cap": 4 * MIB},
         constraints=only(compute_kernels=["fused"]),
-        storage_reservation=RESERVATIONS[name](),
+        storage_reservation=make(),
     )
     with pytest.raises(
         PlannerError, match=r"^table 't0'.*needs 0\.02 GiB.*[Rr]aise world"
@@ -320,9 +308,8 @@ def test_several_collections_of_both_kinds() -> None:
     limits = columns_only(model, only("s0", pooling_factors=[5.0]))
     plan, planner = plan_of(model, search_only=True, constraints=limits)
     assert set(entries_of(plan)) == {"a.0.0.t0", "a.0.0.t1", "b.t0", "c.s0", "d.z0"}
-    assert planner.last_task is not None
-    tables = {t.name: t for t in planner.last_task.tables}
-    assert planner.last_task.num_groups == 4
+    tables = {t.name: t for t in last_task(planner).tables}
+    assert last_task(planner).num_groups == 4
     # The same table name in two modules is two tables.
     assert tables["b.t0"].weighted and not tables["a.0.0.t0"].weighted
     # A row for each id.
@@ -388,9 +375,7 @@ def test_memory_of_the_optimizer_state_is_the_same_by_every_way() -> None:
         plan_of(
             model,
             sharders=sharders,
-            constraints=only(
-                compute_kernels=["fused"], sharding_types=["table_wise", "column_wise"]
-            ),
+            constraints=each(1, "table_wise", "column_wise", compute_kernels=["fused"]),
             callbacks=[chosen],
         )
         shards = [s for o in chosen.options for s in o.shards]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -16,10 +15,17 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import CommOp
 
-from tests.builders import make_ebc, make_planner, make_tables, make_task, sequences
+from tests.builders import (
+    each,
+    make_ebc,
+    make_planner,
+    make_tables,
+    make_task,
+    sequences,
+)
 from torchrec_neuroshard import FeatureProfile, rehearse
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import Placement, WireCodec
@@ -79,13 +85,14 @@ def test_a_rank_codes_its_shards_and_decodes_its_samples() -> None:
 
 def test_sums_are_decoded_once() -> None:
     coding = WireCodec(encode_bytes=3.0, decode_bytes=5.0)
-    task = make_task(make_tables([32, 64]), 2, BATCH, codecs=((coding, PLAIN),) * 2)
     triples = [(t, width, rank) for t, width in ((0, 32), (1, 64)) for rank in (0, 1)]
 
     def forward(codec: WireCodec) -> float:
-        whole = dataclasses.replace(
-            task, codecs=((codec, PLAIN),) * 2, sharding_types=("row_wise",) * 2
-        )
+        kinds: Any = {
+            "codecs": ((codec, PLAIN),) * 2,
+            "sharding_types": ("row_wise",) * 2,
+        }
+        whole = make_task(make_tables([32, 64]), 2, BATCH, **kinds)
         simulator = Simulator(whole, AnalyticCostModel(), AnalyticCommsModel())
         costs = simulator.evaluate(Placement.from_widths(2, triples, whole))
         return float(costs.ranks[0].fwd_comms / simulator.encoder.byte_ms)
@@ -138,7 +145,7 @@ def test_sums_of_codes_are_no_codes() -> None:
     """Where another sharding type is left it is taken."""
     sharder = bag_sharder("int8", "fp32")
     module = make_ebc([(1000, 64)])
-    only_rows = {"t0": ParameterConstraints(sharding_types=["row_wise"])}
+    only_rows = each(1, "row_wise")
     text = "'int8' (forward) of POOLED_EMBEDDINGS_REDUCE_SCATTER: its values cannot be"
     with pytest.raises(ConfigError, match=re.escape(text)):
         planned(module, sharder, constraints=only_rows)
@@ -153,8 +160,7 @@ def test_sums_of_codes_are_no_codes() -> None:
 @pytest.mark.parametrize(("dim", "runs"), [(64, True), (24, False)])
 def test_rows_of_codes_are_filled(dim: int, runs: bool) -> None:
     """INT8 scales 32 values at once; a table that only whole fills them stays whole."""
-    columns = ParameterConstraints(sharding_types=["table_wise", "column_wise"])
-    constraints = {"t0": columns}
+    constraints = each(1, "table_wise", "column_wise")
     planner = make_planner(2, "cpu", batch_size=6, constraints=constraints)
     module, sharders = make_ebc([(1000, dim)]), [bag_sharder("int8", "int8")]
     if not runs:
@@ -168,11 +174,10 @@ def test_rows_of_codes_are_filled(dim: int, runs: bool) -> None:
 
 
 def test_torchrecs_own_plan_is_held_to_codecs_too() -> None:
-    kinds = {"t0": ParameterConstraints(sharding_types=["row_wise", "data_parallel"])}
     _, found = planned(
         make_ebc([(4_000_000, 64)]),
         bag_sharder("int8", "int8"),
-        constraints=kinds,
+        constraints=each(1, "row_wise", "data_parallel"),
         topology=Topology(4, "cuda"),
         search_only=False,
     )
@@ -180,9 +185,8 @@ def test_torchrecs_own_plan_is_held_to_codecs_too() -> None:
 
 
 def test_rehearsal_names_what_a_codec_cannot_carry() -> None:
-    rows = {"t0": ParameterConstraints(sharding_types=["row_wise"])}
     module = make_ebc([(1000, 64)])
-    planner, plan = planned(module, bag_sharder(), constraints=rows)
+    planner, plan = planned(module, bag_sharder(), constraints=each(1, "row_wise"))
     arguments = (module, plan, planner.topology)
     assert rehearse(*arguments, [bag_sharder()], batch_size=BATCH).runs
     report = rehearse(*arguments, [bag_sharder("int8", "int8")], batch_size=BATCH)
@@ -215,24 +219,17 @@ def test_distinct_ids_of_parts_are_those_of_a_count() -> None:
 
 
 def test_distinct_ids_are_sent_and_looked_up() -> None:
-    profiles = {
-        f"tf{i}": zipf_profile(
-            batch_size=2 * BATCH, pooling_factor=20.0, num_embeddings=10_000
-        )
-        for i in range(2)
-    }
-    plain, _ = planned(
-        sequences(64, 64, rows=10_000, prefix="t"),
-        EmbeddingCollectionSharder(),
-        profiles=profiles,
+    profile = zipf_profile(
+        batch_size=2 * BATCH, pooling_factor=20.0, num_embeddings=10_000
     )
-    once, _ = planned(
-        sequences(64, 64, rows=10_000, prefix="t"),
-        EmbeddingCollectionSharder(use_index_dedup=True),
-        profiles=profiles,
+    module = sequences(64, 64, rows=10_000, prefix="t")
+    profiles = {"tf0": profile, "tf1": profile}
+    plain, once = (
+        planned(module, EmbeddingCollectionSharder(**given), profiles=profiles)[0]
+        for given in ({}, {"use_index_dedup": True})
     )
     table, other = (p.last_task.tables[0] for p in (once, plain))
-    local = profiles["tf0"].at_batch_size(BATCH, 10_000)
+    local = profile.at_batch_size(BATCH, 10_000)
     assert table.pooling_factor == pytest.approx(local.num_distinct / BATCH)
     assert table.num_outputs == pytest.approx(table.pooling_factor)
     assert table.pooling_factor < other.pooling_factor == 20.0
@@ -275,16 +272,8 @@ def test_removing_repeats_takes_time_of_its_own() -> None:
 
 def test_few_samples_make_few_outputs() -> None:
     def costs(batch_sizes: list[int] | None) -> Any:
-        constraints = {
-            "t0": ParameterConstraints(
-                sharding_types=["table_wise"],
-                pooling_factors=[4.0],
-                batch_sizes=batch_sizes,
-            )
-        }
-        planner, _ = planned(
-            make_ebc([(1000, 64)]), bag_sharder(), constraints=constraints
-        )
+        limits = each(1, "table_wise", pooling_factors=[4.0], batch_sizes=batch_sizes)
+        planner, _ = planned(make_ebc([(1000, 64)]), bag_sharder(), constraints=limits)
         return planner.last_task.tables[0], planner.last_result.predicted
 
     whole, predicted = costs(None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import CustomTopologyData
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -19,6 +19,7 @@ from tests.builders import (
     GIB,
     bag_config,
     bags,
+    by_table,
     make_planner,
 )
 from torchrec_neuroshard import group_topology
@@ -115,13 +116,8 @@ def test_average_of_replicas_is_priced(inter_host: bool, kind: Any) -> None:
     topology = group_topology(
         two_nodes(4), 2, sync_interval=5, use_inter_host_allreduce=inter_host
     )
-    types = [["table_wise"], ["data_parallel"]]
-    planner = make_planner(
-        topology=topology,
-        constraints={
-            f"t{i}": ParameterConstraints(sharding_types=t) for i, t in enumerate(types)
-        },
-    )
+    kinds = by_table(sharding_types=[["table_wise"], ["data_parallel"]])
+    planner = make_planner(topology=topology, constraints=kinds)
     planner.plan(model, SHARDERS)
     sync = planner.report().weight_sync
     assert sync is not None

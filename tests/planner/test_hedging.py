@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 
 from tests.builders import (
     QUICK,
     bag_sharders,
+    by_table,
+    each,
     keep_nothing_back,
+    last_result,
     make_ebc,
     shards_of,
 )
-from torchrec_neuroshard import (
-    NeuroShardPlanner,
-    PlacementConstraints,
-    topology_for,
-)
+from torchrec_neuroshard import NeuroShardPlanner, PlacementConstraints, topology_for
 from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.cost_models.estimate_error import (
     EstimateError,
@@ -81,20 +80,16 @@ def test_estimates_split_no_table_below_32_columns_unless_told(
     least: int | None,
 ) -> None:
     """Which saves milliseconds by the estimate alone, as no narrower one was timed."""
-    by_columns = ParameterConstraints(
-        sharding_types=["column_wise"], min_partition=least, pooling_factors=[80.0]
-    )
-    topology = topology_for("h100", num_nodes=4, ranks_per_node=4)
     planner = estimated(
-        topology, constraints=dict.fromkeys(("t0", "t1", "t2"), by_columns)
+        topology_for("h100", num_nodes=4, ranks_per_node=4),
+        constraints=each(3, "column_wise", min_partition=least, pooling_factors=[80.0]),
     )
     plan = planner.plan(
         make_ebc([(1_000, 128), (1_000, 96), (500, 16)]), bag_sharders()
     )
     narrowest = min(width for _, width, _ in shards_of(plan)["t0"])
     assert narrowest == 32 if least is None else 8 <= narrowest < 32
-    assert planner.last_result is not None
-    cautioned = [w for w in planner.last_result.warnings if "estimate is unch" in w]
+    cautioned = [w for w in last_result(planner).warnings if "estimate is unch" in w]
     assert len(cautioned) == (narrowest < 32)
 
 
@@ -103,22 +98,18 @@ def test_a_rank_much_fuller_than_the_others_is_pointed_out() -> None:
     planner = estimated(
         topology_for("h100", num_nodes=2, ranks_per_node=2, memory_gb=4),
         placement_constraints=rules,
-        constraints={"t0": ParameterConstraints(sharding_types=["table_wise"])},
+        constraints=each(1, "table_wise"),
     )
-    ebc = make_ebc([(10_000_000, 64), (1_000, 64)])
-    planner.plan(ebc, bag_sharders())
-    assert planner.last_result is not None
-    [found] = [w for w in planner.last_result.warnings if "times the mean" in w]
+    planner.plan(make_ebc([(10_000_000, 64), (1_000, 64)]), bag_sharders())
+    [found] = [w for w in last_result(planner).warnings if "times the mean" in w]
     assert found.startswith("rank 1 holds 2.") and "4.0 times the mean" in found
 
 
 def test_paths_without_an_error_are_those_predicted() -> None:
-    constraints = {
-        "t0": ParameterConstraints(compute_kernels=["fused_uvm"]),
-        "t1": ParameterConstraints(sharding_types=["row_wise"]),
-        "t2": ParameterConstraints(sharding_types=["table_row_wise"]),
-        "t3": ParameterConstraints(sharding_types=["data_parallel"]),
-    }
+    kinds = [None, ["row_wise"], ["table_row_wise"], ["data_parallel"]]
+    constraints = by_table(
+        sharding_types=kinds, compute_kernels=[["fused_uvm"], None, None, None]
+    )
     planner = estimated(constraints=constraints, consider_stock=False)
     ebc, sharders = make_ebc(SIZES), bag_sharders()
     plan = planner.plan(ebc, sharders)
@@ -144,8 +135,8 @@ def test_plans_by_an_estimate_say_how_they_hold_up() -> None:
     planner = estimated()
     assert is_uncertain(planner.costs)
     plan = planner.plan(make_ebc(SIZES), bag_sharders())
-    report, result = planner.report(), planner.last_result
-    assert result is not None and report.robustness is not None
+    report, result = planner.report(), last_result(planner)
+    assert report.robustness is not None
     found = report.robustness
     assert found.num_draws == NUM_DRAWS and found.num_plans >= 2
     assert (found.mean_ratio or 2.0) <= (found.worst_ratio or 1.0)
@@ -169,7 +160,6 @@ def test_a_plan_that_may_lose_gives_way_to_torchrecs(
     plan = searched.plan(make_ebc(SIZES), bag_sharders())
     monkeypatch.setattr(PlanCosts, "paths_under", paths)
     taken = theirs.plan(make_ebc(SIZES), bag_sharders())
-    result = theirs.last_result
-    assert result is not None and result.fallback is not None
-    assert "too often slower where the estimate is off" in result.fallback
+    fallback = last_result(theirs).fallback or ""
+    assert "too often slower where the estimate is off" in fallback
     assert str(taken) != str(plan)

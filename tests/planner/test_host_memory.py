@@ -14,12 +14,10 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
-from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams
 from torchrec.modules.embedding_configs import DataType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from tests.builders import analytic, gpus, make_ebc
+from tests.builders import analytic, each, gpus, make_ebc, only
 from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
@@ -41,27 +39,21 @@ def costs_and_options(
     sharding_type: str = "table_wise",
 ) -> tuple[PlanCosts, list[Any]]:
     # Two nodes: inside one, coding takes longer than it saves.
-    topology = Topology(world_size=2, local_world_size=1, compute_device="cuda")
-    constraints = {
-        "t0": ParameterConstraints(
-            sharding_types=[sharding_type],
-            compute_kernels=[kernel],
-            pooling_factors=[10.0],
-            cache_params=None if ratio is None else CacheParams(load_factor=ratio),
-        )
-    }
-    costs = PlanCosts(
-        topology,
-        constraints,
-        cost_model=load_cost_model("h100", device_type="cuda"),
+    topology = gpus(2, 1)
+    constraints = only(
+        sharding_types=[sharding_type],
+        compute_kernels=[kernel],
+        pooling_factors=[10.0],
+        cache_params=None if ratio is None else CacheParams(load_factor=ratio),
     )
+    model = load_cost_model("h100", device_type="cuda")
+    costs = PlanCosts(topology, constraints, cost_model=model)
     registry = None
     if qcomms is not None:
         registry = get_qcomm_codecs_registry(qcomms, device=torch.device("cpu"))
     sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
     enumerator = NeuroShardEnumerator(topology, BATCH, constraints, costs=costs)
-    module: EmbeddingBagCollection = make_ebc([(2_000_000, 64)])
-    options = enumerator.enumerate(module, [sharder])
+    options = enumerator.enumerate(make_ebc([(2_000_000, 64)]), [sharder])
     note_sharders(options, {o.module_type_key: sharder for o in options})
     return costs, options
 
@@ -137,13 +129,9 @@ def test_quantised_collectives_move_fewer_bytes(
 )
 def test_half_outputs_take_half(tables: Any, fused: Any, size: float) -> None:
     def outputs(tables: Any = (), fused: Any = None) -> tuple[Any, float]:
-        limits = {
-            f"t{i}": ParameterConstraints(
-                sharding_types=["table_wise"],
-                output_dtype=DataType.FP16 if f"t{i}" in tables else None,
-            )
-            for i in range(2)
-        }
+        limits = each(2, "table_wise")
+        for name in tables:
+            limits[name].output_dtype = DataType.FP16
         enumerator = NeuroShardEnumerator(gpus(2), BATCH, limits, **analytic())
         sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=fused)]
         options = enumerator.enumerate(make_ebc([(1000, 64)] * 2), sharders)

@@ -11,7 +11,6 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import optim
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
@@ -23,7 +22,10 @@ from tests.builders import (
     META,
     MIB,
     bag_sharders,
+    by_table,
+    each,
     gpus,
+    last_result,
     make_ebc,
     make_planner,
     only,
@@ -53,12 +55,11 @@ def planned(
 ) -> tuple[Any, list[Any]]:
     """A plan for GPUs, and its options with what shards take."""
     module = make_ebc([(100_000, 64), (100_000, 128), (100_000, 32)])
-    constraints = {
-        f"t{i}": ParameterConstraints(
-            sharding_types=[kind], compute_kernels=[kernel], pooling_factors=[p]
-        )
-        for i, p in enumerate(factors)
-    }
+    constraints = by_table(
+        sharding_types=[[kind]] * 3,
+        compute_kernels=[[kernel]] * 3,
+        pooling_factors=[[p] for p in factors],
+    )
     planner = make_planner(
         topology=gpus(4, hbm_cap=8 * GIB, ddr_cap=64 * GIB),
         constraints=constraints,
@@ -206,13 +207,11 @@ def test_an_optimizer_that_nobody_knows_is_named() -> None:
     apply_optimizer_in_backward(torch.optim.AdamW, module.parameters(), {"lr": 0.1})
     planner = make_planner(2, constraints=only(sharding_types=["data_parallel"]))
     planner.plan(module, bag_sharders())
-    assert planner.last_result is not None
     told = "tables 't0': what optimizer AdamW keeps is not known"
-    assert any(w.startswith(told) for w in planner.last_result.warnings)
+    assert any(w.startswith(told) for w in last_result(planner).warnings)
     planner = make_planner(topology=gpus(hbm_cap=2**20, ddr_cap=2**20))
-    sharder = EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": EmbOptimType.SHAMPOO}
-    )
+    fused_params = {"optimizer": EmbOptimType.SHAMPOO}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
     told = "tables 't0': what optimizer SHAMPOO keeps is not known"
     with pytest.raises(PlannerError, match=f"table 't0' .* needs .*\n{told}"):
         planner.plan(make_ebc([(10**6, 64)]), [sharder])
@@ -237,12 +236,7 @@ def test_a_rank_holds_its_outputs_and_sends_every_column_shard_the_ids() -> None
     """Columns of two tables are on others; it has its own samples alone."""
     planner = make_planner(
         topology=gpus(5, hbm_cap=8 * GIB),
-        constraints={
-            f"t{i}": ParameterConstraints(
-                sharding_types=["column_wise"], min_partition=32
-            )
-            for i in range(2)
-        },
+        constraints=each(2, "column_wise", min_partition=32),
         batch_size=4096,
     )
     options: dict[str, ShardingOption] = {}

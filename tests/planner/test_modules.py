@@ -16,9 +16,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
-from torchrec.modules.fp_embedding_modules import (
-    FeatureProcessedEmbeddingBagCollection,
-)
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.quant.embedding_modules import (
     EmbeddingBagCollection as QuantEmbeddingBagCollection,
 )
@@ -30,6 +28,7 @@ from tests.builders import (
     cost_of,
     fused_bags,
     gpus,
+    last_task,
     make_planner,
     only,
     sequences,
@@ -168,5 +167,4 @@ def test_modules_with_sharders_of_their_own() -> None:
     planner = make_planner(2, "cuda")
     plan = planner.plan(model, [UnheardSharder(), *get_default_sharders()])
     assert plan.plan["own"]["weight"].sharding_type == "table_wise"
-    assert planner.last_task is not None
-    assert len(planner.last_task.tables) == NUM_TABLES
+    assert len(last_task(planner).tables) == NUM_TABLES

@@ -12,7 +12,15 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 
-from tests.builders import bag_config, bags, entries_of, make_planner
+from tests.builders import (
+    bag_config,
+    bags,
+    each,
+    entries_of,
+    gpus,
+    last_result,
+    make_planner,
+)
 from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.planner import PlanFileError, load_plan, save_plan
 
@@ -39,20 +47,11 @@ def planner_for(kernel: str) -> Any:
     """t1 and t2 run the kernel, t0 the fused one."""
     fields = {f.name for f in dataclasses.fields(ParameterConstraints)}
     virtual = {"use_virtual_table": True} if "use_virtual_table" in fields else {}
-    kinds = {"t0": "fused", "t1": kernel, "t2": kernel}
-    return make_planner(
-        2,
-        "cuda",
-        topology_arguments={"ssd_cap": 2**40},
-        constraints={
-            name: ParameterConstraints(
-                sharding_types=["row_wise"],
-                compute_kernels=[kind],
-                **(virtual if kind == VIRTUAL else {}),
-            )
-            for name, kind in kinds.items()
-        },
+    asked = each(
+        3, "row_wise", compute_kernels=[kernel], **virtual if kernel == VIRTUAL else {}
     )
+    fused = each(1, "row_wise", compute_kernels=["fused"])
+    return make_planner(topology=gpus(ssd_cap=2**40), constraints=asked | fused)
 
 
 def three_bags() -> Any:
@@ -120,17 +119,12 @@ def test_stashed_weights_are_priced_as_fused() -> None:
 
 
 def test_one_that_is_asked_for_beside_the_fused_one_makes_room() -> None:
-    kernels = ["fused", "key_value"]
     planner = make_planner(
-        2,
-        "cuda",
-        topology_arguments={"ssd_cap": 2**40},
-        constraints={
-            f"t{i}": ParameterConstraints(compute_kernels=kernels) for i in (0, 1)
-        },
+        topology=gpus(ssd_cap=2**40),
+        constraints=each(2, compute_kernels=["fused", "key_value"]),
     )
     tables = [bag_config(0, rows=10**9, dim=64), bag_config(1, rows=4000, dim=64)]
     plan = planner.plan(bags(*tables), [Sharder("key_value")])
     found = {n: e.compute_kernel for n, e in entries_of(plan).items()}
     assert found == {"t0": "key_value", "t1": "fused"}
-    assert planner.last_result is not None and planner.last_result.fallback is None
+    assert last_result(planner).fallback is None

@@ -26,8 +26,11 @@ from tests.builders import (
     FixedSearcher,
     analytic,
     bag_sharders,
+    by_table,
+    each,
     gpus,
     make_ebc,
+    only,
     stock_planner,
 )
 from torchrec_neuroshard.placement import ShardingTask
@@ -63,29 +66,22 @@ def searchable(
     "part", ["enumerator", "estimator", "proposer", "partitioner", "performance_model"]
 )
 def test_each_part_works_in_the_stock_planner(part: str) -> None:
-    topology = gpus()
-    constraints = {"t1": ParameterConstraints(min_partition=32)}
+    topology, constraints = gpus(), only("t1", min_partition=32)
     given: Any = (topology, constraints)
-    proposer = NeuroShardProposer(*given, **analytic())
-    estimators = [
-        NeuroShardEstimator(*given, **analytic()),
-        EmbeddingStorageEstimator(*given),
-    ]
-    partitioner = NeuroShardPartitioner(*given, search=QUICK, **analytic())
-    arguments: dict[str, Any] = {
-        "enumerator": {
-            "enumerator": NeuroShardEnumerator(topology, 64, constraints, **analytic())
-        },
-        "estimator": {
-            "enumerator": EmbeddingEnumerator(topology, 64, constraints, estimators)
-        },
-        "proposer": {"proposer": proposer},
-        # One proposal: each of the stock ones' would be searched.
-        "partitioner": {"partitioner": partitioner, "proposer": proposer},
-        "performance_model": {
-            "performance_model": NeuroShardPerfModel(*given, **analytic())
-        },
-    }[part]
+    arguments: dict[str, Any] = {}
+    if part == "enumerator":
+        arguments[part] = NeuroShardEnumerator(topology, 64, constraints, **analytic())
+    elif part == "estimator":
+        ours = NeuroShardEstimator(*given, **analytic())
+        estimators = [ours, EmbeddingStorageEstimator(*given)]
+        stock = EmbeddingEnumerator(topology, 64, constraints, estimators)
+        arguments["enumerator"] = stock
+    elif part == "performance_model":
+        arguments[part] = NeuroShardPerfModel(*given, **analytic())
+    else:  # One proposal: the partitioner would search each of the stock ones'.
+        arguments["proposer"] = NeuroShardProposer(*given, **analytic())
+    if part == "partitioner":
+        arguments[part] = NeuroShardPartitioner(*given, search=QUICK, **analytic())
     planner = stock_planner(topology, constraints=constraints, **arguments)
     plan = planner.plan(make_ebc(SIZES), bag_sharders())
     assert set(plan.plan[""]) == {"t0", "t1", "t2", "t3"}
@@ -115,10 +111,9 @@ def kinds_of(
 def test_enumerator_keeps_one_option_of_each_use(
     nodes: int, by_node: list[str]
 ) -> None:
-    constraints = {
-        "t1": ParameterConstraints(sharding_types=["row_wise", "data_parallel"]),
-        "t2": ParameterConstraints(sharding_types=["table_row_wise"]),
-    }
+    constraints = by_table(
+        sharding_types=[None, ["row_wise", "data_parallel"], ["table_row_wise"]]
+    )
     kinds = kinds_of(gpus(4, 4 // nodes), SIZES, constraints)
     assert kinds["t0"] == [
         ("column_wise", "fused"),
@@ -145,7 +140,7 @@ TABLE_BYTES = 1000 * 64 * 4
 def test_host_memory_is_offered_where_device_memory_is_scarce(
     hbm_cap: int, asked: list[str] | None, offered: set[str]
 ) -> None:
-    constraints = {"t0": ParameterConstraints(compute_kernels=asked)}
+    constraints = only(compute_kernels=asked)
     kinds = kinds_of(gpus(hbm_cap=hbm_cap), [(1000, 64)], constraints)["t0"]
     assert {(t, k) for t, k in kinds if k not in ("fused", "dense")} == {
         (kind, kernel)
@@ -154,16 +149,16 @@ def test_host_memory_is_offered_where_device_memory_is_scarce(
     }
 
 
-# One or two tables of which a device holds little more than one, and a small table.
 @pytest.mark.parametrize(
-    ("num_large", "offered"), [(1, {"t0"}), (2, {"t0", "t1", "t2"})]
+    ("num_large", "offered"), [(1, ["t0"]), (2, ["t0", "t1", "t2"])]
 )
-def test_small_tables_stay_on_the_devices(num_large: int, offered: set[str]) -> None:
+def test_small_tables_stay_on_the_devices(num_large: int, offered: list[str]) -> None:
+    """Beside tables of which a device holds little more than one."""
     sizes = [(36_000, 64)] * num_large + [(1000, 64)]
     kinds = kinds_of(gpus(4, hbm_cap=32 * TABLE_BYTES), sizes)
-    assert {
+    assert [
         n for n, own in kinds.items() if ("row_wise", "fused_uvm") in own
-    } == offered
+    ] == offered
 
 
 @pytest.mark.parametrize(
@@ -186,7 +181,7 @@ def test_host_memory_is_offered_where_tables_are_crowded(
 
 
 def test_estimates_are_those_of_single_shards() -> None:
-    constraints = {"t1": ParameterConstraints(pooling_factors=[7.0], min_partition=64)}
+    constraints = only("t1", pooling_factors=[7.0], min_partition=64)
     topology = gpus()
     estimator = NeuroShardEstimator(topology, constraints, **analytic())
     enumerator = EmbeddingEnumerator(
@@ -205,18 +200,15 @@ def test_estimates_are_those_of_single_shards() -> None:
         simulator = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
         for shard in option.shards:
             priced = simulator.price(np.array([0]), np.array([shard.size[1]]))
-            forward, backward = simulator.single_compute(priced)[0]
+            compute = simulator.single_compute(priced)[0]
             comms = AnalyticCommsModel().all_to_all(
                 np.array([[shard.size[1], 0.0]]), 128
             )[0, 0]
             ids = np.array([[simulator.index_bytes_per_table[0], 0.0]])
             comms[0] += AnalyticCommsModel().index_all_to_all(ids)[0, 0]
-            assert (shard.perf.fwd_compute, shard.perf.bwd_compute) == pytest.approx(
-                (forward, backward)
-            )
-            assert (shard.perf.fwd_comms, shard.perf.bwd_comms) == pytest.approx(
-                tuple(comms)
-            )
+            perf = shard.perf
+            found = perf.fwd_compute, perf.bwd_compute, perf.fwd_comms, perf.bwd_comms
+            assert found == pytest.approx((*compute, *comms))
             checked += 1
     kinds = {o.sharding_type for o in options}
     assert "table_column_wise" in kinds and checked > 12
@@ -224,12 +216,7 @@ def test_estimates_are_those_of_single_shards() -> None:
 
 def test_launches_of_fused_stock_tables_count_once() -> None:
     """Tables that no model prices cost what TorchRec says, and one launch."""
-    constraints = {
-        f"t{i}": ParameterConstraints(
-            sharding_types=["row_wise"], compute_kernels=["fused"]
-        )
-        for i in range(3)
-    }
+    constraints = each(3, "row_wise", compute_kernels=["fused"])
     tables = make_ebc(
         [(1000, 16)] * 3, data_types=dict.fromkeys(range(3), DataType.INT4)
     )
@@ -261,9 +248,7 @@ def test_launches_of_fused_stock_tables_count_once() -> None:
 def test_least_memory_follows_when_the_fastest_does_not_fit(
     fits: bool, of_first: list[str]
 ) -> None:
-    constraints = {
-        "t0": ParameterConstraints(sharding_types=["row_wise", "data_parallel"])
-    }
+    constraints = each(1, "row_wise", "data_parallel")
     options = NeuroShardEnumerator(gpus(), 64, constraints, **analytic()).enumerate(
         make_ebc([(1_000_000, 16), (100, 16)]), bag_sharders()
     )
@@ -286,7 +271,7 @@ def test_least_memory_follows_when_the_fastest_does_not_fit(
 
 
 def test_partitioner_leaves_the_proposal_as_it_was() -> None:
-    constraints = {"t0": ParameterConstraints(sharding_types=["row_wise"])}
+    constraints = each(1, "row_wise")
     enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **analytic())
     options = enumerator.enumerate(make_ebc([(1000, 64)] * 3), bag_sharders())
     proposal = [o for o in options if o.sharding_type != "table_wise"][:1] + [
@@ -313,7 +298,7 @@ def test_infeasible_proposals_are_partition_errors() -> None:
 
 
 def test_task_of_a_proposal() -> None:
-    constraints = {"t1": ParameterConstraints(min_partition=30)}
+    constraints = only("t1", min_partition=30)
     enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **analytic())
     options = enumerator.enumerate(make_ebc([(100, 64)] * 3), bag_sharders())
     kinds = {"t0": "table_wise", "t1": "column_wise", "t2": "column_wise"}

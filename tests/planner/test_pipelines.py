@@ -9,25 +9,24 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import PipelineType, ShardingPlan
 
 from tests.builders import (
     bag_config,
     bag_sharders,
     bags,
+    by_table,
     cost_of,
     gpus,
+    last_result,
+    last_task,
     make_planner,
     shards_of,
 )
 from torchrec_neuroshard import DenseMs, NeuroShardPlanner, rehearse
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import Placement
-from torchrec_neuroshard.planner import (
-    load_plan,
-    save_plan,
-)
+from torchrec_neuroshard.planner import load_plan, save_plan
 from torchrec_neuroshard.planner.plans.plan_files import StalePlanWarning
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -50,14 +49,11 @@ def planner_for(pipeline: Any, dense: Any = LAYERS) -> NeuroShardPlanner:
         cost_model=AnalyticCostModel(0.01, 0.0, 0.0003),
         comms_model=AnalyticCommsModel(20.0),
         batch_size=8192,
-        constraints={
-            f"t{i}": ParameterConstraints(
-                sharding_types=["table_wise", "column_wise"],
-                pooling_factors=[ids],
-                min_partition=64,
-            )
-            for i, (_, ids) in enumerate(TABLES)
-        },
+        constraints=by_table(
+            sharding_types=[["table_wise", "column_wise"]] * 3,
+            pooling_factors=[[ids] for _, ids in TABLES],
+            min_partition=[64] * 3,
+        ),
         pipeline_type=pipeline,
         dense_ms=dense,
     )
@@ -90,8 +86,7 @@ def test_the_choice_of_plan_depends_on_the_pipeline() -> None:
 @pytest.mark.parametrize("pipeline", ["train_sparse_dist", "train_semi_sync"])
 def test_the_search_finds_the_shortest_path_of_the_schedule(pipeline: str) -> None:
     planner, _ = planned(pipeline)
-    result, task = planner.last_result, planner.last_task
-    assert result is not None and task is not None
+    result, task = last_result(planner), last_task(planner)
     ways = [
         [[(t, dim, 0)], [(t, dim, 1)], [(t, dim // 2, 0), (t, dim // 2, 1)]]
         for t, (dim, _) in enumerate(TABLES)
@@ -112,10 +107,8 @@ def test_other_layers_alone_change_no_plan() -> None:
     more, same = planned("none", 12.0)
     assert shards_of(plan) == shards_of(same)
     assert cost_of(more) == cost_of(bare) + 12.0
-    assert bare.last_result is not None and more.last_result is not None
-    assert more.last_result.lower_bound_ms == pytest.approx(
-        bare.last_result.lower_bound_ms + 12.0
-    )
+    bounds = [last_result(p).lower_bound_ms for p in (bare, more)]
+    assert bounds[1] == pytest.approx(bounds[0] + 12.0)
 
 
 def test_reports_say_what_is_hidden() -> None:
@@ -158,8 +151,7 @@ def test_notes_say_what_does_not_count() -> None:
     def notes(**given: Any) -> str:
         planner = make_planner(pipeline_type="train_sparse_dist", **given)
         planner.plan(bags(bag_config(0)), bag_sharders())
-        assert planner.last_result is not None
-        return "\n".join(planner.last_result.warnings)
+        return "\n".join(last_result(planner).warnings)
 
     assert "pipeline_type" not in notes()  # CPUs have no streams
     assert "'train_sparse_dist' without dense_ms" in notes(topology=gpus())

@@ -7,28 +7,18 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.builders import (
-    ATTACHES_OPTIMIZERS,
-    gpus,
-    make_ebc,
-)
+from tests.builders import ATTACHES_OPTIMIZERS, gpus, make_ebc, only
 from torchrec_neuroshard.placement import ColumnShard
 from torchrec_neuroshard.planner.compat import sharders_by_type
-from torchrec_neuroshard.planner.costs.plan_conversion import (
-    fusion_key,
-    lower_plan,
-)
-from torchrec_neuroshard.planner.options.table_reader import (
-    TableReader,
-    note_sharders,
-)
+from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key, lower_plan
+from torchrec_neuroshard.planner.options.table_reader import TableReader, note_sharders
 from torchrec_neuroshard.planner.options.ways import is_placeable
 
 pytestmark = ATTACHES_OPTIMIZERS
@@ -39,13 +29,11 @@ Constraints = dict[str, ParameterConstraints]
 def options_of(
     module: nn.Module,
     constraints: Constraints | None = None,
-    compute_device: str = "cuda",
     **fused_params: Any,
 ) -> tuple[TableReader, dict[tuple[str, str, str], ShardingOption]]:
     """TorchRec's own options, by (table, sharding type, kernel), and their reader."""
-    topology = Topology(world_size=2, compute_device=compute_device)
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params or None)
-    enumerator = EmbeddingEnumerator(topology, 32, constraints=constraints)
+    enumerator = EmbeddingEnumerator(gpus(), 32, constraints=constraints)
     options = enumerator.enumerate(module, [sharder])
     reader = TableReader(world_size=2, constraints=constraints, profiles=None)
     note_sharders(options, sharders_by_type([sharder]))
@@ -90,17 +78,14 @@ def test_optimizer_of_the_sharder() -> None:
 @pytest.mark.parametrize(
     ("constraint", "expected"),
     [
-        (
-            ParameterConstraints(pooling_factors=[2.0, 3.0], num_poolings=[1.0, 4.0]),
-            14.0,
-        ),
-        (ParameterConstraints(pooling_factors=[2.0, 3.0], batch_sizes=[32, 16]), 3.5),
-        (ParameterConstraints(pooling_factors=[4.0]), 8.0),
+        ({"pooling_factors": [2.0, 3.0], "num_poolings": [1.0, 4.0]}, 14.0),
+        ({"pooling_factors": [2.0, 3.0], "batch_sizes": [32, 16]}, 3.5),
+        ({"pooling_factors": [4.0]}, 8.0),
     ],
 )
-def test_pooling_factor(constraint: ParameterConstraints, expected: float) -> None:
+def test_pooling_factor(constraint: dict[str, Any], expected: float) -> None:
     ebc = make_ebc([(100, 16)], features={0: ["a", "b"]})
-    reader, options = options_of(ebc, {"t0": constraint})
+    reader, options = options_of(ebc, only(**constraint))
     table = reader.table(whole(options, "t0"))
     assert table.pooling_factor == pytest.approx(expected)
     assert table.num_features == 2
@@ -111,10 +96,7 @@ def test_what_is_column_sharded_and_placeable() -> None:
     reader, options = options_of(ebc)
     columns = {k: o for k, o in options.items() if reader.is_column_sharded(o)}
     placed = {k for k, o in columns.items() if is_placeable(o, reader, gpus())}
-    assert placed == {
-        ("t0", "table_wise", "fused"),
-        ("t0", "column_wise", "fused"),
-    }
+    assert placed == {("t0", "table_wise", "fused"), ("t0", "column_wise", "fused")}
     assert columns.keys() - placed == {("t0", "table_column_wise", "fused")}
     # No kernel is known for them.
     reader, options = options_of(make_ebc([(9, 16)], data_types={0: DataType.INT4}))
@@ -141,10 +123,8 @@ def test_fusion_key_separates_what_torchrec_separates() -> None:
 def test_lower_plan_keeps_shards_of_one_rank_apart() -> None:
     # TorchRec's own plans may put two shards of a table on one rank; it runs both.
     reader, options = options_of(make_ebc([(100, 32), (50, 16)]))
-    split, other = (
-        options[("t0", "column_wise", "fused")],
-        options[("t1", "row_wise", "fused")],
-    )
+    split = options[("t0", "column_wise", "fused")]
+    other = options[("t1", "row_wise", "fused")]
     split.shards = [
         Shard(size=[100, 16], offset=[0, 0], rank=1),
         Shard(size=[100, 16], offset=[0, 16], rank=1),
@@ -152,10 +132,8 @@ def test_lower_plan_keeps_shards_of_one_rank_apart() -> None:
     for rank, shard in enumerate(other.shards):
         shard.rank = rank
     lowered = lower_plan([other, split], reader, gpus())
-    assert lowered.placement.shards == (
-        ColumnShard(0, 0, 16, 1),
-        ColumnShard(0, 16, 16, 1),
-    )
+    both = ColumnShard(0, 0, 16, 1), ColumnShard(0, 16, 16, 1)
+    assert lowered.placement.shards == both
     assert lowered.column_sharded == (split,) and lowered.others == (other,)
     assert lowered.task is not None
     assert (lowered.task.batch_size, lowered.task.num_groups) == (64, 1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -25,6 +25,8 @@ from tests.builders import (
     FixedSearcher,
     Nested,
     bag_sharders,
+    each,
+    gpus,
     make_ebc,
     make_planner,
     stock_planner,
@@ -71,9 +73,7 @@ def test_every_sharding_type_comes_back_as_it_was(
     tmp_path: Path, sharding_type: str
 ) -> None:
     """By `load_plan`, and by TorchRec's planner, which then searches nothing."""
-    topology = Topology(world_size=4, local_world_size=2, compute_device="cuda")
-    only = ParameterConstraints(sharding_types=[sharding_type], min_partition=4)
-    constraints = {f"t{i}": only for i in range(3)}
+    topology, constraints = gpus(4, 2), each(3, sharding_type, min_partition=4)
     planner = stock_planner(topology, constraints=constraints)
     model, path = Nested(make_ebc(SIZES)), tmp_path / "plan.json"
     plan = planner.plan(model, bag_sharders())
@@ -100,6 +100,9 @@ def test_uneven_plan_comes_back_as_it_was(stored: Stored) -> None:
 def test_settings_of_a_table_come_back_as_they_were(stored: Stored) -> None:
     path, model, planner, plan = stored
     tables = plan.plan["sparse.ebc"]
+    stored_elsewhere = KeyValueParams(
+        ssd_storage_directory="/ssd", ps_hosts=(("::1", 2000), ("::1", 2001))
+    )
     tables["t0"] = dataclasses.replace(
         tables["t0"],
         compute_kernel="fused_uvm_caching",
@@ -110,16 +113,12 @@ def test_settings_of_a_table_come_back_as_they_were(stored: Stored) -> None:
         stochastic_rounding=False,
         bounds_check_mode=BoundsCheckMode.WARNING,
         output_dtype=DataType.BF16,
-        key_value_params=KeyValueParams(
-            ssd_storage_directory="/ssd", ps_hosts=(("::1", 2000), ("::1", 2001))
-        ),
+        key_value_params=stored_elsewhere,
     )
     save_plan(plan, path, model=model, planner=planner)
     loaded = load_plan(path, model=model, planner=planner)
     assert loaded == plan
-    assert loaded.plan["sparse.ebc"]["t0"].key_value_params == KeyValueParams(
-        ssd_storage_directory="/ssd", ps_hosts=(("::1", 2000), ("::1", 2001))
-    )
+    assert loaded.plan["sparse.ebc"]["t0"].key_value_params == stored_elsewhere
     tables["t0"].enforce_hbm = object()
     with pytest.raises(PlanFileError, match=r"'sparse.ebc.t0': a setting of type obj"):
         save_plan(plan, path, model=model, planner=planner)
@@ -239,7 +238,7 @@ def test_what_constraints_forbid_is_refused(stored: Stored) -> None:
         ({"sharding_types": ["table_wise"]}, "expected table_wise, found column_wise"),
         ({"compute_kernels": ["dense"]}, "expected dense, found fused"),
     ):
-        planner = make_planner(constraints={"t0": ParameterConstraints(**kind)})
+        planner = make_planner(constraints=each(1, **kind))
         with pytest.raises(PlanMismatchError, match=rf"'sparse\.ebc\.t0': {message}"):
             load_plan(path, model=model, planner=planner)
 

@@ -2,25 +2,31 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.modules.embedding_configs import DataType
 
 from tests.builders import (
     CPU_SIZES,
+    MIB,
     FixedSearcher,
     Triples,
     bag_config,
     bag_sharders,
     bags,
+    by_table,
     check_plan,
     check_result,
     columns_only,
     cost_of,
+    each,
     entries_of,
     gpus,
+    last_result,
+    last_task,
     make_ebc,
     make_planner,
+    only,
     shards_of,
     types_of,
 )
@@ -34,7 +40,7 @@ from torchrec_neuroshard.testing import AnalyticCostModel
 @pytest.mark.parametrize("compute_device", ["cpu", "cuda"])
 def test_every_column_is_placed(compute_device: str) -> None:
     topology = Topology(world_size=8, compute_device=compute_device)
-    constraints = {"t3": ParameterConstraints(min_partition=32)}
+    constraints = only("t3", min_partition=32)
     given = repr(topology), repr(constraints)
     planner = make_planner(topology=topology, constraints=constraints)
     ebc = make_ebc(CPU_SIZES)
@@ -62,7 +68,7 @@ def test_tables_beside_a_split_one_are_column_wise_unless_told() -> None:
             shards += [(i, 4, 0), (i, 12, 1)] if is_split else [(i, 16, 1)]
         return shards
 
-    limits = {"bt1": ParameterConstraints(sharding_types=["table_wise"])}
+    limits = only("bt1", sharding_types=["table_wise"])
     planner = make_planner(search=FixedSearcher(split_two), constraints=limits)
     assert types_of(planner.plan(model, bag_sharders())) == {
         "a.at0": "column_wise",
@@ -72,17 +78,13 @@ def test_tables_beside_a_split_one_are_column_wise_unless_told() -> None:
         "c.ct0": "table_wise",
         "c.ct1": "table_wise",
     }
-    assert planner.last_task is not None and planner.last_task.num_groups == 4
+    assert last_task(planner).num_groups == 4
 
 
 def test_hosts_share_the_tables_in_their_memory() -> None:
     """Of two hosts with two ranks each."""
-    limits = ParameterConstraints(
-        sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
-    )
-    planner = make_planner(
-        topology=gpus(4, 2), constraints={f"t{i}": limits for i in range(4)}
-    )
+    limits = each(4, "table_wise", compute_kernels=["fused_uvm"])
+    planner = make_planner(topology=gpus(4, 2), constraints=limits)
     plan = planner.plan(make_ebc([(100_000, 64)] * 4), bag_sharders())
     assert [rank for t in shards_of(plan).values() for *_, rank in t] == [0, 2, 1, 3]
 
@@ -92,21 +94,15 @@ def test_what_the_host_lacks_room_for_stays_on_the_device() -> None:
     # and by its memory alone the two would be in the host, which has 300.
     ebc = make_ebc([(655_360, 64), (655_360, 64), (1_187_840, 64)])
     planner = make_planner(
-        1,
-        "cuda",
-        constraints={
-            name: ParameterConstraints(pooling_factors=[pooling])
-            for name, pooling in (("t0", 1.0), ("t1", 1.0), ("t2", 20.0))
-        },
-        topology_arguments={"hbm_cap": 340 * 2**20, "ddr_cap": 300 * 2**20},
-        consider_stock=False,
+        topology=gpus(1, hbm_cap=340 * MIB, ddr_cap=300 * MIB),
+        constraints=by_table(pooling_factors=[[1.0], [1.0], [20.0]]),
     )
     plan = planner.plan(ebc, bag_sharders())
     kernels = [p.compute_kernel for p in plan.plan[""].values()]
     assert kernels[:2] == ["fused", "fused"]
     assert kernels[2] in ("fused_uvm", "fused_uvm_caching")
-    result = planner.last_result
-    assert result is not None and result.fallback is None
+    result = last_result(planner)
+    assert result.fallback is None
     assert any("in the host's memory: 't2'" in w for w in result.warnings)
     assert result.predicted.compute_source == "analytic; estimated for 1 of 3 tables"
 
@@ -114,14 +110,9 @@ def test_what_the_host_lacks_room_for_stays_on_the_device() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_memory_of_unpriced_tables_is_left_out_of_the_search(rank: int) -> None:
     """Its 244 MiB leave one rank no room for tables of 122 MiB; the other has it."""
-    whole = ParameterConstraints(
-        sharding_types=["table_wise"], compute_kernels=["fused"]
-    )
     planner = make_planner(
-        2,
-        "cuda",
-        constraints=dict.fromkeys(("t0", "t1", "t2"), whole),
-        topology_arguments={"hbm_cap": 330 * 2**20},
+        topology=gpus(hbm_cap=330 * MIB),
+        constraints=each(3, "table_wise", compute_kernels=["fused"]),
         placement_constraints=PlacementConstraints(pin={"t0": [rank]}),
         strict_memory=True,
     )
@@ -135,13 +126,11 @@ def test_memory_of_unpriced_tables_is_left_out_of_the_search(rank: int) -> None:
 
 def test_unsplit_tables_fuse_with_those_that_must_stay_whole() -> None:
     # Only if t1, which may be split, is emitted table-wise as well is there one launch.
-    constraints = {"t0": ParameterConstraints(sharding_types=["table_wise"])}
     model = AnalyticCostModel(launch_ms=100.0)
-    planner = make_planner(1, constraints=constraints, cost_model=model)
+    planner = make_planner(1, constraints=each(1, "table_wise"), cost_model=model)
     plan = planner.plan(make_ebc([(1000, 64), (1000, 64)]), bag_sharders())
     assert set(types_of(plan).values()) == {"table_wise"}
-    assert planner.last_result is not None
-    assert planner.last_result.predicted.ranks[0].fwd_compute < 200
+    assert last_result(planner).predicted.ranks[0].fwd_compute < 200
 
 
 def test_profiles_describe_their_features() -> None:
@@ -149,11 +138,10 @@ def test_profiles_describe_their_features() -> None:
     features = {0: ["a", "b"], 1: ["a"], 2: ["c"]}
     planner = make_planner(
         profiles={"a": profile},
-        constraints={"t0": ParameterConstraints(pooling_factors=[1.0, 2.0])},
+        constraints=only(pooling_factors=[1.0, 2.0]),
     )
     planner.plan(make_ebc([(100, 8)] * 3, features=features), bag_sharders())
-    assert planner.last_task is not None
-    both, known, unknown = planner.last_task.tables
+    both, known, unknown = last_task(planner).tables
     assert both.pooling_factor == pytest.approx(9.0 + 2.0)
     assert known.profile is not None
     assert known.profile.num_lookups == pytest.approx(9.0 * 128)
@@ -178,8 +166,7 @@ def test_result_describes_the_plan_after_callbacks() -> None:
     )
     plan = planner.plan(ebc, bag_sharders())
     assert shards_of(plan) == {"t0": [(0, 16, 1)], "t1": [(0, 32, 0)]}
-    result, task = planner.last_result, planner.last_task
-    assert result is not None and task is not None
+    result, task = last_result(planner), last_task(planner)
     ranks = {task.tables[s.table].name: s.rank for s in result.placement.shards}
     assert ranks == {"t0": 1, "t1": 0}
     # What the search said holds of every placement of the same tables.
@@ -193,7 +180,7 @@ def test_result_describes_the_plan_after_callbacks() -> None:
 def test_plan_does_not_depend_on_the_order_of_tables() -> None:
     rows_dims = [(100, 16), (800_000, 128), (5000, 64), (300_000, 64), (90, 128)]
     tables = [bag_config(i, rows, dim) for i, (rows, dim) in enumerate(rows_dims)]
-    limits = {"t1": ParameterConstraints(pooling_factors=[5.0])}
+    limits = only("t1", pooling_factors=[5.0])
     found = []
     for order in ([0, 1, 2, 3, 4], [4, 2, 1, 0, 3]):
         planner = make_planner(2, "cuda", constraints=limits)

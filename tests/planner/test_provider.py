@@ -15,7 +15,9 @@ from tests.builders import (
     analytic,
     bags,
     columns_only,
+    cost_of,
     entries_of,
+    last_result,
     make_planner,
 )
 from torchrec_neuroshard import NeuroShardPlannerProvider
@@ -66,7 +68,6 @@ def test_unified_planner_returns_our_plan_with_its_costs() -> None:
     results, ctx = dry_run(provider, ["a", "b"], capture_search_space=True)
     own = make_planner(topology=ctx.topology_cache["a", 4, 2])
     plan = own.plan(bags(), [EmbeddingBagCollectionSharder()])
-    assert own.last_result is not None
     for sku in ("a", "b"):
         result = results[sku]
         assert result.success, result.planner_failure_reason
@@ -74,9 +75,7 @@ def test_unified_planner_returns_our_plan_with_its_costs() -> None:
         assert len(result.sharding_options) == 3
         assert result.estimated_max_hbm_bytes > 0
         # TorchRec's critical path knows no order of collectives.
-        assert result.critical_path_ms == pytest.approx(
-            own.last_result.predicted.critical_path_ms, rel=0.2
-        )
+        assert result.critical_path_ms == pytest.approx(cost_of(own), rel=0.2)
         assert len(ctx.search_space[sku]) >= 3
 
 
@@ -162,7 +161,7 @@ def test_last_resort_is_what_was_selected() -> None:
     planner = make_planner(search=FixedSearcher(fail), constraints=columns_only(bags()))
     assert planner.get_selected_options() == []
     planner.plan(bags(), [EmbeddingBagCollectionSharder()])
-    assert planner.last_result is not None and planner.last_result.fallback
+    assert last_result(planner).fallback
     selected = planner.get_selected_options()
     assert sorted(o.name for o in selected) == ["t0", "t1", "t2"]
     assert all(s.rank is not None and s.perf for o in selected for s in o.shards)

@@ -21,12 +21,14 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from tests.builders import (
+    GIB,
     Nested,
     bag_config,
     bag_sharders,
     bags,
+    by_table,
+    each,
     gpus,
-    keep_nothing_back,
     make_ebc,
     make_planner,
     sequences,
@@ -36,20 +38,13 @@ from torchrec_neuroshard import group_topology, rehearse
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.planner import save_plan
 
-GIB = 2**30
-
 
 def plan_for(model: nn.Module, sharders: list[Any], world: int, **only: Any) -> Any:
     """TorchRec's own plan for GPUs of 8 GiB."""
     topology = gpus(world, local_world_size=min(2, world), hbm_cap=8 * GIB)
     names = [f"t{i}" for i in range(8)] + [f"s{i}" for i in range(8)]
     constraints = {name: ParameterConstraints(**only) for name in names}
-    planner = stock_planner(
-        topology,
-        constraints=constraints,
-        storage_reservation=keep_nothing_back(),
-        batch_size=64,
-    )
+    planner = stock_planner(topology, constraints=constraints)
     return topology, planner.plan(model, sharders)
 
 
@@ -175,15 +170,8 @@ def test_the_command_takes_what_the_plan_was_made_for(
     whole = gpus(4, hbm_cap=GIB, ddr_cap=2 * size)
     planner = make_planner(
         topology=group_topology(whole, 2, sync_interval=5),
-        batch_size=64,
-        storage_reservation=keep_nothing_back(),
         pipeline_type="train_sparse_dist",
-        constraints={
-            f"t{i}": ParameterConstraints(
-                sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
-            )
-            for i in range(2)
-        },
+        constraints=each(2, "table_wise", compute_kernels=["fused_uvm"]),
     )
     plan = planner.plan(make_model(), bag_sharders())
     save_plan(plan, path, model=make_model(), planner=planner)
@@ -213,12 +201,10 @@ def test_the_command_knows_features_with_few_samples(
     path, out, topology = tmp_path / "plan.json", tmp_path / "r.json", gpus(2)
 
     def sized(*samples: int) -> dict[str, ParameterConstraints]:
-        return {
-            f"t{i}": ParameterConstraints(pooling_factors=[3.0], batch_sizes=[n])
-            for i, n in enumerate(samples)
-        }
+        counts = [[n] for n in samples]
+        return by_table(pooling_factors=[[3.0]] * 2, batch_sizes=counts)
 
-    planner = make_planner(topology=topology, batch_size=64, constraints=sized(8, 40))
+    planner = make_planner(topology=topology, constraints=sized(8, 40))
     model, sharders = make_model(), bag_sharders()
     plan = planner.plan(model, sharders)
     save_plan(plan, path, model=model, planner=planner)
@@ -229,9 +215,8 @@ def test_the_command_knows_features_with_few_samples(
         model, plan, topology, sharders, batch_size=128, constraints=sized(16, 80)
     )
     read = json.loads(out.read_text())["ranks"]
-    assert [r["activation_bytes"] for r in read] == [
-        r.activation_bytes for r in told.ranks
-    ]
+    expected = [r.activation_bytes for r in told.ranks]
+    assert [r["activation_bytes"] for r in read] == expected
 
 
 def test_no_weight_is_allocated() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import (
     EnumerableShardingSpec,
@@ -19,7 +19,17 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 
-from tests.builders import bag_sharders, make_ebc, make_planner, sequences, shards_of
+from tests.builders import (
+    Triples,
+    bag_sharders,
+    each,
+    last_result,
+    make_ebc,
+    make_planner,
+    only,
+    sequences,
+    shards_of,
+)
 from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import (
     NeuroShardPlanner,
@@ -30,8 +40,6 @@ from torchrec_neuroshard.planner import (
 )
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.testing import AnalyticCommsModel
-
-Triples = Sequence[tuple[int, int, int]]
 
 HUGE = 2**60
 SIZES = [(4000, 64), (3000, 32), (2000, 32), (1000, 16), (500, 16)]
@@ -72,16 +80,15 @@ def make_job() -> MakeJob:
         *,
         sizes: Sequence[tuple[int, int]] = SIZES,
         kind: dict[str, list[str]] = TABLE,
-        kinds: dict[str, dict[str, list[str]]] | None = None,
+        last: dict[str, list[str]] | None = None,
         optimizer: Any = None,
         compute_device: str = "cpu",
         tables: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Job:
-        constraints = {
-            f"t{i}": ParameterConstraints(**(kinds or {}).get(f"t{i}", kind))
-            for i in range(len(sizes))
-        }
+        constraints = each(len(sizes), **kind)
+        if last is not None:
+            constraints |= only(f"t{len(sizes) - 1}", **last)
         model = make_ebc(sizes, **(tables or {}))
         if optimizer is not None:
             for parameter in model.parameters():
@@ -89,10 +96,7 @@ def make_job() -> MakeJob:
                 parameter._optimizer_classes = [optimizer]
                 parameter._optimizer_kwargs = [{"lr": 0.1}]
         planner = make_planner(
-            world_size,
-            compute_device,
-            constraints=constraints,
-            **kwargs,
+            world_size, compute_device, constraints=constraints, **kwargs
         )
         # Row-wise and data-parallel tables lie as the planner has them.
         plan = planner.plan(model, bag_sharders())
@@ -122,9 +126,7 @@ def place(
         ranks.append(rank)
         offset += width
     entries[f"t{table}"] = dataclasses.replace(
-        sharding,
-        ranks=ranks,
-        sharding_spec=EnumerableShardingSpec(metas),
+        sharding, ranks=ranks, sharding_spec=EnumerableShardingSpec(metas)
     )
 
 
@@ -145,9 +147,7 @@ def test_slowest_rank_is_relieved(make_job: MakeJob) -> None:
 def test_predictions_are_the_planners(make_job: MakeJob) -> None:
     job = make_job(ALL_ON_0)
     own = job.planner.plan(job.model, job.sharders)
-    known = job.planner.last_result
-    assert known is not None
-    assert job.replan(0, plan=own).before == known.predicted
+    assert job.replan(0, plan=own).before == last_result(job.planner).predicted
     result = job.replan()
     assert result.after == job.replan(0, plan=result.plan).before
     first, move, *_ = str(result).splitlines()
@@ -228,13 +228,8 @@ def test_splits_need_a_rank_of_their_own_over_gloo(make_job: MakeJob) -> None:
 
 def test_optimizer_state_is_not_split(make_job: MakeJob) -> None:
     def job(optimizer: Any) -> Job:
-        return make_job(
-            [(0, 64, 0)],
-            optimizer=optimizer,
-            sizes=[(4000, 64)],
-            kind=COLUMN,
-            compute_device="cuda",
-        )
+        on_gpus: dict[str, Any] = {"kind": COLUMN, "compute_device": "cuda"}
+        return make_job([(0, 64, 0)], optimizer=optimizer, sizes=SIZES[:1], **on_gpus)
 
     assert job(RowWiseAdagrad).replan().moves == ()
     every = job(RowWiseAdagrad).replan(executable_only=False)
@@ -246,28 +241,22 @@ def test_optimizer_state_is_not_split(make_job: MakeJob) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        ({"optimizer": torch.optim.Adam}, "does not move all of the state of Adam"),
         (
-            {"optimizer": torch.optim.Adam},
-            "does not move all of the state of Adam",
-        ),
-        (
-            {"kinds": {"t4": {"sharding_types": ["data_parallel"]}}},
+            {"last": {"sharding_types": ["data_parallel"]}},
             "'t4' of the same module is data_parallel",
         ),
-        (
-            {"kinds": {"t4": COLUMN}, "uneven": True},
-            "'t4' of the same module is split unevenly",
-        ),
+        ({"last": COLUMN}, "'t4' of the same module is split unevenly"),
     ],
 )
 def test_what_torchrec_cannot_move_is_not_proposed(
     make_job: MakeJob, arguments: dict[str, Any], reason: str
 ) -> None:
     searched = ALL_ON_0
-    if arguments.get("kinds"):
+    if "last" in arguments:
         searched = ALL_ON_0[:4]
-    if arguments.pop("uneven", False):
-        searched = [*ALL_ON_0[:4], (4, 12, 0), (4, 4, 1)]
+    if arguments.get("last") == COLUMN:
+        searched = [*searched, (4, 12, 0), (4, 4, 1)]
     job = make_job(searched, **arguments)
     result = job.replan()
     assert result.moves == () and result.plan == job.plan
@@ -282,9 +271,8 @@ def test_what_torchrec_cannot_move_is_not_proposed(
 def test_sequence_tables_are_not_resharded() -> None:
     model = sequences(16, 16, 16, 16, prefix="t")
     sharders = [EmbeddingCollectionSharder()]
-    tables = {f"t{i}": ParameterConstraints(**TABLE) for i in range(4)}
     # All on rank 0.
-    plan = make_planner(1, constraints=tables).plan(model, sharders)
+    plan = make_planner(1, constraints=each(4, **TABLE)).plan(model, sharders)
     job = Job(make_planner(2), model, plan, sharders)
     result = job.replan()
     assert result.moves == ()
@@ -295,12 +283,9 @@ def test_sequence_tables_are_not_resharded() -> None:
 def test_full_ranks_take_nothing(make_job: MakeJob) -> None:
     job = make_job(ALL_ON_0)
     weights = sum(rows * dim * 4 for rows, dim in SIZES)
-    small = Topology(world_size=2, compute_device="cpu", ddr_cap=1000)
-    job.planner._topology = small
+    job.planner._topology = Topology(2, "cpu", ddr_cap=1000)
     assert job.replan().moves == ()
-    job.planner._topology = Topology(
-        world_size=2, compute_device="cpu", ddr_cap=10 * weights
-    )
+    job.planner._topology = Topology(2, "cpu", ddr_cap=10 * weights)
     assert job.replan().moves
 
 
@@ -335,10 +320,8 @@ def test_placements_name_the_local_device(make_job: MakeJob) -> None:
     ).replan()
     assert result.moves
     for sharding in result.plan.plan[""].values():
-        for rank, meta in zip(
-            sharding.ranks, sharding.sharding_spec.shards, strict=True
-        ):
-            assert str(meta.placement) == f"rank:{rank}/cuda:{rank % 2}"
+        found = [str(meta.placement) for meta in sharding.sharding_spec.shards]
+        assert found == [f"rank:{r}/cuda:{r % 2}" for r in sharding.ranks]
 
 
 def test_little_time_is_enough_for_something(make_job: MakeJob) -> None:

@@ -7,22 +7,22 @@ import math
 from pathlib import Path
 
 import pytest
-from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
     bag_sharders,
+    by_table,
+    cost_of,
+    each,
+    gpus,
+    last_result,
     make_ebc,
     make_planner,
     shards_of,
     stock_planner,
 )
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner import (
-    load_plan,
-    read_plan,
-    save_plan,
-)
+from torchrec_neuroshard.planner import load_plan, read_plan, save_plan
 from torchrec_neuroshard.report import html_report
 
 
@@ -30,9 +30,7 @@ def test_the_report_shows_the_plan_that_is_returned() -> None:
     planner = make_planner(4)
     plan = planner.plan(make_ebc([(3000, 64), (4000, 128), (500, 8)]), bag_sharders())
     report = planner.report()
-    result = planner.last_result
-    assert result is not None
-    assert report.critical_path_ms == result.predicted.critical_path_ms
+    assert report.critical_path_ms == cost_of(planner)
     shards = shards_of(plan)
     assert report.num_split == sum(len(s) > 1 for s in shards.values())
     assert sum(r.num_shards for r in report.ranks) == sum(map(len, shards.values()))
@@ -48,10 +46,7 @@ def test_the_report_shows_the_plan_that_is_returned() -> None:
 
 def test_memory_counts_every_table() -> None:
     """Of a plan that is all row-wise, beside what the reservation leaves."""
-    constraints = {
-        f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(2)
-    }
-    planner = make_planner(4, "cuda", constraints=constraints)
+    planner = make_planner(4, "cuda", constraints=each(2, "row_wise"))
     ebc = make_ebc([(4_000, 32), (3_000, 64)])
     plan = planner.plan(ebc, bag_sharders())
     for report in (planner.report(), planner.evaluate(plan, ebc, bag_sharders())):
@@ -86,8 +81,8 @@ def test_stored_plans_show_what_the_planner_said(tmp_path: Path) -> None:
     report = fresh.report()
     assert report.tables == before.tables
     assert [r.costs for r in report.ranks] == [r.costs for r in before.ranks]
-    assert fresh.last_result is not None and fresh.last_model is not None
-    assert fresh.last_result.lower_bound_ms == 0.0  # nothing was searched
+    assert fresh.last_model is not None
+    assert last_result(fresh).lower_bound_ms == 0.0  # nothing was searched
     assert len(fresh.get_selected_options()) == 3
     # The next plan takes its place.
     fresh.plan(make_ebc([(100, 16)]), bag_sharders())
@@ -106,32 +101,22 @@ def test_any_plan_is_evaluated_as_planned() -> None:
     assert (found.lower_bound_ms, found.gap) == (0.0, math.inf)
     # What the planner said of its own plan is not forgotten by that.
     assert planner.report() == planned
-    topology = Topology(world_size=2, compute_device="cuda")
-    stock = stock_planner(topology).plan(ebc, bag_sharders())
+    stock = stock_planner(gpus()).plan(ebc, bag_sharders())
     assert planner.evaluate(stock, ebc).critical_path_ms >= planned.critical_path_ms
 
 
 def test_plans_are_compared_by_one_cost() -> None:
     ebc = make_ebc([(4_000, 32), (3_000, 64), (50, 16)])
-
-    def only(*types: str) -> dict[str, ParameterConstraints]:
-        return {
-            f"t{i}": ParameterConstraints(sharding_types=[kind])
-            for i, kind in enumerate(types)
-        }
-
-    planner = make_planner(
-        2, "cuda", constraints=only("table_wise", "row_wise", "data_parallel")
-    )
+    kinds = [["table_wise"], ["row_wise"], ["data_parallel"]]
+    planner = make_planner(2, "cuda", constraints=by_table(sharding_types=kinds))
     with pytest.raises(ConfigError, match="there is no plan to report on"):
         planner.compare(ShardingPlan({}), ebc)
     plan = planner.plan(ebc, bag_sharders())
     same = planner.compare(plan, ebc, bag_sharders())
     assert not same.moves and same.saved_ms == pytest.approx(0.0)
     assert "all 3 tables lie alike" in str(same)
-    theirs = only("data_parallel", "table_wise", "table_wise")
-    topology = Topology(world_size=2, compute_device="cuda")
-    stock = stock_planner(topology, constraints=theirs).plan(ebc, bag_sharders())
+    theirs = by_table(sharding_types=[kinds[2], kinds[0], kinds[0]])
+    stock = stock_planner(gpus(), constraints=theirs).plan(ebc, bag_sharders())
     found = planner.compare(stock, ebc, bag_sharders(), "stock")
     paths = [
         planner.evaluate(p, ebc, bag_sharders()).critical_path_ms for p in (stock, plan)
@@ -150,12 +135,8 @@ def test_plans_are_compared_by_one_cost() -> None:
 
 
 def test_parts_of_the_tables_add_up_to_the_critical_path() -> None:
-    constraints = {
-        "t0": ParameterConstraints(sharding_types=["row_wise"]),
-        "t1": ParameterConstraints(sharding_types=["column_wise"]),
-        "t2": ParameterConstraints(sharding_types=["data_parallel"]),
-    }
-    planner = make_planner(4, "cuda", constraints=constraints)
+    kinds = [["row_wise"], ["column_wise"], ["data_parallel"]]
+    planner = make_planner(4, "cuda", constraints=by_table(sharding_types=kinds))
     ebc = make_ebc([(4_000, 32), (30_000, 64), (300, 16), (2_000, 128)])
     planner.plan(ebc, bag_sharders())
     report = planner.report()

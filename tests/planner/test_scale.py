@@ -6,22 +6,15 @@ import copy
 
 import pytest
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Topology,
-)
+from torchrec.distributed.planner.types import Topology
 
-from tests.builders import bag_sharders, make_ebc
-from torchrec_neuroshard.planner import (
-    NeuroShardEnumerator,
-    PlanCosts,
-)
+from tests.builders import analytic, bag_sharders, each, make_ebc
+from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
 from torchrec_neuroshard.planner.options.spread_options import (
     SpreadOption,
     sample_shards,
 )
 from torchrec_neuroshard.planner.parts.search_space import MANY_TABLES, other_caches
-from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 
 @pytest.fixture
@@ -31,9 +24,7 @@ def topology() -> Topology:
 
 @pytest.fixture
 def costs(topology: Topology) -> PlanCosts:
-    return PlanCosts(
-        topology, cost_model=AnalyticCostModel(), comms_model=AnalyticCommsModel()
-    )
+    return PlanCosts(topology, **analytic())
 
 
 @pytest.mark.parametrize("rows", [3, 1001])
@@ -64,11 +55,7 @@ def test_shards_are_listed_as_torchrec_would_when_they_are_read(
 def test_caches_of_other_sizes_list_no_shards(
     topology: Topology, costs: PlanCosts, num_tables: int
 ) -> None:
-    constraints = {
-        "t0": ParameterConstraints(
-            sharding_types=["row_wise"], compute_kernels=["fused_uvm_caching"]
-        )
-    }
+    constraints = each(1, "row_wise", compute_kernels=["fused_uvm_caching"])
     enumerator = NeuroShardEnumerator(topology, 64, constraints, costs=costs)
     ebc = make_ebc([(1_000_001, 64)])
     (option,) = enumerator.enumerate(ebc, bag_sharders())

@@ -23,11 +23,14 @@ from tests.builders import (
     MIB,
     bag_sharders,
     cost_of,
+    each,
     entries_of,
     gpus,
     keep_nothing_back,
+    last_result,
     make_ebc,
     make_planner,
+    only,
     shards_of,
     stock_planner,
     types_of,
@@ -55,10 +58,8 @@ pytestmark = [
         (
             [(1, 4), (1, 4), (1, 8)],
             Topology(8, "cpu"),
-            {
-                "t1": ParameterConstraints(sharding_types=["table_wise"]),
-                "t2": ParameterConstraints(pooling_factors=[15.0]),
-            },
+            only("t1", sharding_types=["table_wise"])
+            | only("t2", pooling_factors=[15.0]),
         ),
     ],
 )
@@ -96,14 +97,10 @@ def test_shards_of_one_size_are_estimated_as_each_would_be() -> None:
         ]
 
 
-FEW_TYPES = {
-    f"t{i}": ParameterConstraints(sharding_types=["table_wise", "row_wise"])
-    for i in range(2)
-}
 STOCK: dict[str, Any] = {
     "topology": Topology(2, "cuda"),
     "batch_size": 64,
-    "constraints": FEW_TYPES,
+    "constraints": each(2, "table_wise", "row_wise"),
 }
 
 
@@ -160,11 +157,9 @@ def test_shards_too_many_to_list_are_not_listed_to_say_that_nothing_fits(
         torchrec_plan, "EmbeddingShardingPlanner", lambda **given: asked.append(given)
     )
     planner = make_planner(
-        topology=Topology(world_size=8, compute_device="cuda", hbm_cap=2**20),
+        topology=gpus(8, hbm_cap=MIB),
         search_only=False,
-        constraints={
-            f"t{i}": ParameterConstraints(compute_kernels=["fused"]) for i in range(4)
-        },
+        constraints=each(4, compute_kernels=["fused"]),
     )
     ebc = make_ebc([(100_000 + i, 64) for i in range(4)])
     with pytest.raises(PlannerError, match=r"the freest rank, 0, has 1\.00 MiB"):
@@ -191,16 +186,10 @@ def planner_of(**arguments: Any) -> NeuroShardPlanner:
     return make_planner(**(settings | arguments))
 
 
-def only(*kinds: str, count: int = 4, **fields: Any) -> dict[str, Any]:
-    """The same constraints of all tables."""
-    wanted = ParameterConstraints(sharding_types=list(kinds), **fields)
-    return {f"t{i}": wanted for i in range(count)}
-
-
 def test_tables_are_planned_stored_and_loaded_that_torchrec_plans(
     tmp_path: Path,
 ) -> None:
-    ebc, constraints = make_ebc(SMALL), only("table_wise")
+    ebc, constraints = make_ebc(SMALL), each(4, "table_wise")
     settings: Any = {"topology": gpus(hbm_cap=2 * MIB), "constraints": constraints}
     stock_planner(batch_size=512, **settings).plan(ebc, bag_sharders())
     planner = planner_of(**settings)
@@ -215,25 +204,23 @@ def test_tables_are_planned_stored_and_loaded_that_torchrec_plans(
     second = planner_of(**settings)
     second.plan_loader = NeuroShardPlanLoader(path, second)
     assert second.plan(ebc, bag_sharders()) == plan
-    for found in (planner.last_result, second.last_result):
-        assert found is not None
-        assert any("out of memory ahead" in text for text in found.warnings)
+    for each_of in (planner, second):
+        assert any("out of memory ahead" in w for w in last_result(each_of).warnings)
     with pytest.raises(PlannerError, match=r"every rank needs .* Lower batch_size"):
         planner_of(**settings, strict_memory=True).plan(ebc, bag_sharders())
 
 
 def test_a_plan_that_fits_is_preferred_to_one_that_torchrec_would_take() -> None:
     """By TorchRec's count all tables are quickest in rows."""
-    constraints = only("data_parallel", "row_wise", compute_kernels=["dense", "fused"])
+    kernels = ["dense", "fused"]
     planner = planner_of(
         topology=gpus(hbm_cap=3 * MIB + 2**18),
         storage_reservation=keep_nothing_back(),
-        constraints=constraints,
+        constraints=each(4, "data_parallel", "row_wise", compute_kernels=kernels),
     )
     plan = planner.plan(make_ebc(SMALL), bag_sharders())
     assert set(types_of(plan).values()) == {"data_parallel"}
-    assert planner.last_result is not None
-    assert not any("out of memory" in text for text in planner.last_result.warnings)
+    assert not any("out of memory" in w for w in last_result(planner).warnings)
 
 
 def test_one_table_that_fits_no_rank_whole_fits_in_rows() -> None:
@@ -244,11 +231,11 @@ def test_one_table_that_fits_no_rank_whole_fits_in_rows() -> None:
             told.append(given["sharding_plan"].plan)
 
     ebc = make_ebc([(4096, 128)])
-    whole = only("table_wise", count=1, compute_kernels=["fused"])
+    whole = each(1, "table_wise", compute_kernels=["fused"])
     with pytest.raises(PlannerError, match="such as row_wise") as caught:
         planner_of(constraints=whole).plan(ebc, bag_sharders())
     assert caught.value.error_type == PlannerErrorType.STRICT_CONSTRAINTS
-    rows = only("table_wise", "row_wise", count=1, compute_kernels=["fused"])
+    rows = each(1, "table_wise", "row_wise", compute_kernels=["fused"])
     plan = planner_of(constraints=rows, stats=[Told()]).plan(ebc, bag_sharders())
     assert shards_of(plan) == {"t0": [(0, 128, 0), (0, 128, 1)]}
     assert told == [plan.plan]  # not of the count by which nothing fitted
@@ -259,9 +246,7 @@ def test_what_fits_by_neither_count_is_told_how_many_ranks_are_enough() -> None:
     settings: dict[str, Any] = {
         "storage_reservation": keep_nothing_back(),
         "batch_size": 64,
-        "constraints": only(
-            "table_wise", "row_wise", count=2, compute_kernels=["fused"]
-        ),
+        "constraints": each(2, "table_wise", "row_wise", compute_kernels=["fused"]),
     }
 
     def plan_on(count: int, strict_memory: bool = True) -> None:
@@ -283,7 +268,7 @@ def test_tables_that_no_memory_holds_are_refused_as_by_torchrec() -> None:
     """However wide they are."""
     planner = planner_of(
         storage_reservation=FixedPercentageStorageReservation(0.15),
-        constraints=only("table_wise", "row_wise", count=2),
+        constraints=each(2, "table_wise", "row_wise"),
     )
     with pytest.raises(PlannerError) as caught:
         planner.plan(make_ebc([(10**9, 10**5)] * 2), bag_sharders())

@@ -6,20 +6,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlannerError
 
 from tests.builders import (
     FixedSearcher,
     bag_sharders,
+    by_table,
     cost_of,
+    each,
+    last_result,
+    last_task,
     make_ebc,
     make_planner,
     sequences,
+    shards_of,
     types_of,
 )
 from torchrec_neuroshard.planner import (
@@ -38,10 +40,6 @@ TABLE, COLUMN = "table_wise", "column_wise"
 ROW, REPLICAS = "row_wise", "data_parallel"
 
 
-def only(*kinds: str, **arguments: Any) -> ParameterConstraints:
-    return ParameterConstraints(sharding_types=list(kinds), **arguments)
-
-
 def compute_bound() -> dict[str, Any]:
     """Lookups cost a lot, collectives next to nothing."""
     return {
@@ -53,10 +51,9 @@ def compute_bound() -> dict[str, Any]:
 def test_a_table_that_holds_up_one_rank_goes_row_wise() -> None:
     # The first is looked up as often as the other three together, and cannot be split
     # by columns.
-    constraints = {
-        f"t{i}": only(TABLE, ROW, pooling_factors=[30.0 if i == 0 else 10.0])
-        for i in range(4)
-    }
+    constraints = by_table(
+        sharding_types=[[TABLE, ROW]] * 4, pooling_factors=[[30.0], *[[10.0]] * 3]
+    )
     planner = make_planner(4, "cuda", constraints=constraints, **compute_bound())
     plan = planner.plan(make_ebc([(10_000, 16)] * 4), bag_sharders())
     assert set(types_of(plan).values()) == {ROW}
@@ -70,7 +67,7 @@ def test_tables_join_the_stage_of_one_that_must_be_elsewhere() -> None:
     planner = make_planner(
         4,
         "cuda",
-        constraints={"t0": only("table_row_wise")},
+        constraints=each(1, "table_row_wise"),
         topology_arguments={"local_world_size": 2},
     )
     plan = planner.plan(make_ebc([(1000, 256), (1000, 32), (1000, 32)]), bag_sharders())
@@ -100,7 +97,7 @@ def test_a_grid_has_no_more_blocks_than_nodes() -> None:
     planner = make_planner(
         4,
         "cuda",
-        constraints={"t0": only("grid_shard", min_partition=16)},
+        constraints=each(1, "grid_shard", min_partition=16),
         topology_arguments={"local_world_size": 2},
     )
     plan = planner.plan(make_ebc([(1001, 96)]), bag_sharders())
@@ -109,7 +106,7 @@ def test_a_grid_has_no_more_blocks_than_nodes() -> None:
         (row, column) for row in (0, 501) for column in (0, 48)
     )
     assert {s.placement.rank() for s in shards} == set(range(4))
-    assert planner.last_result is not None and planner.last_result.fallback is None
+    assert last_result(planner).fallback is None
 
 
 @pytest.mark.parametrize("name", ["max_switches", "measure_finalists"])
@@ -145,18 +142,16 @@ def test_later_searches_share_what_is_left_of_the_budget() -> None:
 
 
 def test_stock_plan_is_taken_where_it_is_cheaper() -> None:
-    constraint = {f"t{i}": only(TABLE) for i in range(4)}
     planner = make_planner(
         4,
         search=FixedSearcher([(i, 64, 0) for i in range(4)]),  # all on one rank
         consider_stock=True,
-        constraints=constraint,
+        constraints=each(4, TABLE),
     )
     plan = planner.plan(make_ebc([(1000, 64)] * 4), bag_sharders())
     assert sorted(p.ranks[0] for p in plan.plan[""].values()) == [0, 1, 2, 3]
-    result, task = planner.last_result, planner.last_task
-    assert result is not None and task is not None
-    result.placement.check(task)
+    result = last_result(planner)
+    result.placement.check(last_task(planner))
     assert result.fallback is not None
     taken = result.predicted.critical_path_ms
     assert f"{taken:.4g} ms" in result.fallback
@@ -168,34 +163,27 @@ def test_stock_plan_is_taken_where_it_is_cheaper() -> None:
 def test_stock_plan_is_not_taken_where_it_is_no_better() -> None:
     planner = make_planner(4, consider_stock=True)
     planner.plan(make_ebc([(1000, 64)] * 4), bag_sharders())
-    assert planner.last_result is not None and planner.last_result.fallback is None
+    assert last_result(planner).fallback is None
 
 
 def test_stock_plan_that_cannot_run_is_left_out() -> None:
     # TorchRec splits them to unlike widths, which its all-to-all cannot take.
     module = sequences(64, 64, rows=100, prefix="t")
-    constraints = {
-        f"t{i}": only("column_wise", min_partition=width)
-        for i, width in enumerate((16, 32))
-    }
+    constraints = by_table(sharding_types=[[COLUMN]] * 2, min_partition=[16, 32])
     planner = make_planner(4, consider_stock=True, constraints=constraints)
     plan = planner.plan(module, [EmbeddingCollectionSharder()])
-    widths = {
-        meta.shard_sizes[1]
-        for sharding in plan.plan[""].values()
-        for meta in sharding.sharding_spec.shards
-    }
-    assert widths == {64}
+    assert {w for s in shards_of(plan).values() for _, w, _ in s} == {64}
 
 
 @pytest.mark.parametrize("widths", [(16, 32), (32, 32)])
 def test_stock_plan_that_cannot_run_is_no_last_resort(widths: tuple[int, int]) -> None:
     """Only split do the tables fit; the search keeps tables of sequences whole."""
     module = sequences(64, 64, prefix="t")
-    constraints = {
-        f"t{i}": only("column_wise", compute_kernels=["fused"], min_partition=width)
-        for i, width in enumerate(widths)
-    }
+    constraints = by_table(
+        sharding_types=[[COLUMN]] * 2,
+        compute_kernels=[["fused"]] * 2,
+        min_partition=widths,
+    )
     planner = make_planner(
         topology=Topology(4, "cuda", hbm_cap=2_300_000),
         constraints=constraints,
@@ -208,15 +196,7 @@ def test_stock_plan_that_cannot_run_is_no_last_resort(widths: tuple[int, int]) -
             planner.plan(module, sharders)
         return
     planner.plan(module, sharders)
-    assert planner.last_result is not None and planner.last_result.fallback is not None
-
-
-def test_stock_parts_of_the_caller_are_kept() -> None:
-    # A partitioner that cannot take plans with ranks is not given any.
-    planner = make_planner(partitioner=GreedyPerfPartitioner(), consider_stock=True)
-    assert len(planner._proposers) == 1
-    model = nn.ModuleDict({"a": make_ebc([(100, 16)])})
-    assert planner.plan(model, [EmbeddingBagCollectionSharder()]).plan["a"]
+    assert last_result(planner).fallback is not None
 
 
 def test_more_choices_are_no_worse_where_collectives_take_long_to_begin() -> None:
@@ -230,19 +210,14 @@ def test_more_choices_are_no_worse_where_collectives_take_long_to_begin() -> Non
     ]
 
     def planned(*types: str) -> SearchResult:
-        chosen: dict[str, Any] = {"sharding_types": list(types)} if types else {}
         planner = make_planner(
             topology=topology_for("h100", ranks_per_node=8),
             comms_model=None,
             batch_size=512,
-            constraints={
-                f"t{i}": ParameterConstraints(pooling_factors=[5.0], **chosen)
-                for i in range(len(sizes))
-            },
+            constraints=each(len(sizes), *types, pooling_factors=[5.0]),
         )
         planner.plan(make_ebc(sizes), bag_sharders())
-        assert planner.last_result is not None
-        return planner.last_result
+        return last_result(planner)
 
     free = planned()
     fewer = [planned("row_wise"), planned("table_wise", "column_wise")]

@@ -8,10 +8,11 @@ import pytest
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 
 from tests.builders import (
     bag_sharders,
+    each,
     gpus,
     make_ebc,
     make_planner,
@@ -24,11 +25,9 @@ from torchrec_neuroshard.tables import MAX_CUDA_COLUMNS
 
 def planned(topology: Any, module: nn.Module, sharders: Any, **only: Any) -> Any:
     """A plan's shards of the first table: its sharding, widths."""
-    constraints = {"t0": ParameterConstraints(**only)} if only else None
+    constraints = each(1, **only) if only else None
     planner = make_planner(
-        topology=topology,
-        constraints=constraints,
-        search_only=False,
+        topology=topology, constraints=constraints, search_only=False
     )
     plan = planner.plan(module, sharders)
     if topology.compute_device == "cuda":
