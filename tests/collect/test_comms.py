@@ -190,6 +190,5 @@ def test_bad_configuration_is_refused() -> None:
     for change in changes:
         with pytest.raises(ConfigError, match=str(*change.values())):
             CommsConfig(out=Path("c"), **change)
-    for sampling in ({"bytes_per_rank": (9, 5)}, {"repeat_every": 1}):
-        with pytest.raises(ConfigError, match=next(iter(sampling))):
-            CommsSamplingConfig(**sampling)
+    with pytest.raises(ConfigError, match=r"\(9, 5\)"):
+        CommsSamplingConfig(bytes_per_rank=(9, 5))

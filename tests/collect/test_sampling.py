@@ -151,12 +151,8 @@ def test_sets_fit_into_the_memory_with_their_optimizers_state(max_lookups: int) 
 @pytest.mark.parametrize(
     ("options", "value"),
     [
-        ({"widths": (6, 16)}, r"\(6, 16\)"),
         ({"batch_sizes": (9, 8)}, r"\(9, 8\)"),
         ({"max_lookups": 0}, "max_lookups"),
-        ({"repeat_every": 1}, "repeat_every"),
-        ({"optimizers": ("sgd", "lamb")}, "lamb"),
-        ({"fp16_share": 1.5}, r"1\.5"),
     ],
 )
 def test_bad_configs_are_refused(options: dict[str, Any], value: str) -> None:

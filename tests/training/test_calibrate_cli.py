@@ -21,7 +21,7 @@ from torchrec_neuroshard.training.calibration import MIN_SETS
     ("options", "message"),
     [
         (["--records", "r.parquet", "--num-samples", "40"], "--num-samples say how"),
-        (["--num-samples", "19"], "--num-samples 19 is too few"),
+        (["--num-samples", "49"], "--num-samples 49 is too few"),
         (["--from", "tpu"], "no bundle 'tpu' to start from"),
     ],
 )
@@ -49,14 +49,13 @@ def test_measures_and_trains(
     out = tmp_path / "mine"
     arguments = ["calibrate", "--out", str(out), "--max-gib", "0.001", "--steps", "4"]
     # Time for too few to judge by.
-    limited = [*arguments, "--num-samples", "40", "--time-limit", "0.001"]
+    limited = [*arguments, "--num-samples", "60", "--time-limit", "0.001"]
     assert main(limited) == 2
     assert "measure more sets" in capsys.readouterr().err
-    assert main([*arguments, "--num-samples", "20"]) == 0
+    assert main([*arguments, "--num-samples", "60"]) == 0
     (header,), records = read_records([out / RECORDS_NAME])
-    # Few of the first 20 are held out: further sets complete the split.
-    assert sum(r.held_out for r in records[:20]) < MIN_SETS
-    assert MIN_SETS <= sum(r.held_out for r in records) <= len(records) - MIN_SETS
+    assert len(records) == 60
+    assert MIN_SETS <= sum(r.held_out for r in records) <= 60 - MIN_SETS
     assert header.sampling["max_weight_bytes"] == int(0.001 * 2**30)
     info = COMPUTE_BUNDLE.read_info(out)
     assert load_bundle(out).name == "mine"

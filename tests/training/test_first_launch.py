@@ -201,12 +201,10 @@ def measure_mine(
     timer: Disturbed, monkeypatch: pytest.MonkeyPatch, num_measured: int
 ) -> list[CostRecord]:
     """What a rank keeps of so many measurements."""
-    from rich.console import Console
-
     monkeypatch.setattr(first_launch, "SetTimer", lambda *_, **__: timer)
     monkeypatch.setattr("time.monotonic", lambda: float(timer.seen.total()))
     records, reference_ms = first_launch.measure_mine(
-        make_request(), None, torch.device("cpu"), num_measured, Console(quiet=True)
+        make_request(), None, torch.device("cpu"), num_measured
     )
     assert reference_ms == 1.0
     return records

@@ -33,7 +33,7 @@ from torchrec_neuroshard.collect.comms_sampling import (
     SampledCollective,
     sample_collective,
 )
-from torchrec_neuroshard.collect.console import RateProgress, repeatability_text
+from torchrec_neuroshard.collect.console import repeatability_text
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.ranks import Ranks
 from torchrec_neuroshard.collect.tbe import column_permutation
@@ -54,6 +54,7 @@ from torchrec_neuroshard.errors import (
     RankFailureError,
 )
 from torchrec_neuroshard.files import from_options
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.record_store import (
     CommsStore,
     journal_path,
@@ -331,10 +332,7 @@ def _collect(
         store = None
         if ranks.rank == 0:
             store = stack.enter_context(CommsStore(config.out, header))
-            progress = stack.enter_context(RateProgress(console, "samples"))
-            advance = progress.add_bar(
-                f"{world} ranks", config.num_samples, len(store.done)
-            )
+        shown = stack.enter_context(phase(""))
         done = ranks.share(store.done if store else None)
         deadline = time.monotonic() + config.time_limit_seconds
         for index in (i for i in range(config.num_samples) if i not in done):
@@ -349,7 +347,10 @@ def _collect(
             record = meter.measure(sampled, header.reference_ms)
             if store is not None:
                 store.append(record)
-                advance()
+                shown.text = (
+                    f"measuring, {len(store.done)} of {config.num_samples} collectives "
+                    f"of {world} ranks done"
+                )
     if ranks.rank == 0 and config.out.exists():
         console.print(summary(config.out))
 
@@ -500,15 +501,13 @@ def summary(path: Path) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard collect comms`."""
-    sampling = CommsSamplingConfig()
-    low, high = sampling.bytes_per_rank
+    _, high = CommsSamplingConfig().bytes_per_rank
     parser.add_argument("--out", type=Path, required=True, help="Parquet file")
     parser.add_argument(
         "--backend", help=f"{_BACKEND_NAMES} (default: nccl where every rank has a GPU)"
     )
     parser.add_argument("--num-samples", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--min-bytes", type=int, default=low, help="per rank")
     parser.add_argument(
         "--max-bytes", type=int, default=high, help="per rank; capped by free memory"
     )
@@ -547,9 +546,7 @@ def run(args: argparse.Namespace) -> int:
                 backend=args.backend or _default_backend(),
                 timeout_seconds=args.timeout,
                 time_limit_seconds=args.time_limit,
-                sampling=CommsSamplingConfig(
-                    bytes_per_rank=(args.min_bytes, args.max_bytes)
-                ),
+                sampling=CommsSamplingConfig(bytes_per_rank=(1024, args.max_bytes)),
             )
         )
     except NeuroShardError as error:

@@ -49,10 +49,6 @@ class CommsSamplingConfig:
                 f"bytes_per_rank needs 0 < low <= high, got ({low}, {high}); the high "
                 "end is capped by the memory at hand"
             )
-        if self.repeat_every < 2:
-            raise ConfigError(
-                f"repeat_every must be at least 2, got {self.repeat_every}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

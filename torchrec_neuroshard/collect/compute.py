@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import itertools
 import math
 import statistics
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from torchrec_neuroshard.collect.console import RateProgress, repeatability_text
+from torchrec_neuroshard.collect.console import repeatability_text
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import (
     SampledSet,
     SamplingConfig,
     SetSampler,
-    is_held_out_set,
 )
 from torchrec_neuroshard.collect.tbe import BOUNDS_CHECK
 from torchrec_neuroshard.collect.timing import SetTimer
@@ -40,6 +38,7 @@ from torchrec_neuroshard.devices import (
 )
 from torchrec_neuroshard.errors import ConfigError, DeviceFailureError, RecordError
 from torchrec_neuroshard.files import from_options, parse_json
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.record_store import (
     RecordStore,
     append_line,
@@ -54,11 +53,10 @@ from torchrec_neuroshard.records import (
     steady_records,
     utc_now,
 )
-from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
+from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.loaders import load_json
 
 __all__ = [
-    "MAX_ROUNDS",
     "NUM_ANCHORS",
     "CollectConfig",
     "add_arguments",
@@ -74,11 +72,6 @@ __all__ = [
 
 NUM_ANCHORS = 25
 """Earlier sets that a resumed run measures again, to go on in the same unit."""
-
-MAX_ROUNDS = 2
-"""How often a run returns to sets that other work or throttling disturbed."""
-_MOST_MORE = 5
-"""Sets beyond `num_sets`, per one that `min_split` asks for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +96,6 @@ class CollectConfig:
     set_seconds: float | None = None
     """A set is repeated for so long, or as often as it must be (`PassCounts`); None
     takes the device's. Less gives more sets in a time, each of less precision."""
-    min_split: int = 0
-    """Steady sets of held-out tables, and as many of others, that the run is to end
-    with: they are measured first, and beyond `num_sets` until there are enough."""
 
     def __post_init__(self) -> None:
         if self.num_sets < 1:
@@ -200,37 +190,21 @@ def _collect(
     )
     header = known or dataclasses.replace(header, reference_ms=timer.reference_ms)
     meter = _SetMeter(config, base_tables, timer, _monitor(device, console))
-    with (
-        RecordStore(path, header) as store,
-        RateProgress(console, "sets") as progress,
-    ):
-        broken = read_failures(path)
-        todo = _in_order(
-            [
-                i
-                for i in range(config.num_sets)
-                if i not in store.done and i not in broken
-            ],
-            config,
-        )
+    with RecordStore(path, header) as store:
+        left_out = store.done | read_failures(path).keys()
+        todo = [i for i in range(config.num_sets) if i not in left_out]
         if todo and timer.reference_ms:
             earlier = _anchors(store.records)
-            again = meter.measure_again(earlier, progress)
-            factor = unit_factor(earlier, again)
+            factor = unit_factor(earlier, [meter.measure(r.index) for r in earlier])
             timer.reference_ms *= factor
             if earlier:
-                progress.console.print(
+                console.print(
                     f"{len(earlier)} sets measured again after the restart: times are "
                     f"multiplied by {factor:.3f} to agree with the earlier ones"
                 )
-        run = _Run(config, meter, store, progress)
-        done = (
-            run.measure(todo)
-            and run.return_to_disturbed(todo)
-            and run.complete_split(broken.keys())
-        )
-        if not done:
-            progress.console.print(
+        run = _Run(config, meter, store)
+        if not (run.measure(todo) and run.return_to_disturbed(todo)):
+            console.print(
                 f"stopped at the time limit of {config.time_limit_seconds:g} s"
             )
     for line in meter.troubles():
@@ -238,18 +212,6 @@ def _collect(
     for index, why in read_failures(path).items():
         console.print(f"set {index} ended an earlier run and is left out: {why}")
     console.print(summary(path, store.header, store.records))
-
-
-def _in_order(todo: Sequence[int], config: CollectConfig) -> list[int]:
-    """Bring forward what `config.min_split` needs."""
-    counts = {True: 0, False: 0}
-
-    def place(index: int) -> bool:
-        held_out = is_held_out_set(index, config.seed, config.sampling)
-        counts[held_out] += 1
-        return counts[held_out] > config.min_split
-
-    return sorted(todo, key=place)
 
 
 class _Run:
@@ -260,39 +222,36 @@ class _Run:
         config: CollectConfig,
         meter: _SetMeter,
         store: RecordStore,
-        progress: RateProgress,
     ) -> None:
         limit, started = config.time_limit_seconds, config.started
         begin = time.monotonic() if started is None else started
         self._deadline = math.inf if limit is None else begin + limit
-        self._config, self._meter = config, meter
-        self._store, self._progress = store, progress
+        self._config, self._meter, self._store = config, meter, store
 
     def measure(self, indices: Sequence[int]) -> bool:
         """Measure sets; False where time was over before the last."""
         store = self._store
         total = len(store.done) + len(indices)
-        advance = self._progress.add_bar("collect", total, len(store.done))
-        for index, following in zip(indices, [*indices[1:], None], strict=True):
-            if time.monotonic() > self._deadline:
-                return False
-            record = self._measured(index, following)
-            if record is not None:
-                store.append(record)
-            advance()
+        with phase("") as shown:
+            for index, following in zip(indices, [*indices[1:], None], strict=True):
+                shown.text = f"measuring, {len(store.done)} of {total} sets done"
+                if time.monotonic() > self._deadline:
+                    return False
+                record = self._measured(index, following)
+                if record is not None:
+                    store.append(record)
         return True
 
     def return_to_disturbed(self, indices: Sequence[int]) -> bool:
         """Measure again what was disturbed; False where time was over before."""
         store = self._store
-        for _ in range(MAX_ROUNDS):
-            steady = {r.index for r in steady_records(store.records)}
-            to_check = set(indices) - steady
-            again = [r for r in store.records if r.index in to_check]
-            if not again:
-                break
-            usual_ms = statistics.median(r.reference_ms for r in store.records)
-            advance = self._progress.add_bar("disturbed, again", len(again))
+        steady = {r.index for r in steady_records(store.records)}
+        to_check = set(indices) - steady
+        again = [r for r in store.records if r.index in to_check]
+        if not again:
+            return True
+        usual_ms = statistics.median(r.reference_ms for r in store.records)
+        with phase(f"measuring {len(again)} disturbed sets again"):
             for old in again:
                 if time.monotonic() > self._deadline:
                     return False
@@ -300,29 +259,6 @@ class _Run:
                 if new is not None and _doubt(new, usual_ms) < _doubt(old, usual_ms):
                     num_throttled = old.num_throttled + bool(old.throttled)
                     store.append(dataclasses.replace(new, num_throttled=num_throttled))
-                advance()
-        return True
-
-    def complete_split(self, broken: Set[int]) -> bool:
-        """Measure further sets until both parts have enough; False: time was over."""
-        config, store = self._config, self._store
-        for index in itertools.count(config.num_sets):
-            if index >= config.num_sets + _MOST_MORE * config.min_split:
-                break
-            steady = steady_records(store.records)
-            held_out = [r for r in steady if r.held_out and r.repeat_of is None]
-            others = [r for r in steady if not r.held_out]
-            if min(len(held_out), len(others)) >= config.min_split:
-                break
-            lacks = len(held_out) < config.min_split
-            if index in store.done or index in broken:
-                continue
-            if is_held_out_set(index, config.seed, config.sampling) == lacks:
-                if time.monotonic() > self._deadline:
-                    return False
-                record = self._measured(index)
-                if record is not None:
-                    store.append(record)
         return True
 
     def _measured(self, index: int, following: int | None = None) -> CostRecord | None:
@@ -429,19 +365,6 @@ class _SetMeter:
             temperature_c=state.temperature_c if state else None,
             throttled=state.throttled_by() if state else "",
         )
-
-    def measure_again(
-        self, earlier: Sequence[CostRecord], progress: RateProgress
-    ) -> list[CostRecord]:
-        """Measure an earlier process's sets once more; they are counted by a bar."""
-        if not earlier:
-            return []
-        advance = progress.add_bar("sets of the earlier run", len(earlier))
-        found = []
-        for record in earlier:
-            found.append(self.measure(record.index))
-            advance()
-        return found
 
     def _measure_within_memory(self, index: int, following: int | None) -> CostRecord:
         """Measure a set; a second time where the first one found no memory."""
@@ -564,10 +487,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "set aside for them",
     )
     ranges.add_argument("--batch-sizes", type=int, nargs=2, metavar=("LOW", "HIGH"))
-    ranges.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS)
-    ranges.add_argument(
-        "--fp16-share", type=float, help="share of sets with fp16 weights"
-    )
 
 
 def default_sampling(device: torch.device) -> SamplingConfig:
@@ -583,8 +502,6 @@ def sampling_from(args: argparse.Namespace) -> SamplingConfig:
         "max_lookups": args.max_lookups,
         "max_weight_bytes": None if args.max_gib is None else int(args.max_gib * 2**30),
         "batch_sizes": None if args.batch_sizes is None else tuple(args.batch_sizes),
-        "optimizers": None if args.optimizers is None else tuple(args.optimizers),
-        "fp16_share": args.fp16_share,
     }
     changes = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(sampling, **changes)

@@ -40,7 +40,7 @@ __all__ = ["add_arguments", "calibrate_bundle", "run", "source_folder"]
 RECORDS_NAME = "calibration.parquet"
 """Measured sets are kept under this name in the bundle's folder. The same command,
 given again, goes on from them."""
-_NUM_SAMPLES = 300
+_NUM_SAMPLES, _FEWEST_SAMPLES = 300, 5 * MIN_SETS
 
 
 def source_folder(name: str | Path) -> Path:
@@ -155,8 +155,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_argument(
         "--num-samples",
         type=int,
-        help=f"sets to measure (default: {_NUM_SAMPLES}); more where too few of them "
-        "are of held-out tables to judge by",
+        help=f"sets to measure (default: {_NUM_SAMPLES}); about a fifth of them are of "
+        "held-out tables to judge by",
     )
     measuring.add_argument(
         "--device", help="cpu or cuda[:N] (default: the GPU where there is one)"
@@ -202,7 +202,6 @@ def _measure(args: argparse.Namespace, console: Console) -> Path:
             tables=tuple(args.tables or ()),
             sampling=sampling,
             time_limit_seconds=args.time_limit,
-            min_split=MIN_SETS,
         ),
         console,
     )
@@ -218,11 +217,11 @@ def run(args: argparse.Namespace) -> int:
             f"--records takes measurements that exist, {options} say how to make new "
             "ones; leave one or the other out"
         )
-    if args.num_samples is not None and args.num_samples < 2 * MIN_SETS:
+    if args.num_samples is not None and args.num_samples < _FEWEST_SAMPLES:
         raise ConfigError(
-            f"--num-samples {args.num_samples} is too few: calibrating needs "
-            f"{MIN_SETS} sets to fine-tune on and {MIN_SETS} of held-out tables to "
-            f"judge by; give {2 * MIN_SETS} or more"
+            f"--num-samples {args.num_samples} is too few: a fifth of the sets are of "
+            f"held-out tables, and {MIN_SETS} of those have to judge; give "
+            f"{_FEWEST_SAMPLES} or more"
         )
     check_folder(args.out)
     console = Console()

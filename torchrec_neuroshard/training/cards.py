@@ -116,7 +116,6 @@ def compute_card(
         )
         for e in evaluations
     ]
-    deciles = [(e.name, *(f"{v:.1%}" for v in e.decile_mape)) for e in evaluations]
     ranges = [(n, *(f"{v:.4g}" for v in info.ranges[n])) for n in _SHOWN_RANGES]
     lines = [
         "Mean absolute percentage error; tau is Kendall's, of the totals. `stock` is "
@@ -128,11 +127,6 @@ def compute_card(
         ),
         verdict,
         "",
-        "Total's error by decile of measured cost:",
-        "",
-        *_table(
-            ("up to [ms]", *(f"{ms:.3g}" for ms in evaluations[0].decile_ms)), deciles
-        ),
         "Training range; shards outside of it are warned about by name:",
         "",
         *_table(("feature", "least", "most"), ranges),

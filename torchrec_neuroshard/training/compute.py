@@ -204,10 +204,6 @@ class Evaluation:
     total_median: float
     kendall_tau: float
     """Of predicted and measured totals."""
-    decile_mape: tuple[float, ...]
-    """Total's error by decile of measured cost, cheapest first."""
-    decile_ms: tuple[float, ...]
-    """Upper end of each decile [ms]."""
 
     def line(self) -> str:
         """Return the errors as printed."""
@@ -225,7 +221,6 @@ def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
     measured = data.costs_S2.sum(axis=1)
     total = predicted.sum(axis=1)
     total_error = np.abs(total / measured - 1)
-    deciles = np.array_split(np.argsort(measured, kind="stable"), 10)
     return Evaluation(
         name=name,
         num_sets=data.num_sets,
@@ -234,8 +229,6 @@ def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
         total_mape=float(total_error.mean()),
         total_median=float(np.median(total_error)),
         kendall_tau=float(stats.kendalltau(total, measured).statistic),
-        decile_mape=tuple(float(total_error[d].mean()) for d in deciles if len(d)),
-        decile_ms=tuple(float(measured[d].max()) for d in deciles if len(d)),
     )
 
 

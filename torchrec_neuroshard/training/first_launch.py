@@ -33,7 +33,6 @@ from rich.console import Console
 from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
 from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
-from torchrec_neuroshard.collect.console import RateProgress
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.ranks import Ranks
 from torchrec_neuroshard.collect.sampling import STATE_BYTES, SamplingConfig
@@ -61,7 +60,7 @@ from torchrec_neuroshard.devices import (
 )
 from torchrec_neuroshard.errors import RankFailureError, RecordError
 from torchrec_neuroshard.files import from_fields, to_fields
-from torchrec_neuroshard.progress import clear
+from torchrec_neuroshard.progress import clear, phase, shown
 from torchrec_neuroshard.record_store import RecordStore, read_records
 from torchrec_neuroshard.records import (
     CostRecord,
@@ -369,7 +368,7 @@ def measure_and_fit(
         device = torch.device(request.device_type, 0)
     until = begin + _KERNEL_SHARE * request.seconds
     with torch_threads(1):
-        found, reference_ms = _measure_kernels(request, ranks, device, until, console)
+        found, reference_ms = _measure_kernels(request, ranks, device, until)
     bundle = folder / _BUNDLE
     _say(console, begin, f"{len(found)} sets of your tables measured")
     if rank == 0:
@@ -440,7 +439,6 @@ def _measure_kernels(
     ranks: Ranks | None,
     device: torch.device,
     until: float,
-    console: Console,
 ) -> tuple[list[CostRecord], float]:
     """Measure this rank's sets and gather everyone's: records and their unit."""
     turn, turns = 0, 1
@@ -454,7 +452,7 @@ def _measure_kernels(
             ranks.agree([0.0])
         if number == turn:
             end = begin + (until - begin) * (turn + 1) / turns
-            mine, reference_ms = measure_mine(request, ranks, device, end, console)
+            mine, reference_ms = measure_mine(request, ranks, device, end)
     if ranks is None:
         return mine, reference_ms
     everyone = ranks.gather_objects((mine, reference_ms))
@@ -478,7 +476,6 @@ def measure_mine(
     ranks: Ranks | None,
     device: torch.device,
     until: float,
-    console: Console,
 ) -> tuple[list[CostRecord], float]:
     """Measure until the time; at least this rank's part of the fewest sets.
 
@@ -495,10 +492,7 @@ def measure_mine(
     timer = SetTimer(device, max_bytes, budget_seconds=each)
     kept: dict[int, CostRecord] = {}
     tries: Counter[int] = Counter()
-    with RateProgress(console, "sets") as progress:
-        bar = progress.add_time_bar(
-            "measuring your tables", max(0.0, until - time.monotonic())
-        )
+    with phase("measuring your tables") as at_work:
         fresh, is_new = itertools.count(rank, size), True
         usual_ms = timer.reference_ms or 1.0
         while len(kept) < least or time.monotonic() < until:
@@ -517,7 +511,7 @@ def measure_mine(
                 or disturbance(record, usual_ms) < disturbance(known, usual_ms)
             ):
                 kept[index] = record
-            bar(len(kept))
+            at_work.text = f"measuring your tables, {len(kept)} sets done"
     return list(kept.values()), timer.reference_ms
 
 
@@ -675,20 +669,19 @@ def _main(folder: Path, limit: float) -> int:
     data = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
     request = from_fields(LaunchRequest, data)
     warnings.simplefilter("ignore")
-    shown = os.environ["RANK"] == "0"
-    console = Console(stderr=True, quiet=not shown)
-    if shown:
-        console.print(
-            f"neuroshard: first launch on this device: measuring for about "
-            f"{request.seconds:.0f} s; later launches take it from the cache",
-            soft_wrap=True,
-        )
+    console = Console(stderr=True, quiet=os.environ["RANK"] != "0")
+    console.print(
+        f"neuroshard: first launch on this device: measuring for about "
+        f"{request.seconds:.0f} s; later launches take it from the cache",
+        soft_wrap=True,
+    )
     # The job that started this process may be gone.
     timer = threading.Timer(limit, lambda: os._exit(3))
     timer.daemon = True
     timer.start()
     try:
-        measure_and_fit(request, folder, console, begin)
+        with shown():
+            measure_and_fit(request, folder, console, begin)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         (folder / _REASON).write_text(text.splitlines()[0], "utf-8")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib
 import io
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrec_neuroshard.errors import ConfigError, TableError, suggestion
-from torchrec_neuroshard.files import read_json
+from torchrec_neuroshard.files import parse_json, read_json
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 from torchrec_neuroshard.tables import TableConfig, check_tables
 
 __all__ = [
-    "TABLE_FIELDS",
     "ReadTables",
     "load_json",
     "load_tables",
@@ -31,20 +29,9 @@ PROFILE_BATCH_SIZE = 65_536
 MOST_TABLES = 100_000
 """Of a workload of groups."""
 
-TABLE_FIELDS: Mapping[str, str] = {
-    "name": "text without control characters",
-    "num_embeddings": "a whole number, in digits alone",
-    "embedding_dim": "a whole number, in digits alone",
-    "pooling_factor": "a finite number, such as 2.5",
-    "num_features": "a whole number, in digits alone",
-    "outputs_per_sample": "a finite number, such as 2.5",
-    "weighted": "true or false",
-    "data_type": "a name",
-    "optimizer": "a name",
-    "profile": "an object",
-}
-"""Field of a table in a file -> what it holds; those of `TableConfig`."""
 _REQUIRED = ("name", "num_embeddings", "embedding_dim")
+_TEXT = ("name", "data_type", "optimizer")
+"""Fields that are text, whatever they look like."""
 
 
 def read_document(path: str | Path) -> Any:
@@ -56,7 +43,8 @@ def read_document(path: str | Path) -> Any:
     is_yaml = Path(path).suffix.lower() in (".yaml", ".yml")
     try:
         if is_yaml:
-            return _parse_yaml(Path(path).read_text(encoding="utf-8-sig"))
+            yaml = importlib.import_module("yaml")
+            return yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
         return read_json(path)
     except OSError as error:
         raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
@@ -69,26 +57,6 @@ def read_document(path: str | Path) -> Any:
         reason = " ".join(str(error).split())
         kind = "YAML" if is_yaml else "JSON"
         raise ConfigError(f"'{path}' cannot be read as {kind}: {reason}") from error
-
-
-def _parse_yaml(text: str) -> Any:
-    """Parse YAML of plain data, in which no name stands twice in an object."""
-    yaml = importlib.import_module("yaml")
-    nodes, seen = [yaml.compose(text, Loader=yaml.SafeLoader)], set()
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:  # of an alias
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            counted = Counter(str(name.value) for name, _ in node.value)
-            for name, count in counted.most_common(1):
-                if count > 1:
-                    raise ValueError(f"'{name:.60}' stands twice in one object")
-            nodes += [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-    return yaml.safe_load(text)
 
 
 def load_tables(
@@ -173,7 +141,7 @@ def _chosen(
     return workloads[workload]
 
 
-def _csv_entries(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+def _csv_entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield where a table is in the file, and its fields."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -190,12 +158,8 @@ def _csv_entries(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         while fields and not fields[-1]:  # separators at the line's end
             fields.pop()
         where = f"'{path}', line 1"
-        if not fields:
-            raise TableError(
-                f"{where}: no tables given; expected the fields' names, such as "
-                f"{', '.join(_REQUIRED)}, and below a line for each table"
-            )
-        _check_fields(where, fields)
+        if len(set(fields)) < len(fields):
+            raise TableError(f"{where}: a field stands twice in {', '.join(fields)}")
         for values in rows:
             cells = [value.strip() for value in values]
             where = f"'{path}', line {rows.line_num}"
@@ -205,7 +169,8 @@ def _csv_entries(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
                     "numbers without separators, and names that hold one in quotes"
                 )
             # What is left empty, or out at a line's end, has its default.
-            found = {k: v for k, v in zip(fields, cells, strict=False) if v}
+            given = zip(fields, cells, strict=False)
+            found = {field: _cell(field, cell) for field, cell in given if cell}
             if found:
                 yield where, found
     except csv.Error as error:
@@ -214,89 +179,40 @@ def _csv_entries(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
         ) from error
 
 
-def _check_fields(where: str, fields: Iterable[Any]) -> None:
-    """Check that fields of a table are known, each once.
-
-    Raises:
-        TableError: One is not.
-    """
-    seen = set()
-    for field in fields:
-        if field not in TABLE_FIELDS:
-            raise TableError(
-                f"{where}: unknown field {field!r:.60}; "
-                + suggestion(str(field), TABLE_FIELDS, "fields")
-            )
-        if field in seen:
-            raise TableError(f"{where}: field '{field}' stands twice")
-        seen.add(field)
+def _cell(field: str, text: str) -> Any:
+    """Return what a cell holds: a number, true or false, or text."""
+    if field in _TEXT:
+        return text
+    try:
+        return parse_json(text.lower())
+    except ValueError:
+        return text
 
 
 def _one_table(where: str, entry: Any) -> TableConfig:
-    """Read a table whose values may be text.
+    """Read a table, in which null stands for a default.
 
     Raises:
         TableError: It is none; says where, and the way out.
     """
-    if not isinstance(entry, Mapping):
-        raise TableError(f"{where}: expected an object, got {entry!r:.40}")
-    _check_fields(where, entry)
-    given = {field: value for field, value in entry.items() if value is not None}
-    for field in _REQUIRED:
-        if field not in given:
-            raise TableError(f"{where}: field '{field}' is missing")
-    values = {f: _READ[TABLE_FIELDS[f]](value) for f, value in given.items()}
-    named = f"{where}: table '{given['name']!s:.100}'"
-    for field, value in values.items():
-        if value is None:
-            raise TableError(
-                f"{where if field == 'name' else named}: {field} must be "
-                f"{TABLE_FIELDS[field]}, got {given[field]!r:.60}"
-            )
+    if isinstance(entry, Mapping):
+        entry = {field: value for field, value in entry.items() if value is not None}
     try:
-        if "profile" in values:
-            profile = FeatureProfile.from_json(values["profile"])
-            values["profile"] = profile
-            values.setdefault("pooling_factor", profile.pooling_factor)
-        return TableConfig(**values)
-    except ValueError as error:
+        table = TableConfig.from_json(entry)
+    except TableError as error:
         raise TableError(f"{where}: {error}") from error
-
-
-def _name(value: Any) -> str | None:
-    """Text that a terminal shows as it is."""
-    known = isinstance(value, str | int) and not isinstance(value, bool)
-    text = str(value) if known else ""
-    shown = all(ord(c) >= 32 and not 127 <= ord(c) < 160 for c in text)
-    return text if text.strip() and shown else None
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _whole(value: Any) -> int | None:
-    number = _number(value)
-    return int(number) if number is not None and number == int(number) else None
-
-
-_READ: Mapping[str, Callable[[Any], Any]] = {
-    "text without control characters": _name,
-    "a name": _name,
-    "a whole number, in digits alone": _whole,
-    "a finite number, such as 2.5": _number,
-    "true or false": lambda value: {"true": True, "false": False}.get(
-        str(value).lower()
-    ),
-    "an object": lambda value: value if isinstance(value, Mapping) else None,
-}
-"""What a field holds -> how it is read; None where a value is none of that."""
+    # Such names would move a terminal's cursor.
+    if not table.name.strip() or any(
+        ord(c) < 32 or 127 <= ord(c) < 160 for c in table.name
+    ):
+        raise TableError(
+            f"{where}: name must be text without control characters, got "
+            f"{table.name!r:.60}"
+        )
+    if table.profile is not None and "pooling_factor" not in entry:
+        factor = table.profile.pooling_factor
+        table = dataclasses.replace(table, pooling_factor=factor)
+    return table
 
 
 def load_json(path: str | Path) -> dict[str, tuple[TableConfig, ...]]:
