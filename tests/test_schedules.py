@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -101,18 +100,11 @@ def test_the_docs_show_the_graph() -> None:
             assert line in lines or name == "train_base"
 
 
-@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
-def test_what_is_no_time_is_refused(wrong: float) -> None:
-    with pytest.raises(ConfigError, match=r"dense_ms: optimizer must be finite and at"):
-        DenseMs(optimizer=wrong)
-    with pytest.raises(ConfigError, match=f"got {re.escape(str(wrong))}"):
-        DenseMs.of(wrong)
-
-
-def test_unknown_pipelines_are_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"pipeline_type 'sparse_dist' has no schedule; known are none, train_base"
-        r".*leave pipeline_type out",
-    ):
+def test_what_is_no_time_or_pipeline_is_refused() -> None:
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match=r"dense_ms: optimizer must be finite"):
+            DenseMs(optimizer=wrong)
+        with pytest.raises(ConfigError, match=f"got {wrong}"):
+            DenseMs.of(wrong)
+    with pytest.raises(ConfigError, match=r"pipeline_type 'sparse_dist' .* known are"):
         find_schedule("sparse_dist", LAYERS)

@@ -6,16 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.builders import make_tables, make_task
 from torchrec_neuroshard.cost_models import PhysicalCostModel
 from torchrec_neuroshard.cost_models.comms_published import published_comms_model
 from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.gpu_cards import card_named
-from torchrec_neuroshard.placement import (
-    KernelFactors,
-    Placement,
-    ShardingTask,
-    WireCodec,
-)
+from torchrec_neuroshard.placement import KernelFactors, Placement, WireCodec
 from torchrec_neuroshard.simulator import RankCosts, Simulator
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
@@ -29,21 +25,10 @@ TABLES = (
 LAUNCH, LOOKUP, BYTE = 0.5, 1_000.0, 10.0
 
 
-def simulator(
-    groups: tuple[int, ...] = (), world_size: int = 2, stages: tuple[int, ...] = ()
-) -> Simulator:
-    task = ShardingTask(
-        tables=TABLES,
-        world_size=world_size,
-        batch_size=BATCH,
-        groups=groups,
-        stages=stages,
-    )
-    return Simulator(
-        task,
-        AnalyticCostModel(launch_ms=LAUNCH, lookup_ns=LOOKUP, byte_ns=BYTE),
-        AnalyticCommsModel(gb_per_s=0.001),
-    )
+def simulator(groups: tuple[int, ...] = (), stages: tuple[int, ...] = ()) -> Simulator:
+    task = make_task(TABLES, 2, BATCH, groups=groups, stages=stages)
+    model = AnalyticCostModel(launch_ms=LAUNCH, lookup_ns=LOOKUP, byte_ns=BYTE)
+    return Simulator(task, model, AnalyticCommsModel(gb_per_s=0.001))
 
 
 def forward(*shards: tuple[int, int]) -> float:
@@ -81,26 +66,9 @@ def test_phases_by_hand() -> None:
     assert costs.compute_source == costs.comms_source == "analytic"
 
 
-def test_rank_loads_are_sums_over_shards() -> None:
-    sim = simulator(groups=(0, 1, 0), stages=(0, 1))
-    placement = Placement.from_widths(2, [(0, 8, 0), (0, 8, 1), (1, 8, 0), (2, 4, 0)])
-    loads = sim.rank_loads(placement)
-    assert loads.sums_CWGE.shape == (2, 2, 3)
-    np.testing.assert_allclose(
-        loads.sums_CWGE[0, 0],
-        sim.encodings(np.array([0, 2]), np.array([8, 4])).sum(axis=0),
-        rtol=1e-6,
-    )
-    np.testing.assert_array_equal(loads.sums_CWGE[1, 1], 0)
-    index_bytes, columns, gradient_bytes = np.moveaxis(loads.loads_CWS3, -1, 0)
-    np.testing.assert_array_equal(columns, [[8 + 12, 8], [8, 0]])
-    np.testing.assert_allclose(index_bytes / (8 * BATCH), [[3 + 4, 6], [3, 0]])
-    assert not gradient_bytes.any()
-
-
 def test_weighted_lookups_send_their_weights() -> None:
     tables = (TABLES[0], dataclasses.replace(TABLES[0], name="w", weighted=True))
-    task = ShardingTask(tables=tables, world_size=2, batch_size=BATCH)
+    task = make_task(tables, 2, BATCH)
     sim = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
     plain, weighted = sim.index_bytes_per_table
     assert weighted - plain == pytest.approx(4 * A)
@@ -133,10 +101,9 @@ def test_passes_over_memory_in_order_take_its_bandwidth() -> None:
     """Optimizers of replicas, and codecs; looked-up rows are slower."""
     card = PhysicalConstants(memory_gb_per_s=2_000, efficiency=0.5)
     model = PhysicalCostModel(card, name="test", hardware="a test")
-    tables = (TableConfig(name="t", num_embeddings=10**6, embedding_dim=64),)
 
     def costs(**fields: Any) -> RankCosts:
-        task = ShardingTask(tables=tables, world_size=1, batch_size=512, **fields)
+        task = make_task(make_tables([64], 10**6), 1, 512, **fields)
         placement = Placement.from_widths(1, [(0, 64, 0)], task)
         return Simulator(task, model, AnalyticCommsModel()).evaluate(placement).ranks[0]
 
@@ -152,10 +119,10 @@ def test_passes_over_memory_in_order_take_its_bandwidth() -> None:
 def test_a_stage_without_tables_has_no_collectives() -> None:
     """Not even what it takes to begin one."""
     kinds = ("column_wise", "row_wise", "data_parallel", "row_wise")
-    task = ShardingTask(
-        tables=(*TABLES, dataclasses.replace(TABLES[0], name="d")),
-        world_size=2,
-        batch_size=BATCH,
+    task = make_task(
+        (*TABLES, dataclasses.replace(TABLES[0], name="d")),
+        2,
+        BATCH,
         groups=(0, 1, 2, 1),
         stages=(0, 1, 2),
         sharding_types=kinds,
