@@ -33,7 +33,6 @@ def sized_task(
     *,
     width: int = 4,
     uneven: bool = True,
-    fixed: int = 0,
 ) -> ShardingTask:
     """Tables of `size` bytes per column (int8 rows), `width` wide."""
     return make_task(
@@ -41,21 +40,16 @@ def sized_task(
         len(memory),
         8,
         memory_bytes=memory,
-        fixed_bytes=(fixed,) * len(sizes),
         uneven=uneven,
     )
 
 
 def fits_somehow(task: ShardingTask) -> bool:
     """Try every assignment of whole tables (width 4 cannot be split)."""
-    sizes = [task.shard_bytes(t, 4) for t in range(len(task.tables))]
-    for ranks in itertools.product(range(task.world_size), repeat=len(sizes)):
-        used = [0.0] * task.world_size
-        for size, rank in zip(sizes, ranks, strict=True):
-            used[rank] += size
-        if all(u <= m for u, m in zip(used, task.memory_bytes, strict=True)):
-            return True
-    return False
+    sizes = np.array([task.shard_bytes(t, 4) for t in range(len(task.tables))])
+    num_ranks = len(task.memory_bytes)
+    placed = itertools.product(np.eye(num_ranks), repeat=len(sizes))
+    return any((sizes @ np.array(p) <= task.memory_bytes).all() for p in placed)
 
 
 @pytest.mark.parametrize("uneven", [True, False])
@@ -98,25 +92,21 @@ def test_a_table_wider_than_its_shards_may_hold() -> None:
     assert str(caught.value).endswith(way_out(task))
 
 
-def test_split_widths() -> None:
-    task = sized_task([10], (10**6,) * 4, width=36)
-    assert split_widths(task, 0, 1) == (36,)
-    assert split_widths(task, 0, 2) == (20, 16)
-    assert split_widths(task, 0, 4) == (12, 8, 8, 8)
-    assert split_widths(task, 0, 5) == ()
-    even = sized_task([10], (10**6,) * 4, width=36, uneven=False)
-    assert split_widths(even, 0, 2) == ()
-    assert split_widths(even, 0, 3) == (12, 12, 12)
-
-
-def test_aligned_widths() -> None:
-    task = sized_task([10], (10**6,) * 4, width=128)
-    assert split_widths(task, 0, 3) == (44, 44, 40)
-    assert aligned_widths(task, 0, 3) == (48, 48, 32)
-    assert aligned_widths(task, 0, 2) == ()  # as even splits are
-    assert aligned_widths(sized_task([10], (10**6,) * 4, width=36), 0, 2) == ()
-    even = sized_task([10], (10**6,) * 4, width=128, uneven=False)
-    assert aligned_widths(even, 0, 3) == ()
+def test_a_table_is_split_in_widths_as_equal_as_may_be() -> None:
+    for width, uneven, parts, expected, aligned in [
+        (36, True, 1, (36,), ()),
+        (36, True, 2, (20, 16), ()),
+        (36, True, 4, (12, 8, 8, 8), ()),
+        (36, True, 5, (), ()),
+        (128, True, 2, (64, 64), ()),  # even already
+        (128, True, 3, (44, 44, 40), (48, 48, 32)),
+        (36, False, 2, (), ()),
+        (36, False, 3, (12, 12, 12), ()),
+        (128, False, 3, (), ()),
+    ]:
+        task = sized_task([10], (10**6,) * 4, width=width, uneven=uneven)
+        assert split_widths(task, 0, parts) == expected
+        assert aligned_widths(task, 0, parts) == aligned
 
 
 IN_HOST = KernelFactors(host=HostRows(gb_per_s=10.0))
@@ -127,31 +117,24 @@ def one_table(*ways: str, memory: int, **fields: Any) -> ShardingTask:
 
     Of a type that begins with "uvm ", the rows are in the host's memory.
     """
-    table = make_tables([64], 100, data_type="int8")[0]
-    types = [way.removeprefix("uvm ") for way in ways]
-    hosted = [way.startswith("uvm ") for way in ways]
-    world_size = fields.get("world_size", 4)
-    blocks = [kind not in ("table_wise", "column_wise") for kind in types]
-    shares = [1 if kind == "data_parallel" else world_size for kind in types]
-    fixed = [6400 // n if b else 0 for n, b in zip(shares, blocks, strict=True)]
-    column = [0.0 if b else 100.0 for b in blocks]
+    columns: dict[bool, list[float]] = {False: [], True: []}
+    for way in ways:
+        for host, held in columns.items():
+            is_here = way.startswith("uvm ") is host
+            held.append((25.0 if "row_wise" in way else 100.0) * is_here)
     given: dict[str, Any] = {
-        "world_size": 4,
         "uneven": False,
-        "sharding_types": tuple(types),
-        "min_widths": tuple(64 if k != "column_wise" else 4 for k in types),
-        "kernels": tuple(IN_HOST if h else None for h in hosted),
+        "sharding_types": tuple(way.removeprefix("uvm ") for way in ways),
+        "min_widths": tuple(4 if "column_wise" in way else 64 for way in ways),
+        "kernels": tuple(IN_HOST if w.startswith("uvm ") else None for w in ways),
         "alternatives": (tuple(range(len(ways))),) if len(ways) > 1 else (),
+        "column_bytes": tuple(columns[False]),
+        "host_column_bytes": tuple(columns[True]),
     }
-    for prefix, here in (("", False), ("host_", True)):
-        held = [h is here for h in hosted]
-        pairs = zip(held, fixed, strict=True), zip(held, column, strict=True)
-        given[f"{prefix}fixed_bytes"] = tuple(f if h else 0 for h, f in pairs[0])
-        given[f"{prefix}column_bytes"] = tuple(c if h else 0.0 for h, c in pairs[1])
-    if any(hosted):
-        given["host_memory_bytes"] = (memory,) * world_size
-    given |= fields
-    return make_task([table] * len(ways), memory=memory, **given)
+    if any(given["kernels"]):
+        given["host_memory_bytes"] = (memory,) * 4
+    tables = make_tables([64], 100, data_type="int8") * len(ways)
+    return make_task(tables, 4, memory=memory, **(given | fields))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +185,6 @@ def test_what_no_packing_fits_is_told_of_both_memories() -> None:
             column_bytes=device[1],
             host_memory_bytes=host[0],
             host_column_bytes=host[1],
-            fixed_bytes=(0,) * 3,
-            host_fixed_bytes=(0,) * 3,
         )
         with pytest.raises(InfeasibleError, match=r"need .*720 bytes.* in all"):
             pack(task)
@@ -239,15 +220,14 @@ def test_a_part_of_a_task_has_what_other_tables_leave() -> None:
 
 def test_rows_without_room_are_named() -> None:
     """Two tables split by rows, with room for one and a half."""
-    tables = [t for t in make_tables([64] * 2, 100, data_type="int8") for _ in range(2)]
+    one, other = make_tables([64] * 2, 100, data_type="int8")
     task = make_task(
-        tables,
+        [one, one, other, other],
         4,
         memory=2400,
         uneven=False,
         sharding_types=("row_wise", "column_wise") * 2,
-        fixed_bytes=(1600, 0) * 2,
-        column_bytes=(0.0, 100.0) * 2,
+        column_bytes=(25.0, 100.0) * 2,
         alternatives=((0, 1), (2, 3)),
     )
     bank = ShardBank(Simulator(task, AnalyticCostModel(), AnalyticCommsModel()))
