@@ -91,7 +91,7 @@ def sums(model: AnalyticCostModel) -> Any:
 
 @pytest.mark.parametrize(
     ("seeds", "most"),
-    [(range(16), 3), pytest.param(range(40), 4, marks=pytest.mark.nightly)],
+    [(range(9), 3), pytest.param(range(40), 4, marks=pytest.mark.nightly)],
 )
 def test_every_way_is_searched_and_no_bound_is_above_the_best(
     seeds: range, most: int, monkeypatch: pytest.MonkeyPatch
