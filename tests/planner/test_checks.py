@@ -25,7 +25,6 @@ SIZES = [(1000, 64)] * 2
     ("fields", "message"),
     [
         ({"pooling_factors": [1.0, math.nan]}, r"'t0': pooling_factors\[1\] is nan"),
-        ({"pooling_factors": [math.inf]}, r"'t0': pooling_factors\[0\] is inf"),
         ({"num_poolings": [-3.0]}, r"'t0': num_poolings\[0\] is -3.0"),
         ({"min_partition": -4}, "'t0': min_partition is -4"),
         ({"sharding_types": "row_wise"}, "'t0': sharding_types is 'row_wise'"),

@@ -10,13 +10,12 @@ import pytest
 from torchrec.distributed.planner import Topology
 
 from tests.builders import (
-    QUICK,
     bag_sharders,
     by_table,
     each,
-    keep_nothing_back,
     last_result,
     make_ebc,
+    make_planner,
     shards_of,
 )
 from torchrec_neuroshard import NeuroShardPlanner, PlacementConstraints, topology_for
@@ -40,19 +39,19 @@ SIZES = [(200_000, 64), (50_000, 32), (1000, 128), (30_000, 16), (500, 64)]
 
 def estimated(topology: Topology | None = None, **arguments: Any) -> NeuroShardPlanner:
     """A planner for cards that nothing was measured on."""
-    shared: dict[str, Any] = {
-        "batch_size": 256,
-        "search": QUICK,
-        "storage_reservation": keep_nothing_back(),
-        "stats": [],
-        "debug": False,
-    }
     topology = topology or topology_for("h100", num_nodes=2, ranks_per_node=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the result holds them, too
         model = load_cost_model("h100", device_type="cuda")
         model.error = EstimateError(card="h100")
-        return NeuroShardPlanner(topology, cost_model=model, **{**shared, **arguments})
+        return make_planner(
+            topology=topology,
+            batch_size=256,
+            cost_model=model,
+            comms_model=None,
+            search_only=False,
+            **arguments,
+        )
 
 
 def test_the_least_expected_time_of_plans_that_do_no_harm_is_taken() -> None:

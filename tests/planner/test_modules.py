@@ -57,36 +57,22 @@ def quantised() -> Any:
     )
 
 
-def tower() -> Any:
-    return EmbeddingTower(embedding_module=bags(), interaction_module=nn.Linear(3, 3))
-
-
 def tied() -> Any:
     shared = bags()
     return nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
 
 
-def odd_widths() -> Any:
-    return bags(*configs(dim=10))
-
-
-def half_precision() -> Any:
-    kinds = (DataType.FP32, DataType.FP16, DataType.BF16)
-    return bags(*(bag_config(i, data_type=kind) for i, kind in enumerate(kinds)))
-
-
 KINDS: dict[str, tuple[Callable[[], Any], int]] = {
     "feature processed": (feature_processed, NUM_TABLES),
     "fused": (fused_bags, NUM_TABLES),
-    "half precision": (half_precision, NUM_TABLES),
     "without features": (
         lambda: bags(bag_config(0, feature_names=[]), *configs()[1:]),
         NUM_TABLES,
     ),
     "tied": (tied, 2 * NUM_TABLES),
     "quantised": (quantised, 0),
-    "tower": (tower, 0),
-    "odd widths": (odd_widths, 0),
+    "tower": (lambda: EmbeddingTower(bags(), nn.Linear(3, 3)), 0),
+    "odd widths": (lambda: bags(*configs(dim=10)), 0),
 }
 """Kind -> its module and how many of its tables the search places."""
 

@@ -162,16 +162,17 @@ def test_small_tables_stay_on_the_devices(num_large: int, offered: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("placement", "offered"),
+    ("rules", "offered"),
     [
-        (PlacementConstraints(pin={"t0": [0, 1]}), False),
-        (PlacementConstraints(forbid_ranks=[0, 1, 2]), True),
-        (PlacementConstraints(together=[["t0", "t1"]]), True),
+        ({"pin": {"t0": [0, 1]}}, False),
+        ({"forbid_ranks": [0, 1, 2]}, True),
+        ({"together": [["t0", "t1"]]}, True),
     ],
 )
 def test_host_memory_is_offered_where_tables_are_crowded(
-    placement: PlacementConstraints, offered: bool
+    rules: dict[str, Any], offered: bool
 ) -> None:
+    placement = PlacementConstraints(**rules)
     topology = gpus(4, hbm_cap=3 * TABLE_BYTES)
     kinds = kinds_of(topology, [(1000, 64)] * 2, placement=placement)
     assert any(k == "fused_uvm" for own in kinds.values() for _, k in own) == offered

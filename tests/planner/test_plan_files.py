@@ -141,30 +141,25 @@ def test_costs_are_kept_with_the_plan_that_they_are_of(stored: Stored) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("other", "message"),
     [
         (
-            {"sizes": [(100, 32), (50, 16), (31, 8)]},
+            make_ebc([(100, 32), (50, 16), (31, 8)]),
             "num_embeddings of table 'sparse.ebc.t2': expected 31, found 30",
         ),
         (
-            {"data_types": {0: DataType.FP16}},
+            make_ebc(SIZES, data_types={0: DataType.FP16}),
             "data_type of table 'sparse.ebc.t0': expected fp16, found fp32",
         ),
         (
-            {"sizes": [*SIZES, (5, 4)]},
+            make_ebc([*SIZES, (5, 4)]),
             "table 'sparse.ebc.t3': expected a table, found no such table",
         ),
     ],
 )
-def test_other_tables_are_refused(
-    stored: Stored, change: dict[str, Any], message: str
-) -> None:
-    path, _, planner, _ = stored
-    change = {"sizes": SIZES, **change}
-    other = Nested(make_ebc(change.pop("sizes"), **change))
+def test_other_tables_are_refused(stored: Stored, other: Any, message: str) -> None:
     with pytest.raises(PlanMismatchError) as caught:
-        load_plan(path, model=other, planner=planner)
+        load_plan(stored[0], model=Nested(other), planner=stored[2])
     assert f"for another job: {message}. Plan anew" in str(caught.value)
 
 
@@ -184,19 +179,17 @@ def test_a_plan_of_what_is_around_the_tables_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("topology", "message"),
     [
-        ({"world_size": 4}, "world_size: expected 4, found 2"),
-        ({"compute_device": "cuda"}, "compute_device: expected cuda, found cpu"),
+        (Topology(4, "cpu"), "world_size: expected 4, found 2"),
+        (gpus(), "compute_device: expected cuda, found cpu"),
     ],
 )
 def test_other_ranks_are_refused(
-    stored: Stored, arguments: dict[str, Any], message: str
+    stored: Stored, topology: Topology, message: str
 ) -> None:
-    path, model, _, _ = stored
-    topology = Topology(**{"world_size": 2, "compute_device": "cpu", **arguments})
     with pytest.raises(PlanMismatchError, match=message):
-        load_plan(path, model=model, topology=topology)
+        load_plan(stored[0], model=stored[1], topology=topology)
 
 
 def test_other_circumstances_are_warned_of(stored: Stored) -> None:

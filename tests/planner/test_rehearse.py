@@ -33,6 +33,7 @@ from tests.builders import (
     make_planner,
     sequences,
     stock_planner,
+    types_of,
 )
 from torchrec_neuroshard import group_topology, rehearse
 from torchrec_neuroshard.cli import main
@@ -90,21 +91,14 @@ def test_sequences_and_replicas_run() -> None:
 
 def test_towers_run() -> None:
     """TorchRec rewrites a tower's sharding types in the plan that a rank gets."""
-    towers = [
-        EmbeddingTower(
-            embedding_module=bags(bag_config(i)),
-            interaction_module=nn.Linear(2, 2),
-        )
-        for i in range(2)
-    ]
+    towers = [EmbeddingTower(bags(bag_config(i)), nn.Linear(2, 2)) for i in range(2)]
     model = nn.ModuleList([EmbeddingTowerCollection(towers)])
     sharders = [EmbeddingTowerCollectionSharder()]
     topology, plan = plan_for(model, sharders, 4, sharding_types=["table_row_wise"])
     report = rehearse(model, plan, topology, sharders, batch_size=8)
     assert report.runs and report.num_built == 4, str(report)
     assert sum(r.num_kernels for r in report.ranks) == 4
-    kinds = {p.sharding_type for m in plan.plan.values() for p in m.values()}
-    assert kinds == {"table_row_wise"}
+    assert set(types_of(plan).values()) == {"table_row_wise"}
 
 
 def test_nothing_is_left_behind_and_the_model_stays(

@@ -25,6 +25,7 @@ from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts
+from torchrec_neuroshard.testing import AnalyticCommsModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -63,8 +64,6 @@ def test_new_profiles_stand_in_for_old_ones_feature_by_feature() -> None:
 
 
 def test_slowdown_of_kernels_at_once_counts_once() -> None:
-    from torchrec_neuroshard.testing import AnalyticCommsModel
-
     comms = AnalyticCommsModel()
     comms.compute_slowdown = (1.5, 2.0)
     planner = make_planner(comms_model=comms)

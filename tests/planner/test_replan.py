@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,16 +10,12 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.sharding_plan import placement
-from torchrec.distributed.types import (
-    EnumerableShardingSpec,
-    ShardingPlan,
-    ShardMetadata,
-)
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 
 from tests.builders import (
+    FixedSearcher,
     Triples,
     bag_sharders,
     each,
@@ -67,70 +63,39 @@ class Job:
         )
 
 
-MakeJob = Callable[..., Job]
-
-
-@pytest.fixture
-def make_job() -> MakeJob:
+def make_job(
+    triples: Triples,
+    world_size: int = 2,
+    *,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    kind: dict[str, list[str]] = TABLE,
+    last: dict[str, list[str]] | None = None,
+    optimizer: Any = None,
+    compute_device: str = "cpu",
+    tables: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Job:
     """A model, its planner, and a plan at work that the planner did not choose."""
-
-    def build(
-        triples: Triples,
-        world_size: int = 2,
-        *,
-        sizes: Sequence[tuple[int, int]] = SIZES,
-        kind: dict[str, list[str]] = TABLE,
-        last: dict[str, list[str]] | None = None,
-        optimizer: Any = None,
-        compute_device: str = "cpu",
-        tables: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Job:
-        constraints = each(len(sizes), **kind)
-        if last is not None:
-            constraints |= only(f"t{len(sizes) - 1}", **last)
-        model = make_ebc(sizes, **(tables or {}))
-        if optimizer is not None:
-            for parameter in model.parameters():
-                # As apply_optimizer_in_backward leaves it.
-                parameter._optimizer_classes = [optimizer]
-                parameter._optimizer_kwargs = [{"lr": 0.1}]
-        planner = make_planner(
-            world_size, compute_device, constraints=constraints, **kwargs
+    constraints = each(len(sizes), **kind)
+    if last is not None:
+        constraints |= only(f"t{len(sizes) - 1}", **last)
+    model = make_ebc(sizes, **(tables or {}))
+    if optimizer is not None:
+        for parameter in model.parameters():
+            # As apply_optimizer_in_backward leaves it.
+            parameter._optimizer_classes = [optimizer]
+            parameter._optimizer_kwargs = [{"lr": 0.1}]
+    fixed_and_free: list[dict[str, Any]] = [{"search": FixedSearcher(triples)}, {}]
+    at_work, planner = (
+        make_planner(
+            world_size, compute_device, constraints=constraints, **searched, **kwargs
         )
-        # Row-wise and data-parallel tables lie as the planner has them.
-        plan = planner.plan(model, bag_sharders())
-        for table in {t for t, *_ in triples}:
-            place(plan, table, triples, compute_device, planner.topology)
-        return Job(planner, model, plan, bag_sharders())
-
-    return build
-
-
-def place(
-    plan: ShardingPlan, table: int, triples: Triples, device: str, topology: Topology
-) -> None:
-    """Put a table's shards where the triples say, in their order."""
-    entries = plan.plan[""]
-    sharding = entries[f"t{table}"]
-    rows = sharding.sharding_spec.shards[0].shard_sizes[0]
-    metas, ranks, offset = [], [], 0
-    for _, width, rank in (t for t in triples if t[0] == table):
-        metas.append(
-            ShardMetadata(
-                shard_offsets=[0, offset],
-                shard_sizes=[rows, width],
-                placement=placement(device, rank, topology.local_world_size),
-            )
-        )
-        ranks.append(rank)
-        offset += width
-    entries[f"t{table}"] = dataclasses.replace(
-        sharding, ranks=ranks, sharding_spec=EnumerableShardingSpec(metas)
+        for searched in fixed_and_free
     )
+    return Job(planner, model, at_work.plan(model, bag_sharders()), bag_sharders())
 
 
-def test_slowest_rank_is_relieved(make_job: MakeJob) -> None:
+def test_slowest_rank_is_relieved() -> None:
     job = make_job(ALL_ON_0)
     before = shards_of(job.plan)
     result = job.replan()
@@ -144,7 +109,7 @@ def test_slowest_rank_is_relieved(make_job: MakeJob) -> None:
     assert result.replaced == {"": {n: job.plan.plan[""][n] for n in moved}}
 
 
-def test_predictions_are_the_planners(make_job: MakeJob) -> None:
+def test_predictions_are_the_planners() -> None:
     job = make_job(ALL_ON_0)
     own = job.planner.plan(job.model, job.sharders)
     assert job.replan(0, plan=own).before == last_result(job.planner).predicted
@@ -156,7 +121,7 @@ def test_predictions_are_the_planners(make_job: MakeJob) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [None, RowWiseAdagrad, torch.optim.Adagrad])
-def test_moves_weigh_what_they_send(make_job: MakeJob, optimizer: Any) -> None:
+def test_moves_weigh_what_they_send(optimizer: Any) -> None:
     result = make_job(
         ALL_ON_0, 4, optimizer=optimizer, tables={"data_types": {1: DataType.FP16}}
     ).replan()
@@ -170,7 +135,7 @@ def test_moves_weigh_what_they_send(make_job: MakeJob, optimizer: Any) -> None:
     assert result.moved_bytes == sum(m.num_bytes for m in result.moves)
 
 
-def test_budget_is_kept(make_job: MakeJob) -> None:
+def test_budget_is_kept() -> None:
     job = make_job(ALL_ON_0)
     for budget in (0, 64_000, 200_000):
         result = job.replan(budget)
@@ -187,7 +152,7 @@ def iteration_ms(job: Job) -> float:
     return job.replan(0).before.critical_path_ms
 
 
-def test_best_placement_of_few_tables_is_reached(make_job: MakeJob) -> None:
+def test_best_placement_of_few_tables_is_reached() -> None:
     sizes = SIZES[:4]
     costs = [
         iteration_ms(
@@ -199,7 +164,7 @@ def test_best_placement_of_few_tables_is_reached(make_job: MakeJob) -> None:
     assert job.replan().after.critical_path_ms == pytest.approx(min(costs))
 
 
-def test_over_gloo_a_table_leaves_all_its_ranks_or_none(make_job: MakeJob) -> None:
+def test_over_gloo_a_table_leaves_all_its_ranks_or_none() -> None:
     arguments: dict[str, Any] = {"sizes": [(4000, 64), (9000, 64)], "kind": COLUMN}
     triples = [(0, 32, 0), (0, 32, 1), (1, 64, 0)]
     one_shard = 4000 * 32 * 4  # the budget is too small for the other table
@@ -209,7 +174,7 @@ def test_over_gloo_a_table_leaves_all_its_ranks_or_none(make_job: MakeJob) -> No
     assert gpu.executable
 
 
-def test_splits_need_a_rank_of_their_own_over_gloo(make_job: MakeJob) -> None:
+def test_splits_need_a_rank_of_their_own_over_gloo() -> None:
     arguments: dict[str, Any] = {"sizes": [(4000, 64)], "kind": COLUMN}
     job = make_job([(0, 64, 0)], **arguments)
     assert job.replan().moves == ()
@@ -226,7 +191,7 @@ def test_splits_need_a_rank_of_their_own_over_gloo(make_job: MakeJob) -> None:
     assert gpu.executable and [m.width for m in gpu.moves] == [32]
 
 
-def test_optimizer_state_is_not_split(make_job: MakeJob) -> None:
+def test_optimizer_state_is_not_split() -> None:
     def job(optimizer: Any) -> Job:
         on_gpus: dict[str, Any] = {"kind": COLUMN, "compute_device": "cuda"}
         return make_job([(0, 64, 0)], optimizer=optimizer, sizes=SIZES[:1], **on_gpus)
@@ -250,7 +215,7 @@ def test_optimizer_state_is_not_split(make_job: MakeJob) -> None:
     ],
 )
 def test_what_torchrec_cannot_move_is_not_proposed(
-    make_job: MakeJob, arguments: dict[str, Any], reason: str
+    arguments: dict[str, Any], reason: str
 ) -> None:
     searched = ALL_ON_0
     if "last" in arguments:
@@ -280,7 +245,7 @@ def test_sequence_tables_are_not_resharded() -> None:
     assert job.replan(executable_only=False).moves
 
 
-def test_full_ranks_take_nothing(make_job: MakeJob) -> None:
+def test_full_ranks_take_nothing() -> None:
     job = make_job(ALL_ON_0)
     weights = sum(rows * dim * 4 for rows, dim in SIZES)
     job.planner._topology = Topology(2, "cpu", ddr_cap=1000)
@@ -289,7 +254,7 @@ def test_full_ranks_take_nothing(make_job: MakeJob) -> None:
     assert job.replan().moves
 
 
-def test_fresh_profiles_are_what_counts(make_job: MakeJob) -> None:
+def test_fresh_profiles_are_what_counts() -> None:
     sizes = [(100_000, 32)] * 4
     job = make_job([(t, 32, t % 2) for t in range(4)], sizes=sizes)
     assert job.replan().moves == ()
@@ -303,14 +268,14 @@ def test_fresh_profiles_are_what_counts(make_job: MakeJob) -> None:
         job.replan()
 
 
-def test_plan_of_another_job(make_job: MakeJob) -> None:
+def test_plan_of_another_job() -> None:
     job = make_job([(0, 32, 2), (1, 32, 1)], 3, sizes=[(1000, 32)] * 2)
     job.planner = make_planner(2)
     with pytest.raises(PlanFileError, match="'t0': rank 2 is not in 0 to 1"):
         job.replan()
 
 
-def test_placements_name_the_local_device(make_job: MakeJob) -> None:
+def test_placements_name_the_local_device() -> None:
     result = make_job(
         ALL_ON_0,
         4,
@@ -324,7 +289,7 @@ def test_placements_name_the_local_device(make_job: MakeJob) -> None:
         assert found == [f"rank:{r}/cuda:{r % 2}" for r in sharding.ranks]
 
 
-def test_little_time_is_enough_for_something(make_job: MakeJob) -> None:
+def test_little_time_is_enough_for_something() -> None:
     job = make_job(ALL_ON_0)
     none = job.replan(config=ReplanConfig(time_budget_seconds=1e-9))
     assert none.moves == ()

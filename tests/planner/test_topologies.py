@@ -76,39 +76,40 @@ def costs_of(topology: Topology, cost_model: str) -> tuple[PlanCosts, list[str]]
     return costs, [t for t in texts if "physical estimate" not in t]
 
 
-def test_topologies_have_the_cards_figures_in_torchrecs_units() -> None:
-    name = "h100"
-    card, topology = GPU_CARDS[name], topology_for(name, num_nodes=2, ranks_per_node=4)
+BANDWIDTHS = {
+    "hbm_mem_bw": "hbm_gb_per_s",
+    "hbm_to_ddr_mem_bw": "host_gb_per_s",
+    "intra_host_bw": "intra_gb_per_s",
+    "inter_host_bw": "inter_gb_per_s",
+}
+"""What TorchRec calls the figures of a card."""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        dict(zip(BANDWIDTHS.values(), (2400.0, 40.0, 300.0, 12.5), strict=True))
+        | {"memory_gb": 94.0},
+    ],
+)
+def test_topologies_have_the_figures_given_else_the_cards(given: Any) -> None:
+    card = GPU_CARDS["h100"]
+    topology = topology_for("h100", num_nodes=2, ranks_per_node=4, **given)
     assert (topology.world_size, topology.local_world_size) == (8, 4)
     assert topology.compute_device == "cuda"
-    # Bytes per millisecond: GB/s times a million.
-    assert topology.hbm_mem_bw == pytest.approx(card.hbm_gb_per_s.value * 1e6)
-    assert topology.intra_host_bw == pytest.approx(card.intra_gb_per_s.value * 1e6)
-    assert topology.inter_host_bw == pytest.approx(card.inter_gb_per_s.value * 1e6)
-    assert topology.hbm_to_ddr_mem_bw == pytest.approx(card.host_gb_per_s.value * 1e6)
+    for theirs, ours in BANDWIDTHS.items():
+        gb_per_s = given.get(ours, getattr(card, ours).value)
+        # Bytes per millisecond.
+        assert getattr(topology, theirs) == pytest.approx(gb_per_s * 1e6)
     hbm = {d.storage.hbm for d in topology.devices}
-    assert hbm == {int(card.memory_gb.value * 1e9)}
+    assert hbm == {int(given.get("memory_gb", card.memory_gb.value) * 1e9)}
 
 
-def test_values_of_the_caller_go_before_the_cards() -> None:
-    topology = topology_for(
-        "h100",
-        ranks_per_node=8,
-        memory_gb=94.0,
-        hbm_gb_per_s=2400.0,
-        host_gb_per_s=40.0,
-        intra_gb_per_s=300.0,
-        inter_gb_per_s=12.5,
-        host_memory_gb=2000.0,
-    )
-    assert topology.world_size == 8
-    storage = topology.devices[0].storage
-    assert (storage.hbm, storage.ddr) == (94 * 10**9, 250 * 10**9)
-    assert topology.hbm_mem_bw == pytest.approx(2400e6)
-    assert topology.hbm_to_ddr_mem_bw == pytest.approx(40e6)
-    assert topology.intra_host_bw == pytest.approx(300e6)
-    assert topology.inter_host_bw == pytest.approx(12.5e6)
-    assert topology_for("v100", host_memory_gb=0).devices[0].storage.ddr == 0
+@pytest.mark.parametrize(("host_gb", "of_a_rank"), [(2000, 250 * 10**9), (0, 0)])
+def test_ranks_share_the_hosts_memory(host_gb: float, of_a_rank: int) -> None:
+    topology = topology_for("v100", ranks_per_node=8, host_memory_gb=host_gb)
+    assert topology.devices[0].storage.ddr == of_a_rank
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_a_card_that_is_named_stands_in_for_torchrecs_defaults() -> None:
     assert "topology_for('h100', ...)" in text
     same, none = costs_of(topology_for("h100", num_nodes=2, ranks_per_node=8), "auto")
     assert none == []
-    for name in ("hbm_mem_bw", "hbm_to_ddr_mem_bw", "intra_host_bw", "inter_host_bw"):
+    for name in BANDWIDTHS:
         ours, theirs = (getattr(c.topology, name) for c in (costs, same))
         assert ours == pytest.approx(theirs)
     assert costs.topology.devices[3].storage.hbm == 80 * 10**9
