@@ -318,6 +318,29 @@ def make_record(
     return CostRecord(**{**known, **fields})
 
 
+def make_comms_record(
+    collective: str = "pooled_forward",
+    bytes_per_peer: Sequence[int] = (1024, 0),
+    transfer_ms: Sequence[float] = (0.5, 1.0),
+    **fields: Any,
+) -> CommsRecord:
+    """A collective between all ranks of one node, measured twice."""
+    known: dict[str, Any] = {
+        "index": 0,
+        "world_size": len(bytes_per_peer),
+        "local_world_size": len(bytes_per_peer),
+        "num_passes": 2,
+        "spread": 0.25,
+        "reference_ms": 1.0,
+    }
+    return CommsRecord(
+        collective=collective,
+        bytes_per_peer=tuple(bytes_per_peer),
+        transfer_ms=tuple(map(float, transfer_ms)),
+        **{**known, **fields},
+    )
+
+
 def draw_set(
     rng: np.random.Generator, prefix: str, max_tables: int, max_dim: int
 ) -> tuple[int, list[TableConfig]]:

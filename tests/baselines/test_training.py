@@ -24,7 +24,7 @@ from papers.policies import (
     policy_log_probs,
     vtrace,
 )
-from tests.builders import make_tables, make_task
+from tests.builders import make_comms_record, make_tables, make_task
 from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
 from torchrec_neuroshard.baselines.dreamshard import DreamShardNet, DreamShardSearcher
 from torchrec_neuroshard.baselines.heuristics import GreedySearcher, RandomSearcher
@@ -235,19 +235,8 @@ def collective(
     repeat_of: int | None = None,
 ) -> CommsRecord:
     """All ranks send to each other what `columns` of 65,536 samples are."""
-    num_ranks = len(columns)
-    return CommsRecord(
-        index=0,
-        repeat_of=repeat_of,
-        collective=name,
-        world_size=num_ranks,
-        local_world_size=num_ranks,
-        bytes_per_peer=tuple(int(c * 4 * 65_536 / num_ranks) for c in columns),
-        num_passes=2,
-        spread=0.25,
-        reference_ms=1.0,
-        transfer_ms=tuple(transfer),
-    )
+    sent = [int(c * 4 * 65_536 / len(columns)) for c in columns]
+    return make_comms_record(name, sent, transfer, repeat_of=repeat_of)
 
 
 def test_samples_are_the_collectives_of_a_number_of_ranks() -> None:

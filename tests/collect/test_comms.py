@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.builders import make_comms_header, make_header, write_records
+from tests.builders import (
+    make_comms_header,
+    make_comms_record,
+    make_header,
+    write_records,
+)
 from torchrec_neuroshard.collect import comms
 from torchrec_neuroshard.collect.comms import CommsConfig
 from torchrec_neuroshard.collect.comms_sampling import (
@@ -34,26 +39,10 @@ from torchrec_neuroshard.record_store import (
 )
 from torchrec_neuroshard.records import (
     COLLECTIVES,
-    CommsRecord,
 )
 
 SAMPLING = CommsSamplingConfig(bytes_per_rank=(1024, 2**20))
 WORLD_4 = {"world": 4}
-
-
-def record(index: int = 0) -> CommsRecord:
-    return CommsRecord(
-        index=index,
-        repeat_of=None,
-        collective="pooled_forward",
-        world_size=2,
-        local_world_size=2,
-        bytes_per_peer=(1024, 0),
-        num_passes=2,
-        spread=0.25,
-        reference_ms=1.0,
-        transfer_ms=(0.5, 1.0),
-    )
 
 
 # Sampling
@@ -130,26 +119,27 @@ def test_a_transfer_counts_from_the_last_arrival(
 )
 def test_bad_records_are_refused(changes: dict[str, Any], value: str) -> None:
     with pytest.raises(RecordError, match=value):
-        dataclasses.replace(record(), **changes)
+        dataclasses.replace(make_comms_record(), **changes)
 
 
 def test_records_whose_ranks_start_late_are_left_out(tmp_path: Path) -> None:
     """Files of older versions hold some."""
     path = tmp_path / "c.parquet"
+    plain = make_comms_record().to_json()
     lines = [
         make_comms_header().to_json(),
-        {**record(0).to_json(), "delay_ms": [0.0, 0.0], "wait_ms": [0.1, 0.0]},
-        {**record(1).to_json(), "delay_ms": [0.0, 5.0], "wait_ms": [5.0, 0.0]},
+        {**plain, "delay_ms": [0.0, 0.0], "wait_ms": [0.1, 0.0]},
+        {**plain, "index": 1, "delay_ms": [0.0, 5.0], "wait_ms": [5.0, 0.0]},
     ]
     journal_path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_comms_records([path]) == [(make_comms_header(), [record(0)])]
+    assert read_comms_records([path]) == [(make_comms_header(), [make_comms_record()])]
 
 
 def test_other_runs_and_backends_are_refused(tmp_path: Path) -> None:
     gloo, nccl = tmp_path / "gloo", tmp_path / "nccl"
     for path in (gloo, nccl):
         with CommsStore(path, make_comms_header(backend=path.name)) as store:
-            store.append(record(0))
+            store.append(make_comms_record())
     for asked, value in (
         (make_comms_header(world_size=4), "world_size 2"),
         (make_comms_header(backend="nccl"), "'nccl'"),
@@ -159,7 +149,7 @@ def test_other_runs_and_backends_are_refused(tmp_path: Path) -> None:
             CommsStore(gloo, asked)
     with CommsStore(gloo, make_comms_header()) as store:
         assert store.done == {0}
-    assert read_comms_records([gloo]) == [(make_comms_header(), [record(0)])]
+    assert read_comms_records([gloo]) == [(make_comms_header(), [make_comms_record()])]
     with pytest.raises(RecordMismatchError, match="gloo, nccl"):
         read_comms_records([gloo, nccl])
 
@@ -167,7 +157,7 @@ def test_other_runs_and_backends_are_refused(tmp_path: Path) -> None:
 def test_kinds_of_records_are_told_apart(tmp_path: Path) -> None:
     comms_path, compute = tmp_path / "comms", tmp_path / "compute"
     with CommsStore(comms_path, make_comms_header()) as store:
-        store.append(record())
+        store.append(make_comms_record())
         assert record_kind(comms_path) == "comms"  # a run under way
     assert record_kind(comms_path) == "comms"
     write_records(compute, make_header(), [])

@@ -40,6 +40,7 @@ from tests.builders import (
     bag_sharders,
     draw_set,
     make_comms_header,
+    make_comms_record,
     make_ebc,
     make_header,
     make_planner,
@@ -73,7 +74,6 @@ from torchrec_neuroshard.record_store import (
 )
 from torchrec_neuroshard.records import (
     COLLECTIVES,
-    CommsRecord,
     repeatability,
     steady_records,
 )
@@ -160,17 +160,7 @@ def _use_compute_records(folder: Path) -> None:
 
 def _comms_records(folder: Path) -> None:
     records = [
-        CommsRecord(
-            index=index,
-            collective=COLLECTIVES[index],
-            world_size=2,
-            local_world_size=2,
-            bytes_per_peer=(64, 128),
-            num_passes=2,
-            spread=0.25,
-            reference_ms=1.0,
-            transfer_ms=(1.0, 2.0),
-        )
+        make_comms_record(COLLECTIVES[index], (64, 128), (1.0, 2.0), index=index)
         for index in range(4)
     ]
     _write_half(folder, make_comms_header(), records)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,40 +90,27 @@ COST_MODELS: dict[str, Callable[[], CostModel]] = {
     "stock": StockCostModel,
 }
 
-COMMS_MODELS: dict[str, Callable[[int, int], CommsModel]] = {
-    "analytic": lambda world_size, local: AnalyticCommsModel(),
-    "scaled": lambda world_size, local: ScaledCommsModel(
+COMMS_MODELS: dict[str, Callable[..., CommsModel]] = {
+    "analytic": lambda **ranks: AnalyticCommsModel(),
+    "scaled": lambda **ranks: ScaledCommsModel(
         AnalyticCommsModel(), index=2.0, forward=0.5, backward=3.0
     ),
-    "bandwidth": lambda world_size, local: BandwidthCommsModel(
-        world_size=world_size,
-        local_world_size=local,
-        intra_gb_per_s=300.0,
-        inter_gb_per_s=25.0,
+    "bandwidth": lambda **ranks: BandwidthCommsModel(
+        **ranks, intra_gb_per_s=300.0, inter_gb_per_s=25.0
     ),
-    "published": lambda world_size, local: published_comms_model(
-        GPU_CARDS["h100"], world_size=world_size, local_world_size=local
-    ),
-    "untrained": lambda world_size, local: LearnedCommsModel(
-        CommsNetwork(hidden=4),
-        world_size=world_size,
-        local_world_size=local,
-        measured_gb_per_s=(2.0, 0.5),
+    "published": lambda **ranks: published_comms_model(GPU_CARDS["h100"], **ranks),
+    "untrained": lambda **ranks: LearnedCommsModel(
+        CommsNetwork(hidden=4), **ranks, measured_gb_per_s=(2.0, 0.5)
     ),
 }
 
 
-def bundle_comms(name: str, world_size: int, local: int) -> CommsModel:
-    folder = PRETRAINED / name
+def bundle_comms(folder: Path, **ranks: int) -> CommsModel:
     info = COMMS_BUNDLE.read_info(folder)
-    return load_comms_bundle(
-        folder,
-        compute=COMPUTE_BUNDLE.find_info(folder),
-        world_size=world_size,
-        local_world_size=local,
-        # Where one node was measured, what lies between nodes must be given.
-        inter_gb_per_s=info.inter_gb_per_s or 1.0,
-    )
+    compute = COMPUTE_BUNDLE.find_info(folder)
+    # Where one node was measured, what lies between nodes must be given.
+    inter = info.inter_gb_per_s or 1.0
+    return load_comms_bundle(folder, compute=compute, inter_gb_per_s=inter, **ranks)
 
 
 def untrained(method: type[PolicySearcher]) -> Searcher:
@@ -190,6 +178,10 @@ def hold(contract: type, name: str, make: Any, **attributes: Any) -> None:
     globals()[kind.__name__] = kind
 
 
+def of_ranks(make: Callable[..., CommsModel]) -> Callable[[int, int], CommsModel]:
+    return lambda world, local: make(world_size=world, local_world_size=local)
+
+
 for name, made in COST_MODELS.items():
     hold(CostModelContract, name, made)
 for name in pretrained_names():
@@ -200,10 +192,10 @@ for name in pretrained_names():
 for name, comms in COMMS_MODELS.items():
     # Before training every coefficient is 1 ms, or 1 over a bandwidth.
     idle_ms = 1000.0 if name == "untrained" else 10.0
-    hold(CommsModelContract, name, comms, idle_ms=idle_ms)
+    hold(CommsModelContract, name, of_ranks(comms), idle_ms=idle_ms)
 for folder in filter(COMMS_BUNDLE.is_in, sorted(PRETRAINED.iterdir())):
-    shipped = functools.partial(bundle_comms, folder.name)
-    hold(CommsModelContract, folder.name, shipped)
+    shipped = functools.partial(bundle_comms, folder)
+    hold(CommsModelContract, folder.name, of_ranks(shipped))
 for name, (search, attributes) in SEARCHERS.items():
     hold(SearcherContract, name, search, **attributes)
 

@@ -17,7 +17,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.builders import make_comms_header, make_planner, write_records
+from tests.builders import (
+    make_comms_header,
+    make_comms_record,
+    make_planner,
+    write_records,
+)
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.collect.comms_sampling import (
     CommsSamplingConfig,
@@ -75,20 +80,9 @@ def measure(world: int, count: int, seed: int) -> list[CommsRecord]:
         sample = sample_collective(index, seed, config, {"world": world})
         ms = law(sample.collective, sample.bytes_per_peer)
         ms = ms * np.exp(rng.normal(0, 0.02, world))
-        records.append(
-            CommsRecord(
-                index=index,
-                repeat_of=sample.repeat_of,
-                collective=sample.collective,
-                world_size=world,
-                local_world_size=world,
-                bytes_per_peer=sample.bytes_per_peer,
-                num_passes=2,
-                spread=0.25,
-                reference_ms=1.0,
-                transfer_ms=tuple(map(float, ms)),
-            )
-        )
+        told: dict[str, Any] = {"index": index, "repeat_of": sample.repeat_of}
+        sent = sample.collective, sample.bytes_per_peer
+        records.append(make_comms_record(*sent, ms.tolist(), **told))
     return records
 
 

@@ -33,7 +33,6 @@ from torchrec_neuroshard.cost_models.loading import bundle_folder, physical_esti
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.planner.launch.first_launch import FirstLaunch
-from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import DATA_TYPE_BYTES
 from torchrec_neuroshard.training import first_launch
 from torchrec_neuroshard.training.first_launch import (
@@ -106,11 +105,6 @@ def test_a_set_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert first_launch.measure_set(*arguments) is None
 
 
-def launch_of(calibrate: str | float, cost_model: str = "measure") -> FirstLaunch:
-    planner = make_planner(cost_model="cpu", comms_model=None)
-    return FirstLaunch(planner.costs, cost_model, calibrate, None)
-
-
 def test_what_the_search_may_place_is_what_is_drawn() -> None:
     constraints = {
         "t0": ParameterConstraints(sharding_types=["table_wise"]),
@@ -135,12 +129,8 @@ def test_what_the_search_may_place_is_what_is_drawn() -> None:
         (t.name.rpartition(".")[2], t.num_embeddings, t.embedding_dim)
         for t in request.shards
     }
-    assert found == {
-        ("t0", 1000, 64),
-        ("t1", 1000, 64),
-        ("t1", 1000, 32),
-        ("t2", 500, 64),
-    }
+    columns = {("t0", 1000, 64), ("t1", 1000, 64), ("t1", 1000, 32)}
+    assert found == {*columns, ("t2", 500, 64)}
     assert request.batch_size == 2 * 64 and request.seconds == 3.0
     pooling = {t.name: t.pooling_factor for t in request.shards}
     assert 7.0 in pooling.values()
@@ -160,8 +150,9 @@ def test_what_the_search_may_place_is_what_is_drawn() -> None:
 def test_settings_that_make_no_sense_are_refused(
     calibrate: Any, cost_model: str, message: str
 ) -> None:
+    planner = make_planner(cost_model="cpu", comms_model=None)
     with pytest.raises(ConfigError, match=message):
-        launch_of(calibrate, cost_model)
+        FirstLaunch(planner.costs, cost_model, calibrate, None)
 
 
 def test_without_measuring_there_is_a_warning_and_the_estimate() -> None:
@@ -197,24 +188,17 @@ class Disturbed:
         )
 
 
-def measure_mine(
-    timer: Disturbed, monkeypatch: pytest.MonkeyPatch, num_measured: int
-) -> list[CostRecord]:
-    """What a rank keeps of so many measurements."""
-    monkeypatch.setattr(first_launch, "SetTimer", lambda *_, **__: timer)
-    monkeypatch.setattr("time.monotonic", lambda: float(timer.seen.total()))
-    records, reference_ms = first_launch.measure_mine(
-        make_request(), None, torch.device("cpu"), num_measured
-    )
-    assert reference_ms == 1.0
-    return records
-
-
 def test_disturbed_sets_are_measured_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     timer = Disturbed({3: 1, 5: 2, 8: 1000})
-    records = {r.index: r for r in measure_mine(timer, monkeypatch, 60)}
+    monkeypatch.setattr(first_launch, "SetTimer", lambda *_, **__: timer)
+    monkeypatch.setattr("time.monotonic", lambda: float(timer.seen.total()))
+    kept, reference_ms = first_launch.measure_mine(
+        make_request(), None, torch.device("cpu"), 60
+    )
+    assert reference_ms == 1.0
+    records = {r.index: r for r in kept}
     noisy = [i for i, r in records.items() if r.spread > 0.1]
     assert noisy == [8]
     assert timer.seen[3] == 2 and timer.seen[5] == 3 and 3 < timer.seen[8] < 10
