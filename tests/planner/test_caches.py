@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import nn
+from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import CacheAlgorithm, CacheParams, ShardingPlan
 
@@ -23,6 +23,7 @@ from tests.builders import (
     entries_of,
     entry_of,
     gpus,
+    make_ebc,
     make_planner,
     only,
 )
@@ -45,17 +46,15 @@ SIZES = [(2_000_000, 64), (1_500_000, 64), (3_000_000, 32), (400_000, 128)]
 """1.45 GiB of tables."""
 
 
-def model() -> nn.Module:
-    tables = [bag_config(i, rows=r, dim=d) for i, (r, d) in enumerate(SIZES)]
-    module: nn.Module = bags(*tables)
-    return module
+def model() -> EmbeddingBagCollection:
+    return make_ebc(SIZES)
 
 
 def planner_of(
-    *, constraints: Any = None, pipeline_type: Any = None, hbm: int = HBM
+    *, constraints: Any = None, pipeline_type: Any = None
 ) -> NeuroShardPlanner:
     return make_planner(
-        topology=gpus(2, hbm_cap=hbm, ddr_cap=8 * GIB),
+        topology=gpus(2, hbm_cap=HBM, ddr_cap=8 * GIB),
         batch_size=512,
         cost_model=load_cost_model("h100", device_type="cuda"),
         comms_model=None,
@@ -188,11 +187,3 @@ def test_the_report_says_what_host_memory_costs(both: Both) -> None:
         if kernels[name] == CACHED:
             assert host.load_factor is not None and host.missed is not None
             assert f"cache_load_factor {host.load_factor:.4g}" in line
-
-
-def test_where_tables_fit_nothing_is_cached() -> None:
-    planner = planner_of(hbm=8 * GIB)
-    plan = planner.plan(model(), bag_sharders())
-    assert {e.compute_kernel for e in entries_of(plan).values()} <= {"fused", "dense"}
-    listed = planner.enumerator.enumerate(model(), bag_sharders())
-    assert not {o.compute_kernel for o in listed} & OFFLOADED_KERNELS

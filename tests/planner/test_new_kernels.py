@@ -112,8 +112,7 @@ def test_stashed_weights_are_priced_as_fused() -> None:
         tables = [bag_config(i, stash_weights=stashed and i == 0) for i in range(2)]
         planner = make_planner(2, "cuda")
         planner.plan(bags(*tables), [EmbeddingBagCollectionSharder()])
-        assert planner.last_result is not None
-        compute = planner.last_result.predicted.stages[0].ranks
+        compute = last_result(planner).predicted.stages[0].ranks
         paths.append(sum(r.fwd_compute + r.bwd_compute for r in compute))
     assert paths[0] == pytest.approx(paths[1])
 

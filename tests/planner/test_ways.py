@@ -87,8 +87,7 @@ def test_small_tables_become_replicas_where_collectives_are_dear() -> None:
     types = types_of(planner.plan(ebc, bag_sharders()))
     assert types["t0"] == types["t2"] == REPLICAS
     assert types["t1"] != REPLICAS
-    assert planner.last_result is not None
-    source = planner.last_result.predicted.compute_source
+    source = last_result(planner).predicted.compute_source
     assert source.endswith("estimated for 2 of 3 tables")
 
 
