@@ -38,7 +38,6 @@ from torchrec_neuroshard.cost_models import cache, load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
 from torchrec_neuroshard.cost_models.loading import bundle_folder
 from torchrec_neuroshard.planner import read_plan
-from torchrec_neuroshard.profiles import load_profiles, save_profiles, zipf_profile
 from torchrec_neuroshard.record_store import (
     RecordStore,
     read_records,
@@ -49,6 +48,7 @@ NUM_RECORDS = 5
 PROGRESS, TOUCHES = "told", "touches"
 """Beside the folder: what a writer said was safely written, and how often it touched
 the disk."""
+WRITTEN = "written"
 
 
 class Writer:
@@ -146,22 +146,19 @@ class Plan(Writer):
         read_plan(folder / "plan.json").report()
 
 
-class Profiles(Writer):
-    """Profiles that others replace."""
-
-    def prepare(self, folder: Path) -> None:
-        self._save(folder, 100)
-
-    def _save(self, folder: Path, rows: int) -> None:
-        known = zipf_profile(batch_size=64, pooling_factor=2.0, num_embeddings=rows)
-        save_profiles(dict.fromkeys("abc", known), folder / "p.json")
-
-    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
-        self._save(folder, 10_000)
-        tell(1)
-
-    def check(self, folder: Path, told: int) -> None:
-        assert len(load_profiles(folder / "p.json")) == 3
+KEY = cache.CacheKey(
+    device="d",
+    device_type="cpu",
+    world_size=2,
+    local_world_size=2,
+    optimizers=("sgd",),
+    data_types=("fp32",),
+    torch="2",
+    fbgemm="1",
+    torchrec="1",
+    feature_gates=(),
+    feature_version=2,
+)
 
 
 class Cache(Writer):
@@ -175,7 +172,7 @@ class Cache(Writer):
         with tempfile.TemporaryDirectory() as measured:
             for file in files:
                 shutil.copy(_source() / file, measured)
-            cache.store(Path(measured), against_files.KEY, created="2", seconds=1.0)
+            cache.store(Path(measured), KEY, created="2", seconds=1.0)
 
     def write(self, folder: Path, tell: Callable[[int], None]) -> None:
         self._store(folder, ("bundle.json", "weights.safetensors", "CARD.md"))
@@ -183,7 +180,7 @@ class Cache(Writer):
 
     def check(self, folder: Path, told: int) -> None:
         os.environ["NEUROSHARD_CACHE"] = str(folder / "cache")
-        assert not told or cache.find(against_files.KEY) is not None
+        assert not told or cache.find(KEY) is not None
         for found in cache.entries():
             load_bundle(found.folder)
 
@@ -192,7 +189,6 @@ WRITERS: dict[str, Writer] = {
     "records": Records(),
     "bundle": Bundle(),
     "plan": Plan(),
-    "profiles": Profiles(),
     "cache": Cache(),
 }
 WAYS = ("kill", "kill in a write", "full", "full in a write")
@@ -227,7 +223,7 @@ def judge(case: Case) -> Outcome:
                 return f"failure, {name} {attempt}: {way}, {error!r}"
             if attempt == "left":
                 ended = _in_process(writer, folder)
-                if ended:
+                if ended != WRITTEN:
                     return f"failure, {name} does not go on: {way}, {ended}"
                 told = max(told, _told(folder))
     return f"{name}, {way}: {status}"
@@ -241,7 +237,7 @@ def extent(name: str) -> tuple[int, int]:
         folder = Path(held, "files")
         folder.mkdir()
         writer.prepare(folder)
-        assert not _in_process(writer, folder), f"{name} fails by itself"
+        assert _in_process(writer, folder) == WRITTEN, f"{name} fails by itself"
         count = len(Path(held, TOUCHES).read_bytes())
         sizes = [p.stat().st_size for p in folder.rglob("*") if p.is_file()]
     return count, max(sizes)
@@ -253,60 +249,49 @@ def _told(folder: Path) -> int:
 
 
 def _in_process(writer: Writer, folder: Path, way: str = "", limit: int = 0) -> str:
-    """Run a writer in a process of its own; return how it ended, "" if well."""
+    """Run a writer in a process of its own; return how it ended."""
+    return against_files.in_child(lambda: _write(writer, folder, way, limit))
+
+
+def _write(writer: Writer, folder: Path, way: str, limit: int) -> str:
     flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
     progress, touches = (
         os.open(folder.with_name(n), flags) for n in (PROGRESS, TOUCHES)
     )
-    process = os.fork()
-    if process:
-        os.close(progress)
-        os.close(touches)
-        _, status = os.waitpid(process, 0)
-        if os.WIFSIGNALED(status):
-            return signal.Signals(os.WTERMSIG(status)).name
-        return {0: "", 3: "OSError"}.get(os.WEXITSTATUS(status), "another error")
-    ended = 1
+    torch.set_num_threads(1)  # of more, a child of fork has none
+    count = said = 0
+
+    def tell(safe: int) -> None:
+        nonlocal said
+        os.write(progress, b"." * (safe - said))
+        said = safe
+
+    def touch(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal count
+        if not _touches(event, arguments, str(folder)):
+            return
+        count += 1
+        if way == "kill" and count > limit:
+            if event == "open" and arguments[2] & os.O_TRUNC:
+                # As if it ended right after that; by C, which is no touch.
+                ctypes.CDLL(None).truncate(os.fsencode(arguments[0]), 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if way == "full" and count > limit:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.write(touches, b".")
+
+    if "write" in way:
+        if "kill" in way:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    else:
+        sys.addaudithook(touch)
     try:
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        torch.set_num_threads(1)  # of more, a child of fork has none
-        os.dup2(quiet, 1)
-        os.dup2(quiet, 2)
-        count = said = 0
-
-        def tell(safe: int) -> None:
-            nonlocal said
-            os.write(progress, b"." * (safe - said))
-            said = safe
-
-        def touch(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal count
-            if not _touches(event, arguments, str(folder)):
-                return
-            count += 1
-            if way == "kill" and count > limit:
-                if event == "open" and arguments[2] & os.O_TRUNC:
-                    # As if it ended right after that; by C, which is no touch.
-                    ctypes.CDLL(None).truncate(os.fsencode(arguments[0]), 0)
-                os.kill(os.getpid(), signal.SIGKILL)
-            if way == "full" and count > limit:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.write(touches, b".")
-
-        if "write" in way:
-            if "kill" in way:
-                signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        else:
-            sys.addaudithook(touch)
-        try:
-            writer.write(folder, tell)
-            ended = 0
-        except OSError:
-            ended = 3
-    finally:
-        os._exit(ended)
+        writer.write(folder, tell)
+    except OSError:
+        return "OSError"
+    return WRITTEN
 
 
 def _touches(event: str, arguments: tuple[Any, ...], folder: str) -> bool:

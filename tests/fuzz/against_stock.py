@@ -20,6 +20,7 @@ from torch import nn
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GridSearchProposer
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import analytic, cost_of
@@ -83,7 +84,7 @@ def _planned_twice(case: Case) -> Outcome:
     start = time.process_time()
     try:
         with limited(HANG_SECONDS):
-            theirs = stock.plan(module, cases.sharders())
+            theirs = stock.plan(module, get_default_sharders())
     except Exception as error:
         refusal = error
     except HangError:
@@ -103,7 +104,7 @@ def _judge(
     try:
         with limited(HANG_SECONDS):
             planner = planner_of(case)
-            plan = planner.plan(module, cases.sharders())
+            plan = planner.plan(module, get_default_sharders())
     except HangError:
         return "failure, hangs"
     except Exception as error:
@@ -115,8 +116,7 @@ def _judge(
         tables = [t["name"] for m in case["modules"] for t in m["tables"]]
         named = any(name in str(failure) for name in tables)
         # What a part of TorchRec's raises goes through, in its planner as in ours.
-        given = {"proposer", "partitioner"} & set(case["planner"])
-        same = bool(given) and str(failure) == str(refusal)
+        same = "proposer" in case["planner"] and str(failure) == str(refusal)
         if (named or same) and type(failure) is type(refusal):
             return f"both raise {type(failure).__name__}: {failure}"
         if named and isinstance(failure, RuntimeError):
@@ -131,35 +131,27 @@ def _judge(
         assert result is not None
         if not 0 <= cost_of(planner) < float("inf"):
             return f"failure, no time: {cost_of(planner)} ms"
-        if not _leaves_out(case):
-            planner.evaluate(plan, module, cases.sharders())  # it is whole
+        planner.evaluate(plan, module, get_default_sharders())  # it is whole
     except PlanFileError as error:
         return f"failure, not whole: {error}"
     chosen = planner.get_selected_options()
-    if "partitioner" not in case["planner"]:
-        _memory_of(planner).attribute(chosen)
-    full = full_rank(planner.reserve(module, cases.sharders()), chosen)
+    _memory_of(planner).attribute(chosen)
+    full = full_rank(planner.reserve(module, get_default_sharders()), chosen)
     if full is not None:
         warned = any("out of memory ahead" in text for text in result.warnings)
         return f"{'warned' if warned else 'failure'}, over memory: rank {full}"
     if theirs is None:
         return "ours alone plans"
-    outcome = _compare(case, planner, module, theirs)
+    outcome = _compare(planner, module, theirs)
     if outcome.startswith("failure, worse") and stock_seconds > STOCK_SHARE:
         return f"planned, TorchRec's takes longer: {outcome}"
     return outcome
 
 
-def _compare(
-    case: Case, planner: NeuroShardPlanner, module: Any, theirs: ShardingPlan
-) -> Outcome:
+def _compare(planner: NeuroShardPlanner, module: Any, theirs: ShardingPlan) -> Outcome:
     """Hold the cost of a plan against that of TorchRec's."""
     result = planner.last_result
     assert result is not None
-    if {"partitioner", "performance_model"} & set(case["planner"]):
-        return "planned, rated by others"
-    if _leaves_out(case):
-        return "planned, tables left out"
     cost = cost_of(planner)
     if result.lower_bound_ms > cost * (1 + TOLERANCE):
         return f"failure, bound: {result.lower_bound_ms} ms above {cost}"
@@ -223,11 +215,6 @@ def _never_runs(constraint: Mapping[str, Any]) -> bool:
     )
 
 
-def _leaves_out(case: Case) -> bool:
-    """Whether plans may lack tables, which belong to devices of another kind."""
-    return any("device_group" in c for c in case["constraints"].values())
-
-
 def _obstacle(
     planner: NeuroShardPlanner, module: Any, options: list[ShardingOption]
 ) -> str | None:
@@ -237,7 +224,7 @@ def _obstacle(
     if faulty or not is_even(options):
         return "cannot run"
     _memory_of(planner).attribute(options)
-    if full_rank(planner.reserve(module, cases.sharders()), options) is not None:
+    if full_rank(planner.reserve(module, get_default_sharders()), options) is not None:
         return "over memory"
     return None
 
@@ -260,7 +247,9 @@ def options_of(
     planner: NeuroShardPlanner, module: Any, plan: ShardingPlan
 ) -> list[ShardingOption]:
     """Return a plan's options with our estimates."""
-    given = PlanOptions(module, cases.sharders(), planner.enumerator, planner.costs)
+    given = PlanOptions(
+        module, get_default_sharders(), planner.enumerator, planner.costs
+    )
     return given.of(plan)
 
 

@@ -15,13 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
-from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.planner.partitioners import (
-    GreedyPerfPartitioner,
-    MemoryBalancedPartitioner,
-)
-from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import (
     DynamicProgrammingProposer,
     EmbeddingOffloadScaleupProposer,
@@ -34,14 +28,8 @@ from torchrec.distributed.planner.storage_reservations import (
     HeuristicalStorageReservation,
 )
 from torchrec.distributed.planner.types import CustomTopologyData
-from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams, ShardingType
 from torchrec.modules.embedding_configs import DataType, PoolingType
-from torchrec.modules.embedding_tower import EmbeddingTower
-from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
-from torchrec.modules.fp_embedding_modules import (
-    FeatureProcessedEmbeddingBagCollection,
-)
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
 )
@@ -51,7 +39,7 @@ from torchrec.quant.embedding_modules import (
     EmbeddingBagCollection as QuantEmbeddingBagCollection,
 )
 
-from tests.builders import META, bag_config, bags, fused_bags, managed_collisions
+from tests.builders import META, bag_config, bags, managed_collisions
 
 Case = dict[str, Any]
 
@@ -70,10 +58,6 @@ PROPOSERS: dict[str, Callable[[], Any]] = {
     "uniform": UniformProposer,
     "dynamic": DynamicProgrammingProposer,
     "scaleup": EmbeddingOffloadScaleupProposer,
-}
-PARTITIONERS: dict[str, Callable[[], Any]] = {
-    "greedy": GreedyPerfPartitioner,
-    "memory": lambda: MemoryBalancedPartitioner(max_search_count=3),
 }
 RESERVATIONS: dict[str, Callable[[float], Any]] = {
     "fixed": FixedPercentageStorageReservation,
@@ -111,10 +95,6 @@ def draw(rng: np.random.Generator) -> Case:
     }
     if is_small:
         case["most_proposals"] = SMALL_PROPOSALS
-    if rng.random() < 0.1:
-        case["dense"] = int(10 ** rng.uniform(0, 4))
-    if rng.random() < 0.05:
-        case["tied"] = True
     if rng.random() < 0.2:
         case["optimizer"] = str(rng.choice(list(OPTIMIZERS)))
     return case
@@ -123,7 +103,7 @@ def draw(rng: np.random.Generator) -> Case:
 def _draw_module(
     rng: np.random.Generator, place: int, first: int, size: int, widths: list[int]
 ) -> dict[str, Any]:
-    kinds = ["ebc"] * 11 + ["ec"] * 4 + ["fp", "fused", "mc", "tower", "quant"]
+    kinds = ["ebc"] * 11 + ["ec"] * 4 + ["mc", "quant"]
     kind = str(rng.choice(kinds))
     tables: list[dict[str, Any]] = []
     repeats = place > 0 and rng.random() < 0.1
@@ -132,7 +112,7 @@ def _draw_module(
         if repeats:
             name = f"t{number - first}"  # as in the first module
         most = rng.choice([1, 1, 1, 1, 0, 2, 3])
-        least = 1 if kind in ("fp", "fused", "mc") else 0
+        least = 1 if kind == "mc" else 0
         features = [f"f{number}_{i}" for i in range(max(least, most))]
         if features and rng.random() < 0.15:
             features[0] = "shared"
@@ -224,7 +204,6 @@ def _draw_constraint(rng: np.random.Generator, table: dict[str, Any]) -> dict[st
     maybe(0.1, "cache_load_factor", lambda: float(rng.choice([0.0, 0.1, 0.5, 1.0])))
     maybe(0.05, "enforce_hbm", lambda: bool(rng.integers(2)))
     maybe(0.1, "output_dtype", lambda: str(rng.choice(["FP16", "FP32", "BF16"])))
-    maybe(0.04, "device_group", lambda: str(rng.choice(["cpu", "cuda"])))
     maybe(0.03, "use_virtual_table", lambda: True)
     return found
 
@@ -236,10 +215,6 @@ def _draw_planner(rng: np.random.Generator) -> dict[str, Any]:
     if rng.random() < 0.3:
         count = int(rng.choice([1, 1, 2]))
         found["proposer"] = [str(p) for p in rng.choice(list(PROPOSERS), count)]
-    if rng.random() < 0.08:
-        found["partitioner"] = str(rng.choice(list(PARTITIONERS)))
-    if rng.random() < 0.05:
-        found["performance_model"] = "noop"
     if rng.random() < 0.5:
         kind = str(rng.choice(["fixed", "fixed", "fixed", "heuristic"]))
         share = float(rng.choice([0.0, 0.0, 0.0, 0.15, 0.15, 0.15, 0.6, 1.0]))
@@ -276,9 +251,8 @@ def planner_arguments(case: Case) -> dict[str, Any]:
     """Return arguments of TorchRec's planner, with parts of their own."""
     given = dict(case["planner"])
     given.pop("cost_model", None)
-    topology = topology_of(case)
     found: dict[str, Any] = {
-        "topology": topology,
+        "topology": topology_of(case),
         "constraints": constraints_of(case),
         "stats": [],
         "debug": False,
@@ -286,19 +260,10 @@ def planner_arguments(case: Case) -> dict[str, Any]:
     for name, value in given.items():
         if name == "proposer":
             value = [PROPOSERS[v]() for v in value]
-        elif name == "partitioner":
-            value = PARTITIONERS[value]()
-        elif name == "performance_model":
-            value = NoopPerfModel(topology)
         elif name == "storage_reservation":
             value = RESERVATIONS[value[0]](value[1])
         found[name] = value
     return found
-
-
-def sharders() -> list[Any]:
-    """Return sharders of every kind of module that is drawn."""
-    return [*get_default_sharders(), EmbeddingTowerSharder()]
 
 
 def build_module(case: Case) -> nn.Module:
@@ -307,10 +272,6 @@ def build_module(case: Case) -> nn.Module:
     for spec in case["modules"]:
         module: nn.Module = _build(spec)
         _attach(root, spec["path"], module)
-        if case.get("tied"):
-            _attach(root, f"again.{spec['path']}", module)
-    if "dense" in case:
-        root.dense = nn.Linear(case["dense"], 1, device=META)
     if "optimizer" in case:
         kind = OPTIMIZERS[case["optimizer"]]
         apply_optimizer_in_backward(kind, root.parameters(), {"lr": 0.1})
@@ -354,21 +315,13 @@ def _build(spec: dict[str, Any]) -> Any:
         )
         for t in spec["tables"]
     ]
-    if kind == "fused":
-        return fused_bags(*tables)
     if kind == "quant":
         for table in tables:
             table.data_type = DataType.INT8
         return QuantEmbeddingBagCollection(tables, weighted, META)
-    ebc: EmbeddingBagCollection = bags(*tables, weighted=weighted or kind == "fp")
-    if kind == "fp":
-        names = {f: 10 for t in tables for f in t.feature_names}
-        processor = PositionWeightedModuleCollection(names, device=torch.device("cpu"))
-        return FeatureProcessedEmbeddingBagCollection(ebc, processor)
+    ebc: EmbeddingBagCollection = bags(*tables, weighted=weighted)
     if kind == "mc":
         return ManagedCollisionEmbeddingBagCollection(
             ebc, managed_collisions(tables, spec.get("buckets", 1))
         )
-    if kind == "tower":
-        return EmbeddingTower(ebc, nn.Linear(3, 3, device=META))
     return ebc

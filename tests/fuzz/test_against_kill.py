@@ -15,4 +15,4 @@ def test_old_or_new_is_whole_and_the_next_try_succeeds(writer: str) -> None:
     for way, moment in (("kill", 0.8), ("kill in a write", 0.5)):
         outcome = against_kill.judge({"writer": writer, "way": way, "moment": moment})
         assert not outcome.startswith("failure"), outcome
-        assert not outcome.endswith(": "), f"{outcome}was not ended"
+        assert not outcome.endswith(against_kill.WRITTEN), f"{outcome}, not ended"
