@@ -4,11 +4,7 @@ import argparse
 import dataclasses
 import io
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -268,26 +264,6 @@ def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
     with pytest.raises(RuntimeError, match=r"^shapes differ$"):
         collect_as(faulty, 4)
     assert read_failures(tmp_path / "r.parquet") == noted
-
-
-@pytest.mark.nightly
-def test_an_ended_collector_loses_only_the_sample_in_flight(tmp_path: Path) -> None:
-    path = tmp_path / "r.parquet"
-    arguments = ["--out", str(path), "--num-sets", "100000", *OPTIONS]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torchrec_neuroshard", "collect", "compute", *arguments],
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
-    journal = journal_path(path)
-    while not journal.exists() or journal.read_text().count("\n") < 4:
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait() == 130 and not journal.exists()
-    _, records = read_records([path])
-    assert len(records) >= 3
-    assert [r.index for r in records] == list(range(len(records)))
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,6 @@ def test_what_cannot_be_profiled_is_named(
     for path, options, says in (
         (data, ["--features", "usr"], "has no column 'usr'; did you mean 'user'?"),
         (data, ["--features", "title"], "column 'title': ids are integers or lists"),
-        (data, ["--samples", "0"], "--samples must be 1 to 1,000,000,000, got 0"),
         (tmp_path / "none.parquet", [], "there is no data at"),
         (bad, [], "cannot be read"),
         (words, [], "has no column of integers"),

@@ -56,9 +56,7 @@ def test_total_bytes_are_respected() -> None:
     [
         ({"num_tables": (5, 4)}, "num_tables"),
         ({"num_tables": 71}, "71 distinct tables"),
-        ({"widths": (4, 6)}, "multiples of 4"),
         ({"max_total_bytes": 100}, "max_total_bytes"),
-        ({"memory_bytes_per_rank": -1}, "memory_bytes_per_rank"),
         ({"world_size": 0}, "world_size"),
     ],
 )
