@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = ["LIBRARY", "build", "environment", "why_not"]
@@ -91,26 +90,12 @@ def build() -> Path:
     return library
 
 
-def environment(
-    library: Path,
-    num_devices: int = 8,
-    gib: float = 80.0,
-    base: Mapping[str, str] | None = None,
-) -> dict[str, str]:
-    """Return the environment of a process that has paper GPUs.
-
-    Args:
-        library: What `build` returned.
-        num_devices: GPUs of the machine.
-        gib: Memory of each.
-        base: Environment to add to; None takes this process's.
-    """
-    found = dict(os.environ if base is None else base)
+def environment(library: Path) -> dict[str, str]:
+    """Return this process's environment with the paper GPUs that `build` returned."""
+    found = dict(os.environ)
     paths = [str(_HERE / "startup"), str(_ROOT), str(_ROOT / "benchmarks")]
     paths += [p for p in (found.get("PYTHONPATH"),) if p]
     found["PYTHONPATH"] = os.pathsep.join(paths)
     found[LIBRARY] = str(library)
-    found["PAPER_CUDA_DEVICES"] = str(num_devices)
-    found["PAPER_CUDA_BYTES"] = str(int(gib * 2**30))
     found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return found

@@ -4,7 +4,7 @@ For this process, import this module before torch. From outside, start a process
 `build.environment(build.build())`; Python then does so by itself:
 
     from tests.paper_gpu.build import build, environment
-    subprocess.run([sys.executable, "script.py"], env=environment(build(), gib=80))
+    subprocess.run([sys.executable, "script.py"], env=environment(build()))
 
 There, `torch.device("cuda", 3)` holds real tensors, `torch.cuda.mem_get_info` counts
 their bytes (rounded up to 512, as the caching allocator does; managed memory apart),
