@@ -45,12 +45,13 @@ def ranks(
 def results(request: pytest.FixtureRequest, ranks: Results) -> OfJob:
     """What each rank returned for a job of the test's own module.
 
-    It ran on one node, unless the module's case of that name says otherwise.
+    It ran on one node, unless the module or its case of that name says otherwise.
     """
 
     def of_job(job: str) -> list[dict[str, Any]]:
+        default = getattr(request.module, "NUM_NODES", ONE_NODE)
         case = getattr(request.module, "CASES", {}).get(job)
-        num_nodes = getattr(case, "num_nodes", ONE_NODE)
+        num_nodes = getattr(case, "num_nodes", default)
         return ranks(request.module.__name__, num_nodes, job)
 
     return of_job

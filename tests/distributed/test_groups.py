@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,20 +45,10 @@ KEYS = [f"f{i}" for i in range(len(DIMS))]
 SHARDERS: list[Any] = [BagSharder()]
 
 
-@dataclass(frozen=True)
-class Case:
-    """How ranks are dealt out."""
-
-    use_inter_host_allreduce: bool
-    groups: Sequence[Sequence[int]]
-    """Ranks of each sharding group, as TorchRec's documentation has them."""
-    num_nodes: int = TWO_NODES
-
-
-CASES = {
-    "replicas in a node": Case(False, ((0, 2), (1, 3))),
-    "groups in a node": Case(True, ((0, 1), (2, 3))),
-}
+CASES = {"replicas in a node": ((0, 2), (1, 3)), "groups in a node": ((0, 1), (2, 3))}
+"""Ranks of each sharding group, as TorchRec's documentation has them."""
+NUM_NODES = TWO_NODES
+Groups = Sequence[Sequence[int]]
 
 
 def collection_class() -> Any:
@@ -86,7 +75,7 @@ def collection_class() -> Any:
     return OnCpus
 
 
-def sharded_in_groups(whole: Any, plan: ShardingPlan, case: Case) -> Any:
+def sharded_in_groups(whole: Any, plan: ShardingPlan, groups: Groups) -> Any:
     """A model of one plan, trained in two dimensions."""
     model = copy.deepcopy(whole)
     apply_optimizer_in_backward(
@@ -100,7 +89,7 @@ def sharded_in_groups(whole: Any, plan: ShardingPlan, case: Case) -> Any:
         sharding_group_size=GROUP_SIZE,
         global_pg=dist.group.WORLD,
         sharders=SHARDERS,
-        use_inter_host_allreduce=case.use_inter_host_allreduce,
+        use_inter_host_allreduce=groups[0] == (0, 1),
     )
     with torch.no_grad():
         for _, shard, part in local_parts(sharded.state_dict(), weights_of(whole)):
@@ -111,9 +100,9 @@ def sharded_in_groups(whole: Any, plan: ShardingPlan, case: Case) -> Any:
 class Reference:
     """Each group's tables, unsharded; all of them on every rank."""
 
-    def __init__(self, whole: Any, case: Case) -> None:
-        self.case = case
-        self.models = [copy.deepcopy(whole) for _ in case.groups]
+    def __init__(self, whole: Any, groups: Groups) -> None:
+        self.groups = groups
+        self.models = [copy.deepcopy(whole) for _ in groups]
         self.optimizers = [
             torch.optim.Adagrad(m.parameters(), **ADAGRAD) for m in self.models
         ]
@@ -121,7 +110,7 @@ class Reference:
     def step(self, batches: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
         """Return the outputs of every rank."""
         outputs: list[dict[str, torch.Tensor]] = [{} for _ in batches]
-        for model, ranks in zip(self.models, self.case.groups, strict=True):
+        for model, ranks in zip(self.models, self.groups, strict=True):
             model.zero_grad()
             for rank in ranks:
                 outputs[rank] = model(batches[rank]).to_dict()
@@ -148,7 +137,7 @@ class Reference:
                     tensor.copy_(mean)
 
 
-def run_case(case: Case, rank: int) -> dict[str, Any]:
+def run_case(groups: Groups, rank: int) -> dict[str, Any]:
     torch.manual_seed(3)
     whole = bags(
         *(bag_config(i, NUM_ROWS, dim) for i, dim in enumerate(DIMS)), device=CPU
@@ -157,7 +146,7 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         Topology(WORLD_SIZE, "cpu", local_world_size=NODE_SIZE),
         GROUP_SIZE,
         sync_interval=SYNC_INTERVAL,
-        use_inter_host_allreduce=case.use_inter_host_allreduce,
+        use_inter_host_allreduce=groups[0] == (0, 1),
     )
     planner = make_planner(
         topology=topology,
@@ -170,10 +159,10 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     )
     plan = planner.collective_plan(whole, SHARDERS, dist.group.WORLD)
     types = tuple(s.sharding_type for s in plan.plan[""].values())
-    sharded = sharded_in_groups(whole, plan, case)
+    sharded = sharded_in_groups(whole, plan, groups)
     replicated = [p for n, p in sharded.named_parameters() if "t3" in n]
     optimizer = torch.optim.Adagrad(replicated, **ADAGRAD)
-    reference = Reference(whole, case)
+    reference = Reference(whole, groups)
     outputs_off = 0.0
     for step in range(NUM_STEPS):
         batches = [
@@ -190,7 +179,7 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         if (step + 1) % SYNC_INTERVAL == 0:
             sharded.sync()
             reference.sync()
-    (group,) = (n for n, ranks in enumerate(case.groups) if rank in ranks)
+    (group,) = (n for n, ranks in enumerate(groups) if rank in ranks)
     models, started = [weights_of(m) for m in reference.models], weights_of(whole)
     parts = local_parts(sharded.state_dict(), models[group])
     return {
@@ -206,11 +195,8 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
 
 
 def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
-    return {
-        name: functools.partial(run_case, case, rank)
-        for name, case in CASES.items()
-        if case.num_nodes == num_nodes
-    }
+    cases = CASES if num_nodes == NUM_NODES else {}
+    return {name: functools.partial(run_case, g, rank) for name, g in cases.items()}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -165,9 +165,16 @@ def warnings_are_errors(at: Rank) -> Any:
     return at.plan(at.planner(**MEASURES))
 
 
-def interrupted(at: Rank) -> Any:
+class LocalError(Exception):
+    """Cannot be sent to other ranks."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle")
+
+
+def raises(error: BaseException, at: Rank) -> Any:
     def callback(_: Any) -> Any:
-        raise KeyboardInterrupt
+        raise error
 
     return at.plan(at.planner(callbacks=[callback]))
 
@@ -238,7 +245,12 @@ CASES = {
         "UserWarning|measuring at the first launch failed",
         warned=("", UNMEASURED[1]),
     ),
-    "interrupt": Case(interrupted, "KeyboardInterrupt|"),
+    "interrupt": Case(
+        functools.partial(raises, KeyboardInterrupt()), "KeyboardInterrupt|"
+    ),
+    "unknown error": Case(
+        functools.partial(raises, LocalError("local trouble")), "|local trouble"
+    ),
     "cannot be sent": Case(
         functools.partial(odd_plan, stats=lambda: None),
         "NeuroShardError|rank 0 cannot send",
@@ -258,12 +270,15 @@ CASES = {
         grace=0.0,
     ),
 }
-DAILY = ("other arguments", "first planned alone", "cannot be read", "nothing fits")
+DAILY = (
+    "other arguments",
+    "first planned alone",
+    "cannot be read",
+    "nothing fits",
+    "unknown error",
+)
 """The jobs of two ranks that are not nightly; those of four are named otherwise."""
 ON_FOUR = [name for name in CASES if name != "breaks midway"]
-IN_HALVES = ("other arguments", "nothing fits")
-"""Also planned by every other rank of four: the first of a group is another one."""
-ON = {"": CASES, ", four": ON_FOUR, ", halves": IN_HALVES}
 
 
 def outcome(case: Case, pg: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
@@ -286,33 +301,21 @@ def outcome(case: Case, pg: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
     return found
 
 
-def in_group(
-    case: Case, folder: Path, groups: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    made = [
-        dist.new_group(list(ranks), timedelta(seconds=case.seconds), backend="gloo")
-        for ranks in groups
-    ]
-    (mine,) = (n for n, ranks in enumerate(groups) if dist.get_rank() in ranks)
-    place = folder / str(mine)
-    place.mkdir(parents=True, exist_ok=True)
-    found = outcome(case, made[mine], place)
+def in_group(case: Case, folder: Path, ranks: Sequence[int]) -> dict[str, Any]:
+    pg = dist.new_group(list(ranks), timedelta(seconds=case.seconds), backend="gloo")
+    folder.mkdir(parents=True, exist_ok=True)
+    found = outcome(case, pg, folder)
     dist.barrier()
     return found
 
 
 def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
     every = range(num_nodes * NODE_SIZE)
-    groups = {"": [every]}
-    if num_nodes == TWO_NODES:
-        groups = {", four": [every], ", halves": [every[::2], every[1::2]]}
+    end = ", four" if num_nodes == TWO_NODES else ""
     return {
-        name + end: functools.partial(
-            in_group, case, folder / f"agree{number}{end}", dealt
-        )
+        name + end: functools.partial(in_group, case, folder / f"agree{number}", every)
         for number, (name, case) in enumerate(CASES.items())
-        for end, dealt in groups.items()
-        if name in ON[end]
+        if not end or name in ON_FOUR
     }
 
 
@@ -343,11 +346,3 @@ def test_all_ranks_get_one_plan_or_one_error(ranks: Results, name: str) -> None:
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks_get_one_plan_or_one_error(ranks: Results, name: str) -> None:
     check(CASES[name], ranks(__name__, TWO_NODES, f"{name}, four"))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", IN_HALVES)
-def test_groups_whose_first_rank_is_another_one(ranks: Results, name: str) -> None:
-    found = ranks(__name__, TWO_NODES, f"{name}, halves")
-    for half in (found[::2], found[1::2]):
-        check(CASES[name], half)

@@ -186,9 +186,9 @@ def train(case: Case, rank: int, moves: bool) -> dict[str, Any]:
             apply_moves(sharded, result)
             found["same_dice"] = bool(torch.equal(dice, torch.random.get_rng_state()))
             found["widths"] = [before, widths_here(sharded)]
-            sent = [result and (result.plan, len(result.moves), result.executable)]
+            sent = [result and (result.plan, len(result.moves))]
             dist.broadcast_object_list(sent, src=0)
-            plan, found["num_moves"], found["executable"] = sent[0]
+            plan, found["num_moves"] = sent[0]
             found["plan_is_at_work"] = sharded.plan == plan
         sharded.fused_optimizer.zero_grad()
         loss = sharded(batch_of(case, step, rank))
@@ -258,7 +258,7 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
 @pytest.mark.parametrize("name", daily(CASES, DAILY))
 def test_training_goes_on_as_without_the_move(results: OfJob, name: str) -> None:
     for result in results(name):
-        assert result["num_moves"] > 0 and result["executable"]
+        assert result["num_moves"] > 0
         assert result["loss_gap"] < 1e-5
         assert result["weight_gap"] < 1e-5
         assert result["loss_change"] > 1e-2 and result["trained"] > 1e-3

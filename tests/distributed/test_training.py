@@ -50,7 +50,6 @@ from tests.distributed.ranks import (
     Jobs,
     OfJob,
     daily,
-    message_of,
 )
 from tests.distributed.unsharded import (
     draw_batch,
@@ -60,7 +59,7 @@ from tests.distributed.unsharded import (
     shard_model,
     weights_of,
 )
-from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
+from torchrec_neuroshard.errors import InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -80,10 +79,8 @@ class Case:
     """(table, width, rank); None: what the real search finds."""
     types: Sequence[str] = ()
     """Sharding types expected of t0, t1, ..."""
-    whole: Sequence[int] = ()
-    """Tables that constraints keep table-wise."""
-    other: dict[int, str] = field(default_factory=dict)
-    """Tables that constraints allow another sharding type only."""
+    only: dict[int, str] = field(default_factory=dict)
+    """Tables that constraints allow one sharding type only."""
     features: dict[int, list[str]] = field(default_factory=dict)
     weighted: bool = False
     mean: Sequence[int] = ()
@@ -125,16 +122,19 @@ CASES = {
             (3, 16, 1),
         ],
         types=(COLUMN, COLUMN, COLUMN, TABLE),
-        whole=(3,),
+        only={3: TABLE},
     ),
     "empty rank": Case(
-        dims=(16, 8), triples=[(0, 16, 1), (1, 8, 1)], types=(TABLE,) * 2, whole=(0, 1)
+        dims=(16, 8),
+        triples=[(0, 16, 1), (1, 8, 1)],
+        types=(TABLE,) * 2,
+        only={0: TABLE, 1: TABLE},
     ),
     "weighted, shared feature": Case(
         dims=(32, 16, 8),
         triples=[(0, 8, 0), (0, 24, 1), (1, 16, 0)],
         types=(COLUMN, COLUMN, ROW),
-        other={2: ROW},
+        only={2: ROW},
         features={0: ["f0", "f2"], 1: ["f0"], 2: ["f0"]},
         weighted=True,
     ),
@@ -149,43 +149,42 @@ CASES = {
         dims=(16, 32, 8),
         triples=None,
         types=(ROW,) * 3,
-        other={i: ROW for i in range(3)},
+        only={i: ROW for i in range(3)},
         mean=(1,),
     ),
     "every kind": Case(
         dims=(16, 32, 8, 24),
         triples=[(0, 20, 0), (0, 12, 1), (1, 24, 1)],
         types=(ROW, COLUMN, REPLICAS, TABLE),
-        other={0: ROW, 2: REPLICAS},
-        whole=(3,),
+        only={0: ROW, 2: REPLICAS, 3: TABLE},
     ),
     "search": Case(dims=(64, 48, 32, 16, 8), triples=None),
     "sequences": Case(
         dims=(16, 16),
         triples=[(0, 16, 1)],
         types=(ROW, TABLE),
-        other={0: ROW},
+        only={0: ROW},
         sequence=True,
     ),
     "grid": Case(
         dims=(32, 32, 16),
         triples=[(0, 16, 2)],
         types=(GRID, GRID, TABLE),
-        other={0: GRID, 1: GRID},
+        only={0: GRID, 1: GRID},
         num_nodes=TWO_NODES,
     ),
     "every kind on two nodes": Case(
         dims=(32, 16, 16, 8, 32),
         triples=[(0, 20, 0), (0, 12, 3)],
         types=(GRID, NODE_ROW, ROW, REPLICAS, COLUMN),
-        other={0: GRID, 1: NODE_ROW, 2: ROW, 3: REPLICAS},
+        only={0: GRID, 1: NODE_ROW, 2: ROW, 3: REPLICAS},
         num_nodes=TWO_NODES,
     ),
     "pipeline": Case(
         dims=(32, 16, 8),
         triples=[(0, 20, 0), (0, 12, 1), (1, 16, 1)],
         types=(COLUMN, COLUMN, ROW),
-        other={2: ROW},
+        only={2: ROW},
         in_pipeline=True,
     ),
     **{
@@ -199,7 +198,7 @@ CASES = {
     },
 }
 DAILY = {
-    *("failure", "subgroup", "pipeline"),
+    *("subgroup", "pipeline"),
     *("k-way", "uneven", "weighted, shared feature", "several kernels"),
     *("empty rank", "every kind", "search", "sequences", "every kind on two nodes"),
 }
@@ -275,14 +274,6 @@ def build_model(case: Case) -> Any:
     return bags(*tables, weighted=case.weighted, device=CPU)
 
 
-def types_for(case: Case, table: int) -> list[str]:
-    if table in case.other:
-        return [case.other[table]]
-    if table in case.whole:
-        return [TABLE]
-    return [TABLE, COLUMN]
-
-
 def build_planner(case: Case, **arguments: Any) -> Any:
     def given(task: ShardingTask) -> Triples:
         triples = case.triples or ()
@@ -294,9 +285,9 @@ def build_planner(case: Case, **arguments: Any) -> Any:
 
     constraints = {
         f"t{i}": ParameterConstraints(
-            sharding_types=types_for(case, i),
+            sharding_types=[case.only[i]] if i in case.only else [TABLE, COLUMN],
             # A grid needs a column shard on each node.
-            min_partition=16 if case.other.get(i) == GRID else None,
+            min_partition=16 if case.only.get(i) == GRID else None,
             pooling_factors=[1.0] * len(case.features_of(i)),
         )
         for i in range(len(case.dims))
@@ -399,7 +390,7 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         model, whole = Pipelined(model), Pipelined(whole)
     sharded, start = shard_model(model, plan, sharders), weights_of(whole)
     # Not every table is trained in its kernel: data-parallel ones are not.
-    replicas = {f"t{i}" for i, kind in case.other.items() if kind == REPLICAS}
+    replicas = {f"t{i}" for i, kind in case.only.items() if kind == REPLICAS}
     rest = [p for n, p in sharded.named_parameters() if n.split(".")[-2] in replicas]
     rest_optimizer = torch.optim.SGD(rest or [torch.zeros(1)], lr=LEARNING_RATE)
     optimizer = torch.optim.SGD(
@@ -458,30 +449,6 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     }
 
 
-def run_failure(rank: int) -> dict[str, Any]:
-    """Rank 0 cannot plan; what does each rank see?"""
-
-    class Refusing(AnalyticCostModel):
-        def encode(self, features_NF: Any) -> Any:
-            raise ConfigError(f"refused on rank {rank}")
-
-    planner, model = build_planner(CASES["k-way"]), build_model(CASES["k-way"])
-    planner.costs.cost_model = Refusing()
-    seen = {"known": message_of(lambda: planner.collective_plan(model))}
-
-    class LocalError(Exception):
-        """Cannot be pickled, as its class is not importable."""
-
-    def fail(*_: Any) -> Any:
-        raise LocalError("local trouble")
-
-    planner.plan = fail
-    seen["local"] = message_of(lambda: planner.collective_plan(model))
-    # Both ranks are still in step.
-    dist.barrier()
-    return seen
-
-
 def run_subgroup(rank: int) -> dict[str, Any]:
     """A group whose first rank is not the first of all."""
     group = dist.new_group([1])
@@ -499,7 +466,6 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
         if case.num_nodes == num_nodes
     }
     if num_nodes == ONE_NODE:
-        jobs["failure"] = lambda: run_failure(rank)
         jobs["subgroup"] = lambda: run_subgroup(rank)
     return jobs
 
@@ -543,15 +509,6 @@ def test_outputs_of_split_tables_are_put_in_order(
 def test_search_splits_a_table(results: OfJob) -> None:
     # Otherwise its case would train whole tables alone.
     assert max(results("search")[0]["num_shards"].values()) == 2
-
-
-def test_an_error_on_rank_0_reaches_all_ranks(results: OfJob) -> None:
-    first, second = results("failure")
-    assert first["known"] == second["known"] == "ConfigError: refused on rank 0"
-    assert first["local"] == "LocalError: local trouble"
-    assert second["local"] == (
-        "RuntimeError: planning failed on rank 0: LocalError: local trouble"
-    )
 
 
 def test_group_with_another_first_rank(results: OfJob) -> None:
