@@ -202,6 +202,14 @@ def test_columns_and_samples_become_bytes_per_peer() -> None:
         np.testing.assert_allclose(ms, model.predict(collective, bytes_CW))
 
 
+def test_given_links_replace_those_measured() -> None:
+    slow, slower = (
+        learned(4, 2, inter_gb_per_s=inter).all_to_all(np.full((1, 4), 512.0), 4096)
+        for inter in (1.0, 0.1)
+    )
+    assert (slower > slow).all()
+
+
 @pytest.mark.parametrize(
     ("local", "expected"),
     [(2, (1.4, 1.6)), (3, (1.9, 1.8)), (8, (4.4, 2.8))],
