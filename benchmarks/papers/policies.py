@@ -450,10 +450,11 @@ class DreamShardTrainer(PolicyTrainer):
         return float(reward.mean())
 
 
-METHODS: dict[str, type[AutoShardTrainer] | type[DreamShardTrainer]] = {
+METHODS: dict[str, Any] = {
     "autoshard": AutoShardTrainer,
     "dreamshard": DreamShardTrainer,
 }
+"""Trainers; each is made of tasks, what their plans cost, and its own config."""
 
 
 # Judging.
