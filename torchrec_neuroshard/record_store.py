@@ -13,7 +13,6 @@ import errno
 import io
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +48,6 @@ __all__ = [
 ]
 
 _HEADER_KEY = b"neuroshard_header"
-_SYNC_S = 1.0
-"""A journal is flushed to disk so often; each flush takes some milliseconds."""
 
 _TABLE_TYPE = pa.struct(
     [
@@ -161,7 +158,6 @@ class JournaledStore(Generic[_HeaderT, _RecordT]):
             header = old_header
         self.header = header
         self._records: dict[int, _RecordT] = {r.index: r for r in records}
-        self._synced = 0.0
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if next(complete_lines(self._journal_path), None) is None:
             append_line(self._journal_path, header.to_json())
@@ -179,14 +175,10 @@ class JournaledStore(Generic[_HeaderT, _RecordT]):
     def append(self, record: _RecordT) -> None:
         """Keep one record, in place of an earlier one of its index.
 
-        If the process is killed, the record stays; if the machine stops, the records
-        of the last second may be lost.
+        If the process is killed, the record stays; if the machine stops, those that it
+        has not yet written to disk are lost.
         """
-        line = json.dumps(record.to_json()).encode() + b"\n"
-        sync = time.monotonic() > self._synced + _SYNC_S
-        _append(self._journal_path, line, sync=sync)
-        if sync:
-            self._synced = time.monotonic()
+        append_line(self._journal_path, record.to_json())
         self._records[record.index] = record
 
     def close(self) -> None:
@@ -410,14 +402,11 @@ def _parse(line: str, path: Path) -> dict[str, Any]:
 
 
 def append_line(path: Path, data: Any) -> None:
-    """Add a line of JSON to a file; it is on disk when this returns.
+    """Add a line of JSON to a file; the system has it when this returns.
 
     What an earlier process, or a full disk, has left of a line is dropped.
     """
-    _append(path, json.dumps(data).encode() + b"\n", sync=True)
-
-
-def _append(path: Path, line: bytes, *, sync: bool) -> None:
+    line = json.dumps(data).encode() + b"\n"
     with path.open("ab+", buffering=0) as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -427,8 +416,6 @@ def _append(path: Path, line: bytes, *, sync: bool) -> None:
         if (written := file.write(line)) < len(line):
             file.truncate(end)
             raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes fit", path)
-        if sync:
-            os.fsync(file.fileno())
 
 
 def complete_lines(path: Path) -> Iterator[str]:

@@ -56,7 +56,6 @@ from torchrec_neuroshard.baselines.policies import PolicySearcher
 from torchrec_neuroshard.cost_models import (
     CommsModel,
     CostModel,
-    StockCostModel,
     load_comms_model,
     load_cost_model,
 )
@@ -65,10 +64,11 @@ from torchrec_neuroshard.cost_models.comms_published import (
     PublishedCommsModel,
 )
 from torchrec_neuroshard.cost_models.loading import physical_estimate
-from torchrec_neuroshard.features import table_features
+from torchrec_neuroshard.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.gpu_cards import find_card
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.search import Searcher, make_searcher
+from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads import (
     PRODUCTION_WIDTHS,
     generate_dlrm_tables,
@@ -529,12 +529,24 @@ def fitted_gb_per_s(compute: CostModel, device: str, batch_size: int = 4_096) ->
         ]
         features = table_features(chosen, batch_size)
         ids = np.zeros(len(chosen), dtype=np.int64)
-        stock, ours = (
-            m.predict_sets(features, ids, 1).sum()
-            for m in (StockCostModel(1.0), compute)
-        )
-        ratios.append(stock / ours)
+        ours = compute.predict_sets(features, ids, 1).sum()
+        ratios.append(_stock_ms(features, chosen) / ours)
     return float(np.median(ratios)) / (_CPU_FUSED_SHARE if device == "cpu" else 1.0)
+
+
+def _stock_ms(
+    features_TF: npt.NDArray[np.float32], tables: Sequence[TableConfig]
+) -> float:
+    """Apply TorchRec's formula for unweighted tables at 1 GB/s [ms].
+
+    Source: torchrec.distributed.planner.estimator, 1.8.
+    """
+    column = dict(zip(FEATURE_NAMES, features_TF.T.astype(np.float64), strict=True))
+    width = np.array([t.embedding_dim for t in tables])
+    penalty = np.where(width >= 128, 1.0, np.where(width >= 64, 1.15, 1.75))
+    moved = 8.0 * column["num_lookups"] + column["output_bytes"]
+    moved += column["lookup_bytes"] * np.maximum(width, 32) / width
+    return 3e-6 * float((moved * penalty).sum())  # backward: twice the forward
 
 
 def _constraints(

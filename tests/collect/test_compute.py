@@ -137,14 +137,12 @@ def test_real_tables_and_the_gpus_state_are_recorded(
     tables = tmp_path / "tables.json"
     workloads = [
         {"name": "mine", "rows": [500] * 30, "pooling": [2.0] * 30},
-        {"name": "other", "rows": [600] * 30},
     ]
     tables.write_text(json.dumps({"workloads": workloads}))
     config = CollectConfig(
         out=tmp_path / "r.parquet",
         num_sets=2,
         tables=(tables,),
-        workloads=("mine",),
         sampling=dataclasses.replace(SAMPLING, real_share=1.0),
     )
     threads = torch.get_num_threads()
@@ -157,9 +155,6 @@ def test_real_tables_and_the_gpus_state_are_recorded(
     for record in records:
         found = record.sm_clock_mhz, record.memory_clock_mhz, record.temperature_c
         assert found == (1_980.0, 3_201.0, 60.0)
-    missing = dataclasses.replace(config, workloads=("mine", "hers"))
-    with pytest.raises(ConfigError, match=r"has no workloads \['hers'\]; it has"):
-        collect_compute(missing, Console(quiet=True))
 
 
 def timed(index: int, ms: float = 1.0, **changes: Any) -> CostRecord:
@@ -187,7 +182,7 @@ def collect_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Collect:
     def run(measure: Measure, num_sets: int, **fields: Any) -> Any:
         monkeypatch.setattr(
             "torchrec_neuroshard.collect.compute._SetMeter.measure",
-            lambda self, index, following=None: measure(index),
+            lambda self, index: measure(index),
         )
         path, file = tmp_path / "r.parquet", io.StringIO()
         config = CollectConfig(out=path, num_sets=num_sets, sampling=SAMPLING, **fields)
@@ -266,12 +261,9 @@ def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
     assert read_failures(tmp_path / "r.parquet") == noted
 
 
-@pytest.mark.parametrize(
-    "changes", [{"num_sets": 0}, {"time_limit_seconds": -5}, {"set_seconds": -1}]
-)
-def test_bad_configs_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=str(*changes.values())):
-        CollectConfig(out=Path("r"), **changes)
+def test_no_sets_are_refused() -> None:
+    with pytest.raises(ConfigError, match="got 0"):
+        CollectConfig(out=Path("r"), num_sets=0)
 
 
 def test_options_change_what_the_device_would_get(

@@ -167,9 +167,5 @@ def test_command_lists_and_clears(
     store(bundle, make_key(world_size=4))
     assert main(["cache", "list"]) == 0
     assert f"{folder.name}: 2 x A CPU (1/2)" in capsys.readouterr().out
-    assert main(["cache", "clear", "nothing"]) == 2
-    assert folder.name in capsys.readouterr().err
-    assert main(["cache", "clear", folder.name]) == 0
-    assert [e.key.world_size for e in cache.entries()] == [4]
     assert main(["cache", "clear"]) == 0
     assert cache.entries() == []

@@ -13,7 +13,6 @@ from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     NeuralCostModel,
     PhysicalCostModel,
-    StockCostModel,
 )
 from torchrec_neuroshard.cost_models.compute import (
     ConcurrentCostModel,
@@ -90,17 +89,6 @@ def test_out_of_range_features_are_named() -> None:
     huge = table_features(make_tables([1024], 10**9), 2048)
     named = {w.feature for w in model.range_warnings(huge)}
     assert {"log2_rows", "log2_width", "weight_bytes"} <= named
-
-
-@pytest.mark.parametrize(("width", "penalty"), [(32, 1.75), (64, 1.15), (128, 1.0)])
-def test_stock_formula(width: int, penalty: float) -> None:
-    features = table_features(make_tables([width], pooling=3.0), 100)
-    model = StockCostModel(memory_gb_per_s=897.0)
-    costs = model.predict_sets(features, np.zeros(1, dtype=np.int64), 1)
-    lookups = 300
-    moved = 8 * lookups + lookups * width * 4 + 100 * width * 4
-    expected = moved * penalty / (897.0 * 1e6)
-    np.testing.assert_allclose(costs[0], [expected, 2 * expected], rtol=1e-5)
 
 
 def test_kernels_among_others_take_longer_each_way() -> None:

@@ -41,7 +41,6 @@ from torchrec_neuroshard.cost_models import (
     CostModel,
     LearnedCommsModel,
     PhysicalCostModel,
-    StockCostModel,
     load_cost_model,
     published_comms_model,
 )
@@ -87,7 +86,6 @@ COST_MODELS: dict[str, Callable[[], CostModel]] = {
     "physical": lambda: PhysicalCostModel(
         PhysicalConstants(memory_gb_per_s=2000.0), name="physical", hardware="a GPU"
     ),
-    "stock": StockCostModel,
 }
 
 COMMS_MODELS: dict[str, Callable[..., CommsModel]] = {

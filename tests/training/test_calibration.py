@@ -198,7 +198,7 @@ def test_bundle_and_card_tell_what_was_done(
         predict(found.candidates[TUNED].network, test),
     )
     card = (out / "CARD.md").read_text()
-    names = ["learned", BEFORE, SCALED, TUNED, LINEAR, "stock"]
+    names = ["learned", BEFORE, SCALED, TUNED, LINEAR]
     assert [e.name for e in evaluations] == names
     for e in evaluations:
         assert f"| {e.name} | {e.fwd_mape:.1%} | {e.bwd_mape:.1%} |" in card

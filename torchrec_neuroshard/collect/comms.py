@@ -33,7 +33,6 @@ from torchrec_neuroshard.collect.comms_sampling import (
     SampledCollective,
     sample_collective,
 )
-from torchrec_neuroshard.collect.console import repeatability_text
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.ranks import Ranks
 from torchrec_neuroshard.collect.tbe import column_permutation
@@ -66,6 +65,8 @@ from torchrec_neuroshard.records import (
     CommsRecord,
     command_line,
     relative_spread,
+    repeatability,
+    repeatability_line,
     utc_now,
 )
 
@@ -125,11 +126,6 @@ class CommsConfig:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS.values():
             raise ConfigError(f"backend must be {_BACKEND_NAMES}, got '{self.backend}'")
-        if self.num_samples < 1 or not 1 <= self.min_passes <= self.max_passes:
-            raise ConfigError(
-                "num_samples must be at least 1 and passes 1 <= min <= max, got "
-                f"{self.num_samples}, {self.min_passes}, {self.max_passes}"
-            )
         if not self.timeout_seconds > 0:
             raise ConfigError(
                 f"timeout_seconds must be above 0, got {self.timeout_seconds}"
@@ -494,8 +490,8 @@ def summary(path: Path) -> str:
     return (
         f"{path}: {len(records)} records of {header.world_size} ranks over "
         f"{header.backend} on {header.fingerprint.device}; one message inside a node "
-        f"{header.intra_gb_per_s:.2f} GB/s, reference {header.reference_ms:.3f} ms"
-        + repeatability_text(records, "", "samples")
+        f"{header.intra_gb_per_s:.2f} GB/s, reference {header.reference_ms:.3f} "
+        "ms. " + repeatability_line(repeatability(records), "collective")
     )
 
 

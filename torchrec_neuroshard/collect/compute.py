@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from torchrec_neuroshard.collect.console import repeatability_text
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import (
-    SampledSet,
     SamplingConfig,
     SetSampler,
 )
@@ -50,6 +48,8 @@ from torchrec_neuroshard.records import (
     RunHeader,
     command_line,
     disturbance,
+    repeatability,
+    repeatability_line,
     steady_records,
     utc_now,
 )
@@ -86,8 +86,6 @@ class CollectConfig:
     device: str = "cpu"
     tables: tuple[Path, ...] = ()
     """JSON files of real tables to draw from beside generated ones."""
-    workloads: tuple[str, ...] = ()
-    """Names of the workloads to take from them; empty takes all with lookups."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     time_limit_seconds: float | None = None
     """Measure no further set after this time; None measures them all."""
@@ -100,14 +98,6 @@ class CollectConfig:
     def __post_init__(self) -> None:
         if self.num_sets < 1:
             raise ConfigError(f"num_sets must be at least 1, got {self.num_sets}")
-        if self.time_limit_seconds is not None and not self.time_limit_seconds > 0:
-            raise ConfigError(
-                f"the time limit must be above 0 s, got {self.time_limit_seconds}"
-            )
-        if self.set_seconds is not None and not self.set_seconds >= 0:
-            raise ConfigError(
-                f"the seconds of a set must be at least 0, got {self.set_seconds}"
-            )
 
 
 def _monitor(device: torch.device, console: Console) -> GpuMonitor | None:
@@ -127,15 +117,8 @@ def _monitor(device: torch.device, console: Console) -> GpuMonitor | None:
 def _base_tables(config: CollectConfig) -> list[TableConfig]:
     found: list[TableConfig] = []
     for path in config.tables:
-        loaded = load_json(path)
-        names = config.workloads or tuple(loaded)
-        missing = sorted(set(names) - set(loaded))
-        if missing:
-            raise ConfigError(
-                f"{path} has no workloads {missing}; it has {list(loaded)}"
-            )
-        for name in names:
-            found.extend(loaded[name])
+        for tables in load_json(path).values():
+            found.extend(tables)
     return found
 
 
@@ -233,11 +216,11 @@ class _Run:
         store = self._store
         total = len(store.done) + len(indices)
         with phase("") as shown:
-            for index, following in zip(indices, [*indices[1:], None], strict=True):
+            for index in indices:
                 shown.text = f"measuring, {len(store.done)} of {total} sets done"
                 if time.monotonic() > self._deadline:
                     return False
-                record = self._measured(index, following)
+                record = self._measured(index)
                 if record is not None:
                     store.append(record)
         return True
@@ -261,9 +244,9 @@ class _Run:
                     store.append(dataclasses.replace(new, num_throttled=num_throttled))
         return True
 
-    def _measured(self, index: int, following: int | None = None) -> CostRecord | None:
+    def _measured(self, index: int) -> CostRecord | None:
         try:
-            return self._meter.measure_if_it_fits(index, following)
+            return self._meter.measure_if_it_fits(index)
         except RuntimeError as error:
             raise _device_failure(self._config.out, index, error) from error
 
@@ -323,25 +306,15 @@ class _SetMeter:
         self._config = config
         self._sampler = SetSampler(config.sampling, config.seed, base_tables)
         self._timer, self._monitor = timer, monitor
-        self._ahead: SampledSet | None = None
         self._left_out: dict[int, str] = {}
 
-    def measure(self, index: int, following: int | None = None) -> CostRecord:
-        """Measure a set once, whatever the device's state.
-
-        Args:
-            index: The set.
-            following: The set to draw while the device works on this one.
-        """
-        sampled = self._ahead
-        if sampled is None or sampled.index != index:
-            sampled = self._sampler.sample(index)
+    def measure(self, index: int) -> CostRecord:
+        """Measure a set once, whatever the device's state."""
+        sampled = self._sampler.sample(index)
         state: GpuState | None = None
 
         def meanwhile() -> None:
             nonlocal state
-            if following is not None:
-                self._ahead = self._sampler.sample(following)
             if self._monitor is not None:
                 state = self._monitor.state()
 
@@ -366,23 +339,21 @@ class _SetMeter:
             throttled=state.throttled_by() if state else "",
         )
 
-    def _measure_within_memory(self, index: int, following: int | None) -> CostRecord:
+    def _measure_within_memory(self, index: int) -> CostRecord:
         """Measure a set; a second time where the first one found no memory."""
         try:
-            return self.measure(index, following)
+            return self.measure(index)
         except torch.OutOfMemoryError:
             pass  # outside of the handler, which holds the failed set
         gc.collect()
         # What the sets before have left in pieces.
         free_cached_memory(torch.device(self._config.device))
-        return self.measure(index, following)
+        return self.measure(index)
 
-    def measure_if_it_fits(
-        self, index: int, following: int | None = None
-    ) -> CostRecord | None:
+    def measure_if_it_fits(self, index: int) -> CostRecord | None:
         """Measure a set; None where the device has no memory for it."""
         try:
-            return self._measure_within_memory(index, following)
+            return self._measure_within_memory(index)
         except torch.OutOfMemoryError as error:
             self._left_out[index] = str(error).splitlines()[0]
             return None
@@ -428,15 +399,15 @@ def summary(path: Path, header: RunHeader, records: Sequence[CostRecord]) -> str
     """One paragraph on what a record file holds and how repeatable it is."""
     text = (
         f"{path}: {len(records)} records on {header.fingerprint.device}, "
-        f"{sum(r.held_out for r in records)} of held-out tables"
-        + repeatability_text(records, " of the total", "sets")
+        f"{sum(r.held_out for r in records)} of held-out tables. "
+        + repeatability_line(repeatability(records), "set")
     )
     dropped = sum(r.num_throttled for r in records)
     if dropped:
-        text += f"; {dropped} measurements dropped for throttling"
+        text += f" {dropped} measurements dropped for throttling."
     throttled = sum(bool(r.throttled) for r in records)
     if throttled:
-        text += f"; {throttled} kept though the device was throttled"
+        text += f" {throttled} kept though the device was throttled."
     return text
 
 
@@ -456,12 +427,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="JSON file of real tables to draw from (repeatable)",
-    )
-    parser.add_argument(
-        "--workload",
-        action="append",
-        default=[],
-        help="take only this workload of the files (repeatable)",
     )
     parser.add_argument(
         "--time-limit",
@@ -513,7 +478,6 @@ def run(args: argparse.Namespace) -> int:
         from_options(
             CollectConfig,
             args,
-            workloads=args.workload,
             sampling=sampling_from(args),
             time_limit_seconds=args.time_limit,
         )

@@ -50,8 +50,8 @@ class Ranks:
     ) -> None:
         """Join the other ranks, as torchrun's environment says.
 
-        A process group that is there already is used and left as it is; it must be of
-        the backend that is measured.
+        A process group of this backend that is there already is used and left as it
+        is.
 
         Args:
             backend: `gloo` or `nccl`.
@@ -60,8 +60,7 @@ class Ranks:
 
         Raises:
             ConfigError: Not started by torchrun, by a single rank, on unlike nodes,
-                without the backend's devices, in a process group of another backend,
-                or with groups that cannot be made.
+                without the backend's devices, or with groups that cannot be made.
         """
         missing = [n for n in ("RANK", "WORLD_SIZE") if n not in os.environ]
         if missing:
@@ -101,11 +100,6 @@ class Ranks:
         self._is_guest = dist.is_initialized()
         if not self._is_guest:
             dist.init_process_group(backend, timeout=timeout)
-        elif dist.get_backend() != backend:
-            raise ConfigError(
-                f"this process is in a group of backend '{dist.get_backend()}'; "
-                f"measure '{backend}' before it is made or after it is destroyed"
-            )
         self._store = dist.distributed_c10d._get_default_store()
         self._control: dist.ProcessGroup | None = dist.new_group(
             backend="gloo", timeout=timeout
@@ -118,7 +112,7 @@ class Ranks:
         for size in sorted(set(group_sizes) - {self.world_size}):
             self._add_first(size, timeout)
         self._clock_offset_s = self._measure_clock_offset()
-        self._processes = self._gather_processes()
+        self._processes = self.gather_objects((socket.gethostname(), os.getpid()))
 
     def _add_subgroups(self, timeout: datetime.timedelta) -> None:
         """Make the groups that table-row-wise and grid sharding use."""
@@ -190,9 +184,6 @@ class Ranks:
                     stamp[0] = time.perf_counter()
                     dist.send(stamp, other, group=self._control)
         return offset
-
-    def _gather_processes(self) -> list[tuple[str, int]]:
-        return self.gather_objects((socket.gethostname(), os.getpid()))
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Return the largest of each value over all ranks; also a barrier."""

@@ -14,7 +14,6 @@ from torchrec_neuroshard.cost_models.compute import (
     ConcurrentCostModel,
     NeuralCostModel,
     PhysicalCostModel,
-    StockCostModel,
 )
 from torchrec_neuroshard.cost_models.loading import (
     load_comms_model,
@@ -30,7 +29,6 @@ __all__ = [
     "NeuralCostModel",
     "PhysicalCostModel",
     "PublishedCommsModel",
-    "StockCostModel",
     "load_bundle",
     "load_comms_model",
     "load_cost_model",

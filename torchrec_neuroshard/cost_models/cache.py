@@ -228,19 +228,12 @@ def _sweep(root: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def clear(name: str | None = None) -> list[Path]:
-    """Delete bundles.
-
-    Args:
-        name: Of one folder; None: all.
-
-    Returns:
-        What was deleted.
-    """
-    chosen = [e.folder for e in entries() if name in (None, e.folder.name)]
-    for folder in chosen:
-        _remove(folder)
-    return chosen
+def clear() -> int:
+    """Delete all bundles, and return how many there were."""
+    found = entries()
+    for entry in found:
+        _remove(entry.folder)
+    return len(found)
 
 
 def _lock_path(key: CacheKey) -> Path:

@@ -7,7 +7,6 @@ import argparse
 from rich.console import Console
 
 from torchrec_neuroshard.cost_models import cache
-from torchrec_neuroshard.errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
 
@@ -19,9 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="list",
         choices=("list", "clear"),
-        help="list all bundles, or delete (default: list)",
+        help="list all bundles, or delete them (default: list)",
     )
-    parser.add_argument("name", nargs="?", help="delete this bundle alone, as listed")
 
 
 def _line(entry: cache.CacheEntry) -> str:
@@ -40,14 +38,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     found = cache.entries()
     if args.action == "clear":
-        names = [entry.folder.name for entry in found]
-        if args.name not in (None, *names):
-            raise ConfigError(
-                f"the cache {cache.cache_folder()} has no bundle '{args.name}'; it has "
-                f"{', '.join(names) or 'none'}"
-            )
-        deleted = cache.clear(args.name)
-        console.print(f"{len(deleted)} bundles deleted from {cache.cache_folder()}")
+        deleted = cache.clear()
+        console.print(f"{deleted} bundles deleted from {cache.cache_folder()}")
         return 0
     for entry in found:
         console.print(_line(entry), soft_wrap=True, highlight=False)

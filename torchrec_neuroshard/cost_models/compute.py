@@ -1,4 +1,4 @@
-"""Compute cost models: learned, physical, and TorchRec's stock formula."""
+"""Compute cost models: learned and physical."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ __all__ = [
     "NeuralCostModel",
     "PhysicalConstants",
     "PhysicalCostModel",
-    "StockCostModel",
 ]
 
 _INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
@@ -205,43 +204,3 @@ class PhysicalCostModel(CostModel):
         other = copy.copy(self)
         other.constants = self.constants.under(factors)
         return other
-
-
-class StockCostModel(CostModel):
-    """TorchRec's stock compute formula for table- and column-wise shards.
-
-    Forward: (8 bytes per id + looked-up bytes with rows counted at least 32 wide +
-    output bytes) x a width penalty over the bandwidth; backward: twice that, 3.1 times
-    with weights. Additive over shards; rows, reuse and optimizer do not enter.
-    Source: torchrec.distributed.planner.estimator, 1.8.
-    """
-
-    name = "stock"
-    source = "TorchRec's formula"
-
-    def __init__(self, memory_gb_per_s: float = 897.0, scale: float = 1.0) -> None:
-        """Take the bandwidth (TorchRec's default: 897) and one factor for all times."""
-        self.hardware = f"{memory_gb_per_s:g} GB/s"
-        self._ms_per_byte = scale / (memory_gb_per_s * 1e6)
-
-    @property
-    def encoding_dim(self) -> int:
-        """Forward and backward ms."""
-        return 2
-
-    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """Apply the formula to each shard."""
-        _check_columns(features_NF)
-        column = {n: features_NF[:, i].astype(np.float64) for n, i in _INDEX.items()}
-        width = np.round(2.0 ** column["log2_width"])
-        penalty = np.where(width >= 128, 1.0, np.where(width >= 64, 1.15, 1.75))
-        widened = column["lookup_bytes"] * np.maximum(width, 32.0) / width
-        per_id = 8.0 * (1.0 + column["is_weighted"])
-        moved = per_id * column["num_lookups"] + widened + column["output_bytes"]
-        forward = moved * penalty * self._ms_per_byte
-        backward = forward * (2.0 + 1.1 * column["is_weighted"])
-        return np.stack([forward, backward], axis=1)
-
-    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Sums are the prediction."""
-        return np.asarray(sums_SE, dtype=np.float64)

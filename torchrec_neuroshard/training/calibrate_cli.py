@@ -31,7 +31,6 @@ from torchrec_neuroshard.training.compute import (
     Evaluation,
     as_cost_model,
     evaluate,
-    fit_stock,
 )
 from torchrec_neuroshard.training.train_cli import MeasuredSets
 
@@ -103,7 +102,6 @@ def calibrate_bundle(
     evaluations = [
         evaluate("learned", as_cost_model(kept.network, test, name), test),
         *(c.evaluation for c in found.candidates.values()),
-        evaluate("stock", fit_stock(training), test),
     ]
     info = sets.describe(
         name,
@@ -167,15 +165,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="stop measuring after so many seconds and go on with what there is",
     )
     measuring.add_argument("--max-gib", type=float, help="most weights of a set")
-    measuring.add_argument(
-        "--tables",
-        type=Path,
-        action="append",
-        help="JSON file of real tables to draw from (repeatable)",
-    )
 
 
-_MEASURING = ("num_samples", "device", "time_limit", "max_gib", "tables")
+_MEASURING = ("num_samples", "device", "time_limit", "max_gib")
 
 
 def _measure(args: argparse.Namespace, console: Console) -> Path:
@@ -199,7 +191,6 @@ def _measure(args: argparse.Namespace, console: Console) -> Path:
             num_sets=_NUM_SAMPLES if args.num_samples is None else args.num_samples,
             seed=args.seed,
             device=device,
-            tables=tuple(args.tables or ()),
             sampling=sampling,
             time_limit_seconds=args.time_limit,
         ),

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
-
 from torchrec_neuroshard.cost_models.bundle import BundleInfo, CommsBundleInfo
 from torchrec_neuroshard.training.calibration import Calibration
 from torchrec_neuroshard.training.comms import CommsEvaluation
 from torchrec_neuroshard.training.compute import Evaluation
 
-__all__ = ["calibration_note", "comms_card", "compute_card", "repeatability_line"]
+__all__ = ["calibration_note", "comms_card", "compute_card"]
 
 _SHOWN_RANGES = (
     "num_lookups",
@@ -28,23 +26,6 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table, and an empty one below it."""
     lines = [columns, ["---"] * len(columns), *rows]
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
-
-
-def repeatability_line(differences: Sequence[float], unit: str) -> str:
-    """Say in one line how much samples differ from the same ones measured again.
-
-    Args:
-        differences: Of `records.repeatability`.
-        unit: What a sample is.
-    """
-    if not differences:
-        return f"No {unit} was measured twice."
-    return (
-        f"The same {unit} measured again later in the run differs by "
-        f"{np.median(differences):.1%} (median), {np.mean(differences):.1%} (mean), "
-        f"{np.quantile(differences, 0.9):.1%} (90th percentile), over "
-        f"{len(differences)} {unit}s. No model can be better than this."
-    )
 
 
 def _card(
@@ -118,9 +99,8 @@ def compute_card(
     ]
     ranges = [(n, *(f"{v:.4g}" for v in info.ranges[n])) for n in _SHOWN_RANGES]
     lines = [
-        "Mean absolute percentage error; tau is Kendall's, of the totals. `stock` is "
-        "TorchRec's formula times the one best factor, `linear` a non-negative linear "
-        "model per optimizer on the same physical inputs.",
+        "Mean absolute percentage error; tau is Kendall's, of the totals. `linear` "
+        "is a non-negative linear model per optimizer on the same physical inputs.",
         "",
         *_table(
             ("model", "forward", "backward", "total", "total, median", "tau"), errors

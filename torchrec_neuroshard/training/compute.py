@@ -15,7 +15,7 @@ import torch
 from scipy import optimize, stats
 
 from torchrec_neuroshard.cost_models.base import CostModel
-from torchrec_neuroshard.cost_models.compute import NeuralCostModel, StockCostModel
+from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import (
     OPTIMIZER_KINDS,
     SetCostNetwork,
@@ -42,7 +42,6 @@ __all__ = [
     "evaluate",
     "fit_linear",
     "fit_relative",
-    "fit_stock",
     "fresh_network",
     "score",
     "train",
@@ -181,14 +180,6 @@ def fit_linear(data: SetData) -> SetCostNetwork:
         network.physical_PO2.copy_(torch.from_numpy(weights))
         network.launch_2.copy_(torch.from_numpy(launch))
     return network.eval()
-
-
-def fit_stock(data: SetData) -> StockCostModel:
-    """Fit the one factor on TorchRec's formula that has the least relative error."""
-    plain = StockCostModel()
-    predicted = plain.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
-    factor = best_factor(predicted.sum(axis=1), data.costs_S2.sum(axis=1))
-    return StockCostModel(scale=factor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,14 +33,11 @@ from torchrec_neuroshard.records import (
     RunHeader,
     command_line,
     repeatability,
+    repeatability_line,
     steady_records,
 )
 from torchrec_neuroshard.training.calibration import split_records
-from torchrec_neuroshard.training.cards import (
-    comms_card,
-    compute_card,
-    repeatability_line,
-)
+from torchrec_neuroshard.training.cards import comms_card, compute_card
 from torchrec_neuroshard.training.comms import (
     CommsEvaluation,
     CommsTrainConfig,
@@ -57,7 +54,6 @@ from torchrec_neuroshard.training.compute import (
     build_sets,
     evaluate,
     fit_linear,
-    fit_stock,
     score,
     train,
     training_ranges,
@@ -185,13 +181,10 @@ def train_bundle(
         }
     with phase("judging by held-out tables"):
         evaluations = [
-            *(
-                evaluate(n, as_cost_model(m, training, n), test)
-                for n, m in networks.items()
-            ),
-            evaluate("stock", fit_stock(training), test),
+            evaluate(n, as_cost_model(m, training, n), test)
+            for n, m in networks.items()
         ]
-    errors = {e.name: score(e) for e in evaluations[:2]}
+    errors = {e.name: score(e) for e in evaluations}
     kept = min(errors, key=errors.__getitem__)
     verdict = kept_line(kept, errors, MEAN_ERROR)
     info = sets.describe(
