@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,72 +83,42 @@ class AnnealingConfig:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One proposal per chain: the widths that up to two tables are to have."""
-
-    table_C2: Ints
-    width_C2W: Ints
-    changes_C2: npt.NDArray[np.bool_]
-    """Which of the two count."""
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """Placements of all chains and what they cost."""
-
-    width_CTW: Ints
-    amounts_CWK: Floats
-    """What a rank holds, added up: see `_Chains.amounts`."""
-    compute_CWG2: Floats
-    cut_CS: Ints
-    """Tables of each stage that are cut."""
-    ms_C: Floats
-    slowest_CP: Ints
-    """Rank that is the slowest, in each phase of each stage."""
-
-    def keep(self, other: _State, chains_C: npt.NDArray[np.bool_]) -> None:
-        """Take some chains over from another state; widths are kept elsewhere."""
-        for name in ("amounts_CWK", "compute_CWG2", "cut_CS", "ms_C", "slowest_CP"):
-            getattr(self, name)[chains_C] = getattr(other, name)[chains_C]
-
-
 class _Chains:
-    """Placements under way."""
+    """Placements of all chains under way, and what they cost."""
 
     def __init__(self, simulator: Simulator, width_TW: Ints, num_chains: int) -> None:
         self.simulator, self.task = simulator, simulator.task
         self.bank = bank = ShardBank(simulator)
-        ends = np.cumsum(
-            [
-                self.task.num_groups * bank.encoding_dim,
-                self.task.num_groups,
-                self.task.num_stages * 3,
-                1,
-            ]
-        )
-        self._parts, self._num_amounts = ends[:-1], int(ends[-1])
+        groups, stages = self.task.num_groups, self.task.num_stages
+        ends = np.cumsum([groups * bank.encoding_dim, groups, stages * 3, 1])
+        self._parts = ends[:-1]
         # Output columns are put in order again once any table of a stage is cut.
         every = np.full(len(width_TW), 2)
         columns_S = simulator.ordered_columns(every, bank.columns_T)
         self._order_S: Floats = simulator.order_costs(columns_S[None])[0].sum(axis=1)
-        self.state = self._start(np.tile(width_TW, (num_chains, 1, 1)))
+        self._splits = [bank.splits(t) for t in range(len(width_TW))]
+        self._can_cut_T = np.array([len(s) > 1 for s in self._splits])
+        self.width_CTW: Ints = np.tile(width_TW, (num_chains, 1, 1))
+        shape = (num_chains, self.task.world_size)
+        # What ranks hold, added up (`_amounts`); their kernels; tables of each stage
+        # that are cut; critical paths; and the slowest rank of each phase.
+        self._state: tuple[npt.NDArray[Any], ...] = (
+            np.zeros((*shape, ends[-1])),
+            np.zeros((*shape, groups, 2)),
+        )
+        is_cut_T = (width_TW > 0).sum(axis=1) > 1
+        cut_S = np.bincount(bank.stages_T[is_cut_T], minlength=stages)
+        placed = np.nonzero(self.width_CTW)
+        width_N = self.width_CTW[placed]
+        cut_CS = np.tile(cut_S, (num_chains, 1))
+        self._state = self._changed(placed, 0 * width_N, width_N, cut_CS)
 
-    def _start(self, width_CTW: Ints) -> _State:
-        num_chains, _, num_ranks = width_CTW.shape
-        chain, table, rank = np.nonzero(width_CTW)
-        amounts = np.zeros((num_chains, num_ranks, self._num_amounts))
-        shards = self.amounts(table, width_CTW[chain, table, rank])
-        np.add.at(amounts, (chain, rank), shards)
-        compute = np.zeros((num_chains, num_ranks, self.task.num_groups, 2))
-        self._predict(compute, amounts, np.ones(compute.shape[:-1], dtype=np.bool_))
-        cut = np.zeros((num_chains, self.task.num_stages), dtype=np.int64)
-        chain, table = np.nonzero((width_CTW > 0).sum(axis=2) > 1)
-        np.add.at(cut, (chain, self.bank.stages_T[table]), 1)
-        ms, slowest = self._costs(amounts, compute, cut)
-        return _State(width_CTW, amounts, compute, cut, ms, slowest)
+    @property
+    def ms_C(self) -> Floats:
+        """Critical paths."""
+        return self._state[3]
 
-    def amounts(self, table_N: Ints, width_N: Ints) -> Floats:
+    def _amounts(self, table_N: Ints, width_N: Ints) -> Floats:
         """Return what shards add to their rank; nothing where the width is 0.
 
         Returns:
@@ -157,7 +128,7 @@ class _Chains:
         bank, held = self.bank, np.flatnonzero(width_N)
         table, width = table_N[held], width_N[held]
         group, stage = bank.groups_T[table], bank.stages_T[table]
-        amounts = np.zeros((len(width_N), self._num_amounts))
+        amounts = np.zeros((len(width_N), self._state[0].shape[-1]))
         first = group * bank.encoding_dim
         rows = bank.rows(table, width)
         amounts[held[:, None], first[:, None] + np.arange(bank.encoding_dim)] = (
@@ -200,96 +171,97 @@ class _Chains:
         slowest = phases.argmax(axis=1).reshape(len(phases), -1)
         return np.where(over.any(axis=1), np.inf, ms), slowest
 
-    def take(self, step: _Step, limit_C: Floats) -> Ints:
-        """Make the steps that no chain's limit forbids.
-
-        Args:
-            step: What to try.
-            limit_C: Longest critical path that each chain accepts [ms].
-
-        Returns:
-            The chains that made their step.
-        """
-        state = self.state
-        before = np.take_along_axis(state.width_CTW, step.table_C2[:, :, None], axis=1)
-        differs = (before != step.width_C2W) & step.changes_C2[:, :, None]
-        chain, place, rank = np.nonzero(differs)
-        table = step.table_C2[chain, place]
-        new, old = step.width_C2W[differs], before[differs]
-        amounts, compute = state.amounts_CWK.copy(), state.compute_CWG2.copy()
-        change = self.amounts(table, new) - self.amounts(table, old)
+    def _changed(
+        self,
+        where_3N: tuple[npt.NDArray[Any], ...],
+        old_N: Ints,
+        new_N: Ints,
+        cut_CS: Ints,
+    ) -> tuple[npt.NDArray[Any], ...]:
+        """Return the state with other widths of some shards: chain, table and rank."""
+        chain, table, rank = where_3N
+        amounts, compute = self._state[0].copy(), self._state[1].copy()
+        change = self._amounts(table, new_N) - self._amounts(table, old_N)
         np.add.at(amounts, (chain, rank), change)
         stale = np.zeros(compute.shape[:-1], dtype=np.bool_)
         stale[chain, rank, self.bank.groups_T[table]] = True
         self._predict(compute, amounts, stale)
-        cut = state.cut_CS.copy()
-        is_cut, was_cut = ((w > 0).sum(axis=2) > 1 for w in (step.width_C2W, before))
-        more = (is_cut.astype(np.int64) - was_cut) * step.changes_C2
+        return (amounts, compute, cut_CS, *self._costs(amounts, compute, cut_CS))
+
+    def step(self, limit_C: Floats, rng: np.random.Generator) -> Ints:
+        """Make the steps that no chain's limit forbids.
+
+        Args:
+            limit_C: Longest critical path that each chain accepts [ms].
+            rng: Draws the steps.
+
+        Returns:
+            The chains that made their step.
+        """
+        table_C2, before, after = self._draw(rng)
+        differs = before != after
+        chain, place, rank = np.nonzero(differs)
+        table, new = table_C2[chain, place], after[differs]
+        cut = self._state[2].copy()
+        is_cut, was_cut = ((w > 0).sum(axis=2) > 1 for w in (after, before))
         lanes = np.arange(len(cut))[:, None]
-        np.add.at(cut, (lanes, self.bank.stages_T[step.table_C2]), more)
-        ms, slowest = self._costs(amounts, compute, cut)
+        more = is_cut.astype(np.int64) - was_cut
+        np.add.at(cut, (lanes, self.bank.stages_T[table_C2]), more)
+        state = self._changed((chain, table, rank), before[differs], new, cut)
+        ms = state[3]
         kept = np.isfinite(ms) & (ms <= limit_C) & differs.any(axis=(1, 2))
         mine = kept[chain]
-        state.width_CTW[chain[mine], table[mine], rank[mine]] = new[mine]
-        state.keep(_State(before, amounts, compute, cut, ms, slowest), kept)
+        self.width_CTW[chain[mine], table[mine], rank[mine]] = new[mine]
+        for held, found in zip(self._state, state, strict=True):
+            held[kept] = found[kept]
         return np.flatnonzero(kept)
 
-
-class _Proposals:
-    """Draws steps."""
-
-    def __init__(self, bank: ShardBank) -> None:
-        self._bank = bank
-        self._splits = [bank.splits(t) for t in range(len(bank.dims_T))]
-        self._can_cut_T = np.array([len(s) > 1 for s in self._splits])
-
-    def draw(self, state: _State, rng: np.random.Generator) -> _Step:
-        """Draw a step for each chain."""
-        num_chains, _, num_ranks = state.width_CTW.shape
+    def _draw(self, rng: np.random.Generator) -> tuple[Ints, Ints, Ints]:
+        """Draw two tables of each chain, and their widths before and after a step."""
+        num_chains, _, num_ranks = self.width_CTW.shape
         lanes = np.arange(num_chains)
-        table, source = self._shards(state, rng)
-        other, target = self._any_shards(state, rng)
+        table, source = self._shards(rng)
+        other, target = self._any_shards(rng)
         kind = rng.random(num_chains)
         swaps = (kind < _SWAP_SHARE) & (other != table)
         elsewhere = rng.integers(1, num_ranks, size=num_chains)
         target = np.where(swaps, target, (source + elsewhere) % num_ranks)
         pair = np.stack([table, other], axis=1)
-        width = np.take_along_axis(state.width_CTW, pair[:, :, None], axis=1)
-        for place in (0, 1):
-            at_source = width[lanes, place, source]
-            width[lanes, place, source] = width[lanes, place, target]
-            width[lanes, place, target] = at_source
+        before = self.width_CTW[lanes[:, None], pair]
+        after = before.copy()
+        for place, some in ((0, lanes), (1, np.flatnonzero(swaps))):
+            after[some, place, source[some]] = before[some, place, target[some]]
+            after[some, place, target[some]] = before[some, place, source[some]]
         cuts = (kind > 1 - _SPLIT_SHARE) & self._can_cut_T[table]
         for chain in np.flatnonzero(cuts).tolist():
-            width[chain, 0] = self._cut(int(table[chain]), num_ranks, rng)
-        return _Step(pair, width, np.stack([np.ones_like(swaps), swaps], axis=1))
+            after[chain, 0] = self._cut(int(table[chain]), num_ranks, rng)
+        return pair, before, after
 
     def _cut(self, table: int, num_ranks: int, rng: np.random.Generator) -> Ints:
         """Widths of a table cut a random way over random ranks, `W`."""
-        task, splits = self._bank.task, self._splits[table]
-        widths = split_widths(task, table, splits[rng.integers(len(splits))])
-        ranks = rng.permutation(num_ranks)[: len(widths)]
+        splits = self._splits[table]
+        widths = split_widths(self.task, table, splits[rng.integers(len(splits))])
         width_W = np.zeros(num_ranks, dtype=np.int64)
-        width_W[ranks] = widths
+        width_W[rng.permutation(num_ranks)[: len(widths)]] = widths
         return width_W
 
-    def _shards(self, state: _State, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    def _shards(self, rng: np.random.Generator) -> tuple[Ints, Ints]:
         """Draw a shard per chain, of a slowest rank in half of the cases."""
-        table, rank = self._any_shards(state, rng)
-        num_chains, num_tables, _ = state.width_CTW.shape
-        lanes = np.arange(num_chains)
-        phase = rng.integers(state.slowest_CP.shape[1], size=num_chains)
-        slowest = state.slowest_CP[lanes, phase]
-        held_CT = state.width_CTW[lanes, :, slowest] > 0
+        table, rank = self._any_shards(rng)
+        num_chains, num_tables, _ = self.width_CTW.shape
+        lanes, slowest_CP = np.arange(num_chains), self._state[4]
+        phase = rng.integers(slowest_CP.shape[1], size=num_chains)
+        slowest = slowest_CP[lanes, phase]
+        held_CT = self.width_CTW[lanes, :, slowest] > 0
         drawn = (rng.random((num_chains, num_tables)) * held_CT).argmax(axis=1)
         hot = (rng.random(num_chains) < 0.5) & held_CT.any(axis=1)
         return np.where(hot, drawn, table), np.where(hot, slowest, rank)
 
-    def _any_shards(self, state: _State, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    def _any_shards(self, rng: np.random.Generator) -> tuple[Ints, Ints]:
         """Draw a table and one of its ranks per chain."""
-        num_chains, num_tables, num_ranks = state.width_CTW.shape
+        num_chains, num_tables, num_ranks = self.width_CTW.shape
         table: Ints = rng.integers(num_tables, size=(num_chains,))
-        held_CW = state.width_CTW[np.arange(num_chains), table] > 0
+        held_CW = self.width_CTW[np.arange(num_chains), table] > 0
         rank: Ints = (rng.random((num_chains, num_ranks)) * held_CW).argmax(axis=1)
         return table, rank
 
@@ -348,19 +320,17 @@ def _anneal(
     chains: _Chains, config: AnnealingConfig, deadline: float
 ) -> tuple[Ints, int]:
     """Return the best widths, `T x W`, and the number of steps made."""
-    state = chains.state
-    best, best_ms = state.width_CTW[0].copy(), float(state.ms_C[0])
-    if state.width_CTW.shape[2] == 1:
+    best, best_ms = chains.width_CTW[0].copy(), float(chains.ms_C[0])
+    if chains.width_CTW.shape[2] == 1:
         return best, config.steps
     rng = np.random.default_rng(config.seed)
-    proposals = _Proposals(chains.bank)
     cooling = np.geomspace(config.hottest, config.coldest, config.steps)
     for number, temperature in enumerate(cooling):
         if time.monotonic() > deadline:
             return best, number
-        excess = temperature * rng.exponential(size=len(state.ms_C))
-        moved = chains.take(proposals.draw(state, rng), state.ms_C * (1 + excess))
-        if len(moved) and state.ms_C[moved].min() < best_ms:
-            chain = moved[state.ms_C[moved].argmin()]
-            best, best_ms = state.width_CTW[chain].copy(), float(state.ms_C[chain])
+        excess = temperature * rng.exponential(size=len(chains.ms_C))
+        moved = chains.step(chains.ms_C * (1 + excess), rng)
+        if len(moved) and chains.ms_C[moved].min() < best_ms:
+            chain = moved[chains.ms_C[moved].argmin()]
+            best, best_ms = chains.width_CTW[chain].copy(), float(chains.ms_C[chain])
     return best, config.steps

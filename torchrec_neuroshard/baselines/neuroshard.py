@@ -11,22 +11,17 @@ predicted cost is least, of those with memory and columns left; the cheapest of 
 for the last one counts (maximum of sums, not the critical path that our simulator
 reports in `SearchResult.predicted`).
 
-What it does that a planner should not, kept with `faithful=True` and left with False:
+Faults that are kept: the caps are never relaxed, so that there is no plan where a table
+is wider than 1.5 times the mean; kept states can be the same splits in another order;
+costs are cached by a rank's shards in the order in which they came; two halves of a
+table on one rank are costed as two tables.
 
-- The caps are never relaxed: no plan where a table is wider than 1.5 times the mean.
-  False adds a run without a cap.
-- Kept states can be the same splits in another order. False keeps different ones.
-- Costs are cached by a rank's shards in the order in which they came, so that equal
-  sets miss. False caches by the set.
-- Two halves of a table on one rank are costed as two tables. False costs them as the
-  one shard that they become.
-
-Kept always, being the method: widths are only halved, and only to multiples of 4 (12
+Kept as well, being the method: widths are only halved, and only to multiples of 4 (12
 and 20 stay whole); greedy choice by the cost before the shard is added; no step after
 it; one prediction at a time; fusion groups and stages count only through the kernels'
 cost, index collectives not at all.
 
-Held always, unlike the paper: a task's least widths, most shards and, where it asks for
+Held, unlike the paper: a task's least widths, most shards and, where it asks for
 it, equal widths (a step then halves all shards of a table, and no rank takes two of
 them). Memory is the task's count, not the paper's rows x width x 4 bytes.
 
@@ -37,11 +32,10 @@ for 0 ms; halves are listed last; ties between states go to the one tried first.
 
 from __future__ import annotations
 
-import collections
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -110,8 +104,6 @@ class NeuroShardConfig:
     come with the package for the task's device, and where there are none, `shared`,
     with a warning; `shared`: the models that the search is given, to compare searches
     alone."""
-    faithful: bool = True
-    """Keep what the module's description lists as faults."""
     time_budget_seconds: float = math.inf
     """No new state is tried after this; the paper knows no limit."""
 
@@ -271,13 +263,12 @@ class NeuroShardLoops:
         self._cache: dict[tuple[Shard, ...], float] = {}
         self._features = [t.num_features for t in task.tables]
         self._memory = task.memory_bytes or (math.inf,) * task.world_size
-        self._caps = config.caps if config.faithful else (*config.caps, math.inf)
 
     def compute_ms(self, shards: Sequence[Shard]) -> float:
         """Predicted forward + backward of one rank; 0 if it holds nothing."""
         if not shards:
             return 0.0
-        key = tuple(shards) if self.config.faithful else _joined(shards)
+        key = tuple(shards)
         if key not in self._cache:
             self.num_predictions += 1
             self._cache[key] = self.costs.compute_ms(key)
@@ -334,7 +325,7 @@ class NeuroShardLoops:
     def best_of_caps(self, shards: Sequence[Shard]) -> tuple[float, Ranks | None]:
         """Return the cheapest placement over the caps and its cost, else infinity."""
         best: tuple[float, Ranks | None] = (math.inf, None)
-        for cap in self._caps:
+        for cap in self.config.caps:
             ranks = self.greedy(shards, cap)
             if ranks is not None:
                 cost = self.total_ms(ranks)
@@ -389,9 +380,7 @@ class NeuroShardLoops:
         beam = [whole]
         for _ in range(self.config.max_rounds):
             found: list[tuple[float, list[Shard]]] = []
-            for state in self._distinct(
-                s for kept in beam for s in self.candidates(kept)
-            ):
+            for state in (s for kept in beam for s in self.candidates(kept)):
                 self.out_of_time = time.monotonic() > deadline
                 if self.out_of_time:
                     return best
@@ -404,22 +393,6 @@ class NeuroShardLoops:
             found.sort(key=lambda f: f[0])
             beam = [state for _, state in found[: self.config.beam_width]]
         return best
-
-    def _distinct(self, states: Iterable[list[Shard]]) -> Iterator[list[Shard]]:
-        seen: set[tuple[Shard, ...]] = set()
-        for state in states:
-            key = tuple(sorted(state))
-            if self.config.faithful or key not in seen:
-                seen.add(key)
-                yield state
-
-
-def _joined(shards: Iterable[Shard]) -> tuple[Shard, ...]:
-    """One shard per table, in order."""
-    widths = collections.Counter[int]()
-    for table, width in shards:
-        widths[table] += width
-    return tuple(sorted(widths.items()))
 
 
 class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
@@ -517,11 +490,5 @@ def _no_plan(loops: NeuroShardLoops) -> InfeasibleError:
         f"{task.world_size} ranks: no placement keeps to the memory and to "
         f"{max(config.caps):g} times the mean of {mean:.1f} columns a rank (the widest "
         f"table, '{task.tables[widest[0]].name}', has {loops.columns(widest)}). Use "
-        "search='default'"
-        + (
-            ", faithful=False (which also tries without a cap)"
-            if config.faithful
-            else ""
-        )
-        + " or give the ranks more memory."
+        "search='default' or give the ranks more memory."
     )
