@@ -1,4 +1,4 @@
-"""A planner that has learned of a job: other times, other inputs, the same model."""
+"""A planner that has learned of a job: other inputs, the same model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.profiles import uniform_profile
-from torchrec_neuroshard.simulator import PHASES, PredictedCosts
+from torchrec_neuroshard.simulator import PredictedCosts
 from torchrec_neuroshard.testing import AnalyticCommsModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -35,20 +35,11 @@ def price(planner: NeuroShardPlanner, plan: Any, model: nn.Module) -> PredictedC
     return planner.costs.evaluate(planner.costs.lower(options.of(plan)))
 
 
-def test_phases_are_multiplied_by_their_factors() -> None:
-    topology = gpus(4, local_world_size=2)
-    planner = make_planner(topology=topology, search_only=False)
+def test_without_news_nothing_changes() -> None:
+    planner = make_planner(topology=gpus(4, local_world_size=2), search_only=False)
     model = bags()
     plan = planner.plan(model, bag_sharders())
-    factors = dict(zip(PHASES, (2.0, 3.0, 0.5, 1.5, 4.0), strict=True))
-    learned = planner.relearned(profiles={}, factors=factors)
-    before, after = price(planner, plan, model), price(learned, plan, model)
-    for old, new in zip(before.ranks, after.ranks, strict=True):
-        for phase, factor in factors.items():
-            assert getattr(new, phase) == pytest.approx(factor * getattr(old, phase))
-    assert before.critical_path_ms > 0
-    assert after.compute_source == "corrected by a job under way"
-    same = price(planner.relearned(profiles={}), plan, model)
+    before, same = (price(p, plan, model) for p in (planner, planner.relearned({})))
     assert same.ranks == before.ranks and same.compute_source == before.compute_source
 
 
@@ -57,7 +48,7 @@ def test_new_profiles_stand_in_for_old_ones_feature_by_feature() -> None:
         return uniform_profile(batch_size=64, pooling_factor=ids, num_embeddings=1000)
 
     planner = make_planner(profiles={"f0": profile(1.0), "f1": profile(1.0)})
-    learned = planner.relearned(profiles={"f1": profile(20.0)})
+    learned = planner.relearned({"f1": profile(20.0)})
     found = {f: p.pooling_factor for f, p in learned.profiles.items()}
     assert found == {"f0": 1.0, "f1": 20.0}
     assert planner.profiles["f1"].pooling_factor == 1.0
@@ -69,7 +60,7 @@ def test_slowdown_of_kernels_at_once_counts_once() -> None:
     planner = make_planner(comms_model=comms)
     model = bags()
     plan = planner.plan(model, bag_sharders())
-    learned = planner.relearned(profiles={}).relearned(profiles={})
+    learned = planner.relearned({}).relearned({})
     assert price(learned, plan, model).ranks == price(planner, plan, model).ranks
 
 

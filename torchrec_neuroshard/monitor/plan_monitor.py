@@ -60,7 +60,7 @@ class PlanMonitor:
     predicted beside what was measured, to the logger "torchrec_neuroshard.monitor".
     Inputs are profiled from the ids that enter the sharded modules, and the table whose
     inputs changed most is named. `replan()` looks for better places of the tables with
-    these times and inputs, and moves them.
+    these inputs, and moves them.
 
     A monitor never breaks training: what goes wrong on a rank ends in one warning on
     each, after which nothing more is measured.
@@ -290,9 +290,8 @@ class PlanMonitor:
         """Look for better places and move tables; on every rank, between iterations.
 
         Rank 0 calls `torchrec_neuroshard.replan` while the others wait. Costs are the
-        planner's, with the profiles of the inputs seen so far, and times the factors of
-        the last reports. The moves are made by `apply_moves`, unless a train pipeline
-        has batches under way.
+        planner's, with the profiles of the inputs seen so far. The moves are made by
+        `apply_moves`, unless a train pipeline has batches under way.
 
         After moves `model.fused_optimizer` is a new object: give it to the wrappers and
         schedulers that hold the old one.

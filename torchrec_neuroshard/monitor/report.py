@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from torch import nn
 
 from torchrec_neuroshard.phase_timer import PhaseTimes, critical_times
@@ -26,17 +23,7 @@ from torchrec_neuroshard.simulator import PHASES, PredictedCosts
 
 __all__ = ["Assessor", "Difference", "Drift", "Measured", "MonitorReport", "Phases"]
 
-Floats = npt.NDArray[np.float64]
-
 _COMPUTE = ("fwd_compute", "bwd_compute")
-_REMEMBERED = 3
-"""Reports that correction factors are taken over: few, so that they follow drift."""
-_MOST_FACTOR = 5.0
-"""Factors are held to it and to its inverse: where more is missing, as in a collective
-that is all latency, what is missing does not grow with what is predicted."""
-_TOLD_APART = 0.1
-"""Ranks say what a predicted difference takes where their predictions differ by this
-part of the mean."""
 _LEAST_DRIFT = 1.1
 """Inputs that changed by less than this factor are not named."""
 _UNLIMITED = 2**62
@@ -191,9 +178,6 @@ class MonitorReport:
     """Of each compute phase of each rank and of each collective, the largest first."""
     drifts: tuple[Drift, ...]
     """Tables whose inputs changed, the most changed first."""
-    factors: Mapping[str, float]
-    """Phase -> what a predicted millisecond more takes, over the last reports; `replan`
-    multiplies predictions by it."""
 
     def __str__(self) -> str:
         """Return it as text."""
@@ -244,18 +228,10 @@ class Assessor:
         """
         self._planner, self._model, self._sharders = planner, model, list(sharders)
         self.profiles: dict[str, FeatureProfile] = {}
-        self._seen: dict[str, deque[float]] = {
-            p: deque(maxlen=_REMEMBERED) for p in PHASES
-        }
         self._plan: Any = None
         self._options: list[Any] = []
         self._planned: PredictedCosts
         self._seconds = 0.0
-
-    @property
-    def factors(self) -> dict[str, float]:
-        """Return phase -> what a predicted millisecond more takes."""
-        return {p: statistics.median(seen) for p, seen in self._seen.items() if seen}
 
     def planned(self, plan: Any) -> PredictedCosts:
         """Price a plan with the inputs that the planner was given; kept."""
@@ -301,13 +277,10 @@ class Assessor:
         costs = self.planned(plan)
         planned = predicted = Phases.of(costs, measured.modules)
         drifts: tuple[Drift, ...] = ()
-        is_fresh = bool(self.profiles) and self._seconds <= seconds
-        if is_fresh:
-            now = self._planner.relearned(profiles=self.profiles)
+        if self.profiles and self._seconds <= seconds:
+            now = self._planner.relearned(self.profiles)
             predicted = Phases.of(self._price(now), measured.modules)
             drifts = self._drifts(now)
-        if is_fresh or not self.profiles:
-            self._learn(predicted, measured)
         return MonitorReport(
             last_iteration=last_iteration,
             planned=planned,
@@ -315,22 +288,7 @@ class Assessor:
             measured=measured,
             differences=_differences(predicted, measured),
             drifts=drifts,
-            factors=self.factors,
         )
-
-    def _learn(self, predicted: Phases, measured: Phases) -> None:
-        """Remember what was measured over what was predicted for the same inputs."""
-        for phase, ms in measured.critical_ms.items():
-            predicted_W, measured_W = (
-                np.array([r.get(phase, 0.0) for r in phases.by_rank_ms])
-                for phases in (predicted, measured)
-            )
-            if not (ms > 0 and predicted.critical_ms[phase] > 0):
-                continue
-            factor = ms / predicted.critical_ms[phase]
-            if phase in _COMPUTE:
-                factor = _slope(measured_W, predicted_W)
-            self._seen[phase].append(min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR))
 
     def replan(
         self,
@@ -340,12 +298,10 @@ class Assessor:
         executable_only: bool,
         config: ReplanConfig | None,
     ) -> ReplanResult:
-        """Call `replan` with costs as measured and inputs as they are now."""
+        """Call `replan` with inputs as they are now."""
         return replan(
             plan,
-            planner=self._planner.relearned(
-                profiles=self.profiles, factors=self.factors
-            ),
+            planner=self._planner.relearned(self.profiles),
             model=self._model,
             budget_bytes=_UNLIMITED if budget_bytes is None else budget_bytes,
             sharders=self._sharders,
@@ -355,19 +311,5 @@ class Assessor:
 
     def follow(self) -> None:
         """Take it that moves were made, for the inputs known now."""
-        self._planner = self._planner.relearned(profiles=self.profiles)
+        self._planner = self._planner.relearned(self.profiles)
         self._plan = None
-
-
-def _slope(measured_W: Floats, predicted_W: Floats) -> float:
-    """Return what a predicted millisecond more takes.
-
-    By the ranks' differences, where they are predicted to differ: what does not grow
-    with the load is not saved by moving it. At zero predicted, less than nothing is
-    never measured, so that it is at most measured over predicted.
-    """
-    ratio = float(measured_W.sum() / predicted_W.sum())
-    apart_W = predicted_W - predicted_W.mean()
-    if float(np.abs(apart_W).max()) < _TOLD_APART * float(predicted_W.mean()):
-        return ratio
-    return min(ratio, float(apart_W @ measured_W / (apart_W @ apart_W)))

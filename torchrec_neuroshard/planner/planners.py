@@ -34,7 +34,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
-from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel, ScaledCostModel
+from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.compat import (
@@ -95,7 +95,6 @@ from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
-from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["NeuroShardPlanner"]
 
@@ -723,35 +722,20 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         except Exception as error:  # an odd module; the plan is good all the same
             logger.debug("the model's outline could not be kept: %r", error)
 
-    def relearned(
-        self,
-        *,
-        profiles: Mapping[str, FeatureProfile],
-        factors: Mapping[str, float] | None = None,
-    ) -> NeuroShardPlanner:
+    def relearned(self, profiles: Mapping[str, FeatureProfile]) -> NeuroShardPlanner:
         """Return a planner like this one that has learned of a job under way.
 
         Args:
             profiles: Fresh ones, by feature; the others stay.
-            factors: Phase of an iteration, by the names of `simulator.PHASES` -> what
-                was measured over what this planner predicts. Those left out are 1.
 
         Returns:
             The planner. Parts that were given to this one are shared, and a `costs` of
             their own that they may have stays as it is.
         """
-        found = dict.fromkeys(PHASES, 1.0) | dict(factors or {})
-        source = "corrected by a job under way" if factors else None
-        costs = self.costs
-        kernels = found["fwd_compute"], found["bwd_compute"]
+        # By factors of 1: what kernels that run at once take is in the costs already.
         return self._again(
-            cost_model=ScaledCostModel(costs.cost_model, kernels, source),
             comms_model=ScaledCommsModel(
-                costs.comms_model,
-                index=found["index_comms"],
-                forward=found["fwd_comms"],
-                backward=found["bwd_comms"],
-                source=source,
+                self.costs.comms_model, index=1.0, forward=1.0, backward=1.0
             ),
             profiles={**self._profiles, **profiles},
         )
