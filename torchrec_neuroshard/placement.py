@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -595,26 +594,3 @@ class Placement:
     def table_shards(self, table: int) -> tuple[ColumnShard, ...]:
         """Return the shards of one table, by offset."""
         return tuple(s for s in self.shards if s.table == table)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary; `from_json` reads it back."""
-        return {
-            "world_size": self.world_size,
-            "shards": [
-                list(dataclasses.astuple(s))[: 4 if s.rows == ALL_ROWS else None]
-                for s in self.shards
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Placement:
-        """Read what `to_json` wrote.
-
-        Raises:
-            PlacementError: The data is not a placement.
-        """
-        try:
-            shards = tuple(ColumnShard(*map(int, s)) for s in data["shards"])
-            return cls(int(data["world_size"]), tuple(sorted(shards)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlacementError(f"not a placement: {error!r}") from error

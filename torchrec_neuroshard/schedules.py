@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -119,10 +119,6 @@ class DenseMs:
     def total_ms(self) -> float:
         """All of it, one after the other."""
         return float(sum(getattr(self, name) for name in DENSE))
-
-    def to_json(self) -> dict[str, float | bool]:
-        """Return a JSON-ready dictionary."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -156,29 +155,6 @@ class PredictedCosts:
     def timed_phases(self, schedule: Schedule) -> Floats:
         """Phases in the terms of a schedule, `1 x W x S x 6` [ms]."""
         return timed_phases(stage_phases(self.stages)[None], schedule)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary."""
-        return {
-            "critical_path_ms": self.critical_path_ms,
-            "uncertainty": self.uncertainty,
-            "is_sampled": self.is_sampled,
-            "compute_source": self.compute_source,
-            "comms_source": self.comms_source,
-            "ranks": [r.to_json() for r in self.ranks],
-            "stages": [
-                {"name": s.name, "ranks": [r.to_json() for r in s.ranks]}
-                for s in self.stages
-            ],
-            **(
-                {}
-                if self.schedule is SEQUENTIAL and not self.dense.total_ms
-                else {
-                    "pipeline_type": self.schedule.name,
-                    "dense_ms": self.dense.to_json(),
-                }
-            ),
-        }
 
 
 @dataclass(frozen=True, slots=True)

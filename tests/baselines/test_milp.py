@@ -38,8 +38,8 @@ def test_tables_are_cut_where_that_pays() -> None:
     # Lookups cost nothing, bytes do: a cut halves them.
     models = AnalyticCostModel(launch_ms=0.0, lookup_ns=0.0), MODELS[1]
     found = MilpSearcher(EXACT).search(alike(3, 2), *models)
-    whole = MilpSearcher(dataclasses.replace(EXACT, splits=False))
-    kept = whole.search(alike(3, 2), *models)
+    whole = alike(3, 2, max_shards=(1,) * 3)
+    kept = MilpSearcher(EXACT).search(whole, *models)
     assert sorted(s.width for s in found.placement.shards) in ([8, 8, 16, 16], [8] * 6)
     assert [s.width for s in kept.placement.shards] == [16] * 3
     ratio = found.predicted.critical_path_ms / kept.predicted.critical_path_ms

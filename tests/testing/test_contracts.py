@@ -53,7 +53,7 @@ from torchrec_neuroshard.cost_models.bundle import (
 from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
 from torchrec_neuroshard.cost_models.compute import PhysicalConstants
 from torchrec_neuroshard.cost_models.loading import PRETRAINED, pretrained_names
-from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel, ScaledCostModel
+from torchrec_neuroshard.cost_models.scaled import RelievedCommsModel, ScaledCostModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.features import FEATURE_NAMES
 from torchrec_neuroshard.gpu_cards import GPU_CARDS
@@ -90,8 +90,8 @@ COST_MODELS: dict[str, Callable[[], CostModel]] = {
 
 COMMS_MODELS: dict[str, Callable[..., CommsModel]] = {
     "analytic": lambda **ranks: AnalyticCommsModel(),
-    "scaled": lambda **ranks: ScaledCommsModel(
-        AnalyticCommsModel(), index=2.0, forward=0.5, backward=3.0
+    "relieved": lambda **ranks: RelievedCommsModel(
+        AnalyticCommsModel(), {"index_comms": 0.01, "bwd_comms": 0.02}
     ),
     "bandwidth": lambda **ranks: BandwidthCommsModel(
         **ranks, intra_gb_per_s=300.0, inter_gb_per_s=25.0

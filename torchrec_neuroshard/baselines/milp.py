@@ -20,7 +20,6 @@ all stages.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,8 +55,6 @@ _LEAST_GAIN = 1e-9
 class MilpConfig:
     """Limits of the program and of its solver."""
 
-    splits: bool = True
-    """Whether tables may be cut, into shards of one width."""
     time_budget_seconds: float = 20.0
     """HiGHS stops soon after this; some of its steps cannot be interrupted."""
     relative_gap: float = 1e-3
@@ -93,27 +90,21 @@ class _Program:
 
     def __init__(self, task: ShardingTask, options: _Options) -> None:
         self.task, self.options = task, options
-        num_options, num_phases = options.cost_OP.shape
-        self._num_placed = num_options * task.world_size
         # Milliseconds relative to an even share, so that tolerances mean something.
         whole_OP = options.cost_OP[options.shards_O == 1]
         self.unit_ms = max(float(whole_OP.sum()) / task.world_size, 1e-9)
-        self._shape = num_options, task.world_size, num_phases
 
     def solve(self, config: MilpConfig) -> tuple[Ints | None, str]:
         """Return the widths found, `T x W`, if any, and what HiGHS says of its end."""
-        num_options, num_ranks, num_phases = self._shape
-        num_binary = self._num_placed + num_options
+        num_options, num_phases = self.options.cost_OP.shape
+        num_ranks = self.task.world_size
+        num_placed = num_options * num_ranks
+        is_binary = np.r_[np.ones(num_placed + num_options), np.zeros(num_phases)]
         found = optimize.milp(
-            np.r_[np.zeros(num_binary), np.ones(num_phases)],
-            integrality=np.r_[np.ones(num_binary), np.zeros(num_phases)],
-            bounds=optimize.Bounds(
-                0, np.r_[np.ones(num_binary), np.full(num_phases, np.inf)]
-            ),
-            constraints=[
-                optimize.LinearConstraint(matrix.tocsr(), low, high)
-                for matrix, low, high in self._constraints()
-            ],
+            1 - is_binary,
+            integrality=is_binary,
+            bounds=optimize.Bounds(0, np.where(is_binary, 1, np.inf)),
+            constraints=self._constraints(),
             options={
                 "time_limit": config.time_budget_seconds,
                 "mip_rel_gap": config.relative_gap,
@@ -121,80 +112,50 @@ class _Program:
         )
         if found.x is None:
             return None, str(found.message)
-        placed_OW = found.x[: self._num_placed].reshape(num_options, num_ranks) > 0.5
+        placed_OW = found.x[:num_placed].reshape(num_options, num_ranks) > 0.5
         width_TW = np.zeros((len(self.task.tables), num_ranks), dtype=np.int64)
         option, rank = np.nonzero(placed_OW)
         width_TW[self.options.table_O[option], rank] = self.options.width_O[option]
         return width_TW, str(found.message)
 
-    def _constraints(self) -> Sequence[tuple[sparse.coo_array, Floats, Floats]]:
-        return [
-            self._one_option_each(),
-            self._all_shards_placed(),
-            self._largest_ranks(),
-            *([self._memory()] if self.task.memory_bytes else []),
-        ]
-
-    def _one_option_each(self) -> tuple[sparse.coo_array, Floats, Floats]:
-        """Each table is cut one way."""
-        num_options, num_tables = self._shape[0], len(self.task.tables)
-        taken = self._num_placed + np.arange(num_options)
-        matrix = self._matrix(
-            np.ones(num_options), self.options.table_O, taken, num_tables
-        )
-        return matrix, np.ones(num_tables), np.ones(num_tables)
-
-    def _all_shards_placed(self) -> tuple[sparse.coo_array, Floats, Floats]:
-        """As many ranks hold a shard of an option as it has shards, if it is taken."""
-        num_options, num_ranks, _ = self._shape
-        row = np.arange(num_options)
-        matrix = self._matrix(
-            np.r_[np.ones(self._num_placed), -self.options.shards_O],
-            np.r_[np.repeat(row, num_ranks), row],
-            np.r_[np.arange(self._num_placed), self._num_placed + row],
-            num_options,
-        )
-        return matrix, np.zeros(num_options), np.zeros(num_options)
-
-    def _largest_ranks(self) -> tuple[sparse.coo_array, Floats, Floats]:
-        """No rank is longer in a phase than the largest."""
-        _, num_ranks, num_phases = self._shape
-        option, phase = np.nonzero(self.options.cost_OP)
-        cost = self.options.cost_OP[option, phase] / self.unit_ms
-        rank = np.arange(num_ranks)
-        count = num_ranks * num_phases
-        largest = self._num_placed + self._shape[0] + np.arange(num_phases)
-        matrix = self._matrix(
-            np.r_[np.repeat(cost, num_ranks), -np.ones(count)],
-            np.r_[(phase[:, None] * num_ranks + rank).ravel(), np.arange(count)],
-            np.r_[
-                (option[:, None] * num_ranks + rank).ravel(),
-                np.repeat(largest, num_ranks),
+    def _constraints(self) -> optimize.LinearConstraint:
+        options, caps = self.options, self.task.memory_bytes
+        num_options, num_phases = options.cost_OP.shape
+        num_tables, num_ranks = len(self.task.tables), self.task.world_size
+        cut_TO = options.table_O == np.arange(num_tables)[:, None]
+        rank_WW = sparse.eye_array(num_ranks)
+        every_W1 = np.ones((num_ranks, 1))
+        cost_PO = sparse.coo_array(options.cost_OP.T / self.unit_ms)
+        blocks = [
+            # Each table is cut one way.
+            [None, sparse.coo_array(cut_TO.astype(np.float64)), None],
+            # As many ranks hold a shard of an option as it has shards, if it is taken.
+            [
+                sparse.kron(sparse.eye_array(num_options), every_W1.T),
+                sparse.diags_array(-options.shards_O.astype(np.float64)),
+                None,
             ],
-            count,
-        )
-        return matrix, np.full(count, -np.inf), np.zeros(count)
-
-    def _memory(self) -> tuple[sparse.coo_array, Floats, Floats]:
-        """No rank holds more than it has."""
-        num_options, num_ranks, _ = self._shape
-        cap_W = np.asarray(self.task.memory_bytes, dtype=np.float64)
-        unit_W = np.maximum(cap_W, 1.0)
-        share_OW = self.options.bytes_O[:, None] / unit_W
-        matrix = self._matrix(
-            share_OW.ravel(),
-            np.tile(np.arange(num_ranks), num_options),
-            np.arange(self._num_placed),
-            num_ranks,
-        )
-        # What a solver takes for equal may be a little more.
-        return matrix, np.full(num_ranks, -np.inf), cap_W / unit_W - _TOLERANCE
-
-    def _matrix(
-        self, values: Floats, rows: Ints, columns: Ints, num_rows: int
-    ) -> sparse.coo_array:
-        num_variables = self._num_placed + self._shape[0] + self._shape[2]
-        return sparse.coo_array((values, (rows, columns)), (num_rows, num_variables))
+            # No rank is longer in a phase than the largest.
+            [
+                sparse.kron(cost_PO, rank_WW),
+                None,
+                sparse.kron(-sparse.eye_array(num_phases), every_W1),
+            ],
+        ]
+        count = num_ranks * num_phases
+        equal = np.r_[np.ones(num_tables), np.zeros(num_options)]
+        low, high = np.r_[equal, np.full(count, -np.inf)], np.r_[equal, np.zeros(count)]
+        if caps:
+            cap_W = np.asarray(caps, dtype=np.float64)
+            unit_W = np.maximum(cap_W, 1.0)
+            bytes_1O = sparse.coo_array(options.bytes_O[None])
+            held = sparse.kron(bytes_1O, sparse.diags_array(1 / unit_W))
+            blocks.append([held, None, None])
+            low = np.r_[low, np.full(num_ranks, -np.inf)]
+            # What a solver takes for equal may be a little more.
+            high = np.r_[high, cap_W / unit_W - _TOLERANCE]
+        matrix = sparse.block_array(blocks, format="csr")
+        return optimize.LinearConstraint(matrix, low, high)
 
     def objective(self, width_TW: Ints) -> float:
         """Sum over phases of the largest rank's time, costs added up [ms]."""
@@ -229,7 +190,7 @@ class MilpSearcher(BudgetedSearcher[MilpConfig]):
         require_unconstrained(task, self.name)
         check_memory(task)
         simulator = Simulator(task, cost_model, comms_model)
-        options = _options(simulator, self.config.splits)
+        options = _options(simulator)
         program = _Program(task, options)
         found, message = program.solve(self.config)
         width_TW, fallback = _better(program, found, message)
@@ -239,12 +200,12 @@ class MilpSearcher(BudgetedSearcher[MilpConfig]):
         return finish(placement, simulator, start, evaluated, fallback=fallback)
 
 
-def _options(simulator: Simulator, splits: bool) -> _Options:
+def _options(simulator: Simulator) -> _Options:
     task = simulator.task
     cuts = [
         (table, widths[0], len(widths))
         for table in range(len(task.tables))
-        for count in (legal_splits(task, table) if splits else (1,))
+        for count in legal_splits(task, table)
         if len(set(widths := split_widths(task, table, count))) == 1
     ]
     table_O, width_O, shards_O = np.array(cuts, dtype=np.int64).T

@@ -1,4 +1,4 @@
-"""Another model's times, times what was found to be missing, or as a schedule has them.
+"""Another model's times, times factors or as a schedule has them.
 
 Searches make the sum of an iteration's phases short, each on its slowest rank. Under a
 schedule some of them take nothing at first, and some add up on each rank: where the
@@ -20,7 +20,6 @@ from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 __all__ = [
     "JoinedCostModel",
     "RelievedCommsModel",
-    "ScaledCommsModel",
     "ScaledCostModel",
 ]
 
@@ -30,19 +29,16 @@ Floats = npt.NDArray[np.float64]
 class ScaledCostModel(CostModel):
     """Another model's kernels, forward and backward times a factor each."""
 
-    def __init__(
-        self, alone: CostModel, factors: tuple[float, float], source: str | None = None
-    ) -> None:
+    def __init__(self, alone: CostModel, factors: tuple[float, float]) -> None:
         """Take a model.
 
         Args:
             alone: The model.
             factors: Of forward and backward.
-            source: What the numbers rest on now. None: on what `alone` rests.
         """
         self.alone = alone
         self.name, self.hardware = alone.name, alone.hardware
-        self.source, self.error = source or alone.source, alone.error
+        self.source, self.error = alone.source, alone.error
         self.reference_ms = alone.reference_ms
         self._factors_2 = np.array(factors)
 
@@ -97,72 +93,6 @@ class ScaledCostModel(CostModel):
         return self.alone.range_warnings(features_NF)
 
 
-class ScaledCommsModel(CommsModel):
-    """Another model's collectives, each of an iteration's three times a factor.
-
-    What the other model says of kernels that run at once is not handed on: it is part
-    of the kernels' times already.
-    """
-
-    def __init__(
-        self,
-        base: CommsModel,
-        *,
-        index: float,
-        forward: float,
-        backward: float,
-        source: str | None = None,
-    ) -> None:
-        """Take a model.
-
-        Args:
-            base: The model.
-            index: Factor of the index exchange.
-            forward: Of what moves in the forward pass.
-            backward: Of what moves in the backward pass.
-            source: What the numbers rest on now. None: on what `base` rests.
-        """
-        self.base = base
-        self.even_is_fastest = base.even_is_fastest
-        self.source = source or base.source
-        self._index, self._factors_2 = index, np.array([forward, backward])
-
-    def under(self, factors: EstimateFactors) -> Self:
-        """See `CommsModel.under`."""
-        other = copy.copy(self)
-        other.base = self.base.under(factors)
-        return other
-
-    def _scaled(self, ms_X2: Floats) -> Floats:
-        scaled: Floats = ms_X2 * self._factors_2
-        return scaled
-
-    def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
-        """See `CommsModel.all_to_all`."""
-        return self._scaled(self.base.all_to_all(columns_CW, batch_size))
-
-    def column_order(self, columns_C: Floats, batch_size: int) -> Floats:
-        """See `CommsModel.column_order`."""
-        return self._scaled(self.base.column_order(columns_C, batch_size))
-
-    def index_all_to_all(self, bytes_CW: Floats) -> Floats:
-        """See `CommsModel.index_all_to_all`."""
-        return self.base.index_all_to_all(bytes_CW) * self._index
-
-    def row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
-        """See `CommsModel.row_wise`."""
-        return self._scaled(self.base.row_wise(columns_CW, batch_size))
-
-    def node_row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
-        """See `CommsModel.node_row_wise`."""
-        return self._scaled(self.base.node_row_wise(columns_CW, batch_size))
-
-    def all_reduce(self, bytes_CW: Floats) -> Floats:
-        """See `CommsModel.all_reduce`; it runs in the backward pass."""
-        reduced: Floats = self.base.all_reduce(bytes_CW) * self._factors_2[1]
-        return reduced
-
-
 class JoinedCostModel(ScaledCostModel):
     """Another model's kernels, the backward pass and the next forward as one phase."""
 
@@ -190,8 +120,12 @@ class JoinedCostModel(ScaledCostModel):
         return _joined(self.alone.host_memory(features_NF, gb_per_s_N, missed_N))
 
 
-class RelievedCommsModel(ScaledCommsModel):
-    """Another model's collectives, less what runs beside something longer."""
+class RelievedCommsModel(CommsModel):
+    """Another model's collectives, less what runs beside something longer.
+
+    What the other model says of kernels that run at once is not handed on: it is part
+    of the kernels' times already.
+    """
 
     def __init__(self, base: CommsModel, reliefs_ms: Mapping[str, float]) -> None:
         """Take a model.
@@ -199,15 +133,27 @@ class RelievedCommsModel(ScaledCommsModel):
         Args:
             base: The model.
             reliefs_ms: Index, forward and backward collective, by the names of
-                `simulator.PHASES` -> what does not count of it.
+                `simulator.PHASES` -> what does not count of it; 0 where left out.
         """
-        super().__init__(base, index=1.0, forward=1.0, backward=1.0)
-        self._relief_ms = reliefs_ms["index_comms"]
-        self._relief_2 = np.array([reliefs_ms["fwd_comms"], reliefs_ms["bwd_comms"]])
+        self.base = base
+        self.even_is_fastest, self.source = base.even_is_fastest, base.source
+        names = ("index_comms", "fwd_comms", "bwd_comms")
+        reliefs = [reliefs_ms.get(name, 0.0) for name in names]
+        self._relief_ms, self._relief_2 = reliefs[0], np.array(reliefs[1:])
 
-    def _scaled(self, ms_X2: Floats) -> Floats:
+    def under(self, factors: EstimateFactors) -> Self:
+        """See `CommsModel.under`."""
+        other = copy.copy(self)
+        other.base = self.base.under(factors)
+        return other
+
+    def _left(self, ms_X2: Floats) -> Floats:
         left: Floats = np.maximum(ms_X2 - self._relief_2, 0.0)
         return left
+
+    def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.all_to_all`."""
+        return self._left(self.base.all_to_all(columns_CW, batch_size))
 
     def column_order(self, columns_C: Floats, batch_size: int) -> Floats:
         """See `CommsModel.column_order`: kernels, beside nothing."""
@@ -219,8 +165,16 @@ class RelievedCommsModel(ScaledCommsModel):
         left: Floats = np.maximum(whole - self._relief_ms, 0.0)
         return left
 
+    def row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.row_wise`."""
+        return self._left(self.base.row_wise(columns_CW, batch_size))
+
+    def node_row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.node_row_wise`."""
+        return self._left(self.base.node_row_wise(columns_CW, batch_size))
+
     def all_reduce(self, bytes_CW: Floats) -> Floats:
-        """See `CommsModel.all_reduce`."""
+        """See `CommsModel.all_reduce`; it runs in the backward pass."""
         whole = self.base.all_reduce(bytes_CW)
         left: Floats = np.maximum(whole - self._relief_2[1], 0.0)
         return left

@@ -34,7 +34,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
-from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel
+from torchrec_neuroshard.cost_models.scaled import RelievedCommsModel
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.compat import (
@@ -732,11 +732,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             The planner. Parts that were given to this one are shared, and a `costs` of
             their own that they may have stays as it is.
         """
-        # By factors of 1: what kernels that run at once take is in the costs already.
+        # Relieved of nothing, so that what kernels take at once is not counted twice.
         return self._again(
-            comms_model=ScaledCommsModel(
-                self.costs.comms_model, index=1.0, forward=1.0, backward=1.0
-            ),
+            comms_model=RelievedCommsModel(self.costs.comms_model, {}),
             profiles={**self._profiles, **profiles},
         )
 

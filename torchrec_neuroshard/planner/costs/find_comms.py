@@ -17,7 +17,7 @@ from torchrec_neuroshard.cost_models import (
     load_comms_model,
 )
 from torchrec_neuroshard.cost_models.rank_groups import RankGroups
-from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel
+from torchrec_neuroshard.cost_models.scaled import RelievedCommsModel
 from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.options.topologies import (
     GB_PER_S,
@@ -33,7 +33,7 @@ def find_rank_groups(
     devices: PlannedDevices, world: CommsModel, cost_model: str | Path | CostModel
 ) -> CommsModel:
     """Collectives of all ranks and of the groups that TorchRec makes of them."""
-    if isinstance(world, ScaledCommsModel):  # made of a model that knows the groups
+    if isinstance(world, RelievedCommsModel):  # made of a model that knows the groups
         return world
     topology = devices.topology
     world_size, size = int(topology.world_size), node_size(topology)
