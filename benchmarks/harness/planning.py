@@ -149,7 +149,11 @@ class PlanningDesk:
         return {
             "embedding_ms": judged.critical_path_ms,
             "phases_ms": predicted_phases(judged),
-            **{k: v for k, v in judged.to_json().items() if k != "stages"},
+            "critical_path_ms": judged.critical_path_ms,
+            "uncertainty": judged.uncertainty,
+            "compute_source": judged.compute_source,
+            "comms_source": judged.comms_source,
+            "ranks": [rank.to_json() for rank in judged.ranks],
         }
 
     @property
