@@ -36,10 +36,6 @@ __all__ = [
 ]
 
 RELEASES = {
-    "1.2": "2.7",
-    "1.3": "2.8",
-    "1.4": "2.9",
-    "1.5": "2.10",
     "1.6": "2.11",
     "1.7": "2.12",
     "1.8": "2.13",
@@ -47,7 +43,7 @@ RELEASES = {
 }
 """Release of torchrec and of fbgemm -> the torch release that belongs to it.
 
-Source: the compatibility table in FBGEMM's `fbgemm_gpu/__init__.py` (1.2 to 1.8);
+Source: the compatibility table in FBGEMM's `fbgemm_gpu/__init__.py` (1.6 to 1.8);
 1.9 continues the series.
 """
 
@@ -274,12 +270,9 @@ def run(args: argparse.Namespace) -> int:
             failure = load_frameworks()
         if failure is not None:
             problems = [f"versions fit, but the packages do not load: {failure}"]
-    release = _release("torchrec", installed.torchrec)
-    if release is not None and release not in SUPPORTED_RELEASES:
+    if installed.torchrec and _release("torchrec", installed.torchrec) is None:
         first, *_, last = SUPPORTED_RELEASES
-        print(
-            f"\nwarning: torchrec {installed.torchrec} is older than {first} to {last}"
-        )
+        print(f"\nwarning: torchrec {installed.torchrec} is none of {first} to {last}")
     for problem in problems:
         print(f"\nerror: {problem}")
     if problems:

@@ -21,11 +21,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from torchrec_neuroshard.devices import accelerator, is_accelerator, synchronize
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.compat import (
-    lookups,
-    num_output_collectives,
-    wait_through,
-)
+from torchrec_neuroshard.planner.compat import lookups, wait_through
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = [
@@ -85,7 +81,6 @@ class PhaseTimer:
     Attributes:
         enabled: Whether iterations are timed; change it between two of them.
         num_kernels: Fused kernels on this rank.
-        num_collectives: Pooled-output all-to-alls of one forward pass.
     """
 
     def __init__(
@@ -116,7 +111,6 @@ class PhaseTimer:
         self._removers: list[Callable[[], None]] = []
         self.enabled = True
         self.num_kernels = 0
-        self.num_collectives = 0
         for path, module in model.named_modules():
             if isinstance(module, ShardedEmbeddingBagCollection):
                 self._marks[path] = _Marks()
@@ -221,7 +215,6 @@ class PhaseTimer:
 
         self._replace(module, "input_dist", timed_input_dist)
         self._replace(module, "compute_and_output_dist", timed_compute)
-        self.num_collectives += num_output_collectives(module)
         for kernel in _fused_kernels(module):
             self.num_kernels += 1
             self._hook_kernel(kernel, path)

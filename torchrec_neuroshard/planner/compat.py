@@ -77,7 +77,6 @@ __all__ = [
     "kernel_settings",
     "lookups",
     "nothing_collected",
-    "num_output_collectives",
     "optimizer_arguments",
     "optimizer_attributes",
     "optimizer_classes",
@@ -725,12 +724,6 @@ def group_timeout_seconds(pg: dist.ProcessGroup) -> float:
             timeout = pg._get_backend(device).options._timeout
             known.append(float(timeout.total_seconds()))
     return min(known)
-
-
-def num_output_collectives(sharded: nn.Module) -> int:
-    """Count the collectives that carry a sharded module's outputs."""
-    dists: Any = sharded._output_dists
-    return len(dists)
 
 
 def wait_through(awaitable: Any, around: Callable[[Callable[[], Any]], Any]) -> None:
