@@ -34,10 +34,7 @@ from torch import nn
 from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE, layers
 from torchrec_neuroshard.cost_models.bundle import BundleFormat
 from torchrec_neuroshard.cost_models.loading import PRETRAINED
-from torchrec_neuroshard.errors import (
-    BundleMismatchError,
-    FeatureSchemaError,
-)
+from torchrec_neuroshard.errors import BundleMismatchError
 from torchrec_neuroshard.profiles import NUM_COUNT_BINS
 from torchrec_neuroshard.records import Fingerprint
 from torchrec_neuroshard.tables import TableConfig
@@ -128,16 +125,7 @@ class ComputeNet(nn.Module):
         self.head = layers([32, 64, 1])
 
     def encode(self, features_NF: torch.Tensor) -> torch.Tensor:
-        """Encode shards, `N x E`; a set's encoding is the sum.
-
-        Raises:
-            FeatureSchemaError: There are not 20 columns.
-        """
-        if features_NF.shape[1] != len(PAPER_FEATURES):
-            raise FeatureSchemaError(
-                f"NeuroShard's compute net takes {len(PAPER_FEATURES)} features, got "
-                f"{features_NF.shape[1]}; compute them with shard_features"
-            )
+        """Encode shards, `N x E`; a set's encoding is the sum."""
         encoded: torch.Tensor = self.encoder((features_NF - self.mean_F) / self.std_F)
         return encoded
 
