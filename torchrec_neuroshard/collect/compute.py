@@ -18,6 +18,7 @@ from rich.console import Console
 
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import (
+    SampledSet,
     SamplingConfig,
     SetSampler,
 )
@@ -306,15 +307,20 @@ class _SetMeter:
         self._config = config
         self._sampler = SetSampler(config.sampling, config.seed, base_tables)
         self._timer, self._monitor = timer, monitor
+        self._ahead: SampledSet | None = None
         self._left_out: dict[int, str] = {}
 
     def measure(self, index: int) -> CostRecord:
         """Measure a set once, whatever the device's state."""
-        sampled = self._sampler.sample(index)
+        sampled = self._ahead
+        if sampled is None or sampled.index != index:
+            sampled = self._sampler.sample(index)
         state: GpuState | None = None
 
         def meanwhile() -> None:
             nonlocal state
+            # Most likely the next one: drawn while the device works on this one.
+            self._ahead = self._sampler.sample(index + 1)
             if self._monitor is not None:
                 state = self._monitor.state()
 
