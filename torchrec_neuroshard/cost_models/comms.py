@@ -195,7 +195,15 @@ class LearnedCommsModel(CommsModel):
 
         Returns:
             `C x W` milliseconds; 0 where nobody has anything to send.
+
+        Raises:
+            ConfigError: The number of ranks is not the model's.
         """
+        if bytes_per_peer_CW.shape[1] != self._world_size:
+            raise ConfigError(
+                f"the model is for {self._world_size} ranks, got values of "
+                f"{bytes_per_peer_CW.shape[1]}"
+            )
         if self._world_size == 1:
             return np.zeros(bytes_per_peer_CW.shape)
         bytes_CW = np.asarray(bytes_per_peer_CW, dtype=np.float64)

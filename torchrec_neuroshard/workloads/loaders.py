@@ -200,7 +200,9 @@ def _one_table(where: str, entry: Any) -> TableConfig:
     try:
         table = TableConfig.from_json(entry)
     except TableError as error:
-        raise TableError(f"{where}: {error}") from error
+        name = entry.get("name") if isinstance(entry, Mapping) else None
+        named = f"table {name!r:.60}: " if isinstance(name, str) else ""
+        raise TableError(f"{where}: {named}{error}") from error
     # Such names would move a terminal's cursor.
     if not table.name.strip() or any(
         ord(c) < 32 or 127 <= ord(c) < 160 for c in table.name
