@@ -119,9 +119,9 @@ CASES = {
             (1, 12, 0),
             (1, 20, 1),
             (2, 12, 1),
-            (3, 16, 1),
+            (3, 8, 1),
         ],
-        types=(COLUMN, COLUMN, COLUMN, TABLE),
+        types=(COLUMN, COLUMN, TABLE, TABLE),
         only={3: TABLE},
     ),
     "empty rank": Case(
@@ -384,6 +384,7 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     chosen = Chosen()
     planner = build_planner(case, callbacks=[chosen])
     plan = planner.collective_plan(model, sharders)
+    assert planner.last_result.fallback is None, planner.last_result.fallback
     entries = plan.plan[""]
     if case.in_pipeline:
         plan = ShardingPlan({"tables": entries})
