@@ -1,6 +1,9 @@
 """On one machine with several GPUs: plan with each planner, train, compare.
 
-    neuroshard calibrate --ranks 8 --out my_bundle
+    neuroshard calibrate --out my_bundle
+    torchrun --nproc-per-node 8 -m torchrec_neuroshard collect comms \\
+        --backend nccl --out comms.parquet
+    neuroshard train comms.parquet --out my_bundle
     torchrun --standalone --nproc-per-node 8 benchmarks/torchrun_multi_gpu.py \\
         --cost-model my_bundle --out benchmarks/results/multi_gpu_8xh100
 
@@ -175,7 +178,7 @@ def make_desk(
     if comms_model is None:
         raise RunError(
             f"'{config.cost_model}' holds no collectives over {ranks.backend}; "
-            f"measure them: neuroshard calibrate --ranks {ranks.world_size}"
+            "measure them with neuroshard collect comms, then neuroshard train"
         )
     profiles = ranks.on_first(
         lambda: profile_tables(
