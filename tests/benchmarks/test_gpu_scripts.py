@@ -132,7 +132,6 @@ def test_the_form_of_fbgemm_that_works_is_taken_and_results_come_back(
 # --- loan.sh for real, on a CPU ---
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
     loan, bundle = Loan(tmp_path), tmp_path / "bundle"
