@@ -154,6 +154,15 @@ def test_terms_by_hand() -> None:
     np.testing.assert_allclose(counts["mean_messages"], 8 / 3)
 
 
+def test_a_byte_between_nodes_counts_as_many_more_as_it_is_slower() -> None:
+    """Two nodes of two ranks; four times slower between them."""
+    bytes_CW = np.array([[100.0, 200.0, 0.0, 50.0]])
+    terms = physical_terms("pooled_forward", bytes_CW, 2, *LINKS)[0]
+    named = {name: terms[:, i] * LINKS[0] * 1e6 for i, name in enumerate(TERM_NAMES)}
+    np.testing.assert_allclose(named["sent_0"], [900, 1800, 0, 450])
+    np.testing.assert_allclose(named["received_0"], [400, 300, 1250, 1200])
+
+
 def test_backward_is_forward_with_sides_changed() -> None:
     bytes_CW = units(6)
     forward = physical_terms("pooled_forward", bytes_CW, 3, *LINKS)
