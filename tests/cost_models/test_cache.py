@@ -79,6 +79,15 @@ def test_a_bundle_serves_what_it_was_measured_for(
     assert (cache.find(make_key(**changes)) is not None) == serves
 
 
+def test_the_newest_of_those_that_serve_is_taken(bundle: Path) -> None:
+    for day in ("02", "03", "01"):
+        key = make_key(optimizers=("sgd", {"01": "adam"}.get(day, f"lion{day}")))
+        created = f"2026-11-{day}T00:00:00+00:00"
+        cache.store(bundle, key, created=created, seconds=9.0)
+    found = cache.find(make_key(optimizers=("sgd",)))
+    assert found is not None and found.created.startswith("2026-11-03")
+
+
 def test_releases_gates_and_features_are_part_of_the_key(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
