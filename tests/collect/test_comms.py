@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,22 +23,17 @@ from torchrec_neuroshard.collect.comms_sampling import (
     CommsSamplingConfig,
     sample_collective,
 )
-from torchrec_neuroshard.errors import (
-    ConfigError,
-    RecordError,
-    RecordMismatchError,
-)
+from torchrec_neuroshard.collect.compute import CollectConfig
+from torchrec_neuroshard.collect.sampling import SamplingConfig
+from torchrec_neuroshard.errors import ConfigError, RecordError, RecordMismatchError
 from torchrec_neuroshard.record_store import (
     CommsStore,
-    journal_path,
     read_comms_header,
     read_comms_records,
     read_records,
     record_kind,
 )
-from torchrec_neuroshard.records import (
-    COLLECTIVES,
-)
+from torchrec_neuroshard.records import COLLECTIVES
 
 SAMPLING = CommsSamplingConfig(bytes_per_rank=(1024, 2**20))
 WORLD_4 = {"world": 4}
@@ -64,15 +58,11 @@ def test_samples_cover_sizes_collectives_and_skews() -> None:
         assert any(sample.bytes_per_peer)
         if sample.collective in ("reduce_scatter", "all_gather", "all_reduce"):
             assert len(set(sample.bytes_per_peer)) == 1
-    repeats = [s for s in samples if s.repeat_of is not None]
+    repeats = {s: samples[s.repeat_of] for s in samples if s.repeat_of is not None}
     assert len(repeats) >= 15
-    for again in repeats:
-        assert again.repeat_of is not None
-        assert again.index - again.repeat_of >= SAMPLING.repeat_lag
-        earlier = samples[again.repeat_of]
-        assert earlier == dataclasses.replace(
-            again, index=earlier.index, repeat_of=earlier.repeat_of
-        )
+    for again, first in repeats.items():
+        assert again.index - first.index >= SAMPLING.repeat_lag
+        assert first == dataclasses.replace(again, index=first.index, repeat_of=None)
 
 
 # Times
@@ -121,31 +111,18 @@ def test_bad_records_are_refused(changes: dict[str, Any], value: str) -> None:
         dataclasses.replace(make_comms_record(), **changes)
 
 
-def test_records_whose_ranks_start_late_are_left_out(tmp_path: Path) -> None:
-    """Files of older versions hold some."""
-    path = tmp_path / "c.parquet"
-    plain = make_comms_record().to_json()
-    lines = [
-        make_comms_header().to_json(),
-        {**plain, "delay_ms": [0.0, 0.0], "wait_ms": [0.1, 0.0]},
-        {**plain, "index": 1, "delay_ms": [0.0, 5.0], "wait_ms": [5.0, 0.0]},
-    ]
-    journal_path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_comms_records([path]) == [(make_comms_header(), [make_comms_record()])]
-
-
 def test_other_runs_and_backends_are_refused(tmp_path: Path) -> None:
     gloo, nccl = tmp_path / "gloo", tmp_path / "nccl"
     for path in (gloo, nccl):
         with CommsStore(path, make_comms_header(backend=path.name)) as store:
             store.append(make_comms_record())
-    for asked, value in (
-        (make_comms_header(world_size=4), "world_size: 2"),
-        (make_comms_header(backend="nccl"), "'nccl'"),
-        (make_comms_header(device="other"), "'other'"),
+    for change, value in (
+        ({"world_size": 4}, "world_size: 2"),
+        ({"backend": "nccl"}, "'nccl'"),
+        ({"device": "other"}, "'other'"),
     ):
         with pytest.raises(RecordMismatchError, match=value):
-            CommsStore(gloo, asked)
+            CommsStore(gloo, make_comms_header(**change))
     with CommsStore(gloo, make_comms_header()) as store:
         assert store.done == {0}
     assert read_comms_records([gloo]) == [(make_comms_header(), [make_comms_record()])]
@@ -170,13 +147,17 @@ def test_kinds_of_records_are_told_apart(tmp_path: Path) -> None:
         record_kind(tmp_path / "nothing")
 
 
-def test_bad_configuration_is_refused() -> None:
-    changes: list[dict[str, Any]] = [
-        {"backend": "mpi"},
-        {"timeout_seconds": -0.5},
-    ]
-    for change in changes:
-        with pytest.raises(ConfigError, match=str(*change.values())):
-            CommsConfig(out=Path("c"), **change)
-    with pytest.raises(ConfigError, match=r"\(9, 5\)"):
-        CommsSamplingConfig(bytes_per_rank=(9, 5))
+@pytest.mark.parametrize(
+    ("config", "change", "value"),
+    [
+        (CommsConfig, {"out": Path("c"), "backend": "mpi"}, "mpi"),
+        (CommsConfig, {"out": Path("c"), "timeout_seconds": -0.5}, "-0.5"),
+        (CommsSamplingConfig, {"bytes_per_rank": (9, 5)}, r"\(9, 5\)"),
+        (CollectConfig, {"out": Path("r"), "num_sets": 0}, "got 0"),
+        (SamplingConfig, {"batch_sizes": (9, 8)}, r"\(9, 8\)"),
+        (SamplingConfig, {"max_lookups": 0}, "max_lookups"),
+    ],
+)
+def test_bad_configuration_is_refused(config: Any, change: Any, value: str) -> None:
+    with pytest.raises(ConfigError, match=value):
+        config(**change)

@@ -12,7 +12,6 @@ from tests.builders import make_fingerprint, make_tables
 from torchrec_neuroshard.cost_models import load_bundle, load_cost_model, loading
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel, PhysicalCostModel
-from torchrec_neuroshard.cost_models.loading import pretrained_names
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.errors import (
@@ -56,55 +55,39 @@ def test_saved_and_loaded_predict_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "CARD.md").read_text() == "# card\n"
 
 
-def edited(**changes: object) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "bundle.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return edit
+def edited(**changes: object) -> Callable[[bytes], bytes]:
+    return lambda data: json.dumps({**json.loads(data), **changes}).encode()
 
 
-def lacking(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).unlink()
-
-
-def written(text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "bundle.json").write_text(text)
-
-
-def flip_a_bit(folder: Path) -> None:
-    weights = folder / "weights.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-
-
+INFO, WEIGHTS = "bundle.json", "weights.safetensors"
 VERSION = f"feature columns of version {FEATURE_VERSION}"
 
 
 @pytest.mark.parametrize(
-    ("damage", "error", "message"),
+    ("name", "damage", "error", "message"),
     [
-        (flip_a_bit, BundleCorruptError, "checksum"),
-        (lacking("weights.safetensors"), BundleCorruptError, "weights.safetensors"),
-        (lacking("bundle.json"), BundleCorruptError, "not a cost-model bundle"),
-        (written("{ not json"), BundleCorruptError, "bundle.json is damaged"),
-        (written("[1]"), BundleCorruptError, "bundle.json is damaged"),
-        (edited(fingerprint={"device": "x"}), BundleCorruptError, "garbles a field"),
-        (edited(network={**SIZES, "hidden": 16}), BundleCorruptError, "size mismatch"),
-        (edited(feature_names=["a", "b"]), BundleMismatchError, VERSION),
-        (edited(bundle_version=99), BundleMismatchError, "bundle version 99"),
+        (WEIGHTS, lambda data: data[:-1] + b"?", BundleCorruptError, "checksum"),
+        (INFO, lambda data: b"[1]", BundleCorruptError, "bundle.json is damaged"),
+        (INFO, edited(fingerprint={"device": "x"}), BundleCorruptError, "garbles a"),
+        (INFO, edited(network={**SIZES, "hidden": 16}), BundleCorruptError, "size mis"),
+        (INFO, edited(feature_names=["a", "b"]), BundleMismatchError, VERSION),
+        (INFO, edited(bundle_version=99), BundleMismatchError, "bundle version 99"),
     ],
 )
 def test_unsound_bundles_are_refused(
     tmp_path: Path,
-    damage: Callable[[Path], object],
+    name: str,
+    damage: Callable[[bytes], bytes],
     error: type[Exception],
     message: str,
 ) -> None:
     write_bundle(tmp_path)
-    damage(tmp_path)
+    path = tmp_path / name
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(error, match=message):
+        load_bundle(tmp_path)
+    path.unlink()
+    with pytest.raises(BundleCorruptError, match=name):
         load_bundle(tmp_path)
 
 
@@ -112,17 +95,20 @@ def test_load_by_path_name_and_object(tmp_path: Path) -> None:
     write_bundle(tmp_path)
     model = load_cost_model(tmp_path)
     assert load_cost_model(model) is model
-    assert "cpu" in pretrained_names()
-    with pytest.raises(ConfigError, match=r"unknown cost model 'tpu'.*cpu"):
+    for device_type, source in (
+        ("cpu", "measured"),
+        ("cuda", "measured on another kind of device, AMD EPYC"),
+    ):
+        found = load_cost_model("cpu_epyc_zen5", device_type=device_type)
+        assert found.source.startswith(source)
+    with pytest.warns(UserWarning, match="measured on NVIDIA H100 SXM 80 GB: costs"):
+        card = load_cost_model("H100", device_type="cuda")
+    assert isinstance(card, PhysicalCostModel)
+    assert card.constants.memory_gb_per_s == 3350.0
+    with pytest.raises(ConfigError, match=r"'h100' is a GPU's, the devices .* 'cpu'"):
+        load_cost_model("h100", device_type="cpu")
+    with pytest.raises(ConfigError, match=r"'tpu'.*cpu_epyc.* nor a card \(v100,"):
         load_cost_model("tpu")
-
-
-def test_auto_never_takes_a_cpu_bundle_for_a_gpu() -> None:
-    with pytest.warns(UserWarning, match="no cost model was measured.*collect"):
-        model = load_cost_model("auto", device_type="cuda", hbm_gb_per_s=3350.0)
-    assert isinstance(model, PhysicalCostModel)
-    assert model.constants.memory_gb_per_s == 3350.0
-    assert "not measured" in model.source
 
 
 def test_auto_takes_the_bundle_of_this_device(
@@ -134,3 +120,14 @@ def test_auto_takes_the_bundle_of_this_device(
         assert isinstance(load_cost_model("auto"), PhysicalCostModel)
     write_bundle(tmp_path / "this", device=cpu_name())
     assert isinstance(load_cost_model("auto"), NeuralCostModel)
+    # Never for a GPU: its card is found by its name.
+    for device, gb_per_s in ((cpu_name(), 3350.0), ("NVIDIA B200", None)):
+        monkeypatch.setattr(loading, "current_device_name", lambda _, d=device: d)
+        with pytest.warns(UserWarning, match="no cost model was measured") as said:
+            model = load_cost_model("auto", device_type="cuda", hbm_gb_per_s=gb_per_s)
+        assert isinstance(model, PhysicalCostModel)
+        assert model.constants.memory_gb_per_s == (gb_per_s or 7672.0)
+        assert "not measured" in model.source
+    assert model.name == "b200" and model.error is not None
+    assert "7,672 GB/s" in str(said[0].message)
+    assert "never checked on this one" in str(said[0].message)

@@ -1,5 +1,6 @@
 """Models of collectives: bandwidths by hand, and what holds for any learned weights."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchrec_neuroshard.cost_models.comms_network import (
     physical_terms,
 )
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
+from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.gpu_cards import GPU_CARDS
 from torchrec_neuroshard.records import COLLECTIVES
@@ -40,69 +42,54 @@ def published(world: int = 8, **links: float) -> PublishedCommsModel:
     return published_comms_model(H100, world_size=world, local_world_size=8, **links)
 
 
-def test_a_rank_that_holds_nothing_still_receives() -> None:
-    ms = model().all_to_all(np.array([[128.0, 0.0, 0.0, 0.0]]), 1000)
-    remote = 1000 * 4 * 0.75 / 100e6
-    np.testing.assert_allclose(ms[0, :, 0], [128 * remote] + [32 * remote] * 3)
-
-
-def test_bytes_between_nodes_take_the_slow_link() -> None:
-    ms = model(world=8, local=4).all_to_all(np.full((1, 8), 64.0), 1000)
-    sent = 64 * 1000 * 4
-    expected = sent * (3 / 8) / 100e6 + sent * (4 / 8) / 10e6
-    np.testing.assert_allclose(ms, expected)
-
-
 def test_other_collectives_move_the_bytes_of_an_all_to_all() -> None:
     """By hand: 4 ranks, 100 GB/s; a rank passes three quarters of what it holds."""
     per_byte = 0.75 / 100e6
+    ms = model().all_to_all(np.array([[128.0, 0.0, 0.0, 0.0]]), 1000)
+    # A rank that holds nothing still receives.
+    sent = 1000 * 4 * per_byte * np.array([128, 32, 32, 32])
+    np.testing.assert_allclose(ms[0, :, 0], sent)
     sent_to = np.array([[1e6, 2e6, 0.0, 5e6]])
-    index = model().index_all_to_all(sent_to)
     busiest = np.maximum(sent_to, sent_to.sum() / 4)
-    np.testing.assert_allclose(index, busiest * per_byte)
-
+    np.testing.assert_allclose(model().index_all_to_all(sent_to), busiest * per_byte)
     scatter_gather = model().row_wise(np.full((1, 4), 16.0), 1000)
     np.testing.assert_allclose(scatter_gather, 16 * 1000 * 4 * per_byte)
-
     reduced = model().all_reduce(np.full((1, 4), 8e6))
     np.testing.assert_allclose(reduced, 2 * 8e6 * per_byte)
+    # Between nodes over the slow link.
+    ms = model(world=8, local=4).all_to_all(np.full((1, 8), 64.0), 1000)
+    expected = 64 * 1000 * 4 * ((3 / 8) / 100e6 + (4 / 8) / 10e6)
+    np.testing.assert_allclose(ms, expected)
 
 
-def test_published_links_inside_a_node() -> None:
-    """By hand: a start, seven eighths of the bytes, and the ramp between the two."""
-    one = published()
+def test_published_links_by_hand() -> None:
+    """A start, the bytes that move, and the ramp between the two [us]."""
+    one, two = published(), published(16)
     assert one.source == "published links of h100, not measured"
     sent = 1024 * 65536 * 4
-    moved = sent * 7 / 8 / 370e3  # microseconds
-    ramp = 2 * np.sqrt(2.7 * moved)
-    columns = np.full((1, 8), 1024.0)
-    expected = (11.6 + moved + ramp) / 1e3
+
+    def ms(start: float, moved: float, ramp: float) -> float:
+        return (start + moved + 2 * math.sqrt(ramp * moved)) / 1e3
+
+    columns, moved = np.full((1, 8), 1024.0), sent * 7 / 8 / 370e3
+    expected = ms(11.6, moved, 2.7)
     np.testing.assert_allclose(one.all_to_all(columns, 65536), expected)
-    ring = (11.6 + 5.1 + moved + ramp) / 1e3
+    ring = ms(11.6 + 5.1, moved, 2.7)
     np.testing.assert_allclose(one.row_wise(columns, 65536), ring)
     np.testing.assert_allclose(one.all_reduce(np.full((1, 8), sent)), 2 * ring)
-
-
-def test_published_links_between_nodes() -> None:
-    """An all-to-all leaves by each rank's own share of the network, a ring by all's."""
-    two = published(16)
-    columns, sent = np.full((1, 16), 1024.0), 1024 * 65536 * 4
-    moved = sent * 15 / 16 / 2 / 35e3
-    expected = (11.6 + 25.7 + moved + 2 * np.sqrt(4.0 * moved)) / 1e3
-    np.testing.assert_allclose(two.all_to_all(columns, 65536), expected)
-    moved = sent * 15 / 16 / min(370e3, 8 * 35e3)
-    expected = (11.6 + 5.1 + 25.7 + moved + 2 * np.sqrt(4.0 * moved)) / 1e3
-    np.testing.assert_allclose(two.row_wise(columns, 65536), expected)
-
-
-def test_given_links_win_and_factors_slow_them() -> None:
-    columns = np.full((1, 8), 1024.0)
     given = published(intra_gb_per_s=185.0)
-    half = published().under(EstimateFactors(link=0.5, launch=7.0))
-    np.testing.assert_allclose(
-        given.all_to_all(columns, 65536), half.all_to_all(columns, 65536)
-    )
     assert given.source == "given links of h100, not measured"
+    half = one.under(EstimateFactors(link=0.5, launch=7.0))
+    for slower in (given, half):
+        expected = ms(11.6, 2 * moved, 2.7)
+        np.testing.assert_allclose(slower.all_to_all(columns, 65536), expected)
+
+    # An all-to-all leaves by each rank's own share of the network, a ring by all's.
+    columns, moved = np.full((1, 16), 1024.0), sent * 15 / 16
+    expected = ms(11.6 + 25.7, moved / 2 / 35e3, 4.0)
+    np.testing.assert_allclose(two.all_to_all(columns, 65536), expected)
+    expected = ms(11.6 + 5.1 + 25.7, moved / min(370e3, 8 * 35e3), 4.0)
+    np.testing.assert_allclose(two.row_wise(columns, 65536), expected)
 
 
 # The learned model, with any weights
@@ -138,42 +125,31 @@ def units(world: int, count: int = 5, largest: float = 1e7) -> npt.NDArray[np.fl
 
 def test_terms_by_hand() -> None:
     """Three ranks of one node; sizes that stay in the first segment."""
-    terms = physical_terms(
-        "pooled_forward", np.array([[100.0, 200.0, 0.0]]), 3, *LINKS
-    )[0]
-    named = {name: terms[:, i] * LINKS[0] * 1e6 for i, name in enumerate(TERM_NAMES)}
-    np.testing.assert_allclose(named["sent_0"], [200, 400, 0])
-    np.testing.assert_allclose(named["received_0"], [200, 100, 300])
-    np.testing.assert_allclose(named["most_sent_0"], 400)
-    np.testing.assert_allclose(named["most_received_0"], 300)
-    np.testing.assert_allclose(named["total_0"], 600)
-    counts = dict(zip(TERM_NAMES, terms.T, strict=True))
-    np.testing.assert_allclose(counts["peers"], 2)
+
+    def terms(collective: str, local: int, *sizes: float) -> dict[str, Any]:
+        found = physical_terms(collective, np.array([sizes]), local, *LINKS)[0]
+        return dict(zip(TERM_NAMES, found.T, strict=True))
+
+    def sizes(found: dict[str, Any], name: str) -> list[float]:
+        return list(found[f"{name}_0"] * LINKS[0] * 1e6)
+
+    one = terms("pooled_forward", 3, 100.0, 200.0, 0.0)
+    assert sizes(one, "sent") == pytest.approx([200, 400, 0])
+    assert sizes(one, "received") == pytest.approx([200, 100, 300])
+    assert sizes(one, "most_sent") == pytest.approx([400] * 3)
+    assert sizes(one, "most_received") == pytest.approx([300] * 3)
+    assert sizes(one, "total") == pytest.approx([600] * 3)
+    assert one["peers"] == pytest.approx(2)
     # Two ranks send to two peers each; each rank receives from its senders.
-    np.testing.assert_allclose(counts["messages"], [2 + 1, 2 + 1, 2])
-    np.testing.assert_allclose(counts["mean_messages"], 8 / 3)
-
-
-def test_a_byte_between_nodes_counts_as_many_more_as_it_is_slower() -> None:
-    """Two nodes of two ranks; four times slower between them."""
-    bytes_CW = np.array([[100.0, 200.0, 0.0, 50.0]])
-    terms = physical_terms("pooled_forward", bytes_CW, 2, *LINKS)[0]
-    named = {name: terms[:, i] * LINKS[0] * 1e6 for i, name in enumerate(TERM_NAMES)}
-    np.testing.assert_allclose(named["sent_0"], [900, 1800, 0, 450])
-    np.testing.assert_allclose(named["received_0"], [400, 300, 1250, 1200])
-
-
-def test_backward_is_forward_with_sides_changed() -> None:
-    bytes_CW = units(6)
-    forward = physical_terms("pooled_forward", bytes_CW, 3, *LINKS)
-    backward = physical_terms("pooled_backward", bytes_CW, 3, *LINKS)
-    column = {name: i for i, name in enumerate(TERM_NAMES)}
-    for i in range(4):
-        for one, other in (("sent", "received"), ("most_sent", "most_received")):
-            np.testing.assert_array_equal(
-                forward[..., column[f"{one}_{i}"]],
-                backward[..., column[f"{other}_{i}"]],
-            )
+    assert one["messages"] == pytest.approx([2 + 1, 2 + 1, 2])
+    assert one["mean_messages"] == pytest.approx(8 / 3)
+    back = terms("pooled_backward", 3, 100.0, 200.0, 0.0)
+    for side, other in (("sent", "received"), ("most_received", "most_sent")):
+        assert sizes(back, side) == sizes(one, other)
+    # Two nodes of two ranks; four times slower between them.
+    two = terms("pooled_forward", 2, 100.0, 200.0, 0.0, 50.0)
+    assert sizes(two, "sent") == pytest.approx([900, 1800, 0, 450])
+    assert sizes(two, "received") == pytest.approx([400, 300, 1250, 1200])
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -209,11 +185,8 @@ def test_columns_and_samples_become_bytes_per_peer() -> None:
     assert set(found) == set(COLLECTIVES)
     for collective, ms in found.items():
         np.testing.assert_allclose(ms, model.predict(collective, bytes_CW))
-
-
-def test_given_links_replace_those_measured() -> None:
     slow, slower = (
-        learned(4, 2, inter_gb_per_s=inter).all_to_all(np.full((1, 4), 512.0), 4096)
+        learned(4, 2, inter_gb_per_s=inter).all_to_all(columns, 4096)
         for inter in (1.0, 0.1)
     )
     assert (slower > slow).all()
@@ -237,9 +210,8 @@ def test_slowdown_follows_the_ranks_of_a_node(
     [
         (lambda: model(6, 4), r"world_size \(6\) must be a multiple"),
         (lambda: model(intra=0.0), "bandwidths must be above 0"),
-        (lambda: published(12), r"\(12\) must be a multiple"),
         (lambda: published(intra_gb_per_s=0.0), "bandwidths must be above 0"),
-        (lambda: learned(6, 4), r"world_size \(6\) must be a multiple"),
+        (lambda: PhysicalConstants(memory_gb_per_s=0), "must be above 0, got 0"),
         (lambda: learned(4, 2, measured_gb_per_s=(2.0, 0.0)), "0.0 between nodes;"),
         (lambda: learned().all_to_all(np.ones((1, 3)), 64), "4 ranks, got values of 3"),
     ],

@@ -21,6 +21,7 @@ from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.cost_models.scaled import ScaledCostModel
 from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
@@ -115,21 +116,6 @@ def test_rescaled_network_multiplies_its_times(
 # Candidates
 
 
-def test_ranges_are_what_a_candidate_was_trained_on(source: NeuralCostModel) -> None:
-    training, test = split(make_records(80, 1))
-    config = dataclasses.replace(QUICK, steps=1)
-    found = calibrate(source, SIZES, training, test, config)
-    old, new = source.ranges, training_ranges(training)
-    assert found.candidates[BEFORE].ranges == found.candidates[SCALED].ranges == old
-    assert found.candidates[LINEAR].ranges == new
-    both = found.candidates[TUNED].ranges
-    assert both["log2_width"] == (2.0, np.log2(np.float32(4 * 32)))
-    assert old["log2_width"][1] < both["log2_width"][1]
-    for name in old:
-        assert both[name][0] == min(old[name][0], new[name][0])
-        assert both[name][1] == max(old[name][1], new[name][1])
-
-
 def test_a_worse_ensemble_is_not_kept(source: NeuralCostModel) -> None:
     # The same device: nothing to learn, and a rate that destroys what was known.
     training, test = split(make_records(60, 1))
@@ -177,6 +163,10 @@ def test_bundle_and_card_tell_what_was_done(
     tmp_path: Path, source: NeuralCostModel
 ) -> None:
     old = save_source(tmp_path / "old", source)
+    before = (old / "bundle.json").read_bytes()
+    with pytest.raises(ConfigError, match="is the bundle to start from"):
+        calibrate_bundle(old, [], tmp_path / "x" / ".." / "old", "old", QUICK)
+    assert (old / "bundle.json").read_bytes() == before
     records = make_records(120, 1, power=0.9, factor=0.6)
     path, out = write_records(tmp_path / "r.parquet", HERE, records), tmp_path / "new"
     found, evaluations = calibrate_bundle(old, [path], out, "mine", QUICK)
@@ -191,8 +181,15 @@ def test_bundle_and_card_tell_what_was_done(
     scores = {n: score(c.evaluation) for n, c in found.candidates.items()}
     assert scores[TUNED] < 0.5 * scores[SCALED] < 0.5 * scores[BEFORE]
     assert info.trained_on["kept"] == found.kept == TUNED
-    assert info.ranges == found.candidates[TUNED].ranges
-    _, test = split(records)
+    training, test = split(read_records([path])[1])  # as stored
+    ranges = {n: c.ranges for n, c in found.candidates.items()}
+    first, new = source.ranges, training_ranges(training)
+    assert ranges[BEFORE] == ranges[SCALED] == first and ranges[LINEAR] == new
+    assert first["log2_width"][1] < ranges[TUNED]["log2_width"][1]
+    for name, (low, high) in ranges[TUNED].items():
+        assert low == min(first[name][0], new[name][0])
+        assert high == max(first[name][1], new[name][1])
+    assert info.ranges == ranges[TUNED]
     np.testing.assert_allclose(
         predict(model.network, test),
         predict(found.candidates[TUNED].network, test),
@@ -207,23 +204,10 @@ def test_bundle_and_card_tell_what_was_done(
 
 def test_split_keeps_held_out_tables_and_repeats_apart() -> None:
     records = make_records(48, 0)
-    again = [
-        dataclasses.replace(records[4], index=48, repeat_of=4),
-        dataclasses.replace(records[5], index=49, repeat_of=5),
-    ]
+    again = [dataclasses.replace(records[i], index=44 + i, repeat_of=i) for i in (4, 5)]
     training, test = split_records([*records, *again])
     assert {r.index for r in test} == {i for i in range(48) if i % 4 == 0}
     assert {r.index for r in training} == {i for i in range(50) if i % 4} - {48}
     for few in (records[:40:2], [r for r in records if not r.held_out]):
         with pytest.raises(RecordError, match=f"needs {MIN_SETS} sets to train on"):
             split_records(few[:12])
-
-
-def test_the_source_is_not_written_over(
-    tmp_path: Path, source: NeuralCostModel
-) -> None:
-    old = save_source(tmp_path / "old", source)
-    before = (old / "bundle.json").read_bytes()
-    with pytest.raises(ConfigError, match="is the bundle to start from"):
-        calibrate_bundle(old, [], tmp_path / "x" / ".." / "old", "old", QUICK)
-    assert (old / "bundle.json").read_bytes() == before

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
@@ -54,16 +53,6 @@ def test_linear_fit_recovers_a_linear_cost() -> None:
     judged = evaluate("linear", model, data)
     assert judged.total_mape < 1e-3
     assert judged.kendall_tau > 0.999
-
-
-def test_select_keeps_sets_whole() -> None:
-    data = build_sets(draw_records(10, 0))
-    chosen = data.select(np.array([7, 2]))
-    assert chosen.num_sets == 2
-    np.testing.assert_array_equal(chosen.costs_S2, data.costs_S2[[7, 2]])
-    np.testing.assert_array_equal(
-        chosen.features_NF[chosen.set_ids_N == 0], data.features_NF[data.set_ids_N == 7]
-    )
 
 
 def test_bad_input_is_named() -> None:

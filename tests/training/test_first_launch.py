@@ -42,46 +42,37 @@ from torchrec_neuroshard.training.first_launch import (
 )
 
 SHARDS = make_tables([16, 8, 16, 64, 32], rows=[500, 500, 900, 10**8, 100])
-
-
-def make_request(**fields: Any) -> LaunchRequest:
-    """Four tables, one of them whole or in half, in two kernels."""
-    known: dict[str, Any] = {
-        "shards": SHARDS,
-        "kernels": (0, 0, 0, 1, 1),
-        "tables": (0, 0, 1, 2, 3),
-        "batch_size": 128,
-        "device_type": "cpu",
-        "world_size": 2,
-        "local_world_size": 2,
-        "seconds": 1.0,
-    }
-    return LaunchRequest(**{**known, **fields})
-
-
-def test_request_survives_the_way_to_another_process() -> None:
-    request = make_request(hbm_gb_per_s=12.5)
-    assert from_fields(LaunchRequest, to_fields(request)) == request
+REQUEST = LaunchRequest(
+    shards=SHARDS,
+    kernels=(0, 0, 0, 1, 1),
+    tables=(0, 0, 1, 2, 3),
+    batch_size=128,
+    device_type="cpu",
+    world_size=2,
+    local_world_size=2,
+    seconds=1.0,
+)
+"""Four tables, one of them whole or in half, in two kernels."""
 
 
 def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
-    request, most = make_request(), 2**22
+    request, most = REQUEST, 2**22
+    assert from_fields(LaunchRequest, to_fields(request)) == request
     seen: set[str] = set()
     for index in range(60):
         drawn = draw_launch_set(request, index, most)
         assert drawn == draw_launch_set(request, index, most)
         names = [t.name.partition("#")[0] for t in drawn]
-        shards = [next(s for s in SHARDS if s.name == n) for n in names]
-        places = [SHARDS.index(s) for s in shards]
+        places = [[s.name for s in SHARDS].index(n) for n in names]
         assert len({request.kernels[p] for p in places}) == 1
-        tables = [request.tables[p] for p in places]
-        assert len(set(tables)) == len(tables) > 0
+        assert len({request.tables[p] for p in places}) == len(places) > 0
         held = sum(
             t.num_embeddings * t.embedding_dim * DATA_TYPE_BYTES[t.data_type]
             for t in drawn
         )
         assert held <= most
-        for table, shard in zip(drawn, shards, strict=True):
+        for table, place in zip(drawn, places, strict=True):
+            shard = SHARDS[place]
             # A table that is too large loses rows, not lookups.
             assert table.num_embeddings <= shard.num_embeddings
             wanted = shard.profile_at(request.batch_size).num_lookups
@@ -98,7 +89,7 @@ def test_a_set_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    arguments = (make_request(), 0, 1, timer, torch.device("cpu"), 2**20)
+    arguments = (REQUEST, 0, 1, timer, torch.device("cpu"), 2**20)
     record = first_launch.measure_set(*arguments)
     assert record is not None and record.fwd_ms > 0 and record.held_out
     monkeypatch.setattr(timer, "measure", full)
@@ -125,44 +116,32 @@ def test_what_the_search_may_place_is_what_is_drawn() -> None:
     options = planner.enumerator.enumerate(model, [Sharder()])
     launch = FirstLaunch(planner.costs, "measure", 3.0, constraints)
     request = launch.request(options, 2)
-    found = {
-        (t.name.rpartition(".")[2], t.num_embeddings, t.embedding_dim)
-        for t in request.shards
-    }
+    found = {(t.name[-2:], t.num_embeddings, t.embedding_dim) for t in request.shards}
     columns = {("t0", 1000, 64), ("t1", 1000, 64), ("t1", 1000, 32)}
     assert found == {*columns, ("t2", 500, 64)}
     assert request.batch_size == 2 * 64 and request.seconds == 3.0
-    pooling = {t.name: t.pooling_factor for t in request.shards}
-    assert 7.0 in pooling.values()
+    assert 7.0 in {t.pooling_factor for t in request.shards}
     # Rows of a table run in a kernel of their own.
     whole = np.array([t.num_embeddings == 1000 for t in request.shards])
     kernels = np.array(request.kernels)
     assert not set(kernels[whole]) & set(kernels[~whole])
 
 
-@pytest.mark.parametrize(
-    ("calibrate", "cost_model", "message"),
-    [
-        ("often", "auto", "must be 'auto', 'never' or a number of seconds"),
-        (5.0, "cpu", "measures for cost_model 'auto' or 'measure', got another"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(
-    calibrate: Any, cost_model: str, message: str
-) -> None:
-    planner = make_planner(cost_model="cpu", comms_model=None)
-    with pytest.raises(ConfigError, match=message):
-        FirstLaunch(planner.costs, cost_model, calibrate, None)
-
-
 def test_without_measuring_there_is_a_warning_and_the_estimate() -> None:
     planner = make_planner(cost_model="measure", comms_model=None, calibrate="never")
     model = bags(bag_config(0, 100, 16), device=META)
     with pytest.warns(UserWarning, match="'never', and the cache holds none"):
-        planner.plan(model, [EmbeddingBagCollectionSharder()])
+        planner.plan(model, bag_sharders())
     assert "not measured" in planner.costs.cost_model.source
     assert planner.last_result is not None
     assert any("cache holds none" in w for w in planner.last_result.warnings)
+    settings: list[tuple[str, Any, str]] = [
+        ("auto", "often", "must be 'auto', 'never' or a number of seconds"),
+        ("cpu", 5.0, "measures for cost_model 'auto' or 'measure', got another"),
+    ]
+    for cost_model, calibrate, message in settings:
+        with pytest.raises(ConfigError, match=message):
+            FirstLaunch(planner.costs, cost_model, calibrate, None)
 
 
 class Disturbed:
@@ -179,13 +158,8 @@ class Disturbed:
         is_noisy = self.left[index] > 0
         self.left[index] -= 1
         passes = (1.0, 2.0, 3.0) if is_noisy else (1.0, 1.0, 1.0)
-        return Measurement(
-            fwd_raw_ms=passes,
-            bwd_raw_ms=passes,
-            ref_raw_ms=(1.0, 1.0, 1.0),
-            fwd_ms=float(np.median(passes)),
-            bwd_ms=float(np.median(passes)),
-        )
+        ms = float(np.median(passes))
+        return Measurement(passes, passes, (1.0, 1.0, 1.0), ms, ms)
 
 
 def test_disturbed_sets_are_measured_again_later(
@@ -195,7 +169,7 @@ def test_disturbed_sets_are_measured_again_later(
     monkeypatch.setattr(first_launch, "SetTimer", lambda *_, **__: timer)
     monkeypatch.setattr("time.monotonic", lambda: float(timer.seen.total()))
     kept, reference_ms = first_launch.measure_mine(
-        make_request(), None, torch.device("cpu"), 60
+        REQUEST, None, torch.device("cpu"), 60
     )
     assert reference_ms == 1.0
     records = {r.index: r for r in kept}

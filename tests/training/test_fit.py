@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrec_neuroshard.training.fit import fit, seeded
+from torchrec_neuroshard.training.fit import Fit, fit, seeded
 
 
 class Members(nn.Module):
@@ -24,24 +24,21 @@ class Members(nn.Module):
         return -self.weight.sum() - self.bias.sum()
 
 
-def run(
-    network: Members, errors: Sequence[torch.Tensor | float]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    best = fit(
+def run(network: Members, errors: Sequence[torch.Tensor | float]) -> Fit:
+    return fit(
         network,
         torch.optim.SGD(network.parameters(), lr=1.0),
         [[epoch] for epoch, _ in enumerate(errors)],
         network.loss,
         iter(errors).__next__,
     )
-    return best.error, best.epoch
 
 
 def test_each_member_keeps_its_own_best_epoch() -> None:
     network = Members()
     errors = [torch.tensor(e) for e in ([3.0, 3.0], [1.0, 4.0], [2.0, 2.0])]
-    error, epoch = run(network, errors)
-    assert error.tolist() == [1.0, 2.0] and epoch.tolist() == [2, 3]
+    best = run(network, errors)
+    assert best.error.tolist() == [1.0, 2.0] and best.epoch.tolist() == [2, 3]
     assert network.weight.tolist() == [[2.0] * 3, [3.0] * 3]
     assert network.bias.tolist() == [2.0, 3.0]
 
@@ -56,8 +53,7 @@ def test_each_member_keeps_its_own_best_epoch() -> None:
 )
 def test_one_error_is_of_the_whole_network(errors: list[float], best: int) -> None:
     network = Members()
-    _, epoch = run(network, errors)
-    assert int(epoch) == best
+    assert int(run(network, errors).epoch) == best
     assert network.weight.tolist() == [[float(best)] * 3] * 2
     assert network.bias.tolist() == [float(best)] * 2
 
