@@ -44,7 +44,7 @@ from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts, Simulator
 from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
-from torchrec_neuroshard.workloads.tasks import TaskConfig, sample_tasks
+from torchrec_neuroshard.workloads.tasks import TaskConfig, cap_rows, sample_tasks
 
 MAX_TABLE_ROWS = 200_000
 
@@ -63,9 +63,7 @@ def make_workloads(batch_size: int, seed: int) -> list[Workload]:
     """Return three models: MLPerf's tables, the DLRM dataset's, production widths."""
     mlperf = mlperf_dlrm_v2(max_rows=MAX_TABLE_ROWS, embedding_dim=64)
     pool = [
-        dataclasses.replace(
-            t, num_embeddings=min(t.num_embeddings, MAX_TABLE_ROWS), profile=None
-        )
+        cap_rows(t, MAX_TABLE_ROWS)
         for t in generate_dlrm_tables(seed)
         if 0.5 <= t.pooling_factor <= 60
     ]
@@ -223,17 +221,7 @@ class Trainer:
             control=self._ranks.control,
             reference=self._reference.read,
         )
-        trial.rounds.append(
-            {
-                "embedding_raw_ms": [round(t, 4) for t in found.embedding_ms],
-                "phases_raw_ms": {
-                    name: [round(v, 4) for v in values]
-                    for name, values in found.phases_ms.items()
-                },
-                "reference_ms": list(found.reference_ms),
-                "num_kernels": list(found.num_kernels),
-            }
-        )
+        trial.rounds.append(found.to_json())
 
     def nominal_reference_ms(self) -> float:
         """The reference on all ranks at once, as the models expect it."""
@@ -244,16 +232,9 @@ class Trainer:
 def measured(trial: Trial, speeds: Sequence[float]) -> dict[str, Any]:
     """Medians over all rounds, in the cost model's milliseconds."""
 
-    def scaled(take: Any) -> float:
-        return scaled_median(trial.rounds, speeds, take)
-
-    return {
-        "embedding_ms": scaled(lambda r: r["embedding_raw_ms"]),
-        **{
-            name: scaled(lambda r, name=name: r["phases_raw_ms"][name])
-            for name in PHASES
-        },
-    }
+    takes = {n: lambda r, name=n: r["phases_ms"][name] for n in PHASES}
+    takes["embedding_ms"] = lambda r: r["embedding_ms"]
+    return {n: scaled_median(trial.rounds, speeds, take) for n, take in takes.items()}
 
 
 def judge(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -356,7 +337,7 @@ def main() -> None:
                 trial = trials[name]
                 trainer.train(trial)
                 if ranks.rank == 0:
-                    shown = statistics.median(trial.rounds[-1]["embedding_raw_ms"])
+                    shown = statistics.median(trial.rounds[-1]["embedding_ms"])
                     print(
                         f"{workload.name} round {number} {trial.name}: predicted "
                         f"{trial.predicted.critical_path_ms:.1f}, measured {shown:.1f} "

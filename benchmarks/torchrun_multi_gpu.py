@@ -52,7 +52,7 @@ from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.training.calibrate_cli import source_folder
 from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.workloads.mlperf import MLPERF_MAX_ROWS, mlperf_dlrm_v2
-from torchrec_neuroshard.workloads.tasks import TaskConfig, sample_tasks
+from torchrec_neuroshard.workloads.tasks import TaskConfig, cap_rows, sample_tasks
 
 FIRST_STEPS = 3
 """Losses of so many iterations must agree over plans, with SGD; with row-wise Adagrad,
@@ -150,12 +150,7 @@ def make_workloads(config: RunConfig, memory_bytes: int) -> Iterator[Workload]:
         [drawn] = sample_tasks(pool, drawing, 1)
 
         def capped(rows: int) -> tuple[TableConfig, ...]:
-            return tuple(
-                t
-                if t.num_embeddings <= rows
-                else dataclasses.replace(t, num_embeddings=rows, profile=None)
-                for t in drawn.tables
-            )
+            return tuple(cap_rows(t, rows) for t in drawn.tables)
 
         sgd = [dataclasses.replace(t, optimizer="sgd") for t in fitting(capped)]
         yield Workload(name="dlrm", tables=tuple(sgd), exact_steps=FIRST_STEPS)

@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/smoke.py --out smoke.json
 
-Times a copy in the device's memory, a small set behind two kinds of cache flushes, and
-some sets of every optimizer and weight type. The file is written after each of them.
+Times a copy in the device's memory, and some sets of every optimizer and weight type.
+The file is written after each of them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,8 @@ from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.timing import DeviceClock, SetTimer
 from torchrec_neuroshard.devices import is_accelerator
-from torchrec_neuroshard.profiles import zipf_profile
-from torchrec_neuroshard.tables import TableConfig
 
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
-FLUSHES = {"ends in writes": False, "ends in a read": True}
-"""Flushes that are compared -> `DeviceClock`'s `read_last`."""
-FLUSH_ROUNDS = 5
-NUM_TABLES, ROWS, WIDTH, BATCH_SIZE, POOLING = 8, 200_000, 64, 8_192, 5.0
-"""The set that flushes are compared on: about 50 us forward on an H100."""
 
 
 def copy_gb_per_s(device: torch.device) -> float:
@@ -62,46 +55,6 @@ def properties(device: torch.device) -> dict[str, Any]:
         "multiprocessors": found.multi_processor_count,
         "free_gib": free / 2**30,
         "total_gib": total / 2**30,
-    }
-
-
-def compare_flushes(device: torch.device) -> dict[str, Any]:
-    """Return medians of one set behind each kind of flush [ms].
-
-    Behind a flush that ends in writes, the cache may still write to memory while the
-    forward runs.
-    """
-    if not is_accelerator(device.type):
-        return {"left_out": "a CPU is timed without a flush"}
-    profile = zipf_profile(
-        batch_size=BATCH_SIZE, pooling_factor=POOLING, num_embeddings=ROWS
-    )
-    table = TableConfig(
-        name="0",
-        num_embeddings=ROWS,
-        embedding_dim=WIDTH,
-        pooling_factor=POOLING,
-        profile=profile,
-    )
-    tables = [dataclasses.replace(table, name=str(i)) for i in range(NUM_TABLES)]
-    timers = {
-        name: SetTimer(
-            device,
-            NUM_TABLES * table.weight_bytes,
-            clock=DeviceClock(device, read_last=read_last),
-        )
-        for name, read_last in FLUSHES.items()
-    }
-    rounds = [
-        {n: t.measure(tables, None, BATCH_SIZE, (0, i)) for n, t in timers.items()}
-        for i in range(FLUSH_ROUNDS)
-    ]
-    return {
-        name: {
-            "fwd_ms": statistics.median(r[name].fwd_ms for r in rounds),
-            "bwd_ms": statistics.median(r[name].bwd_ms for r in rounds),
-        }
-        for name in FLUSHES
     }
 
 
@@ -164,7 +117,6 @@ def main() -> int:
 
     tell({"hardware": dataclasses.asdict(device_fingerprint(device, 1))})
     tell({"properties": properties(device), "copy_gb_per_s": copy_gb_per_s(device)})
-    tell({"flush": compare_flushes(device)})
     sampling = default_sampling(device)
     if args.max_gib is not None:
         limit = min(int(args.max_gib * 2**30), sampling.max_weight_bytes)

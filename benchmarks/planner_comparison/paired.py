@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 OURS, PAPER, BEST_PRACTICE = "default", "neuroshard", "torchrec, best practice"
-FITTED = "torchrec, best practice, fitted"
 AGAIN = "default, again"
 """Our plan, timed as if it were another planner's: the difference is chance."""
 PAPER_NETS, PAPER_MEASURED = "neuroshard, paper's nets", "neuroshard, measured nets"
-COLUMNS, OUR_TYPES = "default, columns only", ", our types"
-"""Our plans of the types that most rivals have; rivals that get our types."""
+COLUMNS = "default, columns only"
+"""Our plans of the types that most rivals have."""
 
 PATH, KERNELS, COLLECTIVES = "critical_path_ms", "kernel_path_ms", "collectives_ms"
 WORST_RANK = "worst_rank_ms"

@@ -1,7 +1,6 @@
 """Plans of all planners for a task, made in processes of their own.
 
-Two plan at a time where two cores are at hand, and nothing is measured meanwhile,
-unless a task is begun ahead.
+Two plan at a time where two cores are at hand. Nothing is measured meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import signal
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,21 +104,21 @@ class Planners:
         self._settings, self._num_processes = settings, num_processes
         self._seconds = {r.name: 0.0 for r in settings.rivals()}
         self._pool: ProcessPoolExecutor | None = None
-        self._begun: dict[tuple[str, str], dict[str, Future[Outcome]]] = {}
-
-    def begin(self, task: Task) -> None:
-        """Let the processes start on a task that `plan` will be asked for."""
-        key = task.name, task.cluster
-        if self._num_processes and key not in self._begun:
-            self._begun[key] = self._submit(task)
 
     def plan(self, task: Task) -> dict[str, Outcome]:
         """Let every planner plan a task."""
         if not self._num_processes:
             _prepare(self._settings)
             return {name: _plan(name, task) for name in self._seconds}
-        begun = self._begun.pop((task.name, task.cluster), None)
-        pending = begun or self._submit(task)
+        pool = self._pool = self._pool or ProcessPoolExecutor(
+            self._num_processes,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_prepare,
+            initargs=(self._settings,),
+        )
+        # The slowest first, so that the processes end together.
+        order = sorted(self._seconds, key=lambda name: -self._seconds[name])
+        pending = {name: pool.submit(_plan, name, task) for name in order}
         outcomes = {}
         for name in self._seconds:
             try:
@@ -132,21 +131,8 @@ class Planners:
             self._seconds[name] = outcomes[name].seconds
         return outcomes
 
-    def _submit(self, task: Task) -> dict[str, Future[Outcome]]:
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self._num_processes,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_prepare,
-                initargs=(self._settings,),
-            )
-        # The slowest first, so that the processes end together.
-        order = sorted(self._seconds, key=lambda name: -self._seconds[name])
-        return {name: self._pool.submit(_plan, name, task) for name in order}
-
     def close(self) -> None:
-        """End the processes, and forget what was begun."""
-        self._begun.clear()
+        """End the processes."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None

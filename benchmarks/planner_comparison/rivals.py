@@ -25,7 +25,6 @@ from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
 
-from harness.models import build_collection
 from papers.data import LabelConfig, label_placements
 from papers.nets import PaperTrainConfig, fit_comms
 from planner_comparison.clusters import CLUSTERS, Cluster
@@ -33,8 +32,6 @@ from planner_comparison.embark import HottestSplitSearcher
 from planner_comparison.paired import (
     BEST_PRACTICE,
     COLUMNS,
-    FITTED,
-    OUR_TYPES,
     OURS,
     PAPER,
     PAPER_MEASURED,
@@ -44,8 +41,6 @@ from planner_comparison.tasks import BATCH_SIZES, OPTIMIZERS, SEED_TABLES, Task
 from torchrec_neuroshard.baselines.annealing import AnnealingConfig, AnnealingSearcher
 from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
 from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
-from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
-from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
 from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
 from torchrec_neuroshard.baselines.neuroshard_models import (
     CommsNets,
@@ -64,14 +59,11 @@ from torchrec_neuroshard.cost_models.comms_published import (
     PublishedCommsModel,
 )
 from torchrec_neuroshard.cost_models.loading import physical_estimate
-from torchrec_neuroshard.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.gpu_cards import find_card
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.search import Searcher, make_searcher
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.search import Searcher
 from torchrec_neuroshard.workloads import (
     PRODUCTION_WIDTHS,
-    generate_dlrm_tables,
     power_of_two_widths,
 )
 
@@ -81,17 +73,12 @@ LABELLED, MEASURED = "labelled_", "measured_"
 _COMMS_SAMPLES, _COMMS_EPOCHS, _COMMS_BATCH = 4_000, 100, 64
 _WIDTHS = sorted({*power_of_two_widths(128), *PRODUCTION_WIDTHS})
 """Of the tables that nets of collectives are trained on."""
-_FITTED_SETS, _FITTED_TABLES = 64, 8
-"""Sets of so many tables, to which TorchRec's bandwidth is fitted."""
 _BYTES_PER_MS = 1e6
 """Of a GB/s, in TorchRec's units."""
 _CPU_FUSED_SHARE = 0.5
 """Of the memory's bandwidth, what TorchRec expects a fused kernel on a CPU to reach."""
-Types = Sequence[str] | Mapping[str, Sequence[str]]
-"""Sharding types of all tables, or of each."""
 _COLUMN_AND_TABLE = ["table_wise", "column_wise"]
 _ALL_TYPES = ["data_parallel", *_COLUMN_AND_TABLE, "table_column_wise", "row_wise"]
-_BY_ROWS = ("row_wise", "table_row_wise", "data_parallel")
 _IN_NODE = "table_row_wise"
 """Run as `row_wise` is, where all ranks are of one node; not offered elsewhere, as is
 no grid."""
@@ -153,7 +140,6 @@ def make_rivals(
     rivals = [
         *_ours(),
         *_learned(trained, hardware),
-        *_greedies(),
         *_solvers(solver_seconds),
         *_stock(),
     ]
@@ -321,27 +307,12 @@ def _training(policies: Mapping[str, PolicySearcher]) -> str:
     )
 
 
-def _greedies() -> Iterator[Rival]:
-    about = {
-        "random": "a random rank with room for each table",
-        "greedy-cost": "tables whole, by predicted cost alone",
-        **{f"greedy-{key}": f"tables whole, by {key}" for key in GREEDY_KEYS},
-    }
-    for name, text in about.items():
-        yield search_rival(name, text, functools.partial(make_searcher, name))
-
-
 def _solvers(seconds: float) -> Iterator[Rival]:
     makers: dict[str, tuple[str, Callable[[], Searcher]]] = {
         "embark": (
             "EMBark's published loop (split the hottest shard, place, repeat) on our "
             "costs, table- and column-wise",
             HottestSplitSearcher,
-        ),
-        "milp": (
-            "mixed-integer program on costs of single shards, table- and column-wise, "
-            f"{seconds:g} s",
-            lambda: MilpSearcher(MilpConfig(time_budget_seconds=seconds)),
         ),
         "annealing": (
             "simulated annealing on costs of sets, table- and column-wise, at most "
@@ -351,22 +322,15 @@ def _solvers(seconds: float) -> Iterator[Rival]:
     }
     for name, (about, make) in makers.items():
         yield search_rival(name, about, make)
-    for name, (_, make) in makers.items():
-        yield _on_our_types(name, make)
 
 
 def _stock() -> Iterator[Rival]:
     yield _torchrec("torchrec", "TorchRec's planner, pooling factors, all types")
-    best = {"types": _COLUMN_AND_TABLE, "min_partition": MIN_PARTITION}
     yield _torchrec(
         BEST_PRACTICE,
         f"the same, table- and column-wise, min_partition={MIN_PARTITION}",
-        **best,
-    )
-    fitted = "its memory bandwidth fitted to our cost model"
-    yield _torchrec(FITTED, f"best practice, {fitted}", fitted=True, **best)
-    yield _torchrec(
-        "torchrec, all types, fitted", f"all sharding types, {fitted}", fitted=True
+        types=_COLUMN_AND_TABLE,
+        min_partition=MIN_PARTITION,
     )
     counted = "memory counted as HBM, which alone it looks at"
     yield _torchrec(
@@ -387,21 +351,18 @@ def _torchrec(
     name: str,
     about: str,
     *,
-    types: Types = (),
+    types: Sequence[str] = (),
     min_partition: int | None = None,
-    fitted: bool = False,
     in_hbm: bool = False,
     **parts: Callable[[], Any],
 ) -> Rival:
     """Return TorchRec's planner with some of its parts."""
 
     def make(task: Task, costs: Costs, device: str) -> EmbeddingShardingPlanner:
-        bandwidth = _stock_bandwidth(device)
-        if fitted:
-            bandwidth = fitted_gb_per_s(costs.compute, device) * _BYTES_PER_MS
+        del costs
         planned_for = "cuda" if in_hbm else device
         return EmbeddingShardingPlanner(
-            topology=_topology(task, planned_for, device, bandwidth),
+            topology=_topology(task, planned_for, device),
             batch_size=task.batch_size // task.world_size,
             storage_reservation=FixedPercentageStorageReservation(0.0),
             constraints=_constraints(task, types, min_partition),
@@ -416,40 +377,15 @@ def search_rival(
     name: str,
     about: str,
     make: Callable[[], Searcher],
-    types: Callable[[Task, Costs, str], Types] = lambda *_: _COLUMN_AND_TABLE,
 ) -> Rival:
     """Return a search as a rival, on this planner's costs."""
     return Rival(
         name=name,
         about=about,
         make=lambda task, costs, device: _neuroshard(
-            task, costs, device, make(), types(task, costs, device)
+            task, costs, device, make(), _COLUMN_AND_TABLE
         ),
     )
-
-
-def _on_our_types(rival: str, make: Callable[[], Searcher]) -> Rival:
-    return search_rival(
-        f"{rival}{OUR_TYPES}",
-        f"`{rival}`, where tables that `{OURS}` shards by rows or replicates are "
-        "sharded so, too: the others it splits and places",
-        make,
-        _our_types,
-    )
-
-
-@functools.lru_cache(maxsize=4)
-def _our_types(task: Task, costs: Costs, device: str) -> dict[str, list[str]]:
-    """Return how our plan shards each table; one of columns may be split otherwise."""
-    planner = _neuroshard(task, costs, device)
-    found = planner.plan(build_collection(task.tables), [Sharder()])
-    return {
-        table: [shards.sharding_type]
-        if shards.sharding_type in _BY_ROWS
-        else [*_COLUMN_AND_TABLE]
-        for tables in found.plan.values()
-        for table, shards in tables.items()
-    }
 
 
 def _neuroshard(
@@ -457,7 +393,7 @@ def _neuroshard(
     costs: Costs,
     device: str,
     searcher: Searcher | None = None,
-    types: Types = (),
+    types: Sequence[str] = (),
     **given: Any,
 ) -> NeuroShardPlanner:
     """Make our planner; with a searcher, the plan is the searcher's or there is none.
@@ -468,7 +404,7 @@ def _neuroshard(
     if searcher is not None:
         given |= {"search": searcher, "consider_stock": False}
     return NeuroShardPlanner(
-        topology=_topology(task, device, device, _stock_bandwidth(device)),
+        topology=_topology(task, device, device),
         batch_size=task.batch_size // task.world_size,
         storage_reservation=FixedPercentageStorageReservation(0.0),
         constraints=_constraints(task, types, None),
@@ -480,15 +416,15 @@ def _neuroshard(
     )
 
 
-def _topology(task: Task, planned_for: str, device: str, bandwidth: float) -> Topology:
+def _topology(task: Task, planned_for: str, device: str) -> Topology:
     """Describe the cluster to TorchRec: memory, and what is published of its links.
 
     Args:
         task: Says the cluster.
         planned_for: Device type that TorchRec is told.
         device: The true one.
-        bandwidth: Of the true device's memory [bytes/ms].
     """
+    bandwidth = HBM_MEM_BW if device == "cuda" else DDR_MEM_BW  # TorchRec's default
     if planned_for != device:
         # The same kernels in memory of the same speed, by another name.
         bandwidth *= _CPU_FUSED_SHARE
@@ -508,50 +444,9 @@ def _topology(task: Task, planned_for: str, device: str, bandwidth: float) -> To
     )
 
 
-def _stock_bandwidth(device: str) -> float:
-    """Return TorchRec's default of a device's memory [bytes/ms]."""
-    return float(HBM_MEM_BW if device == "cuda" else DDR_MEM_BW)
-
-
-@functools.cache
-def fitted_gb_per_s(compute: CostModel, device: str, batch_size: int = 4_096) -> float:
-    """Return the bandwidth with which TorchRec's formula comes nearest to a cost model.
-
-    Fitted to sets of generated tables: the median of the ratios of whole sets.
-    """
-    rng = np.random.default_rng(0)
-    tables = [t for t in generate_dlrm_tables(seed=1) if t.pooling_factor > 0]
-    ratios = []
-    for _ in range(_FITTED_SETS):
-        chosen = [
-            tables[i].with_width(int(rng.choice((16, 32, 64, 128))))
-            for i in rng.choice(len(tables), _FITTED_TABLES, replace=False)
-        ]
-        features = table_features(chosen, batch_size)
-        ids = np.zeros(len(chosen), dtype=np.int64)
-        ours = compute.predict_sets(features, ids, 1).sum()
-        ratios.append(_stock_ms(features, chosen) / ours)
-    return float(np.median(ratios)) / (_CPU_FUSED_SHARE if device == "cpu" else 1.0)
-
-
-def _stock_ms(
-    features_TF: npt.NDArray[np.float32], tables: Sequence[TableConfig]
-) -> float:
-    """Apply TorchRec's formula for unweighted tables at 1 GB/s [ms].
-
-    Source: torchrec.distributed.planner.estimator, 1.8.
-    """
-    column = dict(zip(FEATURE_NAMES, features_TF.T.astype(np.float64), strict=True))
-    width = np.array([t.embedding_dim for t in tables])
-    penalty = np.where(width >= 128, 1.0, np.where(width >= 64, 1.15, 1.75))
-    moved = 8.0 * column["num_lookups"] + column["output_bytes"]
-    moved += column["lookup_bytes"] * np.maximum(width, 32) / width
-    return 3e-6 * float((moved * penalty).sum())  # backward: twice the forward
-
-
 def _constraints(
     task: Task,
-    types: Types,
+    types: Sequence[str],
     min_partition: int | None,
 ) -> dict[str, ParameterConstraints]:
     one_node = task.world_size <= CLUSTERS[task.cluster].ranks_per_node
@@ -559,7 +454,7 @@ def _constraints(
     return {
         t.name: ParameterConstraints(
             pooling_factors=[t.pooling_factor],
-            sharding_types=list(types[t.name] if isinstance(types, Mapping) else types),
+            sharding_types=list(types),
             compute_kernels=["fused", "dense"],
             min_partition=min_partition,
         )

@@ -38,8 +38,6 @@ from torchrec_neuroshard.cost_models import load_cost_model
 
 SCHEMA_VERSION = 4
 _AGAIN_ABOUT = f"the plan of `{OURS}`, its kernels timed as if they were others"
-_AHEAD = 3
-"""Tasks that are planned while kernels of one are timed."""
 _ENVIRONMENT = ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that plans and times may depend on."""
 _QUICK = {"max_rows": 20_000, "plan_seconds": 10.0, "solver_seconds": 1.0}
@@ -73,11 +71,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--plan-seconds", type=float, default=60.0)
     parser.add_argument("--solver-seconds", type=float, default=4.0)
     parser.add_argument("--planning-processes", type=int, default=2)
-    parser.add_argument(
-        "--plan-ahead",
-        action="store_true",
-        help="plan the next tasks while kernels of one are timed (on another core)",
-    )
     parser.add_argument("--num-tasks", type=int, help="only the first")
     parser.add_argument("--every", type=int, default=1, help="only every so many task")
     parser.add_argument("--quick", action="store_true", help="a dry run: few, small")
@@ -141,9 +134,8 @@ class Comparison:
     def run(self) -> None:
         """Do the tasks, writing all results after each."""
         start = time.monotonic()
-        ahead = _AHEAD if self._options.plan_ahead else 0
         for number, task in enumerate(self.tasks):
-            found = self._run_task(task, self.tasks[number + 1 : number + 1 + ahead])
+            found = self._run_task(task)
             self.data["tasks"] += found
             self.data["updated"] = now()
             write_results(self.data, self._options.out)
@@ -155,25 +147,13 @@ class Comparison:
         """End what was started."""
         self._planners.close()
 
-    def _each_cluster(self, task: Task) -> list[Task]:
-        return [
+    def _run_task(self, task: Task) -> list[dict[str, Any]]:
+        """Plan a task for each cluster and time the kernels of all plans together."""
+        judged_on = (
             dataclasses.replace(task, cluster=cluster.name)
             for cluster in self._judged_on[task.name]
-        ]
-
-    def _run_task(self, task: Task, following: Sequence[Task]) -> list[dict[str, Any]]:
-        """Plan a task for each cluster and time the kernels of all plans together.
-
-        Args:
-            task: What to plan.
-            following: Tasks to plan meanwhile.
-        """
-        planned = [
-            (own, with_again(self._planners.plan(own)))
-            for own in self._each_cluster(task)
-        ]
-        for own in (own for t in following for own in self._each_cluster(t)):
-            self._planners.begin(own)
+        )
+        planned = [(own, with_again(self._planners.plan(own))) for own in judged_on]
         plans = [o.plan for _, some in planned for o in some.values() if o.plan]
         times = self._timer.medians(self._timer.measure(plans))
         speed = round(self._timer.machine_speed(), 4)

@@ -142,7 +142,6 @@ def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
     assert len(read_records([records])[1]) == 100
     smoke = json.loads((back / "smoke.json").read_text())
     assert smoke["copy_gb_per_s"] > 0 and smoke["sets_in_20_minutes"] > 0
-    assert smoke["flush"] == {"left_out": "a CPU is timed without a flush"}
     cases = json.loads((back / "columns.json").read_text())["cases"]
     assert all(case.get("equal", True) for case in cases.values())
 

@@ -218,7 +218,7 @@ def test_the_readmes_table_is_the_results(tmp_path: Path) -> None:
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
     command = ["--out", str(tmp_path / "run"), "--quick", "--max-rows", "1000"]
     command += ["--cost-model", "cpu", "--num-tasks", "1", "--planning-processes", "0"]
-    command += ["--planners", "greedy-size", "torchrec, best practice"]
+    command += ["--planners", "embark", "torchrec, best practice"]
     monkeypatch.setattr(run, "_QUICK_BATCH", 64)
     monkeypatch.setattr(
         kernels.KernelTimer, "medians", lambda _, raw: dict.fromkeys(raw, (2.0, 4.0))
@@ -232,7 +232,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
         assert whole["predicted"]["kernel_path_ms"] not in (0.0, 2.0 + 4.0)
         assert best["status"] == "plan"
     assert str(tmp_path) not in (tmp_path / "run.json").read_text()
-    assert "| greedy-size | 1/1 |" in (tmp_path / "run.md").read_text()
+    assert "| embark | 1/1 |" in (tmp_path / "run.md").read_text()
     with pytest.raises(SystemExit):  # results are not written over
         run.main(command)
 

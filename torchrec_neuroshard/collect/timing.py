@@ -176,13 +176,11 @@ class DeviceClock:
     """How often it is written at first, and at most."""
     TIMELY_PASSES = 20
 
-    def __init__(self, device: torch.device, *, read_last: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         """Allocate what is written to flush, sized from the device's L2 cache.
 
         Args:
             device: An accelerator.
-            read_last: Whether each flush ends in a read of as many bytes, so that the
-                cache holds nothing that must be written back during the pass.
         """
         self._device = device
         cache: int = (
@@ -191,7 +189,6 @@ class DeviceClock:
         self._flush = torch.empty(
             self.FLUSHED_SHARE * cache, dtype=torch.int8, device=device
         )
-        self._read = torch.zeros_like(self._flush) if read_last else None
         self.repeats = self.REPEATS
         """How often the flush is written by now."""
         self._num_timely = 0
@@ -239,8 +236,6 @@ class DeviceClock:
     def _fill_queue(self, repeats: int) -> None:
         for _ in range(repeats):
             self._flush.zero_()
-        if self._read is not None:
-            self._read.sum()
 
 
 Draw = Callable[[int], InputBatch]
