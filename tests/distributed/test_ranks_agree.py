@@ -37,7 +37,7 @@ from tests.distributed.ranks import (
     daily,
 )
 from tests.distributed.test_first_launch import COPIES
-from torchrec_neuroshard.planner import NeuroShardPlanLoader, NeuroShardPlanner
+from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
@@ -204,13 +204,6 @@ def nothing_fits(at: Rank) -> Any:
     return at.plan(at.planner(topology_arguments=small))
 
 
-def lost_plan_file(at: Rank) -> Any:
-    planner = at.planner()
-    if at.is_first:
-        planner.plan_loader = NeuroShardPlanLoader(at.folder / "nowhere.json", planner)
-    return at.plan(planner)
-
-
 PLAN = "plan"
 LEFT = "RankFailureError|a rank died or fell silent"
 
@@ -261,7 +254,6 @@ CASES = {
     ),
     "breaks midway": Case(one_breaks_midway, warned=UNMEASURED),
     "nothing fits": Case(nothing_fits, f"{PlannerError.__name__}|"),
-    "first lost its plan file": Case(lost_plan_file, "PlanFileError|nowhere.json"),
     "leaves a first launch": Case(
         leaves_a_first_launch,
         LEFT,

@@ -32,7 +32,6 @@ from tests.builders import (
 from torchrec_neuroshard import PlacementConstraints
 from torchrec_neuroshard.errors import ConfigError, PlacementError
 from torchrec_neuroshard.planner import (
-    NeuroShardPlanLoader,
     PlanMismatchError,
     load_plan,
     replan,
@@ -282,9 +281,8 @@ def test_files_are_held_to_them(tmp_path: Path) -> None:
     assert load_plan(path, model=model, planner=planner).plan == plan.plan
     elsewhere = PlacementConstraints(pin={"t3": [0, 1]})
     other = make_planner(4, placement_constraints=elsewhere)
-    other.plan_loader = NeuroShardPlanLoader(path, other)
     with pytest.raises(PlanMismatchError, match="'t3' is on rank 2"):
-        other.plan(model, bag_sharders())
+        load_plan(path, model=model, planner=other)
 
 
 def test_moves_keep_them() -> None:

@@ -21,7 +21,6 @@ from torchrec.distributed.types import (
 )
 
 from tests.builders import (
-    Chosen,
     FixedSearcher,
     Nested,
     bag_sharders,
@@ -32,7 +31,6 @@ from tests.builders import (
     stock_planner,
 )
 from torchrec_neuroshard.planner import (
-    NeuroShardPlanLoader,
     NeuroShardPlanner,
     PlanFileError,
     PlanMismatchError,
@@ -72,7 +70,6 @@ def stored(tmp_path: Path) -> Stored:
 def test_every_sharding_type_comes_back_as_it_was(
     tmp_path: Path, sharding_type: str
 ) -> None:
-    """By `load_plan`, and by TorchRec's planner, which then searches nothing."""
     topology, constraints = gpus(4, 2), each(3, sharding_type, min_partition=4)
     planner = stock_planner(topology, constraints=constraints)
     model, path = Nested(make_ebc(SIZES)), tmp_path / "plan.json"
@@ -82,10 +79,6 @@ def test_every_sharding_type_comes_back_as_it_was(
     assert loaded == plan and str(loaded) == str(plan)
     kinds = {type(s) for p in loaded.plan.values() for s in p.values()}
     assert kinds == {type(s) for p in plan.plan.values() for s in p.values()}
-    second = stock_planner(topology, constraints=constraints)
-    second.plan_loader = NeuroShardPlanLoader(path, second)
-    assert second.plan(model, bag_sharders()) == plan
-    assert second._num_proposals == 0
 
 
 def test_uneven_plan_comes_back_as_it_was(stored: Stored) -> None:
@@ -286,33 +279,3 @@ def test_what_cannot_be_stored_is_named(stored: Stored, tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match=r"'t2' of module 'sparse.ebc' is in the p"):
         save_plan(plan, tmp_path / "x", model=model, planner=planner)
     assert list(tmp_path.glob("x*")) == []
-
-
-def test_planners_return_the_stored_plan(stored: Stored) -> None:
-    path, model, first, plan = stored
-    searcher = FixedSearcher([])
-    ours = make_planner(search=searcher)
-    ours.plan_loader = NeuroShardPlanLoader(path, ours)
-    assert ours.plan(model, bag_sharders()) == plan
-    assert searcher.tasks == []  # nothing was searched
-    assert ours.last_result is not None and first.last_result is not None
-    assert ours.last_result.predicted == first.last_result.predicted
-    chosen = Chosen()
-    theirs = stock_planner(CPUS, callbacks=[chosen], batch_size=64)
-    theirs.plan_loader = NeuroShardPlanLoader(path, theirs)
-    assert theirs.plan(model, bag_sharders()) == plan
-    # TorchRec's stats and validators need both.
-    assert len(chosen.options) == len(SIZES)
-    for shard in (s for o in chosen.options for s in o.shards):
-        assert shard.perf is not None and shard.perf.total > 0
-        assert shard.storage is not None and shard.storage.ddr > 0
-
-
-def test_a_loader_compares_as_load_plan_does(stored: Stored) -> None:
-    path, model, _, plan = stored
-    planner = make_planner(batch_size=32)
-    planner.plan_loader = NeuroShardPlanLoader(path, planner)
-    with pytest.warns(StalePlanWarning, match="batch_size: expected 32, found 64"):
-        assert planner.plan(model, bag_sharders()) == plan
-    with pytest.raises(PlanMismatchError, match=r"'sparse\.ebc\.t3': expected a table"):
-        planner.plan(Nested(make_ebc([*SIZES, (9, 8)])), bag_sharders())

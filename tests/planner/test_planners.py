@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import PlanLoader, ShardingOption
 from torchrec.modules.embedding_configs import DataType
 
 from tests.builders import (
@@ -32,7 +32,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.planner import PlacementConstraints
+from torchrec_neuroshard.planner import NeuroShardPlanner, PlacementConstraints
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -177,6 +177,34 @@ def test_result_describes_the_plan_after_callbacks() -> None:
 
 
 @pytest.mark.one_release
+class LoadedPlan(PlanLoader):
+    """Gives a planner the plan that another one has made."""
+
+    def __init__(self, planner: NeuroShardPlanner) -> None:
+        self._options = planner.get_selected_options()
+
+    def load(self) -> dict[int, ShardingOption]:
+        return {option.storage_hash(): option for option in self._options}
+
+    def plan_context_hash(self) -> None:
+        return None
+
+    def get_plan_id(self) -> str:
+        return "plan"
+
+
+def test_a_plan_loader_is_asked_as_torchrec_does() -> None:
+    ebc, searcher = make_ebc(CPU_SIZES), FixedSearcher([])
+    whole = each(len(CPU_SIZES), "table_wise")
+    first = make_planner(4, constraints=whole)
+    second = make_planner(4, constraints=whole, search=searcher)
+    plan = first.plan(ebc, bag_sharders())
+    second.plan_loader = LoadedPlan(first)
+    assert second.plan(ebc, bag_sharders()) == plan
+    assert searcher.tasks == []  # nothing was searched
+    assert cost_of(second) == pytest.approx(cost_of(first))
+
+
 def test_plan_does_not_depend_on_the_order_of_tables() -> None:
     rows_dims = [(100, 16), (800_000, 128), (5000, 64), (300_000, 64), (90, 128)]
     tables = [bag_config(i, rows, dim) for i, (rows, dim) in enumerate(rows_dims)]

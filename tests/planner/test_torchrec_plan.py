@@ -43,7 +43,7 @@ from torchrec_neuroshard.planner.parts.shard_estimators import (
     SizesEstimator,
 )
 from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
-from torchrec_neuroshard.planner.plans.plan_files import NeuroShardPlanLoader
+from torchrec_neuroshard.planner.plans.plan_files import load_plan
 
 pytestmark = [
     pytest.mark.usefixtures("patience"),
@@ -202,8 +202,7 @@ def test_tables_are_planned_stored_and_loaded_that_torchrec_plans(
     path = tmp_path / "plan.json"
     save_plan(plan, path, model=ebc, planner=planner)
     second = planner_of(**settings)
-    second.plan_loader = NeuroShardPlanLoader(path, second)
-    assert second.plan(ebc, bag_sharders()) == plan
+    assert load_plan(path, model=ebc, planner=second) == plan
     for each_of in (planner, second):
         assert any("out of memory ahead" in w for w in last_result(each_of).warnings)
     with pytest.raises(PlannerError, match=r"every rank needs .* Lower batch_size"):

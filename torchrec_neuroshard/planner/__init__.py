@@ -18,7 +18,6 @@ from torchrec_neuroshard.planner.parts.proposers import NeuroShardProposer
 from torchrec_neuroshard.planner.parts.shard_estimators import NeuroShardEstimator
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.plans.plan_files import (
-    NeuroShardPlanLoader,
     PlanFingerprint,
     PlanMismatchError,
     StalePlanWarning,
@@ -41,7 +40,6 @@ __all__ = [
     "NeuroShardEstimator",
     "NeuroShardPartitioner",
     "NeuroShardPerfModel",
-    "NeuroShardPlanLoader",
     "NeuroShardPlanner",
     "NeuroShardProposer",
     "PlacementConstraints",

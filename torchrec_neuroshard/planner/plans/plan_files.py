@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -24,12 +24,9 @@ from typing import Any
 
 import torchrec
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
-    PlanLoader,
-    ShardingOption,
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
@@ -67,8 +64,6 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     plan_entries,
     plan_tables,
     table_moves,
-    tables_of,
-    with_shards,
 )
 from torchrec_neuroshard.planner.options.checks import unsharded_tables
 from torchrec_neuroshard.planner.options.groups import (
@@ -86,7 +81,6 @@ from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 __all__ = [
     "PLAN_SCHEMA_VERSION",
-    "NeuroShardPlanLoader",
     "PlanFingerprint",
     "PlanMismatchError",
     "StalePlanWarning",
@@ -337,8 +331,6 @@ class _Job:
         stored: StoredPlan,
         current: PlanFingerprint,
         path: str | Path,
-        *,
-        stacklevel: int,
     ) -> None:
         """Refuse a plan that cannot be right; warn of one that may not be the best."""
         if found := "; ".join(_invalid(stored.fingerprint, current)):
@@ -356,7 +348,7 @@ class _Job:
                 f"plan file '{path}' still works, but was made under other "
                 f"circumstances: {found}. A new plan may be faster",
                 StalePlanWarning,
-                stacklevel=stacklevel,
+                stacklevel=3,
             )
 
     def _forbidden(self, stored: StoredPlan) -> Iterator[str]:
@@ -485,7 +477,7 @@ def load_plan(
     job = _Job.of(planner, topology, batch_size)
     stored = read_plan(path)
     current = job.fingerprint(*model_tables(stored.plan.plan, model))
-    job.check(stored, current, path, stacklevel=3)
+    job.check(stored, current, path)
     if sharders is None and isinstance(planner, NeuroShardPlanner):
         sharders = planner.last_model[1] if planner.last_model else None
     _check_paths(stored.plan, model, sharders, path)
@@ -559,92 +551,6 @@ def read_plan(path: str | Path) -> StoredPlan:
             f"plan file '{path}' is damaged: {reason!s:.500}. {_WAY_OUT}"
         ) from error
     return StoredPlan(plan=plan, fingerprint=fingerprint, shown=data.get("report"))
-
-
-class NeuroShardPlanLoader(PlanLoader):
-    """Makes any of TorchRec's planners return a stored plan instead of searching.
-
-    The planner's own loop goes on around it: reservation, callbacks, statistics and
-    validators see the stored plan as if it had just been found.
-
-        planner.plan_loader = NeuroShardPlanLoader("plan.json", planner)
-
-    Args:
-        path: The file.
-        planner: The planner that takes it.
-    """
-
-    def __init__(self, path: str | Path, planner: EmbeddingPlannerBase) -> None:
-        self._path = Path(path)
-        self._planner = planner
-
-    def get_plan_id(self) -> str:
-        """Return what TorchRec calls the plan in its log: the file's name."""
-        return str(self._path)
-
-    def plan_context_hash(self) -> None:
-        """Return no hash: `load` compares field by field, and says what differs."""
-        return None
-
-    def load(self) -> dict[int, ShardingOption]:
-        """Return the stored shards, by the hash of the option they belong to.
-
-        Raises:
-            PlanMismatchError: Tables, ranks or devices are not those of the plan, or
-                the planner may not choose it.
-            PlanFileError: The file is missing, damaged, or of a later version.
-
-        Warns:
-            StalePlanWarning: See `load_plan`.
-        """
-        stored = read_plan(self._path)
-        job = _Job.of(self._planner, None, None)
-        enumerator = planner_part(self._planner, "enumerator")
-        space: list[ShardingOption] = enumerator.last_stored_search_space
-        modules = {option.path: option.module[1] for option in space}
-        current = job.fingerprint(
-            tables_of(modules.items()), stored.fingerprint.unsharded
-        )
-        job.check(stored, current, self._path, stacklevel=4)
-        loaded = {}
-        for path, name, sharding in plan_entries(stored.plan):
-            option = self._find(space, path, name, sharding)
-            loaded[option.storage_hash()] = with_shards(option, sharding)
-        enumerator.populate_estimates(list(loaded.values()))
-        if isinstance(self._planner, NeuroShardPlanner):
-            self._planner.costs.attribute(list(loaded.values()))
-        return loaded
-
-    def _find(
-        self,
-        space: Iterable[ShardingOption],
-        path: str,
-        name: str,
-        sharding: ParameterSharding,
-    ) -> ShardingOption:
-        """Return the option of the search space that the stored table is one of."""
-        wanted = _way(sharding)
-        offered: dict[str, ShardingOption] = {}
-        for option in space:
-            if (option.path, option.name) == (path, name):
-                offered.setdefault(_way(option), option)
-        if wanted in offered:
-            return offered[wanted]
-        table = f"sharding of table '{f'{path}.{name}' if path else name}'"
-        raise PlanMismatchError(
-            f"plan file '{self._path}' holds what the planner may not choose: "
-            f"{_mismatch(table, ' or '.join(sorted(offered)), wanted)}. Change the "
-            "constraints, or use load_plan, which restores all settings"
-        )
-
-
-def _way(found: ShardingOption | ParameterSharding) -> str:
-    """Name how a table is sharded, with the size of its cache where that is given."""
-    is_cached = found.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
-    params = found.cache_params if is_cached else None
-    load = None if params is None else params.load_factor
-    size = "" if load is None else f", cache_params.load_factor={load:g}"
-    return f"{found.sharding_type}/{found.compute_kernel}{size}"
 
 
 def _invalid(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[str]:
