@@ -42,8 +42,6 @@ __all__ = [
     "plan_options",
     "plan_tables",
     "table_moves",
-    "tables_of",
-    "with_shards",
 ]
 
 _QUANTISED = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
@@ -155,7 +153,7 @@ def plan_options(
                 f"{found or 'none that a sharder takes'}: plan that model itself"
             )
         same = [o for o in listed if (o.sharding_type, o.compute_kernel) == wanted]
-        option = with_shards((same or listed)[0], sharding)
+        option = _with_shards((same or listed)[0], sharding)
         # What the constraints do not allow may still be at work.
         option.sharding_type, option.compute_kernel = wanted
         option.cache_params = sharding.cache_params
@@ -163,7 +161,7 @@ def plan_options(
     return options
 
 
-def with_shards(option: ShardingOption, sharding: ParameterSharding) -> ShardingOption:
+def _with_shards(option: ShardingOption, sharding: ParameterSharding) -> ShardingOption:
     """Return a copy of the option with the shards and ranks of a plan."""
     new = copy.copy(option)
     if sharding.sharding_spec is None:  # replicas
@@ -303,28 +301,6 @@ def _boxes(
     return found
 
 
-def tables_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[PlanTable, ...]:
-    """Tables in modules, under the paths given."""
-    found = {
-        PlanTable(
-            path=path,
-            name=config.name,
-            num_embeddings=int(config.num_embeddings),
-            embedding_dim=_stored_columns(module, config),
-            data_type=str(config.data_type.value).lower(),
-            pooling=str(
-                config.pooling.value.lower()
-                if isinstance(config, EmbeddingBagConfig)
-                else "none"
-            ),
-            feature_names=tuple(config.feature_names or ()),
-        )
-        for path, module in modules
-        for config in table_configs(module)
-    }
-    return tuple(sorted(found))
-
-
 def _stored_columns(module: nn.Module, config: Any) -> int:
     """Columns of a table as it is sharded: quantised rows carry their scale."""
     if isinstance(module, _QUANTISED):
@@ -355,7 +331,24 @@ def model_tables(
         and not any(not p or path == p or path.startswith(f"{p}.") for p in inside)
         for config in table_configs(module)
     }
-    return tables_of(inside.items()), tuple(sorted(outside))
+    tables = {
+        PlanTable(
+            path=path,
+            name=config.name,
+            num_embeddings=int(config.num_embeddings),
+            embedding_dim=_stored_columns(module, config),
+            data_type=str(config.data_type.value).lower(),
+            pooling=str(
+                config.pooling.value.lower()
+                if isinstance(config, EmbeddingBagConfig)
+                else "none"
+            ),
+            feature_names=tuple(config.feature_names or ()),
+        )
+        for path, module in inside.items()
+        for config in table_configs(module)
+    }
+    return tuple(sorted(tables)), tuple(sorted(outside))
 
 
 def check_plan(
