@@ -70,15 +70,12 @@ class PlanComparison(HtmlReport):
         path_ms, saved = self.second.critical_path_ms, self.saved_ms
         if f"{abs(saved):.3f}" == "0.000":
             return f"both take {path_ms:.3f} ms per iteration"
-        change = ""
-        if self.first.critical_path_ms > 0:
-            change = f" ({-saved / self.first.critical_path_ms:+.1%})"
-        effect = "saves" if saved > 0 else "costs"
-        more = "" if saved > 0 else " more"
+        first_ms = self.first.critical_path_ms
+        change = f" ({-saved / first_ms:+.1%})" if first_ms > 0 else ""
+        effect = f"saves {saved:.3f} ms" if saved > 0 else f"costs {-saved:.3f} ms more"
         return (
-            f"{self.second_name} takes {path_ms:.3f} ms of "
-            f"{self.first.critical_path_ms:.3f}{change}: it {effect} "
-            f"{abs(saved):.3f} ms{more} per iteration"
+            f"{self.second_name} takes {path_ms:.3f} ms of {first_ms:.3f}{change}: it "
+            f"{effect} per iteration"
         )
 
     @property

@@ -421,9 +421,4 @@ def devices_named(
     if memory_gb is not None:
         raise ConfigError("the memory of a CPU's rank is the host's: leave it out")
     looked_up = accepted_arguments(Topology, created_by_factory=True)
-    return Topology(
-        world_size=ranks,
-        local_world_size=per_node,
-        compute_device="cpu",
-        **looked_up,
-    )
+    return Topology(ranks, "cpu", local_world_size=per_node, **looked_up)

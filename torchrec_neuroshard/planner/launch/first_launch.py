@@ -58,7 +58,6 @@ __all__ = [
     "error_text",
     "find_address",
     "free_port",
-    "has_device",
     "help_measure",
     "is_measurable",
 ]
@@ -172,7 +171,8 @@ class FirstLaunch:
         if self._is_off or self._is_through or not self.seconds:
             return
         try:
-            if pg.size() != int(topology.world_size) or not has_device(topology):
+            is_here = current_device_name(topology.compute_device) is not None
+            if pg.size() != int(topology.world_size) or not is_here:
                 return
             with contextlib.ExitStack() as locked:
                 offer = self._offer(options, pg, locked)
@@ -268,11 +268,8 @@ class FirstLaunch:
                 kernels.setdefault(key, len(kernels)),
                 names.setdefault(table_name(option), len(names)),
             )
-            widest = (
-                int(sample_shards(option)[0].size[1])
-                if not whole
-                else part.embedding_dim
-            )
+            own = int(sample_shards(option)[0].size[1])
+            widest = part.embedding_dim if whole else own
             narrowest = narrowest_shard(option, self._constraints)
             for parts in range(1, _MOST_PARTS + 1):
                 width = widest // parts // COLUMN_MULTIPLE * COLUMN_MULTIPLE
@@ -339,10 +336,9 @@ class FirstLaunch:
             key = self._key(request.shards)
             return cache.store(bundle, key, created=utc_now(), seconds=seconds)
         except OSError as error:
-            warnings.warn(
-                f"what was measured could not be kept ({error}): the next launch "
-                "measures again. NEUROSHARD_CACHE names another folder",
-                stacklevel=2,
+            self._tell(
+                f"what was measured could not be kept ({error}); NEUROSHARD_CACHE "
+                "names another folder"
             )
             return bundle
 
@@ -391,23 +387,14 @@ def help_measure(offer: Offer, rank: int) -> None:
 
 def error_text(error: Exception) -> str:
     """Say in a line what went wrong."""
-    text = (str(error).strip() or repr(error)).splitlines()[0]
-    return (
-        text
-        if isinstance(error, NeuroShardError)
-        else f"{type(error).__name__}: {text}"
-    )
+    kind = "" if isinstance(error, NeuroShardError) else f"{type(error).__name__}: "
+    return kind + (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def is_measurable(table: TableConfig, on_cpu: bool) -> bool:
     """Whether fused kernels over a table can be measured."""
     runs = not (on_cpu and table.optimizer == "adam")
     return runs and table.data_type in _MEASURED_TYPES
-
-
-def has_device(topology: Topology) -> bool:
-    """Whether there is a device here of those planned for."""
-    return current_device_name(topology.compute_device) is not None
 
 
 def find_address(topology: Topology) -> str:
