@@ -7,7 +7,6 @@ those of `torchrec_neuroshard.testing`.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -15,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -89,16 +87,6 @@ ATTACHES_OPTIMIZERS = [
 ]
 """Marks of tests that give tables an optimizer as TorchRec's users do; torch warns of
 modules of its own."""
-
-
-def load_script(path: Path) -> ModuleType:
-    """A Python file that is in no package, as a module."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # its dataclasses look themselves up here
-    spec.loader.exec_module(module)
-    return module
 
 
 def printed_elsewhere(code: str, hash_seed: int) -> Any:
@@ -691,7 +679,8 @@ def check_result(planner: NeuroShardPlanner) -> None:
 def check_plan(plan: ShardingPlan, module: nn.Module, world_size: int) -> None:
     """Every value of every planned table has its place, on a rank that there is."""
     for path, module_plan in plan.plan.items():
-        sizes = _table_sizes(module.get_submodule(path))
+        tables = table_configs(module.get_submodule(path))
+        sizes = {t.name: (t.num_embeddings, t.embedding_dim) for t in tables}
         for name, sharding in module_plan.items():
             assert all(0 <= r < world_size for r in sharding.ranks)
             if sharding.sharding_type == "data_parallel":
@@ -705,13 +694,3 @@ def check_plan(plan: ShardingPlan, module: nn.Module, world_size: int) -> None:
                 held[row : row + rows, column : column + width] += 1
                 assert meta.placement.rank() == rank
             assert (held == 1).all(), f"{path}.{name}"
-
-
-def _table_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
-    sizes = {}
-    for child in module.modules():
-        for read in ("embedding_bag_configs", "embedding_configs"):
-            if hasattr(child, read):
-                for c in getattr(child, read)():
-                    sizes[c.name] = (c.num_embeddings, c.embedding_dim)
-    return sizes

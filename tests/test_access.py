@@ -9,7 +9,6 @@ from torchrec_neuroshard.access import (
     draw_lengths,
 )
 from torchrec_neuroshard.profiles import count_histogram, zipf_profile
-from torchrec_neuroshard.tables import TableConfig, row_shard
 
 
 @pytest.mark.parametrize(
@@ -69,22 +68,6 @@ def test_batches_have_as_many_distinct_ids_as_their_profile(
         both = len(np.unique(np.concatenate(batches)))
         wider = profile.at_batch_size(2 * profile.batch_size, rows)
         assert both == pytest.approx(wider.num_distinct, rel=0.1)
-
-
-def test_a_row_shards_batches_have_its_distinct_ids() -> None:
-    rows, batch_size = 400_000, 4_096
-    table = TableConfig(
-        name="t",
-        num_embeddings=rows,
-        embedding_dim=16,
-        pooling_factor=10.0,
-        profile=zipf_profile(batch_size=65_536, pooling_factor=10, num_embeddings=rows),
-    )
-    shard = row_shard(table, rows // 8, batch_size)
-    profile = shard.profile_at(batch_size)
-    found = AccessDistribution.of_batch(profile, shard.num_embeddings)
-    expected = sum(found.histogram(profile.num_lookups))
-    assert expected == pytest.approx(profile.num_distinct, rel=0.01)
 
 
 def test_profile_of_nothing_is_uniform() -> None:

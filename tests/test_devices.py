@@ -24,31 +24,6 @@ STATE = GpuState(
 UUID = "GPU-7c1e"
 
 
-class Nvml(SimpleNamespace):
-    """What of `pynvml` is used."""
-
-    started = False
-
-    def nvmlInit(self) -> None:
-        self.started = True
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
-        assert self.started
-        if uuid != UUID:
-            raise LookupError(uuid)
-        return "handle"
-
-    def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
-        assert handle == "handle"
-        return {1: 1980, 2: 3201}[kind]
-
-    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
-        return {0: 41}[sensor]
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:
-        return 0x1
-
-
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
@@ -65,7 +40,14 @@ def test_reasons_that_make_a_time_useless(mask: int, words: str) -> None:
 def test_nvml_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert find_gpu_monitor(UUID) is None
-    nvml = Nvml()
+    handles: dict[str, str] = {}
+    nvml = SimpleNamespace(  # what of `pynvml` is used
+        nvmlInit=lambda: handles.update({UUID: "handle"}),
+        nvmlDeviceGetHandleByUUID=handles.__getitem__,
+        nvmlDeviceGetClockInfo=lambda _, kind: {1: 1980, 2: 3201}[kind],
+        nvmlDeviceGetTemperature=lambda _, sensor: {0: 41}[sensor],
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: 0x1,
+    )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert find_gpu_monitor("GPU-other") is None
     monitor = find_gpu_monitor(UUID)

@@ -18,9 +18,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.builders import ATTACHES_OPTIMIZERS, bag_config, bag_sharders, bags
 from torchrec_neuroshard import NeuroShardPlanner, SearchConfig
-from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.testing import CostModelContract
 
+NIGHTLY = pytest.mark.nightly
 pytestmark = [*ATTACHES_OPTIMIZERS, pytest.mark.distributed]
 
 ROOT = Path(__file__).parents[1]
@@ -111,14 +111,18 @@ def test_every_page_is_in_the_site() -> None:
     assert listed == {p.name for p in PAGES}
 
 
-class TestModelFromNothing(CostModelContract):
-    """The cost model that docs/extending.md writes from nothing."""
-
-    def make_cost_model(self) -> CostModel:
-        names: dict[str, Any] = {}
-        page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-        [code] = [c for c in _BLOCK.findall(page) if "BytesAlone" in c]
-        exec(code, names)
-        made = names["BytesAlone"]()
-        assert isinstance(made, CostModel)
-        return made
+@pytest.mark.parametrize(
+    "named",
+    ["MeasuredLaunch", "BytesAlone", pytest.param("BestOfThree", marks=NIGHTLY)],
+)
+def test_what_a_reader_writes_keeps_its_contract(named: str) -> None:
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    [code] = [c for c in _BLOCK.findall(page) if f"class {named}(" in c]
+    names: dict[str, Any] = {"__name__": "extending"}
+    exec(code, names)
+    alone = {"make_cost_model": lambda self: names[named]()}
+    contract = names.get(f"Test{named}") or type("Held", (CostModelContract,), alone)
+    cases = [name for name in dir(contract) if name.startswith("test_")]
+    assert len(cases) >= 10
+    for case in cases:
+        getattr(contract(), case)()

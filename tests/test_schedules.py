@@ -106,5 +106,6 @@ def test_what_is_no_time_or_pipeline_is_refused() -> None:
             DenseMs(optimizer=wrong)
         with pytest.raises(ConfigError, match=f"got {wrong}"):
             DenseMs.of(wrong)
+    assert DenseMs.of(6.0) == DenseMs(forward=2.0, backward=4.0)
     with pytest.raises(ConfigError, match=r"pipeline_type 'sparse_dist' .* known are"):
         find_schedule("sparse_dist", LAYERS)

@@ -20,7 +20,9 @@ BATCH = 1_000
 TABLES = (
     TableConfig(name="a", num_embeddings=500, embedding_dim=16, pooling_factor=2.0),
     TableConfig(name="b", num_embeddings=500, embedding_dim=8, pooling_factor=5.0),
-    TableConfig(name="c", num_embeddings=500, embedding_dim=4, num_features=3),
+    TableConfig(
+        name="c", num_embeddings=500, embedding_dim=4, num_features=3, weighted=True
+    ),
 )
 LAUNCH, LOOKUP, BYTE = 0.5, 1_000.0, 10.0
 
@@ -55,8 +57,8 @@ def test_phases_by_hand() -> None:
     comms = np.maximum(sent, received)
     for rank, ms in zip(costs.ranks, comms, strict=True):
         assert rank.fwd_comms == rank.bwd_comms == pytest.approx(ms)
-    # Ids and lengths are 8 bytes each; both shards of `a` are sent all its ids.
-    a, b, c = (8 * n * BATCH for n in (2 + 1, 5 + 1, 1 + 3))
+    # Ids and lengths are 8 bytes each, weights 4; both shards of `a` get all its ids.
+    a, b, c = (8 * n * BATCH for n in (2 + 1, 5 + 1, 1 + 3 + 0.5))
     index = np.maximum([(a + c) / 2, (a + b) / 2], (2 * a + b + c) / 4) / 1_000
     for rank, ms in zip(costs.ranks, index, strict=True):
         assert rank.index_comms == pytest.approx(ms)
@@ -64,14 +66,6 @@ def test_phases_by_hand() -> None:
         3 * max(expected) + 2 * float(comms.max()) + index.max()
     )
     assert costs.compute_source == costs.comms_source == "analytic"
-
-
-def test_weighted_lookups_send_their_weights() -> None:
-    tables = (TABLES[0], dataclasses.replace(TABLES[0], name="w", weighted=True))
-    task = make_task(tables, 2, BATCH)
-    sim = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
-    plain, weighted = sim.index_bytes_per_table
-    assert weighted - plain == pytest.approx(4 * A)
 
 
 def test_stages_wait_one_after_another() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import warnings
@@ -23,9 +22,10 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import CPU, bag_config, bags, make_planner
-from tests.distributed.ranks import ONE_NODE, Jobs, OfJob, daily, message_of
+from tests.distributed.ranks import ONE_NODE, Jobs, OfJob, message_of
 from tests.distributed.unsharded import shard_model
 from torchrec_neuroshard import PlanMonitor
+from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.distributed
 WORLD_SIZE, LOCAL_BATCH, NUM_ROWS, DIM = 2, 64, 500, 16
 FEATURES = [f"f{i}" for i in range(5)]
 """The last one reads a table that every rank has a copy of."""
+MONITOR = "torchrec_neuroshard.monitor"
 EVERY, TIMED = 8, 2
 DRIFT_AT, MOVE_AT, NUM_STEPS = 20, 48, 60
 EAGER: dict[str, Any] = {"every": EVERY, "timed": TIMED, "max_overhead": 1.0}
@@ -111,24 +112,7 @@ def drifting(sharded: Any, rank: int) -> Callable[[int], Any]:
     )
 
 
-class PlainLoop:
-    """Forward, backward, step."""
-
-    def __init__(self, sharded: Any, batches: Iterator[Any]) -> None:
-        self._sharded, self.batches = sharded, batches
-        self._dense = torch.optim.SGD(sharded.module.dense.parameters(), lr=0.01)
-
-    def progress(self) -> torch.Tensor:
-        batch = next(self.batches)
-        self._dense.zero_grad()
-        loss, shown = self._sharded(batch)
-        loss.backward()
-        self._dense.step()
-        found: torch.Tensor = shown
-        return found
-
-
-class Pipelined:
+class Loop:
     """TorchRec's train pipeline."""
 
     def __init__(self, sharded: Any, batches: Iterator[Any]) -> None:
@@ -136,51 +120,33 @@ class Pipelined:
         self.batches = batches
         self._pipeline = TrainPipelineSparseDist(sharded, dense, CPU)
 
-    def progress(self) -> torch.Tensor:
-        found: torch.Tensor = self._pipeline.progress(self.batches)
-        return found
+    def progress(self) -> float:
+        return float(self._pipeline.progress(self.batches))
 
 
-class Log(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.entries: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.entries.append(record.getMessage())
-
-
-def run_drift(rank: int, make_loop: Callable[[Any, Any], Any]) -> dict[str, Any]:
+def run_drift(rank: int) -> dict[str, Any]:
     """Train with and without a monitor that moves tables.
 
-    Args:
-        rank: This rank.
-        make_loop: Takes the sharded model and batches. A pipeline's first iterator ends
-            before the move, and so it runs dry.
+    The pipeline's first iterator ends before the move, and so it runs dry.
     """
     losses: dict[str, list[float]] = {"still": [], "moved": []}
-    found: dict[str, Any] = {}
-    logging.disable(logging.NOTSET)  # for this job alone
-    log, logger = Log(), logging.getLogger("torchrec_neuroshard.monitor")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(log)
+    found: dict[str, Any] = {"log": []}
     for name, held in losses.items():
         sharded, planner = shard()
         batch = drifting(sharded, rank)
         monitor = PlanMonitor(sharded, planner, **EAGER) if name == "moved" else None
-        loop = make_loop(sharded, iter(()))
+        loop = Loop(sharded, iter(()))
         for part in (range(MOVE_AT), range(MOVE_AT, NUM_STEPS)):
             loop.batches = map(batch, part)
             for step in part:
-                held.append(float(loop.progress()))
+                held.append(loop.progress())
                 if monitor is None:
                     continue
-                monitor.step()
+                with mock.patch.object(logging.getLogger(MONITOR), "info") as info:
+                    monitor.step()
+                found["log"] += [str(call.args[1]) for call in info.call_args_list]
                 if step == MOVE_AT - 4:
-                    with rank_is_busy(make_loop is PlainLoop and rank == 1):
-                        found["early"] = described(monitor.replan())
+                    found["early"] = described(monitor.replan())
                 if step == MOVE_AT - 1:
                     report = monitor.last_report
                     drifts = report.drifts if report else ()
@@ -202,22 +168,11 @@ def run_drift(rank: int, make_loop: Callable[[Any, Any], Any]) -> dict[str, Any]
                 for n in ("input_dist", "compute_and_output_dist")
                 if n in vars(sharded.module.sparse["ebc"])
             )
-    logger.removeHandler(log)
-    logging.disable(logging.WARNING)
-    found["log"] = log.entries
     found["gap"] = max(
         abs(a - b) for a, b in zip(losses["still"], losses["moved"], strict=True)
     )
     found["learned"] = abs(losses["still"][0] - losses["still"][-1])
     return found
-
-
-@contextlib.contextmanager
-def rank_is_busy(is_busy: bool) -> Iterator[None]:
-    """Have a batch under way on this rank, as in a pipeline."""
-    sampler = "torchrec_neuroshard.monitor.inputs.InputSampler.num_under_way"
-    with mock.patch(sampler, 1) if is_busy else contextlib.nullcontext():
-        yield
 
 
 def described(done: Any) -> Any:
@@ -241,7 +196,7 @@ def run_failures(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (where, what) in breaks.items():
         sharded, planner = shard()
-        loop = PlainLoop(sharded, map(drifting(sharded, rank), itertools.count()))
+        loop = Loop(sharded, map(drifting(sharded, rank), itertools.count()))
         monitor = PlanMonitor(sharded, planner, **EAGER)
         part = f"torchrec_neuroshard.{what}" if rank == where else f"{__name__}.EVERY"
         with (
@@ -278,15 +233,11 @@ def run_refusals(rank: int) -> dict[str, str]:
     }
 
 
-DAILY = ("drift", "failures", "refusals")
-
-
 def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
     if num_nodes != ONE_NODE:
         return {}
     return {
-        "drift": lambda: run_drift(rank, PlainLoop),
-        "pipeline": lambda: run_drift(rank, Pipelined),
+        "drift": lambda: run_drift(rank),
         "failures": lambda: run_failures(rank),
         "refusals": lambda: run_refusals(rank),
     }
@@ -303,9 +254,8 @@ def test_drift_is_named_on_the_first_rank(results: OfJob) -> None:
     assert not second["log"] and not second["drifts"]
 
 
-@pytest.mark.parametrize("loop", daily(["drift", "pipeline"], DAILY))
-def test_tables_that_have_become_popular_are_spread(results: OfJob, loop: str) -> None:
-    found = results(loop)
+def test_tables_that_have_become_popular_are_spread(results: OfJob) -> None:
+    found = results("drift")
     assert found[0]["done"] == found[1]["done"]
     for rank in found:
         assert not rank["early"]["applied"] and rank["early"]["bytes"] > 0
@@ -318,8 +268,8 @@ def test_tables_that_have_become_popular_are_spread(results: OfJob, loop: str) -
         assert rank["gap"] < 1e-5 and rank["learned"] > 1e-2
     last = found[0]["last"]
     assert last["iteration"] > MOVE_AT
-    # A pipeline hides the index exchange.
-    assert ("index_comms" in last["phases"]) == (loop == "drift")
+    # The pipeline hides the index exchange, and nothing else.
+    assert {*last["phases"]} == {*PHASES} - {"index_comms"}
     assert last["predicted"][0] == pytest.approx(last["predicted"][1])
 
 

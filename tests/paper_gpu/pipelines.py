@@ -6,6 +6,7 @@ they launch: the model's lower layer ends in a sigmoid, its upper one in a tanh.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,16 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from tests.builders import bag_config, bag_sharders, bags
+from tests.builders import (
+    FixedSearcher,
+    bag_config,
+    bag_sharders,
+    bags,
+    columns_only,
+    make_planner,
+)
 
-__all__ = ["PIPELINES", "journal_of"]
+__all__ = ["PIPELINES", "journal_of", "losses_on"]
 
 NUM_BATCHES = 24
 _BATCH, _WIDTH = 4, 8
@@ -67,8 +75,9 @@ class _Model(nn.Module):
         self.embeddings = bags(*(bag_config(i, 1_000, _WIDTH) for i in range(2)))
         tables = self.embeddings.parameters()
         apply_optimizer_in_backward(RowWiseAdagrad, tables, {"lr": 0.1})
-        self.below = nn.Linear(3, _WIDTH, device=device)
-        self.above = nn.Linear(3 * _WIDTH, 1, device=device)
+        torch.manual_seed(1)
+        self.below = nn.Linear(3, _WIDTH).to(device)
+        self.above = nn.Linear(3 * _WIDTH, 1).to(device)
         self.lookups_first = lookups_first
 
     def forward(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,31 +106,54 @@ def _batches(rank: int) -> Iterator[_Batch]:
         )
 
 
+def _pipeline(name: str, model: _Model, plan: Any, device: torch.device) -> Any:
+    make, options = PIPELINES[name]
+    sharded = DistributedModelParallel(
+        model, device=device, plan=plan, sharders=bag_sharders()
+    )
+    for table in sharded.module.embeddings.state_dict().values():
+        for part in table.local_shards():
+            nn.init.constant_(part.tensor, 0.1)
+    dense = [p for n, p in sharded.named_parameters() if "embeddings" not in n]
+    return make(sharded, torch.optim.SGD(dense, lr=0.1), device, **options)
+
+
+def losses_on(device: torch.device) -> list[float]:
+    """Losses of a few batches by a plan of ours, in which one table is split."""
+    model = _Model(device, lookups_first=False)
+    planner = make_planner(
+        dist.get_world_size(),
+        device.type,
+        topology_arguments={"local_world_size": dist.get_world_size()},
+        batch_size=_BATCH,
+        search=FixedSearcher([(0, 8, 1), (1, 4, 0), (1, 4, 1)]),
+        constraints=columns_only(model),
+    )
+    plan = planner.collective_plan(model, bag_sharders(), dist.group.WORLD)
+    pipeline = _pipeline("train_base", model, plan, device)
+    batches = _batches(dist.get_rank())
+    return [float(pipeline.progress(batches)) for _ in range(4)]
+
+
 def journal_of(name: str, device: torch.device, *, lookups_first: bool) -> list[str]:
     """Train a few batches by a pipeline; what it queued, in the host's order."""
-    make, options = PIPELINES[name]
     model = _Model(device, lookups_first)
     constraint = ParameterConstraints(sharding_types=["table_wise"])
     if "prefetch" in name:
         constraint.compute_kernels = ["fused_uvm_caching"]
         constraint.cache_params = CacheParams(load_factor=0.2, prefetch_pipeline=True)
-    topology = Topology(dist.get_world_size(), "cuda")
     planner = EmbeddingShardingPlanner(
-        topology=topology, constraints=dict.fromkeys(_TABLES, constraint)
+        topology=Topology(dist.get_world_size(), "cuda"),
+        constraints=dict.fromkeys(_TABLES, constraint),
     )
     plan = planner.collective_plan(model, bag_sharders(), dist.group.WORLD)
-    sharded = DistributedModelParallel(
-        model, device=device, plan=plan, sharders=bag_sharders()
-    )
-    dense = [p for n, p in sharded.named_parameters() if "embeddings" not in n]
-    pipeline = make(sharded, torch.optim.SGD(dense, lr=0.1), device, **options)
+    pipeline = _pipeline(name, model, plan, device)
     ops: Any = torch.ops.paper_cuda
     batches = _batches(dist.get_rank())
     start = len(ops.journal())
     ops.keep_journal(True)
-    try:
+    with contextlib.suppress(StopIteration):
         while True:
             pipeline.progress(batches)
-    except StopIteration:
-        ops.keep_journal(False)
+    ops.keep_journal(False)
     return list(ops.journal()[start:])

@@ -29,24 +29,7 @@ NAME = "Paper GPU"
 ops: Any = torch.ops.paper_cuda
 
 
-def collect(path: Path, num_sets: int, *options: str) -> int:
-    arguments = ["--out", str(path), "--num-sets", str(num_sets), *SMALL, *options]
-    return main(["collect", "compute", *arguments])
-
-
-def test_the_gpu_is_found_and_all_kinds_of_sets_are_measured(tmp_path: Path) -> None:
-    path = tmp_path / "r.parquet"
-    assert collect(path, 24) == 0
-    (header,), records = read_records([path])
-    assert (header.fingerprint.device, header.fingerprint.device_type) == (NAME, "cuda")
-    assert header.reference_ms == 0
-    assert [r.index for r in records] == list(range(24))  # no set is left out
-    assert {t.optimizer for r in records for t in r.tables} == set(OPTIMIZERS)
-    assert {t.data_type for r in records for t in r.tables} == {"fp32", "fp16"}
-    assert all(r.num_passes == 7 and not r.reference_ms for r in records)
-
-
-def test_a_gpu_by_number_is_the_one_that_is_timed(
+def test_a_gpu_by_number_is_the_one_that_is_timed_with_all_kinds_of_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     event: Any = torch.cuda.Event
@@ -58,15 +41,23 @@ def test_a_gpu_by_number_is_the_one_that_is_timed(
             made.append(self)
 
     monkeypatch.setattr(torch.cuda, "Event", Noted)
-    before = ops.launches(0)
-    assert collect(tmp_path / "r.parquet", 3, "--device", "cuda:5") == 0
+    before, path = ops.launches(0), tmp_path / "r.parquet"
+    arguments = ["--out", str(path), "--num-sets", "24", *SMALL, "--device", "cuda:5"]
+    assert main(["collect", "compute", *arguments]) == 0
     assert {e.device for e in made} == {torch.device("cuda", 5)}
     assert ops.launches(0) == before
     for start, end in zip(made[::2], made[1::2], strict=True):
         assert end.launches > start.launches
+    (header,), records = read_records([path])
+    assert (header.fingerprint.device, header.fingerprint.device_type) == (NAME, "cuda")
+    assert header.reference_ms == 0
+    assert [r.index for r in records] == list(range(24))  # no set is left out
+    assert {t.optimizer for r in records for t in r.tables} == set(OPTIMIZERS)
+    assert {t.data_type for r in records for t in r.tables} == {"fp32", "fp16"}
+    assert all(r.num_passes == 7 and not r.reference_ms for r in records)
 
 
-def test_calibrate_measures_the_gpu(
+def test_calibrate_finds_and_measures_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = dataclasses.replace(
@@ -77,7 +68,7 @@ def test_calibrate_measures_the_gpu(
     )
     monkeypatch.setattr(compute, "default_sampling", lambda device: tiny)
     out = tmp_path / "paper"
-    arguments = ["--num-samples", "20", "--max-gib", "0.001", "--steps", "4"]
+    arguments = ["--num-samples", "60", "--max-gib", "0.001", "--steps", "4"]
     assert main(["calibrate", "--out", str(out), *arguments]) == 0
     assert NAME in load_cost_model(out, device_type="cuda").hardware
 

@@ -6,13 +6,12 @@ The other ranks of the world are not there: tables are sharded, nothing is excha
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -40,15 +39,7 @@ OFFERED = {
     "data_parallel": ("dense",),
 }
 """Sharding type -> kernels that TorchRec's sharder offers for it on CUDA."""
-
-
-class Rank(NamedTuple):
-    """What a rank built."""
-
-    shards: list[tuple[Any, ...]]
-    """Table, first row, first column, rows and columns of each part, sorted."""
-    kernels: list[list[str]]
-    """Tables of each fused kernel, sorted."""
+KERNEL = "SplitTableBatchedEmbeddingBagsCodegen"
 
 
 @contextmanager
@@ -66,7 +57,11 @@ def one_rank(rank: int) -> Iterator[torch.device]:
             yield device
 
 
-def build(rank: int, module: nn.Module, plan: ShardingPlan) -> Rank:
+def build(
+    rank: int, module: nn.Module, plan: ShardingPlan
+) -> tuple[list[tuple[Any, ...]], list[list[str]]]:
+    """What a rank holds: shards (table, first row and column, size), and the tables of
+    each fused kernel; sorted."""
     with one_rank(rank) as device:
         sharded = DistributedModelParallel(
             copy.deepcopy(module), device=device, plan=plan, sharders=bag_sharders()
@@ -83,15 +78,10 @@ def build(rank: int, module: nn.Module, plan: ShardingPlan) -> Rank:
             if hasattr(value, "local_shards")
             for shard in value.local_shards()
         ]
-    return Rank(sorted(shards), sorted(kernels))
+    return sorted(shards), sorted(kernels)
 
 
-KERNEL = "SplitTableBatchedEmbeddingBagsCodegen"
-
-
-@functools.cache
-def world() -> tuple[ShardingPlan, dict[int, dict[int, set[str]]], list[Rank]]:
-    """The plan, the tables of each fusion group by rank, and what ranks built."""
+def test_ranks_hold_the_shards_and_kernels_of_the_plan() -> None:
     warnings.simplefilter("ignore")  # torch and TorchRec, about their own code
     cases = [
         (kind, kernel)
@@ -117,31 +107,22 @@ def world() -> tuple[ShardingPlan, dict[int, dict[int, set[str]]], list[Rank]]:
     (sharded,) = plan.plan.values()
     planned = {(s.sharding_type, s.compute_kernel) for s in sharded.values()}
     assert planned == set(cases)
-    found = planner.costs.price(chosen.options).found
-    groups: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for table, rank in zip(found.table_N.tolist(), found.rank_N.tolist(), strict=True):
-        if found.options[table].compute_kernel != "dense":
-            group = found.task.groups[table]
-            groups[rank][group].add(found.options[table].name)
-    return plan, groups, [build(r, module, plan) for r in range(WORLD_SIZE)]
-
-
-def test_every_rank_holds_the_shards_of_the_plan() -> None:
-    plan, _, ranks = world()
-    expected: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
-    (sharded,) = plan.plan.values()
+    shards: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
     for name, sharding in sharded.items():
-        if sharding.sharding_spec is None:  # replicas
-            continue
-        for shard, rank in zip(
-            sharding.sharding_spec.shards, sharding.ranks, strict=True
-        ):
-            expected[rank].append((name, *shard.shard_offsets, *shard.shard_sizes))
-    for rank, built in enumerate(ranks):
-        assert built.shards == sorted(expected[rank])
-
-
-def test_tables_share_kernels_as_the_simulator_assumed() -> None:
-    _, groups, ranks = world()
-    for rank, built in enumerate(ranks):
-        assert built.kernels == sorted(map(sorted, groups[rank].values())), rank
+        if sharding.sharding_type != "data_parallel":
+            places = zip(sharding.sharding_spec.shards, sharding.ranks, strict=True)
+            for shard, rank in places:
+                shards[rank].append((name, *shard.shard_offsets, *shard.shard_sizes))
+    # Tables share kernels as the simulator assumed.
+    priced = planner.costs.price(chosen.options).found
+    groups: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for table, rank in zip(
+        priced.table_N.tolist(), priced.rank_N.tolist(), strict=True
+    ):
+        if priced.options[table].compute_kernel != "dense":
+            group = priced.task.groups[table]
+            groups[rank][group].add(priced.options[table].name)
+    for rank in range(WORLD_SIZE):
+        built_shards, kernels = build(rank, module, plan)
+        assert built_shards == sorted(shards[rank])
+        assert kernels == sorted(map(sorted, groups[rank].values())), rank

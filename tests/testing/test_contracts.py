@@ -525,15 +525,3 @@ def test_searcher_contract_catches(case: str) -> None:
     )
     with pytest.raises((AssertionError, InfeasibleError), match=message):
         getattr(contract(), case)()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [(says_nothing, "does not name 'giant'"), (unspoiled, "no InfeasibleError")],
-)
-def test_whole_tables_that_do_not_fit_are_caught(spoil: Spoil, message: str) -> None:
-    contract = derive(
-        SearcherContract, "whole", lambda seed: BrokenSearcher(spoil, "broken"), **WHOLE
-    )
-    with pytest.raises(AssertionError, match=message):
-        contract().test_a_table_larger_than_a_rank()
