@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -30,10 +30,11 @@ from tests.builders import (
     each,
     gpus,
     make_ebc,
+    make_task,
     only,
     stock_planner,
 )
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement import Placement
 from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     NeuroShardEstimator,
@@ -127,55 +128,39 @@ def test_enumerator_keeps_one_option_of_each_use(
 
 
 TABLE_BYTES = 1000 * 64 * 4
+SMALL, LARGE = (1000, 64), (36_000, 64)
+HOSTED = {"fused_uvm", "fused_uvm_caching"}
 
 
 @pytest.mark.parametrize(
-    ("hbm_cap", "asked", "offered"),
+    ("sizes", "room", "rules", "offered"),
     [
-        (2 * TABLE_BYTES, None, set()),
-        (2 * TABLE_BYTES - 1, None, {"fused_uvm", "fused_uvm_caching"}),
-        (100 * TABLE_BYTES, ["fused", "fused_uvm"], {"fused_uvm"}),
+        ([SMALL], 2 * TABLE_BYTES, {}, set()),
+        ([SMALL], 2 * TABLE_BYTES - 1, {}, {"t0"}),
+        # Beside tables of which a device holds little more than one, small ones stay.
+        ([LARGE, SMALL], 32 * TABLE_BYTES, {}, {"t0"}),
+        ([LARGE, LARGE, SMALL], 32 * TABLE_BYTES, {}, {"t0", "t1", "t2"}),
+        # Placement constraints crowd tables, or do not.
+        ([SMALL] * 2, 3 * TABLE_BYTES, {"pin": {"t0": [0, 1]}}, set()),
+        ([SMALL] * 2, 3 * TABLE_BYTES, {"forbid_ranks": [0, 1, 2]}, {"t0", "t1"}),
+        ([SMALL] * 2, 3 * TABLE_BYTES, {"together": [["t0", "t1"]]}, {"t0", "t1"}),
     ],
 )
 def test_host_memory_is_offered_where_device_memory_is_scarce(
-    hbm_cap: int, asked: list[str] | None, offered: set[str]
-) -> None:
-    constraints = only(compute_kernels=asked)
-    kinds = kinds_of(gpus(hbm_cap=hbm_cap), [(1000, 64)], constraints)["t0"]
-    assert {(t, k) for t, k in kinds if k not in ("fused", "dense")} == {
-        (kind, kernel)
-        for kind in ("row_wise", "table_wise", "column_wise")
-        for kernel in offered
-    }
-
-
-@pytest.mark.parametrize(
-    ("num_large", "offered"), [(1, ["t0"]), (2, ["t0", "t1", "t2"])]
-)
-def test_small_tables_stay_on_the_devices(num_large: int, offered: list[str]) -> None:
-    """Beside tables of which a device holds little more than one."""
-    sizes = [(36_000, 64)] * num_large + [(1000, 64)]
-    kinds = kinds_of(gpus(4, hbm_cap=32 * TABLE_BYTES), sizes)
-    assert [
-        n for n, own in kinds.items() if ("row_wise", "fused_uvm") in own
-    ] == offered
-
-
-@pytest.mark.parametrize(
-    ("rules", "offered"),
-    [
-        ({"pin": {"t0": [0, 1]}}, False),
-        ({"forbid_ranks": [0, 1, 2]}, True),
-        ({"together": [["t0", "t1"]]}, True),
-    ],
-)
-def test_host_memory_is_offered_where_tables_are_crowded(
-    rules: dict[str, Any], offered: bool
+    sizes: list[tuple[int, int]], room: int, rules: Any, offered: set[str]
 ) -> None:
     placement = PlacementConstraints(**rules)
-    topology = gpus(4, hbm_cap=3 * TABLE_BYTES)
-    kinds = kinds_of(topology, [(1000, 64)] * 2, placement=placement)
-    assert any(k == "fused_uvm" for own in kinds.values() for _, k in own) == offered
+    kinds = kinds_of(gpus(4, hbm_cap=room), sizes, placement=placement)
+    for name, own in kinds.items():
+        fused = {t for t, k in own if k == "fused"}
+        hosted = {(t, k) for t in fused for k in HOSTED if name in offered}
+        assert {(t, k) for t, k in own if k in HOSTED} == hosted
+
+
+def test_host_memory_is_offered_where_it_is_asked_for() -> None:
+    asked = only(compute_kernels=["fused", "fused_uvm"])
+    kinds = kinds_of(gpus(hbm_cap=100 * TABLE_BYTES), [SMALL], asked)["t0"]
+    assert {k for _, k in kinds} == {"fused", "fused_uvm"}
 
 
 # --- estimator ------------------------------------------------------------------
@@ -183,36 +168,27 @@ def test_host_memory_is_offered_where_tables_are_crowded(
 
 def test_estimates_are_those_of_single_shards() -> None:
     constraints = only("t1", pooling_factors=[7.0], min_partition=64)
-    topology = gpus()
-    estimator = NeuroShardEstimator(topology, constraints, **analytic())
-    enumerator = EmbeddingEnumerator(
-        topology,
-        64,
-        constraints,
-        [estimator, EmbeddingStorageEstimator(topology, constraints)],
-    )
-    options = enumerator.enumerate(make_ebc(SIZES), bag_sharders())
-    checked = 0
+    given: Any = (gpus(), constraints)
+    ours = NeuroShardEstimator(*given, **analytic())
+    options = EmbeddingEnumerator(
+        gpus(), 64, constraints, [ours, EmbeddingStorageEstimator(*given)]
+    ).enumerate(make_ebc(SIZES), bag_sharders())
+    reader = ours.costs.reader
+    options = [o for o in options if reader.is_column_sharded(o)]
+    assert "table_column_wise" in {o.sharding_type for o in options}
     for option in options:
-        if not estimator.costs.reader.is_column_sharded(option):
-            continue
-        table = estimator.costs.reader.table(option)
-        task = ShardingTask(tables=(table,), world_size=2, batch_size=128)
-        simulator = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
         for shard in option.shards:
-            priced = simulator.price(np.array([0]), np.array([shard.size[1]]))
-            compute = simulator.single_compute(priced)[0]
-            comms = AnalyticCommsModel().all_to_all(
-                np.array([[shard.size[1], 0.0]]), 128
-            )[0, 0]
-            ids = np.array([[simulator.index_bytes_per_table[0], 0.0]])
-            comms[0] += AnalyticCommsModel().index_all_to_all(ids)[0, 0]
-            perf = shard.perf
-            found = perf.fwd_compute, perf.bwd_compute, perf.fwd_comms, perf.bwd_comms
-            assert found == pytest.approx((*compute, *comms))
-            checked += 1
-    kinds = {o.sharding_type for o in options}
-    assert "table_column_wise" in kinds and checked > 12
+            width, perf = shard.size[1], shard.perf
+            table = dataclasses.replace(reader.table(option), embedding_dim=width)
+            simulator = Simulator(make_task([table], 2, 128), *analytic().values())
+            alone = simulator.evaluate(Placement.from_widths(2, [(0, width, 0)]))
+            costs = alone.ranks[0]
+            assert (perf.fwd_compute, perf.bwd_compute) == pytest.approx(
+                (costs.fwd_compute, costs.bwd_compute)
+            )
+            assert (perf.fwd_comms, perf.bwd_comms) == pytest.approx(
+                (costs.index_comms + costs.fwd_comms, costs.bwd_comms)
+            )
 
 
 def test_launches_of_fused_stock_tables_count_once() -> None:
@@ -271,23 +247,6 @@ def test_least_memory_follows_when_the_fastest_does_not_fit(
 # --- partitioner ----------------------------------------------------------------
 
 
-def test_partitioner_leaves_the_proposal_as_it_was() -> None:
-    constraints = each(1, "row_wise")
-    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **analytic())
-    options = enumerator.enumerate(make_ebc([(1000, 64)] * 3), bag_sharders())
-    proposal = [o for o in options if o.sharding_type != "table_wise"][:1] + [
-        o for o in options if o.sharding_type == "column_wise"
-    ]
-    assert [o.name for o in proposal] == ["t0", "t1", "t2"]
-    before = [str(o) for o in proposal]
-    partitioner = NeuroShardPartitioner(gpus(), constraints, search=QUICK, **analytic())
-    plan = partitioner.partition(proposal, gpus())
-    assert [str(o) for o in proposal] == before
-    assert [o.name for o in plan] == ["t0", "t1", "t2"]
-    assert all(s.rank is not None for o in plan for s in o.shards)
-    assert not any(a is b for a, b in zip(proposal, plan, strict=True))
-
-
 def test_infeasible_proposals_are_partition_errors() -> None:
     enumerator = NeuroShardEnumerator(gpus(), 64, **analytic())
     proposal = searchable(enumerator, make_ebc([(10**6, 64)]), "table_wise")
@@ -298,16 +257,19 @@ def test_infeasible_proposals_are_partition_errors() -> None:
     assert partitioner.log.infeasible == str(caught.value)
 
 
-def test_task_of_a_proposal() -> None:
+def test_a_proposal_is_searched_and_left_as_it_was() -> None:
     constraints = only("t1", min_partition=30)
     enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **analytic())
     options = enumerator.enumerate(make_ebc([(100, 64)] * 3), bag_sharders())
     kinds = {"t0": "table_wise", "t1": "column_wise", "t2": "column_wise"}
     proposal = [o for o in options if kinds[o.name] == o.sharding_type]
     searcher = FixedSearcher([(i, 64, i % 2) for i in range(3)])
-    NeuroShardPartitioner(
+    before = list(map(str, proposal))
+    plan = NeuroShardPartitioner(
         gpus(), constraints, search=searcher, enumerator=enumerator, **analytic()
     ).partition(proposal, gpus(hbm_cap=10**9))
+    assert list(map(str, proposal)) == before
+    assert [[s.rank for s in o.shards] for o in plan] == [[0], [1], [0]]
     (task,) = searcher.tasks
     assert task.min_widths == (64, 32, 4)
     assert task.groups == (0, 1, 1)

@@ -81,6 +81,14 @@ def test_the_choice_of_plan_depends_on_the_pipeline() -> None:
     assert path_of(pipelined, parted) < 0.99 * path_of(pipelined, whole)
     assert path_of(plain, whole) == pytest.approx(cost_of(plain))
     assert path_of(pipelined, parted) == pytest.approx(cost_of(pipelined))
+    # Other layers alone change no plan.
+    more, same = planned("none", 12.0)
+    bare, plan = planned(None, None)
+    assert shards_of(plan) == shards_of(same)
+    assert cost_of(more) == cost_of(bare) + 12.0
+    bounds = [last_result(p).lower_bound_ms for p in (bare, more)]
+    assert bounds[1] == pytest.approx(bounds[0] + 12.0)
+    assert bare.report().schedule is None
 
 
 @pytest.mark.parametrize("pipeline", ["train_sparse_dist", "train_semi_sync"])
@@ -102,15 +110,6 @@ def test_the_search_finds_the_shortest_path_of_the_schedule(pipeline: str) -> No
         assert result.gap == pytest.approx(0.0, abs=1e-6)
 
 
-def test_other_layers_alone_change_no_plan() -> None:
-    bare, plan = planned(None, None)
-    more, same = planned("none", 12.0)
-    assert shards_of(plan) == shards_of(same)
-    assert cost_of(more) == cost_of(bare) + 12.0
-    bounds = [last_result(p).lower_bound_ms for p in (bare, more)]
-    assert bounds[1] == pytest.approx(bounds[0] + 12.0)
-
-
 def test_reports_say_what_is_hidden() -> None:
     planner, _ = planned("train_sparse_dist")
     report = planner.report()
@@ -123,8 +122,8 @@ def test_reports_say_what_is_hidden() -> None:
     # What a split is good for is told under the pipeline: it pays.
     assert {s.table for s in report.splits} == ALL
     assert all((s.whole_ms or 0) > cost_of(planner) for s in report.splits)
-    bare, _ = planned(None, None)
-    assert bare.report().schedule is None
+    shown_ms = sum(report.schedule.phases_ms.values()) - sum(hidden.values())
+    assert sum(t.path_ms for t in report.tables) == pytest.approx(shown_ms, rel=1e-6)
 
 
 def test_plan_files_say_the_pipeline(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-"""`neuroshard plan`, `show` and `diff`: files in, what people look at out."""
+"""`neuroshard plan`, `show`, `diff` and `sweep`: files in, what people look at out."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 
-from tests.builders import bag_sharders, make_ebc
+from tests.builders import bag_sharders, make_ebc, make_tables
 from torchrec_neuroshard import load_plan
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.planner.cli.given_models import (
@@ -24,9 +26,9 @@ from torchrec_neuroshard.planner.cli.given_models import (
     read_constraints,
     read_model,
 )
-from torchrec_neuroshard.planner.options.table_reader import TableReader
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.report import Sweep, SweepCell
 from torchrec_neuroshard.tables import TableConfig
 
 TABLES = (
@@ -152,22 +154,10 @@ def test_files_of_tables_say_what_profiles_do() -> None:
     profile = FeatureProfile(
         batch_size=8, num_lookups=12.0, access_histogram=histogram, pooling_std=0.5
     )
-    table = TableConfig(
-        name="a",
-        num_embeddings=100,
-        embedding_dim=8,
-        pooling_factor=1.5,
-        num_features=2,
-        profile=profile,
-        optimizer="adam",
-        data_type="fp16",
-        weighted=True,
-    )
-    plain = TableConfig(name="b", num_embeddings=10, embedding_dim=4, optimizer="sgd")
-    given = build_model([table, plain])
-    reader = TableReader(
-        world_size=1, constraints=given.constraints, profiles=given.profiles
-    )
+    fields: Any = {"weighted": True, "optimizer": "adam", "data_type": "fp16"}
+    known = make_tables([8], 100, 1.5, num_features=2, profile=profile, **fields)
+    [plain] = make_tables([4], 10, optimizer="sgd")
+    given = build_model([*known, dataclasses.replace(plain, name="b")])
     planner = NeuroShardPlanner(
         topology=devices_named("cpu", 1),
         batch_size=8,
@@ -177,13 +167,13 @@ def test_files_of_tables_say_what_profiles_do() -> None:
         stats=[],
     )
     options = planner.enumerator.enumerate(given.module, given.sharders)
-    read = {o.name: reader.table(o) for o in options}
-    assert read["a"].profile is not None
-    assert read["a"].profile.access_histogram == pytest.approx(histogram)
-    assert read["a"].pooling_factor == 1.5 and read["a"].num_features == 2
-    assert (read["a"].optimizer, read["a"].data_type) == ("adam", "fp16")
-    assert read["a"].weighted and not read["b"].weighted
-    assert read["b"].optimizer == "sgd"
+    read = {o.name: planner.costs.reader.table(o) for o in options}
+    found = read["t0"]
+    assert found.profile is not None
+    assert found.profile.access_histogram == pytest.approx(histogram)
+    assert (found.pooling_factor, found.num_features) == (1.5, 2)
+    assert {name: getattr(found, name) for name in fields} == fields
+    assert read["b"].optimizer == "sgd" and not read["b"].weighted
 
 
 def test_constraints_of_all_tables_and_of_one(folder: Path) -> None:
@@ -201,30 +191,44 @@ def test_constraints_of_all_tables_and_of_one(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "text", "message"),
+    ("arguments", "text", "message"),
     [
-        ("constraints", '{"usr": {}}', "'usr', which the model .* did you mean 'user'"),
-        ("constraints", '{"*": {"min_partition": "x"}}', "a number, whole.*got 'x'"),
+        ("--constraints f.json", '{"usr": {}}', "'usr', which .* did you mean 'user'"),
         (
-            "constraints",
+            "--constraints f.json",
+            '{"*": {"min_partition": "x"}}',
+            "a number, whole.*got 'x'",
+        ),
+        (
+            "--constraints f.json",
             '{"user": {"sharding_types": ["data_parallel"], '
             '"compute_kernels": ["fused"]}}',
             "constraints for user. No kernel of those",
         ),
-        ("placement", '{"pinned": {}}', "unknown field 'pinned'.*'pin'"),
-        ("placement", '{"pin": {"user": [7]}}', "rank 7, which is not in 0 to 1"),
-        ("profiles", '{"usr": {"batch_size": 1, "num_lookups": 1}}', "mean 'user'"),
+        ("--placement f.json", '{"pinned": {}}', "unknown field 'pinned'.*'pin'"),
+        ("--placement f.json", '{"pin": {"user": [7]}}', "rank 7, which is not in 0"),
+        (
+            "--profiles f.json",
+            '{"usr": {"batch_size": 1, "num_lookups": 1}}',
+            "mean 'user'",
+        ),
+        ("--card h10", "", "card 'h10'; did you mean 'h100'"),
+        ("--ranks 0", "", "there must be 1 to 65,536 ranks, got 0"),
+        ("--out t.csv", "", "cannot write 't.csv': that is read"),
+        ("--memory-gb 1e-5", "", "no plan for 't.csv': The reserved"),
+        ("--search milp", "", "--seconds is for the default search"),
+        ("--card cpu --memory-gb 3", "", "is the host's"),
     ],
 )
-def test_bad_files_are_named(
+def test_what_cannot_be_is_named(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
-    option: str,
+    arguments: str,
     text: str,
     message: str,
 ) -> None:
     (folder / "f.json").write_text(text)
-    said = refused(capsys, "plan", "t.csv", *QUICK, f"--{option}", "f.json")
+    said = refused(capsys, "plan", "t.csv", *QUICK, *arguments.split())
     assert re.search(message, said), said
 
 
@@ -239,23 +243,6 @@ def test_tables_that_cannot_be_built_are_named(
     (folder / "t.csv").write_text(f"{fields}u,10,8,2\nu:0,10,8,1\n")
     said = refused(capsys, "plan", "t.csv", *QUICK)
     assert "tables 'u' and 'u:0' would both read feature 'u:0'" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--card", "h10"], "unknown card 'h10'; did you mean 'h100'? Known are v100"),
-        (["--ranks", "0"], "there must be 1 to 65,536 ranks, got 0"),
-        (["--out", "t.csv"], "cannot write 't.csv': that is read"),
-        ([*QUICK, "--memory-gb", "1e-5"], "no plan for 't.csv': The reserved"),
-        (["--search", "milp", "--seconds", "1"], "--seconds is for the default search"),
-        (["--card", "cpu", "--memory-gb", "3"], "is the host's"),
-    ],
-)
-def test_bad_options_say_the_way_out(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert message in refused(capsys, "plan", "t.csv", *arguments)
 
 
 def test_other_plans_are_not_compared(
@@ -297,3 +284,96 @@ def test_the_page_names_the_options_and_fields(
     assert asked - known <= {"--help"}
     fields = {field.name for field in dataclasses.fields(TableConfig)}
     assert fields <= set(re.findall(r"`(\w+)`", text))
+
+
+# --- sweep ---
+
+
+def test_cells_are_planned_one_by_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--cards", "a100,h100", "--ranks", "1,2", "--batch-sizes", "512"]
+    options += ["--group-sizes", "1", "--sync-interval", "100"]
+    files = ["--csv", "s.csv", "--seconds", "0.1"]
+    assert main(["sweep", "t.csv", *options, *files]) == 0
+    printed = capsys.readouterr()
+    assert not printed.err and "most samples per second: " in printed.out
+    rows = list(csv.DictReader((folder / "s.csv").read_text().splitlines()))
+    where = [(r["card"], r["num_ranks"], r["group_size"]) for r in rows]
+    assert where == [
+        (card, ranks, group)
+        for card in ("a100", "h100")
+        for ranks, group in (("1", "1"), ("2", "2"), ("2", "1"))
+    ]
+    by_cell = dict(zip(where, rows, strict=True))
+    for row in rows:
+        assert row["fits"] == "True" and "not measured" in row["kernels_source"]
+        rate = float(row["samples_per_s"])
+        ms = float(row["iteration_ms"])
+        assert rate == pytest.approx(int(row["num_ranks"]) * 512 / ms * 1e3)
+        assert 0 < float(row["kernels_ms"]) + float(row["links_ms"]) < ms * 1.001
+        assert 0 < float(row["memory_bytes"]) < float(row["memory_limit_bytes"])
+    # A group of one rank is planned as that rank, and pays for the average.
+    alone, grouped = by_cell["h100", "1", "1"], by_cell["h100", "2", "1"]
+    assert float(grouped["kernels_ms"]) == pytest.approx(
+        float(alone["kernels_ms"]), rel=0.02
+    )
+    assert float(grouped["iteration_ms"]) > float(alone["iteration_ms"])
+    faster = [float(by_cell[c, "1", "1"]["kernels_ms"]) for c in ("h100", "a100")]
+    assert faster[0] < faster[1]
+
+
+def cell(**fields: object) -> SweepCell:
+    known = SweepCell(
+        card="h100",
+        num_ranks=8,
+        batch_size=1_000,
+        group_size=8,
+        iteration_ms=4.0,
+        kernels_ms=1.0,
+        links_ms=3.0,
+        gap=math.inf,
+        memory_bytes=2**30,
+        memory_limit_bytes=2**31,
+        uncertainty=0.1,
+        kernels_source="measured",
+        links_source="published links of h100, not measured",
+    )
+    return dataclasses.replace(known, **fields)  # type: ignore[arg-type]
+
+
+def test_limits_and_sources_are_named() -> None:
+    assert cell().limit == "links" and cell().samples_per_s == 2_000_000
+    assert cell(kernels_ms=3.5).limit == "kernels"
+    assert cell(num_in_host_memory=1).limit == "memory"
+    no_room = cell(card="v100", obstacle="no room", iteration_ms=math.nan)
+    assert (no_room.limit, no_room.fits) == ("memory", False)
+    lines = str(Sweep(cells=(cell(), no_room, cell(num_ranks=4)))).splitlines()
+    shown = "h100 8 8 1,000 4.000 10% ? 2,000,000 1.00"
+    assert lines[1].split()[:9] == shown.split()
+    assert lines[2].endswith("does not fit: no room")
+    assert lines[4] == "most samples per second: 8 x h100, 1,000 samples per rank"
+    assert lines[5:] == [
+        "h100: compute: measured; collectives: published links of h100, not measured"
+    ]
+
+
+def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("t.csv").write_text(TABLES.replace("200000", "200000000000"))
+    assert main(["sweep", "t.csv", "--ranks", "1"]) == 1
+    out = capsys.readouterr().out
+    assert re.search("does not fit: .*table 'user'", out) and "nothing fits" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cards", "h100, h900"], "unknown card 'h900'"),
+        (["--batch-sizes", "0"], "--batch-sizes must be above 0, got 0"),
+        (["--group-sizes", "3"], "--group-sizes has 3, which is no part of any"),
+    ],
+)
+def test_bad_options_of_sweeps_say_the_way_out(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert message in refused(capsys, "sweep", "t.csv", *arguments)

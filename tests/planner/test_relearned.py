@@ -36,10 +36,15 @@ def price(planner: NeuroShardPlanner, plan: Any, model: nn.Module) -> PredictedC
 
 
 def test_without_news_nothing_changes() -> None:
-    planner = make_planner(topology=gpus(4, local_world_size=2), search_only=False)
-    model = bags()
-    plan = planner.plan(model, bag_sharders())
-    before, same = (price(p, plan, model) for p in (planner, planner.relearned({})))
+    """A slowdown of kernels that run at once counts once."""
+    comms = AnalyticCommsModel()
+    comms.compute_slowdown = (1.5, 2.0)
+    planner = make_planner(
+        topology=gpus(4, local_world_size=2), comms_model=comms, search_only=False
+    )
+    plan = planner.plan(bags(), bag_sharders())
+    learned = planner.relearned({}).relearned({})
+    before, same = (price(p, plan, bags()) for p in (planner, learned))
     assert same.ranks == before.ranks and same.compute_source == before.compute_source
 
 
@@ -52,16 +57,6 @@ def test_new_profiles_stand_in_for_old_ones_feature_by_feature() -> None:
     found = {f: p.pooling_factor for f, p in learned.profiles.items()}
     assert found == {"f0": 1.0, "f1": 20.0}
     assert planner.profiles["f1"].pooling_factor == 1.0
-
-
-def test_slowdown_of_kernels_at_once_counts_once() -> None:
-    comms = AnalyticCommsModel()
-    comms.compute_slowdown = (1.5, 2.0)
-    planner = make_planner(comms_model=comms)
-    model = bags()
-    plan = planner.plan(model, bag_sharders())
-    learned = planner.relearned({}).relearned({})
-    assert price(learned, plan, model).ranks == price(planner, plan, model).ranks
 
 
 def trained_bags() -> Nested:
@@ -88,17 +83,9 @@ def test_outline_is_planned_like_its_model_and_holds_no_weights(make: Any) -> No
     assert [n for n, _ in outline.named_parameters()] == [
         n for n, _ in model.named_parameters()
     ]
-    sharders = get_default_sharders()
-    plans = [make_planner().plan(m, sharders) for m in (model, outline)]
-    assert shards_of(plans[0]) == shards_of(plans[1])
-
-
-def test_outline_outlives_its_model() -> None:
-    planner = make_planner()
-    model = trained_bags()
-    plan = planner.plan(model, bag_sharders())
-    known = planner.last_model
-    assert known is not None
+    planner, sharders = make_planner(), get_default_sharders()
+    plan = planner.plan(model, sharders)
+    assert shards_of(make_planner().plan(outline, sharders)) == shards_of(plan)
+    assert planner.last_model is not None
     model.sparse["ebc"] = nn.Linear(1, 1)  # as DistributedModelParallel would
-    again = planner.plan(*known)
-    assert shards_of(again) == shards_of(plan)
+    assert shards_of(planner.plan(*planner.last_model)) == shards_of(plan)

@@ -52,14 +52,9 @@ def show_card(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     )
 
 
-def planned(topology: Topology | None, **arguments: Any) -> NeuroShardPlanner:
+def planned(topology: Topology | None) -> NeuroShardPlanner:
     planner = NeuroShardPlanner(
-        topology,
-        stats=[],
-        consider_stock=False,
-        batch_size=64,
-        **analytic(),
-        **arguments,
+        topology, stats=[], consider_stock=False, batch_size=64, **analytic()
     )
     planner.plan(make_ebc([(1000, 64)]), bag_sharders())
     return planner
@@ -76,6 +71,11 @@ def costs_of(topology: Topology, cost_model: str) -> tuple[PlanCosts, list[str]]
     return costs, [t for t in texts if "physical estimate" not in t]
 
 
+def memory_gb_per_s(costs: PlanCosts) -> float:
+    assert isinstance(costs.cost_model, PhysicalCostModel)
+    return costs.cost_model.constants.memory_gb_per_s
+
+
 BANDWIDTHS = {
     "hbm_mem_bw": "hbm_gb_per_s",
     "hbm_to_ddr_mem_bw": "host_gb_per_s",
@@ -85,31 +85,22 @@ BANDWIDTHS = {
 """What TorchRec calls the figures of a card."""
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        dict(zip(BANDWIDTHS.values(), (2400.0, 40.0, 300.0, 12.5), strict=True))
-        | {"memory_gb": 94.0},
-    ],
-)
-def test_topologies_have_the_figures_given_else_the_cards(given: Any) -> None:
-    card = GPU_CARDS["h100"]
-    topology = topology_for("h100", num_nodes=2, ranks_per_node=4, **given)
+def test_topologies_have_the_figures_given_else_the_cards() -> None:
+    card, given = GPU_CARDS["h100"], {"inter_gb_per_s": 12.5, "memory_gb": 94.0}
+    topology = topology_for(
+        "h100", num_nodes=2, ranks_per_node=4, host_memory_gb=2000, **given
+    )
     assert (topology.world_size, topology.local_world_size) == (8, 4)
     assert topology.compute_device == "cuda"
     for theirs, ours in BANDWIDTHS.items():
         gb_per_s = given.get(ours, getattr(card, ours).value)
         # Bytes per millisecond.
         assert getattr(topology, theirs) == pytest.approx(gb_per_s * 1e6)
-    hbm = {d.storage.hbm for d in topology.devices}
-    assert hbm == {int(given.get("memory_gb", card.memory_gb.value) * 1e9)}
-
-
-@pytest.mark.parametrize(("host_gb", "of_a_rank"), [(2000, 250 * 10**9), (0, 0)])
-def test_ranks_share_the_hosts_memory(host_gb: float, of_a_rank: int) -> None:
-    topology = topology_for("v100", ranks_per_node=8, host_memory_gb=host_gb)
-    assert topology.devices[0].storage.ddr == of_a_rank
+    for device in topology.devices:
+        assert device.storage.hbm == 94 * 10**9
+        assert device.storage.ddr == 500 * 10**9  # ranks share the host's
+    plain = topology_for("h100", host_memory_gb=0).devices[0].storage
+    assert (plain.hbm, plain.ddr) == (80 * 10**9, 0)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +129,7 @@ def test_a_card_that_is_named_stands_in_for_torchrecs_defaults() -> None:
         assert ours == pytest.approx(theirs)
     assert costs.topology.devices[3].storage.hbm == 80 * 10**9
     assert vars(naive) == before and naive.devices[3].storage.hbm == 32 * GIB
-    assert isinstance(costs.cost_model, PhysicalCostModel)
-    assert costs.cost_model.constants.memory_gb_per_s == pytest.approx(3350.0)
+    assert memory_gb_per_s(costs) == pytest.approx(3350.0)
 
 
 def test_values_given_are_left_alone() -> None:
@@ -149,17 +139,12 @@ def test_values_given_are_left_alone() -> None:
     assert costs.topology.hbm_mem_bw == 2.4e9
     assert costs.topology.intra_host_bw == 3e8
     assert costs.topology.devices[0].storage.hbm == GIB
-    assert isinstance(costs.cost_model, PhysicalCostModel)
-    assert costs.cost_model.constants.memory_gb_per_s == pytest.approx(2400.0)
-
-
-def test_defaults_of_no_card_are_said_once() -> None:
+    assert memory_gb_per_s(costs) == pytest.approx(2400.0)
+    # Nothing given, no card: what is said is what is planned with.
     costs, [text] = costs_of(Topology(16, "cuda"), "auto")
     assert "TorchRec's defaults, which are no card's" in text
     assert "hbm_cap 34.36 GB, hbm_mem_bw 963.1 GB/s" in text
-    assert isinstance(costs.cost_model, PhysicalCostModel)
-    # What is said is what is planned with.
-    assert costs.cost_model.constants.memory_gb_per_s == pytest.approx(963.1, abs=0.1)
+    assert memory_gb_per_s(costs) == pytest.approx(963.1, abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -212,16 +197,10 @@ def test_the_card_here_is_as_large_as_it_is(
     basis = planner.report().basis
     assert basis is not None and basis.card == "NVIDIA H200 SXM 141 GB"
     assert basis.figures[0].basis == "this machine"
-
-
-def test_a_given_topology_is_completed_not_changed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    show_card(monkeypatch, "Big GPU")
+    # A topology that is given is completed, not changed.
     default = Topology(2, "cuda")
-    planner = planned(default)
-    assert [d.storage.hbm for d in default.devices] == [32 * GIB] * 2
-    assert [d.storage.hbm for d in planner.topology.devices] == [CARD] * 2
+    assert planned(default).topology.devices[1].storage.hbm == CARD
+    assert default.devices[1].storage.hbm == 32 * GIB
     small = Topology(2, "cuda", hbm_cap=GIB)
     assert planned(small).topology.devices[0].storage.hbm == GIB
     # Another card is planned for than the one here.
@@ -231,7 +210,7 @@ def test_a_given_topology_is_completed_not_changed(
 
 @pytest.mark.usefixtures("group")
 def test_group_that_cannot_train_by_the_plan_is_told() -> None:
-    planner = planned(Topology(2, "cpu"), calibrate="never")
+    planner = make_planner(calibrate="never")
     with pytest.warns(UserWarning, match="has 2 ranks, the process group 1, which"):
         planner.collective_plan(make_ebc([(1000, 64)]), bag_sharders())
 
