@@ -48,31 +48,26 @@ def whole(
 
 def test_table_of_an_option() -> None:
     ebc = make_ebc([(100, 16), (50, 8)], weighted=True, data_types={1: DataType.FP16})
-    reader, options = options_of(nn.ModuleDict({"e": ebc}))
+    chosen = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    reader, options = options_of(nn.ModuleDict({"e": ebc}), optimizer=chosen)
     table = reader.table(whole(options, "t1"))
     assert (table.name, table.num_embeddings, table.embedding_dim) == ("e.t1", 50, 8)
     assert (table.data_type, table.weighted) == ("fp16", True)
+    assert table.optimizer == "rowwise_adagrad"  # the sharder's
     # Shards do not change what the table is.
     assert reader.table(options[("t1", "row_wise", "fused")]) is table
 
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(RowWiseAdagrad, "rowwise_adagrad"), (torch.optim.RMSprop, "adam")],
+    [(RowWiseAdagrad, "rowwise_adagrad"), (torch.optim.RMSprop, "adam"), (None, "sgd")],
 )
 def test_optimizer_of_the_parameter(kind: Any, expected: str) -> None:
     ebc = make_ebc([(100, 16)])
-    apply_optimizer_in_backward(kind, ebc.parameters(), {"lr": 0.1})
+    if kind is not None:
+        apply_optimizer_in_backward(kind, ebc.parameters(), {"lr": 0.1})
     reader, options = options_of(ebc)
     assert reader.table(whole(options, "t0")).optimizer == expected
-
-
-def test_optimizer_of_the_sharder() -> None:
-    chosen = EmbOptimType.EXACT_ROWWISE_ADAGRAD
-    reader, options = options_of(make_ebc([(100, 16)]), optimizer=chosen)
-    assert reader.table(whole(options, "t0")).optimizer == "rowwise_adagrad"
-    reader, options = options_of(make_ebc([(100, 16)]))
-    assert reader.table(whole(options, "t0")).optimizer == "sgd"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from torchrec_neuroshard.testing import AnalyticCostModel
 
 @pytest.mark.parametrize("compute_device", ["cpu", "cuda"])
 def test_every_column_is_placed(compute_device: str) -> None:
-    topology = Topology(world_size=8, compute_device=compute_device)
+    topology = Topology(8, compute_device)
     constraints = only("t3", min_partition=32)
     given = repr(topology), repr(constraints)
     planner = make_planner(topology=topology, constraints=constraints)

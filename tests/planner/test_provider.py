@@ -79,6 +79,18 @@ def test_unified_planner_returns_our_plan_with_its_costs() -> None:
         assert len(ctx.search_space[sku]) >= 3
 
 
+class Kept(NeuroShardPlannerProvider):
+    """Keeps the planners that it made."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.built: list[NeuroShardPlanner] = []
+
+    def build_planner(self, *args: Any, **kwargs: Any) -> NeuroShardPlanner:
+        self.built.append(super().build_planner(*args, **kwargs))
+        return self.built[-1]
+
+
 @needs_seam
 @pytest.mark.filterwarnings("ignore:no cost model was measured")
 def test_dry_run_command_plans_cards_by_name(
@@ -87,31 +99,14 @@ def test_dry_run_command_plans_cards_by_name(
     from torchrec.distributed.planner.dry_run import DryRunOrchestrator, cli
     from torchrec.distributed.planner.executor import DefaultPlannerExecutor
 
-    built: list[NeuroShardPlanner] = []
-
-    class Kept(NeuroShardPlannerProvider):
-        def build_planner(self, *args: Any, **kwargs: Any) -> NeuroShardPlanner:
-            built.append(super().build_planner(*args, **kwargs))
-            return built[-1]
-
-    orchestrator = DryRunOrchestrator(DefaultPlannerExecutor(Kept(**QUICKLY)))
+    provider = Kept(**QUICKLY)
+    orchestrator = DryRunOrchestrator(DefaultPlannerExecutor(provider))
     arguments = ["--sku-list=h100,h200", "--world-size=2", "--num-tables=3"]
     assert cli.main(arguments, orchestrator) == 0
     shown = capsys.readouterr().out
     assert "[OK] h100" in shown and "[OK] h200" in shown
-    cards = [planner.costs.devices.card for planner in built]
+    cards = [planner.costs.devices.card for planner in provider.built]
     assert [card.name for card in cards if card] == ["h100", "h200"]
-
-
-@needs_seam
-def test_cost_models_go_by_sku() -> None:
-    provider = NeuroShardPlannerProvider(
-        {"GRANDTETON": AnalyticCostModel()}, comms_model=AnalyticCommsModel(), **QUICKLY
-    )
-    results, ctx = dry_run(provider, ["GRANDTETON"], hbm_gb=3.0)
-    assert results["GRANDTETON"].success
-    # TorchRec counts gibibytes.
-    assert "memory of a rank 3.221 GB (given)" in ctx.hw_source["GRANDTETON"]
 
 
 @needs_seam
@@ -119,23 +114,25 @@ def test_what_a_request_asks_for_reaches_the_planner() -> None:
     from torchrec.distributed.planner.proposers import UniformProposer
     from torchrec.distributed.planner.types import PlannerConfig
 
-    asked = PlannerConfig(proposer_type="uniform", pipeline_type="train_sparse_dist")
-    constraints = {"t1": ParameterConstraints(sharding_types=["row_wise"])}
-    made: dict[str, Any] = {}
-
-    class Kept(NeuroShardPlannerProvider):
-        def build_planner(self, *args: Any, **kwargs: Any) -> NeuroShardPlanner:
-            planner = super().build_planner(*args, **kwargs)
-            made.update(vars(planner))
-            return planner
-
-    results, _ = dry_run(
-        Kept(**ANALYTIC), ["a"], planner_config=asked, constraints=constraints
+    provider = Kept(
+        {"GRANDTETON": AnalyticCostModel()}, comms_model=AnalyticCommsModel(), **QUICKLY
     )
-    plan = entries_of(results["a"].sharding_plan)
+    results, ctx = dry_run(
+        provider,
+        ["GRANDTETON"],
+        hbm_gb=3.0,
+        constraints={"t1": ParameterConstraints(sharding_types=["row_wise"])},
+        planner_config=PlannerConfig(
+            proposer_type="uniform", pipeline_type="train_sparse_dist"
+        ),
+    )
+    # TorchRec counts gibibytes.
+    assert "memory of a rank 3.221 GB (given)" in ctx.hw_source["GRANDTETON"]
+    plan = entries_of(results["GRANDTETON"].sharding_plan)
     assert plan["t1"].sharding_type == "row_wise"
-    assert [type(p) for p in made["_proposers"]] == [UniformProposer]
-    assert made["_pipeline_type"].value == "train_sparse_dist"
+    [planner] = provider.built
+    assert [type(p) for p in vars(planner)["_proposers"]] == [UniformProposer]
+    assert vars(planner)["_pipeline_type"].value == "train_sparse_dist"
 
 
 @needs_seam

@@ -55,8 +55,9 @@ class Job:
 
     def replan(self, budget_bytes: int = HUGE, **kwargs: Any) -> ReplanResult:
         plan = kwargs.pop("plan", self.plan)
-        kwargs = {"model": self.model, "sharders": bag_sharders()} | kwargs
-        return replan(plan, planner=self.planner, budget_bytes=budget_bytes, **kwargs)
+        known: dict[str, Any] = {"model": self.model, "sharders": bag_sharders()}
+        known |= {"planner": self.planner, "budget_bytes": budget_bytes} | kwargs
+        return replan(plan, **known)
 
 
 def make_job(
@@ -78,12 +79,10 @@ def make_job(
         # As apply_optimizer_in_backward leaves it.
         parameter._optimizer_classes = [optimizer]
         parameter._optimizer_kwargs = [{"lr": 0.1}]
-    planner, at_work = (
-        make_planner(
-            world_size, compute_device, constraints=constraints, **searched, **kwargs
-        )
-        for searched in ({}, {"search": FixedSearcher(triples)})
-    )
+    kwargs |= {"constraints": constraints}
+    planner = make_planner(world_size, compute_device, **kwargs)
+    kwargs |= {"search": FixedSearcher(triples)}
+    at_work = make_planner(world_size, compute_device, **kwargs)
     return Job(planner, model, at_work.plan(model, bag_sharders()))
 
 

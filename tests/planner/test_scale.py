@@ -16,28 +16,25 @@ from torchrec_neuroshard.planner.options.spread_options import (
 )
 from torchrec_neuroshard.planner.parts.search_space import MANY_TABLES, other_caches
 
-
-@pytest.fixture
-def topology() -> Topology:
-    return Topology(64, "cuda", local_world_size=64)
+NODE = Topology(64, "cuda", local_world_size=64)
 
 
 @pytest.fixture
-def costs(topology: Topology) -> PlanCosts:
-    return PlanCosts(topology, **analytic())
+def costs() -> PlanCosts:
+    return PlanCosts(NODE, **analytic())
 
 
 @pytest.mark.parametrize("rows", [3, 1001])
 def test_shards_are_listed_as_torchrec_would_when_they_are_read(
-    topology: Topology, costs: PlanCosts, rows: int
+    costs: PlanCosts, rows: int
 ) -> None:
-    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
+    enumerator = NeuroShardEnumerator(NODE, 64, costs=costs)
     ebc = make_ebc([(rows, 64), (500, 32)])
     options = enumerator.enumerate(ebc, bag_sharders())
     later = [o for o in options if isinstance(o, SpreadOption)]
     assert {o.sharding_type for o in later} == {"row_wise", "data_parallel"}
     assert not any(o.is_listed for o in later)
-    stock = EmbeddingEnumerator(topology, 64).enumerate(ebc, bag_sharders())
+    stock = EmbeddingEnumerator(NODE, 64).enumerate(ebc, bag_sharders())
     theirs = {
         (o.name, o.sharding_type): [(s.size, s.offset) for s in o.shards] for o in stock
     }
@@ -53,13 +50,13 @@ def test_shards_are_listed_as_torchrec_would_when_they_are_read(
 
 @pytest.mark.parametrize("num_tables", [2, 10_000])
 def test_caches_of_other_sizes_list_no_shards(
-    topology: Topology, costs: PlanCosts, num_tables: int
+    costs: PlanCosts, num_tables: int
 ) -> None:
     constraints = each(1, "row_wise", compute_kernels=["fused_uvm_caching"])
-    enumerator = NeuroShardEnumerator(topology, 64, constraints, costs=costs)
+    enumerator = NeuroShardEnumerator(NODE, 64, constraints, costs=costs)
     ebc = make_ebc([(1_000_001, 64)])
     (option,) = enumerator.enumerate(ebc, bag_sharders())
-    found = other_caches(option, topology, costs.reader, num_tables)
+    found = other_caches(option, NODE, costs.reader, num_tables)
     assert len(found) == (3 if num_tables > MANY_TABLES else 9)
     enumerator.populate_estimates(found)
     for other in (option, *found):
@@ -70,9 +67,9 @@ def test_caches_of_other_sizes_list_no_shards(
     assert sizes == sorted({*sizes}) and costs_ms == sorted(costs_ms, reverse=True)
 
 
-def test_copies_of_options_can_be_changed(topology: Topology, costs: PlanCosts) -> None:
+def test_copies_of_options_can_be_changed(costs: PlanCosts) -> None:
     """TorchRec and this package change options, shards and perfs in place."""
-    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
+    enumerator = NeuroShardEnumerator(NODE, 64, costs=costs)
     options = enumerator.enumerate(make_ebc([(1001, 64), (500, 32)]), bag_sharders())
     kept = enumerator.last_stored_search_space
     assert kept is not None

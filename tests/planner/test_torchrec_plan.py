@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,46 +101,30 @@ STOCK: dict[str, Any] = {
     "batch_size": 64,
     "constraints": each(2, "table_wise", "row_wise"),
 }
+THREE = [(10_000, 64), (300, 64), (2_000_000, 128)]
 
 
 def stock_within(seconds: float) -> ShardingPlan:
     """TorchRec's plan of three tables, within some seconds."""
-    return stock_plan(three_tables(), bag_sharders(), **STOCK, seconds=seconds)
+    return stock_plan(make_ebc(THREE), bag_sharders(), **STOCK, seconds=seconds)
 
 
-def three_tables() -> Any:
-    return make_ebc([(10_000, 64), (300, 64), (2_000_000, 128)])
-
-
-@pytest.fixture
-def slowed(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str], None]:
-    """Stop the clock but for calls of a method, which take a second each."""
+def test_the_plan_to_compare_with_is_torchrecs_where_time_suffices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = stock_planner(**STOCK).plan(make_ebc(THREE), bag_sharders())
+    assert str(stock_within(600)) == str(theirs)
+    # It stops within its estimates, here of a second each.
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr(torchrec_plan, "time", clock)
+    estimate = SizesEstimator.estimate
 
-    def slow(owner: type, name: str) -> None:
-        method = getattr(owner, name)
+    def slow(*arguments: Any, **named: Any) -> None:
+        now[0] += 1.0
+        estimate(*arguments, **named)
 
-        def timed(*arguments: Any, **named: Any) -> Any:
-            now[0] += 1.0
-            return method(*arguments, **named)
-
-        monkeypatch.setattr(owner, name, timed)
-
-    return slow
-
-
-def test_the_plan_to_compare_with_is_torchrecs_where_time_suffices() -> None:
-    found = stock_within(600)
-    theirs = stock_planner(**STOCK).plan(three_tables(), bag_sharders())
-    assert str(found) == str(theirs)
-
-
-def test_torchrecs_planner_stops_within_its_estimates(
-    slowed: Callable[[type, str], None],
-) -> None:
-    slowed(SizesEstimator, "estimate")
+    monkeypatch.setattr(SizesEstimator, "estimate", slow)
     with pytest.raises(OutOfTimeError, match="it had estimated 2 of 3 tables"):
         stock_within(1.5)
 
@@ -178,11 +161,11 @@ SMALL = [(100, 64)] * 4
 def planner_of(**arguments: Any) -> NeuroShardPlanner:
     """A planner of two devices of 2 MiB, as TorchRec's users make one."""
     settings: dict[str, Any] = {
+        "topology": gpus(hbm_cap=2 * MIB),
         "batch_size": 512,
         "search_only": False,
         "storage_reservation": None,
     }
-    settings["topology"] = gpus(hbm_cap=2 * MIB)
     return make_planner(**(settings | arguments))
 
 
@@ -241,18 +224,14 @@ def test_one_table_that_fits_no_rank_whole_fits_in_rows() -> None:
 
 
 def test_what_fits_by_neither_count_is_told_how_many_ranks_are_enough() -> None:
-    ebc = make_ebc([(10**6, 64), (10**5, 16)])
-    settings: dict[str, Any] = {
-        "storage_reservation": keep_nothing_back(),
-        "batch_size": 64,
-        "constraints": each(2, "table_wise", "row_wise", compute_kernels=["fused"]),
-    }
-
     def plan_on(count: int, strict_memory: bool = True) -> None:
-        topology = gpus(count, hbm_cap=20 * MIB)
-        planner_of(topology=topology, strict_memory=strict_memory, **settings).plan(
-            ebc, bag_sharders()
-        )
+        planner_of(
+            topology=gpus(count, hbm_cap=20 * MIB),
+            strict_memory=strict_memory,
+            storage_reservation=keep_nothing_back(),
+            batch_size=64,
+            constraints=each(2, "table_wise", "row_wise", compute_kernels=["fused"]),
+        ).plan(make_ebc([(10**6, 64), (10**5, 16)]), bag_sharders())
 
     with pytest.raises(PlannerError) as caught:
         plan_on(2, strict_memory=False)

@@ -16,6 +16,7 @@ from tests.builders import (
     by_table,
     cost_of,
     each,
+    gpus,
     last_result,
     last_task,
     make_ebc,
@@ -61,19 +62,6 @@ def test_a_table_that_holds_up_one_rank_goes_row_wise() -> None:
     assert cost_of(planner) == pytest.approx(3 * (0.001 + 256 * 15e-3), rel=1e-2)
 
 
-def test_tables_join_the_stage_of_one_that_must_be_elsewhere() -> None:
-    # One launch is paid for two stages' worth; kernels of replicas are estimates, and
-    # would be a stage of their own as well.
-    planner = make_planner(
-        4,
-        "cuda",
-        constraints=each(1, "table_row_wise"),
-        topology_arguments={"local_world_size": 2},
-    )
-    plan = planner.plan(make_ebc([(1000, 256), (1000, 32), (1000, 32)]), bag_sharders())
-    assert set(types_of(plan).values()) == {"table_row_wise"}
-
-
 def test_small_tables_become_replicas_where_collectives_are_dear() -> None:
     # Replicas of the small ones send 6 kB of gradients, their outputs are 16 kB; those
     # of the large one would send 8 MB.
@@ -93,12 +81,8 @@ def test_small_tables_become_replicas_where_collectives_are_dear() -> None:
 
 def test_a_grid_has_no_more_blocks_than_nodes() -> None:
     # TorchRec's has a block for every 16 columns, several of them on a node.
-    planner = make_planner(
-        4,
-        "cuda",
-        constraints=each(1, "grid_shard", min_partition=16),
-        topology_arguments={"local_world_size": 2},
-    )
+    grid = each(1, "grid_shard", min_partition=16)
+    planner = make_planner(topology=gpus(4, 2), constraints=grid)
     plan = planner.plan(make_ebc([(1001, 96)]), bag_sharders())
     shards = plan.plan[""]["t0"].sharding_spec.shards
     assert sorted(tuple(s.shard_offsets) for s in shards) == sorted(
@@ -159,12 +143,6 @@ def test_stock_plan_is_taken_where_it_is_cheaper() -> None:
     assert result.gap == pytest.approx(taken / result.lower_bound_ms - 1)
 
 
-def test_stock_plan_is_not_taken_where_it_is_no_better() -> None:
-    planner = make_planner(4, consider_stock=True)
-    planner.plan(make_ebc([(1000, 64)] * 4), bag_sharders())
-    assert last_result(planner).fallback is None
-
-
 def test_stock_plan_that_cannot_run_is_left_out() -> None:
     # TorchRec splits them to unlike widths, which its all-to-all cannot take.
     module = sequences(64, 64, rows=100, prefix="t")
@@ -177,25 +155,24 @@ def test_stock_plan_that_cannot_run_is_left_out() -> None:
 @pytest.mark.parametrize("widths", [(16, 32), (32, 32)])
 def test_stock_plan_that_cannot_run_is_no_last_resort(widths: tuple[int, int]) -> None:
     """Only split do the tables fit; the search keeps tables of sequences whole."""
-    module = sequences(64, 64, prefix="t")
     constraints = by_table(
         sharding_types=[[COLUMN]] * 2,
         compute_kernels=[["fused"]] * 2,
         min_partition=widths,
     )
     planner = make_planner(
-        topology=Topology(4, "cuda", hbm_cap=2_300_000),
+        topology=gpus(4, hbm_cap=2_300_000),
         constraints=constraints,
         batch_size=1,
         strict_memory=True,
     )
-    sharders = [EmbeddingCollectionSharder()]
+    given = sequences(64, 64, prefix="t"), [EmbeddingCollectionSharder()]
     if widths[0] != widths[1]:
         with pytest.raises(PlannerError, match=r"table 't0' .* needs 252\.14 KiB"):
-            planner.plan(module, sharders)
-        return
-    planner.plan(module, sharders)
-    assert last_result(planner).fallback is not None
+            planner.plan(*given)
+    else:
+        planner.plan(*given)
+        assert last_result(planner).fallback is not None
 
 
 def test_more_choices_are_no_worse_where_collectives_take_long_to_begin() -> None:

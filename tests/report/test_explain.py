@@ -70,9 +70,9 @@ TABLES = [table_report(f"t{i}") for i in range(6)]
 def test_a_split_is_told_by_what_the_table_would_cost_in_one_piece() -> None:
     """Brute force: the same placement, the table whole on each rank in turn."""
     simulator = make_simulator(staged_task())
-    split = [(0, 24, 0), (0, 20, 1), (0, 20, 2), (3, 32, 0), (3, 32, 2)]
+    pieces = [(0, 24, 0), (0, 20, 1), (0, 20, 2), (3, 32, 0), (3, 32, 2)]
     placement = Placement.from_widths(
-        3, [*split, (1, 64, 1), (2, 64, 2), (4, 64, 1), (5, 64, 1)]
+        3, [*pieces, (1, 64, 1), (2, 64, 2), (4, 64, 1), (5, 64, 1)]
     )
     result = as_result(simulator, placement)
     report = explain(result, simulator, TABLES, [2**31] * 3)

@@ -92,7 +92,12 @@ def table(
     )
 
 
-COSTS = {"used_bytes": 2**28, "compute_ms": 1.0, "comms_ms": 0.25, "path_ms": 0.5}
+COSTS: dict[str, Any] = {
+    "used_bytes": 2**28,
+    "compute_ms": 1.0,
+    "comms_ms": 0.25,
+    "path_ms": 0.5,
+}
 REPORT = PlanReport(
     critical_path_ms=17.0,
     lower_bound_ms=16.0,
