@@ -11,7 +11,6 @@ import json
 import logging
 import multiprocessing
 import os
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -22,18 +21,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
-__all__ = [
-    "NODE_SIZE",
-    "ONE_NODE",
-    "TWO_NODES",
-    "Jobs",
-    "OfJob",
-    "Results",
-    "daily",
-    "message_of",
-    "run_ranks",
-]
 
 NODE_SIZE = 2
 ONE_NODE, TWO_NODES = 1, 2
@@ -130,7 +117,6 @@ def _rank_main(
         for job, action in jobs.items():
             if not is_nightly and job not in getattr(module, "DAILY", jobs):
                 continue
-            started = time.process_time()
             try:
                 results[name][job] = action()
             except Exception:
@@ -138,7 +124,5 @@ def _rank_main(
                 results["error"] = f"in {name}, '{job}': {traceback.format_exc()}"
                 return
             finally:
-                seconds = time.process_time() - started
-                results.setdefault("seconds", {})[f"{name}: {job}"] = seconds
                 Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

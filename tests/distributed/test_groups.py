@@ -28,6 +28,7 @@ from tests.distributed.unsharded import (
     gap,
     local_parts,
     loss_of,
+    shard_model,
     weights_of,
 )
 from torchrec_neuroshard import group_topology
@@ -81,20 +82,16 @@ def sharded_in_groups(whole: Any, plan: ShardingPlan, groups: Groups) -> Any:
     apply_optimizer_in_backward(
         torch.optim.Adagrad, list(model.parameters())[:-1], {**ADAGRAD}
     )
-    sharded = collection_class()(
+    return shard_model(
         model,
-        device=CPU,
-        plan=plan,
+        plan,
+        SHARDERS,
+        collection_class(),
         world_size=WORLD_SIZE,
         sharding_group_size=GROUP_SIZE,
         global_pg=dist.group.WORLD,
-        sharders=SHARDERS,
         use_inter_host_allreduce=groups[0] == (0, 1),
     )
-    with torch.no_grad():
-        for _, shard, part in local_parts(sharded.state_dict(), weights_of(whole)):
-            shard.copy_(part)
-    return sharded
 
 
 class Reference:
@@ -190,7 +187,6 @@ def run_case(groups: Groups, rank: int) -> dict[str, Any]:
         "replicas_apart": max(
             gap(models[0][k], models[1][k]) for k in list(started)[:-1]
         ),
-        "report": str(planner.report()) if rank == 0 else "",
     }
 
 
@@ -208,9 +204,3 @@ def test_groups_train_as_unsharded_replicas_do(results: OfJob, name: str) -> Non
         assert result["moved"] > 1e-2
         # One step came after the last average.
         assert result["replicas_apart"] > 1e-3
-
-
-def test_report_prices_the_average(results: OfJob) -> None:
-    for name in CASES:
-        text = results(name)[0]["report"]
-        assert "weights of 2 replicas are averaged every 2 iterations" in text

@@ -1,14 +1,14 @@
 """Whatever one rank does otherwise, all ranks get the same plan or the same error.
 
-Each case plans once in a group of its own, on two and on four ranks; where ranks part,
-the group's time-out ends it.
+Each case plans once in a group of its own; where ranks part, the group's time-out ends
+it.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,21 +21,8 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import CacheParams
 
-from tests.builders import (
-    META,
-    bag_config,
-    bag_sharders,
-    bags,
-    make_planner,
-)
-from tests.distributed.ranks import (
-    NODE_SIZE,
-    ONE_NODE,
-    TWO_NODES,
-    Jobs,
-    Results,
-    daily,
-)
+from tests.builders import META, bag_config, bag_sharders, bags, make_planner
+from tests.distributed.ranks import ONE_NODE, TWO_NODES, Jobs, OfJob, daily
 from tests.distributed.test_first_launch import COPIES
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.testing import AnalyticCostModel
@@ -50,7 +37,6 @@ MEASURES: dict[str, Any] = {
     "comms_model": None,
     "calibrate": 1.0,
 }
-FAILS = "import sys; sys.exit(1)"
 RANK_1_BREAKS = f"""
 import os, runpy
 from {PACKAGE}.collect.timing import SetTimer
@@ -142,10 +128,6 @@ def one_breaks_midway(at: Rank) -> Any:
     return at.plan(at.planner(**MEASURES))
 
 
-def measures(at: Rank) -> Any:
-    return at.plan(at.planner(**MEASURES))
-
-
 def leaves_a_first_launch(at: Rank) -> Any:
     """A rank is interrupted while it measures, and lives on."""
 
@@ -156,13 +138,6 @@ def leaves_a_first_launch(at: Rank) -> Any:
     if at.rank == 1:
         at.patch.setattr(f"{PACKAGE}.training.first_launch.take_part", leave)
     return at.plan(at.planner(**MEASURES), 6)
-
-
-def warnings_are_errors(at: Rank) -> Any:
-    at.run(FAILS)
-    if at.is_first:
-        warnings.simplefilter("error")
-    return at.plan(at.planner(**MEASURES))
 
 
 class LocalError(Exception):
@@ -221,6 +196,7 @@ class Case:
     """Time-out of the group."""
     grace: float = 30.0
     """What measuring may take beyond twice its budget."""
+    num_nodes: int = ONE_NODE
 
 
 UNMEASURED = "measuring at the first launch failed (", "measuring failed on rank"
@@ -229,28 +205,19 @@ CASES = {
     "first planned alone": Case(first_planned_alone),
     "others remember": Case(others_remember),
     "outlasts the group": Case(
-        measures,
+        lambda at: at.plan(at.planner(**MEASURES)),
         warned=("the ranks of the process group wait 60 s for each other", ""),
         seconds=60.0,
     ),
-    "warnings are errors": Case(
-        warnings_are_errors,
-        "UserWarning|measuring at the first launch failed",
-        warned=("", UNMEASURED[1]),
-    ),
-    "interrupt": Case(
-        functools.partial(raises, KeyboardInterrupt()), "KeyboardInterrupt|"
-    ),
+    "interrupt": Case(lambda at: raises(KeyboardInterrupt(), at), "KeyboardInterrupt|"),
     "unknown error": Case(
-        functools.partial(raises, LocalError("local trouble")), "|local trouble"
+        lambda at: raises(LocalError("local trouble"), at), "|local trouble"
     ),
     "cannot be sent": Case(
-        functools.partial(odd_plan, stats=lambda: None),
-        "NeuroShardError|rank 0 cannot send",
+        lambda at: odd_plan(at, lambda: None), "NeuroShardError|rank 0 cannot send"
     ),
     "cannot be read": Case(
-        functools.partial(odd_plan, stats=OfFirst()),
-        "NeuroShardError|rank 1 cannot read",
+        lambda at: odd_plan(at, OfFirst()), "NeuroShardError|rank 1 cannot read"
     ),
     "breaks midway": Case(one_breaks_midway, warned=UNMEASURED),
     "nothing fits": Case(nothing_fits, f"{PlannerError.__name__}|"),
@@ -260,6 +227,7 @@ CASES = {
         warned=(UNMEASURED[0], ""),
         seconds=SHORT_SECONDS,
         grace=0.0,
+        num_nodes=TWO_NODES,
     ),
 }
 DAILY = (
@@ -269,8 +237,7 @@ DAILY = (
     "nothing fits",
     "unknown error",
 )
-"""The jobs of two ranks that are not nightly; those of four are named otherwise."""
-ON_FOUR = [name for name in CASES if name != "breaks midway"]
+"""The jobs that are not nightly."""
 
 
 def outcome(case: Case, pg: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
@@ -293,8 +260,8 @@ def outcome(case: Case, pg: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
     return found
 
 
-def in_group(case: Case, folder: Path, ranks: Sequence[int]) -> dict[str, Any]:
-    pg = dist.new_group(list(ranks), timedelta(seconds=case.seconds), backend="gloo")
+def in_group(case: Case, folder: Path) -> dict[str, Any]:
+    pg = dist.new_group(timeout=timedelta(seconds=case.seconds), backend="gloo")
     folder.mkdir(parents=True, exist_ok=True)
     found = outcome(case, pg, folder)
     dist.barrier()
@@ -302,17 +269,16 @@ def in_group(case: Case, folder: Path, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
-    every = range(num_nodes * NODE_SIZE)
-    end = ", four" if num_nodes == TWO_NODES else ""
     return {
-        name + end: functools.partial(in_group, case, folder / f"agree{number}", every)
+        name: functools.partial(in_group, case, folder / f"agree{number}")
         for number, (name, case) in enumerate(CASES.items())
-        if not end or name in ON_FOUR
+        if case.num_nodes == num_nodes
     }
 
 
-def check(case: Case, found: Sequence[dict[str, Any]]) -> None:
-    """Hold all ranks to one plan, or to one error."""
+@pytest.mark.parametrize("name", daily(CASES, DAILY))
+def test_all_ranks_get_one_plan_or_one_error(results: OfJob, name: str) -> None:
+    case, found = CASES[name], results(name)
     kind, _, text = case.expected.partition("|")
     staying = found
     if case.expected == LEFT:
@@ -325,16 +291,6 @@ def check(case: Case, found: Sequence[dict[str, Any]]) -> None:
         for rank in staying:
             assert rank["plan"] is None
             assert kind in rank["error"] and text in rank["error"]
-    for rank, word in zip(found, (case.warned[0], *[case.warned[1]] * 3), strict=False):
+    for n, rank in enumerate(found):
+        word = case.warned[min(n, 1)]
         assert bool(word) == bool(rank["warned"]) and word in rank["warned"], rank
-
-
-@pytest.mark.parametrize("name", daily(CASES, DAILY))
-def test_all_ranks_get_one_plan_or_one_error(ranks: Results, name: str) -> None:
-    check(CASES[name], ranks(__name__, ONE_NODE, name))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_four_ranks_get_one_plan_or_one_error(ranks: Results, name: str) -> None:
-    check(CASES[name], ranks(__name__, TWO_NODES, f"{name}, four"))

@@ -13,16 +13,6 @@ from torchrec.distributed import DistributedModelParallel
 
 from tests.builders import CPU
 
-__all__ = [
-    "draw_batch",
-    "gap",
-    "local_parts",
-    "loss_of",
-    "shard_model",
-    "weights_of",
-    "whole_weights",
-]
-
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of every table of an unsharded model."""
@@ -30,12 +20,16 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {k: v.detach().clone() for k, v in state.items() if "embedding" in k}
 
 
-def shard_model(model: nn.Module, plan: Any, sharders: Any, **arguments: Any) -> Any:
+def shard_model(
+    model: nn.Module,
+    plan: Any,
+    sharders: Any,
+    kind: Any = DistributedModelParallel,
+    **arguments: Any,
+) -> Any:
     """The model sharded, its tables as they were; TorchRec draws others."""
     start = weights_of(model)
-    sharded = DistributedModelParallel(
-        model, device=CPU, plan=plan, sharders=sharders, **arguments
-    )
+    sharded = kind(model, device=CPU, plan=plan, sharders=sharders, **arguments)
     state = sharded.state_dict()
     with torch.no_grad():
         for _, part, held in local_parts({k: state[k] for k in start}, start):

@@ -1,20 +1,22 @@
-"""Caches of rows: sizes that the search chooses, what they cost, hosts' memory."""
+"""Caches of rows and tables in hosts' memory: chosen sizes, and what they cost."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import CacheAlgorithm, CacheParams, ShardingPlan
+from torchrec.distributed.types import CacheParams
+from torchrec.modules.embedding_configs import DataType
 
 from tests.builders import (
     GIB,
     MIB,
+    analytic,
     bag_config,
     bag_sharders,
     bags,
@@ -28,13 +30,16 @@ from tests.builders import (
     only,
 )
 from torchrec_neuroshard import NeuroShardPlanner, rehearse
-from torchrec_neuroshard.cost_models import load_cost_model
+from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import (
+    NeuroShardEnumerator,
+    PlanCosts,
     load_plan,
     save_plan,
 )
-from torchrec_neuroshard.planner.options.table_reader import OFFLOADED_KERNELS
+from torchrec_neuroshard.planner.options.table_reader import option_codecs
 
 pytestmark = pytest.mark.filterwarnings("ignore:no cost model was measured")
 
@@ -61,122 +66,153 @@ def planner_of(
     )
 
 
-@pytest.fixture(scope="module")
-def both() -> tuple[NeuroShardPlanner, ShardingPlan]:
-    """A planner that chooses sizes, and its plan."""
+@pytest.mark.one_release
+def test_sizes_that_the_search_chooses(tmp_path: Path) -> None:
+    """They fill the memory that is left; evaluation, report and files have them."""
     planner = planner_of()
-    return planner, planner.plan(model(), bag_sharders())
-
-
-Both = tuple[NeuroShardPlanner, ShardingPlan]
-
-
-def cached(plan: ShardingPlan) -> list[Any]:
-    return [e for e in entries_of(plan).values() if e.compute_kernel == CACHED]
-
-
-def test_sizes_fill_the_memory_that_is_left(both: Both) -> None:
-    planner, plan = both
-    loads = [e.cache_params.load_factor for e in cached(plan)]
-    assert loads and all(0 < load < 1 for load in loads)
+    plan = planner.plan(model(), bag_sharders())
+    cached = {n: e for n, e in entries_of(plan).items() if e.compute_kernel == CACHED}
+    assert cached and all(0 < e.cache_params.load_factor < 1 for e in cached.values())
     used = np.zeros(2)
     for option in planner.get_selected_options():
         for shard in option.shards:
             used[shard.rank] += shard.storage.hbm
     assert (used <= HBM).all() and used.max() > 0.97 * HBM
 
+    report = planner.report()
+    for name, entry in cached.items():
+        [host] = [t.host for t in report.tables if t.table == name]
+        line = next(x for x in str(report).splitlines() if f" {name} (" in x)
+        assert host is not None and host.ms_per_iteration > 0
+        assert host.rank_bytes and all(size > 0 for _, size in host.rank_bytes)
+        assert f"{host.ms_per_iteration:.3f} ms per iteration" in line
+        assert f"cache_load_factor {entry.cache_params.load_factor:.4g}" in line
 
-@pytest.mark.one_release
-def test_a_chosen_size_beats_torchrecs(both: Both) -> None:
-    fixed = each(
-        len(SIZES),
-        compute_kernels=[CACHED],
-        pooling_factors=[10.0],
-        cache_params=CacheParams(load_factor=0.2),
-    )
-    given = planner_of(constraints=fixed)
-    plan = given.plan(model(), bag_sharders())
-    assert cost_of(both[0]) < cost_of(given)
-    assert {e.cache_params.load_factor for e in cached(plan)} == {0.2}
-
-
-def test_the_size_that_a_sharder_asks_for_stays() -> None:
-    constraints = only(compute_kernels=[CACHED], pooling_factors=[10.0])
-    sharder = EmbeddingBagCollectionSharder(fused_params={"cache_load_factor": 0.07})
-    planner = planner_of(constraints=constraints)
-    plan = planner.plan(model(), [sharder])
-    assert entry_of(plan).cache_params is None  # the sharder's reaches the kernel
-    found = {t.table: t.host for t in planner.report().tables}["t0"]
-    assert found is not None and found.load_factor == 0.07
-
-
-def test_evaluating_a_plan_reads_its_sizes(both: Both) -> None:
-    planner, plan = both[0], copy.deepcopy(both[1])
-    report = planner.evaluate(plan, model(), bag_sharders())
-    assert report.critical_path_ms == pytest.approx(cost_of(planner))
-    cached(plan)[0].cache_params = CacheParams(load_factor=1e-3)
-    slower = planner.evaluate(plan, model(), bag_sharders())
-    assert slower.critical_path_ms > report.critical_path_ms
-
-
-def test_plan_files_keep_the_sizes(both: Both, tmp_path: Path) -> None:
-    planner, plan = both
     path = tmp_path / "plan.json"
     save_plan(plan, path, model=model(), planner=planner)
     assert load_plan(path, model=model(), planner=planner) == plan
     found = rehearse(model(), plan, planner.topology, bag_sharders(), batch_size=512)
     assert sum(r.cache_bytes for r in found.ranks) > 0
 
+    path_ms = planner.evaluate(plan, model(), bag_sharders()).critical_path_ms
+    assert path_ms == pytest.approx(cost_of(planner))
+    next(iter(cached.values())).cache_params = CacheParams(load_factor=1e-3)
+    slower = planner.evaluate(plan, model(), bag_sharders())
+    assert slower.critical_path_ms > path_ms
+
+
+def test_sizes_that_are_given_stay() -> None:
+    given = {"compute_kernels": [CACHED], "pooling_factors": [10.0]}
+    asked = only("t1", cache_params=CacheParams(load_factor=0.2), **given)
+    planner = planner_of(constraints=only(**given) | asked)
+    sharder = EmbeddingBagCollectionSharder(fused_params={"cache_load_factor": 0.07})
+    plan = planner.plan(model(), [sharder])
+    assert entry_of(plan).cache_params is None  # the sharder's reaches the kernel
+    assert entry_of(plan, "t1").cache_params.load_factor == 0.2
+    found = {t.table: t.host for t in planner.report().tables}["t0"]
+    assert found is not None and found.load_factor == 0.07
+
 
 def test_caches_are_made_ready_for_being_loaded_ahead() -> None:
     """Without it TorchRec trains on, and logs that results may be wrong."""
-    ahead, module = "train_prefetch_sparse_dist", bags(bag_config(0, 1000, 64))
-    plain = EmbeddingBagCollectionSharder()
-
-    def plan_for(pipeline: str) -> ShardingPlan:
-        planner = make_planner(
-            topology=gpus(),
-            pipeline_type=pipeline,
-            dense_ms=1.0,
-            constraints=only(compute_kernels=[CACHED]),
-        )
-        return planner.plan(module, [plain])
-
-    def faults(plan: ShardingPlan, sharder: Any, pipeline: str) -> str:
-        given = module, plan, gpus(), [sharder]
-        return str(rehearse(*given, batch_size=64, pipeline_type=pipeline))
-
-    unready = plan_for("train_sparse_dist")
-    assert entry_of(plan_for(ahead)).cache_params.prefetch_pipeline
-    assert "every rank can" in faults(plan_for(ahead), plain, ahead)
-    assert "'t0': train_prefetch_sparse_dist needs" in faults(unready, plain, ahead)
-    assert "every rank can" in faults(unready, plain, "train_sparse_dist")
+    ahead, plain = "train_prefetch_sparse_dist", "train_sparse_dist"
+    module, limits = bags(bag_config(0, 1000, 64)), only(compute_kernels=[CACHED])
+    unready, ready = (
+        make_planner(
+            topology=gpus(), pipeline_type=pipeline, dense_ms=1.0, constraints=limits
+        ).plan(module, bag_sharders())
+        for pipeline in (plain, ahead)
+    )
+    assert entry_of(ready).cache_params.prefetch_pipeline
     asks = EmbeddingBagCollectionSharder(fused_params={"prefetch_pipeline": True})
-    assert "every rank can" in faults(unready, asks, ahead)
+    for plan, sharders, pipeline, text in (
+        (ready, bag_sharders(), ahead, "every rank can"),
+        (unready, bag_sharders(), ahead, "'t0': train_prefetch_sparse_dist needs"),
+        (unready, bag_sharders(), plain, "every rank can"),
+        (unready, [asks], ahead, "every rank can"),
+    ):
+        given = module, plan, gpus(), sharders
+        found = rehearse(*given, batch_size=64, pipeline_type=pipeline)
+        assert text in str(found)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"algorithm": CacheAlgorithm.LFU}, {"prefetch_pipeline": False}]
-)
-def test_caches_that_cannot_be_loaded_ahead(fields: Any) -> None:
-    constraints = only(cache_params=CacheParams(**fields))
+def test_caches_that_cannot_be_loaded_ahead() -> None:
+    constraints = only(cache_params=CacheParams(prefetch_pipeline=False))
     planner_of(constraints=constraints)
     with pytest.raises(ConfigError, match=r"t0.*train_prefetch_sparse_dist"):
         planner_of(constraints=constraints, pipeline_type="train_prefetch_sparse_dist")
 
 
-@pytest.mark.one_release
-def test_the_report_says_what_host_memory_costs(both: Both) -> None:
-    planner, plan = both
-    report = planner.report()
-    hosts = {t.table: t.host for t in report.tables if t.host}
-    kernels = {n: e.compute_kernel for n, e in entries_of(plan).items()}
-    assert set(hosts) == {n for n, k in kernels.items() if k in OFFLOADED_KERNELS}
-    for name, host in hosts.items():
-        assert host.ms_per_iteration > 0
-        assert host.rank_bytes and all(size > 0 for _, size in host.rank_bytes)
-        line = next(x for x in str(report).splitlines() if f" {name} (" in x)
-        assert f"{host.ms_per_iteration:.3f} ms per iteration" in line
-        if kernels[name] == CACHED:
-            assert host.load_factor is not None and host.missed is not None
-            assert f"cache_load_factor {host.load_factor:.4g}" in line
+# --- prices ---
+
+SAMPLES = 65_536
+
+
+def costs_and_option(kernel: str, ratio: float | None = None) -> tuple[PlanCosts, Any]:
+    topology = gpus(2)
+    constraints = only(
+        sharding_types=["table_wise"],
+        compute_kernels=[kernel],
+        pooling_factors=[10.0],
+        cache_params=None if ratio is None else CacheParams(load_factor=ratio),
+    )
+    model = load_cost_model("h100", device_type="cuda")
+    costs = PlanCosts(topology, constraints, cost_model=model)
+    enumerator = NeuroShardEnumerator(topology, SAMPLES, constraints, costs=costs)
+    [option] = enumerator.enumerate(make_ebc([(2_000_000, 64)]), bag_sharders())
+    return costs, option
+
+
+def perf(kernel: str, ratio: float | None = None) -> Any:
+    return costs_and_option(kernel, ratio)[1].shards[0].perf
+
+
+def test_lookups_and_updates_travel_over_the_link() -> None:
+    on_device, on_host = perf("fused"), perf("fused_uvm")
+    costs, option = costs_and_option("fused_uvm")
+    model = costs.cost_model
+    assert isinstance(model, PhysicalCostModel)
+    table = costs.reader.table(option)
+    added = model.host_memory(table_features([table], 2 * SAMPLES), np.ones(1), None)[0]
+    beside = (
+        on_host.fwd_compute - on_device.fwd_compute,
+        on_host.bwd_compute - on_device.bwd_compute,
+    )
+    np.testing.assert_allclose(beside, added)
+    lookups = 2 * SAMPLES * 10 * 64 * 4 / (55.6e6 * model.constants.host_read)
+    np.testing.assert_allclose(added[0], lookups, rtol=1e-3)
+
+
+def test_a_cache_spares_the_link_the_more_it_holds() -> None:
+    host = perf("fused_uvm").fwd_compute
+    times = [perf("fused_uvm_caching", r).fwd_compute for r in (0.99, 0.3, 0.05)]
+    assert perf("fused").fwd_compute < times[0] < times[1] < times[2]
+    assert times[0] < host
+
+
+@pytest.mark.parametrize(
+    ("tables", "fused", "size"),
+    [
+        (("t0", "t1"), None, 2.0),
+        ((), {"output_dtype": SparseType.FP16}, 2.0),
+        (("t0",), None, 4.0),  # TorchRec joins a module's outputs in the widest type
+    ],
+)
+def test_half_outputs_take_half(tables: Any, fused: Any, size: float) -> None:
+    def outputs(tables: Any = (), fused: Any = None) -> tuple[Any, float]:
+        limits = each(2, "table_wise")
+        for name in tables:
+            limits[name].output_dtype = DataType.FP16
+        enumerator = NeuroShardEnumerator(gpus(2), SAMPLES, limits, **analytic())
+        sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=fused)]
+        options = enumerator.enumerate(make_ebc([(1000, 64)] * 2), sharders)
+        for option in options:
+            option.shards[0].rank = 0
+        assert enumerator.memory is not None
+        wire_bytes = tuple(codec.wire_bytes for codec in option_codecs(options[0]))
+        return wire_bytes, enumerator.memory.ranks(options)[0].activations
+
+    (wide, wide_bytes), (found, found_bytes) = outputs(), outputs(tables, fused)
+    assert wide == (4.0, 4.0) and found == (size, size)
+    values = 2 * 64 * SAMPLES * 2  # of all samples; those of the own lie beside them
+    assert wide_bytes - found_bytes >= (4 - size) * values

@@ -19,32 +19,12 @@ from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
 COMPARE = ["plan", "t.json", "--ranks", "2", "--card", "cpu", "--compare"]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the command runs, with a file of a table."""
+def test_torchrecs_plan_is_asked_for_the_same_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     table = {"name": "user", "num_embeddings": 1000, "embedding_dim": 16}
     (tmp_path / "t.json").write_text(json.dumps([table]))
-    return tmp_path
-
-
-def test_what_takes_time_has_a_name(phases: list[str]) -> None:
-    assert main([*COMPARE, "--rehearse", "--out", "a.json", "--seconds", "5"]) == 0
-    assert phases == [
-        "loading torch and torchrec",
-        "reading the model",
-        "loading the cost model",
-        "planning",
-        "comparing with TorchRec's planner",
-        "pricing TorchRec's plan",
-        "rehearsing every rank",
-        "writing",
-    ]
-
-
-def test_torchrecs_plan_is_asked_for_the_same_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     asked: list[float] = []
 
     def late(*arguments: Any, seconds: float, **named: Any) -> ShardingPlan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -11,14 +13,22 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams
 
-from tests.builders import by_table, gpus, make_ebc, sequences
+from tests.builders import (
+    bag_sharders,
+    by_table,
+    cost_of,
+    gpus,
+    make_ebc,
+    make_planner,
+    sequences,
+)
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
 from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.tables import TableConfig, row_shard
-from torchrec_neuroshard.testing import AnalyticCostModel
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 BATCH = 100
 LAUNCH, LOOKUP, BYTE = 0.5, 1e-3, 1e-6  # ms, ms per lookup, ms per byte
@@ -176,6 +186,33 @@ def test_row_wise_tables_of_sequences() -> None:
         assert rank[2:4] == pytest.approx([rows, rows])
 
 
+class SlowOrder(AnalyticCommsModel):
+    """A microsecond per column and sample forward, two backward."""
+
+    def column_order(
+        self, columns_C: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        ms: npt.NDArray[np.float64] = columns_C[:, None] * batch_size * [1e-3, 2e-3]
+        return ms
+
+
+@pytest.mark.parametrize(("kind", "columns"), [("grid_shard", 48), ("row_wise", 0)])
+def test_columns_of_a_grid_are_put_in_order(kind: str, columns: int) -> None:
+    path_ms = []
+    for comms in (AnalyticCommsModel(), SlowOrder()):
+        planner = make_planner(
+            topology=gpus(4, 2),
+            batch_size=4,
+            constraints=by_table(sharding_types=[[kind]] * 2, min_partition=[16, None]),
+            comms_model=comms,
+        )
+        # One table in two column shards over both nodes, one in a single node.
+        planner.plan(make_ebc([(100, 32), (100, 16)]), bag_sharders())
+        path_ms.append(cost_of(planner))
+    # Sixteen samples over all ranks.
+    assert path_ms[1] - path_ms[0] == pytest.approx(columns * 16 * 3e-3, abs=1e-9)
+
+
 # --- whole plans ----------------------------------------------------------------
 
 MIXED = {
@@ -224,11 +261,11 @@ def test_sums_over_shards_agree_with_the_stages(everywhere: bool) -> None:
 
 def test_caches_share_a_kernel_unless_only_some_are_loaded_ahead() -> None:
     topology = topology_of(1)
-    settings: list[dict[str, Any]] = [{"load_factor": 0.3}, {"prefetch_pipeline": True}]
+    given = [CacheParams(), CacheParams(load_factor=0.3)]
     constraints = by_table(
         sharding_types=[["table_wise"]] * 3,
         compute_kernels=[["fused_uvm_caching"]] * 3,
-        cache_params=[CacheParams(**given) for given in ({}, *settings)],
+        cache_params=[*given, CacheParams(prefetch_pipeline=True)],
     )
     costs = costs_of(topology, constraints)
     options = EmbeddingEnumerator(topology, BATCH, constraints).enumerate(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import pickle
+import re
 import time
 from importlib.metadata import version
 from typing import Any
@@ -16,24 +18,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import (
     HeuristicalStorageReservation,
 )
-from torchrec.distributed.planner.types import (
-    CustomTopologyData,
-    PlannerError,
-    StorageReservation,
-)
+from torchrec.distributed.planner.types import CustomTopologyData, PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import BoundsCheckMode, ShardingPlan
+from torchrec.distributed.types import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    CacheParams,
+    ShardingPlan,
+)
 from torchrec.modules.embedding_configs import DataType
-from torchrec.optim import RowWiseAdagrad
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from tests.builders import (
     MIB,
@@ -44,45 +45,39 @@ from tests.builders import (
     by_table,
     check_plan,
     check_result,
-    columns_only,
     cost_of,
     each,
-    entries_of,
     entry_of,
-    fused_bags,
     gpus,
     last_task,
     make_ebc,
     make_planner,
     only,
-    sequences,
     shards_of,
 )
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner.options.checks import check_profiles
+from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 TORCHREC = tuple(int(n) for n in version("torchrec").split(".")[:2])
 
 
-def user_planner(
-    world_size: int = 2, device: str = "cuda", **arguments: Any
-) -> NeuroShardPlanner:
+def user_planner(world_size: int = 2, **arguments: Any) -> NeuroShardPlanner:
     """Other sharding types and TorchRec's own plan are looked at, as by default."""
-    return make_planner(world_size, device, **{"search_only": False, **arguments})
+    return make_planner(world_size, "cuda", search_only=False, **arguments)
 
 
 def plan_of(
     module: nn.Module,
     world_size: int = 2,
-    device: str = "cuda",
-    sharders: list[Any] | None = None,
     **arguments: Any,
 ) -> tuple[ShardingPlan, NeuroShardPlanner]:
     """Plan, and check that every value of every planned table has its place."""
-    planner = user_planner(world_size, device, **arguments)
-    plan = planner.plan(module, sharders or get_default_sharders())
+    planner = user_planner(world_size, **arguments)
+    plan = planner.plan(module, get_default_sharders())
     check_plan(plan, module, world_size)
     if plan.plan:
         assert np.isfinite(cost_of(planner)) and cost_of(planner) > 0
@@ -126,35 +121,30 @@ def test_settings_reach_the_plan() -> None:
     assert last_task(planner).num_groups == len(fields)
 
 
-@pytest.mark.parametrize("least", [3, 30, 100])
-def test_min_partition_below_four_not_a_divisor_or_above_the_width(
-    least: int,
-) -> None:
+@pytest.mark.parametrize("least", [3, 100])
+def test_min_partition_below_four_or_above_the_width(least: int) -> None:
     limits = each(1, "table_wise", "column_wise", min_partition=least)
     table = bag_config(0, rows=50_000, dim=64)
     plan, _ = plan_of(bags(table), 4, constraints=limits)
     widths = [w for _, w, _ in shards_of(plan)["t0"]]
     assert not any(w % 4 for w in widths) and min(widths) >= min(least, 64)
-    assert (len(widths) > 1) == (least <= 30)
+    assert (len(widths) > 1) == (least == 3)
 
 
 def test_grids_of_varying_batches_are_left_out_before_1_9() -> None:
     """Of every table of the module: its features come as one tensor."""
-    arguments: dict[str, Any] = {"topology_arguments": {"local_world_size": 2}}
 
     def kind(*types: str) -> str:
         limits = only(sharding_types=list(types)) | only("t1", batch_sizes=[8])
         module = bags(bag_config(dim=64), bag_config(1, dim=64))
-        plan, _ = plan_of(module, 4, constraints=limits, **arguments)
+        plan, _ = plan_of(module, 4, topology=gpus(4, 2), constraints=limits)
         return str(entry_of(plan).sharding_type)
 
     if TORCHREC >= (1, 9):
         assert kind("grid_shard") == "grid_shard"
         return
     assert kind("grid_shard", "table_row_wise") == "table_row_wise"
-    with pytest.raises(
-        ConfigError, match=r"'t0' .* batch_sizes has 8 beside \d+\. All"
-    ):
+    with pytest.raises(ConfigError, match=r"'t0' .* batch_sizes has 8 beside \d+\."):
         kind("grid_shard")
 
 
@@ -173,43 +163,28 @@ def test_tables_of_another_device_group_are_left_out() -> None:
 
 
 def test_constraints_of_a_given_enumerator_are_kept() -> None:
+    """And what its estimator says of memory."""
     topology, limits = gpus(4), each(1, "table_wise", "column_wise", min_partition=128)
-    enumerator = EmbeddingEnumerator(topology, 64, constraints=limits)
+    theirs = EmbeddingEnumerator(topology, 64, constraints=limits)
     table = bag_config(0, rows=100_000, dim=256)
-    plan, _ = plan_of(bags(table), 4, topology=topology, enumerator=enumerator)
+    plan, planner = plan_of(bags(table), 4, topology=topology, enumerator=theirs)
     assert [width for _, width, _ in shards_of(plan)["t0"]] == [128, 128]
+    [kept] = planner.get_selected_options()
+    listed = {o.storage_hash(): o.shards for o in theirs.last_stored_search_space or ()}
+    known = listed[kept.storage_hash()]
+    assert [s.storage for s in kept.shards] == [s.storage for s in known]
 
 
 # Topologies.
 
 
-@pytest.mark.parametrize("node", [4, 6])
-def test_placements_name_the_devices_of_nodes_that_ranks_fill_or_not(node: int) -> None:
-    plan, _ = plan_of(
-        bags(*(bag_config(i) for i in range(8))),
-        8,
-        topology_arguments={"local_world_size": node},
-        constraints=only(sharding_types=["table_row_wise"]),
-        comms_model=None,
-    )
-    for sharding in plan.plan[""].values():
-        for meta in sharding.sharding_spec.shards:
-            device = torch.device("cuda", meta.placement.rank() % node)
-            assert meta.placement.device() == device
-
-
-@pytest.mark.parametrize(("kind", "count"), [("table_wise", 1), ("table_row_wise", 4)])
-def test_pods_of_several_nodes(kind: str, count: int) -> None:
-    plan, _ = plan_of(
-        bags(bag_config(0, rows=4000)),
-        8,
-        topology_arguments={"local_world_size": 2, "pod_size": 2},
-        constraints=only(sharding_types=[kind]),
-    )
+def test_pods_of_several_nodes() -> None:
+    kinds = only(sharding_types=["table_row_wise"])
+    topology = gpus(8, 2, pod_size=2)
+    plan, _ = plan_of(bags(), 8, topology=topology, constraints=kinds)
     ranks = entry_of(plan).ranks
-    assert entry_of(plan).sharding_type == kind
     # Two nodes of two ranks are a pod, which holds all rows of a table.
-    assert len(ranks) == count and len({r // 4 for r in ranks}) == 1
+    assert len(ranks) == 4 and len({r // 4 for r in ranks}) == 1
 
 
 def unequal(*caps: int) -> dict[str, Any]:
@@ -243,27 +218,8 @@ def test_unequal_memory_makes_unequal_row_shards(
     assert found == rows == [s.size[0] for s in option.shards]
 
 
-class PlainReservation(StorageReservation):
-    """Keeps nothing back, and has none of the attributes of TorchRec's own."""
-
-    def __init__(self) -> None:
-        self._last: Topology | None = None
-
-    def reserve(self, topology: Topology, *args: Any, **kwargs: Any) -> Topology:
-        self._last = topology
-        return topology
-
-    @property
-    def last_reserved_topology(self) -> Topology | None:
-        return self._last
-
-
-RESERVATIONS = [lambda: HeuristicalStorageReservation(0.15), PlainReservation]
-
-
-@pytest.mark.parametrize("make", RESERVATIONS)
-def test_tables_fit_what_a_reservation_leaves(make: Any) -> None:
-    given, chosen = make(), Chosen()
+def test_tables_fit_what_a_reservation_leaves() -> None:
+    given, chosen = HeuristicalStorageReservation(0.15), Chosen()
     # Two tables of 24.4 MiB; what is kept back takes the room of one.
     plan_of(
         bags(*(bag_config(i, rows=100_000, dim=64) for i in range(2))),
@@ -272,18 +228,16 @@ def test_tables_fit_what_a_reservation_leaves(make: Any) -> None:
         storage_reservation=given,
         callbacks=[chosen],
     )
-    left = given.last_reserved_topology.devices[0].storage.hbm
-    assert (left == 56 * MIB) == (make is PlainReservation) and left > 0
+    reserved = given.last_reserved_topology
+    assert reserved is not None
     held = [s.storage.hbm for o in chosen.options for s in o.shards if s.storage]
-    assert sum(held) <= left
+    assert sum(held) <= reserved.devices[0].storage.hbm < 56 * MIB
 
 
-@pytest.mark.parametrize("make", RESERVATIONS)
-def test_a_table_larger_than_all_memory_is_named(make: Any) -> None:
+def test_a_table_larger_than_all_memory_is_named() -> None:
     planner = user_planner(
         topology_arguments={"hbm_cap": 4 * MIB},
         constraints=only(compute_kernels=["fused"]),
-        storage_reservation=make(),
     )
     with pytest.raises(
         PlannerError, match=r"^table 't0'.*needs 0\.02 GiB.*[Rr]aise world"
@@ -295,26 +249,6 @@ def test_a_table_larger_than_all_memory_is_named(make: Any) -> None:
 # Modules.
 
 
-def test_several_collections_of_both_kinds() -> None:
-    model = nn.ModuleDict(
-        {
-            "a": nn.Sequential(nn.Sequential(bags(bag_config(0), bag_config(1)))),
-            "b": bags(bag_config(0), weighted=True),
-            "c": sequences(32),
-            "d": sequences(64, prefix="z"),
-        }
-    )
-    limits = columns_only(model, only("s0", pooling_factors=[5.0]))
-    plan, planner = plan_of(model, search_only=True, constraints=limits)
-    assert set(entries_of(plan)) == {"a.0.0.t0", "a.0.0.t1", "b.t0", "c.s0", "d.z0"}
-    tables = {t.name: t for t in last_task(planner).tables}
-    assert last_task(planner).num_groups == 4
-    # The same table name in two modules is two tables.
-    assert tables["b.t0"].weighted and not tables["a.0.0.t0"].weighted
-    # A row for each id.
-    assert (tables["c.s0"].num_features, tables["d.z0"].num_features) == (5, 1)
-
-
 # The planner's own arguments and promises.
 
 
@@ -323,7 +257,7 @@ def test_timeout_holds_inside_a_long_search(monkeypatch: pytest.MonkeyPatch) -> 
     clock = itertools.count(0.0, 0.05)  # of which each look takes a while
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     long = SearchConfig(effort=1000.0)
-    plan_of(bags(*tables), 8, "cpu", timeout_seconds=1, search=long)
+    plan_of(bags(*tables), 8, timeout_seconds=1, search=long)
     # The rest of the planning is not part of the search.
     assert 1 < next(clock) < 3
 
@@ -358,22 +292,105 @@ def test_cost_model_that_predicts_no_time_is_named(value: float) -> None:
         planner.plan(bags(), get_default_sharders())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_memory_of_the_optimizer_state_is_the_same_by_both_ways() -> None:
-    """Of one table of 24.4 MiB, by its sharder or by a module that fuses it."""
-    config, chosen = bag_config(0, rows=100_000, dim=64), Chosen()
-    fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
-    found = []
-    for model, sharders in (
-        (bags(config), [EmbeddingBagCollectionSharder(fused_params=fused_params)]),
-        (fused_bags(config, optimizer=RowWiseAdagrad), get_default_sharders()),
+# Mistakes that everyone makes, and what they are told.
+
+SIZES = [(1000, 64)] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pooling_factors": [1.0, math.nan]}, r"'t0': pooling_factors\[1\] is nan"),
+        ({"num_poolings": [-3.0]}, r"'t0': num_poolings\[0\] is -3.0"),
+        ({"min_partition": -4}, "'t0': min_partition is -4"),
+        ({"sharding_types": "row_wise"}, "'t0': sharding_types is 'row_wise'"),
+        ({"batch_sizes": [8, 8]}, "'t0': batch_sizes has 2 values"),
+        ({"cache_params": CacheParams(load_factor=0.0)}, r"'t0'.*load_factor is 0\.0"),
+        ({"cache_params": CacheParams(load_factor=1.0)}, r"'t0'.*load_factor is 1\.0"),
+        ({"enforce_hbm": True}, "'t0'.*enforce_hbm is True"),
+        (
+            {
+                "cache_params": CacheParams(
+                    algorithm=CacheAlgorithm.LFU, prefetch_pipeline=True
+                )
+            },
+            "'t0'.*LFU, and caches are loaded ahead",
+        ),
+    ],
+)
+def test_values_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+    cached = {"compute_kernels": ["fused_uvm_caching"], **fields}
+    with pytest.raises(ConfigError, match=message):
+        make_planner(2, "cuda", constraints=only(**cached))
+
+
+@pytest.mark.parametrize(
+    ("name", "factors", "message"),
+    [
+        ("t0", [1.0, 3.0], "'t0': pooling_factors has 2 values for 1 feature"),
+        ("t_0", [3.0], "table 't_0', which the model .* did you mean 't0'"),
+    ],
+)
+def test_constraints_that_no_table_reads_are_pointed_out(
+    name: str, factors: list[float], message: str
+) -> None:
+    constraints = only(name, pooling_factors=factors)
+    planner = make_planner(2, "cuda", constraints=constraints)
+    with pytest.warns(UserWarning, match=message):
+        plan = planner.plan(make_ebc(SIZES), bag_sharders())
+    assert set(plan.plan[""]) == {"t0", "t1"} and planner.last_result is not None
+    assert any(re.search(message, text) for text in planner.last_result.warnings)
+
+
+def test_things_of_another_kind_are_named() -> None:
+    odd: Any = {"t0": {"pooling_factors": [3.0]}}
+    given: list[tuple[str, Any, str]] = [
+        ("constraints", odd, "'t0' is a dict"),
+        ("constraints", ["t0"], "constraints is a list"),
+        ("profiles", [3.0], "profiles is a list"),
+        ("placement_constraints", odd, "placement_constraints is a dict"),
+        ("topology", "h100", "topology is a str, 'h100'"),
+        *(("batch_size", size, "samples per rank") for size in (-1, math.nan, "512")),
+    ]
+    for name, value, message in given:
+        with pytest.raises(ConfigError, match=message):
+            make_planner(**{name: value})
+    with pytest.raises(ConfigError, match="process group"):
+        NeuroShardPlanner()
+    planner, model = make_planner(2), make_ebc(SIZES)
+    with pytest.raises(RuntimeError, match="init_process_group first, or plan"):
+        planner.collective_plan(model)
+    swapped: Any = bag_sharders()
+    with pytest.raises(ConfigError, match="model is a list"):
+        planner.plan(swapped, model)
+    classes: Any = [EmbeddingBagCollectionSharder]
+    with pytest.raises(ConfigError, match=r"sharders\[0\] is .* no sharder"):
+        planner.plan(model, classes)
+
+
+class MyCollection(EmbeddingBagCollection):
+    """Another class than the sharder's."""
+
+
+def test_tables_that_no_sharder_takes_are_named() -> None:
+    model = nn.ModuleDict({"a": make_ebc(SIZES), "b": make_ebc([(9, 8)])})
+    model["b"].__class__ = MyCollection
+    message = "tables 't0' are in no plan.* class of module 'b', MyCollection"
+    planner = make_planner(2, "cuda")
+    with pytest.warns(UserWarning, match=message):
+        plan = planner.plan(model, bag_sharders())
+    assert set(plan.plan) == {"a"} and planner.last_result is not None
+    assert any(re.search(message, text) for text in planner.last_result.warnings)
+
+
+def test_check_profiles() -> None:
+    profile = FeatureProfile(batch_size=1, num_lookups=1.0)
+    model = nn.ModuleDict({"a": make_ebc([(10, 8)]), "b": nn.Linear(1, 1)})
+    check_profiles(model, {"f0": profile})
+    odd: Any = {"f0": 3.0}
+    for profiles, message in (
+        ({"f00": profile}, r"'f00', which no .* did you mean 'f0'\?"),
+        (odd, r"\['f0'\] is a float"),
     ):
-        plan_of(
-            model,
-            sharders=sharders,
-            constraints=each(1, "table_wise", "column_wise", compute_kernels=["fused"]),
-            callbacks=[chosen],
-        )
-        shards = [s for o in chosen.options for s in o.shards]
-        found.append([(s.size, s.storage.hbm) for s in shards if s.storage])
-    assert found[0] == found[1]
+        with pytest.raises(ProfileError, match=message):
+            check_profiles(model, profiles)

@@ -14,10 +14,10 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
-from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import CommOp
 
 from tests.builders import (
+    cost_of,
     each,
     make_ebc,
     make_planner,
@@ -36,21 +36,13 @@ BATCH = 512
 PLAIN = WireCodec()
 
 
-def registry(
-    forward: str = "fp32", backward: str = "fp32", ops: Any = None
-) -> dict[str, Any]:
-    kinds = CommType(forward), CommType(backward)
-    config = QCommsConfig(forward_precision=kinds[0], backward_precision=kinds[1])
-    found = get_qcomm_codecs_registry(config, ops, device=torch.device("cuda"))
-    return dict(found or {})
-
-
-def bag_sharder(
-    forward: str = "", backward: str = "", ops: Any = None, **arguments: Any
-) -> Any:
-    if forward:
-        arguments["qcomm_codecs_registry"] = registry(forward, backward, ops)
-    return EmbeddingBagCollectionSharder(**arguments)
+def bag_sharder(*kinds: str, ops: Any = None) -> Any:
+    """It quantises forward and backward collectives to these kinds."""
+    registry: Any = None
+    if kinds:
+        config = QCommsConfig(*(CommType(kind) for kind in kinds))
+        registry = get_qcomm_codecs_registry(config, ops, device=torch.device("cuda"))
+    return EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
 
 
 def planned(module: Any, sharder: Any, device: str = "cuda", **arguments: Any) -> Any:
@@ -61,44 +53,38 @@ def planned(module: Any, sharder: Any, device: str = "cuda", **arguments: Any) -
 # --- codecs ---
 
 
-def phases(codecs: tuple[WireCodec, WireCodec], **fields: Any) -> Any:
-    task = make_task(make_tables([32, 64]), 2, BATCH, codecs=(codecs,) * 2, **fields)
+def phases(triples: Any = ((0, 32, 0), (1, 64, 1)), **fields: Any) -> Any:
+    """The simulator; ids, forward and backward collectives of each rank [ms]."""
+    task = make_task(make_tables([32, 64]), 2, BATCH, **fields)
     simulator = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
-    costs = simulator.evaluate(Placement.from_widths(2, [(0, 32, 0), (1, 64, 1)], task))
-    return simulator, np.array([[r.fwd_comms, r.bwd_comms] for r in costs.ranks])
+    costs = simulator.evaluate(Placement.from_widths(2, triples, task))
+    names = ("index_comms", "fwd_comms", "bwd_comms")
+    return simulator, np.array([[getattr(r, n) for n in names] for r in costs.ranks])
 
 
 def test_a_rank_codes_its_shards_and_decodes_its_samples() -> None:
     coding = WireCodec(encode_bytes=3.0, decode_bytes=5.0, launches=2.0)
-    simulator, plain = phases((PLAIN, PLAIN))
-    _, forward = phases((coding, PLAIN))
-    _, backward = phases((PLAIN, coding))
+    simulator, plain = phases()
+    _, coded = phases(codecs=((coding, PLAIN), (coding, PLAIN)))
+    _, coded_back = phases(codecs=((PLAIN, coding), (PLAIN, coding)))
     byte_ms, launch_ms = simulator.encoder.byte_ms, simulator.encoder.launch_ms[0]
     assert byte_ms > 0
     shards, samples = np.array([32, 64]) * BATCH, (32 + 64) * BATCH / 2
     there = (3 * shards + 5 * samples) * byte_ms + 2 * launch_ms
     back = (3 * samples + 5 * shards) * byte_ms + 2 * launch_ms
-    np.testing.assert_allclose(forward - plain, np.stack([there, 0 * there], axis=1))
-    np.testing.assert_allclose(backward - plain, np.stack([0 * back, back], axis=1))
+    np.testing.assert_allclose((coded - plain).T, [0 * there, there, 0 * there])
+    np.testing.assert_allclose((coded_back - plain).T, [0 * back, 0 * back, back])
 
 
 def test_sums_are_decoded_once() -> None:
     coding = WireCodec(encode_bytes=3.0, decode_bytes=5.0)
     triples = [(t, width, rank) for t, width in ((0, 32), (1, 64)) for rank in (0, 1)]
-
-    def forward(codec: WireCodec) -> float:
-        kinds: Any = {
-            "codecs": ((codec, PLAIN),) * 2,
-            "sharding_types": ("row_wise",) * 2,
-        }
-        whole = make_task(make_tables([32, 64]), 2, BATCH, **kinds)
-        simulator = Simulator(whole, AnalyticCostModel(), AnalyticCommsModel())
-        costs = simulator.evaluate(Placement.from_widths(2, triples, whole))
-        return float(costs.ranks[0].fwd_comms / simulator.encoder.byte_ms)
-
+    rows: dict[str, Any] = {"triples": triples, "sharding_types": ("row_wise",) * 2}
+    simulator, plain = phases(**rows)
+    _, coded = phases(**rows, codecs=((coding, PLAIN), (coding, PLAIN)))
     # Of every rank all columns and all samples; of their sum a rank's own samples.
-    expected = 96 * BATCH * 3 + 96 * BATCH / 2 * 5
-    assert forward(coding) - forward(PLAIN) == pytest.approx(expected)
+    expected = (96 * BATCH * 3 + 96 * BATCH / 2 * 5) * simulator.encoder.byte_ms
+    assert (coded - plain)[0, 1] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +119,7 @@ def test_a_codec_changes_the_plan(
 )
 def test_sharders_that_cannot_be_meant(arguments: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        planned(make_ebc([(1000, 64)]), bag_sharder(**arguments))
+        planned(make_ebc([(1000, 64)]), EmbeddingBagCollectionSharder(**arguments))
 
 
 def test_sums_of_codes_are_no_codes() -> None:
@@ -148,8 +134,10 @@ def test_sums_of_codes_are_no_codes() -> None:
     assert plan.plan[""]["t0"].sharding_type in ("table_wise", "column_wise")
     ops = [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL]
     elsewhere = bag_sharder("int8", "int8", ops=ops)
-    _, plan = planned(module, elsewhere, constraints=only_rows)
+    planner, plan = planned(module, elsewhere, constraints=only_rows)
     assert plan.plan[""]["t0"].sharding_type == "row_wise"
+    report = rehearse(module, plan, planner.topology, [sharder], batch_size=BATCH)
+    assert "its values cannot be added up" in str(report)
 
 
 @pytest.mark.parametrize(("dim", "runs"), [(64, True), (24, False)])
@@ -166,27 +154,6 @@ def test_rows_of_codes_are_filled(dim: int, runs: bool) -> None:
     sharding = planner.plan(module, sharders).plan[""]["t0"]
     for shard in sharding.sharding_spec.shards:
         assert shard.shard_sizes[1] * 6 % 32 == 0
-
-
-def test_torchrecs_own_plan_is_held_to_codecs_too() -> None:
-    _, found = planned(
-        make_ebc([(4_000_000, 64)]),
-        bag_sharder("int8", "int8"),
-        constraints=each(1, "row_wise", "data_parallel"),
-        topology=Topology(4, "cuda"),
-        search_only=False,
-    )
-    assert found.plan[""]["t0"].sharding_type == "data_parallel"
-
-
-def test_rehearsal_names_what_a_codec_cannot_carry() -> None:
-    module = make_ebc([(1000, 64)])
-    planner, plan = planned(module, bag_sharder(), constraints=each(1, "row_wise"))
-    arguments = (module, plan, planner.topology)
-    assert rehearse(*arguments, [bag_sharder()], batch_size=BATCH).runs
-    report = rehearse(*arguments, [bag_sharder("int8", "int8")], batch_size=BATCH)
-    assert not report.runs
-    assert "its values cannot be added up" in str(report)
 
 
 # --- repeated ids ---
@@ -217,8 +184,7 @@ def test_distinct_ids_are_sent_and_looked_up() -> None:
     profile = zipf_profile(
         batch_size=2 * BATCH, pooling_factor=20.0, num_embeddings=10_000
     )
-    module = sequences(64, 64, rows=10_000, prefix="t")
-    profiles = {"tf0": profile, "tf1": profile}
+    module, profiles = sequences(64, 64, rows=10_000), {"sf0": profile, "sf1": profile}
     plain, once = (
         planned(module, EmbeddingCollectionSharder(**given), profiles=profiles)[0]
         for given in ({}, {"use_index_dedup": True})
@@ -234,31 +200,21 @@ def test_distinct_ids_are_sent_and_looked_up() -> None:
     for name in ("index_bytes_per_table", "columns_per_table"):
         less, whole = getattr(moved, name), getattr(all_moved, name)
         np.testing.assert_allclose(less, whole * share)
-    for phase in ("fwd_compute", "bwd_compute"):
-        first, second = (
-            max(getattr(r, phase) for r in p.last_result.predicted.ranks)
-            for p in (once, plain)
-        )
-        assert 0 < first < second
+    compute = [
+        sum(r.fwd_compute + r.bwd_compute for r in p.last_result.predicted.ranks)
+        for p in (once, plain)
+    ]
+    assert 0 < compute[0] < compute[1]
 
 
 def test_removing_repeats_takes_time_of_its_own() -> None:
-    def ranks(repeats: float) -> Any:
-        task = make_task(
-            make_tables([32, 64]), 2, BATCH, pooled=(False,) * 2, repeats=(repeats,) * 2
-        )
-        simulator = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
-        triples = [(0, 32, 0), (1, 64, 1)]
-        costs = simulator.evaluate(Placement.from_widths(2, triples, task))
-        names = ("index_comms", "fwd_comms", "bwd_comms")
-        found = [[getattr(r, name) for name in names] for r in costs.ranks]
-        return np.array(found), simulator.encoder.byte_ms
-
-    (plain, byte_ms), (thrice, _) = ranks(1.0), ranks(3.0)
+    sequences: dict[str, Any] = {"pooled": (False, False)}
+    simulator, plain = phases(**sequences)
+    _, thrice = phases(**sequences, repeats=(3.0, 3.0))
     # A rank's own samples: half of those of both tables, one distinct id each.
     ids = 2 * BATCH / 2 * 3
     rows = (32 + 64) * BATCH / 2 * 4 * (1 + 3)
-    expected = np.array([ids * 304, rows, rows]) * byte_ms
+    expected = np.array([ids * 304, rows, rows]) * simulator.encoder.byte_ms
     np.testing.assert_allclose(thrice - plain, np.tile(expected, (2, 1)))
 
 
@@ -266,18 +222,12 @@ def test_removing_repeats_takes_time_of_its_own() -> None:
 
 
 def test_few_samples_make_few_outputs() -> None:
-    def costs(batch_sizes: list[int] | None) -> Any:
-        limits = each(1, "table_wise", pooling_factors=[4.0], batch_sizes=batch_sizes)
+    found = []
+    for sizes in (None, [BATCH // 4]):
+        limits = each(1, "table_wise", pooling_factors=[4.0], batch_sizes=sizes)
         planner, _ = planned(make_ebc([(1000, 64)]), bag_sharder(), constraints=limits)
-        return planner.last_task.tables[0], planner.last_result.predicted
-
-    whole, predicted = costs(None)
-    part, less = costs([BATCH // 4])
-    assert costs([BATCH])[1] == predicted
-    assert (whole.num_outputs, part.num_outputs) == (1, 0.25)
-    assert part.pooling_factor == whole.pooling_factor / 4
-    for phase in ("index_comms", "fwd_compute", "fwd_comms", "bwd_comms"):
-        first, second = (
-            max(getattr(r, phase) for r in p.ranks) for p in (less, predicted)
-        )
-        assert 0 < first < second, phase
+        [table] = planner.last_task.tables
+        found.append((table.num_outputs, table.pooling_factor, cost_of(planner)))
+    (outputs, lookups, cost), less = found
+    assert (outputs, *less[:2]) == (1, 0.25, lookups / 4)
+    assert 0 < less[2] < cost

@@ -20,6 +20,7 @@ from tests.builders import (
     bag_config,
     bags,
     by_table,
+    gpus,
     make_planner,
 )
 from torchrec_neuroshard import group_topology
@@ -58,10 +59,8 @@ def two_nodes(world_size: int = 8, **arguments: Any) -> Topology:
         (4, False, 2, 2),
         # Groups 0 1 2 3, 4 5 6 7; replicas 0 4, 1 5, ...
         (4, True, 4, 1),
+        # Groups 0 4, 1 5, ...; replicas 0 1 2 3, 4 5 6 7
         (2, False, 1, 4),
-        # Groups 0 1, 2 3, ...; replicas 0 2 4 6, 1 3 5 7
-        (2, True, 2, 2),
-        (8, True, 4, 1),
     ],
 )
 def test_ranks_of_a_group_lie_in_nodes_as_torchrec_deals_them(
@@ -79,10 +78,8 @@ def test_ranks_of_a_group_lie_in_nodes_as_torchrec_deals_them(
 def test_nodes_and_pods_are_shared_out() -> None:
     # Of 12 ranks in nodes of 4, groups 0 3 6 9: one, one, one and one per node, but
     # 1 4 7 10 has two in the second.
-    uneven = Topology(12, "cuda", local_world_size=4)
-    assert group_topology(uneven, 4).local_world_size == 1
-    pods = Topology(16, "cuda", local_world_size=4, pod_size=2)
-    found = group_topology(pods, 8)
+    assert group_topology(gpus(12, 4), 4).local_world_size == 1
+    found = group_topology(gpus(16, 4, pod_size=2), 8)
     assert (found.local_world_size, found.intra_group_size) == (2, 4)
 
 
@@ -129,12 +126,6 @@ def test_average_of_replicas_is_priced(inter_host: bool, kind: Any) -> None:
     assert sync.ms_per_iteration == pytest.approx(sync.sync_ms / 5)
     assert "averaged every 5 iterations" in str(planner.report())
     assert "averaged every 5 iterations" in html_report(planner.report())
-
-
-def test_a_group_of_all_ranks_has_no_replicas() -> None:
-    planner = make_planner(topology=group_topology(two_nodes(4), 4))
-    planner.plan(bags(), SHARDERS)
-    assert planner.report().weight_sync is None
 
 
 def test_gradients_of_replicated_tables_go_to_all_ranks() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagConfig
 from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -28,7 +29,6 @@ from tests.builders import (
     cost_of,
     fused_bags,
     gpus,
-    last_task,
     make_planner,
     only,
     sequences,
@@ -62,6 +62,23 @@ def tied() -> Any:
     return nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
 
 
+class Unheard(nn.Module):
+    """No TorchRec module: it has no configurations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(100, 16, device="meta"))
+
+
+class UnheardSharder(EmbeddingBagCollectionSharder):
+    @property
+    def module_type(self) -> Any:
+        return Unheard
+
+    def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
+        return {"weight": module.weight}
+
+
 KINDS: dict[str, tuple[Callable[[], Any], int]] = {
     "feature processed": (feature_processed, NUM_TABLES),
     "fused": (fused_bags, NUM_TABLES),
@@ -72,27 +89,31 @@ KINDS: dict[str, tuple[Callable[[], Any], int]] = {
     "tied": (tied, 2 * NUM_TABLES),
     "quantised": (quantised, 0),
     "tower": (lambda: EmbeddingTower(bags(), nn.Linear(3, 3)), 0),
+    "no TorchRec module": (
+        lambda: nn.ModuleDict({"own": Unheard(), "plain": bags()}),
+        NUM_TABLES,
+    ),
     "odd widths": (lambda: bags(*configs(dim=10)), 0),
 }
 """Kind -> its module and how many of its tables the search places."""
 
 
-def sharders_of(kind: str) -> list[Any]:
-    if kind == "quantised":
-        return [QuantEmbeddingBagCollectionSharder()]
-    if kind == "tower":
-        return [EmbeddingTowerSharder()]
-    return list(get_default_sharders())
+SHARDERS: list[Any] = [
+    UnheardSharder(),
+    QuantEmbeddingBagCollectionSharder(),
+    EmbeddingTowerSharder(),
+    *get_default_sharders(),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_stock_plans(kind: str) -> None:
     build, num_searched = KINDS[kind]
-    module, sharders = build(), sharders_of(kind)
+    module = build()
     topology = Topology(2, "cpu" if kind == "odd widths" else "cuda")
     planner = make_planner(topology=topology)
-    stock = stock_planner(topology).plan(module, sharders)
-    plan = planner.plan(module, sharders)
+    stock = stock_planner(topology).plan(module, SHARDERS)
+    plan = planner.plan(module, SHARDERS)
     assert {p: set(m) for p, m in plan.plan.items()} == {
         p: set(m) for p, m in stock.plan.items()
     }
@@ -108,7 +129,7 @@ def test_whatever_stock_plans(kind: str) -> None:
 
 def test_sequences_inside_other_modules_are_priced_as_sequences() -> None:
     """TorchRec marks the options of such modules as pooled."""
-    sharders = [*get_default_sharders(), EmbeddingTowerSharder()]
+    sharders = [*SHARDERS]
 
     def cost(module: Any, kind: str = "row_wise") -> float:
         limits = only("s0", sharding_types=[kind], pooling_factors=[20.0])
@@ -122,35 +143,3 @@ def test_sequences_inside_other_modules_are_priced_as_sequences() -> None:
     pec = pytest.importorskip("torchrec.distributed.pec_embedding")  # since 1.7
     sharders.append(pec.PECEmbeddingCollectionSharder())
     assert cost(pec.PECEmbeddingCollection(sequences(64))) == alone
-
-
-def test_modules_with_sharders_of_their_own() -> None:
-    class Unheard(nn.Module):
-        """No TorchRec module: no configurations, sharded table-wise only."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(100, 16, device="meta"))
-
-    class UnheardSharder:
-        fused_params = None
-        module_type = Unheard
-        qcomm_codecs_registry = None
-
-        def sharding_types(self, compute_device_type: str) -> list[str]:
-            return ["table_wise"]
-
-        def compute_kernels(self, *_: str) -> list[str]:
-            return ["fused"]
-
-        def shardable_parameters(self, module: Unheard) -> dict[str, nn.Parameter]:
-            return {"weight": module.weight}
-
-        def storage_usage(self, tensor: Any, device: str, kernel: str) -> Any:
-            return {"hbm": tensor.numel() * 4}
-
-    model = nn.ModuleDict({"own": Unheard(), "plain": bags()})
-    planner = make_planner(2, "cuda")
-    plan = planner.plan(model, [UnheardSharder(), *get_default_sharders()])
-    assert plan.plan["own"]["weight"].sharding_type == "table_wise"
-    assert len(last_task(planner).tables) == NUM_TABLES

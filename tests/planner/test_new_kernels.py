@@ -12,15 +12,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 
-from tests.builders import (
-    bag_config,
-    bags,
-    each,
-    entries_of,
-    gpus,
-    last_result,
-    make_planner,
-)
+from tests.builders import bag_config, bags, each, entries_of, gpus, make_planner
 from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.planner import PlanFileError, load_plan, save_plan
 
@@ -104,26 +96,3 @@ def test_costs_as_many_times_the_fused_kernel_as_torchrec_says(kernel: str) -> N
     slower = theirs["t1"].fwd_compute / theirs["t0"].fwd_compute
     assert slower == pytest.approx(1.0) if kernel == "fused_triton" else slower > 2.0
     assert ours["t0"].fwd_compute != pytest.approx(theirs["t0"].fwd_compute)
-
-
-def test_stashed_weights_are_priced_as_fused() -> None:
-    paths = []
-    for stashed in (False, True):
-        tables = [bag_config(i, stash_weights=stashed and i == 0) for i in range(2)]
-        planner = make_planner(2, "cuda")
-        planner.plan(bags(*tables), [EmbeddingBagCollectionSharder()])
-        compute = last_result(planner).predicted.stages[0].ranks
-        paths.append(sum(r.fwd_compute + r.bwd_compute for r in compute))
-    assert paths[0] == pytest.approx(paths[1])
-
-
-def test_one_that_is_asked_for_beside_the_fused_one_makes_room() -> None:
-    planner = make_planner(
-        topology=gpus(ssd_cap=2**40),
-        constraints=each(2, compute_kernels=["fused", "key_value"]),
-    )
-    tables = [bag_config(0, rows=10**9, dim=64), bag_config(1, rows=4000, dim=64)]
-    plan = planner.plan(bags(*tables), [Sharder("key_value")])
-    found = {n: e.compute_kernel for n, e in entries_of(plan).items()}
-    assert found == {"t0": "key_value", "t1": "fused"}
-    assert last_result(planner).fallback is None
