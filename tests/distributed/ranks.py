@@ -88,12 +88,8 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
-    return [_read(folder / f"{rank}.json") for rank in range(world_size)]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
+    found = [folder / f"{rank}.json" for rank in range(world_size)]
+    return [json.loads(p.read_text()) if p.exists() else {} for p in found]
 
 
 def _rank_main(

@@ -102,7 +102,7 @@ def test_sizes_that_the_search_chooses(tmp_path: Path) -> None:
 
 
 def test_sizes_that_are_given_stay() -> None:
-    given = {"compute_kernels": [CACHED], "pooling_factors": [10.0]}
+    given: dict[str, Any] = {"compute_kernels": [CACHED], "pooling_factors": [10.0]}
     asked = only("t1", cache_params=CacheParams(load_factor=0.2), **given)
     planner = planner_of(constraints=only(**given) | asked)
     sharder = EmbeddingBagCollectionSharder(fused_params={"cache_load_factor": 0.07})

@@ -31,7 +31,6 @@ from tests.builders import (
     only,
     sequences,
 )
-from torchrec_neuroshard.planner import NeuroShardEnumerator
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 
 CLASSES = [
@@ -68,10 +67,8 @@ def planned(kernel: str, kind: str = "row_wise") -> tuple[Any, list[Any]]:
 
 
 def memory_of(planner: Any) -> MemoryModel:
-    enumerator = planner.enumerator
-    assert isinstance(enumerator, NeuroShardEnumerator)
-    assert enumerator.memory is not None
-    return enumerator.memory
+    found: MemoryModel = planner.enumerator.memory
+    return found
 
 
 @pytest.mark.parametrize(
