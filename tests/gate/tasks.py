@@ -290,7 +290,7 @@ def make_planner(
         storage_reservation=FixedPercentageStorageReservation(percentage=0.1),
         stats=[],
         debug=False,
-        **settings,
+        **({"consider_stock": False} | settings),
     )
 
 
@@ -331,9 +331,8 @@ def column_splits() -> dict[str, Record]:
     """Free choice of splits on CPUs, by each bundle that ships."""
     specs = draw_specs(10, seed=1)
     specs[0] = Spec(rows=400_000, dim=256, ids=80.0)
-    alone: dict[str, Any] = {"consider_stock": False, "search": WHOLE}
     return {
-        name: plan_specs(specs, cpus(4), cost_model=name, **alone)
+        name: plan_specs(specs, cpus(4), cost_model=name, search=WHOLE)
         for name in ("cpu", "cpu_epyc", EPYC)
     }
 
@@ -371,14 +370,9 @@ def all_sharding_types() -> dict[str, Record]:
         *(Spec(rows=20 * (i + 1), dim=64, ids=1.0) for i in range(4)),
         *draw_specs(2, seed=3),
     ]
-    alone: dict[str, Any] = {
-        "cost_model": gpu_costs(),
-        "consider_stock": False,
-        "batch_size": 4096,
-    }
     return {
-        "one type each": plan_specs(fixed, gpus(8, 4), **alone),
-        "any type": plan_specs(free, gpus(8, 4), **alone),
+        name: plan_specs(specs, gpus(8, 4), cost_model=gpu_costs(), batch_size=4096)
+        for name, specs in {"one type each": fixed, "any type": free}.items()
     }
 
 
@@ -403,11 +397,11 @@ def kernels() -> dict[str, Record]:
         Spec(rows=800_000, dim=32, types=[TABLE_ROW_WISE], kernels=["fused"]),
     ]
     free = [Spec(rows=2_000_000, dim=64, ids=4.0, cache=0.2) for _ in range(4)]
-    alone: dict[str, Any] = {"cost_model": gpu_costs(), "consider_stock": False}
+    costs = gpu_costs()
     return {
-        "asked for": plan_specs(fixed, gpus(4, 2), **alone),
+        "asked for": plan_specs(fixed, gpus(4, 2), cost_model=costs),
         # Two tables fit on the devices.
-        "any kernel": plan_specs(free, gpus(2, 2, hbm_cap=GIB), **alone),
+        "any kernel": plan_specs(free, gpus(2, 2, hbm_cap=GIB), cost_model=costs),
     }
 
 
@@ -417,11 +411,7 @@ def sequence_embeddings() -> dict[str, Record]:
     for name, types in {"any type": None, "column-wise": [COLUMN_WISE]}.items():
         specs = draw_specs(6, seed=4, dim=64, types=types, min_partition=32)
         found[name] = plan_specs(
-            specs,
-            cpus(4),
-            model=sequences(specs),
-            cost_model="cpu_epyc",
-            consider_stock=False,
+            specs, cpus(4), model=sequences(specs), cost_model="cpu_epyc"
         )
     return found
 
@@ -448,10 +438,7 @@ def several_modules() -> dict[str, Record]:
     found = {}
     for device, topology in {"cpu": cpus(4), "cuda": gpus(4, 4)}.items():
         planner = make_planner(
-            topology,
-            constraints,
-            cost_model="cpu" if device == "cpu" else gpu_costs(),
-            consider_stock=False,
+            topology, constraints, cost_model="cpu" if device == "cpu" else gpu_costs()
         )
         plan = planner.plan(with_optimizer(model), get_default_sharders())
         found[device] = record_planned(planner, plan)
@@ -473,7 +460,6 @@ def placement_rules() -> dict[str, Record]:
             topology,
             cost_model=EPYC if device == "cpu" else gpu_costs(),
             placement_constraints=rules,
-            consider_stock=False,
         )
         for device, topology in {"cpu": cpus(4), "cuda": gpus(4, 2)}.items()
     }
@@ -483,15 +469,9 @@ def several_nodes() -> dict[str, Record]:
     """Two nodes of eight GPUs by the physical estimate of `cost_model="auto"`."""
     specs = draw_specs(14, seed=9)
     return {
-        "two nodes": plan_specs(
-            specs, gpus(16, 8), batch_size=2048, cost_model="auto", consider_stock=False
-        ),
+        "two nodes": plan_specs(specs, gpus(16, 8), batch_size=2048, cost_model="auto"),
         "eight nodes": plan_specs(
-            specs[:8],
-            gpus(16, 2),
-            batch_size=2048,
-            cost_model="auto",
-            consider_stock=False,
+            specs[:8], gpus(16, 2), batch_size=2048, cost_model="auto"
         ),
     }
 
@@ -507,9 +487,7 @@ def tight_memory() -> dict[str, Record]:
     }
     return {
         # A light search ends 0.9 % apart where a CPU rounds otherwise.
-        name: plan_specs(
-            specs, topology, search=WHOLE, cost_model=costs, consider_stock=False
-        )
+        name: plan_specs(specs, topology, search=WHOLE, cost_model=costs)
         for name, (specs, topology, costs) in cases.items()
     }
 
@@ -527,7 +505,9 @@ def fallback() -> dict[str, Record]:
         "only": (draw_specs(3, seed=11), NoPlan()),
     }
     return {
-        name: plan_specs(specs, cpus(2), cost_model=EPYC, search=search)
+        name: plan_specs(
+            specs, cpus(2), cost_model=EPYC, search=search, consider_stock=True
+        )
         for name, (specs, search) in cases.items()
     }
 
@@ -540,7 +520,6 @@ def replanning() -> dict[str, Record]:
         cpus(3),
         constraints_of(specs),
         cost_model=EPYC,
-        consider_stock=False,
         placement_constraints=PlacementConstraints(
             pin={f"t{i}": [0] for i in range(len(specs))}
         ),
@@ -572,9 +551,7 @@ def plan_files() -> dict[str, Record]:
     model = with_optimizer(bags(specs))
 
     def planner() -> NeuroShardPlanner:
-        return make_planner(
-            cpus(4), constraints_of(specs), cost_model=EPYC, consider_stock=False
-        )
+        return make_planner(cpus(4), constraints_of(specs), cost_model=EPYC)
 
     first = planner()
     plan = first.plan(model, get_default_sharders())
@@ -619,13 +596,7 @@ def plan_by(
     searches: Mapping[str, str | Searcher], specs: Sequence[Spec]
 ) -> dict[str, Record]:
     return {
-        name: plan_specs(
-            specs,
-            cpus(4),
-            cost_model=EPYC,
-            search=search,
-            consider_stock=False,
-        )
+        name: plan_specs(specs, cpus(4), cost_model=EPYC, search=search)
         for name, search in searches.items()
     }
 
@@ -639,20 +610,16 @@ def search_settings() -> dict[str, Record]:
         "bare": {"refine": False, "exhaustive_limit": 0},
         "narrow": {"beam_width": 1, "num_candidates": 3, "max_rounds": 4},
     }
-    alone: dict[str, Any] = {
-        "cost_model": "cpu_epyc",
-        "consider_stock": False,
-    }
     found = {
         name: plan_specs(
             specs,
             cpus(4),
             search=SearchConfig(time_budget_seconds=PLENTY, **given),
-            **alone,
+            cost_model="cpu_epyc",
         )
         for name, given in settings.items()
     }
-    return {**found, "tiny": plan_specs(specs[:2], cpus(2), **alone)}
+    return found | {"tiny": plan_specs(specs[:2], cpus(2), cost_model="cpu_epyc")}
 
 
 def profiles() -> dict[str, Record]:
@@ -675,11 +642,7 @@ def profiles() -> dict[str, Record]:
     )
     return {
         "profiles": plan_specs(
-            specs,
-            cpus(4),
-            cost_model=EPYC,
-            profiles={**seen, tables[3].name: even},
-            consider_stock=False,
+            specs, cpus(4), cost_model=EPYC, profiles={**seen, tables[3].name: even}
         )
     }
 
@@ -704,13 +667,7 @@ def kinds_of_tables() -> dict[str, Record]:
         Spec(rows=1_000, dim=16, ids=1.0, pooling=PoolingType.MEAN),
     ]
     found = {
-        name: plan_specs(
-            specs,
-            gpus(4, 4),
-            optimizer=optimizer,
-            cost_model=gpu_costs(),
-            consider_stock=False,
-        )
+        name: plan_specs(specs, gpus(4, 4), optimizer=optimizer, cost_model=gpu_costs())
         for name, optimizer in {"sgd": torch.optim.SGD, "adam": Adam}.items()
     }
     found["weighted"] = plan_specs(
@@ -719,7 +676,6 @@ def kinds_of_tables() -> dict[str, Record]:
         model=bags(specs[:4], weighted=True),
         optimizer=torch.optim.SGD,
         cost_model="cpu_epyc",
-        consider_stock=False,
     )
     return found
 
@@ -737,10 +693,7 @@ def mlperf() -> dict[str, Record]:
     ]
     return {
         device: plan_specs(
-            specs,
-            topology,
-            cost_model=EPYC if device == "cpu" else gpu_costs(),
-            consider_stock=False,
+            specs, topology, cost_model=EPYC if device == "cpu" else gpu_costs()
         )
         for device, topology in {"cpu": cpus(8), "cuda": gpus(8, 8)}.items()
     }
@@ -778,8 +731,7 @@ def library_searches() -> dict[str, Record]:
     cost_model = load_cost_model(EPYC)
     return {
         name: record_search(
-            task,
-            make_searcher(given).search(task, cost_model, epyc_collectives()),
+            task, make_searcher(given).search(task, cost_model, epyc_collectives())
         )
         for name, (task, given) in cases.items()
     }
@@ -801,7 +753,11 @@ def drawn_estimates() -> dict[str, Record]:
     planned = {}
     for name, (specs, topology) in cases.items():
         planner = make_planner(
-            topology, constraints_of(specs), cost_model="auto", batch_size=2048
+            topology,
+            constraints_of(specs),
+            cost_model="auto",
+            batch_size=2048,
+            consider_stock=True,
         )
         plan = planner.plan(with_optimizer(bags(specs)), get_default_sharders())
         robustness = planner.report().robustness
@@ -828,6 +784,7 @@ def foreign_enumerators() -> dict[str, Record]:
             topology,
             constraints if told else None,
             cost_model=EPYC,
+            consider_stock=True,
             enumerator=kind(topology, batch_size=512, constraints=constraints),
         )
         plan = planner.plan(model, get_default_sharders())
