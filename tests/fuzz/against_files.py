@@ -11,6 +11,7 @@ Nothing that a file says is ever run.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -23,7 +24,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torchrec.distributed.planner import Topology
 
 from tests.builders import (
     Nested,
     bag_sharders,
-    draw_set,
     make_comms_header,
     make_comms_record,
     make_ebc,
@@ -50,11 +49,7 @@ from tests.builders import (
 from tests.fuzz.campaign import Case, Outcome, run
 from torchrec_neuroshard.baselines.neuroshard_models import load_models
 from torchrec_neuroshard.collect.compute import failures_path, read_failures
-from torchrec_neuroshard.cost_models.loading import (
-    bundle_folder,
-    load_comms_model,
-    load_cost_model,
-)
+from torchrec_neuroshard.cost_models.loading import bundle_folder, load_cost_model
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.features import ShardFeaturizer
 from torchrec_neuroshard.planner import load_plan, read_plan, save_plan
@@ -71,6 +66,7 @@ from torchrec_neuroshard.record_store import (
 )
 from torchrec_neuroshard.records import (
     COLLECTIVES,
+    CostRecord,
     repeatability,
     steady_records,
 )
@@ -80,7 +76,6 @@ from torchrec_neuroshard.workloads.loaders import load_tables
 SECONDS = 5
 """Of work; twenty times as many of waiting, since the machine may be shared."""
 MORE_BYTES = 2**30
-TOPOLOGY = Topology(world_size=2, compute_device="cpu")
 RUN_NAME = "was_run"
 """A file that is there once a pickle has been obeyed."""
 
@@ -114,45 +109,20 @@ def _use_kernels(folder: Path) -> None:
     assert np.isfinite(found).all() and (found >= 0).all(), f"predicts {found}"
 
 
-def _use_collectives(folder: Path) -> None:
-    for ranks, local in ((2, 2), (8, 2)):
-        model = load_comms_model(
-            folder,
-            device_type="cpu",
-            world_size=ranks,
-            local_world_size=local,
-            inter_gb_per_s=1.0,
-        )
-        assert model is not None
-        sent = np.full((1, ranks), 64.0)
-        found = model.all_to_all(sent, 4096)
-        assert np.isfinite(found).all() and (found >= 0).all(), f"predicts {found}"
+@functools.cache
+def some_records() -> tuple[CostRecord, ...]:
+    """Measured sets of one table each."""
+    return tuple(
+        make_record(make_tables([8], profile=_profile(1000)), 1.0 + index, index=index)
+        for index in range(5)
+    )
 
 
-def _write_half(folder: Path, header: Any, records: list[Any]) -> None:
+def _write_half(folder: Path, header: Any, records: Sequence[Any]) -> None:
     """Two records in a file, the others in its journal, as while it is measured."""
     write_records(folder / "r.parquet", header, records[:2])
     lines = [json.dumps(line.to_json()) + "\n" for line in (header, *records[2:])]
     journal_path(folder / "r.parquet").write_text("".join(lines))
-
-
-def _compute_records(folder: Path) -> None:
-    rng = np.random.default_rng(0)
-    drawn = [draw_set(rng, f"s{index}", 3, 8) for index in range(4)]
-    records = [
-        make_record(tables, index=index, batch_size=batch_size)
-        for index, (batch_size, tables) in enumerate(drawn)
-    ]
-    _write_half(folder, make_header(), records)
-
-
-def _use_compute_records(folder: Path) -> None:
-    headers, records = read_records([folder / "r.parquet"])
-    headers[0].check_same_run(headers[0], "here")
-    steady_records(records)
-    repeatability(records)
-    for record in records:
-        ShardFeaturizer(record.tables, record.batch_size)
 
 
 def _comms_records(folder: Path) -> None:
@@ -161,6 +131,15 @@ def _comms_records(folder: Path) -> None:
         for index in range(4)
     ]
     _write_half(folder, make_comms_header(), records)
+
+
+def _use_records(folder: Path) -> None:
+    headers, records = read_records([folder / "r.parquet"])
+    headers[0].check_same_run(headers[0], "here")
+    steady_records(records)
+    repeatability(records)
+    for record in records:
+        ShardFeaturizer(record.tables, record.batch_size)
 
 
 def _use_comms_records(folder: Path) -> None:
@@ -174,8 +153,7 @@ def _model() -> Nested:
 
 
 def make_plan(folder: Path) -> None:
-    planner = make_planner(topology=TOPOLOGY)
-    model = _model()
+    planner, model = make_planner(), _model()
     plan = planner.plan(model, bag_sharders())
     save_plan(plan, folder / "plan.json", model=model, planner=planner)
 
@@ -188,17 +166,12 @@ def _use_plan(folder: Path) -> None:
     html_report(report)
     str(report)
     str(stored.compared_to(read_plan(path), ("a", "b")))
-    load_plan(path, model=_model(), topology=TOPOLOGY, batch_size=64)
-
-
-TABLES = (
-    "name,num_embeddings,embedding_dim,pooling_factor,num_features,weighted\n"
-    "a,1000,32,2.5,1,\nb,50,8,1,2,true\n"
-)
+    load_plan(path, model=_model(), planner=make_planner())
 
 
 def _tables_csv(folder: Path) -> None:
-    (folder / "t.csv").write_text(TABLES)
+    names = "name,num_embeddings,embedding_dim,pooling_factor,num_features,weighted"
+    (folder / "t.csv").write_text(f"{names}\na,1000,32,2.5,1,\nb,50,8,1,2,true\n")
 
 
 def _profile(rows: int) -> Any:
@@ -214,16 +187,14 @@ def _tables_json(folder: Path) -> None:
 
 
 def _workloads(folder: Path) -> None:
-    columns = {"name": "a", "rows": [1000, 50], "dims": [32, 8], "pooling": [2, 1.5]}
-    counted = {
-        **{"name": "b", "rows": [1000], "batch_size": 512, "lookups": [900.0]},
-        "count_hist": [list(_profile(1000).access_histogram)],
-    }
+    histogram = list(_profile(1000).access_histogram)
+    counted = {"batch_size": 512, "lookups": [900.0], "count_hist": [histogram]}
     groups = [{"num_tables": 2, "rows": 100, "dim": 16, "hotness": [1, 2]}]
-    tables = [t.to_json() for t in make_tables([32])]
     workloads = [
-        *(columns, counted, {"name": "c", "groups": groups}),
-        {"name": "d", "tables": tables},
+        {"name": "a", "rows": [1000, 50], "dims": [32, 8], "pooling": [2, 1.5]},
+        {"name": "b", "rows": [1000], **counted},
+        {"name": "c", "groups": groups},
+        {"name": "d", "tables": [t.to_json() for t in make_tables([32])]},
     ]
     (folder / "t.json").write_text(json.dumps({"workloads": workloads}))
 
@@ -271,9 +242,6 @@ KINDS: dict[str, Kind] = {
     "kernels": Kind(
         _shipped("cpu_epyc_zen5", "bundle.json", "weights.safetensors"), _use_kernels
     ),
-    "collectives": Kind(
-        _shipped("cpu_epyc_zen5", "comms.json", "comms.safetensors"), _use_collectives
-    ),
     "original": Kind(
         _shipped(
             "neuroshard/cpu_epyc_zen5",
@@ -281,13 +249,12 @@ KINDS: dict[str, Kind] = {
         ),
         load_models,
     ),
-    "compute records": Kind(_compute_records, _use_compute_records),
+    "compute records": Kind(
+        lambda folder: _write_half(folder, make_header(), some_records()), _use_records
+    ),
     "comms records": Kind(_comms_records, _use_comms_records),
     "plan": Kind(make_plan, _use_plan),
-    "tables, csv": Kind(
-        _tables_csv,
-        _use_tables("t.csv"),
-    ),
+    "tables, csv": Kind(_tables_csv, _use_tables("t.csv")),
     "tables, json": Kind(_tables_json, _use_tables("t.json")),
     "workloads": Kind(_workloads, _use_tables("t.json", "b")),
     "profiles": Kind(
@@ -314,46 +281,33 @@ def sound_files() -> Path:
 
 # Damage.
 
-BYTES = ("flip", "cut", "noise", "more", "length")
+WAYS = ("bytes", "bytes", "weights", "whole", *["edit"] * 6)
 WHOLE = ("gone", "empty", "folder", "other", "pickle", "deep")
-JSON = ("replace", "replace", "replace", "drop", "add")
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 3, 0.5, -0.0, 10**9, 2**31, 2**63, 2**64, 10**30, 1e308),
     *(float("nan"), float("inf"), -float("inf"), "", "x", "1", "nan", "../../etc"),
     *("<script>alert(1)</script>", "\x1b]0;x\x07", "\ud800", "\0", "é" * 5000),
     *([], {}, [[]], [None], [1, 2], {"a": 1}, {"": None}, [1e400], [{}], "y" * 10**6),
-    "deep",
-    "many",
-    "long number",
+    *([0] * 10**5, 10**4200, json.loads("[" * 200 + "]" * 200)),
 )
+UNWRITABLE = (
+    *(pa.ArrowException, OSError, LookupError, TypeError, ValueError),
+    *(OverflowError, RecursionError),
+)
+"""Raised for files that are damaged already, and values that no file holds."""
 
 
 def draw(rng: np.random.Generator) -> Case:
     """Choose a file and what is done to it."""
     kind = str(rng.choice(list(KINDS)))
-    folder = sound_files() / kind
-    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    file = str(rng.choice(files))
-    ways = [*BYTES, *BYTES, *WHOLE]
-    if file.endswith((".json", ".journal", ".failed", ".parquet")):
-        ways += JSON * 6
-    if file.endswith(".parquet"):
-        ways += ["column"] * 6
-    if file.endswith(".csv"):
-        ways += ["cell"] * 16
-    if file.endswith(".safetensors"):
-        ways += ["weights"] * 8
+    files = sorted(p.name for p in (sound_files() / kind).iterdir())
     damage = [
-        {"way": str(rng.choice(ways)), "seed": int(rng.integers(2**32))}
+        {"way": str(rng.choice(WAYS)), "seed": int(rng.integers(2**32))}
         for _ in range(int(rng.integers(1, 3)))
     ]
+    known = {"kind": kind, "file": str(rng.choice(files)), "damage": damage}
     # A checksum says that bytes are damaged; whoever wrote the file can write that too.
-    return {
-        "kind": kind,
-        "file": file,
-        "damage": damage,
-        "sealed": bool(rng.integers(2)),
-    }
+    return known | {"sealed": bool(rng.integers(2))}
 
 
 class _Evil:
@@ -373,19 +327,15 @@ def apply(case: Case, folder: Path) -> None:
         if not path.is_file():
             continue
         rng = np.random.default_rng(damage["seed"])
-        way = damage["way"]
-        if way in BYTES:
-            path.write_bytes(_damaged_bytes(path.read_bytes(), way, rng))
-        elif way in WHOLE:
-            _replace_file(path, way, rng, str(folder / RUN_NAME))
-        elif way == "cell":
-            _edit_csv(path, rng)
-        elif way == "column":
-            _edit_parquet(path, rng)
-        elif way == "weights":
+        if damage["way"] == "bytes":
+            path.write_bytes(_damaged_bytes(path.read_bytes(), rng))
+        elif damage["way"] == "whole":
+            _replace_file(path, str(rng.choice(WHOLE)), rng)
+        elif path.suffix == ".safetensors":
             _edit_weights(path, rng)
         else:
-            _edit_json(path, way, rng)
+            with contextlib.suppress(*UNWRITABLE):
+                _edit(path, rng)
     description = next(folder.glob("*.json"), None)
     if case["sealed"] and path.suffix == ".safetensors" and path.is_file():
         with contextlib.suppress(Exception):
@@ -395,30 +345,21 @@ def apply(case: Case, folder: Path) -> None:
             description.write_text(json.dumps(data))
 
 
-def _damaged_bytes(data: bytes, way: str, rng: np.random.Generator) -> bytes:
+def _damaged_bytes(data: bytes, rng: np.random.Generator) -> bytes:
+    """Put other bytes in a place, a large count among them, or leave out the rest."""
     held = bytearray(data or b"\0")
     at = int(rng.integers(len(held)))
     if rng.random() < 0.5:  # where formats keep what matters
         near = int(rng.integers(min(len(held), 256)))
         at = near if rng.random() < 0.5 else len(held) - 1 - near
-    size = int(rng.integers(1, 64))
-    if way == "flip":
-        for place in {at, *rng.integers(len(held), size=int(rng.integers(4))).tolist()}:
-            held[place] ^= 1 << int(rng.integers(8))
-    elif way == "cut":
-        del held[at:]
-    elif way == "noise":
-        held[at : at + size] = rng.bytes(size)
-    elif way == "more":
-        held += rng.bytes(size)
-    elif way == "length":  # as a count of 8 bytes
-        held[at : at + 8] = int(rng.choice([2**62, 2**40, 2**31, 255])).to_bytes(
-            8, "little"
-        )
+    size = int(rng.choice([1, 1, 8, 64, len(held)]))
+    counts = [2**62, 2**40, 2**31, 255, *rng.integers(2**62, size=4).tolist()]
+    new = int(rng.choice(counts)).to_bytes(8, "little")
+    held[at : at + size] = b"" if size == len(held) else new[:size]
     return bytes(held)
 
 
-def _replace_file(path: Path, way: str, rng: np.random.Generator, ran: str) -> None:
+def _replace_file(path: Path, way: str, rng: np.random.Generator) -> None:
     path.unlink()
     if way == "folder":
         path.mkdir()
@@ -428,7 +369,7 @@ def _replace_file(path: Path, way: str, rng: np.random.Generator, ran: str) -> N
         files = sorted(p for p in sound_files().rglob("*") if p.is_file())
         shutil.copy(files[int(rng.integers(len(files)))], path)
     elif way == "pickle":
-        evil = [_Evil(ran)]
+        evil = [_Evil(str(path.parent / RUN_NAME))]
         if rng.random() < 0.5:
             torch.save(evil, path)
         else:
@@ -439,105 +380,64 @@ def _replace_file(path: Path, way: str, rng: np.random.Generator, ran: str) -> N
         path.write_text(opened * depth + "1" + closed * depth + "\n")
 
 
-def _edit_csv(path: Path, rng: np.random.Generator) -> None:
-    rows = [line.split(",") for line in path.read_text(errors="replace").splitlines()]
-    row = rows[int(rng.integers(len(rows)))] if rows else []
-    if row:
-        row[int(rng.integers(len(row)))] = str(_value(rng)).replace("\n", " ")
-    text = "\n".join(",".join(row) for row in rows) + "\n"
-    path.write_text(text, errors="replace")
+def _edit(path: Path, rng: np.random.Generator) -> None:
+    """Change a value of a document, a line or a table."""
+    if path.suffix == ".parquet":
+        table, key = pq.read_table(path), b"neuroshard_header"
+        header = json.loads(table.schema.metadata[key])
+        rows = table.to_pylist()
+        if rng.random() < 0.5:
+            _change(header, rng)
+        else:
+            _change(rows, rng)
+        same = table.schema if rng.random() < 0.7 else None
+        table = pa.Table.from_pylist(rows, schema=same)
+        meta = {key: json.dumps(header)}
+        pq.write_table(table.replace_schema_metadata(meta), path)
+        return
+    text = path.read_text()
+    if path.suffix == ".csv":
+        cells = [line.split(",") for line in text.splitlines()]
+        _change(cells, rng)
+        lines = [",".join(str(c).replace("\n", " ") for c in row) for row in cells]
+    else:
+        is_whole = path.suffix == ".json"
+        documents = [json.loads(t) for t in ([text] if is_whole else text.splitlines())]
+        _change(documents, rng)
+        lines = [json.dumps(d) for d in documents]
+    path.write_text("\n".join(lines) + "\n", errors="replace")
 
 
-def _value(rng: np.random.Generator) -> Any:
-    value = VALUES[int(rng.integers(len(VALUES)))]
-    if value == "deep":
-        value = []
-        for _ in range(200):
-            value = [value]
-    elif value == "many":
-        value = [0] * 10**5
-    elif value == "long number":
-        value = 10**4200
-    return value
-
-
-UNWRITABLE = (
-    *(pa.ArrowException, OSError, LookupError, TypeError, ValueError),
-    *(OverflowError, RecursionError),
-)
-"""Raised for files that are damaged already, and values that no file holds."""
-
-
-def _edit_json(path: Path, way: str, rng: np.random.Generator) -> None:
-    with contextlib.suppress(*UNWRITABLE):
-        if path.suffix == ".parquet":
-            table = pq.read_table(path)
-            known = dict(table.schema.metadata or {})
-            key = b"neuroshard_header"
-            known[key] = json.dumps(_edited(json.loads(known[key]), way, rng)).encode()
-            pq.write_table(table.replace_schema_metadata(known), path)
-            return
-        text = path.read_text()
-        lines = [text] if path.suffix == ".json" else text.splitlines()
-        number = int(rng.integers(len(lines)))
-        lines[number] = json.dumps(_edited(json.loads(lines[number]), way, rng))
-        path.write_text("\n".join(lines) + "\n")
-
-
-def _edited(data: Any, way: str, rng: np.random.Generator) -> Any:
-    """Change one node of a document."""
+def _change(data: list[Any] | dict[str, Any], rng: np.random.Generator) -> None:
+    """Replace, leave out or add a value anywhere in a document."""
     places: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
         keys = node if isinstance(node, dict) else range(len(node))
         for key in keys:
-            places.append((node, key))
+            # Long lists of numbers would be all that is ever met.
+            if not isinstance(key, int) or key < 4:
+                places.append((node, key))
             if isinstance(node[key], dict | list):
                 walk(node[key])
 
-    if not isinstance(data, dict | list) or not data:
-        return _value(rng)
     walk(data)
-    # Long lists of numbers would be all that is ever met.
-    heads = [p for p in places if not isinstance(p[1], int) or p[1] < 2]
-    node, key = heads[int(rng.integers(len(heads)))]
-    if way == "replace":
-        node[key] = _value(rng)
-    elif way == "drop":
+    node, key = places[int(rng.integers(len(places)))]
+    value = copy.deepcopy(VALUES[int(rng.integers(len(VALUES)))])
+    way = rng.random()
+    if way < 0.6:
+        node[key] = value
+    elif way < 0.8:
         del node[key]
-    elif way == "add" and isinstance(node, dict):
-        node[str(rng.choice(["extra", "", "__class__", "name", "a" * 10**5]))] = _value(
-            rng
-        )
-    elif way == "add":
-        node.append(_value(rng))
-    return data
-
-
-def _edit_parquet(path: Path, rng: np.random.Generator) -> None:
-    """Another value, another type, or a column less."""
-    with contextlib.suppress(*UNWRITABLE):
-        table = pq.read_table(path)
-        number = int(rng.integers(table.num_columns))
-        field, count = table.schema.field(number), table.num_rows
-        choice = int(rng.integers(6))
-        if choice == 0:
-            table = table.remove_column(number)
-        elif choice == 1:
-            table = table.set_column(number, field.name, pa.array(["x"] * count))
-        else:
-            rows = table.to_pylist()
-            line = rows[int(rng.integers(len(rows)))]
-            line[field.name] = _edited(line[field.name], "replace", rng)
-            table = pa.Table.from_pylist(rows, schema=table.schema)
-        pq.write_table(table, path)
+    elif isinstance(node, dict):
+        node[str(rng.choice(["extra", "", "__class__", "name", "a" * 10**5]))] = value
+    else:
+        node.append(value)
 
 
 def _edit_weights(path: Path, rng: np.random.Generator) -> None:
     """Other values, in a file that is sound in itself."""
     data = bytearray(path.read_bytes())
-    if len(data) < 16:
-        return
     count = min(64, len(data)) // 4 * 4
     values = np.frombuffer(data, dtype=np.uint8)[-count:].view(np.float32)
     values[:] = float(rng.choice([np.nan, np.inf, 1e38, 0.0, -5.0]))

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from torch import nn
@@ -23,7 +23,7 @@ from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardingPlan
 
-from tests.builders import analytic, cost_of
+from tests.builders import analytic, cost_of, last_result
 from tests.fuzz import cases
 from tests.fuzz.campaign import Case, HangError, Outcome, limited, run
 from torchrec_neuroshard.errors import NeuroShardError
@@ -34,7 +34,6 @@ from torchrec_neuroshard.planner import (
 )
 from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
 from torchrec_neuroshard.planner.costs.hedging import is_uncertain
-from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
     max_columns,
@@ -63,136 +62,84 @@ HANG_SECONDS = 30.0
 MOST_PROPOSALS = 10_000
 """Of TorchRec's grid search by default."""
 TOLERANCE = 1e-6
+SHARDERS = get_default_sharders()
+PlannerT = TypeVar("PlannerT", bound=EmbeddingShardingPlanner)
 
 
 def judge(case: Case) -> Outcome:
     """Plan a case both ways and compare."""
     most = case.get("most_proposals", MOST_PROPOSALS)
     with patch.object(GridSearchProposer.__init__, "__defaults__", (most,)):
-        return _planned_twice(case)
-
-
-def _planned_twice(case: Case) -> Outcome:
-    try:
-        module = cases.build_module(case)
-        arguments = cases.planner_arguments(case)
-        stock = EmbeddingShardingPlanner(**arguments, timeout_seconds=STOCK_SECONDS)
-    except Exception as error:
-        return f"not built: {type(error).__name__}: {error}"
-    theirs: ShardingPlan | None = None
-    refusal: Exception | None = None
-    start = time.process_time()
-    try:
-        with limited(HANG_SECONDS):
-            theirs = stock.plan(module, get_default_sharders())
-    except Exception as error:
-        refusal = error
-    except HangError:
-        refusal = TimeoutError("TorchRec's planner did not end")
-    return _judge(case, module, theirs, refusal, time.process_time() - start)
-
-
-def _judge(
-    case: Case,
-    module: nn.Module,
-    theirs: ShardingPlan | None,
-    refusal: Exception | None,
-    stock_seconds: float,
-) -> Outcome:
-    plan: ShardingPlan | None = None
-    failure: Exception | None = None
-    try:
-        with limited(HANG_SECONDS):
-            planner = planner_of(case)
-            plan = planner.plan(module, get_default_sharders())
-    except HangError:
-        return "failure, hangs"
-    except Exception as error:
-        failure = error
-    if isinstance(failure, NeuroShardError | PlannerError):
-        return _refused(case, module, theirs, failure)
-    if failure is not None:
-        # TorchRec's enumerator names tables that nothing is left for in such errors.
-        tables = [t["name"] for m in case["modules"] for t in m["tables"]]
-        named = any(name in str(failure) for name in tables)
-        # What a part of TorchRec's raises goes through, in its planner as in ours.
-        same = "proposer" in case["planner"] and str(failure) == str(refusal)
-        if (named or same) and type(failure) is type(refusal):
-            return f"both raise {type(failure).__name__}: {failure}"
-        if named and isinstance(failure, RuntimeError):
-            return _refused(case, module, theirs, failure)
-        return f"failure, undocumented {type(failure).__name__}: {failure}"
-    assert plan is not None
-    if not plan.plan:
-        same = theirs is not None and not theirs.plan
-        return "both empty" if same else "failure, empty: an empty plan"
-    try:
-        result = planner.last_result
-        assert result is not None
-        if not 0 <= cost_of(planner) < float("inf"):
-            return f"failure, no time: {cost_of(planner)} ms"
-        planner.evaluate(plan, module, get_default_sharders())  # it is whole
-    except PlanFileError as error:
-        return f"failure, not whole: {error}"
-    chosen = planner.get_selected_options()
-    _memory_of(planner).attribute(chosen)
-    full = full_rank(planner.reserve(module, get_default_sharders()), chosen)
-    if full is not None:
-        warned = any("out of memory ahead" in text for text in result.warnings)
-        return f"{'warned' if warned else 'failure'}, over memory: rank {full}"
-    if theirs is None:
-        return "ours alone plans"
-    outcome = _compare(planner, module, theirs)
-    if outcome.startswith("failure, worse") and stock_seconds > STOCK_SHARE:
+        try:
+            module = cases.build_module(case)
+            arguments = cases.planner_arguments(case)
+            stock = EmbeddingShardingPlanner(**arguments, timeout_seconds=STOCK_SECONDS)
+        except Exception as error:
+            return f"not built: {type(error).__name__}: {error}"
+        start = time.process_time()
+        _, theirs, refusal = _planned(lambda: stock, module)
+        seconds = time.process_time() - start
+        planner, plan, failure = _planned(lambda: planner_of(case), module)
+        if failure is not None:
+            return _failed(case, module, theirs, refusal, failure)
+        assert planner is not None and plan is not None
+        if not plan.plan:
+            same = theirs is not None and not theirs.plan
+            return "both empty" if same else "failure, empty: an empty plan"
+        outcome = _compared(planner, module, plan, theirs)
+    if outcome.startswith("failure, worse") and seconds > STOCK_SHARE:
         return f"planned, TorchRec's takes longer: {outcome}"
     return outcome
 
 
-def _compare(planner: NeuroShardPlanner, module: Any, theirs: ShardingPlan) -> Outcome:
-    """Hold the cost of a plan against that of TorchRec's."""
-    result = planner.last_result
-    assert result is not None
-    cost = cost_of(planner)
-    if result.lower_bound_ms > cost * (1 + TOLERANCE):
-        return f"failure, bound: {result.lower_bound_ms} ms above {cost}"
+def _planned(
+    make: Callable[[], PlannerT], module: nn.Module
+) -> tuple[PlannerT | None, ShardingPlan | None, BaseException | None]:
     try:
-        options = options_of(planner, module, theirs)
-        known = planner.costs.evaluate(planner.costs.lower(options))
-        obstacle = _obstacle(planner, module, options)
-    except Exception as error:
-        return f"failure, pricing TorchRec's {type(error).__name__}: {error}"
-    if obstacle is not None:
-        return f"planned, TorchRec's {obstacle}"
-    if any("not looked at" in w for w in result.warnings):
-        return "planned, TorchRec's not looked at"
-    if is_uncertain(planner.costs):
-        return "planned, costs uncertain"
-    if cost > known.critical_path_ms * (1 + TOLERANCE):
-        return f"failure, worse: {cost:.6g} ms, TorchRec's {known.critical_path_ms:.6g}"
-    return "planned, no worse"
+        with limited(HANG_SECONDS):
+            planner = make()
+            return planner, planner.plan(module, SHARDERS), None
+    except (Exception, HangError) as error:
+        return None, None, error
 
 
-def _refused(
-    case: Case, module: nn.Module, theirs: ShardingPlan | None, error: Exception
+def _failed(
+    case: Case,
+    module: nn.Module,
+    theirs: ShardingPlan | None,
+    refusal: BaseException | None,
+    failure: BaseException,
 ) -> Outcome:
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+    """Say whether our planner may raise this, where TorchRec's raised `refusal`."""
+    text = f"{type(failure).__name__}: {' '.join(str(failure).split())[:600]}"
+    if isinstance(failure, HangError):
+        return "failure, hangs"
+    # TorchRec's enumerator names tables that nothing is left for in such errors.
+    tables = [t["name"] for m in case["modules"] for t in m["tables"]]
+    is_named = any(name in text for name in tables)
+    if not isinstance(failure, NeuroShardError | PlannerError):
+        # What a part of TorchRec's raises goes through, in its planner as in ours.
+        same = "proposer" in case["planner"] and str(failure) == str(refusal)
+        if (is_named or same) and type(failure) is type(refusal):
+            return f"both raise {text}"
+        if not (is_named and isinstance(failure, RuntimeError)):
+            return f"failure, undocumented {text}"
     if theirs is None:
-        names = [t["name"] for m in case["modules"] for t in m["tables"]]
-        words = [*names, "rank", "storage", *(m["path"] for m in case["modules"])]
-        named = any(word in text for word in words)
-        return f"{'both refuse' if named else 'failure, no reason'}: {text}"
+        words = ["rank", "storage", *(m["path"] for m in case["modules"])]
+        has_reason = is_named or any(word in text for word in words)
+        return f"{'both refuse' if has_reason else 'failure, no reason'}: {text}"
     try:
         planner = planner_of(case)
         options = options_of(planner, module, theirs)
         obstacle = _obstacle(planner, module, options)
     except (NeuroShardError, RuntimeError) as unpriced:
-        if any(map(_never_runs, case["constraints"].values())):
-            return f"refused, TorchRec's cannot run: {text}"
         # The same error keeps plans from being priced: widths that kernels refuse.
         dims = [t["dim"] for m in case["modules"] for t in m["tables"]]
         most = max_columns(cases.topology_of(case))
-        odd = max(dims) > most or any(dim % COLUMN_MULTIPLE for dim in dims)
-        obstacle = "cannot run" if odd and str(unpriced) == str(error) else None
+        is_odd = max(dims) > most or any(dim % COLUMN_MULTIPLE for dim in dims)
+        never = any(map(_never_runs, case["constraints"].values()))
+        known = never or (is_odd and str(unpriced) == str(failure))
+        obstacle = "cannot run" if known else None
     if obstacle is not None:
         return f"refused, TorchRec's {obstacle}: {text}"
     return f"failure, refused: {text}"
@@ -205,35 +152,71 @@ def _never_runs(constraint: Mapping[str, Any]) -> bool:
     that TorchRec counts in the host's memory.
     """
     kernels = set(constraint.get("compute_kernels", ()))
-    is_empty = "fused_uvm_caching" in kernels and not constraint.get(
-        "cache_load_factor", 1.0
-    )
-    return is_empty or (
-        bool(kernels)
-        and kernels <= OFFLOADED_KERNELS
-        and bool(constraint.get("enforce_hbm"))
-    )
+    is_cached = "fused_uvm_caching" in kernels
+    is_empty = is_cached and not constraint.get("cache_load_factor", 1.0)
+    is_offloaded = bool(kernels) and kernels <= OFFLOADED_KERNELS
+    return is_empty or (is_offloaded and bool(constraint.get("enforce_hbm")))
+
+
+def _compared(
+    planner: NeuroShardPlanner,
+    module: nn.Module,
+    plan: ShardingPlan,
+    theirs: ShardingPlan | None,
+) -> Outcome:
+    """Look at our plan, and hold its cost against that of TorchRec's."""
+    result, cost = last_result(planner), cost_of(planner)
+    if not 0 <= cost < float("inf"):
+        return f"failure, no time: {cost} ms"
+    try:
+        planner.evaluate(plan, module, SHARDERS)  # it is whole
+    except PlanFileError as error:
+        return f"failure, not whole: {error}"
+    full = _full_rank(planner, module, planner.get_selected_options())
+    if full is not None:
+        warned = any("out of memory ahead" in text for text in result.warnings)
+        return f"{'warned' if warned else 'failure'}, over memory: rank {full}"
+    if theirs is None:
+        return "ours alone plans"
+    if result.lower_bound_ms > cost * (1 + TOLERANCE):
+        return f"failure, bound: {result.lower_bound_ms} ms above {cost}"
+    try:
+        options = options_of(planner, module, theirs)
+        known_ms = planner.costs.evaluate(planner.costs.lower(options)).critical_path_ms
+        obstacle = _obstacle(planner, module, options)
+    except Exception as error:
+        return f"failure, pricing TorchRec's {type(error).__name__}: {error}"
+    if obstacle is not None:
+        return f"planned, TorchRec's {obstacle}"
+    if any("not looked at" in w for w in result.warnings):
+        return "planned, TorchRec's not looked at"
+    if is_uncertain(planner.costs):
+        return "planned, costs uncertain"
+    if cost > known_ms * (1 + TOLERANCE):
+        return f"failure, worse: {cost:.6g} ms, TorchRec's {known_ms:.6g}"
+    return "planned, no worse"
 
 
 def _obstacle(
-    planner: NeuroShardPlanner, module: Any, options: list[ShardingOption]
+    planner: NeuroShardPlanner, module: nn.Module, options: list[ShardingOption]
 ) -> str | None:
     """Say why a plan of TorchRec's is none, if so."""
     reader, topology = planner.costs.reader, planner.topology
     faulty = any(reader.run_fault(option, topology) for option in options)
     if faulty or not is_even(options):
         return "cannot run"
-    _memory_of(planner).attribute(options)
-    if full_rank(planner.reserve(module, get_default_sharders()), options) is not None:
-        return "over memory"
-    return None
+    is_full = _full_rank(planner, module, options) is not None
+    return "over memory" if is_full else None
 
 
-def _memory_of(planner: NeuroShardPlanner) -> MemoryModel:
+def _full_rank(
+    planner: NeuroShardPlanner, module: nn.Module, options: list[ShardingOption]
+) -> int | None:
     enumerator = planner.enumerator
     assert isinstance(enumerator, NeuroShardEnumerator)
     assert enumerator.memory is not None
-    return enumerator.memory
+    enumerator.memory.attribute(options)
+    return full_rank(planner.reserve(module, SHARDERS), options)
 
 
 def planner_of(case: Case) -> NeuroShardPlanner:
@@ -247,9 +230,7 @@ def options_of(
     planner: NeuroShardPlanner, module: Any, plan: ShardingPlan
 ) -> list[ShardingOption]:
     """Return a plan's options with our estimates."""
-    given = PlanOptions(
-        module, get_default_sharders(), planner.enumerator, planner.costs
-    )
+    given = PlanOptions(module, SHARDERS, planner.enumerator, planner.costs)
     return given.of(plan)
 
 

@@ -39,25 +39,19 @@ class HangError(BaseException):
 def limited(seconds: float) -> Iterator[None]:
     """Raise `HangError` in the main thread after so many seconds of work.
 
-    Where nothing is worked at, after ten times as many: the machine may be shared.
+    Of work, not of time: the machine may be shared.
     """
 
     def ring(*_: Any) -> None:
         raise HangError
 
-    timers = {
-        signal.SIGPROF: (signal.ITIMER_PROF, seconds),
-        signal.SIGALRM: (signal.ITIMER_REAL, 10 * seconds),
-    }
-    before = {number: signal.signal(number, ring) for number in timers}
-    for timer, limit in timers.values():
-        signal.setitimer(timer, limit)
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        for number, (timer, _) in timers.items():
-            signal.setitimer(timer, 0.0)
-            signal.signal(number, before[number])
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def kind_of(outcome: Outcome) -> str:

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("writer", against_kill.WRITERS)
 def test_old_or_new_is_whole_and_the_next_try_succeeds(writer: str) -> None:
     # The campaign draws all ways and moments.
-    for way, moment in (("kill", 0.8), ("kill in a write", 0.5)):
-        outcome = against_kill.judge({"writer": writer, "way": way, "moment": moment})
+    for way, limit in (("kill", 1), ("kill in a write", 200)):
+        outcome = against_kill.judge({"writer": writer, "way": way, "limit": limit})
         assert not outcome.startswith("failure"), outcome
         assert not outcome.endswith(against_kill.WRITTEN), f"{outcome}, not ended"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.builders import make_tables, make_task
+from tests.fuzz.against_truth import layouts
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
@@ -148,12 +149,6 @@ def test_shards_that_share_a_rank_cost_what_they_cost() -> None:
     assert expected > joined
 
 
-def all_rows(dim: int, world_size: int) -> Iterator[Ints]:
-    for units in itertools.product(range(dim // 4 + 1), repeat=world_size):
-        if sum(units) == dim // 4:
-            yield np.array(units, dtype=np.int64) * 4
-
-
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.25), (1, 0.0), (1, 0.25), (1, 1.0)])
 def test_best_plan_within_the_budget_is_reached(seed: int, share: float) -> None:
     rng = np.random.default_rng(seed)
@@ -169,7 +164,7 @@ def test_best_plan_within_the_budget_is_reached(seed: int, share: float) -> None
         return bank.simulator.evaluate(placement).critical_path_ms
 
     assert budget.bytes(np.arange(4), found).sum() <= limit
-    rows = [list(all_rows(dim, num_ranks)) for dim in dims]
+    rows = [np.array(layouts(task, table)) for table in range(4)]
     best_ms = min(
         cost(np.stack(chosen))
         for chosen in itertools.product(*rows)
