@@ -14,30 +14,21 @@ from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import HostRows, KernelFactors, ShardingTask
 from torchrec_neuroshard.search import SearchConfig, SearchResult
 from torchrec_neuroshard.search.feasibility import pack
-from torchrec_neuroshard.search.shards import (
-    placement_from_widths,
-)
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.search.shards import placement_from_widths
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 COMMS = AnalyticCommsModel(gb_per_s=10.0)
 COMPUTE = AnalyticCostModel(launch_ms=0.05)
 
 
-def some_tables(count: int, seed: int = 0, most: int = 12) -> tuple[TableConfig, ...]:
-    rng = np.random.default_rng([11, seed, count])
-    return draw_tables(rng, count, [4, 8, 12, 64][: 3 + (most > 12)])
-
-
 def refined(task: ShardingTask, **options: Any) -> SearchResult:
     return search(task, SearchConfig(exhaustive_limit=0, **options), COMPUTE, COMMS)
 
 
-def wide_task(seed: int = 0, **options: Any) -> ShardingTask:
+def wide_task(**options: Any) -> ShardingTask:
     """Thirty tables on eight ranks."""
-    return ShardingTask(
-        tables=some_tables(30, seed, most=64), world_size=8, batch_size=4096, **options
-    )
+    tables = draw_tables(np.random.default_rng(11), 30, [4, 8, 12, 64])
+    return make_task(tables, 8, 4096, **options)
 
 
 def test_rules_are_kept() -> None:
