@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
 
@@ -38,73 +36,42 @@ form = pathlib.Path(sys.argv[1]).name + " --alone" * ("--alone" in sys.argv)
 site = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
 site.mkdir(exist_ok=True)
 (site / "env.sh").write_text(f"export FORM='{form}'")
-sys.exit(form in %r)
+sys.exit(form == "in_place --alone")
 """
 FAKE_CHECKS = """
 import os, sys
-passed, failed = %r[os.environ["FORM"]]
+passed, failed = {"in_place": (3, 0), "moved": (19, 1)}[os.environ["FORM"]]
 print("ok   one\\n" * passed + "FAIL one\\n" * failed)
 sys.exit(failed > 0)
 """
-FORMS = ("in_place --alone", "in_place", "moved")
 
 
-@dataclasses.dataclass(frozen=True)
-class Loan:
-    """Folders of a loan, and what its commands are told."""
+def run(
+    folder: Path, step: str, python: str | Path = sys.executable, **given: str
+) -> subprocess.CompletedProcess[str]:
+    own = {n: str(folder / n.lower()) for n in ("GPU", "OUT", "WORK", "SITE")}
+    fixed = {"DEVICE": "cpu", "QUICK": "1", "PYTHON": str(python)}
+    (folder / "gpu").mkdir(exist_ok=True)
+    return subprocess.run(
+        ["bash", str(LOAN), step],
+        env={**os.environ, **own, **fixed, **given},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
 
-    folder: Path
-    python: str = sys.executable
 
-    def variables(self, **given: str) -> dict[str, str]:
-        own = {n: str(self.folder / n.lower()) for n in ("GPU", "OUT", "WORK", "SITE")}
-        fixed = {"DEVICE": "cpu", "QUICK": "1", "PYTHON": self.python}
-        return {**os.environ, **own, **fixed, **given}
-
-    def run(self, step: str, **given: str) -> subprocess.CompletedProcess[str]:
-        (self.folder / "gpu").mkdir(exist_ok=True)
-        return subprocess.run(
-            ["bash", str(LOAN), step],
-            env=self.variables(**given),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-
-    def unpack(self, step: str) -> Path:
-        """Unpack what came back, as loan.sh says."""
-        pieces = sorted((self.folder / "out").glob(f"{step}.tgz.*"))
-        found = list((self.folder / "out").iterdir())
-        assert len(found) <= MOST_FILES
-        assert max(p.stat().st_size for p in found) <= MOST_BYTES
-        target = self.folder / "back"
-        whole = BytesIO(b"".join(p.read_bytes() for p in pieces))
-        with tarfile.open(fileobj=whole) as archive:
-            archive.extractall(target, filter="data")
-        return target
-
-    def fake(
-        self,
-        checks: Mapping[str, tuple[int, int]],
-        broken: tuple[str, ...] = (),
-        collect: str = "exit 0",
-    ) -> Loan:
-        """Return it with packs whose forms pass and fail so many checks each."""
-        gpu, python = self.folder / "gpu", self.folder / "python"
-        for form in ("in_place", "moved"):
-            (gpu / form).mkdir(parents=True)
-        (gpu / "unpack_fbgemm.py").write_text(FAKE_UNPACK % (broken,))
-        (gpu / "smoke_fbgemm.py").write_text(FAKE_CHECKS % (dict(checks),))
-        text = FAKE_PYTHON.format(
-            calls=self.folder / "calls", python=sys.executable, collect=collect
-        )
-        python.write_text(text)
-        python.chmod(0o755)
-        return dataclasses.replace(self, python=str(python))
-
-    def calls(self) -> list[str]:
-        return (self.folder / "calls").read_text().splitlines()
+def unpack(folder: Path, step: str) -> Path:
+    """Unpack what came back, as loan.sh says."""
+    found = list((folder / "out").iterdir())
+    assert len(found) <= MOST_FILES
+    assert max(p.stat().st_size for p in found) <= MOST_BYTES
+    pieces = sorted((folder / "out").glob(f"{step}.tgz.*"))
+    whole = BytesIO(b"".join(p.read_bytes() for p in pieces))
+    with tarfile.open(fileobj=whole) as archive:
+        archive.extractall(folder / "back", filter="data")
+    return folder / "back"
 
 
 def test_the_form_of_fbgemm_that_works_is_taken_and_results_come_back(
@@ -113,18 +80,24 @@ def test_the_form_of_fbgemm_that_works_is_taken_and_results_come_back(
     """A copy works if it passes more than twice as many checks as it fails."""
     journal = tmp_path / "work" / "compute.parquet.journal"
     write = f"head -c $((20 * 1024 * 1024)) /dev/urandom >{journal}; exit 3"
-    checks = {FORMS[1]: (3, 0), FORMS[2]: (19, 1)}
-    loan = Loan(tmp_path).fake(checks, FORMS[:1], collect=write)
-    ended = loan.run("one", LIMIT="200")
+    gpu, python, calls = (tmp_path / name for name in ("gpu", "python", "calls"))
+    for form in ("in_place", "moved"):
+        (gpu / form).mkdir(parents=True)
+    (gpu / "unpack_fbgemm.py").write_text(FAKE_UNPACK)
+    (gpu / "smoke_fbgemm.py").write_text(FAKE_CHECKS)
+    known = {"calls": calls, "python": sys.executable, "collect": write}
+    python.write_text(FAKE_PYTHON.format(**known))
+    python.chmod(0o755)
+    ended = run(tmp_path, "one", python, LIMIT="200")
     assert ended.returncode == 1
     assert "collect: exit code 3" in ended.stdout
     assert "columns: exit code 0" in ended.stdout
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert names == ["one.tgz.aa", "one.tgz.ab"]
-    back = loan.unpack("one")
+    back = unpack(tmp_path, "one")
     assert (back / journal.name).read_bytes() == journal.read_bytes()
-    assert (back / "how").read_text().strip() == FORMS[2]
-    [collect] = [c for c in loan.calls() if " collect " in c]
+    assert (back / "how").read_text().strip() == "moved"
+    [collect] = [c for c in calls.read_text().splitlines() if " collect " in c]
     limit = float(collect.split("--time-limit ")[1].split()[0])
     assert 0 < limit < 150  # of 200, what columns.py and the file do not need
 
@@ -134,10 +107,10 @@ def test_the_form_of_fbgemm_that_works_is_taken_and_results_come_back(
 
 @pytest.mark.nightly
 def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
-    loan, bundle = Loan(tmp_path), tmp_path / "bundle"
-    ended = loan.run("one", LIMIT="300", NUM="100")
+    bundle = tmp_path / "bundle"
+    ended = run(tmp_path, "one", LIMIT="300", NUM="100")
     assert ended.returncode == 0, ended.stdout
-    back = loan.unpack("one")
+    back = unpack(tmp_path, "one")
     records = back / "compute.parquet"
     assert len(read_records([records])[1]) == 100
     smoke = json.loads((back / "smoke.json").read_text())
@@ -161,9 +134,9 @@ def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
         *(plans, "make", "--bundle", bundle, "--device", "cpu", "--out", made),
         *(*quick, *small, *ours),
     )
-    ended = loan.run("two", LIMIT="120")
+    ended = run(tmp_path, "two", LIMIT="120")
     assert ended.returncode == 0, ended.stdout
-    passes = loan.unpack("two") / "passes.pkl"
+    passes = unpack(tmp_path, "two") / "passes.pkl"
     race = tmp_path / "race"
     python(plans, "judge", made, passes, "--bundle", bundle, "--out", race)
     page = race.with_suffix(".md").read_text()

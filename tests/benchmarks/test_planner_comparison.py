@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -142,31 +141,14 @@ def test_a_search_without_a_plan_is_not_replaced(small: Any) -> None:
     assert (outcome.status, outcome.plan) == ("no plan", None)
 
 
-def measured(paths: Mapping[str, Sequence[float | None]], family: str = "dlrm") -> Any:
-    """Tasks with these measured critical paths; None is no plan."""
-    found: list[dict[str, Any]] = []
-    for number in range(len(next(iter(paths.values())))):
-        planners = {}
-        for name, values in paths.items():
-            value = values[number]
-            figures = {
-                **dict.fromkeys(("critical_path_ms", "kernel_path_ms"), value),
-                "worst_rank_ms": value,
-                "collectives_ms": 0.0,
-            }
-            plan = {"measured": figures, "predicted": figures, "status": "plan"}
-            none = {"status": "no plan", "reason": "a | b"}
-            planners[name] = {"seconds": 1.0, **(none if value is None else plan)}
-        found.append(
-            {
-                **dict.fromkeys(("name", "task"), f"{family}-{number}"),
-                "family": family,
-                "planners": planners,
-                "cluster": "8 x H100",
-                "machine_speed": 1.0,
-            }
-        )
-    return found
+def outcome(ms: float | None) -> dict[str, Any]:
+    """A planner's on one task, with this measured critical path; None is no plan."""
+    if ms is None:
+        return {"seconds": 1.0, "status": "no plan", "reason": "a | b"}
+    names = ("critical_path_ms", "kernel_path_ms", "worst_rank_ms")
+    figures = {**dict.fromkeys(names, ms), "collectives_ms": 0.0}
+    plan = {"measured": figures, "predicted": figures}
+    return {"seconds": 1.0, "status": "plan", **plan}
 
 
 def test_the_page_drops_no_loss(tmp_path: Path) -> None:
@@ -179,7 +161,14 @@ def test_the_page_drops_no_loss(tmp_path: Path) -> None:
     }
     words = ("name", "source", "hardware", "device", "torch", "fbgemm")
     known = {
-        "tasks": measured(paths),
+        "tasks": [
+            {
+                **dict.fromkeys(("name", "task"), f"dlrm-{number}"),
+                **{"family": "dlrm", "cluster": "8 x H100", "machine_speed": 1.0},
+                "planners": {name: outcome(ms[number]) for name, ms in paths.items()},
+            }
+            for number in range(2)
+        ],
         "num_tasks": 4,
         "rivals": [{"name": n, "about": "", "training": ""} for n in paths],
         "hardware": {**dict.fromkeys(words, "x"), "device_type": "cpu"},

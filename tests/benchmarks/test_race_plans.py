@@ -14,7 +14,7 @@ import race_plans
 from harness.planning import BEST_PRACTICE, OURS
 from torchrec_neuroshard.simulator import PHASES
 
-PAIRS, BLOCK, DIM, BATCH = 2, 3, 16, 128
+DIM, BATCH = 16, 128
 RACERS = (BEST_PRACTICE, OURS)
 
 
@@ -24,17 +24,9 @@ RACERS = (BEST_PRACTICE, OURS)
 def test_both_plans_train_the_same_model(tmp_path: Path, num_ranks: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(num_ranks), race_plans.__file__]
-    settings = {
-        "device": "cpu",
-        "max-rows": 2_000,
-        "embedding-dim": DIM,
-        "min-partition": 4,
-        "batch-size": BATCH,
-        "pairs": PAIRS,
-        "block-iterations": BLOCK,
-    }
-    for name, value in settings.items():
-        command += [f"--{name}", str(value)]
+    command += f"--device cpu --max-rows 2000 --embedding-dim {DIM}".split()
+    command += f"--min-partition 4 --batch-size {BATCH} --pairs 2".split()
+    command += ["--block-iterations", "3"]
     ended = subprocess.run(
         command,
         cwd=tmp_path,
