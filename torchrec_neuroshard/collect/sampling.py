@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -315,31 +315,21 @@ def _draw_by_name(name: str) -> float:
     return float(np.random.default_rng(digest).random())
 
 
-def _width_rule(rng: np.random.Generator, config: SamplingConfig) -> _WidthRule:
+def _width_rule(
+    rng: np.random.Generator, config: SamplingConfig
+) -> Callable[[np.random.Generator], int]:
+    """Return what draws the widths of one set."""
     low, high = config.widths
     kind = rng.choice(["one", "usual", "any"], p=[0.3, 0.3, 0.4])
     usual = [w for w in (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)]
     usual = [w for w in usual if low <= w <= high] or [low]
+    if kind == "any":
+        widest = range(low, high + 1, 4)[-1]
+        logs = math.log(low), math.log(widest)
+        return lambda rng: max(low, round(math.exp(rng.uniform(*logs)) / 4) * 4)
     if kind == "one":
-        return _WidthRule((int(rng.choice(usual)),))
-    if kind == "usual":
-        return _WidthRule(tuple(usual))
-    return _WidthRule(tuple(range(low, high + 1, 4)), logarithmic=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _WidthRule:
-    """How the widths of one set are drawn."""
-
-    widths: tuple[int, ...]
-    logarithmic: bool = False
-
-    def __call__(self, rng: np.random.Generator) -> int:
-        """Draw a width."""
-        if not self.logarithmic:
-            return int(self.widths[rng.integers(len(self.widths))])
-        low, high = math.log(self.widths[0]), math.log(self.widths[-1])
-        return max(self.widths[0], round(math.exp(rng.uniform(low, high)) / 4) * 4)
+        usual = [int(rng.choice(usual))]
+    return lambda rng: usual[rng.integers(len(usual))]
 
 
 def _vary(

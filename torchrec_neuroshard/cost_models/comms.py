@@ -14,7 +14,7 @@ from torchrec_neuroshard.cost_models.comms_network import (
     CommsNetwork,
     FixedCollective,
 )
-from torchrec_neuroshard.cost_models.comms_published import check_nodes
+from torchrec_neuroshard.cost_models.comms_published import check_links, check_nodes
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.devices import plain_torch
 from torchrec_neuroshard.errors import ConfigError
@@ -59,12 +59,7 @@ class BandwidthCommsModel(CommsModel):
             ConfigError: A bandwidth is missing, or the ranks do not fill whole nodes.
         """
         check_nodes(world_size, local_world_size)
-        if not (intra_gb_per_s > 0 and inter_gb_per_s > 0):
-            raise ConfigError(
-                "bandwidths must be above 0 GB/s, got "
-                f"{intra_gb_per_s} inside a node and {inter_gb_per_s} between nodes; "
-                "give the topology intra_host_bw and inter_host_bw"
-            )
+        check_links(intra_gb_per_s, inter_gb_per_s)
         self.source = source
         self._world_size = world_size
         self._relative_3 = np.array(relative_ms)
@@ -119,6 +114,8 @@ def _at(ranks: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[float, f
 class LearnedCommsModel(CommsModel):
     """What was measured, for one group of ranks; see `comms_network`."""
 
+    source = "measured"
+
     def __init__(
         self,
         network: CommsNetwork,
@@ -131,7 +128,6 @@ class LearnedCommsModel(CommsModel):
         slowdowns: Mapping[int, tuple[float, ...]] | None = None,
         column_order_ms_per_mb: Mapping[int, tuple[float, ...]] | None = None,
         time_scale: float = 1.0,
-        source: str = "measured",
     ) -> None:
         """Take a trained network and the topology.
 
@@ -146,7 +142,6 @@ class LearnedCommsModel(CommsModel):
             slowdowns: `CommsHeader.compute_slowdown`; None: ranks share nothing.
             column_order_ms_per_mb: See `CommsHeader`; None: for free.
             time_scale: Factor on all times: to the compute model's milliseconds.
-            source: Shown beside the numbers.
 
         Raises:
             ConfigError: The ranks do not fill whole nodes, or a bandwidth that is
@@ -163,7 +158,6 @@ class LearnedCommsModel(CommsModel):
                 "the topology lacks them: give intra_gb_per_s and inter_gb_per_s, or "
                 "run 'neuroshard collect comms' on several nodes"
             )
-        self.source = source
         self._time_scale = time_scale
         self.compute_slowdown = _at(local_world_size, slowdowns or {1: (1.0, 1.0)})
         order_ms = _at(local_world_size, column_order_ms_per_mb or {1: (0.0, 0.0)})

@@ -27,6 +27,7 @@ __all__ = [
     "CollectiveConstants",
     "PublishedCommsModel",
     "card_collectives",
+    "check_links",
     "check_nodes",
     "published_comms_model",
 ]
@@ -59,12 +60,7 @@ class CollectiveConstants:
     inter_ramp_us: float = 4.0
 
     def __post_init__(self) -> None:
-        if not (self.intra_gb_per_s > 0 and self.inter_gb_per_s > 0):
-            raise ConfigError(
-                "bandwidths must be above 0 GB/s, got "
-                f"{self.intra_gb_per_s} inside a node and {self.inter_gb_per_s} "
-                "between nodes; give the topology intra_host_bw and inter_host_bw"
-            )
+        check_links(self.intra_gb_per_s, self.inter_gb_per_s)
 
     def under(self, factors: EstimateFactors) -> CollectiveConstants:
         """Return the constants of nodes that are off by these factors."""
@@ -91,6 +87,16 @@ def check_nodes(world_size: int, local_world_size: int) -> None:
         raise ConfigError(
             f"world_size ({world_size}) must be a multiple of local_world_size "
             f"({local_world_size})"
+        )
+
+
+def check_links(intra_gb_per_s: float, inter_gb_per_s: float) -> None:
+    """Raise `ConfigError` unless both bandwidths are above 0."""
+    if not (intra_gb_per_s > 0 and inter_gb_per_s > 0):
+        raise ConfigError(
+            "bandwidths must be above 0 GB/s, got "
+            f"{intra_gb_per_s} inside a node and {inter_gb_per_s} between nodes; "
+            "give the topology intra_host_bw and inter_host_bw"
         )
 
 

@@ -167,9 +167,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_argument("--max-gib", type=float, help="most weights of a set")
 
 
-_MEASURING = ("num_samples", "device", "time_limit", "max_gib")
-
-
 def _measure(args: argparse.Namespace, console: Console) -> Path:
     # Only here: with --records, calibrating does without fbgemm.
     from torchrec_neuroshard.collect.compute import (
@@ -201,13 +198,6 @@ def _measure(args: argparse.Namespace, console: Console) -> Path:
 
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard calibrate`."""
-    given = [n for n in _MEASURING if getattr(args, n) is not None]
-    if args.records and given:
-        options = ", ".join("--" + n.replace("_", "-") for n in given)
-        raise ConfigError(
-            f"--records takes measurements that exist, {options} say how to make new "
-            "ones; leave one or the other out"
-        )
     if args.num_samples is not None and args.num_samples < _FEWEST_SAMPLES:
         raise ConfigError(
             f"--num-samples {args.num_samples} is too few: a fifth of the sets are of "
