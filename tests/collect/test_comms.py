@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,14 @@ from torchrec_neuroshard.collect.comms_sampling import (
     sample_collective,
 )
 from torchrec_neuroshard.collect.compute import CollectConfig
+from torchrec_neuroshard.collect.ranks import Ranks
 from torchrec_neuroshard.collect.sampling import SamplingConfig
-from torchrec_neuroshard.errors import ConfigError, RecordError, RecordMismatchError
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    NeuroShardError,
+    RecordError,
+    RecordMismatchError,
+)
 from torchrec_neuroshard.record_store import (
     CommsStore,
     read_comms_header,
@@ -98,24 +105,13 @@ def test_a_transfer_counts_from_the_last_arrival(
 # Records and their files
 
 
-@pytest.mark.parametrize(
-    ("changes", "value"),
-    [
-        ({"collective": "gossip"}, "gossip"),
-        ({"world_size": 3}, r"world_size \(3\)"),
-        ({"transfer_ms": (1.5,)}, "transfer_ms"),
-    ],
-)
-def test_bad_records_are_refused(changes: dict[str, Any], value: str) -> None:
-    with pytest.raises(RecordError, match=value):
-        dataclasses.replace(make_comms_record(), **changes)
-
-
-def test_other_runs_and_backends_are_refused(tmp_path: Path) -> None:
-    gloo, nccl = tmp_path / "gloo", tmp_path / "nccl"
+def test_other_runs_backends_and_kinds_of_records_are_refused(tmp_path: Path) -> None:
+    gloo, nccl, compute = (tmp_path / n for n in ("gloo", "nccl", "compute"))
     for path in (gloo, nccl):
         with CommsStore(path, make_comms_header(backend=path.name)) as store:
             store.append(make_comms_record())
+            assert record_kind(path) == "comms"  # a run under way
+        assert record_kind(path) == "comms"
     for change, value in (
         ({"world_size": 4}, "world_size: 2"),
         ({"backend": "nccl"}, "'nccl'"),
@@ -126,30 +122,26 @@ def test_other_runs_and_backends_are_refused(tmp_path: Path) -> None:
     with CommsStore(gloo, make_comms_header()) as store:
         assert store.done == {0}
     assert read_comms_records([gloo]) == [(make_comms_header(), [make_comms_record()])]
-    with pytest.raises(RecordMismatchError, match="gloo, nccl"):
-        read_comms_records([gloo, nccl])
-
-
-def test_kinds_of_records_are_told_apart(tmp_path: Path) -> None:
-    comms_path, compute = tmp_path / "comms", tmp_path / "compute"
-    with CommsStore(comms_path, make_comms_header()) as store:
-        store.append(make_comms_record())
-        assert record_kind(comms_path) == "comms"  # a run under way
-    assert record_kind(comms_path) == "comms"
     write_records(compute, make_header(), [])
     assert record_kind(compute) == "compute"
-    with pytest.raises(RecordError, match="of 'neuroshard collect comms', not of"):
-        read_records([comms_path])
-    with pytest.raises(RecordError, match="of 'neuroshard collect compute', not of"):
-        read_comms_records([compute])
     assert read_comms_header(tmp_path / "nothing") is None
-    with pytest.raises(RecordError, match="nothing does not exist; measure with"):
-        record_kind(tmp_path / "nothing")
+    reads: list[tuple[Callable[[], object], str]] = [
+        (lambda: read_comms_records([gloo, nccl]), "gloo, nccl"),
+        (lambda: read_records([gloo]), "of 'neuroshard collect comms', not of"),
+        (lambda: read_comms_records([compute]), "of 'neuroshard collect compute', not"),
+        (lambda: record_kind(tmp_path / "nothing"), "does not exist; measure with"),
+    ]
+    for read, value in reads:
+        with pytest.raises(NeuroShardError, match=value):
+            read()
 
 
 @pytest.mark.parametrize(
-    ("config", "change", "value"),
+    ("kind", "change", "value"),
     [
+        (make_comms_record, {"collective": "gossip"}, "gossip"),
+        (make_comms_record, {"world_size": 3}, r"world_size \(3\)"),
+        (make_comms_record, {"transfer_ms": (1.5,)}, "transfer_ms"),
         (CommsConfig, {"out": Path("c"), "backend": "mpi"}, "mpi"),
         (CommsConfig, {"out": Path("c"), "timeout_seconds": -0.5}, "-0.5"),
         (CommsSamplingConfig, {"bytes_per_rank": (9, 5)}, r"\(9, 5\)"),
@@ -158,6 +150,28 @@ def test_kinds_of_records_are_told_apart(tmp_path: Path) -> None:
         (SamplingConfig, {"max_lookups": 0}, "max_lookups"),
     ],
 )
-def test_bad_configuration_is_refused(config: Any, change: Any, value: str) -> None:
+def test_bad_values_are_refused(kind: Any, change: Any, value: str) -> None:
+    with pytest.raises((ConfigError, RecordError), match=value):
+        kind(**change)
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend", "value"),
+    [
+        ({"RANK": ""}, "gloo", "RANK not set.*torchrun --nproc-per-node"),
+        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "gloo", "got 1"),
+        ({"LOCAL_WORLD_SIZE": "4"}, "gloo", r"local_world_size \(4\)"),
+        ({}, "nccl", "0 for 3 ranks"),
+    ],
+)
+def test_ranks_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], backend: str, value: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    rank_0_of_6 = {"RANK": "0", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}
+    for name, number in {**rank_0_of_6, **changes}.items():
+        monkeypatch.setenv(name, number)
+        if not number:
+            monkeypatch.delenv(name)
     with pytest.raises(ConfigError, match=value):
-        config(**change)
+        Ranks(backend, 5.0)

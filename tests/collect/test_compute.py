@@ -13,16 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.builders import ONE_PASS, make_record
+from tests.builders import make_record
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.collect.compute import (
-    CollectConfig,
-    add_arguments,
-    collect_compute,
-    read_failures,
-    sampling_from,
-    unit_factor,
-)
+from torchrec_neuroshard.collect import compute
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.timing import CPU_PASSES, Reference
@@ -30,6 +23,7 @@ from torchrec_neuroshard.devices import GpuMonitor, GpuState
 from torchrec_neuroshard.errors import DeviceFailureError
 from torchrec_neuroshard.record_store import journal_path, read_records
 from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.workloads.loaders import load_json
 
 OPTIONS = (
     "--max-gib 0.001 --max-lookups 3000 --max-shards 3 --batch-sizes 64 128 --seed 5 "
@@ -43,32 +37,49 @@ SAMPLING = SamplingConfig(
 )
 
 
-def collect(path: Path, num_sets: int, *options: str) -> int:
-    arguments = ["--out", str(path), "--num-sets", str(num_sets), *OPTIONS, *options]
-    return main(["collect", "compute", *arguments])
-
-
 def test_command_measures_the_sampled_sets_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, nominal_ms = tmp_path / "r.parquet", Reference.nominal_ms
     monkeypatch.setattr(Reference, "nominal_ms", lambda self: nominal_ms(self, 9))
-    assert collect(path, 3) == 0
+    monkeypatch.setattr(compute, "gpu_uuid", lambda _: "GPU-0")
+    clocks = {"sm_clock_mhz": 1_980.0, "memory_clock_mhz": 3_201.0}
+    state = GpuState(**clocks, temperature_c=60.0, throttle_reasons=0)
+    monitor = GpuMonitor(lambda: state)
+    monkeypatch.setattr(compute, "find_gpu_monitor", lambda _: monitor)
+    tables = tmp_path / "tables.json"
+    workload = {"name": "mine", "rows": [500] * 30, "pooling": [2.0] * 30}
+    tables.write_text(json.dumps({"workloads": [workload]}))
+
+    def collect(num_sets: int, *options: str) -> int:
+        arguments = ["--out", str(path), "--num-sets", str(num_sets), *OPTIONS]
+        own = ["--tables", str(tables)]
+        return main(["collect", "compute", *arguments, *own, *options])
+
+    threads = torch.get_num_threads()
+    assert collect(3) == 0
+    assert torch.get_num_threads() == threads
     (header,), records = read_records([path])
     assert [r.index for r in records] == [0, 1, 2]
     assert not journal_path(path).exists()
     assert header.seed == 5 and header.reference_ms > 0
     assert header.fingerprint == device_fingerprint(torch.device("cpu"), 1)
     assert header.sampling["max_lookups"] == 3_000
+    assert header.sampling["workloads"] == ["mine"]
+    assert header.sampling["num_base_tables"] == 30
+    names = {t.name.split("/")[0] for r in records for t in r.tables}
+    assert "mine" in names
     for record in records:
-        sampled = sample_set(record.index, 5, SAMPLING, [])
+        found = record.sm_clock_mhz, record.memory_clock_mhz, record.temperature_c
+        assert found == (1_980.0, 3_201.0, 60.0)
+        sampled = sample_set(record.index, 5, SAMPLING, load_json(tables)["mine"])
         assert [t.name for t in record.tables] == [t.name for t in sampled.tables]
         assert record.batch_size == sampled.batch_size
         assert record.fwd_ms > 0 and record.bwd_ms > 0
         assert record.num_passes == CPU_PASSES.min_passes and record.reference_ms > 0
-        for found, wanted in zip(record.tables, sampled.tables, strict=True):
-            assert found.profile is not None and wanted.profile is not None
-            assert found.profile.access_histogram == pytest.approx(
+        for table, wanted in zip(record.tables, sampled.tables, strict=True):
+            assert table.profile is not None and wanted.profile is not None
+            assert table.profile.access_histogram == pytest.approx(
                 wanted.profile.access_histogram, rel=1e-6, abs=1e-30
             )
 
@@ -77,10 +88,10 @@ def test_command_measures_the_sampled_sets_and_goes_on_where_it_stopped(
         (["--seed", "6"], "seed: 5 against 6"),
         (["--max-shards", "4"], "sampling: "),
     ):
-        assert collect(path, 9, *options) == 2
+        assert collect(9, *options) == 2
         assert message in capsys.readouterr().err
         assert path.read_bytes() == written
-    assert collect(path, 4) == 0
+    assert collect(4) == 0
     (again,), more = read_records([path])
     assert again == header and more[:3] == records
     assert [r.index for r in more] == [0, 1, 2, 3]
@@ -89,46 +100,9 @@ def test_command_measures_the_sampled_sets_and_goes_on_where_it_stopped(
     # The time limit counts from the start of the command, imports and models included.
     begun = time.monotonic() - 100
     monkeypatch.setattr("torchrec_neuroshard.cli._STARTED", begun)
-    assert collect(path, 9, "--time-limit", "50") == 0
+    assert collect(9, "--time-limit", "50") == 0
     assert read_records([path])[1] == more
     assert "stopped at the time limit of 50 s" in capsys.readouterr().out
-
-
-def test_real_tables_and_the_gpus_state_are_recorded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    state = GpuState(
-        sm_clock_mhz=1_980.0,
-        memory_clock_mhz=3_201.0,
-        temperature_c=60.0,
-        throttle_reasons=0,
-    )
-    module = "torchrec_neuroshard.collect.compute"
-    monkeypatch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", ONE_PASS)
-    monkeypatch.setattr(Reference, "nominal_ms", lambda self: 1.0)
-    monkeypatch.setattr(f"{module}.gpu_uuid", lambda _: "GPU-0")
-    monkeypatch.setattr(
-        f"{module}.find_gpu_monitor", lambda _: GpuMonitor(lambda: state)
-    )
-    tables = tmp_path / "tables.json"
-    workload = {"name": "mine", "rows": [500] * 30, "pooling": [2.0] * 30}
-    tables.write_text(json.dumps({"workloads": [workload]}))
-    config = CollectConfig(
-        out=tmp_path / "r.parquet",
-        num_sets=2,
-        tables=(tables,),
-        sampling=dataclasses.replace(SAMPLING, real_share=1.0),
-    )
-    threads = torch.get_num_threads()
-    collect_compute(config, Console(quiet=True))
-    assert torch.get_num_threads() == threads
-    (header,), records = read_records([config.out])
-    assert header.sampling["workloads"] == ["mine"]
-    assert header.sampling["num_base_tables"] == 30
-    assert all(t.name.startswith("mine/") for r in records for t in r.tables)
-    for record in records:
-        found = record.sm_clock_mhz, record.memory_clock_mhz, record.temperature_c
-        assert found == (1_980.0, 3_201.0, 60.0)
 
 
 def timed(index: int, ms: float = 1.0, **changes: Any) -> CostRecord:
@@ -140,8 +114,8 @@ def timed(index: int, ms: float = 1.0, **changes: Any) -> CostRecord:
 def test_a_slower_reference_after_a_restart_is_made_up_for() -> None:
     earlier = [timed(i, 10.0 + i) for i in range(5)]
     again = [timed(i, (10.0 + i) * 0.8) for i in range(4)] + [timed(4, 1000.0)]
-    assert unit_factor(earlier, again) == pytest.approx(1.25)
-    assert unit_factor([], []) == 1.0
+    assert compute.unit_factor(earlier, again) == pytest.approx(1.25)
+    assert compute.unit_factor([], []) == 1.0
 
 
 Measure = Callable[[int], CostRecord]
@@ -159,8 +133,8 @@ def collect_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Collect:
             lambda self, index: measure(index),
         )
         path, file = tmp_path / "r.parquet", io.StringIO()
-        config = CollectConfig(out=path, num_sets=num_sets, sampling=SAMPLING)
-        collect_compute(config, Console(width=500, file=file))
+        config = compute.CollectConfig(out=path, num_sets=num_sets, sampling=SAMPLING)
+        compute.collect_compute(config, Console(width=500, file=file))
         return read_records([path])[1], file.getvalue()
 
     return run
@@ -218,13 +192,13 @@ def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
 
     with pytest.raises(DeviceFailureError, match="set 1"):
         collect_as(measure, 3)
-    noted = read_failures(tmp_path / "r.parquet")
+    noted = compute.read_failures(tmp_path / "r.parquet")
     assert noted == {1: "CUDA error: an illegal memory access"}
     records, _ = collect_as(measure, 3)
     assert [r.index for r in records] == [0, 2]
     with pytest.raises(RuntimeError, match=r"^shapes differ$"):
         collect_as(measure, 4)
-    assert read_failures(tmp_path / "r.parquet") == noted
+    assert compute.read_failures(tmp_path / "r.parquet") == noted
 
 
 def test_options_change_what_the_device_would_get(
@@ -234,9 +208,9 @@ def test_options_change_what_the_device_would_get(
     monkeypatch.setattr(f"{module}.as_device", torch.device)
     monkeypatch.setattr(f"{module}.device_bytes", lambda device: 24 * gib)
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    compute.add_arguments(parser)
     options = "--out x --device cuda:1 --max-gib 2 --max-shards 7".split()
-    changed = sampling_from(parser.parse_args(options))
+    changed = compute.sampling_from(parser.parse_args(options))
     gpu = SamplingConfig.for_device("cuda", 24 * gib)
     wanted = dataclasses.replace(gpu, max_weight_bytes=2 * gib, max_shards=7)
     assert changed == wanted

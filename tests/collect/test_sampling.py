@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from torchrec_neuroshard.collect.sampling import SampledSet, SamplingConfig, sample_set
-from torchrec_neuroshard.profiles import zipf_profile
-from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
+from tests.builders import make_tables
+from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
+from torchrec_neuroshard.tables import OPTIMIZERS
 
 CONFIG = SamplingConfig(
     max_shards=12,
@@ -18,29 +18,16 @@ CONFIG = SamplingConfig(
     repeat_every=5,
     repeat_lag=10,
 )
+ROWS, POOLING = range(1_000, 41_000, 1_000), [1.0 + i % 7 for i in range(40)]
 BASE = tuple(
-    TableConfig(
-        name=f"real/{i}",
-        num_embeddings=1_000 * (i + 1),
-        embedding_dim=64,
-        pooling_factor=1.0 + i % 7,
-        profile=zipf_profile(
-            batch_size=65_536,
-            pooling_factor=1.0 + i % 7,
-            num_embeddings=1_000 * (i + 1),
-        ),
-    )
-    for i in range(40)
+    dataclasses.replace(table, name=f"real/{i}", profile=table.profile_at(65_536))
+    for i, table in enumerate(make_tables([64] * 40, ROWS, POOLING))
 )
 NUM_SETS = 200
 
 
-@pytest.fixture(scope="module")
-def sets() -> list[SampledSet]:
-    return [sample_set(i, 9, CONFIG, BASE) for i in range(NUM_SETS)]
-
-
-def test_ranges_are_respected(sets: list[SampledSet]) -> None:
+def test_sets_are_as_the_config_says() -> None:
+    sets = [sample_set(i, 9, CONFIG, BASE) for i in range(NUM_SETS)]
     repeats = {s.index: sets[s.repeat_of] for s in sets if s.repeat_of is not None}
     assert len(repeats) == pytest.approx(NUM_SETS / CONFIG.repeat_every, abs=4)
     # Every position of the cycle is measured again at some time.
@@ -71,22 +58,20 @@ def test_ranges_are_respected(sets: list[SampledSet]) -> None:
                 drawn, rel=0.02, abs=0.01
             )
 
-
-def test_all_kinds_occur(sets: list[SampledSet]) -> None:
-    tables = [t for s in sets for t in s.tables]
-    assert {t.optimizer for t in tables} == {"rowwise_adagrad", "sgd"}
-    assert {t.data_type for t in tables} == {"fp32", "fp16"}
-    assert {t.weighted for t in tables} == {True, False}
-    assert {t.embedding_dim % 16 for t in tables} == {0, 4, 8, 12}
-    assert {t.num_features > 1 for t in tables} == {True, False}
-    assert {t.name.split("/")[0] for t in tables} == {"real", "generated"}
+    # All kinds occur.
+    every = [t for s in sets for t in s.tables]
+    assert {t.optimizer for t in every} == {"rowwise_adagrad", "sgd"}
+    assert {t.data_type for t in every} == {"fp32", "fp16"}
+    assert {t.weighted for t in every} == {True, False}
+    assert {t.embedding_dim % 16 for t in every} == {0, 4, 8, 12}
+    assert {t.num_features > 1 for t in every} == {True, False}
+    assert {t.name.split("/")[0] for t in every} == {"real", "generated"}
     assert {len(s.tables) for s in sets} >= {1, 5, 10}
     # Usual batch sizes and unusual ones.
     assert {s.batch_size for s in sets} >= {1_024, 2_048}
     assert len({s.batch_size for s in sets}) > 50
 
-
-def test_held_out_tables_are_never_trained_on(sets: list[SampledSet]) -> None:
+    # Held-out tables are never trained on.
     real: dict[bool, set[str]] = {True: set(), False: set()}
     for sampled in sets:
         names = [t.name.rsplit("#", 1)[0] for t in sampled.tables]

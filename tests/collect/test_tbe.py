@@ -11,22 +11,12 @@ import torch
 
 from torchrec_neuroshard.access import AccessDistribution, draw_lengths
 from torchrec_neuroshard.collect import tbe
-from torchrec_neuroshard.collect.tbe import (
-    Arena,
-    FusedTables,
-    InputBatch,
-    draw_inputs,
-    join_inputs,
-    reserve_memory,
-)
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.profiles import FeatureProfile, count_histogram
 from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
 
 CPU = torch.device("cpu")
 BATCH = 32
-LEARNING_RATE = 1e-6
-"""The fused step's; small, so that timed passes leave the weights as they are."""
 
 
 ACCESS = (
@@ -70,7 +60,7 @@ def variants(**changes: object) -> tuple[TableConfig, ...]:
     return tuple(dataclasses.replace(t, **changes) for t in TABLES)  # type: ignore[arg-type]
 
 
-def looked_up(batch: InputBatch, weights: list[torch.Tensor]) -> torch.Tensor:
+def looked_up(batch: tbe.InputBatch, weights: list[torch.Tensor]) -> torch.Tensor:
     """The sum of each bag's rows, feature after feature."""
     found = []
     for feature, table in enumerate(FEATURES):
@@ -85,18 +75,12 @@ def looked_up(batch: InputBatch, weights: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("weighted", "data_type", "memory"),
-    [
-        (False, "fp32", None),
-        (True, "fp16", Arena(CPU, 1 << 16)),
-        (True, "fp32", Arena(CPU, 1 << 16)),
-    ],
+    ("weighted", "data_type"), [(False, "fp32"), (True, "fp16"), (True, "fp32")]
 )
-def test_passes_are_those_of_torch(
-    weighted: bool, data_type: str, memory: Arena | None
-) -> None:
+def test_passes_are_those_of_torch(weighted: bool, data_type: str) -> None:
     tables = variants(weighted=weighted, data_type=data_type, optimizer="sgd")
-    kernel = FusedTables(tables, CPU, memory)
+    memory = tbe.Arena(CPU, 1 << 16) if weighted else None
+    kernel = tbe.FusedTables(tables, CPU, memory)
     weights = kernel.split_weights()
     assert [tuple(w.shape) for w in weights] == [(100, 12), (40, 32), (7, 4)]
     dtype = torch.float32 if data_type == "fp32" else torch.float16
@@ -104,15 +88,15 @@ def test_passes_are_those_of_torch(
     for w in weights:
         w.data.uniform_(-1, 1)
     copies = [w.detach().float().requires_grad_() for w in weights]
-    batch = draw_inputs(tables, ACCESS, BATCH, (1,), CPU)
+    batch = tbe.draw_inputs(tables, ACCESS, BATCH, (1,), CPU)
     assert (batch.weights_L is not None) == weighted
     output, expected = kernel.forward(batch), looked_up(batch, copies)
     assert output.shape == (BATCH, kernel.output_dim)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
-    # Gradients by the learning rate: steps of order one.
-    grad = torch.randn(BATCH, kernel.output_dim) / LEARNING_RATE
+    # The fused step's rate is small; gradients by it make steps of order one.
+    grad = torch.randn(BATCH, kernel.output_dim) * 1e6
     torch.autograd.backward([output, expected], [grad, grad])
-    torch.optim.SGD(copies, lr=LEARNING_RATE).step()
+    torch.optim.SGD(copies, lr=1e-6).step()
     error = 1e-4 if data_type == "fp32" else 0.05
     for w, copy in zip(kernel.split_weights(), copies, strict=True):
         torch.testing.assert_close(
@@ -123,16 +107,16 @@ def test_passes_are_those_of_torch(
 def test_ids_are_checked_as_in_training() -> None:
     table = variants()[0]
     beyond = torch.tensor([table.num_embeddings + 3])
-    batch = InputBatch(beyond.clone(), torch.tensor([0, 1]), None)
+    batch = tbe.InputBatch(beyond.clone(), torch.tensor([0, 1]), None)
     with pytest.raises(RuntimeError):
-        FusedTables([table], CPU, bounds_check="none").forward(batch)
-    kernel = FusedTables([table], CPU, bounds_check="warning")
+        tbe.FusedTables([table], CPU, bounds_check="none").forward(batch)
+    kernel = tbe.FusedTables([table], CPU, bounds_check="warning")
     # FBGEMM reads row 0 instead.
     assert torch.equal(kernel.forward(batch)[0], kernel.split_weights()[0][0])
 
 
 def test_types_share_the_arena_and_find_usual_values() -> None:
-    memory = Arena(CPU, 1 << 16)
+    memory = tbe.Arena(CPU, 1 << 16)
     first = memory.view("weights", torch.float32, 50)
     for dtype, numel in (
         (torch.float16, 3_000),
@@ -157,7 +141,7 @@ def test_kernels_that_do_not_exist_are_refused() -> None:
         ((TABLES[0], variants(optimizer="sgd")[1]), "one optimizer"),
     ):
         with pytest.raises(ConfigError, match=value):
-            FusedTables(tables, CPU)
+            tbe.FusedTables(tables, CPU)
 
 
 def test_fbgemm_without_preallocated_buffers_uses_the_arena_too(
@@ -172,8 +156,8 @@ def test_fbgemm_without_preallocated_buffers_uses_the_arena_too(
 
     monkeypatch.setattr(tbe, "SplitTableBatchedEmbeddingBagsCodegen", without)
     monkeypatch.setattr(tbe, "_TAKES_HOST_BUFFERS", False)
-    memory = Arena(CPU, 1 << 16)
-    weights = FusedTables(TABLES, CPU, memory).split_weights()
+    memory = tbe.Arena(CPU, 1 << 16)
+    weights = tbe.FusedTables(TABLES, CPU, memory).split_weights()
     assert [tuple(w.shape) for w in weights] == [(100, 12), (40, 32), (7, 4)]
     held = memory.view("weights", torch.float32, 1)
     assert weights[0].data_ptr() == held.data_ptr()
@@ -188,7 +172,7 @@ def test_inputs_follow_their_profile(mean: float, std: float) -> None:
     access = AccessDistribution.power_law(rows, 1.05)
     table = make(rows, 4, access, mean, std, batch_size=count)
     first, same, other = (
-        draw_inputs([table], [access], count, (1, seed), CPU) for seed in (2, 2, 3)
+        tbe.draw_inputs([table], [access], count, (1, seed), CPU) for seed in (2, 2, 3)
     )
     assert torch.equal(first.indices_L, same.indices_L)
     assert not torch.equal(first.offsets, other.offsets)
@@ -222,9 +206,9 @@ def test_memory_is_taken_once_and_no_more_than_there_is(
         return empty(0, **options)
 
     monkeypatch.setattr("torch.empty", take)
-    reserve_memory(CPU, 900_000_000)
+    tbe.reserve_memory(CPU, 900_000_000)
     with pytest.raises(ConfigError, match=r"1\.0 GiB free.*lower --max-gib to 1 or"):
-        reserve_memory(CPU, 2**30)
+        tbe.reserve_memory(CPU, 2**30)
     assert taken == [900_000_000]
 
 
@@ -235,7 +219,7 @@ def test_kernels_of_a_gpu_are_built_with_the_state_that_is_counted(
 ) -> None:
     """On the "meta" device, which takes a GPU's path up to the launch."""
     tables = variants(optimizer=optimizer, data_type=data_type)
-    kernel = FusedTables(tables, torch.device("meta"))
+    kernel = tbe.FusedTables(tables, torch.device("meta"))
     module = kernel.module
     assert not module.use_cpu
     dtype = torch.float32 if data_type == "fp32" else torch.float16
@@ -259,10 +243,10 @@ def test_kernels_of_a_gpu_are_built_with_the_state_that_is_counted(
 def test_tables_inputs_are_put_together() -> None:
     """A kernel over all tables then looks up what one over each would."""
     own = [
-        draw_inputs([t], [a], BATCH, (i,), CPU)
+        tbe.draw_inputs([t], [a], BATCH, (i,), CPU)
         for i, (t, a) in enumerate(zip(TABLES, ACCESS, strict=True))
     ]
-    joined = join_inputs(own)
+    joined = tbe.join_inputs(own)
     assert joined.weights_L is None and joined.offsets[0] == 0
     assert torch.equal(joined.indices_L, torch.cat([b.indices_L for b in own]))
     lengths = torch.cat([b.offsets.diff() for b in own])

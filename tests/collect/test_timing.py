@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
+import sys
 import time
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from torchrec_neuroshard.collect.timing import (
     HostClock,
     Reference,
     SetTimer,
+    keep_freed_memory,
 )
 
 CPU = torch.device("cpu")
@@ -44,16 +47,16 @@ def test_machine_speed_is_relative_to_the_nominal(
 # A GPU's clock, with stand-ins for its events
 
 
-@pytest.fixture
-def busy_repeats() -> list[int]:
-    """Repeats of the flush that keep the device busy."""
-    return [DeviceClock.REPEATS]
-
-
-@pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch, busy_repeats: list[int]) -> list[str]:
+class Queue(list[str]):
     """What is put into the device's queue, in order."""
-    queue: list[str] = []
+
+    busy_repeats = DeviceClock.REPEATS
+    """Repeats of the flush that keep the device busy."""
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    queue = Queue()
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:
@@ -65,12 +68,9 @@ def queue(monkeypatch: pytest.MonkeyPatch, busy_repeats: list[int]) -> list[str]
 
         def query(self) -> bool:
             """The device is through with a flush of few repeats before the host."""
-            flushes = 0
-            for entry in reversed(queue[: self.position]):
-                if not entry.startswith("flush"):
-                    break
-                flushes += 1
-            return flushes < busy_repeats[0]
+            before = reversed(queue[: self.position])
+            flushes = itertools.takewhile(lambda e: e.startswith("flush"), before)
+            return len(list(flushes)) < queue.busy_repeats
 
         def synchronize(self) -> None:
             queue.append("wait")
@@ -100,9 +100,9 @@ def queue(monkeypatch: pytest.MonkeyPatch, busy_repeats: list[int]) -> list[str]
 
 @pytest.mark.parametrize(("needed", "taken"), [(40, 64), (10**9, 256)])
 def test_events_enclose_the_pass_alone_behind_a_flush_that_is_long_enough(
-    queue: list[str], busy_repeats: list[int], needed: int, taken: int
+    queue: Queue, needed: int, taken: int
 ) -> None:
-    busy_repeats[0] = needed
+    queue.busy_repeats = needed
     clock = DeviceClock(CPU)
 
     def forward() -> torch.Tensor:
@@ -126,13 +126,13 @@ def test_events_enclose_the_pass_alone_behind_a_flush_that_is_long_enough(
     clock.start(forward, backward)()  # the next pass begins with what was found
     assert queue.count("forward") == attempts + 1
     # The flush is as short as before soon after a late pass.
-    busy_repeats[0] = DeviceClock.REPEATS
+    queue.busy_repeats = DeviceClock.REPEATS
     for _ in range(4 * DeviceClock.TIMELY_PASSES):
         clock.start(forward, backward)()
     assert clock.repeats == DeviceClock.REPEATS
 
 
-def test_the_next_set_is_drawn_while_the_device_works(queue: list[str]) -> None:
+def test_the_next_set_is_drawn_while_the_device_works(queue: Queue) -> None:
     timer = SetTimer(CPU, 1 << 20, reference_ms=1.0, num_passes=3)
     timer._reference, timer._clock = None, DeviceClock(CPU)
     sampled = sample_set(1, 0, SMALL, [])
@@ -149,6 +149,7 @@ def test_the_next_set_is_drawn_while_the_device_works(queue: list[str]) -> None:
 
 
 def test_host_clock_times_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keep_freed_memory() or not sys.platform.startswith("linux")
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 

@@ -1,18 +1,35 @@
-"""Bundles: what is saved is what is loaded, and nothing else is accepted."""
+"""Bundles and what is found by a name: what is saved and shipped is what is loaded."""
 
+from __future__ import annotations
+
+import contextlib
+import dataclasses
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.builders import make_fingerprint, make_tables
-from torchrec_neuroshard.cost_models import load_bundle, load_cost_model, loading
-from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
+from torchrec_neuroshard.cost_models import (
+    CommsModel,
+    load_comms_model,
+    load_cost_model,
+    loading,
+)
+from torchrec_neuroshard.cost_models.bundle import (
+    COMMS_BUNDLE,
+    COMPUTE_BUNDLE,
+    load_bundle,
+    load_comms_bundle,
+)
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel, PhysicalCostModel
-from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.errors import (
     BundleCorruptError,
@@ -20,38 +37,33 @@ from torchrec_neuroshard.errors import (
     ConfigError,
 )
 from torchrec_neuroshard.features import FEATURE_NAMES, FEATURE_VERSION, table_features
+from torchrec_neuroshard.record_store import read_comms_records, read_records
+from torchrec_neuroshard.records import steady_records
+from torchrec_neuroshard.training.calibration import split_records
+from torchrec_neuroshard.training.compute import build_sets, evaluate
 
-SIZES = {"num_members": 2, "hidden": 8, "latent": 2, "head_hidden": 4}
+BUNDLE = loading.PRETRAINED / "cpu"
+FOUR: dict[str, Any] = {"world_size": 4, "local_world_size": 4}
+DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_xeon.parquet"
 
 
-def write_bundle(folder: Path, device: str = "test device") -> SetCostNetwork:
-    torch.manual_seed(0)
-    network = SetCostNetwork(**SIZES)
-    network.physical_PO2.fill_(1e-6)
-    network.launch_2.fill_(0.1)
-    info = BundleInfo(
-        name="test",
-        fingerprint=make_fingerprint(device),
-        reference_ms=8.0,
-        network=SIZES,
-        ranges={name: (0.0, 1.0) for name in FEATURE_NAMES},
-        trained_on={},
-    )
+def write_bundle(folder: Path, device: str = "test device") -> None:
+    """What was shipped, as of another device."""
+    network, info = COMPUTE_BUNDLE.load(BUNDLE)
+    info = dataclasses.replace(info, fingerprint=make_fingerprint(device))
     COMPUTE_BUNDLE.save(folder, network, info, "# card\n")
-    return network
 
 
 def test_saved_and_loaded_predict_the_same(tmp_path: Path) -> None:
-    network = write_bundle(tmp_path)
+    write_bundle(tmp_path)
     features = table_features(make_tables([16]), 1024)
     ids = np.zeros(1, dtype=np.int64)
-    saved = NeuralCostModel(network, name="test", hardware="", ranges={})
-    loaded = load_bundle(tmp_path)
+    shipped, loaded = load_bundle(BUNDLE), load_bundle(tmp_path)
     np.testing.assert_array_equal(
-        saved.predict_sets(features, ids, 1), loaded.predict_sets(features, ids, 1)
+        shipped.predict_sets(features, ids, 1), loaded.predict_sets(features, ids, 1)
     )
-    assert (loaded.name, loaded.hardware) == ("test", "test device")
-    assert loaded.reference_ms == 8.0
+    assert (loaded.name, loaded.hardware) == (shipped.name, "test device")
+    assert loaded.reference_ms == shipped.reference_ms
     assert (tmp_path / "CARD.md").read_text() == "# card\n"
 
 
@@ -60,6 +72,7 @@ def edited(**changes: object) -> Callable[[bytes], bytes]:
 
 
 INFO, WEIGHTS = "bundle.json", "weights.safetensors"
+SIZES = {"num_members": 2, "hidden": 8, "latent": 2, "head_hidden": 4}
 VERSION = f"feature columns of version {FEATURE_VERSION}"
 
 
@@ -69,7 +82,7 @@ VERSION = f"feature columns of version {FEATURE_VERSION}"
         (WEIGHTS, lambda data: data[:-1] + b"?", BundleCorruptError, "checksum"),
         (INFO, lambda data: b"[1]", BundleCorruptError, "bundle.json is damaged"),
         (INFO, edited(fingerprint={"device": "x"}), BundleCorruptError, "garbles a"),
-        (INFO, edited(network={**SIZES, "hidden": 16}), BundleCorruptError, "size mis"),
+        (INFO, edited(network=SIZES), BundleCorruptError, "size mis"),
         (INFO, edited(feature_names=["a", "b"]), BundleMismatchError, VERSION),
         (INFO, edited(bundle_version=99), BundleMismatchError, "bundle version 99"),
     ],
@@ -105,6 +118,10 @@ def test_load_by_path_name_and_object(tmp_path: Path) -> None:
         card = load_cost_model("H100", device_type="cuda")
     assert isinstance(card, PhysicalCostModel)
     assert card.constants.memory_gb_per_s == 3350.0
+    comms = load_comms_model(
+        "h100", device_type="cuda", world_size=16, local_world_size=8
+    )
+    assert comms is not None and "published links of h100" in comms.source
     with pytest.raises(ConfigError, match=r"'h100' is a GPU's, the devices .* 'cpu'"):
         load_cost_model("h100", device_type="cpu")
     with pytest.raises(ConfigError, match=r"'tpu'.*cpu_epyc.* nor a card \(v100,"):
@@ -131,3 +148,95 @@ def test_auto_takes_the_bundle_of_this_device(
     assert model.name == "b200" and model.error is not None
     assert "7,672 GB/s" in str(said[0].message)
     assert "never checked on this one" in str(said[0].message)
+
+
+def test_card_shows_the_errors_that_the_data_give() -> None:
+    training, held_out = split_records(steady_records(read_records([DATA])[1]))
+    learned = evaluate("learned", load_bundle(BUNDLE), build_sets(held_out))
+    trained_on = COMPUTE_BUNDLE.read_info(BUNDLE).trained_on
+    assert trained_on["num_training_sets"] == len(training)
+    assert trained_on["num_test_sets"] == len(held_out)
+    row = (
+        f"| learned | {learned.fwd_mape:.1%} | {learned.bwd_mape:.1%} | "
+        f"{learned.total_mape:.1%} | {learned.total_median:.1%} | "
+        f"{learned.kendall_tau:.3f} |"
+    )
+    assert row in (BUNDLE / "CARD.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("epyc", 3), ("epyc_zen5", 6)])
+def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
+    """At world sizes that were not in training."""
+    bundle = BUNDLE.parent / f"cpu_{name}"
+    [(_, records)] = read_comms_records([DATA.parent / f"comms_gloo_{name}.parquet"])
+    assert world_size not in COMMS_BUNDLE.read_info(bundle).world_sizes
+    ranks = {"world_size": world_size, "local_world_size": world_size}
+    # In milliseconds of the run that measured them.
+    model = load_comms_bundle(bundle, compute=None, **ranks)
+    errors = []
+    for r in records:
+        if r.world_size == world_size and r.repeat_of is None:
+            sent = np.array([r.bytes_per_peer], dtype=np.float64)
+            predicted = model.predict(r.collective, sent)
+            errors.append(abs(predicted.max() / max(r.transfer_ms) - 1))
+    card = (bundle / "COMMS_CARD.md").read_text()
+    row = re.search(rf"\| {world_size} \| all \| no \| (\d+) \| ([\d.]+)%", card)
+    assert row is not None and int(row[1]) == len(errors)
+    assert 100 * np.median(errors) == pytest.approx(float(row[2]), rel=0.03)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        default_dtype(torch.bfloat16),
+        torch.device("meta"),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        FakeTensorMode(),
+    ],
+    ids=str,
+)
+def test_predictions_are_the_same_whatever_torch_is_told(settings: Any) -> None:
+    def predictions() -> list[Any]:
+        compute = load_cost_model("cpu")
+        comms = load_comms_model("cpu", device_type="cpu", **FOUR)
+        assert comms is not None
+        sums = compute.encode(np.ones((1, len(FEATURE_NAMES)), dtype=np.float32))
+        exchange = comms.all_to_all(np.full((1, 4), 64.0), 512)
+        return [compute.predict_sums(sums).tolist(), exchange.tolist()]
+
+    expected = predictions()
+    with settings:
+        assert predictions() == expected
+
+
+def test_measured_collectives_stand_in_for_those_of_other_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def exchange(model: CommsModel | None) -> npt.NDArray[np.float64]:
+        assert model is not None
+        return model.all_to_all(np.full((1, 4), 64.0), 512)
+
+    monkeypatch.setattr(loading, "current_device_name", lambda _: "another CPU (1/2)")
+    cpus = {"device_type": "cpu", **FOUR}
+    found = load_comms_model("auto", **cpus)
+    measured = exchange(load_comms_model("cpu_epyc_zen5", **cpus))
+    np.testing.assert_array_equal(exchange(found), measured)
+    assert found is not None and found.source.startswith("measured on AMD EPYC")
+    assert found.source.endswith("which stands in")
+    # A bandwidth that is given goes before what another machine measured.
+    assert load_comms_model("auto", **cpus, intra_gb_per_s=5.0) is None
+    # Collectives come in the compute model's milliseconds.
+    bundle = loading.PRETRAINED / "cpu_epyc"
+    compute = COMPUTE_BUNDLE.read_info(bundle).reference_ms
+    own = COMMS_BUNDLE.read_info(bundle).compute_reference_ms
+    measured = exchange(load_comms_bundle(bundle, compute=None, **FOUR))
+    scaled = exchange(load_comms_model(bundle, **cpus))
+    assert compute != own
+    np.testing.assert_allclose(scaled, measured * compute / own)

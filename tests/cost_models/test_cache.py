@@ -15,8 +15,10 @@ import pytest
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.cost_models import cache, load_bundle
 from torchrec_neuroshard.cost_models.cache import CacheKey
-from torchrec_neuroshard.cost_models.loading import bundle_folder
+from torchrec_neuroshard.cost_models.loading import PRETRAINED
 
+BUNDLE = PRETRAINED / "cpu_epyc"
+"""Of kernels and collectives."""
 CREATED = "2026-01-02T03:04:05+00:00"
 
 
@@ -26,14 +28,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def bundle() -> Path:
-    """One of kernels and collectives."""
-    folder = bundle_folder("cpu_epyc")
-    assert folder is not None
-    return folder
-
-
 def make_key(**changes: Any) -> CacheKey:
     known = {"device": "A CPU (1/2)", "device_type": "cpu"}
     ranks = {"world_size": 2, "local_world_size": 2}
@@ -41,25 +35,25 @@ def make_key(**changes: Any) -> CacheKey:
     return CacheKey.here(**{**known, **ranks, **tables, **changes})
 
 
-def store(bundle: Path, key: CacheKey, seconds: float = 9.0) -> Path:
-    return cache.store(bundle, key, created=CREATED, seconds=seconds)
+def store(key: CacheKey, created: str = CREATED) -> Path:
+    return cache.store(BUNDLE, key, created=created, seconds=9.0)
 
 
-def test_what_was_stored_is_found_and_loads(bundle: Path, root: Path) -> None:
+def test_what_was_stored_is_found_and_loads(root: Path) -> None:
     assert cache.find(make_key()) is None
-    folder = store(bundle, make_key())
+    folder = store(make_key())
     assert folder.parent == root and folder.name.startswith("a-cpu-1-2-2x-")
     found = cache.find(make_key())
     assert found is not None and found.folder == folder
     assert (found.created, found.seconds, found.key) == (CREATED, 9.0, make_key())
-    assert load_bundle(folder).hardware == load_bundle(bundle).hardware
+    assert load_bundle(folder).hardware == load_bundle(BUNDLE).hardware
     assert [p.name for p in root.iterdir()] == [folder.name]
 
 
-def test_the_newest_of_those_that_serve_is_taken(bundle: Path) -> None:
+def test_the_newest_of_those_that_serve_is_taken() -> None:
     for day in (2, 3, 1):
         key = make_key(optimizers=("sgd", f"lion{day}"))
-        cache.store(bundle, key, created=f"2026-11-0{day}", seconds=9.0)
+        store(key, f"2026-11-0{day}")
     found = cache.find(make_key(optimizers=("sgd",)))
     assert found is not None and found.created == "2026-11-03"
 
@@ -67,7 +61,7 @@ def test_the_newest_of_those_that_serve_is_taken(bundle: Path) -> None:
 def test_a_bundle_serves_what_it_was_measured_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    key, day, package = make_key(), "1", "torchrec-nightly"
+    key = make_key()
     assert "unknown" not in (key.torch, key.fbgemm, key.torchrec)
     assert key.covers(make_key(optimizers=("sgd",)))
     for changes in (
@@ -84,37 +78,35 @@ def test_a_bundle_serves_what_it_was_measured_for(
     assert not key.covers(make_key())
 
     def version(name: str) -> str:
-        if name == package:
-            return day
+        if name in nightly:
+            return nightly[name]
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.version", version)
-    yesterday = make_key()
-    day = "2"
-    assert not yesterday.covers(make_key())
-    package = "fbgemm-gpu-nightly"
-    yesterday = make_key()
-    day = "3"
-    assert not yesterday.covers(make_key())
+    for package in ("torchrec-nightly", "fbgemm-gpu-nightly"):
+        nightly = {package: "2026.11.1"}
+        key = make_key()
+        nightly = {package: "2026.11.2"}
+        assert not key.covers(make_key())
 
 
-def test_damage_is_not_found_and_gives_way(bundle: Path) -> None:
+def test_damage_is_not_found_and_gives_way() -> None:
     for name in ("key.json", "bundle.json"):
-        folder = store(bundle, make_key())
+        folder = store(make_key())
         (folder / name).unlink()
         assert cache.entries() == [] and cache.find(make_key()) is None
-    assert store(bundle, make_key()) == folder
+    assert store(make_key()) == folder
     assert len(cache.entries()) == 1
 
 
-def _store_often(bundle: str, number: int) -> None:
+def _store_often(number: int) -> None:
     for _ in range(5):
-        store(Path(bundle), make_key(), float(number))
+        store(make_key(), f"{number}")
 
 
-def test_many_writers_leave_one_whole_bundle(bundle: Path, root: Path) -> None:
+def test_many_writers_leave_one_whole_bundle(root: Path) -> None:
     with ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as writers:
-        list(writers.map(_store_often, [str(bundle)] * 4, range(4)))
+        list(writers.map(_store_often, range(4)))
     (entry,) = cache.entries()
     load_bundle(entry.folder)
     assert [p.name for p in root.iterdir()] == [entry.folder.name]
@@ -137,7 +129,7 @@ def test_one_job_at_a_time_has_the_lock(root: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "file" / "cache"))
@@ -145,15 +137,13 @@ def test_a_cache_that_cannot_be_written(
         assert mine
     assert cache.entries() == []
     with pytest.raises(OSError, match="Not a directory"):
-        store(bundle, make_key())
+        store(make_key())
 
 
-def test_command_lists_and_clears(
-    bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_lists_and_clears(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache"]) == 0
-    folder = store(bundle, make_key())
-    store(bundle, make_key(world_size=4))
+    folder = store(make_key())
+    store(make_key(world_size=4))
     assert main(["cache", "list"]) == 0
     assert f"{folder.name}: 2 x A CPU (1/2)" in capsys.readouterr().out
     assert main(["cache", "clear"]) == 0

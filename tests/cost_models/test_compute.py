@@ -65,15 +65,13 @@ def test_arrays_are_the_network(count: int) -> None:
 
 
 def test_uncertainty_is_the_spread_of_the_members() -> None:
-    model = random_neural()
-    sums = model.encode(random_features(10, 4))
-    assert (model.relative_uncertainty(sums) > 0).all()
-    same = random_neural()
+    model, features = random_neural(), random_features(10, 4)
+    assert (model.relative_uncertainty(model.encode(features)) > 0).all()
     with torch.no_grad():
-        for parameter in same.network.parameters():
+        for parameter in model.network.parameters():
             parameter.copy_(parameter[:1].expand_as(parameter))
-    same = NeuralCostModel(same.network, name="same", hardware="none", ranges={})
-    spread = same.relative_uncertainty(same.encode(random_features(10, 4)))
+    same = NeuralCostModel(model.network, name="same", hardware="none", ranges={})
+    spread = same.relative_uncertainty(same.encode(features))
     np.testing.assert_allclose(spread, 0, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""Calibrating: factors, rescaled networks, candidates and what is kept."""
+"""Calibrating: factors, rescaled networks, candidates, what is kept, the command."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ import numpy as np
 import pytest
 
 from tests.builders import (
+    ONE_PASS,
     costed,
     draw_records,
     make_fingerprint,
     make_header,
     write_records,
 )
+from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.cost_models.scaled import ScaledCostModel
+from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
-from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle
+from torchrec_neuroshard.training import calibrate_cli
+from torchrec_neuroshard.training.calibrate_cli import RECORDS_NAME, calibrate_bundle
 from torchrec_neuroshard.training.calibration import (
     BEFORE,
     LINEAR,
@@ -185,7 +189,8 @@ def test_bundle_and_card_tell_what_was_done(
     ranges = {n: c.ranges for n, c in found.candidates.items()}
     first, new = source.ranges, training_ranges(training)
     assert ranges[BEFORE] == ranges[SCALED] == first and ranges[LINEAR] == new
-    assert first["log2_width"][1] < ranges[TUNED]["log2_width"][1]
+    assert first["log2_width"][1] < ranges[TUNED]["log2_width"][1] == 7
+    assert ranges[TUNED]["log2_width"][0] == 2
     for name, (low, high) in ranges[TUNED].items():
         assert low == min(first[name][0], new[name][0])
         assert high == max(first[name][1], new[name][1])
@@ -211,3 +216,37 @@ def test_split_keeps_held_out_tables_and_repeats_apart() -> None:
     for few in (records[:40:2], [r for r in records if not r.held_out]):
         with pytest.raises(RecordError, match=f"needs {MIN_SETS} sets to train on"):
             split_records(few[:12])
+
+
+def test_measures_and_trains(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tiny sets, so that the whole command takes seconds."""
+    # The machine that runs the tests may be busy with others.
+    monkeypatch.setattr(calibrate_cli, "steady_records", list)
+    monkeypatch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", ONE_PASS)
+    out = tmp_path / "mine"
+    arguments = ["calibrate", "--out", str(out), "--max-gib", "0.001", "--steps", "4"]
+    for option, value, message in (
+        ("--num-samples", "49", "--num-samples 49 is too few"),
+        ("--from", "tpu", "no bundle 'tpu' to start from"),
+    ):
+        assert main([*arguments, option, value]) == 2
+        assert message in capsys.readouterr().err
+        assert not out.exists()
+    # Time for too few to judge by.
+    limited = [*arguments, "--num-samples", "60", "--time-limit", "0.001"]
+    assert main(limited) == 2
+    assert "measure more sets" in capsys.readouterr().err
+    assert main([*arguments, "--num-samples", "60"]) == 0
+    (header,), records = read_records([out / RECORDS_NAME])
+    assert len(records) == 60
+    assert MIN_SETS <= sum(r.held_out for r in records) <= 60 - MIN_SETS
+    assert header.sampling["max_weight_bytes"] == int(0.001 * 2**30)
+    info = COMPUTE_BUNDLE.read_info(out)
+    assert load_bundle(out).name == "mine"
+    assert info.fingerprint.device == cpu_name()
+    assert info.trained_on["calibrated_from"]["name"] == "cpu"
+    assert f"Kept `{info.trained_on['kept']}`" in capsys.readouterr().out

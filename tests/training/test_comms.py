@@ -37,16 +37,8 @@ from torchrec_neuroshard.cost_models.comms_network import TERM_NAMES, physical_t
 from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_model
 from torchrec_neuroshard.errors import BundleMismatchError, RecordError
 from torchrec_neuroshard.records import COLLECTIVES, CommsRecord
-from torchrec_neuroshard.training.comms import (
-    CommsData,
-    CommsTrainConfig,
-    build_comms,
-    evaluate_comms,
-    fit_coefficients,
-    make_candidates,
-    predict_comms,
-    train_comms,
-)
+from torchrec_neuroshard.training import comms
+from torchrec_neuroshard.training.comms import CommsData, CommsTrainConfig, build_comms
 from torchrec_neuroshard.training.train_cli import train_comms_bundle
 
 GB_PER_S = 2.0
@@ -95,8 +87,8 @@ def training() -> CommsData:
 
 
 def test_world_sizes_not_trained_on_are_predicted(training: CommsData) -> None:
-    network = train_comms(training, STEPS)
-    rows = evaluate_comms(network, training, data((3, 6), seed=100))
+    network = comms.train_comms(training, STEPS)
+    rows = comms.evaluate_comms(network, training, data((3, 6), seed=100))
     totals = {r.world_size: r for r in rows if r.collective == "all"}
     assert set(totals) == {3, 6}
     for row in totals.values():
@@ -108,37 +100,16 @@ def test_world_sizes_not_trained_on_are_predicted(training: CommsData) -> None:
     assert sum(r.num_records for r in by_name) == 150
 
 
-def test_fit_finds_a_law_made_of_its_terms() -> None:
-    found = data((4,), count=200)
-    rng = np.random.default_rng(0)
-    true_LK = rng.uniform(0.5, 2.0, (len(COLLECTIVES), len(TERM_NAMES)))
-    ms = np.einsum("nwk,nk->nw", found.terms_NWK, true_LK[found.collective_N])
-    exact = dataclasses.replace(found, transfer_NW=ms.astype(np.float32))
-    fitted = fit_coefficients(exact)
-    assert (fitted >= 0).all()
-    again = np.einsum("nwk,nk->nw", found.terms_NWK, fitted[found.collective_N])
-    assert np.median(np.abs(again / ms - 1)) < 0.01
-
-
 def test_a_collective_without_records_takes_the_mean(training: CommsData) -> None:
     left = training.select(np.flatnonzero(training.collective_N != 0))
-    fitted = fit_coefficients(left)
+    fitted = comms.fit_coefficients(left)
     np.testing.assert_allclose(fitted[0], fitted[1:].mean(axis=0))
     assert fitted[0].any()
 
 
-def test_padding_does_not_matter(training: CommsData) -> None:
-    network = train_comms(training, CommsTrainConfig(steps=5))
-    small, large = measure(2, 10, 0), measure(8, 10, 0)
-    alone = predict_comms(network, build_comms(small, GB_PER_S, 0.0))
-    padded = predict_comms(network, build_comms(small + large, GB_PER_S, 0.0))
-    np.testing.assert_allclose(padded[:10, :2], alone, rtol=1e-5)
-    assert (padded[:10, 2:] == 0).all()
-
-
 def test_too_little_to_train_on() -> None:
     with pytest.raises(RecordError, match="10 records are too few to train on"):
-        train_comms(data((2,), count=10), STEPS)
+        comms.train_comms(data((2,), count=10), STEPS)
     crossing = dataclasses.replace(measure(2, 1, 0)[0], local_world_size=1)
     for records, message in (([], "no records"), ([crossing], "2.0 inside a node and")):
         with pytest.raises(RecordError, match=message):
@@ -156,21 +127,23 @@ def test_the_plainest_model_is_kept_where_records_are_few() -> None:
         ms = np.repeat((drawn * (0.3 + 1.5 * busiest))[:, None], 4, axis=1)
         parts.append(dataclasses.replace(found, transfer_NW=ms.astype(np.float32)))
     few, many = parts
-    kept = make_candidates(few, many, CommsTrainConfig(steps=150))
+    kept = comms.make_candidates(few, many, CommsTrainConfig(steps=150))
     assert kept.kept == "bandwidth"
     assert kept.errors["bandwidth"] < 0.8 * kept.errors["learned"]
-    rows = evaluate_comms(kept.network, few, many)
+    rows = comms.evaluate_comms(kept.network, few, many)
     (total,) = (r for r in rows if r.collective == "all")
     assert total.median == pytest.approx(kept.errors["bandwidth"])
 
 
-def test_another_machines_model_is_taken_over_by_a_factor(training: CommsData) -> None:
-    source = train_comms(training, CommsTrainConfig(steps=60))
+def test_another_machines_model_is_taken_over_by_a_factor(
+    training: CommsData,
+) -> None:
+    source = comms.train_comms(training, CommsTrainConfig(steps=60))
     few, test = data((2, 4), count=30, seed=20), data((2, 4), count=60, seed=60)
     few, test = (
         dataclasses.replace(d, transfer_NW=d.transfer_NW * 2.5) for d in (few, test)
     )
-    found = make_candidates(few, test, CommsTrainConfig(steps=2), source)
+    found = comms.make_candidates(few, test, CommsTrainConfig(steps=2), source)
     assert found.errors["scaled"] < 0.1 < found.errors["before"]
     assert found.kept in ("scaled", "tuned")
     assert list(found.networks)[:3] == ["before", "scaled", "tuned"]

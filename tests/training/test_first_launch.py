@@ -28,21 +28,16 @@ from tests.builders import (
     write_records,
 )
 from torchrec_neuroshard.collect.timing import Measurement, SetTimer
-from torchrec_neuroshard.cost_models import CostModel, cache, load_bundle
-from torchrec_neuroshard.cost_models.loading import bundle_folder, physical_estimate
+from torchrec_neuroshard.cost_models import cache, load_bundle
+from torchrec_neuroshard.cost_models.loading import PRETRAINED, physical_estimate
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.planner.launch.first_launch import FirstLaunch
 from torchrec_neuroshard.tables import DATA_TYPE_BYTES
 from torchrec_neuroshard.training import first_launch
-from torchrec_neuroshard.training.first_launch import (
-    KERNELS_NAME,
-    LaunchRequest,
-    draw_launch_set,
-)
 
 SHARDS = make_tables([16, 8, 16, 64, 32], rows=[500, 500, 900, 10**8, 100])
-REQUEST = LaunchRequest(
+REQUEST = first_launch.LaunchRequest(
     shards=SHARDS,
     kernels=(0, 0, 0, 1, 1),
     tables=(0, 0, 1, 2, 3),
@@ -57,11 +52,11 @@ REQUEST = LaunchRequest(
 
 def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
     request, most = REQUEST, 2**22
-    assert from_fields(LaunchRequest, to_fields(request)) == request
+    assert from_fields(first_launch.LaunchRequest, to_fields(request)) == request
     seen: set[str] = set()
     for index in range(60):
-        drawn = draw_launch_set(request, index, most)
-        assert drawn == draw_launch_set(request, index, most)
+        drawn = first_launch.draw_launch_set(request, index, most)
+        assert drawn == first_launch.draw_launch_set(request, index, most)
         names = [t.name.partition("#")[0] for t in drawn]
         places = [[s.name for s in SHARDS].index(n) for n in names]
         assert len({request.kernels[p] for p in places}) == 1
@@ -181,7 +176,7 @@ def test_disturbed_sets_are_measured_again_later(
     assert timer.seen.total() == 60 and len(records) > 50
 
 
-SHIPPED = bundle_folder("cpu_epyc")
+SHIPPED = PRETRAINED / "cpu_epyc"
 COPIES = """
 import shutil, sys
 shutil.copytree(sys.argv[2], sys.argv[1] + "/bundle")
@@ -189,20 +184,6 @@ with open(sys.argv[2] + ".count", "a") as file:
     file.write("x")
 """
 """In place of measuring."""
-
-
-def measured_bundle(folder: Path, truth: CostModel, *, noisy: int) -> Path:
-    """A bundle beside records of what a model predicts, so many of them disturbed."""
-    assert SHIPPED is not None
-    shutil.copytree(SHIPPED, folder)
-    records = [
-        dataclasses.replace(
-            r, held_out=r.index % 2 == 0, spread=0.5 if r.index < noisy else 0.0
-        )
-        for r in costed(draw_records(40, 0, max_tables=4, max_dim=16), truth)
-    ]
-    write_records(folder / KERNELS_NAME, make_header(), records)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -220,9 +201,15 @@ def test_what_was_measured_badly_is_not_kept(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert SHIPPED is not None
     model = load_bundle(SHIPPED) if truth == "bundle" else physical_estimate("cpu")
-    bundle = measured_bundle(tmp_path / "found", model, noisy=noisy)
+    bundle = shutil.copytree(SHIPPED, tmp_path / "found")
+    records = [
+        dataclasses.replace(
+            r, held_out=r.index % 2 == 0, spread=0.5 if r.index < noisy else 0.0
+        )
+        for r in costed(draw_records(40, 0, max_tables=4, max_dim=16), model)
+    ]
+    write_records(bundle / first_launch.KERNELS_NAME, make_header(), records)
     monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "cache"))
     program = COPIES.replace("sys.argv[2]", repr(str(bundle)))
     monkeypatch.setattr(first_launch, "PROGRAM", ("-c", program))

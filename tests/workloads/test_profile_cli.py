@@ -13,39 +13,29 @@ from pyarrow import csv, parquet
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.profiles import load_profiles, profile_ids
 
-ROWS = 300
+RNG = np.random.default_rng(0)
+COLUMNS: dict[str, Any] = {
+    "user": RNG.integers(0, 40, 300),
+    "tags": [RNG.integers(0, 9, n).tolist() for n in RNG.integers(0, 5, 300)],
+    "label": RNG.random(300),
+    "title": ["a"] * 300,
+}
 
 
-def columns() -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(0, 5, ROWS)
-    return {
-        "user": rng.integers(0, 40, ROWS),
-        "tags": [rng.integers(0, 9, n).tolist() for n in lengths],
-        "label": rng.random(ROWS),
-        "title": ["a"] * ROWS,
-    }
-
-
-@pytest.fixture()
+@pytest.fixture
 def data(tmp_path: Path) -> Path:
-    path = tmp_path / "data.parquet"
-    parquet.write_table(pyarrow.table(columns()), path)
-    return path
+    parquet.write_table(pyarrow.table(COLUMNS), tmp_path / "data.parquet")
+    return tmp_path / "data.parquet"
 
 
 def test_profiles_are_those_of_the_ids(
-    data: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    phases: list[str],
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], phases: list[str]
 ) -> None:
     out = tmp_path / "profiles.json"
     assert main(["profile", str(data), "--out", str(out), "--samples", "200"]) == 0
-    known = columns()
-    tags = known["tags"][:200]
+    tags = COLUMNS["tags"][:200]
     assert load_profiles(out) == {
-        "user": profile_ids(known["user"][:200], np.ones(200, dtype=np.int64)),
+        "user": profile_ids(COLUMNS["user"][:200], np.ones(200, dtype=np.int64)),
         "tags": profile_ids(np.concatenate(tags), np.array([len(t) for t in tags])),
     }
     shown = capsys.readouterr().out
