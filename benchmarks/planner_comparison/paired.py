@@ -14,7 +14,7 @@ import numpy as np
 OURS, PAPER, BEST_PRACTICE = "default", "neuroshard", "torchrec, best practice"
 AGAIN = "default, again"
 """Our plan, timed as if it were another planner's: the difference is chance."""
-PAPER_NETS, PAPER_MEASURED = "neuroshard, paper's nets", "neuroshard, measured nets"
+PAPER_NETS = "neuroshard, paper's nets"
 COLUMNS = "default, columns only"
 """Our plans of the types that most rivals have."""
 

@@ -34,7 +34,6 @@ from planner_comparison.paired import (
     COLUMNS,
     OURS,
     PAPER,
-    PAPER_MEASURED,
     PAPER_NETS,
 )
 from planner_comparison.tasks import BATCH_SIZES, OPTIMIZERS, SEED_TABLES, Task
@@ -68,8 +67,8 @@ from torchrec_neuroshard.workloads import (
 )
 
 MIN_PARTITION = 32
-LABELLED, MEASURED = "labelled_", "measured_"
-"""Folders of what was trained for the comparison begin with these."""
+LABELLED = "labelled_"
+"""Folders of NeuroShard's nets, trained for the comparison, begin with it."""
 _COMMS_SAMPLES, _COMMS_EPOCHS, _COMMS_BATCH = 4_000, 100, 64
 _WIDTHS = sorted({*power_of_two_widths(128), *PRODUCTION_WIDTHS})
 """Of the tables that nets of collectives are trained on."""
@@ -186,28 +185,15 @@ def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
         "that this planner has",
         lambda: PaperSearcher(NeuroShardConfig(costs="shared")),
     )
-    for name, about, prefix in (
-        (
-            PAPER_NETS,
-            "the same loops and types, on nets of its own for the task's "
+    if nets := _nets(trained, hardware):
+        yield Rival(
+            name=PAPER_NETS,
+            about="the same loops and types, on nets of its own for the task's "
             "optimizer, taught by our model at the judged batches, rows and widths "
             "(100,000 sets, 1,000 epochs), their seeds in turn",
-            LABELLED,
-        ),
-        (
-            PAPER_MEASURED,
-            "the same, of nets trained on the measured sets alone",
-            MEASURED,
-        ),
-    ):
-        nets = _nets(trained, prefix, hardware)
-        if nets:
-            yield Rival(
-                name=name,
-                about=about,
-                make=functools.partial(_on_own_nets, nets),
-                training=functools.partial(_cards, nets),
-            )
+            make=functools.partial(_on_own_nets, nets),
+            training=functools.partial(_cards, nets),
+        )
     for kind in (AutoShardSearcher, DreamShardSearcher):
         own = _policies(trained, kind, hardware)
         yield Rival(
@@ -218,9 +204,9 @@ def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
         )
 
 
-def _nets(trained: Path, prefix: str, hardware: str) -> list[NeuroShardModels]:
+def _nets(trained: Path, hardware: str) -> list[NeuroShardModels]:
     """Load NeuroShard's nets: one for each optimizer and seed."""
-    found = [load_models(folder) for folder in sorted(trained.glob(f"{prefix}*"))]
+    found = [load_models(folder) for folder in sorted(trained.glob(f"{LABELLED}*"))]
     return [nets for nets in found if nets.fingerprint.device == hardware]
 
 
