@@ -365,7 +365,7 @@ def _judge_one(
     return {
         "iteration_ms": scaled(lambda r: r["iteration_ms"]),
         "embedding_ms": scaled(lambda r: r["embedding_ms"]),
-        "phases_ms": {name: scaled(functools.partial(_phase, name)) for name in PHASES},
+        "phases_ms": {n: scaled(lambda r, n=n: r["phases_ms"][n]) for n in PHASES},
         "held_gib": max(held) / _GIB,
         "peak_gib": max(max(r["peak_bytes"]) for r in rounds) / _GIB,
         "iteration_ratios": ratios("iteration_ms"),
@@ -380,11 +380,6 @@ def _judge_one(
             )
         ),
     }
-
-
-def _phase(name: str, one: Entry) -> list[float]:
-    found: list[float] = one["phases_ms"][name]
-    return found
 
 
 def write(data: dict[str, Any], out: Path) -> None:
