@@ -32,6 +32,7 @@ Shapes: as in the library's `policies`; `P` plans.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,11 @@ class PolicyConfig:
     """Falls linearly to 0 over the iterations."""
     entropy_weight: float = 1e-3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if name != "seed" and not value > 0:
+                raise ConfigError(f"{name} must be above 0, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
