@@ -368,7 +368,6 @@ def main() -> None:
             {
                 "name": workload.name,
                 "num_tables": len(workload.tables),
-                "batch_size": workload.batch_size,
                 "nominal_reference_ms": nominal_ms,
                 "machine_speeds": speeds,
                 "plans": plans,

@@ -337,7 +337,12 @@ def run(config: RaceConfig, ranks: Ranks) -> None:
     desk, facts = make_desk(config, ranks, tables)
     plans, entries = {}, {}
     for name in RACERS:
-        plan, entry = ranks.on_first(lambda name=name: desk.plan(name)[::2])
+
+        def planned(by: str = name) -> tuple[ShardingPlan, dict[str, Any]]:
+            plan, _, entry = desk.plan(by)
+            return plan, entry
+
+        plan, entry = ranks.on_first(planned)
         plans[name] = plan
         entries[name] = {**entry, "shards": shards_of(plan), "rounds": []}
 

@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import json
 import logging
+import operator
 import os
 import statistics
 import sys
@@ -352,7 +353,8 @@ def _judge_one(
 ) -> dict[str, Any]:
     """Judge a plan beside stock's rounds, if there are any, and the first plan's."""
 
-    def scaled(take: Callable[[Entry], Sequence[float]]) -> float:
+    def scaled(*keys: str) -> float:
+        take = functools.partial(functools.reduce, operator.getitem, keys)
         return scaled_median(rounds, speeds, take)
 
     def ratios(what: str) -> list[float]:
@@ -363,9 +365,9 @@ def _judge_one(
 
     held = rounds[0]["weight_bytes"]
     return {
-        "iteration_ms": scaled(lambda r: r["iteration_ms"]),
-        "embedding_ms": scaled(lambda r: r["embedding_ms"]),
-        "phases_ms": {n: scaled(lambda r, n=n: r["phases_ms"][n]) for n in PHASES},
+        "iteration_ms": scaled("iteration_ms"),
+        "embedding_ms": scaled("embedding_ms"),
+        "phases_ms": {name: scaled("phases_ms", name) for name in PHASES},
         "held_gib": max(held) / _GIB,
         "peak_gib": max(max(r["peak_bytes"]) for r in rounds) / _GIB,
         "iteration_ratios": ratios("iteration_ms"),
