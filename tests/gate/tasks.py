@@ -205,19 +205,26 @@ def features_of(prefix: str, number: int, spec: Spec) -> list[str]:
     return [f"{prefix}f{number}_{i}" for i in range(spec.num_features)]
 
 
+def fields_of(specs: Sequence[Spec], prefix: str) -> list[dict[str, Any]]:
+    """What tables of bags and of sequences have in common."""
+    return [
+        {
+            "name": f"{prefix}t{i}",
+            "num_embeddings": s.rows,
+            "embedding_dim": s.dim,
+            "feature_names": features_of(prefix, i, s),
+            "data_type": s.data_type,
+        }
+        for i, s in enumerate(specs)
+    ]
+
+
 def bags(
     specs: Sequence[Spec], prefix: str = "", weighted: bool = False
 ) -> EmbeddingBagCollection:
     tables = [
-        EmbeddingBagConfig(
-            name=f"{prefix}t{i}",
-            num_embeddings=s.rows,
-            embedding_dim=s.dim,
-            feature_names=features_of(prefix, i, s),
-            data_type=s.data_type,
-            pooling=s.pooling,
-        )
-        for i, s in enumerate(specs)
+        EmbeddingBagConfig(**fields, pooling=s.pooling)
+        for fields, s in zip(fields_of(specs, prefix), specs, strict=True)
     ]
     return EmbeddingBagCollection(
         tables=tables, is_weighted=weighted, device=torch.device("meta")
@@ -225,15 +232,7 @@ def bags(
 
 
 def sequences(specs: Sequence[Spec], prefix: str = "") -> EmbeddingCollection:
-    tables = [
-        EmbeddingConfig(
-            name=f"{prefix}t{i}",
-            num_embeddings=s.rows,
-            embedding_dim=s.dim,
-            feature_names=features_of(prefix, i, s),
-        )
-        for i, s in enumerate(specs)
-    ]
+    tables = [EmbeddingConfig(**fields) for fields in fields_of(specs, prefix)]
     return EmbeddingCollection(tables=tables, device=torch.device("meta"))
 
 
