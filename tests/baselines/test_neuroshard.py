@@ -180,19 +180,6 @@ def test_a_table_too_large_for_any_rank_is_split_or_named() -> None:
         paper_search(dataclasses.replace(task, min_widths=(64, 4, 4)))
 
 
-def test_ranks_without_room_are_not_offered() -> None:
-    # By cost t0 stands alone; but t1 and t2 need more than a rank has beside weights.
-    task = drawn_task(
-        (8, 8, 8),
-        rows=(1000,) * 3,  # 32,000 bytes each
-        pooling=(20, 9, 8),
-        fixed_bytes=(0, 40_000, 40_000),
-        memory_bytes=(120_000,) * 2,
-        max_shards=(1,) * 3,
-    )
-    paper_search(task).placement.check(task)
-
-
 def test_a_spent_budget_gives_the_plan_until_then() -> None:
     task = random_task(1)
     result = paper_search(task, dataclasses.replace(QUICK, time_budget_seconds=1e-9))

@@ -102,24 +102,6 @@ def test_overflow_is_a_negative_reward() -> None:
     assert rewards == [pytest.approx(-0.2)]
 
 
-def test_tasks_are_as_asked_for(policy_tables: tuple[TableConfig, ...]) -> None:
-    one, other = (
-        {t.name for t in half} for half in data.split_tables(policy_tables, 0)
-    )
-    assert not one & other and len(one | other) == 80
-    config = data.PolicyTaskConfig(
-        world_sizes=(2, 3), batch_sizes=(256, 512), max_rows=(50, 1_000)
-    )
-    tasks = data.sample_policy_tasks(policy_tables, config, 7)
-    assert [t.world_size for t in tasks] == [2, 3, 2, 3, 2, 3, 2]
-    assert {t.batch_size for t in tasks} == {256, 512}
-    for task in tasks:
-        assert max(t.num_embeddings for t in task.tables) in (50, 1_000)
-        held = [t.weight_bytes for t in task.tables]
-        wanted = 1.5 * max(sum(held) / task.world_size, *held)
-        assert task.memory_bytes[0] >= int(wanted)
-
-
 def test_tasks_without_a_plan_are_counted_and_not_compared() -> None:
     def task(rows: tuple[int, ...]) -> ShardingTask:
         return make_task(make_tables([4] * len(rows), rows), 2, 64, memory=16_000)

@@ -55,11 +55,9 @@ def test_both_plans_train_the_same_model(tmp_path: Path, num_ranks: int) -> None
             ms = entry["predicted"]["phases_ms"][phase]
             assert (ms > 0) == (num_ranks > 1 or "compute" in phase)
             assert entry["judged"][phase]["clock_ms"] > 0
-        assert sorted(entry["shards"]) == sorted(t["name"] for t in results["tables"])
-        for placed in entry["shards"].values():
-            assert sum(s["width"] for s in placed["shards"]) == DIM
-    predicted = [e["predicted"]["embedding_ms"] for e in (ours, stock)]
-    assert predicted[0] <= predicted[1] * 1.001
+    assert ours["predicted"]["embedding_ms"] <= (
+        stock["predicted"]["embedding_ms"] * 1.001
+    )
 
 
 def test_times_are_scaled_by_the_speed_of_their_round() -> None:

@@ -131,48 +131,46 @@ def build(case: Case) -> ShardingTask:
     """Return the task of a case."""
     num_ranks, node = case["ranks"], case["node"]
     tables: list[TableConfig] = []
-    fields: list[tuple[Any, ...]] = []
+    fields: list[dict[str, Any]] = []
     ways_of: list[tuple[int, ...]] = []
     groups: dict[tuple[int, str, str | None], int] = {}
     for number, spec in enumerate(case["tables"]):
-        first = len(tables)
+        table = TableConfig(
+            name=f"t{number}",
+            num_embeddings=spec["rows"],
+            embedding_dim=spec["dim"],
+            pooling_factor=spec["pooling"],
+        )
+        ways_of.append(tuple(range(len(tables), len(tables) + len(spec["ways"]))))
         for kind, kernel in spec["ways"]:
             row = SHARDING_TYPES[kind]
             narrowest = case.get("narrowest", 4) if row.in_columns else 4
             part = row.part_rows(spec["rows"], row.block_size(num_ranks, node))
-            tables.append(
-                TableConfig(
-                    name=f"t{number}",
-                    num_embeddings=spec["rows"],
-                    embedding_dim=spec["dim"],
-                    pooling_factor=spec["pooling"],
-                )
-            )
-            group = groups.setdefault((spec["module"], kind, kernel), len(groups))
+            tables.append(table)
             fields.append(
-                (
-                    kind,
-                    KERNELS.get(kernel),
-                    group,
-                    part * 4.0 * (kernel != "uvm"),
-                    part * 4.0 * (kernel == "uvm"),
-                    narrowest if row.splits_columns else spec["dim"],
-                    tuple(spec.get("allowed", ())) if row.in_columns else (),
-                )
+                {
+                    "sharding_types": kind,
+                    "kernels": KERNELS.get(kernel),
+                    "groups": groups.setdefault(
+                        (spec["module"], kind, kernel), len(groups)
+                    ),
+                    "column_bytes": part * 4.0 * (kernel != "uvm"),
+                    "host_column_bytes": part * 4.0 * (kernel == "uvm"),
+                    "min_widths": narrowest if row.splits_columns else spec["dim"],
+                    "allowed_ranks": tuple(spec.get("allowed", ()))
+                    if row.in_columns
+                    else (),
+                }
             )
-        ways_of.append(tuple(range(first, len(tables))))
-    kinds, kernels, group_T, bytes_T, host_T, widths_T, allowed_T = zip(
-        *fields, strict=True
-    )
     stages: dict[tuple[int, str], int] = {}
     stage_G = [stages.setdefault(key[:2], len(stages)) for key in groups]
 
     def all_ways(indices: list[int]) -> tuple[int, ...]:
         return tuple(way for index in indices for way in ways_of[index])
 
-    rules: dict[str, Any] = {}
-    if any(allowed_T):
-        rules["allowed_ranks"] = allowed_T
+    rules: dict[str, Any] = {
+        name: tuple(way[name] for way in fields) for name in fields[0]
+    }
     if "together" in case:
         rules["together"] = (all_ways(case["together"]),)
     if "apart" in case:
@@ -184,14 +182,8 @@ def build(case: Case) -> ShardingTask:
         world_size=num_ranks,
         batch_size=120,
         local_world_size=node,
-        groups=group_T,
         stages=tuple(stage_G),
         alternatives=tuple(ways for ways in ways_of if len(ways) > 1),
-        sharding_types=kinds,
-        kernels=kernels,
-        column_bytes=bytes_T,
-        host_column_bytes=host_T,
-        min_widths=widths_T,
         memory_bytes=tuple(case.get("memory", ())),
         host_memory_bytes=tuple(case.get("host", ())),
         uneven=not case.get("even"),

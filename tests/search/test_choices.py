@@ -10,12 +10,7 @@ import pytest
 
 from tests.builders import make_tables, make_task
 from tests.fuzz.against_truth import build, models
-from torchrec_neuroshard.cost_models import (
-    BandwidthCommsModel,
-    load_comms_model,
-    load_cost_model,
-)
-from torchrec_neuroshard.cost_models.rank_groups import RankGroups
+from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.search.choices import MIN_SINGLE_GAIN, Choices
 from torchrec_neuroshard.search.shards import ShardBank
 from torchrec_neuroshard.simulator import Simulator
@@ -65,31 +60,3 @@ def test_parts_of_tables_stand_for_all_ranks(kind: str) -> None:
         own = place == table
         assert sorted(np.repeat(found[own], alike[own])) == sorted(every)
         assert len(set(found[own].tolist())) == len(set(every.tolist()))
-
-
-def test_ranks_alike_take_as_long() -> None:
-    """A bound looks at one rank of each kind."""
-    num_ranks, node = 16, 4
-    rng = np.random.default_rng(3)
-    learned = load_comms_model(
-        "cpu_epyc",
-        device_type="cpu",
-        world_size=num_ranks,
-        local_world_size=node,
-        intra_gb_per_s=5.0,
-        inter_gb_per_s=1.0,
-    )
-    assert learned is not None
-    of_node = BandwidthCommsModel(
-        world_size=node, local_world_size=node, intra_gb_per_s=5.0, inter_gb_per_s=1.0
-    )
-    groups = RankGroups(learned, node=of_node, cross=of_node, node_size=node)
-    for alike in (1, node):
-        loads = np.repeat(rng.uniform(0, 1e4, (50, 1)), num_ranks, axis=1)
-        loads[:, :alike] += rng.uniform(0, 1e5, (50, 1))
-        for name in ("all_to_all", "row_wise", "node_row_wise"):
-            ms = getattr(groups, name)(loads, 512)
-            kinds = ms[:, [0, min(alike, num_ranks - 1), num_ranks - 1]]
-            assert (kinds.max(axis=1) == ms.max(axis=1)).all()
-        ms_CW = groups.index_all_to_all(loads)
-        assert (ms_CW[:, [0, alike, -1]].max(axis=1) == ms_CW.max(axis=1)).all()

@@ -79,14 +79,6 @@ def test_make_searcher() -> None:
         make_searcher("best")
 
 
-@pytest.mark.nightly
-def test_a_thousand_tables_on_64_ranks() -> None:
-    task = random_task(1000, 64)
-    result = search(task, SearchConfig(effort=0.05))
-    result.placement.check(task)
-    assert result.gap < 0.2
-
-
 class NarrowModel(AnalyticCostModel):
     """The analytic model, with a training range on the width."""
 

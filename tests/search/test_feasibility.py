@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -7,12 +8,9 @@ import numpy as np
 import pytest
 
 from tests.builders import make_tables, make_task
+from tests.fuzz.against_truth import build
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import (
-    HostRows,
-    KernelFactors,
-    ShardingTask,
-)
+from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.feasibility import check_memory, pack, way_out
 from torchrec_neuroshard.search.shards import (
     aligned_widths,
@@ -22,20 +20,11 @@ from torchrec_neuroshard.search.shards import (
 
 
 def sized_task(
-    sizes: list[int],
-    memory: tuple[int, ...],
-    *,
-    width: int = 4,
-    uneven: bool = True,
+    sizes: list[int], memory: tuple[int, ...], width: int = 4, **fields: Any
 ) -> ShardingTask:
     """Tables of `size` bytes per column (int8 rows), `width` wide."""
-    return make_task(
-        make_tables([width] * len(sizes), sizes, data_type="int8"),
-        len(memory),
-        8,
-        memory_bytes=memory,
-        uneven=uneven,
-    )
+    tables = make_tables([width] * len(sizes), sizes, data_type="int8")
+    return make_task(tables, len(memory), 8, memory_bytes=memory, **fields)
 
 
 def fits_somehow(task: ShardingTask) -> bool:
@@ -94,32 +83,19 @@ def test_a_table_is_split_in_widths_as_equal_as_may_be() -> None:
         assert aligned_widths(task, 0, parts) == aligned
 
 
-IN_HOST = KernelFactors(host=HostRows(gb_per_s=10.0))
-
-
 def one_table(*ways: str, memory: int, **fields: Any) -> ShardingTask:
     """A table of 64 columns, 6400 bytes, in ways of some types, on 4 GPUs.
 
     Of a type that begins with "uvm ", the rows are in the host's memory.
     """
-    columns: dict[bool, list[float]] = {False: [], True: []}
-    for way in ways:
-        for host, held in columns.items():
-            is_here = way.startswith("uvm ") is host
-            held.append((25.0 if "row_wise" in way else 100.0) * is_here)
-    given: dict[str, Any] = {
-        "uneven": False,
-        "sharding_types": tuple(way.removeprefix("uvm ") for way in ways),
-        "min_widths": tuple(4 if "column_wise" in way else 64 for way in ways),
-        "kernels": tuple(IN_HOST if w.startswith("uvm ") else None for w in ways),
-        "alternatives": (tuple(range(len(ways))),) if len(ways) > 1 else (),
-        "column_bytes": tuple(columns[False]),
-        "host_column_bytes": tuple(columns[True]),
-    }
-    if any(given["kernels"]):
-        given["host_memory_bytes"] = (memory,) * 4
-    tables = make_tables([64], 100, data_type="int8") * len(ways)
-    return make_task(tables, 4, memory=memory, **(given | fields))
+    known = {"rows": 25, "dim": 64, "pooling": 1.0, "module": 0}
+    kinds = [
+        (way.removeprefix("uvm "), "uvm" if way.startswith("uvm ") else None)
+        for way in ways
+    ]
+    caps = {name: (memory,) * 4 for name in ("memory", "host")}
+    task = build({"ranks": 4, "node": 4, "tables": [known | {"ways": kinds}], **caps})
+    return dataclasses.replace(task, uneven=False, **fields)
 
 
 @pytest.mark.parametrize(
