@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlannerError
 
 from tests.builders import (
@@ -21,17 +21,15 @@ from tests.builders import (
     last_task,
     make_ebc,
     make_planner,
+    make_tables,
+    make_task,
+    search,
     sequences,
     shards_of,
     types_of,
 )
-from torchrec_neuroshard.planner import (
-    NeuroShardEnumerator,
-    NeuroShardPartitioner,
-    PlanCosts,
-)
 from torchrec_neuroshard.planner.options.topologies import topology_for
-from torchrec_neuroshard.planner.parts.partitioners import SearchLog
+from torchrec_neuroshard.planner.parts.partitioners import SearchLog, SearchRecord
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -101,23 +99,18 @@ def test_arguments_that_go_are_ignored_with_a_word(name: str) -> None:
 
 def test_later_searches_share_what_is_left_of_the_budget() -> None:
     """The first of a run makes full effort, the others less, in what it left."""
-    topology = Topology(world_size=4, compute_device="cuda")
-    costs = PlanCosts(topology, **compute_bound())
-    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
-    options = enumerator.enumerate(make_ebc([(10_000, 16)] * 4), bag_sharders())
-    config = SearchConfig(time_budget_seconds=20.0, exhaustive_limit=0)
-    partitioner = NeuroShardPartitioner(topology, search=config, costs=costs)
-    proposal = [o for o in options if o.sharding_type == TABLE]
-    log = SearchLog()
-    assert log.next(partitioner.searcher) is partitioner.searcher
-    partitioner.for_run(log).partition(proposal, topology)
-    assert len(log.records) == 1 and not partitioner.log.records
-    later = log.next(partitioner.searcher)
+    log, first = SearchLog(), NeuroShardSearcher(SearchConfig(time_budget_seconds=20.0))
+    assert log.next(first) is first
+    task = make_task(make_tables([16] * 4))
+    result = dataclasses.replace(search(task), search_seconds=0.5)
+    log.records.append(SearchRecord(task=task, result=result))
+    log.seconds = 0.5
+    later = log.next(first)
     assert isinstance(later, NeuroShardSearcher)
     assert later.config.effort == pytest.approx(0.3)
     assert later.config.time_budget_seconds < 20.0
     log.seconds = 1e9
-    last = log.next(partitioner.searcher)
+    last = log.next(first)
     assert isinstance(last, NeuroShardSearcher) and not last.config.refine
 
 

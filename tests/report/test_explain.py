@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -51,20 +50,18 @@ def as_result(simulator: Simulator, placement: Placement) -> SearchResult:
     )
 
 
-def table_report(name: str, **fields: Any) -> TableReport:
-    """A table in rows, on ranks 0 to 2."""
-    shard = ShardReport(rank=0, num_embeddings=333, embedding_dim=64, used_bytes=2**30)
-    known: dict[str, Any] = {
-        "sharding_type": "row_wise",
-        "compute_kernel": "fused",
-        "num_embeddings": 999,
-        "embedding_dim": 64,
-        "shards": tuple(dataclasses.replace(shard, rank=r) for r in range(3)),
-    }
-    return TableReport(table=name, **(known | fields))
-
-
-TABLES = [table_report(f"t{i}") for i in range(6)]
+SHARD = ShardReport(rank=0, num_embeddings=333, embedding_dim=64, used_bytes=2**30)
+TABLES = [
+    TableReport(
+        table=f"t{i}",
+        sharding_type="row_wise",
+        compute_kernel="fused",
+        num_embeddings=999,
+        embedding_dim=64,
+        shards=tuple(dataclasses.replace(SHARD, rank=r) for r in range(3)),
+    )
+    for i in range(6)
+]
 
 
 def test_a_split_is_told_by_what_the_table_would_cost_in_one_piece() -> None:
@@ -131,7 +128,8 @@ def test_text_and_json_hold_the_figures() -> None:
     unknown = dataclasses.replace(report, lower_bound_ms=0.0)
     assert "ms, lower bound not known\n" in str(unknown)
     for table in TABLES:
-        assert f"{table.table} (999 x 64): {table.place}\n" in text
+        place = "row_wise, 3 shards on ranks 0-2"
+        assert f"{table.table} (999 x 64): {place}\n" in text
     assert "- one thing" in text and "t0: 32 on rank" in text
     data = json.loads(json.dumps(report.to_json()))
     assert data["gap"] == result.gap
@@ -147,19 +145,3 @@ def test_of_many_ranks_the_slowest_and_the_least_loaded_are_shown() -> None:
     assert "3" in shown and len(shown) < 16
     worst = max(r.costs.fwd_compute for r in report.ranks)
     assert [n for n, x in shown.items() if f"{worst:.3f}*" in x] == ["3"]
-
-
-def test_without_column_shards_there_is_no_simulator_to_ask() -> None:
-    simulator = make_simulator(staged_task())
-    placement = Placement.from_widths(3, [(t, 64, t % 3) for t in range(6)])
-    alone = dataclasses.replace(
-        as_result(simulator, placement), placement=Placement(3, ())
-    )
-    table = table_report("a", num_embeddings=6_000_000, compute_kernel="fused_uvm")
-    report = explain(alone, None, [table], [2 * 2**30] * 3)
-    assert report.num_tables == 1 and report.num_split == 1
-    assert report.layout == "1 split by rows"
-    assert [(r.num_shards, r.used_bytes) for r in report.ranks] == [(1, 2**30)] * 3
-    assert "a (6,000,000 x 64): row_wise (fused_uvm), 3 shards on ranks 0-2" in str(
-        report
-    )
