@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from types import ModuleType
 
@@ -38,13 +38,6 @@ def use_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
     return use
 
 
-def raising(error: BaseException) -> Run:
-    def run(args: argparse.Namespace) -> int:
-        raise error
-
-    return run
-
-
 def test_help_lists_every_command_and_loads_none() -> None:
     code = (
         "import sys\n"
@@ -68,50 +61,33 @@ def test_help_lists_every_command_and_loads_none() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (InfeasibleError("table 'a' fits nowhere"), 2, "table 'a' fits nowhere"),
-        (OSError(28, "No space left", "plan.json"), 2, "No space left: 'plan.json'"),
+        (InfeasibleError("table 'a' fits nowhere"), 2, "table 'a' fits nowhere\n"),
+        (OSError(28, "No space left", "plan.json"), 2, "No space left: 'plan.json'\n"),
+        # The doctor is named where a framework is missing.
+        (ModuleNotFoundError("no", name="torchrec"), 2, "torchrec_neuroshard doctor`"),
         (KeyboardInterrupt(), 130, None),
     ],
 )
 def test_an_error_is_one_line_on_stderr(
     use_command: Callable[[Run], None],
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
     code: int,
     said: str | None,
 ) -> None:
-    use_command(raising(error))
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    use_command(run)
     assert cli.main(["act"]) == code
     printed = capsys.readouterr()
     assert printed.out == ""
     if said is not None:
-        assert printed.err == f"neuroshard: error: {said}\n"
-
-
-def test_debug_shows_where_an_error_came_from(
-    use_command: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_command(raising(InfeasibleError("table 'a' fits nowhere")))
-    monkeypatch.setenv("NEUROSHARD_DEBUG", "1")
-    with pytest.raises(InfeasibleError, match="fits nowhere"):
-        cli.main(["act"])
-
-
-def test_missing_framework_names_the_doctor(
-    use_command: Callable[[Run], None],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "torchrec", None)
-
-    def run(args: argparse.Namespace) -> int:
-        import torchrec  # noqa: F401
-
-        return 0
-
-    use_command(run)
-    assert cli.main(["act"]) == 2
-    assert "torchrec_neuroshard doctor`" in capsys.readouterr().err
+        assert printed.err.startswith("neuroshard: error: ") and said in printed.err
+        monkeypatch.setenv("NEUROSHARD_DEBUG", "1")  # shows where it came from
+        with pytest.raises(type(error)):
+            cli.main(["act"])
 
 
 def test_nobody_who_reads_the_output_is_no_fault(
@@ -134,19 +110,11 @@ def test_nobody_who_reads_the_output_is_no_fault(
 def test_the_first_rank_shows_what_takes_time(
     use_command: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch, rank: str
 ) -> None:
-    written: list[str] = []
-    monkeypatch.setattr(progress, "_write", written.append)
-    monkeypatch.setattr(progress, "TICK_S", 0.001)
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    shown: list[bool] = []
     monkeypatch.setenv("RANK", rank)
-
-    def run(args: argparse.Namespace) -> int:
-        with progress.phase("acting"):
-            end = time.monotonic() + (30.0 if rank == "0" else 0.05)
-            while not written and time.monotonic() < end:
-                time.sleep(0.001)
-        return 0
-
-    use_command(run)
+    monkeypatch.setattr(
+        progress, "shown", lambda: contextlib.nullcontext(shown.append(True))
+    )
+    use_command(lambda args: 0)
     assert cli.main(["act"]) == 0
-    assert any("acting, 0 s" in line for line in written) == (rank == "0")
+    assert bool(shown) == (rank == "0")
