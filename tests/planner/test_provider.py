@@ -11,17 +11,14 @@ from torchrec.distributed.planner import ParameterConstraints
 
 from tests.builders import (
     QUICK,
-    FixedSearcher,
     analytic,
     bags,
-    columns_only,
     cost_of,
     entries_of,
-    last_result,
     make_planner,
 )
 from torchrec_neuroshard import NeuroShardPlannerProvider
-from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -149,16 +146,3 @@ def test_failures_are_those_of_the_sku_alone() -> None:
     assert not results["a"].success
     assert "Lower batch_size (64)" in results["a"].planner_failure_reason
     assert results["a"].planner_error_type is not None
-
-
-def test_last_resort_is_what_was_selected() -> None:
-    def fail(_: Any) -> Any:
-        raise InfeasibleError("nothing fits")
-
-    planner = make_planner(search=FixedSearcher(fail), constraints=columns_only(bags()))
-    assert planner.get_selected_options() == []
-    planner.plan(bags(), [EmbeddingBagCollectionSharder()])
-    assert last_result(planner).fallback
-    selected = planner.get_selected_options()
-    assert sorted(o.name for o in selected) == ["t0", "t1", "t2"]
-    assert all(s.rank is not None and s.perf for o in selected for s in o.shards)

@@ -35,7 +35,6 @@ from torchrec_neuroshard.planner import (
     replan,
 )
 from torchrec_neuroshard.profiles import uniform_profile
-from torchrec_neuroshard.testing import AnalyticCommsModel
 
 HUGE = 2**60
 SIZES = [(4000, 64), (3000, 32), (2000, 32), (1000, 16), (500, 16)]
@@ -251,13 +250,8 @@ def test_fresh_profiles_are_what_counts() -> None:
 
 
 def test_placements_name_the_local_device() -> None:
-    result = make_job(
-        ALL_ON_0,
-        4,
-        compute_device="cuda",
-        topology_arguments={"local_world_size": 2},
-        comms_model=AnalyticCommsModel(),
-    ).replan()
+    nodes: Any = {"topology_arguments": {"local_world_size": 2}}
+    result = make_job(ALL_ON_0, 4, compute_device="cuda", **nodes).replan()
     assert result.moves
     for sharding in result.plan.plan[""].values():
         found = [str(meta.placement) for meta in sharding.sharding_spec.shards]

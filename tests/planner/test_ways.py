@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import PlannerError
 
 from tests.builders import (
@@ -16,6 +17,7 @@ from tests.builders import (
     by_table,
     cost_of,
     each,
+    entries_of,
     gpus,
     last_result,
     last_task,
@@ -28,9 +30,12 @@ from tests.builders import (
     shards_of,
     types_of,
 )
+from torchrec_neuroshard import rehearse
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.options.topologies import topology_for
 from torchrec_neuroshard.planner.parts.partitioners import SearchLog, SearchRecord
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
+from torchrec_neuroshard.tables import MAX_CUDA_COLUMNS
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 pytestmark = pytest.mark.usefixtures("patience")
@@ -133,6 +138,9 @@ def test_stock_plan_is_taken_where_it_is_cheaper() -> None:
     assert f"{taken:.4g} ms" in result.fallback
     assert any(result.fallback in w for w in result.warnings)
     assert 0 < result.lower_bound_ms <= taken
+    selected = planner.get_selected_options()
+    assert sorted(o.name for o in selected) == ["t0", "t1", "t2", "t3"]
+    assert all(s.rank is not None and s.perf for o in selected for s in o.shards)
     assert result.gap == pytest.approx(taken / result.lower_bound_ms - 1)
 
 
@@ -193,3 +201,67 @@ def test_more_choices_are_no_worse_where_collectives_take_long_to_begin() -> Non
     least_ms = min(r.predicted.critical_path_ms for r in fewer)
     assert free.predicted.critical_path_ms <= least_ms * (1 + 1e-9)
     assert free.lower_bound_ms <= least_ms * (1 + 1e-9)
+
+
+# --- tables that a GPU's kernels do not take as they are ---
+
+
+@pytest.mark.parametrize(
+    ("topology", "module", "sharder", "kind"),
+    [
+        (gpus(), make_ebc([(1000, 2052)]), EmbeddingBagCollectionSharder(), COLUMN),
+        (gpus(), sequences(4096), EmbeddingCollectionSharder(), COLUMN),
+        (
+            gpus(8, 2),
+            make_ebc([(1000, 8192)]),
+            EmbeddingBagCollectionSharder(),
+            "grid_shard",
+        ),
+    ],
+    ids=["bags", "sequences", "grid"],
+)
+def test_wide_tables_are_split_by_columns(
+    topology: Any, module: Any, sharder: Any, kind: str
+) -> None:
+    limits = None if kind == COLUMN else each(1, kind)
+    planner = make_planner(topology=topology, constraints=limits, search_only=False)
+    plan = planner.plan(module, [sharder])
+    report = rehearse(module, plan, topology, [sharder], batch_size=64)
+    assert report.runs, str(report)
+    [first] = entries_of(plan).values()
+    widths = {s.shard_sizes[1] for s in first.sharding_spec.shards}
+    assert max(widths) <= MAX_CUDA_COLUMNS
+    assert first.sharding_type == kind
+    if isinstance(sharder, EmbeddingCollectionSharder):
+        assert len(widths) == 1
+
+
+def test_a_cpu_takes_wide_tables_whole() -> None:
+    planner = make_planner(constraints=each(1, "table_wise"))
+    plan = planner.plan(make_ebc([(1000, 4096)]), bag_sharders())
+    assert [w for _, w, _ in shards_of(plan)["t0"]] == [4096]
+
+
+@pytest.mark.parametrize(
+    ("size", "only", "message"),
+    [
+        (
+            (1000, 4096),
+            {"sharding_types": ["table_wise", "row_wise", "data_parallel"]},
+            r"\(embedding_dim=4096\).*2,048",
+        ),
+        (
+            (1000, 4096),
+            {"sharding_types": ["column_wise"], "min_partition": 4096},
+            r"\(embedding_dim=4096\).*2,048",
+        ),
+        # However large the table.
+        ((2**31, 6), {}, r"\(embedding_dim=6\).* multiples of 4, got 6\. Pad embedd"),
+    ],
+)
+def test_what_no_kernel_takes_is_refused(
+    size: tuple[int, int], only: dict[str, Any], message: str
+) -> None:
+    planner = make_planner(2, "cuda", constraints=each(1, **only), search_only=False)
+    with pytest.raises(ConfigError, match=f"table 't0' {message}"):
+        planner.plan(make_ebc([size, (1000, 64)]), bag_sharders())
