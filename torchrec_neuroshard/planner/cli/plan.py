@@ -177,10 +177,9 @@ def run(args: argparse.Namespace) -> int:
                     plan,
                     planner.topology,
                     given.sharders,
-                    batch_size=planner.batch_size,
-                    constraints=planner.constraints,
                     profiles=planner.profiles,
                     pipeline_type=args.pipeline,
+                    **_inputs(planner),
                 )
     print(f"{args.model}: planned for {args.ranks} x {args.card} in {seconds:.1f} s")
     print(report)
@@ -205,6 +204,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if rehearsed is None or rehearsed.runs else 1
 
 
+def _inputs(planner: NeuroShardPlanner) -> dict[str, Any]:
+    """What plans of the same job are made for."""
+    return {"batch_size": planner.batch_size, "constraints": planner.constraints}
+
+
 def _compared(
     planner: NeuroShardPlanner, given: GivenModel, seconds: float
 ) -> PlanComparison | str:
@@ -216,9 +220,8 @@ def _compared(
                 given.module,
                 given.sharders,
                 topology=planner.topology,
-                batch_size=planner.batch_size,
-                constraints=planner.constraints,
                 seconds=seconds,
+                **_inputs(planner),
             )
         except OutOfTimeError as error:
             return (
