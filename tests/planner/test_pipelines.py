@@ -135,6 +135,14 @@ def test_plan_files_say_the_pipeline(tmp_path: Path) -> None:
         load_plan(path, model=module(), planner=planner_for("train_sparse_dist"))
 
 
+@pytest.mark.filterwarnings("ignore:pipeline_type")
+def test_what_does_not_count_is_noted() -> None:
+    for dense, is_noted in ((None, True), (1.0, False)):
+        planner, _ = planned("train_sparse_dist", dense)
+        notes = "\n".join(last_result(planner).warnings)
+        assert ("'train_sparse_dist' without dense_ms" in notes) == is_noted
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="pipeline_type 'sparse' has no schedule"):
         planner_for("sparse")
@@ -143,15 +151,3 @@ def test_what_cannot_be_is_refused() -> None:
         rehearse(*given, batch_size=8, pipeline_type="sparse")
     with pytest.raises(ConfigError, match="dense_ms"):
         planner_for("train_sparse_dist", -3.0)
-
-
-@pytest.mark.filterwarnings("ignore:pipeline_type")
-def test_notes_say_what_does_not_count() -> None:
-    def notes(**given: Any) -> str:
-        planner = make_planner(pipeline_type="train_sparse_dist", **given)
-        planner.plan(bags(bag_config(0)), bag_sharders())
-        return "\n".join(last_result(planner).warnings)
-
-    assert "pipeline_type" not in notes()  # CPUs have no streams
-    assert "'train_sparse_dist' without dense_ms" in notes(topology=gpus())
-    assert "pipeline_type" not in notes(topology=gpus(), dense_ms=1.0)

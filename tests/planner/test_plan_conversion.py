@@ -23,14 +23,14 @@ from torchrec_neuroshard.planner.options.ways import is_placeable
 
 pytestmark = ATTACHES_OPTIMIZERS
 
-Constraints = dict[str, ParameterConstraints]
+Options = dict[tuple[str, str, str], ShardingOption]
 
 
 def options_of(
     module: nn.Module,
-    constraints: Constraints | None = None,
+    constraints: dict[str, ParameterConstraints] | None = None,
     **fused_params: Any,
-) -> tuple[TableReader, dict[tuple[str, str, str], ShardingOption]]:
+) -> tuple[TableReader, Options]:
     """TorchRec's own options, by (table, sharding type, kernel), and their reader."""
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params or None)
     enumerator = EmbeddingEnumerator(gpus(), 32, constraints=constraints)
@@ -40,9 +40,7 @@ def options_of(
     return reader, {(o.name, o.sharding_type, o.compute_kernel): o for o in options}
 
 
-def whole(
-    options: dict[tuple[str, str, str], ShardingOption], name: str
-) -> ShardingOption:
+def whole(options: Options, name: str) -> ShardingOption:
     return options[(name, "table_wise", "fused")]
 
 
@@ -58,32 +56,21 @@ def test_table_of_an_option() -> None:
     assert reader.table(options[("t1", "row_wise", "fused")]) is table
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [(RowWiseAdagrad, "rowwise_adagrad"), (torch.optim.RMSprop, "adam"), (None, "sgd")],
-)
-def test_optimizer_of_the_parameter(kind: Any, expected: str) -> None:
-    ebc = make_ebc([(100, 16)])
-    if kind is not None:
-        apply_optimizer_in_backward(kind, ebc.parameters(), {"lr": 0.1})
-    reader, options = options_of(ebc)
-    assert reader.table(whole(options, "t0")).optimizer == expected
-
-
-@pytest.mark.parametrize(
-    ("constraint", "expected"),
-    [
-        ({"pooling_factors": [2.0, 3.0], "num_poolings": [1.0, 4.0]}, 14.0),
-        ({"pooling_factors": [2.0, 3.0], "batch_sizes": [32, 16]}, 3.5),
-        ({"pooling_factors": [4.0]}, 8.0),
-    ],
-)
-def test_pooling_factor(constraint: dict[str, Any], expected: float) -> None:
-    ebc = make_ebc([(100, 16)], features={0: ["a", "b"]})
-    reader, options = options_of(ebc, only(**constraint))
-    table = reader.table(whole(options, "t0"))
-    assert table.pooling_factor == pytest.approx(expected)
-    assert table.num_features == 2
+def test_tables_know_their_lookups_and_their_own_optimizers() -> None:
+    ebc = make_ebc([(100, 16)] * 3, features={i: [f"a{i}", f"b{i}"] for i in range(3)})
+    for name, kind in (("t0", RowWiseAdagrad), ("t1", torch.optim.RMSprop)):
+        weight = ebc.embedding_bags[name].weight
+        apply_optimizer_in_backward(kind, [weight], {"lr": 0.1})
+    reader, options = options_of(
+        ebc,
+        only("t0", pooling_factors=[2.0, 3.0], num_poolings=[1.0, 4.0])
+        | only("t1", pooling_factors=[2.0, 3.0], batch_sizes=[32, 16])
+        | only("t2", pooling_factors=[4.0]),
+    )
+    tables = [reader.table(whole(options, f"t{i}")) for i in range(3)]
+    assert [t.pooling_factor for t in tables] == pytest.approx([14.0, 3.5, 8.0])
+    assert [t.num_features for t in tables] == [2, 2, 2]
+    assert [t.optimizer for t in tables] == ["rowwise_adagrad", "adam", "sgd"]
 
 
 def test_what_is_column_sharded_and_placeable() -> None:

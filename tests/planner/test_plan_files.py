@@ -42,6 +42,7 @@ from torchrec_neuroshard.planner import (
 
 SIZES = [(100, 32), (50, 16), (30, 8)]
 CPUS = Topology(world_size=2, compute_device="cpu")
+HALF = {"data_types": {0: DataType.FP16}}
 TRIPLES = [(0, 20, 0), (0, 12, 1), (1, 16, 1), (2, 8, 0)]
 
 Stored = tuple[Path, Nested, NeuroShardPlanner, ShardingPlan]
@@ -139,18 +140,8 @@ def test_costs_are_kept_with_the_plan_that_they_are_of(stored: Stored) -> None:
 @pytest.mark.parametrize(
     ("sizes", "fields", "topology", "message"),
     [
-        (
-            [(100, 32), (50, 16), (31, 8)],
-            {},
-            CPUS,
-            "num_embeddings of table 'sparse.ebc.t2': expected 31, found 30",
-        ),
-        (
-            SIZES,
-            {"data_types": {0: DataType.FP16}},
-            CPUS,
-            "data_type of table 'sparse.ebc.t0': expected fp16, found fp32",
-        ),
+        ([*SIZES[:2], (31, 8)], {}, CPUS, "num_emb.*t2': expected 31, found 30"),
+        (SIZES, HALF, CPUS, "data_type.*ebc.t0': expected fp16, found fp32"),
         ([*SIZES, (5, 4)], {}, CPUS, "'sparse.ebc.t3': expected a table, found no"),
         (SIZES, {}, Topology(4, "cpu"), "world_size: expected 4, found 2"),
         (SIZES, {}, gpus(), "compute_device: expected cuda, found cpu"),
@@ -196,12 +187,7 @@ def test_files_of_earlier_versions_are_read(stored: Stored) -> None:
     path, model, planner, plan = stored
 
     def change(data: dict[str, Any]) -> None:
-        data["fingerprint"] |= {
-            "gb_per_s": {"hbm_mem_bw": 2.0},
-            "dense_ms": {"forward": 1.0, "backward": 2.0},
-            "placement": {"pin": {}},
-            "exchanges": {"EmbeddingBagCollection": "fp16/fp16"},
-        }
+        data["fingerprint"] |= {"gb_per_s": {"hbm_mem_bw": 2.0}, "dense_ms": {}}
         data["fingerprint"]["versions"]["torch"] = "2.13.0"
         data["predicted"] = {"critical_path_ms": 1.0, "ranks": []}
         del data["report"]

@@ -79,20 +79,15 @@ def test_shards_of_one_size_are_estimated_as_each_would_be() -> None:
     topology = Topology(4, "cuda", local_world_size=2)
     ebc = make_ebc([(1001, 256), (500, 128), (3, 64)])
     found, wanted = (
-        EmbeddingEnumerator(topology, 64, estimator=[estimator]).enumerate(
+        EmbeddingEnumerator(topology, 64, estimator=[kind(topology)]).enumerate(
             ebc, bag_sharders()
         )
-        for estimator in (
-            SizesEstimator(topology),
-            EmbeddingPerfEstimator(topology=topology),
-        )
+        for kind in (SizesEstimator, EmbeddingPerfEstimator)
     )
     assert max(o.num_shards for o in found) == 4
-    theirs = {(o.fqn, o.sharding_type, o.compute_kernel): o.shards for o in wanted}
-    for option in found:
-        key = option.fqn, option.sharding_type, option.compute_kernel
+    for option, theirs in zip(found, wanted, strict=True):
         assert [(s.size, s.offset, s.perf) for s in option.shards] == [
-            (s.size, s.offset, s.perf) for s in theirs[key]
+            (s.size, s.offset, s.perf) for s in theirs.shards
         ]
 
 
