@@ -2,53 +2,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from tests.builders import make_tables, make_task
-from torchrec_neuroshard.cost_models import BandwidthCommsModel
+from tests.builders import FixedSearcher, Triples, analytic, make_tables, make_task
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.report import ShardReport, TableReport, explain
-from torchrec_neuroshard.search import SearchResult
+from torchrec_neuroshard.report import PlanReport, ShardReport, TableReport, explain
 from torchrec_neuroshard.simulator import Simulator
-from torchrec_neuroshard.testing import AnalyticCostModel
-
-
-def staged_task(num_ranks: int = 3, memory: tuple[int, ...] = ()) -> ShardingTask:
-    tables = make_tables([64] * 6, pooling=[40.0, 9.0, 8.0, 7.0, 3.0, 2.0])
-    return make_task(
-        tables,
-        num_ranks,
-        512,
-        groups=(0, 0, 0, 1, 1, 1),
-        stages=(0, 1),
-        memory_bytes=memory,
-    )
-
-
-def make_simulator(task: ShardingTask) -> Simulator:
-    comms = BandwidthCommsModel(
-        world_size=task.world_size,
-        local_world_size=task.world_size,
-        intra_gb_per_s=10.0,
-        inter_gb_per_s=10.0,
-    )
-    return Simulator(task, AnalyticCostModel(), comms)
-
-
-def as_result(simulator: Simulator, placement: Placement) -> SearchResult:
-    predicted = simulator.evaluate(placement)
-    return SearchResult(
-        placement=placement,
-        predicted=predicted,
-        lower_bound_ms=predicted.critical_path_ms / 2,
-        gap=1.0,
-        search_seconds=0.5,
-        num_evaluated=10,
-        warnings=("one thing",),
-    )
-
 
 SHARD = ShardReport(rank=0, num_embeddings=333, embedding_dim=64, used_bytes=2**30)
 TABLES = [
@@ -64,32 +26,43 @@ TABLES = [
 ]
 
 
+def staged_task(num_ranks: int = 3, memory: int = 0) -> ShardingTask:
+    tables = make_tables([64] * 6, pooling=[40.0, 9.0, 8.0, 7.0, 3.0, 2.0])
+    groups = (0, 0, 0, 1, 1, 1)
+    return make_task(
+        tables, num_ranks, 512, memory=memory, groups=groups, stages=(0, 1)
+    )
+
+
+def simulator_of(task: ShardingTask) -> Simulator:
+    return Simulator(task, **analytic())
+
+
+def explained(
+    triples: Triples, task: ShardingTask, tables: Sequence[TableReport] = ()
+) -> PlanReport:
+    result = FixedSearcher(triples).search(task, **analytic())
+    return explain(result, simulator_of(task), tables, [2**31] * task.world_size)
+
+
 def test_a_split_is_told_by_what_the_table_would_cost_in_one_piece() -> None:
     """Brute force: the same placement, the table whole on each rank in turn."""
-    simulator = make_simulator(staged_task())
-    pieces = [(0, 24, 0), (0, 20, 1), (0, 20, 2), (3, 32, 0), (3, 32, 2)]
-    placement = Placement.from_widths(
-        3, [*pieces, (1, 64, 1), (2, 64, 2), (4, 64, 1), (5, 64, 1)]
-    )
-    result = as_result(simulator, placement)
-    report = explain(result, simulator, TABLES, [2**31] * 3)
-    assert len(report.splits) == 2
+    task = staged_task()
+    triples = [(0, 24, 0), (0, 20, 1), (0, 20, 2), (3, 32, 0), (3, 32, 2)]
+    triples += [(1, 64, 1), (2, 64, 2), (4, 64, 1), (5, 64, 1)]
+    report = explained(triples, task, TABLES)
+    assert [s.table for s in report.splits] == ["t0", "t3"]
     for split in report.splits:
         table = int(split.table[1:])
-        others = [
-            (s.table, s.width, s.rank) for s in placement.shards if s.table != table
+        others = [t for t in triples if t[0] != table]
+        wholes = [
+            Placement.from_widths(3, [*others, (table, 64, rank)]) for rank in range(3)
         ]
-        paths = [
-            simulator.evaluate(
-                Placement.from_widths(3, [*others, (table, 64, r)])
-            ).critical_path_ms
-            for r in range(3)
-        ]
+        paths = [simulator_of(task).evaluate(w).critical_path_ms for w in wholes]
         assert split.whole_ms == pytest.approx(min(paths), rel=1e-9)
         assert split.whole_rank == int(np.argmin(paths))
         change = split.compute_change_ms + split.comms_change_ms
         assert change == pytest.approx(min(paths) - report.critical_path_ms, abs=1e-9)
-    assert report.splits[0].table == "t0"
     assert report.splits[0].shards == ((24, 0), (20, 1), (20, 2))
 
 
@@ -98,12 +71,9 @@ def test_a_table_stays_off_ranks_without_memory(
     memory: int, room: tuple[int, ...]
 ) -> None:
     """Tables have 256,000 bytes; ranks 0 and 1 would get half of one back."""
-    simulator = make_simulator(staged_task(memory=(memory,) * 3))
     halves = [(t, 32, r) for t in (0, 5) for r in (0, 1)]
-    placement = Placement.from_widths(
-        3, [*halves, (1, 64, 0), (2, 64, 1), (3, 64, 2), (4, 64, 2)]
-    )
-    splits = explain(as_result(simulator, placement), simulator, [], [2**31] * 3).splits
+    triples = [*halves, (1, 64, 0), (2, 64, 1), (3, 64, 2), (4, 64, 2)]
+    splits = explained(triples, staged_task(memory=memory)).splits
     assert {s.table for s in splits} == {"t0", "t5"}
     for split in splits:
         if room:
@@ -114,12 +84,11 @@ def test_a_table_stays_off_ranks_without_memory(
 
 
 def test_text_and_json_hold_the_figures() -> None:
-    simulator = make_simulator(staged_task())
     halves = [(0, 32, 0), (0, 32, 1)]
-    placement = Placement.from_widths(3, [*halves, *((t, 64, 2) for t in range(1, 6))])
-    result = as_result(simulator, placement)
-    report = explain(result, simulator, TABLES, [2**31] * 3)
-    text, path_ms = str(report), result.predicted.critical_path_ms
+    report = explained(
+        [*halves, *((t, 64, 2) for t in range(1, 6))], staged_task(), TABLES
+    )
+    text, path_ms = str(report), report.critical_path_ms
     assert (
         f"critical path {path_ms:.3f} ms, estimated bound {path_ms / 2:.3f} ms" in text
     )
@@ -130,16 +99,15 @@ def test_text_and_json_hold_the_figures() -> None:
     for table in TABLES:
         place = "row_wise, 3 shards on ranks 0-2"
         assert f"{table.table} (999 x 64): {place}\n" in text
-    assert "- one thing" in text and "t0: 32 on rank" in text
+    assert "- from the search" in text and "t0: 32 on rank" in text
     data = json.loads(json.dumps(report.to_json()))
-    assert data["gap"] == result.gap
-    assert data["ranks"][1]["costs"] == result.predicted.ranks[1].to_json()
+    assert data["gap"] == 1.0
+    assert data["ranks"][1]["costs"] == report.ranks[1].costs.to_json()
 
 
 def test_of_many_ranks_the_slowest_and_the_least_loaded_are_shown() -> None:
-    simulator = make_simulator(staged_task(num_ranks=64))
-    placement = Placement.from_widths(64, [(t, 64, 9 * t + 3) for t in range(6)])
-    report = explain(as_result(simulator, placement), simulator, [], [2**31] * 64)
+    triples = [(t, 64, 9 * t + 3) for t in range(6)]
+    report = explained(triples, staged_task(num_ranks=64))
     lines = str(report).splitlines()
     shown = {x.split()[0]: x for x in lines if x[:5].strip().isdigit()}
     assert "3" in shown and len(shown) < 16
