@@ -7,7 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
@@ -112,9 +112,13 @@ def test_the_first_rank_shows_what_takes_time(
 ) -> None:
     shown: list[bool] = []
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(
-        progress, "shown", lambda: contextlib.nullcontext(shown.append(True))
-    )
+
+    @contextlib.contextmanager
+    def noted() -> Iterator[None]:
+        shown.append(True)
+        yield
+
+    monkeypatch.setattr(progress, "shown", noted)
     use_command(lambda args: 0)
     assert cli.main(["act"]) == 0
     assert bool(shown) == (rank == "0")

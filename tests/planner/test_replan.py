@@ -108,9 +108,18 @@ def test_slowest_rank_is_relieved() -> None:
 
 @pytest.mark.parametrize("optimizer", [None, RowWiseAdagrad, torch.optim.Adagrad])
 def test_moves_weigh_what_they_send(optimizer: Any) -> None:
-    half = {1: DataType.FP16}
-    result = make_job(ALL_ON_0, 4, optimizer=optimizer, data_types=half).replan()
+    result = make_job(
+        ALL_ON_0,
+        4,
+        optimizer=optimizer,
+        data_types={1: DataType.FP16},
+        compute_device="cuda",
+        topology_arguments={"local_world_size": 2},
+    ).replan()
     assert len(result.moves) >= 2
+    for sharding in result.plan.plan[""].values():
+        found = [str(meta.placement) for meta in sharding.sharding_spec.shards]
+        assert found == [f"rank:{r}/cuda:{r % 2}" for r in sharding.ranks]
     for move in result.moves:
         rows, dim = SIZES[int(move.table[1:])]
         weights = rows * dim * (2 if move.table == "t1" else 4)
@@ -166,13 +175,11 @@ def test_splits_need_a_rank_of_their_own_over_gloo() -> None:
     [move] = every.moves
     assert move.width == 32 and move.num_bytes == 4000 * 32 * 4
     # NCCL can send to the same rank.
-    gpu = make_job([(0, 64, 0)], compute_device="cuda", **arguments).replan()
+    arguments["compute_device"] = "cuda"
+    gpu = make_job([(0, 64, 0)], **arguments).replan()
     assert gpu.executable and [m.width for m in gpu.moves] == [32]
-
-
-def test_optimizer_state_is_not_split() -> None:
-    on_gpus: dict[str, Any] = {"kind": COLUMN, "compute_device": "cuda"}
-    job = make_job([(0, 64, 0)], optimizer=RowWiseAdagrad, sizes=SIZES[:1], **on_gpus)
+    # But the state of an optimizer is not split.
+    job = make_job([(0, 64, 0)], optimizer=RowWiseAdagrad, **arguments)
     assert job.replan().moves == ()
     every = job.replan(executable_only=False)
     assert [m.num_bytes for m in every.moves] == [4000 * (32 * 4 + 4)]
@@ -180,29 +187,28 @@ def test_optimizer_state_is_not_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("triples", "arguments", "reason"),
     [
-        ({"optimizer": torch.optim.Adam}, "does not move all of the state of Adam"),
+        (ALL_ON_0, {"optimizer": torch.optim.Adam}, "all of the state of Adam"),
         (
+            ALL_ON_0[:4],
             {"last": {"sharding_types": ["data_parallel"]}},
             "'t4' of the same module is data_parallel",
         ),
-        ({"last": COLUMN}, "'t4' of the same module is split unevenly"),
+        (
+            [*ALL_ON_0[:4], (4, 12, 0), (4, 4, 1)],
+            {"last": COLUMN},
+            "'t4' of the same module is split unevenly",
+        ),
     ],
 )
 def test_what_torchrec_cannot_move_is_not_proposed(
-    arguments: dict[str, Any], reason: str
+    triples: Triples, arguments: dict[str, Any], reason: str
 ) -> None:
-    searched = ALL_ON_0
-    if "last" in arguments:
-        searched = ALL_ON_0[:4]
-    if arguments.get("last") == COLUMN:
-        searched = [*searched, (4, 12, 0), (4, 4, 1)]
-    job = make_job(searched, **arguments)
+    job = make_job(triples, **arguments)
     result = job.replan()
     assert result.moves == () and result.plan == job.plan
-    names = {f"t{i}" for i in range(len({t for t, *_ in searched}))}
-    assert set(result.obstacles) == names
+    assert set(result.obstacles) == {f"t{t}" for t, *_ in triples}
     assert all(reason in text for text in result.obstacles.values())
     every = job.replan(executable_only=False)
     assert every.moves and not every.executable
@@ -247,12 +253,3 @@ def test_fresh_profiles_are_what_counts() -> None:
     job.planner = make_planner(1)
     with pytest.raises(PlanFileError, match="'t1': rank 1 is not in 0 to 0"):
         job.replan()
-
-
-def test_placements_name_the_local_device() -> None:
-    nodes: Any = {"topology_arguments": {"local_world_size": 2}}
-    result = make_job(ALL_ON_0, 4, compute_device="cuda", **nodes).replan()
-    assert result.moves
-    for sharding in result.plan.plan[""].values():
-        found = [str(meta.placement) for meta in sharding.sharding_spec.shards]
-        assert found == [f"rank:{r}/cuda:{r % 2}" for r in sharding.ranks]
