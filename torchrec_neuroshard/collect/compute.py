@@ -58,7 +58,6 @@ from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.loaders import load_json
 
 __all__ = [
-    "NUM_ANCHORS",
     "CollectConfig",
     "add_arguments",
     "collect_compute",
@@ -66,7 +65,6 @@ __all__ = [
     "failures_path",
     "read_failures",
     "run",
-    "sampling_from",
     "summary",
     "unit_factor",
 ]
@@ -345,24 +343,20 @@ class _SetMeter:
             throttled=state.throttled_by() if state else "",
         )
 
-    def _measure_within_memory(self, index: int) -> CostRecord:
-        """Measure a set; a second time where the first one found no memory."""
-        try:
-            return self.measure(index)
-        except torch.OutOfMemoryError:
-            pass  # outside of the handler, which holds the failed set
-        gc.collect()
-        # What the sets before have left in pieces.
-        free_cached_memory(torch.device(self._config.device))
-        return self.measure(index)
-
     def measure_if_it_fits(self, index: int) -> CostRecord | None:
-        """Measure a set; None where the device has no memory for it."""
-        try:
-            return self._measure_within_memory(index)
-        except torch.OutOfMemoryError as error:
-            self._left_out[index] = str(error).splitlines()[0]
-            return None
+        """Measure a set, the second time where there was no memory; None: still not."""
+        why = ""
+        for _ in range(2):
+            try:
+                return self.measure(index)
+            except torch.OutOfMemoryError as error:
+                why = str(error).splitlines()[0]
+            # Outside of the handler, which holds the failed set: what it and the sets
+            # before have left in pieces.
+            gc.collect()
+            free_cached_memory(torch.device(self._config.device))
+        self._left_out[index] = why
+        return None
 
     def troubles(self) -> list[str]:
         """What there is to tell, one line each."""

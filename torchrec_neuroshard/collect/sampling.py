@@ -26,11 +26,9 @@ __all__ = [
     "SampledSet",
     "SamplingConfig",
     "SetSampler",
-    "in_short_numbers",
     "is_held_out_table",
     "repeated_index",
     "sample_set",
-    "short_numbers",
 ]
 
 STATE_BYTES = {"adam": 8, "adagrad": 4}

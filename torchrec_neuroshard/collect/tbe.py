@@ -5,13 +5,12 @@ The only file that imports fbgemm_gpu. Shapes: `T` tables, `B` samples, `L` look
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,29 +24,8 @@ from torchrec_neuroshard.devices import GPU, accelerator
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
 from torchrec_neuroshard.tables import MAX_CUDA_COLUMNS, TableConfig
 
-
-@contextlib.contextmanager
-def quiet_import() -> Iterator[None]:
-    """Drop what FBGEMM 1.6 and 1.7 log at import, once a library.
-
-    Their table of torch releases lacks their own release. A real mismatch is logged in
-    other words, which are kept.
-    """
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return "_fbgemm_torch_compat_table has no entry" not in str(record.msg)
-
-    root = logging.getLogger()
-    root.addFilter(is_news)
-    try:
-        yield
-    finally:
-        root.removeFilter(is_news)
-
-
 try:
-    with quiet_import():
-        import fbgemm_gpu
+    import fbgemm_gpu
     from fbgemm_gpu.permute_pooled_embedding_modules_split import (
         PermutePooledEmbeddingsSplit,
     )
@@ -77,9 +55,7 @@ __all__ = [
     "draw_inputs",
     "fbgemm_version",
     "join_inputs",
-    "length_distribution",
     "permute_bags",
-    "quiet_import",
     "reserve_memory",
 ]
 

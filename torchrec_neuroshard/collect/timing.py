@@ -12,7 +12,6 @@ import ctypes
 import ctypes.util
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,8 +60,6 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether the C library has the setting (glibc).
     """
-    if not sys.platform.startswith("linux"):
-        return False
     library = ctypes.CDLL(ctypes.util.find_library("c") or "libc.so.6")
     mallopt = getattr(library, "mallopt", None)
     if mallopt is None:

@@ -43,9 +43,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 __all__ = [
-    "BUNDLE_VERSION",
     "COMMS_BUNDLE",
-    "COMMS_VERSION",
     "COMPUTE_BUNDLE",
     "BundleFormat",
     "BundleInfo",

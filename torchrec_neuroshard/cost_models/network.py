@@ -21,16 +21,12 @@ from torchrec_neuroshard.features import FEATURE_NAMES, NUM_TOTALS
 __all__ = [
     "OPTIMIZER_KINDS",
     "NetworkArrays",
-    "NetworkConfig",
     "SetCostNetwork",
     "physical_basis",
 ]
 
 OPTIMIZER_KINDS: tuple[str, ...] = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 """Each has its own physical constants in the backward pass."""
-
-NetworkConfig = dict[str, int]
-"""`num_members`, `hidden`, `latent`, `head_hidden`."""
 
 _INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
 _KIND_COLUMNS = [_INDEX[f"is_{kind}"] for kind in OPTIMIZER_KINDS[1:]]
@@ -97,7 +93,7 @@ class SetCostNetwork(nn.Module):
         self.launch_scale_M2 = nn.Parameter(torch.zeros(num_members, 2))
 
     @property
-    def config(self) -> NetworkConfig:
+    def config(self) -> dict[str, int]:
         """The arguments that make a network of these sizes."""
         return {
             "num_members": self.num_members,

@@ -38,7 +38,6 @@ __all__ = [
     "evaluate_comms",
     "fit_coefficients",
     "make_candidates",
-    "predict_comms",
     "train_comms",
 ]
 

@@ -97,7 +97,6 @@ __all__ = [
     "Member",
     "draw_launch_set",
     "judge",
-    "measure_and_fit",
     "measure_mine",
     "measure_set",
     "take_part",

@@ -20,11 +20,9 @@ from torchrec_neuroshard.profiles import NUM_COUNT_BINS, FeatureProfile
 from torchrec_neuroshard.tables import TableConfig
 
 __all__ = [
-    "DLRM_BATCH_SIZE",
     "DLRM_LOOKUP_SHARES",
     "DLRM_NUM_DISTINCT",
     "DLRM_NUM_LOOKUPS",
-    "DLRM_NUM_TABLES",
     "generate_dlrm_tables",
 ]
 

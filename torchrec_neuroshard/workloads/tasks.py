@@ -11,7 +11,7 @@ import numpy as np
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.profiles import zipf_profile
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, check_tables
+from torchrec_neuroshard.tables import TableConfig, check_tables
 
 __all__ = [
     "PRODUCTION_WIDTHS",
@@ -60,15 +60,7 @@ def cap_rows(table: TableConfig, max_rows: int) -> TableConfig:
 
 
 def power_of_two_widths(max_width: int) -> tuple[int, ...]:
-    """Return 4, 8, ... up to `max_width`: the family that NeuroShard's tasks draw from.
-
-    Raises:
-        ConfigError: `max_width` is below 4.
-    """
-    if max_width < COLUMN_MULTIPLE:
-        raise ConfigError(
-            f"max_width must be at least {COLUMN_MULTIPLE}, got {max_width}"
-        )
+    """Return 4, 8, ... up to `max_width`: the widths that NeuroShard's tasks draw."""
     return tuple(2**i for i in range(2, max_width.bit_length()))
 
 
