@@ -329,28 +329,6 @@ def make_comms_record(
     )
 
 
-def draw_set(
-    rng: np.random.Generator, prefix: str, max_tables: int, max_dim: int
-) -> tuple[int, list[TableConfig]]:
-    """A batch size, and tables of up to `max_dim` times four columns, ids skewed."""
-    batch_size = int(rng.integers(512, 4096))
-    tables = []
-    for i in range(int(rng.integers(1, max_tables + 1))):
-        rows, pooling = int(rng.integers(10, 10**6)), float(rng.uniform(1, 30))
-        tables.append(
-            TableConfig(
-                name=f"{prefix}/{i}",
-                num_embeddings=rows,
-                embedding_dim=4 * int(rng.integers(1, max_dim + 1)),
-                pooling_factor=pooling,
-                profile=zipf_profile(
-                    batch_size=batch_size, pooling_factor=pooling, num_embeddings=rows
-                ),
-            )
-        )
-    return batch_size, tables
-
-
 def draw_records(
     count: int,
     seed: int,
@@ -365,7 +343,20 @@ def draw_records(
     rng = np.random.default_rng(seed)
     records = []
     for index in range(count):
-        batch_size, tables = draw_set(rng, str(index), max_tables, max_dim)
+        batch_size, tables = int(rng.integers(512, 4096)), []
+        for i in range(int(rng.integers(1, max_tables + 1))):
+            rows, pooling = int(rng.integers(10, 10**6)), float(rng.uniform(1, 30))
+            profile = zipf_profile(
+                batch_size=batch_size, pooling_factor=pooling, num_embeddings=rows
+            )
+            table = TableConfig(
+                name=f"{index}/{i}",
+                num_embeddings=rows,
+                embedding_dim=4 * int(rng.integers(1, max_dim + 1)),
+                pooling_factor=pooling,
+                profile=profile,
+            )
+            tables.append(table)
         lookups = sum(t.pooling_factor * per_lookup(t) for t in tables)
         cost = float(factor * (0.05 + 1e-6 * batch_size * lookups))
         known = {"index": index, "held_out": index % 4 == 0, "batch_size": batch_size}

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import io
 import json
 import time
@@ -199,18 +197,3 @@ def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
     with pytest.raises(RuntimeError, match=r"^shapes differ$"):
         collect_as(measure, 4)
     assert compute.read_failures(tmp_path / "r.parquet") == noted
-
-
-def test_options_change_what_the_device_would_get(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    module, gib = "torchrec_neuroshard.collect.compute", 2**30
-    monkeypatch.setattr(f"{module}.as_device", torch.device)
-    monkeypatch.setattr(f"{module}.device_bytes", lambda device: 24 * gib)
-    parser = argparse.ArgumentParser()
-    compute.add_arguments(parser)
-    options = "--out x --device cuda:1 --max-gib 2 --max-shards 7".split()
-    changed = compute.sampling_from(parser.parse_args(options))
-    gpu = SamplingConfig.for_device("cuda", 24 * gib)
-    wanted = dataclasses.replace(gpu, max_weight_bytes=2 * gib, max_shards=7)
-    assert changed == wanted

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -95,7 +94,6 @@ def test_published_links_by_hand() -> None:
 # The learned model, with any weights
 
 
-WORLDS = [(3, 3), (8, 2), (4, 1)]
 LINKS = (2.0, 0.5)
 
 
@@ -115,12 +113,6 @@ def learned(world: int = 4, local: int = 4, **settings: Any) -> LearnedCommsMode
         local_world_size=local,
         **{"measured_gb_per_s": LINKS, **settings},
     )
-
-
-def units(world: int, count: int = 5, largest: float = 1e7) -> npt.NDArray[np.float64]:
-    rng = np.random.default_rng(world)
-    drawn = largest ** rng.uniform(0.3, 1, (count, world))
-    return np.where(rng.random((count, world)) < 0.2, 0.0, drawn)
 
 
 def test_terms_by_hand() -> None:
@@ -153,11 +145,13 @@ def test_terms_by_hand() -> None:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize(("world", "local"), WORLDS)
+@pytest.mark.parametrize(("world", "local"), [(3, 3), (8, 2), (4, 1)])
 def test_prediction_is_terms_times_coefficients(
     collective: str, world: int, local: int
 ) -> None:
-    bytes_CW = units(world, largest=1e9)
+    rng = np.random.default_rng(world)
+    bytes_CW = 1e9 ** rng.uniform(0.3, 1, (5, world))
+    bytes_CW[rng.random((5, world)) < 0.2] = 0.0
     group = torch.tensor([[float(world), float(local)]])
     with torch.no_grad():
         table = random_network().coefficients(group)[0].double().numpy()
@@ -193,8 +187,7 @@ def test_columns_and_samples_become_bytes_per_peer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("local", "expected"),
-    [(2, (1.4, 1.6)), (3, (1.9, 1.8)), (8, (4.4, 2.8))],
+    ("local", "expected"), [(2, (1.4, 1.6)), (3, (1.9, 1.8)), (8, (4.4, 2.8))]
 )
 def test_slowdown_follows_the_ranks_of_a_node(
     local: int, expected: tuple[float, float]

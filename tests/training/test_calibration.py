@@ -10,7 +10,6 @@ import pytest
 
 from tests.builders import (
     ONE_PASS,
-    costed,
     draw_records,
     make_fingerprint,
     make_header,
@@ -21,13 +20,11 @@ from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
-from torchrec_neuroshard.cost_models.scaled import ScaledCostModel
 from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.testing import AnalyticCostModel
 from torchrec_neuroshard.training import calibrate_cli
 from torchrec_neuroshard.training.calibrate_cli import RECORDS_NAME, calibrate_bundle
 from torchrec_neuroshard.training.calibration import (
@@ -129,23 +126,6 @@ def test_a_worse_ensemble_is_not_kept(source: NeuralCostModel) -> None:
     assert f"Kept `{found.kept}`" in found.verdict()
 
 
-def test_a_linear_device_is_kept_linear(
-    tmp_path: Path, source: NeuralCostModel
-) -> None:
-    """A device that a few sets show to be plain, far from the one started from."""
-    device = ScaledCostModel(AnalyticCostModel(), (0.3, 0.3))
-    plain = costed(make_records(60, 1), device)
-    old = save_source(tmp_path / "old", source)
-    out = tmp_path / "new"
-    config = dataclasses.replace(QUICK, steps=4)
-    path = write_records(tmp_path / "r.parquet", HERE, plain)
-    found, _ = calibrate_bundle(old, [path], out, "mine", config)
-    assert found.kept == LINEAR and "Kept `linear`" in (out / "CARD.md").read_text()
-    _, test = split(plain)
-    model = load_bundle(out)
-    np.testing.assert_allclose(predict(model.network, test), test.costs_S2, rtol=1e-3)
-
-
 # Bundles
 
 
@@ -196,8 +176,7 @@ def test_bundle_and_card_tell_what_was_done(
         assert high == max(first[name][1], new[name][1])
     assert info.ranges == ranges[TUNED]
     np.testing.assert_allclose(
-        predict(model.network, test),
-        predict(found.candidates[TUNED].network, test),
+        predict(model.network, test), predict(found.candidates[TUNED].network, test)
     )
     card = (out / "CARD.md").read_text()
     names = ["learned", BEFORE, SCALED, TUNED, LINEAR]
@@ -219,9 +198,7 @@ def test_split_keeps_held_out_tables_and_repeats_apart() -> None:
 
 
 def test_measures_and_trains(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiny sets, so that the whole command takes seconds."""
     # The machine that runs the tests may be busy with others.

@@ -135,9 +135,7 @@ def test_the_plainest_model_is_kept_where_records_are_few() -> None:
     assert total.median == pytest.approx(kept.errors["bandwidth"])
 
 
-def test_another_machines_model_is_taken_over_by_a_factor(
-    training: CommsData,
-) -> None:
+def test_another_machines_model_is_taken_over_by_a_factor(training: CommsData) -> None:
     source = comms.train_comms(training, CommsTrainConfig(steps=60))
     few, test = data((2, 4), count=30, seed=20), data((2, 4), count=60, seed=60)
     few, test = (

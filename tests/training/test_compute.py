@@ -28,35 +28,25 @@ from torchrec_neuroshard.training.compute import (
 from torchrec_neuroshard.training.fit import Fit, fit, seeded
 
 
-class Members(nn.Module):
-    """Two members with a weight and a bias each; every step adds 1 to all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, 3))
-        self.bias = nn.Parameter(torch.zeros(2))
-
-    def loss(self, _: int) -> torch.Tensor:
-        return -self.weight.sum() - self.bias.sum()
-
-
-def run(network: Members, errors: Sequence[torch.Tensor | float]) -> Fit:
-    return fit(
+def run(errors: Sequence[torch.Tensor | float]) -> tuple[Fit, nn.ParameterDict]:
+    """Train two members with a weight and a bias each; every step adds 1 to all."""
+    network = nn.ParameterDict({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)})
+    best = fit(
         network,
         torch.optim.SGD(network.parameters(), lr=1.0),
         [[epoch] for epoch, _ in enumerate(errors)],
-        network.loss,
+        lambda _: -network["weight"].sum() - network["bias"].sum(),
         iter(errors).__next__,
     )
+    return best, network
 
 
 def test_each_member_keeps_its_own_best_epoch() -> None:
-    network = Members()
     errors = [torch.tensor(e) for e in ([3.0, 3.0], [1.0, 4.0], [2.0, 2.0])]
-    best = run(network, errors)
+    best, network = run(errors)
     assert best.error.tolist() == [1.0, 2.0] and best.epoch.tolist() == [2, 3]
-    assert network.weight.tolist() == [[2.0] * 3, [3.0] * 3]
-    assert network.bias.tolist() == [2.0, 3.0]
+    assert network["weight"].tolist() == [[2.0] * 3, [3.0] * 3]
+    assert network["bias"].tolist() == [2.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +58,10 @@ def test_each_member_keeps_its_own_best_epoch() -> None:
     ],
 )
 def test_one_error_is_of_the_whole_network(errors: list[float], best: int) -> None:
-    network = Members()
-    assert int(run(network, errors).epoch) == best
-    assert network.weight.tolist() == [[float(best)] * 3] * 2
-    assert network.bias.tolist() == [float(best)] * 2
+    found, network = run(errors)
+    assert int(found.epoch) == best
+    assert network["weight"].tolist() == [[float(best)] * 3] * 2
+    assert network["bias"].tolist() == [float(best)] * 2
 
 
 def test_seed_decides_and_leaves_the_callers_state() -> None:

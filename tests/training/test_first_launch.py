@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -139,41 +140,32 @@ def test_without_measuring_there_is_a_warning_and_the_estimate() -> None:
             FirstLaunch(planner.costs, cost_model, calibrate, None)
 
 
-class Disturbed:
-    """Measures nothing; other work disturbs the first so many times of some sets."""
-
-    reference_ms = 1.0
-
-    def __init__(self, times: dict[int, int]) -> None:
-        self.left, self.seen = Counter(times), Counter[int]()
-
-    def measure(self, tables: Any, access: Any, batch: int, seed: Any) -> Measurement:
-        index = seed[1]
-        self.seen[index] += 1
-        is_noisy = self.left[index] > 0
-        self.left[index] -= 1
-        passes = (1.0, 2.0, 3.0) if is_noisy else (1.0, 1.0, 1.0)
-        ms = float(np.median(passes))
-        return Measurement(passes, passes, (1.0, 1.0, 1.0), ms, ms)
-
-
 def test_disturbed_sets_are_measured_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timer = Disturbed({3: 1, 5: 2, 8: 1000})
+    """Other work disturbs the first so many times of some sets."""
+    disturbed, seen = {3: 1, 5: 2, 8: 1000}, Counter[int]()
+
+    def measure(tables: Any, access: Any, batch: int, seed: Any) -> Measurement:
+        index = seed[1]
+        seen[index] += 1
+        quiet = (1.0, 1.0, 1.0)
+        is_noisy = seen[index] <= disturbed.get(index, 0)
+        passes, ms = ((1.0, 2.0, 3.0), 2.0) if is_noisy else (quiet, 1.0)
+        return Measurement(passes, passes, quiet, ms, ms)
+
+    timer = SimpleNamespace(reference_ms=1.0, measure=measure)
     monkeypatch.setattr(first_launch, "SetTimer", lambda *_, **__: timer)
-    monkeypatch.setattr("time.monotonic", lambda: float(timer.seen.total()))
+    monkeypatch.setattr("time.monotonic", lambda: float(seen.total()))
     kept, reference_ms = first_launch.measure_mine(
         REQUEST, None, torch.device("cpu"), 60
     )
     assert reference_ms == 1.0
-    records = {r.index: r for r in kept}
-    noisy = [i for i, r in records.items() if r.spread > 0.1]
-    assert noisy == [8]
-    assert timer.seen[3] == 2 and timer.seen[5] == 3 and 3 < timer.seen[8] < 10
+    assert [r.index for r in kept if r.spread > 0.1] == [8]
+    assert seen[3] == 2 and seen[5] == 3 and 3 < seen[8] < 10
     # Undisturbed ones are measured once, and all time is used.
-    assert {timer.seen[i] for i in records} - {2, 3, timer.seen[8]} == {1}
-    assert timer.seen.total() == 60 and len(records) > 50
+    assert {seen[r.index] for r in kept} - {2, 3, seen[8]} == {1}
+    assert seen.total() == 60 and len(kept) > 50
 
 
 SHIPPED = PRETRAINED / "cpu_epyc"
