@@ -74,12 +74,8 @@ class Rank:
     patch: pytest.MonkeyPatch
 
     @property
-    def rank(self) -> int:
-        return self.pg.rank()
-
-    @property
     def is_first(self) -> bool:
-        return self.rank == 0
+        return self.pg.rank() == 0
 
     def planner(self, **arguments: Any) -> NeuroShardPlanner:
         return make_planner(self.pg.size(), **arguments)
@@ -135,7 +131,7 @@ def leaves_a_first_launch(at: Rank) -> Any:
         raise Interrupts
 
     at.run("pass")
-    if at.rank == 1:
+    if at.pg.rank() == 1:
         at.patch.setattr(f"{PACKAGE}.training.first_launch.take_part", leave)
     return at.plan(at.planner(**MEASURES), 6)
 
@@ -194,8 +190,6 @@ class Case:
     """Of what the first rank is warned, and the others."""
     seconds: float = PATIENT_SECONDS
     """Time-out of the group."""
-    grace: float = 30.0
-    """What measuring may take beyond twice its budget."""
     num_nodes: int = ONE_NODE
 
 
@@ -226,7 +220,6 @@ CASES = {
         LEFT,
         warned=(UNMEASURED[0], ""),
         seconds=SHORT_SECONDS,
-        grace=0.0,
         num_nodes=TWO_NODES,
     ),
 }
@@ -248,7 +241,8 @@ def outcome(case: Case, pg: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
     ):
         warnings.simplefilter("always")
         patch.setenv("NEUROSHARD_CACHE", str(folder / "cache"))
-        patch.setattr(f"{PACKAGE}.planner.launch.first_launch.GRACE_S", case.grace)
+        grace = 0.0 if case.seconds == SHORT_SECONDS else 30.0
+        patch.setattr(f"{PACKAGE}.planner.launch.first_launch.GRACE_S", grace)
         try:
             plan, result = case.act(Rank(pg, folder, patch))
             found["plan"] = repr((plan.plan, result))

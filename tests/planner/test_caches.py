@@ -66,7 +66,6 @@ def planner_of(
     )
 
 
-@pytest.mark.one_release
 def test_sizes_that_the_search_chooses(tmp_path: Path) -> None:
     """They fill the memory that is left; evaluation, report and files have them."""
     planner = planner_of()

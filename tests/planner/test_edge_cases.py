@@ -239,18 +239,15 @@ def test_a_table_larger_than_all_memory_is_named() -> None:
     assert planner.last_result is None
 
 
-# Modules.
-
-
 # The planner's own arguments and promises.
 
 
 def test_timeout_holds_inside_a_long_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = [bag_config(i, rows=1000 + 37 * i, dim=64) for i in range(80)]
+    module = make_ebc([(1000 + 37 * i, 64) for i in range(80)])
     clock = itertools.count(0.0, 0.05)  # of which each look takes a while
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     long = SearchConfig(effort=1000.0)
-    plan_of(bags(*tables), 8, timeout_seconds=1, search=long)
+    plan_of(module, 8, timeout_seconds=1, search=long)
     # The rest of the planning is not part of the search.
     assert 1 < next(clock) < 3
 
