@@ -186,6 +186,13 @@ def test_row_wise_tables_of_sequences() -> None:
         assert rank[2:4] == pytest.approx([rows, rows])
 
 
+@pytest.mark.parametrize("ids", [1, 5])
+def test_a_sequence_has_a_row_for_each_id(ids: int) -> None:
+    kinds = {"s0": ("table_wise", "fused")}
+    costs, plan = placed(sequences(16), topology_of(4), kinds, pooling_factors=[ids])
+    assert costs.reader.table(plan[0]).num_features == ids
+
+
 class SlowOrder(AnalyticCommsModel):
     """A microsecond per column and sample forward, two backward."""
 
