@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +29,6 @@ NO_GROUP = ("groups", "rehearse")
 """Pages for a process without a process group."""
 
 
-@contextlib.contextmanager
-def a_job_of_one_rank(store: Path) -> Iterator[dict[str, Any]]:
-    """Yield what the pages say that the reader has, in a process group."""
-    dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
-    try:
-        yield a_readers_script()
-    finally:
-        dist.destroy_process_group()
-
-
 def batch() -> KeyedJaggedTensor:
     lengths = torch.full((len(NAMES) * 8,), 2)
     ids = torch.arange(len(NAMES) * 16) % 50
@@ -48,7 +36,7 @@ def batch() -> KeyedJaggedTensor:
 
 
 def a_readers_script() -> dict[str, Any]:
-    """Return model, planner, plan, batches and a training loop."""
+    """What pages say that the reader has: model, planner, plan, batches, a loop."""
     topology = Topology(world_size=1, compute_device="cpu")
     model = bags(
         *(bag_config(0, 50, 8, name=name, feature_names=[name]) for name in NAMES)
@@ -86,20 +74,23 @@ def a_readers_script() -> dict[str, Any]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_every_block_of_a_page_runs(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     blocks = _BLOCK.findall(page.read_text(encoding="utf-8"))
     if not blocks:
         pytest.skip("has no Python")
     monkeypatch.chdir(tmp_path)
-    job: contextlib.AbstractContextManager[dict[str, Any]] = a_job_of_one_rank(
-        tmp_path / "store"
-    )
-    if page.stem in NO_GROUP:
-        job = contextlib.nullcontext({})
-    with warnings.catch_warnings(), job as known:
+    script: dict[str, Any] = {"__name__": "docs"}
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        script: dict[str, Any] = {"__name__": "docs", **known}
+        if page.stem not in NO_GROUP:
+            store = f"file://{tmp_path}/store"
+            dist.init_process_group("gloo", store, rank=0, world_size=1)
+            request.addfinalizer(dist.destroy_process_group)
+            script |= a_readers_script()
         for number, block in enumerate(blocks):
             code = compile(block, f"{page.name}, block {number}", "exec")
             exec(code, script)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +26,24 @@ pytestmark = pytest.mark.distributed
 
 END_SECONDS = 600
 """Far more than is needed, so that no busy machine fails."""
-NUM_KEPT = 20
 
 Ranks = list["subprocess.Popen[str]"]
 
 
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Ranks]:
-    """Three ranks, started as torchrun would, that have measured for a while."""
+def start(path: Path) -> Ranks:
+    """Three ranks, as torchrun would start them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-W", "error::FutureWarning", "-m"]
     command += ["torchrec_neuroshard", "collect", "comms", "--group-sizes", "2"]
-    command += ["--out", str(tmp_path / "c.parquet"), "--max-bytes", "65536"]
+    command += ["--out", str(path), "--max-bytes", "65536", "--timeout", "10"]
     command += ["--sample-seconds", "0.01", "--num-samples", "100000"]
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": "3",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
+    environment = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
         subprocess.Popen(
-            [*command, "--timeout", "10"],
+            command,
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -59,14 +51,6 @@ def running(tmp_path: Path) -> Iterator[Ranks]:
         )
         for rank in range(3)
     ]
-    journal = journal_path(tmp_path / "c.parquet")
-    while not journal.exists() or journal.read_text().count("\n") <= NUM_KEPT:
-        assert all(r.poll() is None for r in ranks), ends(ranks)
-        time.sleep(0.1)
-    yield ranks
-    for process in ranks:
-        process.kill()
-        process.communicate()
 
 
 def ends(ranks: Ranks) -> list[tuple[int, str]]:
@@ -140,21 +124,29 @@ def test_run_goes_on_where_it_stopped(ranks: Results) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_records_are_kept_and_the_odd_rank_is_named(
-    running: Ranks, tmp_path: Path, sent: signal.Signals
+    tmp_path: Path, sent: signal.Signals, request: pytest.FixtureRequest
 ) -> None:
     path = tmp_path / "c.parquet"
-    running[1].send_signal(sent)
+    ranks = start(path)
+    for process in ranks:
+        request.addfinalizer(process.communicate)
+        request.addfinalizer(process.kill)
+    journal = journal_path(path)
+    while not journal.exists() or journal.read_text().count("\n") <= 20:
+        assert all(r.poll() is None for r in ranks), ends(ranks)
+        time.sleep(0.1)
+    ranks[1].send_signal(sent)
     if sent == signal.SIGTERM:  # all end together, between samples
-        assert ends(running) == [(0, "")] * 3
+        assert ends(ranks) == [(0, "")] * 3
     else:
-        first, last = ends([running[0], running[2]])
+        first, last = ends([ranks[0], ranks[2]])
         assert first[0] == 2
-        assert f"rank 1 ({socket.gethostname()}, process {running[1].pid})" in first[1]
+        assert f"rank 1 ({socket.gethostname()}, process {ranks[1].pid})" in first[1]
         assert "died or fell silent" in first[1]
         assert last == (2, "")
-    assert not journal_path(path).exists()  # rank 0 folded it
+    assert not journal.exists()  # rank 0 folded it
     header, kept = read(path)
-    assert len(kept) >= NUM_KEPT
+    assert len(kept) >= 20
     assert [r.index for r in kept] == list(range(len(kept)))
     assert header.sampling["groups"] == ["first 2", "world"]
     assert {(r.group, r.world_size) for r in kept} == {("first 2", 2), ("world", 3)}

@@ -102,27 +102,12 @@ class Stream(torch.Stream):
         made: Stream = super().__new__(cls, **given)
         return made
 
-    @property
-    def cuda_stream(self) -> int:
-        return int(self.stream_id)
-
-    def record_event(self, event: Any = None) -> Any:
-        event = event or Event()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: Any) -> None:
-        event.wait(self)
-
     def wait_stream(self, stream: Any) -> None:
         ops.note(f"wait {self.stream_id} {stream.stream_id}")
 
     def synchronize(self) -> None:
         ops.note(f"host {self.stream_id}")
         _wait(self.device.index, time.perf_counter())
-
-    def query(self) -> bool:
-        return True
 
 
 _MS_PER_LAUNCH = 0.01
@@ -138,13 +123,7 @@ def _wait(index: int, seconds: float) -> None:
 class Event:
     """Recorded when the host gets there; `query` says busy until it is waited for."""
 
-    def __init__(
-        self,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-        external: bool = False,
-    ) -> None:
+    def __init__(self, enable_timing: bool = False, **_: bool) -> None:
         self._timed = enable_timing
         self._seconds: float | None = None
         self.device: torch.device | None = None
@@ -198,11 +177,6 @@ def current_stream(device: Any = None) -> Any:
     return _stream(ops.current_stream(index), index)
 
 
-def default_stream(device: Any = None) -> Any:
-    """The first stream of a device."""
-    return _stream(0, index_of(device))
-
-
 def set_stream(stream: Any) -> None:
     """Queue this thread's work on a stream."""
     if stream is not None:
@@ -227,11 +201,6 @@ class _OnDevice:
 
     def __exit__(self, *error: object) -> None:
         ops.set_device(self.prev_idx)
-
-
-class _OnDeviceOf(_OnDevice):
-    def __init__(self, tensor: Any) -> None:
-        super().__init__(tensor.get_device() if tensor.is_cuda else None)
 
 
 class _OnStream:
@@ -300,19 +269,15 @@ def _install() -> None:
         "StreamContext": _OnStream,
         "stream": _OnStream,
         "device": _OnDevice,
-        "device_of": _OnDeviceOf,
-        "init": _nothing,
         "_lazy_init": _nothing,
         "_is_compiled": _always(True),
         "_is_in_bad_fork": _always(False),
         "is_available": _always(True),
         "is_initialized": _always(True),
-        "is_current_stream_capturing": _always(False),
         "device_count": lambda: ops.device_count(),
         "current_device": lambda: ops.current_device(),
         "set_device": lambda device: ops.set_device(index_of(device)),
         "current_stream": current_stream,
-        "default_stream": default_stream,
         "set_stream": set_stream,
         "synchronize": _synchronize,
         "get_device_name": lambda device=None: _properties(device).name,

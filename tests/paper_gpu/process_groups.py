@@ -96,20 +96,11 @@ def _destroy_process_group(original: Callable[..., None]) -> Callable[..., None]
     return destroy
 
 
-def _get_backend(original: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(original)
-    def get_backend(group: dist.ProcessGroup | None = None) -> str:
-        return "nccl" if _is_nccl(group) else original(group)
-
-    return get_backend
-
-
-def _object_device(original: Callable[..., str]) -> Callable[..., str]:
-    @functools.wraps(original)
-    def device(group: dist.ProcessGroup | None = None) -> str:
-        return "cuda" if _is_nccl(group) else original(group)
-
-    return device
+def _over_nccl(answer: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wraps a question about a group: the answer of one over NCCL."""
+    return lambda original: (
+        lambda group=None: answer if _is_nccl(group) else original(group)
+    )
 
 
 def _device_types(original: property) -> property:
@@ -183,8 +174,8 @@ def install() -> None:
         "init_process_group": _init_process_group,
         "new_group": _new_group,
         "destroy_process_group": _destroy_process_group,
-        "get_backend": _get_backend,
-        "_get_object_coll_device": _object_device,
+        "get_backend": _over_nccl("nccl"),
+        "_get_object_coll_device": _over_nccl("cuda"),
         "is_nccl_available": lambda original: lambda: True,
         **{name: _strict for name in _COLLECTIVES},
     }
