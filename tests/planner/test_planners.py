@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
-from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import PlanLoader, ShardingOption
 from torchrec.modules.embedding_configs import DataType
 
@@ -15,8 +14,6 @@ from tests.builders import (
     bag_sharders,
     bags,
     by_table,
-    check_plan,
-    check_result,
     columns_only,
     cost_of,
     each,
@@ -35,21 +32,6 @@ from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner import NeuroShardPlanner, PlacementConstraints
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.testing import AnalyticCostModel
-
-
-@pytest.mark.parametrize("compute_device", ["cpu", "cuda"])
-def test_every_column_is_placed(compute_device: str) -> None:
-    topology = Topology(8, compute_device)
-    constraints = only("t3", min_partition=32)
-    given = repr(topology), repr(constraints)
-    planner = make_planner(topology=topology, constraints=constraints)
-    ebc = make_ebc(CPU_SIZES)
-    plan = planner.plan(ebc, bag_sharders())
-    check_plan(plan, ebc, 8)
-    check_result(planner)
-    if compute_device == "cuda":
-        assert all(len({w for _, w, _ in s}) == 1 for s in shards_of(plan).values())
-    assert (repr(topology), repr(constraints)) == given
 
 
 def test_tables_beside_a_split_one_are_column_wise_unless_told() -> None:

@@ -39,18 +39,6 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def show_card(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A GPU, as far as the planner looks at it."""
-    properties = SimpleNamespace(name=name, total_memory=CARD)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    monkeypatch.setattr(
-        "torchrec.distributed.planner.planners.get_device_type", lambda: "cuda"
-    )
-
-
 def planned(topology: Topology | None) -> NeuroShardPlanner:
     planner = NeuroShardPlanner(
         topology, stats=[], consider_stock=False, batch_size=64, **analytic()
@@ -189,7 +177,14 @@ def test_bandwidths_of_single_collectives() -> None:
 def test_the_card_here_is_as_large_as_it_is(
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    show_card(monkeypatch, "NVIDIA H200")
+    shown = SimpleNamespace(name="NVIDIA H200", total_memory=CARD)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: shown)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: shown.name)
+    monkeypatch.setattr(
+        "torchrec.distributed.planner.planners.get_device_type", lambda: "cuda"
+    )
     planner = planned(None)
     assert [d.storage.hbm for d in planner.topology.devices] == [CARD]
     assert planner.topology.hbm_mem_bw == pytest.approx(4800e6)

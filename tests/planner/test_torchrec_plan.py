@@ -16,7 +16,6 @@ from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
-from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
     MIB,
@@ -99,16 +98,12 @@ STOCK: dict[str, Any] = {
 THREE = [(10_000, 64), (300, 64), (2_000_000, 128)]
 
 
-def stock_within(seconds: float) -> ShardingPlan:
-    """TorchRec's plan of three tables, within some seconds."""
-    return stock_plan(make_ebc(THREE), bag_sharders(), **STOCK, seconds=seconds)
-
-
 def test_the_plan_to_compare_with_is_torchrecs_where_time_suffices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    theirs = stock_planner(**STOCK).plan(make_ebc(THREE), bag_sharders())
-    assert str(stock_within(600)) == str(theirs)
+    given = make_ebc(THREE), bag_sharders()
+    theirs = stock_planner(**STOCK).plan(*given)
+    assert str(stock_plan(*given, **STOCK, seconds=600)) == str(theirs)
     # It stops within its estimates, here of a second each.
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
@@ -121,7 +116,7 @@ def test_the_plan_to_compare_with_is_torchrecs_where_time_suffices(
 
     monkeypatch.setattr(SizesEstimator, "estimate", slow)
     with pytest.raises(OutOfTimeError, match="it had estimated 2 of 3 tables"):
-        stock_within(1.5)
+        stock_plan(*given, **STOCK, seconds=1.5)
 
 
 def test_shards_too_many_to_list_are_not_listed_to_say_that_nothing_fits(
