@@ -32,14 +32,12 @@ from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 TABLES = ((128, 50.0), (256, 200.0), (128, 200.0))
 """Width of a table and ids per sample: many ids, which every split sends again."""
-ALL = {"ebc.t0", "ebc.t1", "ebc.t2"}
+ALL = {"t0", "t1", "t2"}
 LAYERS = DenseMs(forward=10.0, backward=20.0)
 
 
 def module() -> nn.Module:
-    found = nn.Module()
-    found.ebc = bags(*(bag_config(i, 1000, dim) for i, (dim, _) in enumerate(TABLES)))
-    return found
+    return bags(*(bag_config(i, 1000, dim) for i, (dim, _) in enumerate(TABLES)))
 
 
 def planner_for(pipeline: Any, dense: Any = LAYERS) -> NeuroShardPlanner:
