@@ -65,6 +65,15 @@ def test_a_table_that_holds_up_one_rank_goes_row_wise() -> None:
     assert cost_of(planner) == pytest.approx(3 * (0.001 + 256 * 15e-3), rel=1e-2)
 
 
+def test_tables_join_the_stage_of_one_that_must_be_elsewhere() -> None:
+    # One launch is paid for two stages' worth; kernels of replicas are estimates, and
+    # would be a stage of their own as well.
+    nodes = each(1, "table_row_wise")
+    planner = make_planner(topology=gpus(4, 2), constraints=nodes)
+    plan = planner.plan(make_ebc([(1000, 256), (1000, 32), (1000, 32)]), bag_sharders())
+    assert set(types_of(plan).values()) == {"table_row_wise"}
+
+
 def test_small_tables_become_replicas_where_collectives_are_dear() -> None:
     # Replicas of the small ones send 6 kB of gradients, their outputs are 16 kB; those
     # of the large one would send 8 MB.
@@ -141,6 +150,10 @@ def test_stock_plan_is_taken_where_it_is_cheaper() -> None:
     selected = planner.get_selected_options()
     assert sorted(o.name for o in selected) == ["t0", "t1", "t2", "t3"]
     assert all(s.rank is not None and s.perf for o in selected for s in o.shards)
+    # Where it is no better, it is not.
+    planner = make_planner(4, consider_stock=True)
+    planner.plan(make_ebc([(1000, 64)] * 4), bag_sharders())
+    assert last_result(planner).fallback is None
     assert result.gap == pytest.approx(taken / result.lower_bound_ms - 1)
 
 
