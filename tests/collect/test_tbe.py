@@ -238,3 +238,16 @@ def test_kernels_of_a_gpu_are_built_with_the_state_that_is_counted(
     released = weakref.ref(module)
     del kernel, module
     assert released() is None  # at once: the next set needs the memory
+
+
+def test_tables_inputs_are_put_together() -> None:
+    """A kernel over all tables then looks up what one over each would."""
+    own = [
+        tbe.draw_inputs([t], [a], BATCH, (i,), CPU)
+        for i, (t, a) in enumerate(zip(TABLES, ACCESS, strict=True))
+    ]
+    joined = tbe.join_inputs(own)
+    assert joined.weights_L is None and joined.offsets[0] == 0
+    assert torch.equal(joined.indices_L, torch.cat([b.indices_L for b in own]))
+    lengths = torch.cat([b.offsets.diff() for b in own])
+    assert torch.equal(joined.offsets.diff(), lengths)

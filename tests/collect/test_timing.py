@@ -14,6 +14,7 @@ from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.timing import (
     DeviceClock,
     HostClock,
+    Reference,
     SetTimer,
     keep_freed_memory,
 )
@@ -33,6 +34,14 @@ def test_time_is_the_median_ratio_times_the_nominal() -> None:
     for raw, ms in ((found.fwd_raw_ms, found.fwd_ms), (found.bwd_raw_ms, found.bwd_ms)):
         ratios = [a / b for a, b in zip(raw, found.ref_raw_ms, strict=True)]
         assert ms == pytest.approx(7.0 * statistics.median(ratios))
+
+
+def test_machine_speed_is_relative_to_the_nominal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timer = SetTimer(CPU, 1 << 20, reference_ms=3.0)
+    monkeypatch.setattr(Reference, "nominal_ms", lambda _, passes: 0.5 * passes)
+    assert timer.machine_speed(num_passes=8) == pytest.approx(0.75)
 
 
 # A GPU's clock, with stand-ins for its events
