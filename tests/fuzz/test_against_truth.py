@@ -135,6 +135,13 @@ def test_what_was_found_is_mended(wrong: str) -> None:
     assert outcome.partition(":")[0] == expected, outcome
 
 
+def test_ranks_without_memory_are_bound() -> None:
+    known = {"ranks": 1, "node": 1, "models": 1, "memory": [0]}
+    case = known | {"tables": [table(2, 8, COLUMN, HOST)]}
+    outcome, _ = against_truth.examine(case, all_bounds=True)
+    assert outcome == "best"
+
+
 @pytest.mark.parametrize(
     "numbers", [range(10), pytest.param(range(10, 60), marks=pytest.mark.nightly)]
 )

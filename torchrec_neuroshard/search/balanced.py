@@ -193,7 +193,7 @@ class _Program:
         for own in range(int(options.own_O.max()) + 1):
             taken = self._takes[options.own_O == own]
             self._rule(taken, np.full(len(taken), -1.0), -1.0)
-        room = float(bank.caps_W.sum())
+        room = max(1.0, float(bank.caps_W.sum()))  # ranks may have no memory at all
         if math.isfinite(room):
             self._rule(self._takes, options.bytes_O / room, 1.0)
         for stage in np.unique(bank.stages_T[options.way_O]).tolist():
