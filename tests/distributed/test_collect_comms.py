@@ -123,7 +123,7 @@ def test_run_goes_on_where_it_stopped(ranks: Results) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
-def test_records_are_kept_and_the_odd_rank_is_named(
+def test_records_are_kept_whatever_becomes_of_a_rank(
     tmp_path: Path, sent: signal.Signals, request: pytest.FixtureRequest
 ) -> None:
     path = tmp_path / "c.parquet"
@@ -139,11 +139,9 @@ def test_records_are_kept_and_the_odd_rank_is_named(
     if sent == signal.SIGTERM:  # all end together, between samples
         assert ends(ranks) == [(0, "")] * 3
     else:
-        first, last = ends([ranks[0], ranks[2]])
-        assert first[0] == 2
-        assert f"rank 1 ({socket.gethostname()}, process {ranks[1].pid})" in first[1]
-        assert "died or fell silent" in first[1]
-        assert last == (2, "")
+        for rank in (0, 2):
+            [(code, said)] = ends([ranks[rank]])
+            assert code == 2 and f"rank {rank} stopped: " in said and str(path) in said
     assert not journal.exists()  # rank 0 folded it
     header, kept = read(path)
     assert len(kept) >= 20

@@ -258,8 +258,8 @@ def collect_comms(config: CommsConfig, console: Console | None = None) -> None:
         ConfigError: The ranks were not started by torchrun, or not so that it works.
         RecordMismatchError: The file holds records of another run, world size or
             backend. On rank 0 alone; elsewhere a `NeuroShardError` says where to look.
-        RankFailureError: A rank died or fell silent; what was measured is kept. On
-            the lowest rank that is left; elsewhere a `NeuroShardError`.
+        RankFailureError: This rank failed, or waited for one that died or fell silent;
+            what was measured is kept.
     """
     keep_freed_memory()
     ranks = Ranks(config.backend, config.timeout_seconds, config.group_sizes)
@@ -269,29 +269,15 @@ def collect_comms(config: CommsConfig, console: Console | None = None) -> None:
         try:
             _collect(config, ranks, stop, console or Console(quiet=ranks.rank > 0))
         except NeuroShardError:
-            ranks.close()
             raise
         except RuntimeError as error:
-            answers = ranks.roll_call(str(error))
-            raise _explain_failure(answers, ranks, config) from error
-        else:
+            raise RankFailureError(
+                f"rank {ranks.rank} stopped: {error}. {config.out} and "
+                f"{journal_path(config.out)} keep what was measured; the same command "
+                "goes on from there"
+            ) from error
+        finally:
             ranks.close()
-
-
-def _explain_failure(
-    answers: dict[int, str | None], ranks: Ranks, config: CommsConfig
-) -> NeuroShardError:
-    """Return the error of the whole run, on the lowest rank that is left."""
-    silent = [r for r, answer in answers.items() if answer is None]
-    if silent:
-        what = f"{', '.join(map(ranks.describe, silent))} died or fell silent"
-    else:
-        what = f"rank {ranks.rank} failed: {answers[ranks.rank]}"
-    kept = f"{config.out} and {journal_path(config.out)} keep what was measured"
-    reporter = min(r for r, answer in answers.items() if answer is not None)
-    if ranks.rank != reporter:
-        return NeuroShardError(f"rank {reporter} reports the failure")
-    return RankFailureError(f"{what}; {kept}; the same command goes on from there")
 
 
 def _collect(
@@ -533,7 +519,7 @@ def _default_backend() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `neuroshard collect comms`; only one rank prints what went wrong."""
+    """Run `neuroshard collect comms`; what is wrong with all, rank 0 prints."""
     try:
         collect_comms(
             from_options(

@@ -10,7 +10,6 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,10 +99,7 @@ class Ranks:
         self._is_guest = dist.is_initialized()
         if not self._is_guest:
             dist.init_process_group(backend, timeout=timeout)
-        self._store = dist.distributed_c10d._get_default_store()
-        self._control: dist.ProcessGroup | None = dist.new_group(
-            backend="gloo", timeout=timeout
-        )
+        self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._groups = {
             "world": _Group(None, tuple(range(self.world_size)), self.local_world_size)
         }
@@ -112,7 +108,7 @@ class Ranks:
         for size in sorted(set(group_sizes) - {self.world_size}):
             self._add_first(size, timeout)
         self._clock_offset_s = self._measure_clock_offset()
-        self._processes = self.gather_objects((socket.gethostname(), os.getpid()))
+        self._hosts = self.gather_objects(socket.gethostname())
 
     def _add_subgroups(self, timeout: datetime.timedelta) -> None:
         """Make the groups that table-row-wise and grid sharding use."""
@@ -212,7 +208,7 @@ class Ranks:
 
     def turn(self) -> tuple[int, int]:
         """Which of the ranks on its host this one is, and the most that a host has."""
-        hosts = [host for host, _ in self._processes]
+        hosts = self._hosts
         return hosts[: self.rank].count(hosts[self.rank]), max(map(hosts.count, hosts))
 
     def bandwidth(self, other: int, num_bytes: int = _BANDWIDTH_BYTES) -> float:
@@ -229,49 +225,6 @@ class Ranks:
             synchronize(self.device)
             times.append(time.perf_counter() - start)
         return float(self.share(2 * num_bytes / statistics.median(times[1:]) / 1e9))
-
-    def describe(self, rank: int) -> str:
-        """Return a rank with its host and process."""
-        host, process = self._processes[rank]
-        return f"rank {rank} ({host}, process {process})"
-
-    def _known_dead(self, rank: int) -> bool:
-        """Whether a rank's process is gone; False where that cannot be seen."""
-        host, process = self._processes[rank]
-        if host != socket.gethostname():
-            return False
-        try:
-            state = Path(f"/proc/{process}/stat").read_text(encoding="ascii")
-        except FileNotFoundError:
-            return Path("/proc/self").exists()
-        return state.rpartition(")")[2].split()[0] in "XZ"
-
-    def roll_call(self, reason: str) -> dict[int, str | None]:
-        """After a failure: find out which ranks are still there, and why they stopped.
-
-        Returns:
-            Rank -> what it stopped for; None for a rank that does not answer.
-        """
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"neuroshard/stopped/{self.rank}", reason)
-        # Closing the connections wakes whoever waits for this rank.
-        self._control = None
-        self._groups.clear()
-        self.close()
-        answers: dict[int, str | None] = {r: None for r in range(self.world_size)}
-        answers[self.rank] = reason
-        deadline = time.monotonic() + self._timeout_seconds + 2
-        while time.monotonic() < deadline:
-            awaited = [r for r, answer in answers.items() if answer is None]
-            for rank in awaited:
-                key = f"neuroshard/stopped/{rank}"
-                with contextlib.suppress(RuntimeError):
-                    if self._store.check([key]):
-                        answers[rank] = self._store.get(key).decode()
-            if all(answers[r] is not None or self._known_dead(r) for r in awaited):
-                break
-            time.sleep(0.1)
-        return answers
 
     def close(self) -> None:
         """Leave the group, or give that up when it does not come to an end."""
