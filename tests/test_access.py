@@ -45,6 +45,11 @@ def test_profile_gives_its_distribution_back() -> None:
     assert sum(found.histogram(10_240)) == pytest.approx(
         expected.num_distinct, rel=0.02
     )
+    # Of nothing, an even one.
+    empty = zipf_profile(batch_size=4, pooling_factor=0, num_embeddings=10)
+    uniform = AccessDistribution((10.0,), (1.0,))
+    assert AccessDistribution.from_profile(empty, 10) == uniform
+    assert AccessDistribution.of_batch(empty, 10) == uniform
 
 
 @pytest.mark.parametrize("rows", [300, 50_000, 10**9])
@@ -68,10 +73,3 @@ def test_batches_have_as_many_distinct_ids_as_their_profile(
         both = len(np.unique(np.concatenate(batches)))
         wider = profile.at_batch_size(2 * profile.batch_size, rows)
         assert both == pytest.approx(wider.num_distinct, rel=0.1)
-
-
-def test_profile_of_nothing_is_uniform() -> None:
-    empty = zipf_profile(batch_size=4, pooling_factor=0, num_embeddings=10)
-    uniform = AccessDistribution((10.0,), (1.0,))
-    assert AccessDistribution.from_profile(empty, 10) == uniform
-    assert AccessDistribution.of_batch(empty, 10) == uniform

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from torchrec_neuroshard import cli, progress
 from torchrec_neuroshard.errors import InfeasibleError
 
-Run = Callable[[argparse.Namespace], int]
 
-
-@pytest.fixture
-def use_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
-    """Adds a subcommand `act --times N` beside one whose module does not exist."""
-
-    def use(run: Run) -> None:
-        module = ModuleType("module_of_act")
-        module.__dict__["add_arguments"] = lambda parser: parser.add_argument(
-            "--times", type=int, default=1
-        )
-        module.__dict__["run"] = run
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        commands = (
-            cli.Command("act", "do something", module.__name__),
-            cli.Command("absent", "cannot be loaded", "a_module_that_nobody_wrote"),
-        )
-        monkeypatch.setattr(cli, "COMMANDS", commands)
-
-    return use
+def use_command(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[argparse.Namespace], int]
+) -> None:
+    """Adds a subcommand `act` beside one whose module does not exist."""
+    module: Any = ModuleType("module_of_act")
+    module.add_arguments = lambda parser: None
+    module.run = run
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    commands = (
+        cli.Command("act", "do something", module.__name__),
+        cli.Command("absent", "cannot be loaded", "a_module_that_nobody_wrote"),
+    )
+    monkeypatch.setattr(cli, "COMMANDS", commands)
 
 
 def test_help_lists_every_command_and_loads_none() -> None:
@@ -69,7 +63,6 @@ def test_help_lists_every_command_and_loads_none() -> None:
     ],
 )
 def test_an_error_is_one_line_on_stderr(
-    use_command: Callable[[Run], None],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
@@ -79,7 +72,7 @@ def test_an_error_is_one_line_on_stderr(
     def run(args: argparse.Namespace) -> int:
         raise error
 
-    use_command(run)
+    use_command(monkeypatch, run)
     assert cli.main(["act"]) == code
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -91,13 +84,13 @@ def test_an_error_is_one_line_on_stderr(
 
 
 def test_nobody_who_reads_the_output_is_no_fault(
-    use_command: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(args: argparse.Namespace) -> int:
         print("x")
         return 0
 
-    use_command(run)
+    use_command(monkeypatch, run)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as closed:
@@ -108,17 +101,11 @@ def test_nobody_who_reads_the_output_is_no_fault(
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_first_rank_shows_what_takes_time(
-    use_command: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch, rank: str
+    monkeypatch: pytest.MonkeyPatch, rank: str
 ) -> None:
-    shown: list[bool] = []
     monkeypatch.setenv("RANK", rank)
-
-    @contextlib.contextmanager
-    def noted() -> Iterator[None]:
-        shown.append(True)
-        yield
-
-    monkeypatch.setattr(progress, "shown", noted)
-    use_command(lambda args: 0)
+    shown = MagicMock()
+    monkeypatch.setattr(progress, "shown", shown)
+    use_command(monkeypatch, lambda args: 0)
     assert cli.main(["act"]) == 0
-    assert bool(shown) == (rank == "0")
+    assert shown.return_value.__enter__.called == (rank == "0")

@@ -119,16 +119,6 @@ def test_a_failure_to_load_is_an_error(
     assert "do not load: OSError: no symbol" in capsys.readouterr().out
 
 
-def raised_inside(module: str) -> Exception:
-    """An error whose traceback passes through a frame of that module."""
-    code = compile("raise AttributeError('no operator')", module, "exec")
-    try:
-        exec(code, {"__name__": module})
-    except AttributeError as error:
-        return error
-    raise AssertionError
-
-
 def test_failure_is_blamed_on_a_clash_only_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,5 +128,9 @@ def test_failure_is_blamed_on_a_clash_only_where_there_is_one(
         (SOUND, "torchrec.modules", False),
     ):
         monkeypatch.setattr(doctor, "read_installed", lambda found=environment: found)
-        reason = doctor.explain_failure("Planner", raised_inside(module))
+        # An error whose traceback passes through a frame of that module.
+        code = compile("raise AttributeError('no operator')", module, "exec")
+        with pytest.raises(AttributeError) as raised:
+            exec(code, {"__name__": module})
+        reason = doctor.explain_failure("Planner", raised.value)
         assert isinstance(reason, EnvironmentMismatchError) == explained

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.builders import make_tables
 from torchrec_neuroshard.errors import FeatureSchemaError
 from torchrec_neuroshard.features import (
     FEATURE_NAMES,
@@ -16,7 +17,6 @@ from torchrec_neuroshard.features import (
     table_features,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.tables import TableConfig
 
 PROFILE = FeatureProfile(
     batch_size=8,
@@ -24,19 +24,11 @@ PROFILE = FeatureProfile(
     pooling_std=1.0,
     access_histogram=(4, 2, 2, *[0] * 14),
 )
+HALF: Any = {"weighted": True, "data_type": "fp16", "optimizer": "sgd"}
 TABLES = (
-    TableConfig(name="a", num_embeddings=1_024, embedding_dim=32, profile=PROFILE),
-    TableConfig(
-        name="b",
-        num_embeddings=512,
-        embedding_dim=20,
-        pooling_factor=6.0,
-        num_features=3,
-        weighted=True,
-        data_type="fp16",
-        optimizer="sgd",
-    ),
-    TableConfig(name="c", num_embeddings=7, embedding_dim=4, optimizer="adam"),
+    *make_tables([32], 1_024, profile=PROFILE),
+    *make_tables([20], 512, 6.0, num_features=3, **HALF),
+    *make_tables([4], 7, optimizer="adam"),
 )
 
 
@@ -92,26 +84,25 @@ def test_flags_and_several_features() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "fused"),
+    ("change", "feature", "value"),
     [
-        ({}, True),
-        ({"optimizer": "sgd"}, False),
-        ({"data_type": "fp16"}, False),
-        ({"num_features": 2}, False),
-        ({"weighted": True}, True),
+        # Gradients that the CPU adds one by one.
+        ({}, "unfused_values", 0),
+        ({"optimizer": "sgd"}, "unfused_values", 16 * 32),
+        ({"data_type": "fp16"}, "unfused_values", 16 * 32),
+        ({"num_features": 2}, "unfused_values", 16 * 32),
+        ({"weighted": True}, "unfused_values", 0),
+        # Ids are sorted by eight bits at a time.
+        ({"num_embeddings": 255}, "sorted_digits", 16 * 1),
+        ({"num_embeddings": 256}, "sorted_digits", 16 * 2),
+        ({"num_embeddings": 65_536}, "sorted_digits", 16 * 3),
     ],
 )
-def test_which_gradients_the_cpu_adds_one_by_one(
-    change: dict[str, Any], fused: bool
+def test_what_one_field_changes(
+    change: dict[str, Any], feature: str, value: float
 ) -> None:
     (row,) = table_features([dataclasses.replace(TABLES[0], **change)], 8)
-    assert named(row)["unfused_values"] == (0 if fused else 16 * 32)
-
-
-@pytest.mark.parametrize(("rows", "digits"), [(255, 1), (256, 2), (65_536, 3)])
-def test_ids_are_sorted_by_eight_bits_at_a_time(rows: int, digits: int) -> None:
-    table = dataclasses.replace(TABLES[0], num_embeddings=rows)
-    assert named(table_features([table], 8)[0])["sorted_digits"] == 16 * digits
+    assert named(row)[feature] == value
 
 
 def test_shard_is_the_narrower_table_and_bytes_are_conserved() -> None:

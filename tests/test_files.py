@@ -121,15 +121,9 @@ class Outer:
 
 def test_dataclasses_are_made_by_the_types_of_their_fields() -> None:
     inner = {"names": ["a"], "pair": [1, 2.5]}
-    found = from_fields(
-        Outer,
-        {
-            "count": 3.0,
-            "inner": inner,
-            "many": [inner],
-            "rates": {"a": [1]},
-        },
-    )
+    rates = {"a": [1]}
+    fields = {"count": 3.0, "inner": inner, "many": [inner], "rates": rates}
+    found = from_fields(Outer, fields)
     made = Inner(names=("a",), pair=(1.0, 2.5))
     assert found == Outer(count=3, inner=made, many=(made,), rates={"a": (1.0,)})
     assert type(found.count) is int
@@ -141,9 +135,6 @@ def test_options_fill_the_fields_of_their_names() -> None:
     assert inner == Inner(names=("a",), pair=(1.0, 2.0))
     found = from_options(Outer, options, inner=inner, count=3, many=[inner])
     assert found == Outer(count=3, inner=inner, many=(inner,))
-
-
-SOUND: dict[str, Any] = {"count": 1, "inner": {"names": []}}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +151,8 @@ SOUND: dict[str, Any] = {"count": 1, "inner": {"names": []}}
     ],
 )
 def test_other_values_are_refused(change: dict[str, Any], value: str) -> None:
-    from_fields(Outer, SOUND)
+    sound: dict[str, Any] = {"count": 1, "inner": {"names": []}}
+    from_fields(Outer, sound)
     with pytest.raises(ValueError, match=value) as caught:
-        from_fields(Outer, {**SOUND, **change})
+        from_fields(Outer, {**sound, **change})
     assert len(str(caught.value)) < 160

@@ -43,10 +43,8 @@ def test_import_loads_no_framework(module: str, heavy: str) -> None:
 
 
 def test_public_names_are_those_promised() -> None:
+    """And are loaded when first used."""
     assert torchrec_neuroshard.__all__ == PROMISED.split()
-
-
-def test_public_names_are_loaded_when_first_used() -> None:
     assert set(torchrec_neuroshard.__all__) <= set(dir(torchrec_neuroshard))
     for name in torchrec_neuroshard.__all__:
         value = getattr(torchrec_neuroshard, name)

@@ -8,10 +8,8 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from email import message_from_string
+from email import message_from_bytes
 from pathlib import Path
-
-import pytest
 
 import torchrec_neuroshard
 
@@ -31,10 +29,8 @@ def call(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build_wheel(work: Path) -> Path:
     """A wheel made of what a source distribution holds."""
-    work = tmp_path_factory.mktemp("packaging")
     sources = work / "sources"
     shutil.copytree(
         ROOT / PACKAGE, sources / PACKAGE, ignore=shutil.ignore_patterns("__pycache__")
@@ -54,29 +50,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def info(wheel: Path, name: str) -> str:
-    with zipfile.ZipFile(wheel) as archive:
-        (path,) = (n for n in archive.namelist() if n.endswith(f"dist-info/{name}"))
-        return archive.read(path).decode()
-
-
-def test_wheel_holds_the_package_and_its_licences(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
+def test_wheel_holds_the_package_its_licences_and_no_framework(tmp_path: Path) -> None:
+    with zipfile.ZipFile(build_wheel(tmp_path)) as archive:
         names = set(archive.namelist())
+        (folder,) = {n.partition("/")[0] for n in names if ".dist-info/" in n}
+        metadata = message_from_bytes(archive.read(f"{folder}/METADATA"))
+        entry_points = archive.read(f"{folder}/entry_points.txt").decode()
     ours = {str(p.relative_to(ROOT)) for p in (ROOT / PACKAGE).rglob("*.*")}
     ours = {name for name in ours if "__pycache__" not in name}
     assert {n for n in names if ".dist-info/" not in n} == ours
     assert f"{PACKAGE}/py.typed" in names
-    assert "neuroshard = torchrec_neuroshard.cli:" in info(wheel, "entry_points.txt")
-    found = message_from_string(info(wheel, "METADATA"))
-    assert found["Version"] == torchrec_neuroshard.__version__
-    assert found["License-Expression"] == "BSD-3-Clause"
-    assert found.get_all("License-File") == ["LICENSE", "NOTICE"]
-
-
-def test_installing_leaves_torch_and_fbgemm_alone(wheel: Path) -> None:
-    found = message_from_string(info(wheel, "METADATA"))
-    wanted = found.get_all("Requires-Dist", [])
+    assert "neuroshard = torchrec_neuroshard.cli:" in entry_points
+    assert metadata["Version"] == torchrec_neuroshard.__version__
+    assert metadata["License-Expression"] == "BSD-3-Clause"
+    assert metadata.get_all("License-File") == ["LICENSE", "NOTICE"]
+    # Installing it leaves torch and fbgemm alone.
+    wanted = metadata.get_all("Requires-Dist", [])
     plain = {w.partition(">=")[0] for w in wanted if "extra ==" not in w}
     assert "numpy" in plain and not plain & FRAMEWORKS
     # What would fetch the CUDA build over the CPU one.

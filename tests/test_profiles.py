@@ -100,20 +100,6 @@ def test_smaller_and_larger_batches_are_what_samples_show(
     assert furthest(grown, whole) <= 0.1 * whole.num_distinct
 
 
-@pytest.mark.parametrize(
-    ("options", "value"),
-    [
-        ({"batch_size": 0}, "got 0"),
-        ({"num_lookups": math.nan}, "num_lookups=nan"),
-        ({"pooling_std": -1.0}, "pooling_std=-1"),
-        ({"access_histogram": (1.0, 2.0)}, "17 bins"),
-    ],
-)
-def test_bad_profiles_are_refused(options: dict[str, Any], value: str) -> None:
-    with pytest.raises(ProfileError, match=value):
-        FeatureProfile(**{"batch_size": 4, "num_lookups": 2.0, **options})
-
-
 def test_json_round_trip() -> None:
     profile = zipf_profile(batch_size=8, pooling_factor=3, num_embeddings=50)
     assert (
@@ -211,17 +197,24 @@ def test_inputs_match_a_count_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "value"),
+    ("given", "value"),
     [
+        ({"batch_size": 0}, "got 0"),
+        ({"num_lookups": math.nan}, "num_lookups=nan"),
+        ({"pooling_std": -1.0}, "pooling_std=-1"),
+        ({"access_histogram": (1.0, 2.0)}, "17 bins"),
         ([], "no batches"),
         ([jagged({"a": [[1]]}), jagged({"b": [[1]]})], r"\['a', 'b'\]"),
         ([jagged({"a": []})], "feature 'a' has no samples"),
         (jagged({"a": [[1]]}), r"Pass \[batch\]"),
     ],
 )
-def test_bad_inputs_are_refused(batches: Any, value: str) -> None:
+def test_bad_profiles_and_inputs_are_refused(given: Any, value: str) -> None:
     with pytest.raises(ProfileError, match=value):
-        profile_inputs(batches)
+        if isinstance(given, dict):
+            FeatureProfile(**{"batch_size": 4, "num_lookups": 2.0, **given})
+        else:
+            profile_inputs(given)
 
 
 def test_all_but_empty_bins_are_thinned_like_empty_ones() -> None:

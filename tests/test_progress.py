@@ -17,12 +17,10 @@ from torchrec_neuroshard.progress import clear, phase, shown
 class Stream(io.StringIO):
     """A stderr that may be a terminal."""
 
-    def __init__(self, is_terminal: bool) -> None:
-        super().__init__()
-        self._is_terminal = is_terminal
+    is_terminal = False
 
     def isatty(self) -> bool:
-        return self._is_terminal
+        return self.is_terminal
 
     def until(self, is_there: Callable[[str], bool]) -> str:
         """Wait for what is written."""
@@ -34,9 +32,9 @@ class Stream(io.StringIO):
 
 
 @pytest.fixture
-def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """Stderr, of a terminal where the test says so, and no need to wait."""
-    found = Stream(getattr(request, "param", False))
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """Stderr, and no need to wait."""
+    found = Stream()
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=found))
     monkeypatch.setattr(progress, "TICK_S", 0.001)
     monkeypatch.setattr(progress, "QUIET_S", 0.0)
@@ -52,10 +50,10 @@ def test_files_get_a_line_now_and_then(stream: Stream) -> None:
     }
 
 
-@pytest.mark.parametrize("stream", [True], indirect=True)
 def test_a_terminal_gets_one_line_that_goes(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    stream.is_terminal = True
     monkeypatch.setenv("COLUMNS", "30")
     with shown():
         with phase("planning") as current:

@@ -4,36 +4,21 @@ from typing import Any
 
 import pytest
 
-from tests.builders import make_header, make_record
+from tests.builders import make_header, make_record, make_tables
 from torchrec_neuroshard.errors import RecordError
-from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.records import (
     CostRecord,
     RunHeader,
     relative_spread,
     steady_records,
 )
-from torchrec_neuroshard.tables import TableConfig
 
-HEADER = make_header(seed=3, sampling={"max_shards": 4, "widths": [4, 64]})
-TABLE = TableConfig(
-    name="t",
-    num_embeddings=100,
-    embedding_dim=8,
-    pooling_factor=2.0,
-    profile=zipf_profile(batch_size=16, pooling_factor=2.0, num_embeddings=100),
-)
+HEADER = make_header()
+LATER = {"schema_version": 99, "novelty": 1}
 
 
 def record(**options: Any) -> CostRecord:
-    fields: dict[str, Any] = {
-        "index": 7,
-        "num_passes": 3,
-        "spread": 0.125,
-        "reference_ms": 2.0,
-        **options,
-    }
-    return make_record(**{"tables": (TABLE,), "bwd_ms": 2.5, **fields})
+    return make_record(**{"tables": make_tables([8]), "bwd_ms": 2.5, **options})
 
 
 def test_total_and_spread_by_hand() -> None:
@@ -43,28 +28,20 @@ def test_total_and_spread_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "value"),
+    ("sound", "change", "value"),
     [
-        ({"tables": []}, "record 7 has no tables"),
-        ({"mood": 1}, "mood"),
+        (record(index=7), {"tables": []}, "record 7 has no tables"),
+        (record(), {"mood": 1}, "mood"),
+        (HEADER, LATER, "layout 99, this version reads 2"),
+        (HEADER, {"fingerprint": {"device": "x"}}, "not a record header"),
+        (HEADER, {"novelty": 1}, "not a record header"),
     ],
 )
-def test_bad_records_are_refused(changes: dict[str, Any], value: str) -> None:
+def test_bad_records_and_headers_are_refused(
+    sound: CostRecord | RunHeader, change: dict[str, Any], value: str
+) -> None:
     with pytest.raises(RecordError, match=value):
-        CostRecord.from_json({**record().to_json(), **changes})
-
-
-@pytest.mark.parametrize(
-    ("change", "value"),
-    [
-        ({"schema_version": 99, "novelty": 1}, "layout 99, this version reads 2"),
-        ({"fingerprint": {"device": "x"}}, "not a record header"),
-        ({"novelty": 1}, "not a record header"),
-    ],
-)
-def test_bad_headers_are_refused(change: dict[str, Any], value: str) -> None:
-    with pytest.raises(RecordError, match=value):
-        RunHeader.from_json({**HEADER.to_json(), **change})
+        type(sound).from_json({**sound.to_json(), **change})
 
 
 def passes(

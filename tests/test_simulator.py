@@ -13,17 +13,11 @@ from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.gpu_cards import card_named
 from torchrec_neuroshard.placement import KernelFactors, Placement, WireCodec
 from torchrec_neuroshard.simulator import RankCosts, Simulator
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
 
 BATCH = 1_000
-TABLES = (
-    TableConfig(name="a", num_embeddings=500, embedding_dim=16, pooling_factor=2.0),
-    TableConfig(name="b", num_embeddings=500, embedding_dim=8, pooling_factor=5.0),
-    TableConfig(
-        name="c", num_embeddings=500, embedding_dim=4, num_features=3, weighted=True
-    ),
-)
+PLAIN = make_tables([16, 8, 4], 500, [2.0, 5.0, 1.0])
+TABLES = (*PLAIN[:2], dataclasses.replace(PLAIN[2], num_features=3, weighted=True))
 LAUNCH, LOOKUP, BYTE = 0.5, 1_000.0, 10.0
 
 

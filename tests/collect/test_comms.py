@@ -43,14 +43,13 @@ from torchrec_neuroshard.record_store import (
 from torchrec_neuroshard.records import COLLECTIVES
 
 SAMPLING = CommsSamplingConfig(bytes_per_rank=(1024, 2**20))
-WORLD_4 = {"world": 4}
 
 
 # Sampling
 
 
 def test_samples_cover_sizes_collectives_and_skews() -> None:
-    samples = [sample_collective(i, 0, SAMPLING, WORLD_4) for i in range(600)]
+    samples = [sample_collective(i, 0, SAMPLING, {"world": 4}) for i in range(600)]
     assert {s.collective for s in samples} == set(COLLECTIVES)
     totals = np.array([sum(s.bytes_per_peer) for s in samples])
     assert np.quantile(totals, 0.05) < 3000
@@ -79,9 +78,8 @@ def test_a_transfer_counts_from_the_last_arrival(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 0 arrives 4 ms before rank 1 and only waits for it until then."""
-    module = "torchrec_neuroshard.collect.comms"
     runner = SimpleNamespace(run=lambda: None)
-    monkeypatch.setattr(f"{module}.CollectiveRunner", lambda *_, **__: runner)
+    monkeypatch.setattr(comms, "CollectiveRunner", lambda *_, **__: runner)
     arrivals_s, ends_s = [0.0, 4e-3], [6e-3, 7e-3]
     group = SimpleNamespace(ranks=(0, 1), local_world_size=2, process_group=None)
     ranks: Any = SimpleNamespace(

@@ -23,10 +23,6 @@ from torchrec_neuroshard.record_store import journal_path, read_records
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.workloads.loaders import load_json
 
-OPTIONS = (
-    "--max-gib 0.001 --max-lookups 3000 --max-shards 3 --batch-sizes 64 128 --seed 5 "
-    "--set-seconds 0"
-).split()
 SAMPLING = SamplingConfig(
     max_shards=3,
     max_lookups=3_000,
@@ -50,9 +46,10 @@ def test_command_measures_the_sampled_sets_and_goes_on_where_it_stopped(
     tables.write_text(json.dumps({"workloads": [workload]}))
 
     def collect(num_sets: int, *options: str) -> int:
-        arguments = ["--out", str(path), "--num-sets", str(num_sets), *OPTIONS]
-        own = ["--tables", str(tables)]
-        return main(["collect", "compute", *arguments, *own, *options])
+        command = ["collect", "compute", "--out", str(path), "--tables", str(tables)]
+        sizes = "--max-gib 0.001 --max-lookups 3000 --max-shards 3 --batch-sizes 64 128"
+        others = f"--num-sets {num_sets} --seed 5 --set-seconds 0"
+        return main([*command, *sizes.split(), *others.split(), *options])
 
     threads = torch.get_num_threads()
     assert collect(3) == 0

@@ -48,12 +48,9 @@ def test_what_was_stored_is_found_and_loads(root: Path) -> None:
     assert (found.created, found.seconds, found.key) == (CREATED, 9.0, make_key())
     assert load_bundle(folder).hardware == load_bundle(BUNDLE).hardware
     assert [p.name for p in root.iterdir()] == [folder.name]
-
-
-def test_the_newest_of_those_that_serve_is_taken() -> None:
+    # The newest of those that serve is taken.
     for day in (2, 3, 1):
-        key = make_key(optimizers=("sgd", f"lion{day}"))
-        store(key, f"2026-11-0{day}")
+        store(make_key(optimizers=("sgd", f"lion{day}")), f"2026-11-0{day}")
     found = cache.find(make_key(optimizers=("sgd",)))
     assert found is not None and found.created == "2026-11-03"
 

@@ -51,7 +51,6 @@ from torchrec_neuroshard.training.compute import (
 
 SIZES = {"num_members": 2, "hidden": 24, "latent": 4, "head_hidden": 12}
 QUICK = CalibrationConfig(steps=120, batch_sets=32)
-HERE = make_header("here", reference_ms=6.0)
 
 
 def make_records(
@@ -129,30 +128,25 @@ def test_a_worse_ensemble_is_not_kept(source: NeuralCostModel) -> None:
 # Bundles
 
 
-def save_source(folder: Path, source: NeuralCostModel) -> Path:
-    there = make_fingerprint("there")
+def test_bundle_and_card_tell_what_was_done(
+    tmp_path: Path, source: NeuralCostModel
+) -> None:
+    old, out, path = (tmp_path / n for n in ("old", "new", "r.parquet"))
     info = BundleInfo(
         name="old",
-        fingerprint=there,
+        fingerprint=make_fingerprint("there"),
         reference_ms=8.0,
         network=SIZES,
         ranges=source.ranges,
         trained_on={"num_training_sets": 400},
     )
-    COMPUTE_BUNDLE.save(folder, source.network, info, "# card\n")
-    return folder
-
-
-def test_bundle_and_card_tell_what_was_done(
-    tmp_path: Path, source: NeuralCostModel
-) -> None:
-    old = save_source(tmp_path / "old", source)
+    COMPUTE_BUNDLE.save(old, source.network, info, "# card\n")
     before = (old / "bundle.json").read_bytes()
     with pytest.raises(ConfigError, match="is the bundle to start from"):
         calibrate_bundle(old, [], tmp_path / "x" / ".." / "old", "old", QUICK)
     assert (old / "bundle.json").read_bytes() == before
     records = make_records(120, 1, power=0.9, factor=0.6)
-    path, out = write_records(tmp_path / "r.parquet", HERE, records), tmp_path / "new"
+    write_records(path, make_header("here", reference_ms=6.0), records)
     found, evaluations = calibrate_bundle(old, [path], out, "mine", QUICK)
     info, model = COMPUTE_BUNDLE.read_info(out), load_bundle(out)
     assert (info.fingerprint.device, info.reference_ms) == ("here", 6.0)

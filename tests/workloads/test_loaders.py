@@ -11,35 +11,40 @@ from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.loaders import load_json, load_tables
 
 
-def write(path: Path, *workloads: object) -> Path:
-    path.write_text(json.dumps({"workloads": list(workloads)}))
-    return path
-
-
-def test_columns_and_groups_are_unrolled(tmp_path: Path) -> None:
+def test_workloads_are_unrolled_and_one_of_several_is_named(tmp_path: Path) -> None:
     histogram = [2, 1, *[0] * 15]
     counted = {"batch_size": 4, "rows": [100], "lookups": [4]}
     groups = [
         {"num_tables": 2, "rows": 100, "dim": 16, "hotness": 3},
         {"num_tables": 1, "rows": 50, "dim": 8, "hotness": [1, 10]},
     ]
-    path = write(
-        tmp_path / "t.json",
+    workloads = [
         {"name": "w", **counted, "count_hist": [histogram]},
-        {"name": "a", "rows": [100, 200], "dims": [6, 16]},
+        {"name": "two", "rows": [100, 200], "dims": [6, 16]},
         {"name": "b", "rows": [100], "pooling": [2.5], "dim": 32},
         {"name": "g", "groups": groups},
-    )
+    ]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"workloads": workloads}))
     loaded = load_json(path)
     (table,) = loaded["w"]
     assert table.profile is not None
     assert table.profile.access_histogram == tuple(histogram)
     assert (table.profile.batch_size, table.pooling_factor) == (4, 1.0)
     assert table.embedding_dim == 64
-    plain = [(t.embedding_dim, t.pooling_factor) for n in "ab" for t in loaded[n]]
-    assert plain == [(8, 1.0), (16, 1.0), (32, 2.5)]
+    plain = [*loaded["two"], *loaded["b"]]
+    widths = [(t.embedding_dim, t.pooling_factor) for t in plain]
+    assert widths == [(8, 1.0), (16, 1.0), (32, 2.5)]
     found = [(t.name, t.pooling_factor, t.num_features) for t in loaded["g"]]
     assert found == [("g/0", 3, 1), ("g/1", 3, 1), ("g/2", 11, 2)]
+    assert len(load_tables(path, "two")) == 2
+    for name, message in (
+        (None, "say which, as in .*t.json:NAME; they are w, two, b, g"),
+        ("tow", "none is named 'tow'; did you mean 'two'"),
+        ("three", "the workloads are 'b', 'g', 'two', 'w'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_tables(path, name)
 
 
 FILES = {
@@ -72,22 +77,6 @@ def test_tables_of_every_kind_of_file(name: str, tmp_path: Path) -> None:
         TableConfig(name="a", num_embeddings=10, embedding_dim=8, weighted=True),
         TableConfig(name="b", num_embeddings=20, embedding_dim=4),
     )
-
-
-def test_one_of_several_workloads_is_named(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "t.json",
-        {"name": "one", "rows": [100]},
-        {"name": "two", "rows": [100, 200]},
-    )
-    assert len(load_tables(path, "two")) == 2
-    for name, message in (
-        (None, "say which, as in .*t.json:NAME; they are one, two"),
-        ("tow", "none is named 'tow'; did you mean 'two'"),
-        ("three", "the workloads are 'one', 'two'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load_tables(path, name)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.builders import make_tables
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, TableError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.profiles import profile_ids
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.inputs import draw_batch, feature_names
 from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
 from torchrec_neuroshard.workloads.tasks import (
@@ -22,10 +22,7 @@ from torchrec_neuroshard.workloads.tasks import (
     sample_tasks,
 )
 
-TABLES = tuple(
-    TableConfig(name=f"t{i}", num_embeddings=100 * (i + 1), embedding_dim=64)
-    for i in range(70)
-)
+TABLES = make_tables([64] * 70, range(100, 7_100, 100))
 
 
 def tasks(count: int = 1, **options: Any) -> tuple[ShardingTask, ...]:
@@ -85,13 +82,11 @@ def test_batches_profile_as_expected() -> None:
 
 
 def test_features_of_one_table_share_its_lookups() -> None:
-    table = TableConfig(
-        name="t", num_embeddings=50, embedding_dim=4, pooling_factor=6.0, num_features=3
-    )
+    (table,) = make_tables([4], 50, 6.0, num_features=3)
     batch = draw_batch([table], 10, seed=0)
-    assert tuple(batch) == feature_names(table) == ("t:0", "t:1", "t:2")
+    assert tuple(batch) == feature_names(table) == ("t0:0", "t0:1", "t0:2")
     assert [lengths.sum() for _, lengths in batch.values()] == [20, 20, 20]
-    assert not np.array_equal(batch["t:0"][0], batch["t:1"][0])
+    assert not np.array_equal(batch["t0:0"][0], batch["t0:1"][0])
 
 
 @pytest.mark.parametrize(
