@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
     CPU,
@@ -30,11 +29,9 @@ from torchrec_neuroshard.monitor.report import (
     Phases,
 )
 from torchrec_neuroshard.phase_timer import PhaseTimes
-from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.profiles import uniform_profile, zipf_profile
-from torchrec_neuroshard.simulator import PHASES, PredictedCosts
+from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -43,62 +40,48 @@ COMPUTE = ("fwd_compute", "bwd_compute")
 MODULE = "sparse.ebc"
 
 
-class Job:
-    """Six tables, five of them on rank 0, and what is predicted for them."""
+def test_drift_is_priced_and_named() -> None:
+    """Of six tables, five of them on rank 0."""
+    model = Nested(bags(*map(bag_config, range(6))))
+    planner = make_planner(
+        constraints=each(6, "table_wise"),
+        cost_model=AnalyticCostModel(launch_ms=0.0, byte_ns=10.0),
+        search=FixedSearcher([(i, 32, int(i == 5)) for i in range(6)]),
+    )
+    plan = planner.plan(model, bag_sharders())
+    assessor = Assessor(planner, model, bag_sharders())
+    planned = Phases.of(assessor.planned(plan), {MODULE})
 
-    def __init__(self) -> None:
-        model = Nested(bags(*map(bag_config, range(6))))
-        triples = [(i, 32, int(i == 5)) for i in range(6)]
-        planner = make_planner(
-            constraints=each(6, "table_wise"),
-            cost_model=AnalyticCostModel(launch_ms=0.0, byte_ns=10.0),
-            search=FixedSearcher(triples),
-        )
-        self.plan: ShardingPlan = planner.plan(model, bag_sharders())
-        self.assessor = Assessor(planner, model, bag_sharders())
-        self.planned = Phases.of(self.assessor.planned(self.plan), {MODULE})
-
-    def measured(self, factor: float) -> Measured:
-        """Kernels of so many times what is predicted."""
-        ranks = [{p: factor * r[p] for p in COMPUTE} for r in self.planned.by_rank_ms]
+    def assess(factor: float, seconds: float = 60.0) -> MonitorReport:
+        """Kernels that take so many times what is predicted."""
+        ranks = [{p: factor * r[p] for p in COMPUTE} for r in planned.by_rank_ms]
         critical = {p: max(r[p] for r in ranks) for p in COMPUTE}
-        return Measured(
+        measured = Measured(
             iteration_ms=sum(critical.values()),
             modules=frozenset({MODULE}),
-            critical_ms={**self.planned.critical_ms, **critical},
+            critical_ms={**planned.critical_ms, **critical},
             by_rank_ms=tuple(ranks),
         )
+        return assessor.assess(plan, measured, last_iteration=1, seconds=seconds)
 
-    def assess(self, measured: Measured, seconds: float = 60.0) -> MonitorReport:
-        return self.assessor.assess(
-            self.plan, measured, last_iteration=1, seconds=seconds
-        )
-
-
-def test_drift_is_priced_and_named() -> None:
-    job = Job()
-    job.assessor.profiles.update(
+    assessor.profiles.update(
         (f"f{i}", zipf_profile(batch_size=64, pooling_factor=p, num_embeddings=1000))
         for i, p in enumerate((1.0, 50.0, 1.0, 8.0))
     )
-    late = job.assess(job.measured(1.0), seconds=-1.0)  # no time to price it
-    assert late.predicted == late.planned == job.planned
-    largest = job.assess(job.measured(2.0), seconds=-1.0).differences[0]
+    late = assess(1.0, seconds=-1.0)  # no time to price it
+    assert late.predicted == late.planned == planned
+    largest = assess(2.0, seconds=-1.0).differences[0]
     assert (largest.phase, largest.rank) == ("bwd_compute", 0)
     assert largest.measured_ms > largest.predicted_ms
-    report = job.assess(job.measured(1.0))
-    assert report.planned == job.planned
-    before, now = (
-        p.critical_ms["fwd_compute"] for p in (job.planned, report.predicted)
-    )
+    report = assess(1.0)
+    assert report.planned == planned
+    before, now = (p.critical_ms["fwd_compute"] for p in (planned, report.predicted))
     assert now > 2 * before
     assert [d.table for d in report.drifts[:2]] == [f"{MODULE}.t1", f"{MODULE}.t3"]
     assert report.drifts[0].now.pooling_factor == pytest.approx(50.0)
     assert "largest drift: table 'sparse.ebc.t1'" in str(report)
     # Moves are searched for the inputs of now.
-    result = job.assessor.replan(
-        job.plan, budget_bytes=None, executable_only=True, config=None
-    )
+    result = assessor.replan(plan, budget_bytes=None, executable_only=True, config=None)
     assert Phases.of(result.before, {MODULE}) == report.predicted
     assert result.moves
     assert result.after.critical_path_ms < result.before.critical_path_ms
@@ -120,11 +103,6 @@ def test_ranks_are_put_together() -> None:
 # --- a planner that has learned of a job: other inputs, the same model ---
 
 
-def price(planner: NeuroShardPlanner, plan: Any, model: nn.Module) -> PredictedCosts:
-    options = PlanOptions(model, bag_sharders(), planner.enumerator, planner.costs)
-    return planner.costs.evaluate(planner.costs.lower(options.of(plan)))
-
-
 def test_without_news_nothing_changes() -> None:
     """A slowdown of kernels that run at once counts once."""
     comms = AnalyticCommsModel()
@@ -134,7 +112,9 @@ def test_without_news_nothing_changes() -> None:
     )
     plan = planner.plan(bags(), bag_sharders())
     learned = planner.relearned({}).relearned({})
-    before, same = (price(p, plan, bags()) for p in (planner, learned))
+    before, same = (
+        p.evaluate(plan, bags(), bag_sharders()) for p in (planner, learned)
+    )
     assert same.ranks == before.ranks and same.compute_source == before.compute_source
 
 
@@ -160,11 +140,7 @@ def trained_bags() -> Nested:
     return model
 
 
-@pytest.mark.parametrize(
-    "make",
-    [trained_bags, lambda: Nested(fused_bags(device=CPU))],
-    ids=["bags", "fused"],
-)
+@pytest.mark.parametrize("make", [trained_bags, lambda: Nested(fused_bags(device=CPU))])
 def test_outline_is_planned_like_its_model_and_holds_no_weights(make: Any) -> None:
     model = make()
     outline = outline_of(model)

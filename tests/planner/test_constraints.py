@@ -11,11 +11,7 @@ import numpy as np
 import pytest
 from torch import nn
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    ShardingOption,
-    Topology,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
@@ -23,6 +19,7 @@ from tests.builders import (
     bag_sharders,
     each,
     entries_of,
+    gpus,
     make_ebc,
     make_planner,
     types_of,
@@ -118,7 +115,6 @@ RULES = PlacementConstraints(
     apart=[["t0", "t4"], ["t3", "t1"]],
     forbid_ranks=[1],
 )
-NODES = {"world_size": 4, "compute_device": "cuda", "local_world_size": 2}
 KINDS: list[dict[str, Any]] = [
     {"sharding_types": ["table_wise"], "compute_kernels": ["fused_uvm"]},
     {
@@ -151,7 +147,7 @@ def test_constraints_drawn_at_random(seed: int) -> None:
         forbid_ranks=[3] if seed % 3 == 0 else [],
     )
     planner = make_planner(
-        topology=Topology(**NODES, hbm_cap=6_500_000),
+        topology=gpus(4, 2, hbm_cap=6_500_000),
         constraints={
             n: ParameterConstraints(**kinds[picks[i]]) for i, n in enumerate(NAMES)
         },
@@ -172,7 +168,7 @@ def test_constraints_drawn_at_random(seed: int) -> None:
 )
 def test_types_that_need_more_ranks_are_refused(kind: str, pin: list[int]) -> None:
     planner = make_planner(
-        topology=Topology(**NODES),
+        topology=gpus(4, 2),
         constraints=each(1, kind),
         placement_constraints=PlacementConstraints(pin={"t0": pin}),
     )
@@ -182,7 +178,7 @@ def test_types_that_need_more_ranks_are_refused(kind: str, pin: list[int]) -> No
 
 def test_node_wise_tables_stay_in_allowed_nodes() -> None:
     planner = make_planner(
-        topology=Topology(**NODES),
+        topology=gpus(4, 2),
         constraints=each(2, "table_row_wise"),
         placement_constraints=PlacementConstraints(pin={"t0": [1, 2, 3]}),
     )

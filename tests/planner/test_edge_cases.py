@@ -38,7 +38,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from tests.builders import (
     MIB,
-    Chosen,
     bag_config,
     bag_sharders,
     bags,
@@ -49,6 +48,7 @@ from tests.builders import (
     each,
     entry_of,
     gpus,
+    last_result,
     last_task,
     make_ebc,
     make_planner,
@@ -65,16 +65,11 @@ from torchrec_neuroshard.testing import AnalyticCostModel
 TORCHREC = tuple(int(n) for n in version("torchrec").split(".")[:2])
 
 
-def user_planner(world_size: int = 2, **arguments: Any) -> NeuroShardPlanner:
-    """Other sharding types and TorchRec's own plan are looked at, as by default."""
-    return make_planner(world_size, "cuda", search_only=False, **arguments)
-
-
 def plan_of(
     module: nn.Module, world_size: int = 2, **arguments: Any
 ) -> tuple[ShardingPlan, NeuroShardPlanner]:
     """Plan, and check that every value of every planned table has its place."""
-    planner = user_planner(world_size, **arguments)
+    planner = make_planner(world_size, "cuda", search_only=False, **arguments)
     plan = planner.plan(module, get_default_sharders())
     check_plan(plan, module, world_size)
     if plan.plan:
@@ -100,12 +95,9 @@ use_virtual_table"""
 """Fields that the planner itself reads, or TorchRec's enumerator."""
 
 
-def test_no_field_is_left_out() -> None:
+def test_settings_reach_the_plan_and_no_field_is_left_out() -> None:
     known = {f.name for f in dataclasses.fields(ParameterConstraints)}
     assert known <= {*OTHERS.split(), *IN_PLAN}
-
-
-def test_settings_reach_the_plan() -> None:
     fields = [{}, *({name: value} for name, value in IN_PLAN.items())]
     constraints: dict[str, ParameterConstraints] = {}
     for i, field in enumerate(fields):
@@ -149,7 +141,7 @@ def test_grids_of_varying_batches_are_left_out_before_1_9() -> None:
 def test_tables_of_another_device_group_are_left_out() -> None:
     model = nn.ModuleDict({"here": bags(bag_config(0)), "there": bags(bag_config(1))})
     constraints = by_table(device_group=["cuda", "cpu"])
-    planner = user_planner(constraints=constraints)
+    planner = make_planner(2, "cuda", search_only=False, constraints=constraints)
     if TORCHREC < (1, 7):
         assert set(planner.plan(model, get_default_sharders()).plan) == {"here"}
         return
@@ -188,7 +180,6 @@ def test_pods_of_several_nodes() -> None:
 @pytest.mark.parametrize(
     ("caps", "rows", "kernel"),
     [
-        ([100, 300], [25_000, 75_000], "fused"),
         # The first and the last have an equal part.
         ([100, 150, 50, 100], [10, 15, 5, 10], "fused"),
         # Buckets of five rows.
@@ -212,24 +203,24 @@ def test_unequal_memory_makes_unequal_row_shards(
 
 
 def test_tables_fit_what_a_reservation_leaves() -> None:
-    given, chosen = HeuristicalStorageReservation(0.15), Chosen()
+    given = HeuristicalStorageReservation(0.15)
     # Two tables of 24.4 MiB; what is kept back takes the room of one.
-    plan_of(
+    _, planner = plan_of(
         make_ebc([(100_000, 64)] * 2),
         1,
         topology=gpus(1, hbm_cap=56 * MIB),
         storage_reservation=given,
-        callbacks=[chosen],
     )
     reserved = given.last_reserved_topology
     assert reserved is not None
-    held = [s.storage.hbm for o in chosen.options for s in o.shards if s.storage]
+    held = [s.storage.hbm for o in planner.get_selected_options() for s in o.shards]
     assert sum(held) <= reserved.devices[0].storage.hbm < 56 * MIB
 
 
 def test_a_table_larger_than_all_memory_is_named() -> None:
-    planner = user_planner(
-        topology_arguments={"hbm_cap": 4 * MIB},
+    planner = make_planner(
+        topology=gpus(hbm_cap=4 * MIB),
+        search_only=False,
         constraints=only(compute_kernels=["fused"]),
     )
     with pytest.raises(
@@ -253,7 +244,7 @@ def test_timeout_holds_inside_a_long_search(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_planner_takes_one_model_after_another() -> None:
-    planner = user_planner()
+    planner = make_planner(2, "cuda", search_only=False)
     models = [bags(), bags(bag_config(7, dim=64)), bags(), nn.Linear(2, 2)]
     plans, results = [], []
     for model in models:
@@ -277,7 +268,7 @@ def test_cost_model_that_predicts_no_time_is_named(value: float) -> None:
         ) -> npt.NDArray[np.float64]:
             return np.full((len(sums_SE), 2), value)
 
-    planner = user_planner(cost_model=Broken())
+    planner = make_planner(2, "cuda", search_only=False, cost_model=Broken())
     with pytest.raises(ConfigError, match=rf"'broken' predicts .*{value:.0f}.* for t0"):
         planner.plan(bags(), get_default_sharders())
 
@@ -313,24 +304,6 @@ def test_values_that_cannot_be(fields: dict[str, Any], message: str) -> None:
         make_planner(2, "cuda", constraints=only(**cached))
 
 
-@pytest.mark.parametrize(
-    ("name", "factors", "message"),
-    [
-        ("t0", [1.0, 3.0], "'t0': pooling_factors has 2 values for 1 feature"),
-        ("t_0", [3.0], "table 't_0', which the model .* did you mean 't0'"),
-    ],
-)
-def test_constraints_that_no_table_reads_are_pointed_out(
-    name: str, factors: list[float], message: str
-) -> None:
-    constraints = only(name, pooling_factors=factors)
-    planner = make_planner(2, "cuda", constraints=constraints)
-    with pytest.warns(UserWarning, match=message):
-        plan = planner.plan(make_ebc(SIZES), bag_sharders())
-    assert set(plan.plan[""]) == {"t0", "t1"} and planner.last_result is not None
-    assert any(re.search(message, text) for text in planner.last_result.warnings)
-
-
 def test_things_of_another_kind_are_named() -> None:
     odd: Any = {"t0": {"pooling_factors": [3.0]}}
     given: list[tuple[str, Any, str]] = [
@@ -361,15 +334,23 @@ class MyCollection(EmbeddingBagCollection):
     """Another class than the sharder's."""
 
 
-def test_tables_that_no_sharder_takes_are_named() -> None:
-    model = nn.ModuleDict({"a": make_ebc(SIZES), "b": make_ebc([(9, 8)])})
-    model["b"].__class__ = MyCollection
-    message = "tables 't0' are in no plan.* class of module 'b', MyCollection"
-    planner = make_planner(2, "cuda")
-    with pytest.warns(UserWarning, match=message):
-        plan = planner.plan(model, bag_sharders())
-    assert set(plan.plan) == {"a"} and planner.last_result is not None
-    assert any(re.search(message, text) for text in planner.last_result.warnings)
+def test_tables_and_constraints_that_nothing_takes_are_named() -> None:
+    other = make_ebc([(9, 8)], prefix="other ")
+    other.__class__ = MyCollection
+    untaken = "tables 'other t0' are in no plan.* class of module 'b', MyCollection"
+    for name, factors, model, message in (
+        ("t0", [1.0, 3.0], {}, "'t0': pooling_factors has 2 values for 1 feature"),
+        ("t_0", [3.0], {}, "table 't_0', which the model .* did you mean 't0'"),
+        ("t0", [1.0], {"b": other}, untaken),
+    ):
+        constraints = only(name, pooling_factors=factors)
+        planner = make_planner(2, "cuda", constraints=constraints)
+        module = nn.ModuleDict({"a": make_ebc(SIZES), **model})
+        with pytest.warns(UserWarning, match=message):
+            plan = planner.plan(module, bag_sharders())
+        assert set(plan.plan) == {"a"} and set(plan.plan["a"]) == {"t0", "t1"}
+        found = last_result(planner).warnings
+        assert any(re.search(message, text) for text in found)
 
 
 def test_check_profiles() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import CustomTopologyData
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -18,6 +17,7 @@ from tests.builders import (
     CPU,
     GIB,
     bag_config,
+    bag_sharders,
     bags,
     by_table,
     gpus,
@@ -36,20 +36,13 @@ from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.plans.rehearse import rehearse
 from torchrec_neuroshard.report import html_report
 
-SHARDERS: list[Any] = [EmbeddingBagCollectionSharder()]
 INTRA, INTER = 100e6, 10e6
 """Bytes per millisecond: 100 and 10 GB/s."""
 
 
 def two_nodes(world_size: int = 8, **arguments: Any) -> Topology:
-    return Topology(
-        world_size,
-        "cuda",
-        local_world_size=world_size // 2,
-        intra_host_bw=INTRA,
-        inter_host_bw=INTER,
-        **arguments,
-    )
+    bandwidths = {"intra_host_bw": INTRA, "inter_host_bw": INTER}
+    return gpus(world_size, world_size // 2, **bandwidths, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +105,7 @@ def test_average_of_replicas_is_priced(inter_host: bool, kind: Any) -> None:
     )
     kinds = by_table(sharding_types=[["table_wise"], ["data_parallel"]])
     planner = make_planner(topology=topology, constraints=kinds)
-    planner.plan(model, SHARDERS)
+    planner.plan(model, bag_sharders())
     sync = planner.report().weight_sync
     assert sync is not None
     # The data-parallel table is none of it; Adagrad keeps a sum for each weight.
@@ -140,8 +133,8 @@ def test_plans_are_rehearsed_in_a_group_and_fit_any_number_of_replicas(
 ) -> None:
     model, path = bags(), tmp_path / "plan.json"
     planner = make_planner(topology=group_topology(two_nodes(4), 2))
-    plan = planner.plan(model, SHARDERS)
-    found = rehearse(model, plan, planner.topology, SHARDERS, batch_size=64)
+    plan = planner.plan(model, bag_sharders())
+    found = rehearse(model, plan, planner.topology, bag_sharders(), batch_size=64)
     assert found.runs and (found.world_size, found.num_built) == (2, 2)
     assert "one of 2 sharding groups of 4 ranks" in str(found)
     save_plan(plan, path, model=model, planner=planner)

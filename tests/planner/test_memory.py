@@ -66,11 +66,6 @@ def planned(kernel: str, kind: str = "row_wise") -> tuple[Any, list[Any]]:
     return planner, planner.get_selected_options()
 
 
-def memory_of(planner: Any) -> MemoryModel:
-    found: MemoryModel = planner.enumerator.memory
-    return found
-
-
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
@@ -83,7 +78,7 @@ def test_shards_add_up_to_what_ranks_take_and_the_search_counts_no_less(
     kernel: str, kind: str
 ) -> None:
     planner, options = planned(kernel, kind)
-    memory = memory_of(planner)
+    memory = planner.enumerator.memory
     bounds = [memory.common_bytes(options)] * 4
     held: list[list[float]] = [[] for _ in bounds]
     for option, sizes in zip(options, memory.shard_bytes(options), strict=True):
@@ -103,10 +98,10 @@ def test_kernels_sort_beside_the_gradients_of_their_outputs(pooled: bool) -> Non
     if not pooled:
         module, sharders = sequences(4, prefix="t"), [EmbeddingCollectionSharder()]
     limits = only(sharding_types=["table_wise"], pooling_factors=[50.0])
-    planner = make_planner(topology=topology, constraints=limits, batch_size=4096)
+    planner: Any = make_planner(topology=topology, constraints=limits, batch_size=4096)
     planner.plan(module, sharders)
     options = planner.get_selected_options()
-    found = memory_of(planner).ranks(options)[options[0].shards[0].rank]
+    found = planner.enumerator.memory.ranks(options)[options[0].shards[0].rank]
     bags = 2 * 4096
     lookups = 50 * bags
     # Ids, offsets, gradients, what sorting takes; the allocator's rounding.
@@ -119,12 +114,12 @@ def test_kernels_sort_beside_the_gradients_of_their_outputs(pooled: bool) -> Non
 
 def test_row_wise_state_stays_on_the_device_whatever_the_kernel() -> None:
     planner, options = planned("fused_uvm")
-    for found in memory_of(planner).ranks(options):
+    for found in planner.enumerator.memory.ranks(options):
         rows = 3 * 25_000
         assert found.static.weights == 0
         assert found.static.total == found.static.optimizer == 4 * rows
     _, cached = planned("fused_uvm_caching")
-    static = memory_of(planner).ranks(cached)[0].static
+    static = planner.enumerator.memory.ranks(cached)[0].static
     slots = 25_000 * sum(o.cache_params.load_factor for o in cached)
     assert static.index_tables == pytest.approx(4 * rows + 16 * slots, rel=0.01)
     # The kernel's cache is as wide as its widest table.
@@ -140,12 +135,12 @@ def kept_by(optimizer: Any, kernel: str = "fused", **params: Any) -> tuple[int, 
         for parameter in module.parameters():
             vars(parameter)["_optimizer_classes"] = [optimizer]
     limits = only(sharding_types=["table_wise"], compute_kernels=[kernel])
-    planner = make_planner(2, "cuda", constraints=limits)
+    planner: Any = make_planner(2, "cuda", constraints=limits)
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
     [option] = planner.enumerator.enumerate(module, [sharder])
     [shard] = option.shards
     shard.rank = 0
-    static = memory_of(planner).ranks([option])[0].static
+    static = planner.enumerator.memory.ranks([option])[0].static
     return int(static.total), int(shard.storage.ddr)
 
 

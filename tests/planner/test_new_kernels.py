@@ -12,7 +12,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 
-from tests.builders import bag_config, bags, each, entries_of, gpus, make_planner
+from tests.builders import each, entries_of, gpus, make_ebc, make_planner
 from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.planner import PlanFileError, load_plan, save_plan
 
@@ -35,52 +35,39 @@ class Sharder(EmbeddingBagCollectionSharder):
         return [*super().compute_kernels(*arguments, **named), self.kernel]
 
 
-def planner_for(kernel: str) -> Any:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_searched_priced_flagged_kept_in_files_and_rehearsed(
+    kernel: str, tmp_path: Path
+) -> None:
     """t1 and t2 run the kernel, t0 the fused one."""
     fields = {f.name for f in dataclasses.fields(ParameterConstraints)}
     virtual = {"use_virtual_table": True} if "use_virtual_table" in fields else {}
     asked = each(
         3, "row_wise", compute_kernels=[kernel], **virtual if kernel == VIRTUAL else {}
-    )
-    fused = each(1, "row_wise", compute_kernels=["fused"])
-    return make_planner(topology=gpus(ssd_cap=2**40), constraints=asked | fused)
-
-
-def three_bags() -> Any:
-    return bags(*(bag_config(i, rows=4000, dim=64) for i in range(3)))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_searched_flagged_kept_in_files_and_rehearsed(
-    kernel: str, tmp_path: Path
-) -> None:
-    planner, sharders, path = planner_for(kernel), [Sharder(kernel)], tmp_path / "plan"
-    plan = planner.plan(three_bags(), sharders)
+    ) | each(1, "row_wise", compute_kernels=["fused"])
+    planner: Any = make_planner(topology=gpus(ssd_cap=2**40), constraints=asked)
+    model, sharders = make_ebc([(4000, 64)] * 3), [Sharder(kernel)]
+    plan, path = planner.plan(model, sharders), tmp_path / "plan"
     found = {n: e.compute_kernel for n, e in entries_of(plan).items()}
     assert found == {"t0": "fused", "t1": kernel, "t2": kernel}
     source = planner.last_result.predicted.compute_source
     assert source.endswith("estimated for 2 of 3 tables")
     assert planner.last_result.gap < 0.01  # all tables are part of the bound
-    save_plan(plan, path, model=three_bags(), planner=planner)
-    kept = load_plan(path, model=three_bags(), planner=planner, sharders=sharders)
-    assert kept == plan
-    report = rehearse(three_bags(), plan, planner.topology, sharders, batch_size=64)
+    save_plan(plan, path, model=model, planner=planner)
+    assert load_plan(path, model=model, planner=planner, sharders=sharders) == plan
+    report = rehearse(model, plan, planner.topology, sharders, batch_size=64)
     assert report.runs and report.num_built == 0
     assert f"not built: {kernel} tables need their devices" in str(report)
     # As an older release reads it.
     path.write_text(path.read_text().replace(kernel, "fused_later"))
     with pytest.raises(PlanFileError, match=r"'t1'.*'fused_later'"):
-        load_plan(path, model=three_bags(), planner=planner)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_costs_as_many_times_the_fused_kernel_as_torchrec_says(kernel: str) -> None:
-    planner, sharders = planner_for(kernel), [Sharder(kernel)]
+        load_plan(path, model=model, planner=planner)
+    # It costs as many times the fused kernel as TorchRec says.
     stock = EmbeddingEnumerator(
         planner.topology, planner.batch_size, dict(planner.constraints)
     )
     ours, theirs = (
-        {o.name: o.shards[0].perf for o in e.enumerate(three_bags(), sharders)}
+        {o.name: o.shards[0].perf for o in e.enumerate(model, sharders)}
         for e in (planner.enumerator, stock)
     )
     for phase, launch in zip(

@@ -14,11 +14,7 @@ from torchrec.distributed.planner.shard_estimators import (
     EmbeddingPerfEstimator,
     EmbeddingStorageEstimator,
 )
-from torchrec.distributed.planner.types import (
-    PlannerError,
-    PlannerErrorType,
-    ShardingOption,
-)
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.modules.embedding_configs import DataType
 
 from tests.builders import (
@@ -56,17 +52,6 @@ from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 pytestmark = ATTACHES_OPTIMIZERS
 
 SIZES = [(1000, 16), (2000, 256), (3000, 64), (500, 8)]
-
-
-def searchable(
-    enumerator: EmbeddingEnumerator, module: Any, kind: str
-) -> list[ShardingOption]:
-    """The fused option of one sharding type of each table."""
-    return [
-        o
-        for o in enumerator.enumerate(module, bag_sharders())
-        if o.sharding_type == kind and o.compute_kernel == "fused"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -175,16 +160,9 @@ def test_host_memory_is_offered_where_it_is_asked_for() -> None:
 NODE = Topology(64, "cuda", local_world_size=64)
 
 
-@pytest.fixture
-def costs() -> PlanCosts:
-    return PlanCosts(NODE, **analytic())
-
-
 @pytest.mark.parametrize("rows", [3, 1001])
-def test_shards_are_listed_as_torchrec_would_when_they_are_read(
-    costs: PlanCosts, rows: int
-) -> None:
-    enumerator = NeuroShardEnumerator(NODE, 64, costs=costs)
+def test_shards_are_listed_as_torchrec_would_when_they_are_read(rows: int) -> None:
+    enumerator = NeuroShardEnumerator(NODE, 64, **analytic())
     ebc = make_ebc([(rows, 64), (500, 32)])
     options = enumerator.enumerate(ebc, bag_sharders())
     later = [o for o in options if isinstance(o, SpreadOption)]
@@ -205,9 +183,8 @@ def test_shards_are_listed_as_torchrec_would_when_they_are_read(
 
 
 @pytest.mark.parametrize("num_tables", [2, 10_000])
-def test_caches_of_other_sizes_list_no_shards(
-    costs: PlanCosts, num_tables: int
-) -> None:
+def test_caches_of_other_sizes_list_no_shards(num_tables: int) -> None:
+    costs = PlanCosts(NODE, **analytic())
     constraints = each(1, "row_wise", compute_kernels=["fused_uvm_caching"])
     enumerator = NeuroShardEnumerator(NODE, 64, constraints, costs=costs)
     ebc = make_ebc([(1_000_001, 64)])
@@ -223,9 +200,9 @@ def test_caches_of_other_sizes_list_no_shards(
     assert sizes == sorted({*sizes}) and costs_ms == sorted(costs_ms, reverse=True)
 
 
-def test_copies_of_options_can_be_changed(costs: PlanCosts) -> None:
+def test_copies_of_options_can_be_changed() -> None:
     """TorchRec and this package change options, shards and perfs in place."""
-    enumerator = NeuroShardEnumerator(NODE, 64, costs=costs)
+    enumerator = NeuroShardEnumerator(NODE, 64, **analytic())
     options = enumerator.enumerate(make_ebc([(1001, 64), (500, 32)]), bag_sharders())
     kept = enumerator.last_stored_search_space
     assert kept is not None
@@ -321,8 +298,9 @@ def test_least_memory_follows_when_the_fastest_does_not_fit(fits: bool) -> None:
 
 
 def test_infeasible_proposals_are_partition_errors() -> None:
-    enumerator = NeuroShardEnumerator(gpus(), 64, **analytic())
-    proposal = searchable(enumerator, make_ebc([(10**6, 64)]), "table_wise")
+    limits = each(1, "table_wise")
+    enumerator = NeuroShardEnumerator(gpus(), 64, limits, **analytic())
+    proposal = enumerator.enumerate(make_ebc([(10**6, 64)]), bag_sharders())
     partitioner = NeuroShardPartitioner(gpus(), **analytic())
     with pytest.raises(PlannerError, match=r"table 't0'.*GiB") as caught:
         partitioner.partition(proposal, gpus(hbm_cap=10**8))
@@ -361,8 +339,9 @@ def test_a_proposal_is_searched_and_left_as_it_was() -> None:
 
 def test_rating_is_the_critical_path() -> None:
     topology = Topology(world_size=2, compute_device="cpu")
-    enumerator = EmbeddingEnumerator(topology, 64)
-    plan = searchable(enumerator, make_ebc([(100, 16)] * 3), "table_wise")
+    limits = each(3, "table_wise", compute_kernels=["fused"])
+    enumerator = EmbeddingEnumerator(topology, 64, limits)
+    plan = enumerator.enumerate(make_ebc([(100, 16)] * 3), bag_sharders())
     rating = NeuroShardPerfModel(
         topology,
         cost_model=AnalyticCostModel(launch_ms=1.0, lookup_ns=0.0, byte_ns=1000.0),

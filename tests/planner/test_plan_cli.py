@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import bag_sharders, make_ebc, make_tables
 from torchrec_neuroshard import load_plan
 from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.planner.cli import plan
 from torchrec_neuroshard.planner.cli.given_models import (
     devices_named,
     read_constraints,
     read_model,
 )
+from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
+from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import Sweep, SweepCell
@@ -38,12 +43,11 @@ QUICK = ["--ranks", "2", "--batch-size", "256", "--seconds", "0.2"]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the command runs, with a file of tables."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "t.csv").write_text(TABLES)
-    return tmp_path
+    Path("t.csv").write_text(TABLES)
 
 
 def planner_for(
@@ -72,7 +76,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.mark.filterwarnings("ignore:no cost model was measured")
 def test_tables_are_planned_shown_and_compared(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     files = ["--out", "a.json", "--html", "a.html", "--json", "a.report.json"]
     assert main(["plan", "t.csv", *QUICK, "--compare", "--rehearse", *files]) == 0
@@ -83,14 +87,14 @@ def test_tables_are_planned_shown_and_compared(
     assert "TorchRec's own plan" in printed.out
     assert "every rank can run it" in printed.out
     assert printed.out.count("- no cost model was measured on NVIDIA H100") == 1
-    found = json.loads((folder / "a.report.json").read_text())
+    found = json.loads(Path("a.report.json").read_text())
     assert {t["table"] for t in found["plan"]["tables"]} == {"user", "item", "shop"}
     saved = found["compared"]["saved_ms"]
     path_ms = found["plan"]["critical_path_ms"]
     assert found["compared"]["first"]["critical_path_ms"] == pytest.approx(
         saved + path_ms
     )
-    assert "saves" in (folder / "a.html").read_text()
+    assert "saves" in Path("a.html").read_text()
 
     # What is stored is what a job loads, for the model that the tables make.
     planner, given = planner_for("t.csv", "h100", 2, 256)
@@ -101,17 +105,17 @@ def test_tables_are_planned_shown_and_compared(
     out = capsys.readouterr().out
     assert "made for 2 ranks, 2 per node (cuda); samples per rank: 256" in out
     assert f"critical path {path_ms:.3f} ms" in out and "user (200,000 x 64)" in out
-    shown = json.loads((folder / "shown.json").read_text())
+    shown = json.loads(Path("shown.json").read_text())
     assert shown["ranks"] == found["plan"]["ranks"]
 
     [at] = next(t["ranks"] for t in found["plan"]["tables"] if t["table"] == "user")
-    (folder / "where.json").write_text(json.dumps({"pin": {"user": [1 - at]}}))
+    Path("where.json").write_text(json.dumps({"pin": {"user": [1 - at]}}))
     pinned = ["--placement", "where.json", "--out", "b.json"]
     assert main(["plan", "t.csv", *QUICK, *pinned]) == 0
     capsys.readouterr()
     assert main(["diff", "a.json", "b.json", "--json", "d.json"]) == 0
     out = capsys.readouterr().out
-    moved = json.loads((folder / "d.json").read_text())
+    moved = json.loads(Path("d.json").read_text())
     [user] = [m for m in moved["moves"] if m["table"] == "user"]
     assert user["after"] == f"table_wise, rank {1 - at}"
     assert f"user: {user['before']} -> {user['after']}" in out
@@ -121,6 +125,30 @@ def test_tables_are_planned_shown_and_compared(
     assert main(["diff", "a.json", "a.json"]) == 0
     out = capsys.readouterr().out
     assert f"both take {paths[0]:.3f} ms" in out and "all 3 tables lie alike" in out
+
+
+def test_torchrecs_plan_is_asked_for_the_same_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[float] = []
+
+    def late(*arguments: Any, seconds: float, **named: Any) -> ShardingPlan:
+        asked.append(seconds)
+        if seconds < 5:
+            raise OutOfTimeError("it had estimated 120 of 500 tables")
+        return stock_plan(*arguments, seconds=600, **named)
+
+    clock = SimpleNamespace(monotonic=itertools.count(step=30).__next__)
+    monkeypatch.setattr(plan, "time", clock)
+    monkeypatch.setattr(plan, "stock_plan", late)
+    command = ["plan", "t.csv", "--ranks", "2", "--card", "cpu", "--compare"]
+    command += ["--search", "random"]
+    # Without --seconds, those of the default search.
+    assert main(command) == 0
+    assert "was stopped after 20 s" in capsys.readouterr().out
+    assert main([*command, "--seconds", "2.5"]) == 0
+    assert "after 2.5 s: it had estimated 120 of 500" in capsys.readouterr().out
+    assert asked == [20, 2.5]
 
 
 def test_a_function_may_give_sharders_and_constraints(
@@ -178,8 +206,8 @@ def test_files_of_tables_say_what_profiles_do() -> None:
     assert read["b"].optimizer == "sgd" and not read["b"].weighted
 
 
-def test_constraints_of_all_tables_and_of_one(folder: Path) -> None:
-    (folder / "c.json").write_text(
+def test_constraints_of_all_tables_and_of_one() -> None:
+    Path("c.json").write_text(
         '{"*": {"min_partition": 16, "sharding_types": ["column_wise"]}, '
         '"item": {"sharding_types": ["row_wise"], "cache_load_factor": 0.5}}'
     )
@@ -223,58 +251,52 @@ def test_constraints_of_all_tables_and_of_one(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_named(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: str,
-    text: str,
-    message: str,
+    capsys: pytest.CaptureFixture[str], arguments: str, text: str, message: str
 ) -> None:
-    (folder / "f.json").write_text(text)
+    Path("f.json").write_text(text)
     said = refused(capsys, "plan", "t.csv", *QUICK, *arguments.split())
     assert re.search(message, said), said
 
 
 def test_tables_that_cannot_be_built_are_named(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, rows in (("training", 10), ("huge", 10**30), ("a.b", 10)):
-        (folder / "t.csv").write_text(f"{TABLES}{name},{rows},8,1\n")
+        Path("t.csv").write_text(f"{TABLES}{name},{rows},8,1\n")
         said = refused(capsys, "plan", "t.csv", *QUICK)
         assert "'t.csv'" in said and f"table '{name}'" in said
     fields = "name,num_embeddings,embedding_dim,num_features\n"
-    (folder / "t.csv").write_text(f"{fields}u,10,8,2\nu:0,10,8,1\n")
+    Path("t.csv").write_text(f"{fields}u,10,8,2\nu:0,10,8,1\n")
     said = refused(capsys, "plan", "t.csv", *QUICK)
     assert "tables 'u' and 'u:0' would both read feature 'u:0'" in said
 
 
-def test_other_plans_are_not_compared(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_plans_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "t.csv", *QUICK, "--out", "a.json"]) == 0
     capsys.readouterr()
-    data = json.loads((folder / "a.json").read_text())
+    data = json.loads(Path("a.json").read_text())
     data["fingerprint"]["tables"][1]["feature_names"] = ["other"]
-    (folder / "b.json").write_text(json.dumps(data))
+    Path("b.json").write_text(json.dumps(data))
     assert "of other tables: 'shop'" in refused(capsys, "diff", "a.json", "b.json")
     assert "cannot read the plan file" in refused(capsys, "show", "none.json")
     assert "'t.csv' is not a plan file" in refused(capsys, "show", "t.csv")
     data["report"]["ranks"] = 3
-    (folder / "a.json").write_text(json.dumps(data))
+    Path("a.json").write_text(json.dumps(data))
     assert "stored with the plan is damaged" in refused(capsys, "show", "a.json")
     data["report"] = None
-    (folder / "a.json").write_text(json.dumps(data))
+    Path("a.json").write_text(json.dumps(data))
     assert main(["show", "a.json"]) == 0
     out = capsys.readouterr().out
     assert "critical path not known" in out and "largest first [GiB]" in out
 
 
 def test_the_page_names_the_options_and_fields(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     page = Path(__file__).parents[2] / "docs" / "command_line.md"
     text = page.read_text(encoding="utf-8")
     [constraints] = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
-    (folder / "c.json").write_text(constraints)
+    Path("c.json").write_text(constraints)
     read = read_constraints("c.json", read_model("t.csv"))
     assert read["user"].sharding_types == ["row_wise"]
     commands = "".join(re.findall(r"```\n(neuroshard.*?)```", text, flags=re.DOTALL))
@@ -291,16 +313,14 @@ def test_the_page_names_the_options_and_fields(
 # --- sweep ---
 
 
-def test_cells_are_planned_one_by_one(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cells_are_planned_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--cards", "a100,h100", "--ranks", "1,2", "--batch-sizes", "512"]
     options += ["--group-sizes", "1", "--sync-interval", "100"]
     files = ["--csv", "s.csv", "--seconds", "0.1"]
     assert main(["sweep", "t.csv", *options, *files]) == 0
     printed = capsys.readouterr()
     assert not printed.err and "most samples per second: " in printed.out
-    rows = list(csv.DictReader((folder / "s.csv").read_text().splitlines()))
+    rows = list(csv.DictReader(Path("s.csv").read_text().splitlines()))
     where = [(r["card"], r["num_ranks"], r["group_size"]) for r in rows]
     assert where == [
         (card, ranks, group)
@@ -359,22 +379,16 @@ def test_limits_and_sources_are_named() -> None:
     ]
 
 
-def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fits_nowhere_is_said_and_bad_options_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option, message in (
+        ("--cards=h100, h900", "unknown card 'h900'"),
+        ("--batch-sizes=0", "--batch-sizes must be above 0, got 0"),
+        ("--group-sizes=3", "--group-sizes has 3, which is no part of any"),
+    ):
+        assert message in refused(capsys, "sweep", "t.csv", option)
     Path("t.csv").write_text(TABLES.replace("200000", "200000000000"))
     assert main(["sweep", "t.csv", "--ranks", "1"]) == 1
     out = capsys.readouterr().out
     assert re.search("does not fit: .*table 'user'", out) and "nothing fits" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cards", "h100, h900"], "unknown card 'h900'"),
-        (["--batch-sizes", "0"], "--batch-sizes must be above 0, got 0"),
-        (["--group-sizes", "3"], "--group-sizes has 3, which is no part of any"),
-    ],
-)
-def test_bad_options_of_sweeps_say_the_way_out(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert message in refused(capsys, "sweep", "t.csv", *arguments)

@@ -158,7 +158,6 @@ def test_result_describes_the_plan_after_callbacks() -> None:
     assert result.warnings == ("from the search",)
 
 
-@pytest.mark.one_release
 class LoadedPlan(PlanLoader):
     """Gives a planner the plan that another one has made."""
 

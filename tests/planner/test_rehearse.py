@@ -108,7 +108,7 @@ def test_nothing_is_left_behind_and_the_model_stays(
     assert not vars(collective_utils)["_INITIALIZED"]
 
 
-def test_ranks_without_the_memory_are_named() -> None:
+def test_ranks_without_the_memory_and_what_torchrec_refuses_are_named() -> None:
     model = make_ebc([(100_000, 128), (100_000, 128)])
     topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["table_wise"])
     room = 52_000_000  # the weights have it, but not what a step takes beside them
@@ -121,10 +121,6 @@ def test_ranks_without_the_memory_are_named() -> None:
     assert "too little; table 't" in fault
     assert "raise world_size" in fault and f"- ranks 1: {fault}" in str(report)
 
-
-def test_what_torchrec_refuses_is_named() -> None:
-    model = make_ebc([(1000, 64), (1000, 64)])
-    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["table_wise"])
     # Offsets of columns in a table that has rows cut: TorchRec cannot tell its ranks.
     plan.plan[""]["t1"].sharding_spec = None
     report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)

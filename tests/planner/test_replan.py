@@ -40,9 +40,6 @@ HUGE = 2**60
 SIZES = [(4000, 64), (3000, 32), (2000, 32), (1000, 16), (500, 16)]
 ALL_ON_0: Triples = [(i, dim, 0) for i, (_, dim) in enumerate(SIZES)]
 
-TABLE = {"sharding_types": ["table_wise"]}
-COLUMN = {"sharding_types": ["column_wise"]}
-
 
 @dataclasses.dataclass
 class Job:
@@ -64,21 +61,19 @@ def make_job(
     world_size: int = 2,
     *,
     sizes: Sequence[tuple[int, int]] = SIZES,
-    kind: dict[str, list[str]] = TABLE,
-    last: dict[str, list[str]] | None = None,
+    kind: str = "table_wise",
+    last: str = "",
     optimizer: Any = None,
     compute_device: str = "cpu",
     **kwargs: Any,
 ) -> Job:
-    constraints = each(len(sizes), **kind) | only(
-        f"t{len(sizes) - 1}", **(last or kind)
-    )
+    own = only(f"t{len(sizes) - 1}", sharding_types=[last or kind])
     model = make_ebc(sizes, data_types=kwargs.pop("data_types", {}))
     for parameter in model.parameters() if optimizer else ():
         # As apply_optimizer_in_backward leaves it.
         parameter._optimizer_classes = [optimizer]
         parameter._optimizer_kwargs = [{"lr": 0.1}]
-    kwargs |= {"constraints": constraints}
+    kwargs |= {"constraints": each(len(sizes), kind) | own}
     planner = make_planner(world_size, compute_device, **kwargs)
     kwargs |= {"search": FixedSearcher(triples)}
     at_work = make_planner(world_size, compute_device, **kwargs)
@@ -153,7 +148,10 @@ def test_best_placement_of_few_tables_is_reached() -> None:
 
 
 def test_over_gloo_a_table_leaves_all_its_ranks_or_none() -> None:
-    arguments: dict[str, Any] = {"sizes": [(4000, 64), (9000, 64)], "kind": COLUMN}
+    arguments: dict[str, Any] = {
+        "sizes": [(4000, 64), (9000, 64)],
+        "kind": "column_wise",
+    }
     triples = [(0, 32, 0), (0, 32, 1), (1, 64, 0)]
     one_shard = 4000 * 32 * 4  # the budget is too small for the other table
     assert make_job(triples, 3, **arguments).replan(one_shard).moves == ()
@@ -163,7 +161,7 @@ def test_over_gloo_a_table_leaves_all_its_ranks_or_none() -> None:
 
 
 def test_splits_need_a_rank_of_their_own_over_gloo() -> None:
-    arguments: dict[str, Any] = {"sizes": [(4000, 64)], "kind": COLUMN}
+    arguments: dict[str, Any] = {"sizes": [(4000, 64)], "kind": "column_wise"}
     job = make_job([(0, 64, 0)], **arguments)
     assert job.replan().moves == ()
     every = job.replan(executable_only=False)
@@ -192,12 +190,12 @@ def test_splits_need_a_rank_of_their_own_over_gloo() -> None:
         (ALL_ON_0, {"optimizer": torch.optim.Adam}, "all of the state of Adam"),
         (
             ALL_ON_0[:4],
-            {"last": {"sharding_types": ["data_parallel"]}},
+            {"last": "data_parallel"},
             "'t4' of the same module is data_parallel",
         ),
         (
             [*ALL_ON_0[:4], (4, 12, 0), (4, 4, 1)],
-            {"last": COLUMN},
+            {"last": "column_wise"},
             "'t4' of the same module is split unevenly",
         ),
     ],
@@ -219,7 +217,7 @@ def test_sequence_tables_are_not_resharded() -> None:
     model = sequences(16, 16, 16, 16, prefix="t")
     sharders = [EmbeddingCollectionSharder()]
     # All on rank 0.
-    plan = make_planner(1, constraints=each(4, **TABLE)).plan(model, sharders)
+    plan = make_planner(1, constraints=each(4, "table_wise")).plan(model, sharders)
     job = Job(make_planner(2), model, plan)
     result = job.replan(sharders=sharders)
     assert result.moves == ()

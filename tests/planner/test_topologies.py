@@ -103,7 +103,7 @@ def test_impossible_nodes_are_refused(options: dict[str, Any], match: str) -> No
         topology_for(**{"card": "h100", **options})
 
 
-def test_a_card_that_is_named_stands_in_for_torchrecs_defaults() -> None:
+def test_a_card_that_is_named_stands_in_for_torchrecs_defaults_alone() -> None:
     naive = Topology(16, "cuda", local_world_size=8)
     before = vars(naive).copy()
     costs, [text] = costs_of(naive, "h100")
@@ -117,9 +117,7 @@ def test_a_card_that_is_named_stands_in_for_torchrecs_defaults() -> None:
     assert costs.topology.devices[3].storage.hbm == 80 * 10**9
     assert vars(naive) == before and naive.devices[3].storage.hbm == 32 * GIB
     assert memory_gb_per_s(costs) == pytest.approx(3350.0)
-
-
-def test_values_given_are_left_alone() -> None:
+    # Values given are left alone.
     topology = Topology(8, "cuda", hbm_cap=GIB, hbm_mem_bw=2.4e9, intra_host_bw=3e8)
     costs, [text] = costs_of(topology, "h100")
     assert text.startswith("the topology does not give hbm_to_ddr_mem_bw; planned")

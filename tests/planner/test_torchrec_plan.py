@@ -95,13 +95,12 @@ STOCK: dict[str, Any] = {
     "batch_size": 64,
     "constraints": each(2, "table_wise", "row_wise"),
 }
-THREE = [(10_000, 64), (300, 64), (2_000_000, 128)]
 
 
 def test_the_plan_to_compare_with_is_torchrecs_where_time_suffices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = make_ebc(THREE), bag_sharders()
+    given = make_ebc([(10_000, 64), (300, 64), (2_000_000, 128)]), bag_sharders()
     theirs = stock_planner(**STOCK).plan(*given)
     assert str(stock_plan(*given, **STOCK, seconds=600)) == str(theirs)
     # It stops within its estimates, here of a second each.

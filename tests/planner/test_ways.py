@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.sharding_plan import get_default_sharders
 
 from tests.builders import (
     FixedSearcher,
@@ -44,21 +44,19 @@ TABLE, COLUMN = "table_wise", "column_wise"
 ROW, REPLICAS = "row_wise", "data_parallel"
 
 
-def compute_bound() -> dict[str, Any]:
-    """Lookups cost a lot, collectives next to nothing."""
-    return {
-        "cost_model": AnalyticCostModel(launch_ms=0.001, lookup_ns=1000, byte_ns=0),
-        "comms_model": AnalyticCommsModel(gb_per_s=1e6),
-    }
-
-
 def test_a_table_that_holds_up_one_rank_goes_row_wise() -> None:
     # The first is looked up as often as the other three together, and cannot be split
-    # by columns.
+    # by columns. Lookups cost a lot, collectives next to nothing.
     constraints = by_table(
         sharding_types=[[TABLE, ROW]] * 4, pooling_factors=[[30.0], *[[10.0]] * 3]
     )
-    planner = make_planner(4, "cuda", constraints=constraints, **compute_bound())
+    planner = make_planner(
+        4,
+        "cuda",
+        constraints=constraints,
+        cost_model=AnalyticCostModel(launch_ms=0.001, lookup_ns=1000, byte_ns=0),
+        comms_model=AnalyticCommsModel(gb_per_s=1e6),
+    )
     plan = planner.plan(make_ebc([(10_000, 16)] * 4), bag_sharders())
     assert set(types_of(plan).values()) == {ROW}
     # A batch of 256: 15 lookups each on every rank; whole tables would be 30 on one.
@@ -220,32 +218,28 @@ def test_more_choices_are_no_worse_where_collectives_take_long_to_begin() -> Non
 
 
 @pytest.mark.parametrize(
-    ("topology", "module", "sharder", "kind"),
+    ("topology", "module", "kind"),
     [
-        (gpus(), make_ebc([(1000, 2052)]), EmbeddingBagCollectionSharder(), COLUMN),
-        (gpus(), sequences(4096), EmbeddingCollectionSharder(), COLUMN),
-        (
-            gpus(8, 2),
-            make_ebc([(1000, 8192)]),
-            EmbeddingBagCollectionSharder(),
-            "grid_shard",
-        ),
+        (gpus(), make_ebc([(1000, 2052)]), COLUMN),
+        (gpus(), sequences(4096), COLUMN),
+        (gpus(8, 2), make_ebc([(1000, 8192)]), "grid_shard"),
     ],
     ids=["bags", "sequences", "grid"],
 )
 def test_wide_tables_are_split_by_columns(
-    topology: Any, module: Any, sharder: Any, kind: str
+    topology: Any, module: Any, kind: str
 ) -> None:
     limits = None if kind == COLUMN else each(1, kind)
     planner = make_planner(topology=topology, constraints=limits, search_only=False)
-    plan = planner.plan(module, [sharder])
-    report = rehearse(module, plan, topology, [sharder], batch_size=64)
+    sharders = get_default_sharders()
+    plan = planner.plan(module, sharders)
+    report = rehearse(module, plan, topology, sharders, batch_size=64)
     assert report.runs, str(report)
-    [first] = entries_of(plan).values()
+    [(name, first)] = entries_of(plan).items()
     widths = {s.shard_sizes[1] for s in first.sharding_spec.shards}
     assert max(widths) <= MAX_CUDA_COLUMNS
     assert first.sharding_type == kind
-    if isinstance(sharder, EmbeddingCollectionSharder):
+    if name == "s0":
         assert len(widths) == 1
 
 

@@ -136,20 +136,17 @@ def comparison() -> PlanComparison:
     )
 
 
-def test_page_needs_nothing_else_and_runs_its_own_script_alone() -> None:
-    text = html_report(REPORT)
-    assert text.startswith("<!DOCTYPE html>")
-    without_names = text.replace(json.dumps(HOSTILE).replace("<", "\\u003c"), "")
+def test_page_holds_the_report_and_needs_nothing_else() -> None:
+    page = html_report(REPORT, "Plan of <mine>")
+    assert page.startswith("<!DOCTYPE html>")
+    without_names = page.replace(json.dumps(HOSTILE).replace("<", "\\u003c"), "")
     assert not re.search(r"https?:|src=|@import|url\(|<link", without_names)
-    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', text)
+    (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', page)
     assert policy.startswith("default-src 'none'")
     assert f"script-src 'sha256-{digest}'" in policy
-
-
-def test_page_holds_the_names_and_figures_of_the_report() -> None:
-    page = html_report(REPORT, "Plan of <mine>")
+    # Names and figures.
     text, data = shown_of(page), data_of(page)
     (plan,) = data["plans"]
     assert text.startswith("Plan of <mine> Plan of <mine>")  # its title and heading
