@@ -105,6 +105,22 @@ def printed_elsewhere(code: str, hash_seed: int) -> Any:
     return json.loads(done.stdout)
 
 
+def torchrun(num_ranks: int, *arguments: str, folder: Path | None = None) -> str:
+    """What ranks on this machine's CPUs print, one thread each."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    known = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        [*command, "--nproc-per-node", str(num_ranks), *arguments],
+        cwd=folder,
+        env={**os.environ, **known},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 # --- tables, tasks and searches, without TorchRec ---
 
 

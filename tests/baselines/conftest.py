@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from papers.data import PolicyTaskConfig, sample_policy_tasks, split_tables
+from tests.builders import draw_tables
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.tables import TableConfig
 
@@ -13,16 +14,7 @@ from torchrec_neuroshard.tables import TableConfig
 @pytest.fixture(scope="session")
 def policy_tables() -> tuple[TableConfig, ...]:
     """Tables of very different rows and pooling factors."""
-    rng = np.random.default_rng(0)
-    return tuple(
-        TableConfig(
-            name=f"t{i}",
-            num_embeddings=int(10 ** rng.uniform(2, 6)),
-            embedding_dim=64,
-            pooling_factor=float(2 ** rng.uniform(-1, 6)),
-        )
-        for i in range(80)
-    )
+    return draw_tables(np.random.default_rng(0), 80, [64])
 
 
 @pytest.fixture(scope="session")

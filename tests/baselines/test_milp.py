@@ -60,9 +60,7 @@ def test_without_a_plan_of_its_own_it_takes_the_greedys_and_says_so() -> None:
     assert found.fallback is not None
     assert "the greedy's was taken" in found.fallback
     # Whole tables do not fit, any placement that does is taken.
-    size = 1000 * 64 * 4
-    caps = (int(0.8 * size),) * 4
-    found = hurried.search(alike(3, 4, width=64, memory_bytes=caps), *MODELS)
+    found = hurried.search(alike(3, 4, width=64, memory=800 * 64 * 4), *MODELS)
     assert found.fallback is not None
     assert "HiGHS found no plan" in found.fallback and "any that fits" in found.fallback
 

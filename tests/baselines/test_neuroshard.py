@@ -37,20 +37,13 @@ QUICK = NeuroShardConfig(max_rounds=3, costs="shared")
 
 
 def drawn_task(
-    widths: tuple[int, ...],
-    world_size: int = 2,
-    seed: int = 0,
-    *,
-    rows: tuple[int, ...] = (),
-    pooling: tuple[int, ...] = (),
-    **rest: Any,
+    widths: tuple[int, ...], world_size: int = 2, seed: int = 0, **rest: Any
 ) -> ShardingTask:
-    """Rows and pooling factors are drawn where they are not given."""
+    """Rows and pooling factors are drawn."""
     rng = np.random.default_rng(seed)
-    drawn_rows = rng.integers(100, 100_000, len(widths)).tolist()
-    drawn_pooling = rng.integers(1, 40, len(widths)).tolist()
-    tables = make_tables(widths, rows or drawn_rows, pooling or drawn_pooling)
-    return make_task(tables, world_size, **rest)
+    rows = rng.integers(100, 100_000, len(widths)).tolist()
+    pooling = rng.integers(1, 40, len(widths)).tolist()
+    return make_task(make_tables(widths, rows, pooling), world_size, **rest)
 
 
 def random_task(seed: int, world_size: int = 3) -> ShardingTask:
@@ -70,15 +63,6 @@ def paper_search(task: ShardingTask, config: NeuroShardConfig = QUICK) -> Search
     return PaperSearcher(config).search(task, COMPUTE, COMMS)
 
 
-def kernel_ms(task: ShardingTask, shards: list[Shard]) -> float:
-    """The analytic cost by its formula: backward is twice forward."""
-    forward = 0.01 * bool(shards)
-    for table, width in shards:
-        lookups = task.batch_size * task.tables[table].pooling_factor
-        forward += 1e-6 * lookups + 0.1e-6 * lookups * width * 4
-    return 3 * forward
-
-
 def whole(task: ShardingTask) -> list[Shard]:
     return [(i, t.embedding_dim) for i, t in enumerate(task.tables)]
 
@@ -86,7 +70,7 @@ def whole(task: ShardingTask) -> list[Shard]:
 def test_greedy_takes_the_rank_that_is_cheapest_before() -> None:
     # By cost: a, b, c. After a | b, c goes to b's rank though both then cost more
     # than a's; and with a cap of 1.0 columns decide: 8 + 8 | 16.
-    task = drawn_task((16, 8, 8), pooling=(5, 9, 8))
+    task = make_task(make_tables((16, 8, 8), pooling=(5, 9, 8)))
     # Lookups x (1 + 0.4 x width): 37.0, 37.8, 33.6.
     loops = make_loops(task)
     assert loops.greedy(whole(task), math.inf) == [[(1, 8)], [(0, 16), (2, 8)]]
@@ -95,10 +79,12 @@ def test_greedy_takes_the_rank_that_is_cheapest_before() -> None:
 
 
 def test_objective_is_the_largest_sum_with_waiting() -> None:
-    task = drawn_task((16, 8, 8))
+    task = make_task(make_tables((16, 8, 8), pooling=(5, 9, 8)))
     # Halves on one rank are costed as two tables: each pays for all lookups.
     ranks = [[(0, 8), (1, 8), (0, 8)], [(2, 8)]]
-    kernels = np.array([kernel_ms(task, shards) for shards in ranks])
+    # A lookup of eight columns takes 1 ns, and 0.1 ns a byte; backward twice as long.
+    lookups = np.array([5 + 9 + 5, 8]) * 1024
+    kernels = 3 * (0.01 + lookups * (1 + 0.1 * 8 * 4) * 1e-6)
     # Bytes to or from the other rank at 1 GB/s; what rank 1 receives is rank 0's
     # share, half of all columns: 16.
     transfer = np.array([24, 16]) * 1024 * 4 / 2 / 1e6
@@ -107,25 +93,21 @@ def test_objective_is_the_largest_sum_with_waiting() -> None:
     assert make_loops(task).total_ms(ranks) == pytest.approx(expected)
 
 
-def all_states(task: ShardingTask, rounds: int) -> list[list[Shard]]:
-    states, frontier = [whole(task)], [whole(task)]
-    for _ in range(rounds):
+@pytest.mark.parametrize("seed", range(2))
+def test_a_beam_that_keeps_all_finds_the_best_of_all_states(seed: int) -> None:
+    task = drawn_task((32, 12, 16), 2, seed)
+    config = NeuroShardConfig(beam_width=1_000, max_rounds=2)
+    loops = make_loops(task, config)
+    states = frontier = [whole(task)]
+    for _ in range(config.max_rounds):
         frontier = [
             [*s[:i], *s[i + 1 :], (t, w // 2), (t, w // 2)]
             for s in frontier
             for i, (t, w) in enumerate(s)
             if w % 8 == 0
         ]
-        states += frontier
-    return states
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_beam_that_keeps_all_finds_the_best_of_all_states(seed: int) -> None:
-    task = drawn_task((32, 12, 16), 2, seed)
-    config = NeuroShardConfig(beam_width=1_000, max_rounds=2)
-    loops = make_loops(task, config)
-    best = min(loops.best_of_caps(s)[0] for s in all_states(task, 2))
+        states = states + frontier
+    best = min(loops.best_of_caps(s)[0] for s in states)
     assert best < math.inf
     cost, ranks = loops.run()
     assert cost == best
@@ -134,7 +116,7 @@ def test_a_beam_that_keeps_all_finds_the_best_of_all_states(seed: int) -> None:
 
 def test_candidates_are_the_largest_and_the_costliest() -> None:
     rows, pooling = (900, 800, 100, 100, 100, 700), (1, 1, 9, 1, 8, 7)
-    task = drawn_task((64,) * 6, rows=rows, pooling=pooling)
+    task = make_task(make_tables([64] * 6, rows, pooling))
     loops = make_loops(task, NeuroShardConfig(num_candidates=2))
     split = [state[-1] for state in loops.candidates(whole(task))]
     assert split == [(0, 32), (1, 32), (2, 32), (4, 32)]
@@ -171,9 +153,8 @@ def test_the_caps_can_leave_no_plan() -> None:
 
 def test_a_table_too_large_for_any_rank_is_split_or_named() -> None:
     # The first table takes 64 x 4 x 1000 bytes, the others an eighth of that.
-    task = drawn_task(
-        (64, 32, 32), 4, rows=(1000, 250, 250), memory_bytes=(150_000,) * 4
-    )
+    tables = make_tables((64, 32, 32), (1000, 250, 250))
+    task = make_task(tables, 4, memory=150_000)
     assert make_loops(task).best_of_caps(whole(task)) == (math.inf, None)
     assert len(paper_search(task).placement.table_shards(0)) > 1
     with pytest.raises(InfeasibleError, match=r"table 't0' .* needs 250\.00 KiB"):
@@ -243,16 +224,14 @@ def test_the_model_given_stands_in_for_nets_of_other_ranks(
     np.testing.assert_array_equal(found, expected)
 
 
-class OfAShippedDevice(AnalyticCostModel):
-    hardware = "AMD EPYC (26/2)"
-
-
 def test_nets_that_are_shipped_are_those_of_the_device() -> None:
     task, config = random_task(0, 2), NeuroShardConfig(max_rounds=1)
-    result = PaperSearcher(config).search(task, OfAShippedDevice(), COMMS)
+    of_a_device = AnalyticCostModel()
+    of_a_device.hardware = "AMD EPYC (26/2)"
+    result = PaperSearcher(config).search(task, of_a_device, COMMS)
     assert not result.warnings
     assert shipped_models("no such cpu") is None
-    given = PaperSearcher(config, models=shipped_models(OfAShippedDevice.hardware))
+    given = PaperSearcher(config, models=shipped_models(of_a_device.hardware))
     # Whatever costs the search is given, with the nets of the device it is the same.
     expected = given.search(task, AnalyticCostModel(launch_ms=9.0), COMMS)
     assert result.placement == expected.placement

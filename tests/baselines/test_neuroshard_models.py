@@ -26,7 +26,6 @@ from torchrec_neuroshard.errors import (
     BundleMismatchError,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.tables import TableConfig
 
 
 def test_nets_are_as_large_as_the_paper_s() -> None:
@@ -46,7 +45,7 @@ def test_features_by_hand() -> None:
         num_lookups=8,
         access_histogram=(2.0, 1.0, 1.0, *(0.0,) * 14),
     )
-    table = TableConfig(name="t", num_embeddings=50, embedding_dim=8, profile=profile)
+    (table,) = make_tables([8], 50, profile=profile)
     row = shard_features([table], 4)[0]
     expected = {"bin_0": 0.5, "bin_1": 0.25, "bin_2": 0.25, "dim": 8.0, "row": 100.0}
     expected["pooling_factor"] = 8 / 65_536
@@ -63,18 +62,6 @@ def test_features_by_hand() -> None:
     np.testing.assert_array_equal(columns_in_paper_batch([40, 8], 16_384), [10, 2])
 
 
-def some_models() -> NeuroShardModels:
-    compute = ComputeNet()
-    compute.mean_F.fill_(3.0)
-    return NeuroShardModels(
-        fingerprint=make_fingerprint("some cpu"),
-        compute=compute,
-        comms={2: CommsNets.fresh(2), 20: CommsNets.fresh(20)},
-        trained_on={},
-        card="# A card",
-    )
-
-
 def weights(models: NeuroShardModels) -> list[torch.Tensor]:
     pairs = [
         net for pair in models.comms.values() for net in (pair.forward, pair.backward)
@@ -82,8 +69,20 @@ def weights(models: NeuroShardModels) -> list[torch.Tensor]:
     return [t for net in (models.compute, *pairs) for t in net.state_dict().values()]
 
 
-def test_saved_models_are_the_same(tmp_path: Path) -> None:
-    models = some_models()
+def test_saved_models_are_the_same_and_what_is_wrong_on_disk_is_named(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(BundleCorruptError, match=r"no neuroshard\.json"):
+        load_models(tmp_path)
+    compute = ComputeNet()
+    compute.mean_F.fill_(3.0)
+    models = NeuroShardModels(
+        fingerprint=make_fingerprint("some cpu"),
+        compute=compute,
+        comms={2: CommsNets.fresh(2), 20: CommsNets.fresh(20)},
+        trained_on={},
+        card="# A card",
+    )
     save_models(tmp_path, models)
     loaded = load_models(tmp_path)
     for before, after in zip(weights(models), weights(loaded), strict=True):
@@ -91,12 +90,6 @@ def test_saved_models_are_the_same(tmp_path: Path) -> None:
     assert loaded.fingerprint == models.fingerprint
     assert list(loaded.comms) == [2, 20]
     assert loaded.card == "# A card\n"
-
-
-def test_what_is_wrong_on_disk_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BundleCorruptError, match=r"no neuroshard\.json"):
-        load_models(tmp_path)
-    save_models(tmp_path, some_models())
     info = json.loads((tmp_path / "neuroshard.json").read_text())
     for change, error, text in (
         ({"format_version": 99}, BundleMismatchError, "version 99"),

@@ -41,23 +41,20 @@ Tasks = tuple[ShardingTask, ...]
 MODELS = AnalyticCostModel(), AnalyticCommsModel()
 
 
-def info(method: str) -> PolicyInfo:
-    return PolicyInfo(
-        method=method,
-        name="untrained",
-        hardware="none",
-        ranges={"num_tables": (2, 20), "world_size": (2, 6), "batch_size": (512, 512)},
-        trained_on={},
-    )
-
-
 def untrained(
     kind: type[PolicySearcher], tasks: Sequence[ShardingTask]
 ) -> PolicySearcher:
     torch.manual_seed(0)
     net = kind.make_net()
     net.set_statistics(np.concatenate([view_task(t).features for t in tasks]))
-    return kind(Policy(net, info(kind.method)))
+    info = PolicyInfo(
+        method=kind.method,
+        name="untrained",
+        hardware="none",
+        ranges={"num_tables": (2, 20), "world_size": (2, 6), "batch_size": (512, 512)},
+        trained_on={},
+    )
+    return kind(Policy(net, info))
 
 
 def placed(searcher: PolicySearcher, task: ShardingTask) -> Placement:

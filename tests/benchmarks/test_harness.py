@@ -15,17 +15,14 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from harness.models import ConcatDLRM, draw_clicks
 from harness.provenance import commit
 from harness.training_runs import TrialConfig, TrialError, run_trial
-from tests.builders import ATTACHES_OPTIMIZERS, CPU
+from tests.builders import ATTACHES_OPTIMIZERS, CPU, make_tables
 from torchrec_neuroshard.simulator import PHASES
-from torchrec_neuroshard.tables import TableConfig
 
 pytestmark = [
     *ATTACHES_OPTIMIZERS,
     *(
         pytest.mark.filterwarnings(f"ignore:{text}")
         for text in (
-            r"`torch\.jit\.\w+` is deprecated",
-            "This API is deprecated",
             "`broadcast_buffers` is deprecated",
             # TorchRec 1.6 asks for the group's one device.
             "`_get_pg_default_device` will be deprecated",
@@ -59,16 +56,7 @@ def test_changed_sources_mark_the_commit(
 
 
 def test_trial_tells_times_losses_and_memory(tmp_path: Path) -> None:
-    tables = [
-        TableConfig(
-            name=name,
-            num_embeddings=100,
-            embedding_dim=dim,
-            pooling_factor=2.0,
-            optimizer="sgd",
-        )
-        for name, dim in (("a", 8), ("b", 12))
-    ]
+    tables = make_tables([8, 12], 100, 2.0, optimizer="sgd")
     quick = TrialConfig(warm_up=1, iterations=3, phase_iterations=2, learning_rate=0.5)
     plan = EmbeddingShardingPlanner(
         topology=Topology(world_size=1, compute_device="cpu"), batch_size=16
@@ -86,7 +74,7 @@ def test_trial_tells_times_losses_and_memory(tmp_path: Path) -> None:
             for config in (quick, dataclasses.replace(quick, seed=1))
         )
         renamed = [dataclasses.replace(t, name=f"x{t.name}") for t in tables]
-        with pytest.raises(TrialError, match="rank 0: KeyError: 'xa'"):
+        with pytest.raises(TrialError, match="rank 0: KeyError: 'xt0'"):
             trial(renamed, batches, quick)
     finally:
         dist.destroy_process_group()

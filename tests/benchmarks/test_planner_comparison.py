@@ -20,12 +20,9 @@ from torchrec_neuroshard.search.base import Searcher
 from torchrec_neuroshard.testing import AnalyticCostModel
 from torchrec_neuroshard.workloads import generate_dlrm_tables
 
-clusters, kernels, page, paired, planning, plans, results, rivals, run, tasks = (
+kernels, page, planning, plans, results, rivals, run, tasks = (
     import_module(f"planner_comparison.{name}")
-    for name in (
-        *("clusters", "kernels", "page", "paired", "planning"),
-        *("plans", "results", "rivals", "run", "tasks"),
-    )
+    for name in "kernels page planning plans results rivals run tasks".split()
 )
 pytestmark = ATTACHES_OPTIMIZERS
 
@@ -40,23 +37,8 @@ COMMS = BandwidthCommsModel(
 COSTS = rivals.Costs(compute=AnalyticCostModel(), comms=COMMS)
 
 
-@pytest.fixture(scope="module")
-def drawn() -> Any:
-    return tasks.make_tasks(None, tasks.TaskSettings())
-
-
-@pytest.fixture(scope="module")
-def small() -> Any:
-    settings = tasks.TaskSettings(quick=True, max_rows=2_000, batch_size=256)
-    [first, *_] = tasks.make_tasks(None, settings)
-    return dataclasses.replace(first, cluster="8 x H100")
-
-
-def ask(rival: Any, task: Any) -> Any:
-    return planning.ask(rival, task, COSTS, "cpu", 60.0)
-
-
-def test_tasks_fit_and_are_of_unseen_tables(drawn: Any) -> None:
+def test_tasks_fit_and_are_of_unseen_tables() -> None:
+    drawn = tasks.make_tasks(None, tasks.TaskSettings())
     assert len({t.name for t in drawn}) == len(drawn) >= 75
     assert {t.world_size for t in drawn} == {4, 8, 16}
     seen = {
@@ -91,13 +73,20 @@ class Halves(Searcher):
         return result_of(task, triples, cost_model, comms_model)
 
 
-@pytest.fixture(scope="module")
-def halved(small: Any) -> Any:
-    """A task's plan as it runs, and what the planner predicted."""
-    return ask(rivals.search_rival("halves", "", Halves), small)
+class Nothing(Halves):
+    def search(self, *given: Any) -> SearchResult:
+        raise InfeasibleError("nothing fits anywhere")
 
 
-def test_a_plan_is_read_with_every_column_once(small: Any, halved: Any) -> None:
+def test_a_search_s_plan_is_read_with_every_column_once_and_its_times_add_up() -> None:
+    settings = tasks.TaskSettings(quick=True, max_rows=2_000, batch_size=256)
+    [first, *_] = tasks.make_tasks(None, settings)
+    small = dataclasses.replace(first, cluster="8 x H100")
+    halved, without = (
+        planning.ask(rivals.search_rival("x", "", kind), small, COSTS, "cpu", 60.0)
+        for kind in (Halves, Nothing)
+    )
+    assert (without.status, without.plan) == ("no plan", None)  # none stands in for it
     [stage] = halved.plan.stages
     held = [s for k in stage.kernels for s in k.shards]
     columns = sum(t.embedding_dim for t in small.tables)
@@ -113,9 +102,6 @@ def test_a_plan_is_read_with_every_column_once(small: Any, halved: Any) -> None:
     again = halved.plan.again()  # is timed apart
     assert not set(again.kernels) & set(halved.plan.kernels)
     assert again.collectives == halved.plan.collectives
-
-
-def test_times_add_up_as_in_the_simulator(halved: Any) -> None:
     times = plans.predict_kernels(
         halved.plan.kernels, AnalyticCostModel(), COMMS, RANKS
     )
@@ -129,16 +115,6 @@ def test_times_add_up_as_in_the_simulator(halved: Any) -> None:
     assert added["kernel_path_ms"] < added["critical_path_ms"]
     even = dict.fromkeys(halved.plan.kernels, (1.0, 2.0))  # of sets, and of the order
     assert plans.add_up(halved.plan, even, {})["kernel_path_ms"] == 2 * (1.0 + 2.0)
-
-
-class Nothing(Halves):
-    def search(self, *given: Any) -> SearchResult:
-        raise InfeasibleError("nothing fits anywhere")
-
-
-def test_a_search_without_a_plan_is_not_replaced(small: Any) -> None:
-    outcome = ask(rivals.search_rival("x", "", Nothing), small)
-    assert (outcome.status, outcome.plan) == ("no plan", None)
 
 
 def outcome(ms: float | None) -> dict[str, Any]:

@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import race_plans
 from harness.planning import BEST_PRACTICE, OURS
+from tests.builders import torchrun
 from torchrec_neuroshard.simulator import PHASES
 
-DIM, BATCH = 16, 128
-RACERS = (BEST_PRACTICE, OURS)
+BATCH = 128
 
 
 @pytest.mark.distributed
 @pytest.mark.nightly
 @pytest.mark.parametrize("num_ranks", [1, 2], ids=str)
 def test_both_plans_train_the_same_model(tmp_path: Path, num_ranks: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_ranks), race_plans.__file__]
-    command += f"--device cpu --max-rows 2000 --embedding-dim {DIM}".split()
-    command += f"--min-partition 4 --batch-size {BATCH} --pairs 2".split()
-    command += ["--block-iterations", "3"]
-    ended = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    options = "--device cpu --max-rows 2000 --embedding-dim 16".split()
+    options += f"--min-partition 4 --batch-size {BATCH} --pairs 2".split()
+    options += ["--block-iterations", "3"]
+    out = torchrun(num_ranks, race_plans.__file__, *options, folder=tmp_path)
     results = json.loads((tmp_path / "demo.json").read_text())
-    assert ended.stdout.count("wrote demo.json") == 1  # one rank speaks
-    assert race_plans.report(results) in ended.stdout
+    assert out.count("wrote demo.json") == 1  # one rank speaks
+    assert race_plans.report(results) in out
     profile = results["tables"][20]["profile"]
     assert profile["batch_size"] == num_ranks * BATCH  # what all ranks read
-    stock, ours = (results["planners"][n] for n in RACERS)
+    stock, ours = (results["planners"][n] for n in (BEST_PRACTICE, OURS))
     for one, other in zip(stock["rounds"], ours["rounds"], strict=True):
         # Same weights and batch: equal but for the order of additions. Later, row-wise
         # Adagrad keeps one state per shard, so another split trains a little

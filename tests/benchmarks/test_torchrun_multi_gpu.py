@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import torchrun_multi_gpu as multi_gpu
+from tests.builders import torchrun
 
 PLANNERS = ["ours", "torchrec-best"]
 
@@ -19,18 +17,10 @@ PLANNERS = ["ours", "torchrec-best"]
 @pytest.mark.nightly
 def test_every_plan_is_predicted_trained_and_told(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", multi_gpu.__file__, "--quick"]
-    command += ["--backend", "gloo", "--cost-model", "cpu_epyc", "--out", str(out)]
-    command += ["--workloads", "dlrm", "--rounds", "1", "--num-tables", "5"]
-    ended = subprocess.run(
-        [*command, "--planners", ",".join(PLANNERS)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    options = ["--backend", "gloo", "--cost-model", "cpu_epyc", "--out", str(out)]
+    options += ["--workloads", "dlrm", "--rounds", "1", "--num-tables", "5"]
+    options += ["--quick", "--planners", ",".join(PLANNERS)]
+    torchrun(2, multi_gpu.__file__, *options)
     data = json.loads(out.with_suffix(".json").read_text())
     planners = data["workloads"]["dlrm"]["planners"]
     assert list(planners) == PLANNERS

@@ -462,7 +462,8 @@ def judge(case: Case) -> Outcome:
 
 
 def use(kind: str, folder: Path) -> Outcome:
-    room = _virtual_bytes() + MORE_BYTES
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    room = pages * resource.getpagesize() + MORE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
     try:
         KINDS[kind].use(folder)
@@ -475,11 +476,6 @@ def use(kind: str, folder: Path) -> Outcome:
         where = f"{Path(place.filename).name}:{place.lineno}"
         return f"failure, {type(error).__name__} at {where}: {str(error)[:200]}"
     return "used"
-
-
-def _virtual_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    return pages * resource.getpagesize()
 
 
 def in_child(work: Callable[[], Outcome]) -> Outcome:

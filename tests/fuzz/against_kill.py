@@ -183,25 +183,23 @@ def judge(case: Case) -> Outcome:
         folder = Path(held, "files")
         folder.mkdir()
         writer.prepare(folder)
-        status = _in_process(writer, folder, way, case["limit"])
+        status = against_files.in_child(
+            lambda: _write(writer, folder, way, case["limit"])
+        )
         for attempt in ("left", "again"):
             try:
                 writer.check(folder, len(Path(held, PROGRESS).read_bytes()))
             except Exception as error:
                 return f"failure, {name} {attempt}: {way}, {error!r}"
             if attempt == "left":
-                ended = _in_process(writer, folder)
+                ended = against_files.in_child(lambda: _write(writer, folder))
                 if ended != WRITTEN:
                     return f"failure, {name} does not go on: {way}, {ended}"
     return f"{name}, {way}: {status}"
 
 
-def _in_process(writer: Writer, folder: Path, way: str = "", limit: int = 0) -> str:
-    """Run a writer in a process of its own; return how it ended."""
-    return against_files.in_child(lambda: _write(writer, folder, way, limit))
-
-
-def _write(writer: Writer, folder: Path, way: str, limit: int) -> str:
+def _write(writer: Writer, folder: Path, way: str = "", limit: int = 0) -> str:
+    """Run a writer, which a process of its own does; return how it ended."""
     flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
     progress = os.open(folder.with_name(PROGRESS), flags)
     torch.set_num_threads(1)  # of more, a child of fork has none

@@ -165,14 +165,12 @@ def build(case: Case) -> ShardingTask:
     stages: dict[tuple[int, str], int] = {}
     stage_G = [stages.setdefault(key[:2], len(stages)) for key in groups]
 
-    def all_ways(indices: list[int]) -> tuple[int, ...]:
-        return tuple(way for index in indices for way in ways_of[index])
-
     rules: dict[str, Any] = {
         name: tuple(way[name] for way in fields) for name in fields[0]
     }
     if "together" in case:
-        rules["together"] = (all_ways(case["together"]),)
+        one, other = (ways_of[index] for index in case["together"])
+        rules["together"] = (one + other,)
     if "apart" in case:
         # One set for each pair of ways of unlike tables.
         one, other = (ways_of[index] for index in case["apart"])

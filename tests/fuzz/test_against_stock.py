@@ -27,7 +27,6 @@ def case(
     topology: dict[str, Any],
     constraints: dict[str, Any] | None = None,
     second: list[dict[str, Any]] | None = None,
-    optimizer: str | None = None,
     **planner: Any,
 ) -> Case:
     modules = [tables, *([second] if second else [])]
@@ -39,7 +38,6 @@ def case(
         "topology": {"compute_device": "cuda", **topology},
         "constraints": constraints or {},
         "planner": planner,
-        **({"optimizer": optimizer} if optimizer else {}),
     }
 
 
@@ -165,10 +163,10 @@ FOUND = {
                 "pooling_factors": [10.161, 2.314],
             }
         },
-        optimizer="rowwise",
         batch_size=1332,
         proposer=["wide"],
-    ),
+    )
+    | {"optimizer": "rowwise"},
 }
 """What was wrong -> the case."""
 
