@@ -36,11 +36,6 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
 
 from torchrec_neuroshard.collect.timing import PassCounts
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
@@ -73,9 +68,6 @@ QUICK = SearchConfig(
     beam_width=1, num_candidates=4, refine=False, time_budget_seconds=60.0
 )
 """Finds a plan, not a good one, however slow the machine."""
-
-CPU_SIZES = [(1000, 16), (2000, 32), (3000, 64), (4000, 128), (500, 8)]
-"""Rows and widths of tables that any machine has room for."""
 
 Triples = Sequence[tuple[int, int, int]]
 """(table, width, rank) of each shard."""
@@ -472,35 +464,15 @@ def sequences(*dims: int, rows: int = 1000, prefix: str = "s") -> EmbeddingColle
 
 
 def fused_bags(
-    *tables: EmbeddingBagConfig,
-    optimizer: Any = torch.optim.SGD,
-    device: torch.device = META,
-    rate: float = 0.1,
+    *tables: EmbeddingBagConfig, device: torch.device = META, rate: float = 0.1
 ) -> FusedEmbeddingBagCollection:
     """Bags that bring their optimizer; three tables unless others are given."""
     return FusedEmbeddingBagCollection(
         tables=list(tables or map(bag_config, range(3))),
-        optimizer_type=optimizer,
+        optimizer_type=torch.optim.SGD,
         optimizer_kwargs={"lr": rate},
         device=device,
     )
-
-
-def managed_collisions(
-    tables: Sequence[Any], buckets: int, eviction_interval: int = 2
-) -> ManagedCollisionCollection:
-    """What remaps ids to the rows of these tables."""
-    modules = {
-        t.name: MCHManagedCollisionModule(
-            zch_size=t.num_embeddings,
-            device=CPU,
-            eviction_policy=DistanceLFU_EvictionPolicy(),
-            eviction_interval=eviction_interval,
-            buckets=buckets,
-        )
-        for t in tables
-    }
-    return ManagedCollisionCollection(modules, embedding_configs=list(tables))
 
 
 class Nested(nn.Module):
@@ -535,18 +507,6 @@ def by_table(**values: Sequence[Any]) -> dict[str, ParameterConstraints]:
         f"t{i}": ParameterConstraints(**dict(zip(values, row, strict=True)))
         for i, row in enumerate(rows)
     }
-
-
-def columns_only(
-    module: nn.Module, constraints: dict[str, ParameterConstraints] | None = None
-) -> dict[str, ParameterConstraints]:
-    """The constraints, and column shards for tables that they allow any type."""
-    found = dict(constraints or {})
-    for name in (c.name for c in table_configs(module)):
-        asked = found.get(name) or ParameterConstraints()
-        kinds = asked.sharding_types or ["table_wise", "column_wise"]
-        found[name] = dataclasses.replace(asked, sharding_types=kinds)
-    return found
 
 
 # --- planners ---

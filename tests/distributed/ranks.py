@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,17 +35,6 @@ Results = Callable[[str, int, str], list[dict[str, Any]]]
 
 OfJob = Callable[[str], list[dict[str, Any]]]
 """Job -> what each rank returned."""
-
-END_SECONDS = 400
-"""A group must have run all jobs by then, not counting time that it stood still."""
-GROUP_TIMEOUT_SECONDS = 3600
-"""Longer than a rank may live: a rank that waits in vain fails the tests."""
-
-
-def daily(cases: Iterable[str], chosen: Container[str]) -> list[Any]:
-    """Return a test's cases; all but those chosen are nightly."""
-    marks = {True: (), False: (pytest.mark.nightly,)}
-    return [pytest.param(name, marks=marks[name in chosen]) for name in cases]
 
 
 def message_of(action: Callable[[], Any]) -> str:
@@ -78,7 +67,7 @@ def run_ranks(
         for process in processes:
             process.start()
     try:
-        for _ in range(END_SECONDS):
+        for _ in range(400):  # seconds, not counting time that it stood still
             alive = [process for process in processes if process.is_alive()]
             if not alive:
                 break
@@ -104,7 +93,8 @@ def _rank_main(
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=num_nodes * NODE_SIZE,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+        # Longer than a rank may live: a rank that waits in vain fails the tests.
+        timeout=timedelta(hours=1),
     )
     results: dict[str, Any] = {name: {} for name in modules}
     for name in modules:

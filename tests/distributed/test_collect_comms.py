@@ -20,7 +20,6 @@ from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results, message
 from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
 from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
 from torchrec_neuroshard.record_store import journal_path, read_comms_records
-from torchrec_neuroshard.records import CommsHeader, CommsRecord
 
 pytestmark = pytest.mark.distributed
 
@@ -62,11 +61,6 @@ def ends(ranks: Ranks) -> list[tuple[int, str]]:
     return [(r.returncode, text) for r, text in zip(ranks, outputs, strict=True)]
 
 
-def read(path: Path) -> tuple[CommsHeader, list[CommsRecord]]:
-    [(header, records)] = read_comms_records([path])
-    return header, records
-
-
 def collect_twice(path: Path) -> dict[str, Any]:
     """What every rank sees of a run, of the same run again and of another one."""
     config = CommsConfig(
@@ -77,10 +71,10 @@ def collect_twice(path: Path) -> dict[str, Any]:
         sampling=CommsSamplingConfig(bytes_per_rank=(1024, 65536)),
     )
 
-    def collected(num_samples: int) -> tuple[CommsHeader, list[CommsRecord]]:
+    def collected(num_samples: int) -> Any:
         collect_comms(dataclasses.replace(config, num_samples=num_samples))
         dist.barrier()  # rank 0 has written the file
-        found = read(config.out)
+        [found] = read_comms_records([config.out])
         dist.barrier()
         return found
 
@@ -143,7 +137,7 @@ def test_records_are_kept_whatever_becomes_of_a_rank(
             [(code, said)] = ends([ranks[rank]])
             assert code == 2 and f"rank {rank} stopped: " in said and str(path) in said
     assert not journal.exists()  # rank 0 folded it
-    header, kept = read(path)
+    [(header, kept)] = read_comms_records([path])
     assert len(kept) >= 20
     assert [r.index for r in kept] == list(range(len(kept)))
     assert header.sampling["groups"] == ["first 2", "world"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchrec.distributed import DistributedModelParallel
 
 from tests.builders import CPU, bag_config, bag_sharders, bags, make_planner
-from tests.distributed.ranks import TWO_NODES, Jobs, OfJob
+from tests.distributed.ranks import TWO_NODES, Jobs, OfJob, Results
 from tests.distributed.unsharded import draw_batch
 from torchrec_neuroshard.cost_models import cache
 from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE
@@ -22,6 +22,11 @@ pytestmark = pytest.mark.distributed
 LOCAL_BATCH = 64
 SIZES = [(1000, 16), (3000, 32), (500, 8), (2000, 64)]
 
+MEASURES: dict[str, Any] = {
+    "cost_model": "measure",
+    "comms_model": None,
+    "calibrate": 1.0,
+}
 SHIPPED = str(bundle_folder("cpu_epyc"))
 COPIES = f"""
 import os, shutil, sys, time
@@ -37,17 +42,13 @@ DAILY = ("twice", "aborts")
 """The jobs of the tests that are not nightly."""
 
 
-def launch(
-    pg: dist.ProcessGroup, *, trains: bool = True, **arguments: Any
-) -> dict[str, Any]:
+def launch(pg: dist.ProcessGroup, *, trains: bool = True) -> dict[str, Any]:
     """Plan as a new process would, and train a step."""
     planner = make_planner(
         pg.size(),
         search_only=False,
         batch_size=LOCAL_BATCH,
-        cost_model="measure",
-        comms_model=None,
-        **{"calibrate": 1.0, **arguments},
+        **MEASURES,
     )
     model = bags(*(bag_config(i, *size) for i, size in enumerate(SIZES)), device=CPU)
     sharders = bag_sharders()
@@ -84,8 +85,7 @@ def in_cache(folder: Path, program: str | None, action: Any) -> dict[str, Any]:
             patch.setattr(f"{part}.judge", lambda *_: None)
         else:
             patch.setattr(f"{part}.PROGRAM", ("-c", program))
-        found: dict[str, Any] = action()
-    return found
+        return dict(action())
 
 
 def run_twice(folder: Path) -> dict[str, Any]:
@@ -167,10 +167,9 @@ def test_what_cannot_be_kept_serves_this_launch(results: OfJob) -> None:
 
 
 @pytest.mark.nightly
-def test_two_jobs_on_one_empty_cache(tmp_path: Path, request: Any) -> None:
-    ranks = request.getfixturevalue("ranks")(__name__, TWO_NODES, "two jobs")
-    for found in ranks:
+def test_two_jobs_on_one_empty_cache(ranks: Results) -> None:
+    of_jobs = ranks(__name__, TWO_NODES, "two jobs")
+    for found in of_jobs:
         assert found["warnings"] == [] and found["entries"] == 1
         assert found["measured"] == 1
-    for first in (ranks[0], ranks[2]):
-        assert first["kernels"] == "measured"
+    assert of_jobs[0]["kernels"] == of_jobs[2]["kernels"] == "measured"

@@ -16,11 +16,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.builders import CPU, FixedSearcher, bag_config, bags, make_planner
+from tests.builders import (
+    CPU,
+    FixedSearcher,
+    bag_config,
+    bags,
+    by_table,
+    make_planner,
+)
 from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, OfJob
 from tests.distributed.test_training import BagSharder
 from tests.distributed.unsharded import (
@@ -36,7 +43,7 @@ from torchrec_neuroshard import group_topology
 pytestmark = pytest.mark.distributed
 
 WORLD_SIZE = TWO_NODES * NODE_SIZE
-GROUP_SIZE, NUM_GROUPS = 2, 2
+GROUP_SIZE = 2
 LOCAL_BATCH, NUM_ROWS, NUM_STEPS, SYNC_INTERVAL = 5, 12, 3, 2
 DIMS = (24, 16, 16, 8)
 TYPES = ("column_wise", "table_wise", "row_wise", "data_parallel")
@@ -74,24 +81,6 @@ def collection_class() -> Any:
                         shard.placement = _remote_device(f"rank:{rank}/cpu")
 
     return OnCpus
-
-
-def sharded_in_groups(whole: Any, plan: ShardingPlan, groups: Groups) -> Any:
-    """A model of one plan, trained in two dimensions."""
-    model = copy.deepcopy(whole)
-    apply_optimizer_in_backward(
-        torch.optim.Adagrad, list(model.parameters())[:-1], {**ADAGRAD}
-    )
-    return shard_model(
-        model,
-        plan,
-        SHARDERS,
-        collection_class(),
-        world_size=WORLD_SIZE,
-        sharding_group_size=GROUP_SIZE,
-        global_pg=dist.group.WORLD,
-        use_inter_host_allreduce=groups[0] == (0, 1),
-    )
 
 
 class Reference:
@@ -139,24 +128,35 @@ def run_case(groups: Groups, rank: int) -> dict[str, Any]:
     whole = bags(
         *(bag_config(i, NUM_ROWS, dim) for i, dim in enumerate(DIMS)), device=CPU
     )
+    inter_host = groups[0] == (0, 1)
     topology = group_topology(
         Topology(WORLD_SIZE, "cpu", local_world_size=NODE_SIZE),
         GROUP_SIZE,
         sync_interval=SYNC_INTERVAL,
-        use_inter_host_allreduce=groups[0] == (0, 1),
+        use_inter_host_allreduce=inter_host,
     )
     planner = make_planner(
         topology=topology,
         batch_size=LOCAL_BATCH,
-        constraints={
-            f"t{i}": ParameterConstraints(sharding_types=[kind])
-            for i, kind in enumerate(TYPES)
-        },
+        constraints=by_table(sharding_types=[[kind] for kind in TYPES]),
         search=FixedSearcher(TRIPLES),
     )
     plan = planner.collective_plan(whole, SHARDERS, dist.group.WORLD)
     types = tuple(s.sharding_type for s in plan.plan[""].values())
-    sharded = sharded_in_groups(whole, plan, groups)
+    model = copy.deepcopy(whole)
+    apply_optimizer_in_backward(
+        torch.optim.Adagrad, list(model.parameters())[:-1], {**ADAGRAD}
+    )
+    sharded = shard_model(
+        model,
+        plan,
+        SHARDERS,
+        collection_class(),
+        world_size=WORLD_SIZE,
+        sharding_group_size=GROUP_SIZE,
+        global_pg=dist.group.WORLD,
+        use_inter_host_allreduce=inter_host,
+    )
     replicated = [p for n, p in sharded.named_parameters() if "t3" in n]
     optimizer = torch.optim.Adagrad(replicated, **ADAGRAD)
     reference = Reference(whole, groups)

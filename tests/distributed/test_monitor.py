@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import KeyedJaggedTensor
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.builders import CPU, bag_config, bags, make_planner
+from tests.builders import CPU, bag_config, bags, by_table, make_planner
 from tests.distributed.ranks import ONE_NODE, Jobs, OfJob, message_of
 from tests.distributed.unsharded import shard_model
 from torchrec_neuroshard import PlanMonitor
@@ -30,13 +29,12 @@ from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
 
-WORLD_SIZE, LOCAL_BATCH, NUM_ROWS, DIM = 2, 64, 500, 16
+LOCAL_BATCH, NUM_ROWS, DIM = 64, 500, 16
 FEATURES = [f"f{i}" for i in range(5)]
 """The last one reads a table that every rank has a copy of."""
-MONITOR = "torchrec_neuroshard.monitor"
-EVERY, TIMED = 8, 2
+EVERY = 8
 DRIFT_AT, MOVE_AT, NUM_STEPS = 20, 48, 60
-EAGER: dict[str, Any] = {"every": EVERY, "timed": TIMED, "max_overhead": 1.0}
+EAGER: dict[str, Any] = {"every": EVERY, "timed": 2, "max_overhead": 1.0}
 """Reports whatever the machine is busy with."""
 
 
@@ -66,19 +64,6 @@ class Model(nn.Module):
         return loss, loss.detach()
 
 
-def batch_of(step: int, rank: int, popular: frozenset[str]) -> Any:
-    """Bags of one id; of popular features, of sixteen."""
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    lengths = torch.cat(
-        [torch.full((LOCAL_BATCH,), 16 if f in popular else 1) for f in FEATURES]
-    )
-    return KeyedJaggedTensor(
-        keys=FEATURES,
-        values=torch.randint(0, NUM_ROWS, (int(lengths.sum()),), generator=generator),
-        lengths=lengths.to(torch.int32),
-    )
-
-
 def shard() -> tuple[Any, Any]:
     """A sharded model, the same weights each time, and its planner."""
     model = Model()
@@ -86,10 +71,7 @@ def shard() -> tuple[Any, Any]:
     planner = make_planner(
         search_only=False,
         batch_size=LOCAL_BATCH,
-        constraints={
-            f"t{i}": ParameterConstraints(sharding_types=[kind])
-            for i, kind in enumerate(kinds)
-        },
+        constraints=by_table(sharding_types=[[kind] for kind in kinds]),
         cost_model=AnalyticCostModel(launch_ms=0.0, byte_ns=10.0),
         search="default",
     )
@@ -105,23 +87,28 @@ def ranks_of(plan: Any) -> dict[str, int]:
 
 
 def drifting(sharded: Any, rank: int) -> Callable[[int], Any]:
-    """Step -> batch; from a step on, the features of rank 0 are popular."""
-    on_first = frozenset(f for f, r in ranks_of(sharded.plan).items() if r == 0)
-    return lambda step: batch_of(
-        step, rank, on_first if step >= DRIFT_AT else frozenset()
-    )
+    """Step -> batch: bags of one id; from a step on, of sixteen on rank 0."""
+    popular = [f for f, r in ranks_of(sharded.plan).items() if r == 0]
+
+    def batch(step: int) -> Any:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        sizes = [16 if step >= DRIFT_AT and f in popular else 1 for f in FEATURES]
+        return KeyedJaggedTensor(
+            keys=FEATURES,
+            values=torch.randint(
+                0, NUM_ROWS, (LOCAL_BATCH * sum(sizes),), generator=generator
+            ),
+            lengths=torch.tensor(sizes, dtype=torch.int32).repeat_interleave(
+                LOCAL_BATCH
+            ),
+        )
+
+    return batch
 
 
-class Loop:
-    """TorchRec's train pipeline."""
-
-    def __init__(self, sharded: Any, batches: Iterator[Any]) -> None:
-        dense = torch.optim.SGD(sharded.module.dense.parameters(), lr=0.01)
-        self.batches = batches
-        self._pipeline = TrainPipelineSparseDist(sharded, dense, CPU)
-
-    def progress(self) -> float:
-        return float(self._pipeline.progress(self.batches))
+def pipeline_of(sharded: Any) -> Any:
+    dense = torch.optim.SGD(sharded.module.dense.parameters(), lr=0.01)
+    return TrainPipelineSparseDist(sharded, dense, CPU)
 
 
 def run_drift(rank: int) -> dict[str, Any]:
@@ -131,18 +118,19 @@ def run_drift(rank: int) -> dict[str, Any]:
     """
     losses: dict[str, list[float]] = {"still": [], "moved": []}
     found: dict[str, Any] = {"log": []}
+    monitor_log = logging.getLogger("torchrec_neuroshard.monitor")
     for name, held in losses.items():
         sharded, planner = shard()
         batch = drifting(sharded, rank)
         monitor = PlanMonitor(sharded, planner, **EAGER) if name == "moved" else None
-        loop = Loop(sharded, iter(()))
+        pipeline = pipeline_of(sharded)
         for part in (range(MOVE_AT), range(MOVE_AT, NUM_STEPS)):
-            loop.batches = map(batch, part)
+            batches = map(batch, part)
             for step in part:
-                held.append(loop.progress())
+                held.append(float(pipeline.progress(batches)))
                 if monitor is None:
                     continue
-                with mock.patch.object(logging.getLogger(MONITOR), "info") as info:
+                with mock.patch.object(monitor_log, "info") as info:
                     monitor.step()
                 found["log"] += [str(call.args[1]) for call in info.call_args_list]
                 if step == MOVE_AT - 4:
@@ -196,7 +184,8 @@ def run_failures(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (where, what) in breaks.items():
         sharded, planner = shard()
-        loop = Loop(sharded, map(drifting(sharded, rank), itertools.count()))
+        pipeline = pipeline_of(sharded)
+        batches = map(drifting(sharded, rank), itertools.count())
         monitor = PlanMonitor(sharded, planner, **EAGER)
         part = f"torchrec_neuroshard.{what}" if rank == where else f"{__name__}.EVERY"
         with (
@@ -205,7 +194,7 @@ def run_failures(rank: int) -> dict[str, Any]:
         ):
             warnings.simplefilter("always")
             for _ in range(4 * EVERY):
-                loop.progress()
+                pipeline.progress(batches)
                 monitor.step()
             replanned = monitor.replan()
         texts = [str(w.message) for w in caught]
@@ -273,9 +262,8 @@ def test_tables_that_have_become_popular_are_spread(results: OfJob) -> None:
     assert last["predicted"][0] == pytest.approx(last["predicted"][1])
 
 
-@pytest.mark.parametrize("case", ["hook", "report"])
-def test_failure_ends_the_monitor_and_not_the_job(results: OfJob, case: str) -> None:
-    for found in (rank[case] for rank in results("failures")):
+def test_failure_ends_the_monitor_and_not_the_job(results: OfJob) -> None:
+    for found in (case for rank in results("failures") for case in rank.values()):
         assert not found["replanned"] and not found["is_on"]
         (text,) = found["warnings"]
         assert "training goes on" in text and "RuntimeError: injected" in text

@@ -24,30 +24,21 @@ from torchrec_neuroshard.simulator import PHASES
 pytestmark = pytest.mark.distributed
 
 BATCH, NUM_STEPS = 64, 3
-TABLES = {"user": ((200, 32), (300, 16)), "item": ((400, 64), (50, 8))}
-"""Rows and width of the tables of two collections."""
-KEYS = [f"{name}{i}" for name, tables in TABLES.items() for i in range(len(tables))]
 
 
 class Model(nn.Module):
+    """Two collections; a table with mean pooling has a kernel of its own."""
+
     def __init__(self) -> None:
         super().__init__()
-        for name, tables in TABLES.items():
-            # A table with mean pooling has a kernel of its own.
-            configs = [
-                bag_config(
-                    rows=rows,
-                    dim=width,
-                    name=f"{name}{i}",
-                    feature_names=[f"{name}{i}"],
-                    pooling=PoolingType.MEAN if i else PoolingType.SUM,
-                )
-                for i, (rows, width) in enumerate(tables)
-            ]
-            setattr(self, name, bags(*configs, device=CPU))
+        mean = PoolingType.MEAN
+        first, second = bag_config(0, 200, 32), bag_config(1, 300, 16, pooling=mean)
+        self.user = bags(first, second, device=CPU)
+        first, second = bag_config(2, 400, 64), bag_config(3, 50, 8, pooling=mean)
+        self.item = bags(first, second, device=CPU)
 
     def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        pooled = [getattr(self, name)(ids).values() for name in TABLES]
+        pooled = [self.user(ids).values(), self.item(ids).values()]
         return torch.cat(pooled, dim=1).square().mean()
 
 
@@ -60,7 +51,7 @@ def train_two_collections() -> dict[str, Any]:
     timer = PhaseTimer(sharded, CPU)
     steps = []
     for step in range(NUM_STEPS):
-        ids = draw_batch(KEYS, BATCH, 50, step)
+        ids = draw_batch(["f0", "f1", "f2", "f3"], BATCH, 50, step)
         dist.barrier()
         start = time.perf_counter()
         sharded(ids).backward()

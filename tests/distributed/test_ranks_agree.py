@@ -16,15 +16,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import CacheParams
 
-from tests.builders import META, bag_config, bag_sharders, bags, make_planner
-from tests.distributed.ranks import ONE_NODE, TWO_NODES, Jobs, OfJob, daily
-from tests.distributed.test_first_launch import COPIES
-from torchrec_neuroshard.planner import NeuroShardPlanner
+from tests.builders import bag_sharders, bags, each, make_planner
+from tests.distributed.ranks import ONE_NODE, TWO_NODES, Jobs, OfJob
+from tests.distributed.test_first_launch import COPIES, MEASURES
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
@@ -32,11 +30,6 @@ pytestmark = pytest.mark.distributed
 PATIENT_SECONDS, SHORT_SECONDS = 200.0, 20.0
 """Time-outs of groups; the short one ends the wait for a rank that has left."""
 PACKAGE = "torchrec_neuroshard"
-MEASURES: dict[str, Any] = {
-    "cost_model": "measure",
-    "comms_model": None,
-    "calibrate": 1.0,
-}
 RANK_1_BREAKS = f"""
 import os, runpy
 from {PACKAGE}.collect.timing import SetTimer
@@ -47,10 +40,6 @@ if os.environ["RANK"] == "1":
 runpy.run_module("{PACKAGE}.training.first_launch", run_name="__main__")
 """
 """What measures, and breaks on a rank when all others have begun."""
-
-
-def model(num_tables: int = 3) -> Any:
-    return bags(*(bag_config(i, 500 * i + 100) for i in range(num_tables)), device=META)
 
 
 class Broken(EmbeddingEnumerator):
@@ -69,19 +58,16 @@ class Rank:
     """A rank of a case's group."""
 
     pg: dist.ProcessGroup
+    number: int
     folder: Path
     """The case's, of all ranks."""
     patch: pytest.MonkeyPatch
 
-    @property
-    def is_first(self) -> bool:
-        return self.pg.rank() == 0
-
-    def planner(self, **arguments: Any) -> NeuroShardPlanner:
-        return make_planner(self.pg.size(), **arguments)
-
-    def plan(self, planner: NeuroShardPlanner, num_tables: int = 3) -> Any:
-        found = planner.collective_plan(model(num_tables), bag_sharders(), self.pg)
+    def plan(self, planned_before: bool = False, **arguments: Any) -> Any:
+        planner = make_planner(self.pg.size(), **arguments)
+        if planned_before:
+            planner.plan(bags(), bag_sharders())
+        found = planner.collective_plan(bags(), bag_sharders(), self.pg)
         assert found == planner.last_plan
         return found, planner.last_result
 
@@ -94,34 +80,31 @@ def other_arguments(at: Rank) -> Any:
     others = {
         "batch_size": 7,
         "cost_model": AnalyticCostModel(launch_ms=9.0),
-        "constraints": {"t0": ParameterConstraints(sharding_types=["column_wise"])},
+        "constraints": each(1, "column_wise"),
         "profiles": {"nobody's": None},
         "enumerator": Broken(Topology(8, "cpu"), 5),
         "topology": Topology(8, "cpu"),
     }
-    return at.plan(at.planner(**({} if at.is_first else others)))
+    return at.plan(**(others if at.number else {}))
 
 
 def first_planned_alone(at: Rank) -> Any:
     at.run(COPIES)
-    planner = at.planner(**MEASURES)
-    if at.is_first:
-        planner.plan(model(), bag_sharders())
-    return at.plan(planner)
+    return at.plan(planned_before=at.number == 0, **MEASURES)
 
 
 def others_remember(at: Rank) -> Any:
     """Nodes have caches of their own, and the first one's is empty."""
     at.run(COPIES)
-    at.plan(at.planner(**MEASURES))
-    if at.is_first:
+    at.plan(**MEASURES)
+    if at.number == 0:
         at.patch.setenv("NEUROSHARD_CACHE", str(at.folder / "empty"))
-    return at.plan(at.planner(**MEASURES))
+    return at.plan(**MEASURES)
 
 
 def one_breaks_midway(at: Rank) -> Any:
     at.run(RANK_1_BREAKS)
-    return at.plan(at.planner(**MEASURES))
+    return at.plan(**MEASURES)
 
 
 def leaves_a_first_launch(at: Rank) -> Any:
@@ -131,9 +114,9 @@ def leaves_a_first_launch(at: Rank) -> Any:
         raise Interrupts
 
     at.run("pass")
-    if at.pg.rank() == 1:
+    if at.number == 1:
         at.patch.setattr(f"{PACKAGE}.training.first_launch.take_part", leave)
-    return at.plan(at.planner(**MEASURES), 6)
+    return at.plan(**MEASURES)
 
 
 class LocalError(Exception):
@@ -141,13 +124,6 @@ class LocalError(Exception):
 
     def __reduce__(self) -> Any:
         raise TypeError("cannot pickle")
-
-
-def raises(error: BaseException, at: Rank) -> Any:
-    def callback(_: Any) -> Any:
-        raise error
-
-    return at.plan(at.planner(callbacks=[callback]))
 
 
 def refuse_elsewhere() -> None:
@@ -162,17 +138,16 @@ class OfFirst:
         return refuse_elsewhere, ()
 
 
-def odd_plan(at: Rank, stats: Any) -> Any:
+def odd_plan(at: Rank, odd: Any) -> Any:
+    """A callback raises an error, or puts what is odd into the plan."""
+
     def callback(options: Any) -> Any:
-        options[0].cache_params = CacheParams(stats=stats)
+        if isinstance(odd, BaseException):
+            raise odd
+        options[0].cache_params = CacheParams(stats=odd)
         return options
 
-    return at.plan(at.planner(callbacks=[callback]))
-
-
-def nothing_fits(at: Rank) -> Any:
-    small = {"ddr_cap": 1000, "hbm_cap": 1000}
-    return at.plan(at.planner(topology_arguments=small))
+    return at.plan(callbacks=[callback])
 
 
 PLAN = "plan"
@@ -199,13 +174,15 @@ CASES = {
     "first planned alone": Case(first_planned_alone),
     "others remember": Case(others_remember),
     "outlasts the group": Case(
-        lambda at: at.plan(at.planner(**MEASURES)),
+        lambda at: at.plan(**MEASURES),
         warned=("the ranks of the process group wait 60 s for each other", ""),
         seconds=60.0,
     ),
-    "interrupt": Case(lambda at: raises(KeyboardInterrupt(), at), "KeyboardInterrupt|"),
+    "interrupt": Case(
+        lambda at: odd_plan(at, KeyboardInterrupt()), "KeyboardInterrupt|"
+    ),
     "unknown error": Case(
-        lambda at: raises(LocalError("local trouble"), at), "|local trouble"
+        lambda at: odd_plan(at, LocalError("local trouble")), "|local trouble"
     ),
     "cannot be sent": Case(
         lambda at: odd_plan(at, lambda: None), "NeuroShardError|rank 0 cannot send"
@@ -214,7 +191,10 @@ CASES = {
         lambda at: odd_plan(at, OfFirst()), "NeuroShardError|rank 1 cannot read"
     ),
     "breaks midway": Case(one_breaks_midway, warned=UNMEASURED),
-    "nothing fits": Case(nothing_fits, f"{PlannerError.__name__}|"),
+    "nothing fits": Case(
+        lambda at: at.plan(topology_arguments={"ddr_cap": 1000, "hbm_cap": 1000}),
+        "PlannerError|",
+    ),
     "leaves a first launch": Case(
         leaves_a_first_launch,
         LEFT,
@@ -233,7 +213,9 @@ DAILY = (
 """The jobs that are not nightly."""
 
 
-def outcome(case: Case, pg: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
+def in_group(case: Case, folder: Path) -> dict[str, Any]:
+    pg = dist.new_group(timeout=timedelta(seconds=case.seconds), backend="gloo")
+    folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"error": None, "plan": None}
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -244,20 +226,13 @@ def outcome(case: Case, pg: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
         grace = 0.0 if case.seconds == SHORT_SECONDS else 30.0
         patch.setattr(f"{PACKAGE}.planner.launch.first_launch.GRACE_S", grace)
         try:
-            plan, result = case.act(Rank(pg, folder, patch))
+            plan, result = case.act(Rank(pg, pg.rank(), folder, patch))
             found["plan"] = repr((plan.plan, result))
         except BaseException as error:
             kinds = " ".join(kind.__name__ for kind in type(error).mro())
             found["error"] = f"{kinds}|{error}"
     texts = [str(w.message) for w in caught]
     found["warned"] = "\n".join(t for t in texts if "measuring" in t)
-    return found
-
-
-def in_group(case: Case, folder: Path) -> dict[str, Any]:
-    pg = dist.new_group(timeout=timedelta(seconds=case.seconds), backend="gloo")
-    folder.mkdir(parents=True, exist_ok=True)
-    found = outcome(case, pg, folder)
     dist.barrier()
     return found
 
@@ -270,7 +245,10 @@ def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
     }
 
 
-@pytest.mark.parametrize("name", daily(CASES, DAILY))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.nightly] * (n not in DAILY)) for n in CASES],
+)
 def test_all_ranks_get_one_plan_or_one_error(results: OfJob, name: str) -> None:
     case, found = CASES[name], results(name)
     kind, _, text = case.expected.partition("|")

@@ -16,12 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.builders import CPU, META, FixedSearcher, bag_config, bags, make_planner
+from tests.builders import (
+    CPU,
+    META,
+    FixedSearcher,
+    bag_config,
+    bags,
+    each,
+    make_planner,
+)
 from tests.distributed.ranks import ONE_NODE, Jobs, OfJob, message_of
 from tests.distributed.unsharded import (
     draw_batch,
@@ -36,8 +43,6 @@ from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
 
-
-WORLD_SIZE = 2
 LOCAL_BATCH = 6
 NUM_ROWS = 40
 NUM_STEPS = 6
@@ -56,8 +61,8 @@ class Case:
     kind: str = TABLE
     optimizer: Any = RowWiseAdagrad
     features: Sequence[Sequence[str]] = ()
-    by_hand: Sequence[tuple[int, int, int]] = ()
-    """The plan to go to in place of what the search finds."""
+    by_hand: Sequence[Sequence[int]] = ()
+    """Of each table its width on each rank, in place of what the search finds."""
 
     def names(self, table: int) -> list[str]:
         """Features that read a table."""
@@ -76,7 +81,7 @@ CASES = {
         triples=[(0, 16, 0), (0, 16, 1), (1, 24, 0), (2, 8, 1), (3, 16, 0)],
         kind=COLUMN,
         features=[["f0", "f1"], ["f1"], ["f0"], ["f2"]],
-        by_hand=[(0, 16, 0), (0, 16, 1), (1, 24, 1), (2, 8, 0), (3, 16, 0)],
+        by_hand=[(16, 16), (0, 24), (8, 0), (16, 0)],
     ),
 }
 
@@ -106,20 +111,11 @@ class Model(nn.Module):
         return value
 
 
-def batch_of(case: Case, step: int, rank: int) -> Any:
-    keys = sorted({f for i in range(len(case.dims)) for f in case.names(i)})
-    return draw_batch(keys, LOCAL_BATCH, NUM_ROWS, 10 * step + rank, weighted=True)
-
-
 def planner_of(case: Case, search: Any = "default") -> Any:
     return make_planner(
-        WORLD_SIZE,
         search_only=search != "default",
         batch_size=LOCAL_BATCH,
-        constraints={
-            f"t{i}": ParameterConstraints(sharding_types=[case.kind])
-            for i in range(len(case.dims))
-        },
+        constraints=each(len(case.dims), case.kind),
         cost_model=AnalyticCostModel(launch_ms=0.0),
         search=search,
     )
@@ -148,9 +144,7 @@ def new_plan(case: Case, planner: Any, plan: Any) -> Any:
     arguments = {"planner": planner, "model": Model(case), "budget_bytes": 2**40}
     if not case.by_hand:
         return replan(plan, **arguments)
-    width_TW = np.zeros((len(case.dims), WORLD_SIZE), dtype=np.int64)
-    for table, width, rank in case.by_hand:
-        width_TW[table, rank] = width
+    width_TW = np.array(case.by_hand)
     search = "torchrec_neuroshard.planner.plans.replan.refine_within"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, lambda *_: width_TW)
@@ -161,6 +155,7 @@ def train(case: Case, rank: int, moves: bool) -> dict[str, Any]:
     sharded, planner = shard(case)
     losses: list[float] = []
     found: dict[str, Any] = {}
+    keys = sorted({f for i in range(len(case.dims)) for f in case.names(i)})
     for step in range(NUM_STEPS):
         if step == 1:
             for group in sharded.fused_optimizer.param_groups:
@@ -177,7 +172,8 @@ def train(case: Case, rank: int, moves: bool) -> dict[str, Any]:
             plan, found["num_moves"] = sent[0]
             found["plan_is_at_work"] = sharded.plan == plan
         sharded.fused_optimizer.zero_grad()
-        loss = sharded(batch_of(case, step, rank))
+        seed = 10 * step + rank
+        loss = sharded(draw_batch(keys, LOCAL_BATCH, NUM_ROWS, seed, weighted=True))
         torch.autograd.backward(loss)
         sharded.fused_optimizer.step()
         losses.append(float(loss))

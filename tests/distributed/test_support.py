@@ -29,11 +29,16 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules import mc_embedding_modules
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import (
@@ -43,7 +48,6 @@ from tests.builders import (
     bags,
     fused_bags,
     make_planner,
-    managed_collisions,
 )
 from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results
 from tests.distributed.test_training import OnCpus
@@ -66,12 +70,9 @@ SPLIT = ("column_wise", "table_column_wise", "grid_shard")
 LOCAL_BATCH, NUM_STEPS, NUM_ROWS, MAX_LENGTH = 8, 2, 12, 4
 LEARNING_RATE = 0.3
 WORLD_SIZE = TWO_NODES * NODE_SIZE
-TABLES_PER_TYPE = WORLD_SIZE
-"""So that what fails where a table is placed fails on every rank."""
 
 DOCUMENT = Path(__file__).parents[2] / "docs/support.md"
 BEGIN, END = "<!-- made by make support-table -->", "<!-- end -->"
-NOTE_LENGTH = 160
 
 Outcomes = dict[str, dict[str, Any]]
 """Model -> sharding type -> what came of it on each rank, or an error."""
@@ -109,8 +110,18 @@ def processed_bags(tables: Sequence[Any]) -> Any:
 def managed(plain: Callable[[Sequence[Any]], Any], tables: Sequence[Any]) -> Any:
     inner = plain(tables)
     outer = getattr(mc_embedding_modules, f"ManagedCollision{type(inner).__name__}")
-    modules = managed_collisions(tables, WORLD_SIZE, NUM_STEPS + 1)
-    return outer(inner, modules, return_remapped_features=True)
+    modules = {
+        t.name: MCHManagedCollisionModule(
+            zch_size=t.num_embeddings,
+            device=CPU,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            eviction_interval=NUM_STEPS + 1,
+            buckets=WORLD_SIZE,
+        )
+        for t in tables
+    }
+    collection = ManagedCollisionCollection(modules, embedding_configs=list(tables))
+    return outer(inner, collection, return_remapped_features=True)
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,7 @@ class Part:
             )
             for kind in types
             if kind in offered
-            for i in range(TABLES_PER_TYPE)
+            for i in range(WORLD_SIZE)  # what fails for one rank fails for all
         ]
 
 
@@ -219,23 +230,6 @@ def kernel_of(kind: str) -> str:
     return "dense" if kind == "data_parallel" else "fused"
 
 
-def planner_of(names: Sequence[str], varying: bool) -> Any:
-    return make_planner(
-        topology=Topology(WORLD_SIZE, "cpu", local_world_size=NODE_SIZE),
-        batch_size=LOCAL_BATCH,
-        constraints={
-            name: ParameterConstraints(
-                sharding_types=[table_type(name)],
-                compute_kernels=[kernel_of(table_type(name))],
-                min_partition=16 if table_type(name) in SPLIT else None,
-                batch_sizes=[(1 + LOCAL_BATCH) // 2] if varying else None,
-            )
-            for name in names
-        },
-        search=FixedSearcher(in_turn),
-    )
-
-
 def varied(batch: KeyedJaggedTensor, rank: int) -> KeyedJaggedTensor:
     """The first samples of each feature, one to all, which the others repeat."""
     keys, parts = batch.keys(), batch.to_dict()
@@ -295,7 +289,22 @@ def train(
         ]
         return [varied(batch, rank) for batch in found] if varying else found
 
-    plan = planner_of(names, varying).collective_plan(original, sharders)
+    planner = make_planner(
+        WORLD_SIZE,
+        topology_arguments={"local_world_size": NODE_SIZE},
+        batch_size=LOCAL_BATCH,
+        constraints={
+            name: ParameterConstraints(
+                sharding_types=[kind := table_type(name)],
+                compute_kernels=[kernel_of(kind)],
+                min_partition=16 if kind in SPLIT else None,
+                batch_sizes=[(1 + LOCAL_BATCH) // 2] if varying else None,
+            )
+            for name in names
+        },
+        search=FixedSearcher(in_turn),
+    )
+    plan = planner.collective_plan(original, sharders)
     done.append("planned")
     placed = {
         n: (s.sharding_type, s.compute_kernel)
@@ -398,7 +407,7 @@ def test_trained_tables_equal_unsharded_ones(outcomes: Outcomes) -> None:
     assert trained > 30 * WORLD_SIZE
 
 
-def rendered(outcomes: Outcomes) -> str:
+def test_table_in_the_documentation_is_what_ran(outcomes: Outcomes) -> None:
     """The table, with the errors below it."""
     notes: dict[str, int] = {}
 
@@ -407,7 +416,7 @@ def rendered(outcomes: Outcomes) -> str:
             return "trained" if found else "–"
         word, _, error = found.partition(" ")
         words = re.sub(r"\b\d+", "N", error).replace("`", "'").split()
-        text = " ".join(words)[:NOTE_LENGTH]
+        text = " ".join(words)[:160]
         return f"{word} [{notes.setdefault(text, len(notes) + 1)}]"
 
     lines = [
@@ -419,14 +428,10 @@ def rendered(outcomes: Outcomes) -> str:
         lines.append(f"| {model} | {' | '.join(cells)} |")
     lines.append("")
     lines += [f"{number}. `{text}`" for text, number in notes.items()]
-    return "\n".join(lines)
-
-
-def test_table_in_the_documentation_is_what_ran(outcomes: Outcomes) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     head, rest = text.split(BEGIN)
     shown, tail = rest.split(END)
-    found = f"\n{rendered(outcomes)}\n"
+    found = "\n".join(["", *lines, ""])
     if "WRITE_SUPPORT_TABLE" in os.environ:
         DOCUMENT.write_text(head + BEGIN + found + END + tail, encoding="utf-8")
         return

@@ -14,8 +14,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["LIBRARY", "build", "environment", "why_not"]
-
 LIBRARY = "PAPER_CUDA_LIBRARY"
 """Environment variable that holds the library's path; Python loads what it names."""
 _HERE = Path(__file__).resolve().parent

@@ -93,19 +93,16 @@ def _run_inside(
     for item in items:
         if not any(r.when == "teardown" for r in reports[item.nodeid]):
             text = f"the process ended within this test, code {code}:\n{output[-6000:]}"
-            reports[item.nodeid].append(_failed(item, text))
+            failed = pytest.TestReport(
+                nodeid=item.nodeid,
+                location=item.location,
+                keywords={name: 1 for name in item.keywords},
+                outcome="failed",
+                longrepr=text,
+                when="call",
+            )
+            reports[item.nodeid].append(failed)
     return reports
-
-
-def _failed(item: pytest.Item, text: str) -> pytest.TestReport:
-    return pytest.TestReport(
-        nodeid=item.nodeid,
-        location=item.location,
-        keywords={name: 1 for name in item.keywords},
-        outcome="failed",
-        longrepr=text,
-        when="call",
-    )
 
 
 @pytest.fixture(autouse=_INSIDE)

@@ -62,10 +62,6 @@ import torch  # noqa: E402
 
 from tests.paper_gpu import process_groups  # noqa: E402
 
-__all__ = ["NAME", "Event", "Stream", "index_of", "ops"]
-
-NAME = "Paper GPU"
-_L2_BYTES = 2**20
 ops: Any = torch.ops.paper_cuda
 """What the library offers beside torch's operators."""
 
@@ -110,8 +106,6 @@ class Stream(torch.Stream):
         _wait(self.device.index, time.perf_counter())
 
 
-_MS_PER_LAUNCH = 0.01
-"""What an operator takes, whatever it does: passes of one set take equally long."""
 _waited_until: dict[int, float] = {}
 """Device -> when the last work was recorded that somebody has waited for."""
 
@@ -162,19 +156,18 @@ class Event:
             raise RuntimeError("CUDA error: invalid resource handle")
         if not end.query():
             raise RuntimeError("CUDA error: device not ready")
-        return (end.launches - self.launches) * _MS_PER_LAUNCH
-
-
-def _stream(stream_id: int, index: int) -> Stream:
-    return Stream(
-        stream_id=stream_id, device_index=index, device_type=_CUDA_DEVICE_TYPE
-    )
+        # Operators take as long each: passes of one set take equally long.
+        return (end.launches - self.launches) * 0.01
 
 
 def current_stream(device: Any = None) -> Any:
     """The stream that a thread queues work on, of a device."""
     index = index_of(device)
-    return _stream(ops.current_stream(index), index)
+    return Stream(
+        stream_id=ops.current_stream(index),
+        device_index=index,
+        device_type=1,  # CUDA
+    )
 
 
 def set_stream(stream: Any) -> None:
@@ -182,9 +175,6 @@ def set_stream(stream: Any) -> None:
     if stream is not None:
         ops.set_device(stream.device.index)
         ops.set_stream(stream.device.index, stream.stream_id)
-
-
-_CUDA_DEVICE_TYPE = 1
 
 
 class _OnDevice:
@@ -226,10 +216,10 @@ class _OnStream:
 
 def _properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(
-        name=NAME,
+        name="Paper GPU",
         uuid=f"00000000-0000-0000-0000-{index_of(device):012d}",
         total_memory=ops.capacity(),
-        L2_cache_size=_L2_BYTES,
+        L2_cache_size=2**20,
         multi_processor_count=132,
         shared_memory_per_block_optin=227 * 1024,
         major=9,
@@ -252,10 +242,6 @@ def _seed_all(seed: int) -> None:
         generator.manual_seed(seed)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
 def _always(value: Any) -> Any:
     return lambda *args, **kwargs: value
 
@@ -269,7 +255,7 @@ def _install() -> None:
         "StreamContext": _OnStream,
         "stream": _OnStream,
         "device": _OnDevice,
-        "_lazy_init": _nothing,
+        "_lazy_init": _always(None),
         "_is_compiled": _always(True),
         "_is_in_bad_fork": _always(False),
         "is_available": _always(True),
@@ -283,7 +269,7 @@ def _install() -> None:
         "get_device_name": lambda device=None: _properties(device).name,
         "get_device_properties": _properties,
         "mem_get_info": _mem_get_info,
-        "empty_cache": _nothing,
+        "empty_cache": _always(None),
         "manual_seed_all": _seed_all,
         "default_generators": tuple(
             torch.Generator(torch.device("cuda", i)) for i in range(ops.device_count())

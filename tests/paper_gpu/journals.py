@@ -9,8 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["replay"]
-
 _PERIOD = 6
 """Batches after which every pipeline is where it was: ways span one to three."""
 _LABELS = {

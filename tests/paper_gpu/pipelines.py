@@ -29,11 +29,9 @@ from tests.builders import (
     bag_config,
     bag_sharders,
     bags,
-    columns_only,
+    each,
     make_planner,
 )
-
-__all__ = ["PIPELINES", "journal_of", "losses_on"]
 
 NUM_BATCHES = 24
 _BATCH, _WIDTH = 4, 8
@@ -127,7 +125,7 @@ def losses_on(device: torch.device) -> list[float]:
         topology_arguments={"local_world_size": dist.get_world_size()},
         batch_size=_BATCH,
         search=FixedSearcher([(0, 8, 1), (1, 4, 0), (1, 4, 1)]),
-        constraints=columns_only(model),
+        constraints=each(2, "table_wise", "column_wise"),
     )
     plan = planner.collective_plan(model, bag_sharders(), dist.group.WORLD)
     pipeline = _pipeline("train_base", model, plan, device)

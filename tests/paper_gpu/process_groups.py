@@ -5,7 +5,6 @@ tensors of the CPU.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-__all__ = ["fake_world", "install"]
 
 _GLOO = "cpu:gloo,cuda:gloo"
 _backend = [_GLOO]
@@ -54,7 +51,6 @@ def _means_nccl(backend: object) -> bool:
 def _init_process_group(
     original: Callable[..., None],
 ) -> Callable[..., None]:
-    @functools.wraps(original)
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("device_id", None)
         nccl = backend is None or _means_nccl(backend)
@@ -65,7 +61,6 @@ def _init_process_group(
 
 
 def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
     def new_group(
         ranks: Any = None,
         timeout: Any = None,
@@ -84,7 +79,6 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _destroy_process_group(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
     def destroy(group: dist.ProcessGroup | None = None) -> None:
         # A group that is kept beyond its end would end with the process, too late.
         if group is None:
@@ -116,7 +110,6 @@ def _device_types(original: property) -> property:
 def _strict(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse tensors of the CPU over NCCL, in c10d's words; note who may wait."""
 
-    @functools.wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
         values = [*args, *kwargs.values()]
         groups = [v for v in values if isinstance(v, dist.ProcessGroup)]
@@ -138,7 +131,6 @@ def _strict(original: Callable[..., Any]) -> Callable[..., Any]:
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
     """Note that the current stream waits for a collective."""
 
-    @functools.wraps(original)
     def wait(work: Any, *args: Any) -> Any:
         ops = torch.ops.paper_cuda
         stream = ops.current_stream(ops.current_device())
@@ -165,8 +157,6 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 def install() -> None:
     """Put them behind `torch.distributed`."""
-    if not dist.is_available():
-        return
     dist.Work.wait = _noted(dist.Work.wait)  # type: ignore[method-assign]
     kind: Any = dist.ProcessGroup
     kind._device_types = _device_types(kind._device_types)

@@ -6,7 +6,6 @@ from torchrec.distributed.planner.types import PlanLoader, ShardingOption
 from torchrec.modules.embedding_configs import DataType
 
 from tests.builders import (
-    CPU_SIZES,
     MIB,
     FixedSearcher,
     Triples,
@@ -14,7 +13,6 @@ from tests.builders import (
     bag_sharders,
     bags,
     by_table,
-    columns_only,
     cost_of,
     each,
     entries_of,
@@ -143,9 +141,8 @@ def test_result_describes_the_plan_after_callbacks() -> None:
 
     ebc = make_ebc([(100, 16), (100, 32)])
     searcher = FixedSearcher([(0, 16, 0), (1, 32, 1)])
-    planner = make_planner(
-        search=searcher, callbacks=[swap], constraints=columns_only(ebc)
-    )
+    kinds = each(2, "table_wise", "column_wise")
+    planner = make_planner(search=searcher, callbacks=[swap], constraints=kinds)
     plan = planner.plan(ebc, bag_sharders())
     assert shards_of(plan) == {"t0": [(0, 16, 1)], "t1": [(0, 32, 0)]}
     result, task = last_result(planner), last_task(planner)
@@ -175,8 +172,8 @@ class LoadedPlan(PlanLoader):
 
 
 def test_a_plan_loader_is_asked_as_torchrec_does() -> None:
-    ebc, searcher = make_ebc(CPU_SIZES), FixedSearcher([])
-    whole = each(len(CPU_SIZES), "table_wise")
+    ebc, searcher = make_ebc([(1000, 16)] * 5), FixedSearcher([])
+    whole = each(5, "table_wise")
     first = make_planner(4, constraints=whole)
     second = make_planner(4, constraints=whole, search=searcher)
     plan = first.plan(ebc, bag_sharders())

@@ -16,10 +16,7 @@ import pytest
 import torch
 
 from tests.builders import result_of
-from torchrec_neuroshard.baselines.annealing import (
-    AnnealingConfig,
-    AnnealingSearcher,
-)
+from torchrec_neuroshard.baselines.annealing import AnnealingConfig, AnnealingSearcher
 from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
 from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
 from torchrec_neuroshard.baselines.heuristics import (
@@ -30,11 +27,7 @@ from torchrec_neuroshard.baselines.heuristics import (
 )
 from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
 from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
-from torchrec_neuroshard.baselines.policies import (
-    Policy,
-    PolicyInfo,
-    PolicySearcher,
-)
+from torchrec_neuroshard.baselines.policies import Policy, PolicyInfo, PolicySearcher
 from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     CommsModel,
@@ -434,11 +427,9 @@ def other_shards(
 
 
 def loses_columns(result: SearchResult, simulator: Simulator) -> SearchResult:
-    first, *rest = result.placement.shards
-    less = (
-        [dataclasses.replace(first, width=first.width - 4)] if first.width > 4 else []
-    )
-    return other_shards(result, [*less, *rest], simulator.task.world_size)
+    *rest, widest = sorted(result.placement.shards, key=lambda s: s.width)
+    less = dataclasses.replace(widest, width=widest.width - 4)
+    return other_shards(result, [*rest, less], simulator.task.world_size)
 
 
 def splits_on_one_rank(result: SearchResult, simulator: Simulator) -> SearchResult:
