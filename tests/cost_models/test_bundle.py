@@ -185,7 +185,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.autocast("cpu", dtype=torch.bfloat16),
         FakeTensorMode(),
     ],
-    ids=str,
+    ids=["dtype", "device", "autocast", "fake"],  # the same in all processes
 )
 def test_predictions_are_the_same_whatever_torch_is_told(settings: Any) -> None:
     def predictions() -> list[Any]:
