@@ -91,6 +91,15 @@ def test_shards_add_up_to_what_ranks_take_and_the_search_counts_no_less(
             assert sum(own) == pytest.approx(found.peak, abs=len(own))
 
 
+def test_a_rank_is_overfilled_by_a_byte() -> None:
+    planner, options = planned("fused")
+    memory = planner.enumerator.memory
+    most = max(found.peak for found in memory.ranks(options))
+    assert memory.overflow(options, gpus(4, hbm_cap=most)) is None
+    text = memory.overflow(options, gpus(4, hbm_cap=most - 1))
+    assert text is not None and "1 bytes too little" in text
+
+
 @pytest.mark.parametrize("pooled", [True, False])
 def test_kernels_sort_beside_the_gradients_of_their_outputs(pooled: bool) -> None:
     topology, module = gpus(2, hbm_cap=8 * GIB), make_ebc([(1000, 64)])
