@@ -519,7 +519,7 @@ def _default_backend() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `neuroshard collect comms`; what is wrong with all, rank 0 prints."""
+    """Run `neuroshard collect comms`; rank 0 alone prints an error of all ranks."""
     try:
         collect_comms(
             from_options(
