@@ -86,11 +86,13 @@ def make(args: argparse.Namespace) -> None:
 def estimate_for(planning: PlanningSettings) -> str:
     """Return the cost model of a user with the bundle's device and no bundle."""
     from torchrec_neuroshard.cost_models import load_cost_model
+    from torchrec_neuroshard.cost_models.loading import pretrained_names
     from torchrec_neuroshard.gpu_cards import find_card
 
     model = load_cost_model(planning.cost_model, device_type=planning.device)
     card = find_card(model.hardware)
-    return card.name if card else "measure"
+    # A card with a bundle is priced by that.
+    return card.name if card and card.name not in pretrained_names() else "measure"
 
 
 def choose_tasks(args: argparse.Namespace) -> list[Task]:

@@ -88,7 +88,7 @@ def headline(data: Data) -> str:
         f"*Fused kernels of every rank, measured one rank after another on {device}, "
         f"{created[:10]}; 1 is TorchRec's best practice (table- and column-wise, "
         "pooling factors, `min_partition=32`). Geometric means; differences below "
-        f"{least:.0%} are noise.{' No GPU was measured.' * on_cpu}*"
+        f"{least:.0%} are noise.*"
     )
     return f"{table(head, cells)}\n\n{caption}"
 

@@ -109,6 +109,8 @@ def test_load_by_path_name_and_object(tmp_path: Path) -> None:
     assert card.constants.memory_gb_per_s == 3350.0
     comms = load_comms_model("h100", device_type="cuda", **FOUR)
     assert comms is not None and "published links of h100" in comms.source
+    for name in ("h200", "H200"):
+        assert load_cost_model(name, device_type="cuda").source == "measured"
     with pytest.raises(ConfigError, match=r"'h100' is a GPU's, the devices .* 'cpu'"):
         load_cost_model("h100", device_type="cpu")
     with pytest.raises(ConfigError, match=r"'tpu'.*cpu_epyc.* nor a card \(v100,"):

@@ -18,6 +18,7 @@ from torchrec_neuroshard.cost_models.estimate_error import (
     EstimateError,
     EstimateFactors,
 )
+from torchrec_neuroshard.cost_models.loading import physical_estimate
 from torchrec_neuroshard.cost_models.physical import (
     PhysicalConstants,
     host_memory_ms,
@@ -129,8 +130,8 @@ def test_no_set_beats_its_bytes_over_the_bandwidth(
     ids = 8 * column(values, "num_lookups")
     state = updated_bytes({n: column(values, n) for n in FEATURE_NAMES}) - 2 * rows
     together = np.zeros(len(tables), np.int64)
-    for name, card in GPU_CARDS.items():
-        model = load_cost_model(name, device_type="cuda")
+    for card in GPU_CARDS.values():
+        model = physical_estimate("cuda", None, card)
         bytes_per_ms = card.hbm_gb_per_s.value * 1e6
         forward, backward = model.predict_sets(values, together, 1)[0]
         assert forward >= (rows + outputs + ids).sum() / bytes_per_ms

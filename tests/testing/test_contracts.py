@@ -179,7 +179,8 @@ for name, made in COST_MODELS.items():
 for name in pretrained_names():
     # Encodings are computed in single precision.
     settings = {"tolerance": 1e-4, "has_ranges": True}
-    bundle = functools.partial(load_cost_model, name)
+    device_type = COMPUTE_BUNDLE.read_info(PRETRAINED / name).fingerprint.device_type
+    bundle = functools.partial(load_cost_model, name, device_type=device_type)
     hold(CostModelContract, name, bundle, **settings)
 for name, comms in COMMS_MODELS.items():
     # Before training every coefficient is 1 ms, or 1 over a bandwidth.

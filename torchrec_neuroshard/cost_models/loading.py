@@ -75,8 +75,9 @@ def pretrained_names() -> tuple[str, ...]:
 
 def bundle_folder(name: str | Path) -> Path | None:
     """Find the folder of a shipped bundle, or one given by its path, if it is there."""
-    if str(name) in pretrained_names():
-        return PRETRAINED / str(name)
+    shipped = str(name).lower()
+    if shipped in pretrained_names():
+        return PRETRAINED / shipped
     return Path(name) if Path(name).is_dir() else None
 
 
@@ -127,7 +128,7 @@ def load_cost_model(
             from until it has measured. "auto" takes the bundle measured on this very
             device, else a physical estimate, with a warning; it never takes a CPU's
             bundle for a GPU. So it is with a folder that holds collectives alone. A
-            card's name asks for the physical estimate for it.
+            card's name asks for its shipped bundle, else for the physical estimate.
         device_type: Device that is planned for, of `BACKENDS`.
         hbm_gb_per_s: Its memory bandwidth, for the physical estimate; None: the card's.
         host_gb_per_s: Its bandwidth to the host's memory, one way; None: the card's.
