@@ -193,7 +193,6 @@ class Trainer:
             profiles=self._profiles,
             search=searcher,
             # The plan is to be the search's, good or bad, and in its two types.
-            consider_stock=False,
             constraints={
                 t.name: ParameterConstraints(
                     sharding_types=["table_wise", "column_wise"]

@@ -530,15 +530,11 @@ def keep_nothing_back() -> FixedPercentageStorageReservation:
 def make_planner(
     world_size: int = 2,
     compute_device: str = "cpu",
-    *,
-    search_only: bool = True,
     **arguments: Any,
 ) -> NeuroShardPlanner:
-    """A planner whose search is short, and whose plan is what the search placed.
+    """A planner whose search is short.
 
-    Unless `search_only` is false: then other sharding types and TorchRec's own plan
-    are looked at, as by default. `topology_arguments` are those of the topology;
-    `topology` stands in for it.
+    `topology_arguments` are those of the topology; `topology` stands in for it.
     """
     topology = arguments.pop("topology", None) or Topology(
         world_size=world_size,
@@ -552,7 +548,6 @@ def make_planner(
         "storage_reservation": keep_nothing_back(),
         "stats": [],
         "debug": False,
-        **({"consider_stock": False} if search_only else {}),
     }
     return NeuroShardPlanner(topology=topology, **(defaults | arguments))
 

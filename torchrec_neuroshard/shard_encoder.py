@@ -6,7 +6,6 @@ samples), `U` widths in units of four columns, `R` known shards, `E` encoding va
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Sequence
 
@@ -115,24 +114,6 @@ class ShardEncoder:
         self._encoding_RE[new] = encodings_NE
         self._used = end
         return new
-
-    def under(
-        self, cost_model: CostModel, rows_R: Ints, features_RF: npt.NDArray[np.float32]
-    ) -> ShardEncoder:
-        """Return an encoder of another model, for known shards alone.
-
-        Args:
-            cost_model: Of the same features.
-            rows_R: Numbers of the shards; the other encoder knows no more.
-            features_RF: Their features.
-        """
-        other = copy.copy(self)
-        for cached in ("launch_ms", "byte_ms", "stream_ms"):
-            other.__dict__.pop(cached, None)
-        other.cost_model = cost_model
-        other._encoding_RE = np.zeros((self._used, cost_model.encoding_dim))
-        other._encoding_RE[rows_R] = cost_model.encode(features_RF)
-        return other
 
     def encoding(self, rows_N: Ints) -> Floats:
         """Encoding of each shard, `N x E`."""

@@ -109,7 +109,7 @@ class PlanningDesk:
         faithful: dict[str, Any] = {}
         if name == FAITHFUL:
             # The plan is to be that search's, good or bad.
-            faithful = {"search": "neuroshard", "consider_stock": False}
+            faithful = {"search": "neuroshard"}
         return NeuroShardPlanner(
             **shared,
             cost_model=self._cost_model,

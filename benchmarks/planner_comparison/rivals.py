@@ -384,11 +384,10 @@ def _neuroshard(
 ) -> NeuroShardPlanner:
     """Make our planner; with a searcher, the plan is the searcher's or there is none.
 
-    `default` has what it has by default: TorchRec's plan is a candidate, too. No types
-    are all that the cluster offers.
+    No types are all that the cluster offers.
     """
     if searcher is not None:
-        given |= {"search": searcher, "consider_stock": False}
+        given |= {"search": searcher}
     return NeuroShardPlanner(
         topology=_topology(task, device, device),
         batch_size=task.batch_size // task.world_size,

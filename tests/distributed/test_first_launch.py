@@ -46,7 +46,6 @@ def launch(pg: dist.ProcessGroup, *, trains: bool = True) -> dict[str, Any]:
     """Plan as a new process would, and train a step."""
     planner = make_planner(
         pg.size(),
-        search_only=False,
         batch_size=LOCAL_BATCH,
         **MEASURES,
     )

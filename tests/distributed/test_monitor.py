@@ -69,7 +69,6 @@ def shard() -> tuple[Any, Any]:
     model = Model()
     kinds = [*["table_wise"] * (len(FEATURES) - 1), "data_parallel"]
     planner = make_planner(
-        search_only=False,
         batch_size=LOCAL_BATCH,
         constraints=by_table(sharding_types=[[kind] for kind in kinds]),
         cost_model=AnalyticCostModel(launch_ms=0.0, byte_ns=10.0),

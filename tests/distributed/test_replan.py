@@ -113,7 +113,6 @@ class Model(nn.Module):
 
 def planner_of(case: Case, search: Any = "default") -> Any:
     return make_planner(
-        search_only=search != "default",
         batch_size=LOCAL_BATCH,
         constraints=each(len(case.dims), case.kind),
         cost_model=AnalyticCostModel(launch_ms=0.0),

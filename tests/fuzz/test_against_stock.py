@@ -10,7 +10,6 @@ import pytest
 
 from tests.fuzz import against_stock, cases
 from tests.fuzz.campaign import Case
-from torchrec_neuroshard.planner.parts import torchrec_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -87,29 +86,6 @@ FOUND = {
         {"world_size": 1},
         {"t0": {"compute_kernels": ["fused_uvm"], "enforce_hbm": True}},
     ),
-    "a wide table kept TorchRec's planner from making the plan that it makes": case(
-        "ebc",
-        [
-            table(name="t1", rows=3, dim=256, features=["f", "g"]),
-            table(name="t2", rows=358664, dim=1024, features=["h", "i"]),
-            table(name="t3", rows=658, dim=1024),
-        ],
-        {
-            "world_size": 4,
-            # Rows cut in proportion to memory are nothing that the search knows.
-            "custom": {"hbm_cap": [887 * 10**12, 3237 * 10**12, 2313 * 10**12, 10**15]},
-        },
-        {
-            "t1": {
-                "sharding_types": ["table_wise", "row_wise"],
-                "pooling_factors": [4.907, 0.75],
-                "batch_sizes": [862, 862],
-            },
-            "t0": {"pooling_factors": [15.668]},
-        },
-        second=[table(dim=4096)],
-        batch_size=59,
-    ),
     "sequences of more ids than a table may have features": case(
         "ec",
         [table()],
@@ -150,30 +126,12 @@ FOUND = {
         {"world_size": 1, "hbm_cap": 2_600_000},
         storage_reservation=0.0,
     ),
-    "other memory than TorchRec's led its proposers to a worse plan than theirs": case(
-        "ebc",
-        [
-            table(rows=114, dim=64, features=["f", "g"]),
-            table(name="t1", rows=8917483, dim=12, features=["h", "i", "j"]),
-        ],
-        {"world_size": 2, "hbm_cap": 391433093, "ddr_cap": 4122618279},
-        {
-            "t0": {
-                "compute_kernels": ["fused_uvm_caching"],
-                "pooling_factors": [10.161, 2.314],
-            }
-        },
-        batch_size=1332,
-        proposer=["wide"],
-    )
-    | {"optimizer": "rowwise"},
 }
 """What was wrong -> the case."""
 
 
 @pytest.fixture(autouse=True)
-def quiet_and_patient(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 15.0)
+def quiet() -> Any:
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -195,3 +153,5 @@ def test_a_sample(numbers: range) -> None:
     ]
     assert [o for o in outcomes if o.startswith("failure")] == []
     assert sum(o == "planned, no worse" for o in outcomes) > len(numbers) / 4
+    # The search of this campaign is a short one.
+    assert sum(o.startswith("planned, worse") for o in outcomes) < len(numbers) / 20

@@ -9,8 +9,7 @@ change them renews the file, and the differences printed here belong into its me
 
 Nothing may end by time, else a slow machine would find other plans. The default search
 gets a million seconds and ends by its steps. Other limits cannot all be raised (those
-of named searches, of switches between sharding types, of TorchRec's own planner, which
-gets what the search took or two seconds), so the clock runs a thousand times slower
+of named searches, of TorchRec's own planner), so the clock runs a thousand times slower
 here: it is replaced before anything else is imported. One thread; no GPU is seen.
 
 Floating point differs between kinds of CPU and between releases of NumPy, SciPy,

@@ -289,7 +289,7 @@ def make_planner(
         storage_reservation=FixedPercentageStorageReservation(percentage=0.1),
         stats=[],
         debug=False,
-        **({"consider_stock": False} | settings),
+        **settings,
     )
 
 
@@ -333,17 +333,6 @@ def column_splits() -> dict[str, Record]:
     return {
         name: plan_specs(specs, cpus(4), cost_model=name, search=WHOLE)
         for name in ("cpu", "cpu_epyc", EPYC)
-    }
-
-
-def stock_compared() -> dict[str, Record]:
-    """TorchRec's own plan as a candidate, and not, everything else as by default."""
-    specs = draw_specs(4, seed=2)
-    return {
-        str(consider): plan_specs(
-            specs, cpus(2), cost_model=EPYC, consider_stock=consider
-        )
-        for consider in (True, False)
     }
 
 
@@ -497,18 +486,9 @@ def room(specs: Sequence[Spec]) -> int:
 
 
 def fallback() -> dict[str, Record]:
-    """TorchRec's plan: predicted quicker than the search's, or the only one."""
-    types = [TABLE_WISE, ROW_WISE]
-    cases: dict[str, tuple[list[Spec], str | Searcher]] = {
-        "quicker": (draw_specs(4, seed=11, types=types), "random"),
-        "only": (draw_specs(3, seed=11), NoPlan()),
-    }
-    return {
-        name: plan_specs(
-            specs, cpus(2), cost_model=EPYC, search=search, consider_stock=True
-        )
-        for name, (specs, search) in cases.items()
-    }
+    """TorchRec's plan where the search finds none."""
+    specs = draw_specs(3, seed=11, types=[TABLE_WISE, ROW_WISE])
+    return {"only": plan_specs(specs, cpus(2), cost_model=EPYC, search=NoPlan())}
 
 
 def replanning() -> dict[str, Record]:
@@ -742,30 +722,17 @@ def epyc_collectives() -> CommsModel:
     return comms
 
 
-def drawn_estimates() -> dict[str, Record]:
-    """Plans chosen under draws of the estimate's error, TorchRec's among them."""
+def estimates() -> dict[str, Record]:
+    """Plans by the physical estimate of a GPU that nothing is known of."""
     types = [TABLE_WISE, COLUMN_WISE, ROW_WISE, DATA_PARALLEL]
     cases = {
         "one node": (draw_specs(6, seed=20, types=types), gpus(4, 4)),
         "two nodes": (draw_specs(6, seed=21), gpus(4, 2)),
     }
-    planned = {}
-    for name, (specs, topology) in cases.items():
-        planner = make_planner(
-            topology,
-            constraints_of(specs),
-            cost_model="auto",
-            batch_size=2048,
-            consider_stock=True,
-        )
-        plan = planner.plan(with_optimizer(bags(specs)), get_default_sharders())
-        robustness = planner.report().robustness
-        assert robustness is not None
-        planned[name] = {
-            **record_planned(planner, plan),
-            "robustness": dataclasses.asdict(robustness),
-        }
-    return planned
+    return {
+        name: plan_specs(specs, topology, cost_model="auto", batch_size=2048)
+        for name, (specs, topology) in cases.items()
+    }
 
 
 def foreign_enumerators() -> dict[str, Record]:
@@ -783,7 +750,6 @@ def foreign_enumerators() -> dict[str, Record]:
             topology,
             constraints if told else None,
             cost_model=EPYC,
-            consider_stock=True,
             enumerator=kind(topology, batch_size=512, constraints=constraints),
         )
         plan = planner.plan(model, get_default_sharders())
@@ -837,7 +803,6 @@ TASKS: dict[str, Task] = {
     task.__name__: task
     for task in (
         column_splits,
-        stock_compared,
         all_sharding_types,
         kernels,
         sequence_embeddings,
@@ -856,7 +821,7 @@ TASKS: dict[str, Task] = {
         kinds_of_tables,
         mlperf,
         library_searches,
-        drawn_estimates,
+        estimates,
         foreign_enumerators,
         simulator,
     )

@@ -21,7 +21,7 @@ QUICK = (
     "placement_rules",
     "replanning",
     "papers_searches",
-    "drawn_estimates",
+    "estimates",
     "foreign_enumerators",
     "simulator",
 )

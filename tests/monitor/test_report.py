@@ -107,9 +107,7 @@ def test_without_news_nothing_changes() -> None:
     """A slowdown of kernels that run at once counts once."""
     comms = AnalyticCommsModel()
     comms.compute_slowdown = (1.5, 2.0)
-    planner = make_planner(
-        topology=gpus(4, local_world_size=2), comms_model=comms, search_only=False
-    )
+    planner = make_planner(topology=gpus(4, local_world_size=2), comms_model=comms)
     plan = planner.plan(bags(), bag_sharders())
     learned = planner.relearned({}).relearned({})
     before, same = (

@@ -152,7 +152,6 @@ def test_constraints_drawn_at_random(seed: int) -> None:
             n: ParameterConstraints(**kinds[picks[i]]) for i, n in enumerate(NAMES)
         },
         placement_constraints=rules,
-        consider_stock=seed == 1,
     )
     try:
         plan = planner.plan(make_ebc(SIZES), bag_sharders())

@@ -69,7 +69,7 @@ def plan_of(
     module: nn.Module, world_size: int = 2, **arguments: Any
 ) -> tuple[ShardingPlan, NeuroShardPlanner]:
     """Plan, and check that every value of every planned table has its place."""
-    planner = make_planner(world_size, "cuda", search_only=False, **arguments)
+    planner = make_planner(world_size, "cuda", **arguments)
     plan = planner.plan(module, get_default_sharders())
     check_plan(plan, module, world_size)
     if plan.plan:
@@ -141,7 +141,7 @@ def test_grids_of_varying_batches_are_left_out_before_1_9() -> None:
 def test_tables_of_another_device_group_are_left_out() -> None:
     model = nn.ModuleDict({"here": bags(bag_config(0)), "there": bags(bag_config(1))})
     constraints = by_table(device_group=["cuda", "cpu"])
-    planner = make_planner(2, "cuda", search_only=False, constraints=constraints)
+    planner = make_planner(2, "cuda", constraints=constraints)
     if TORCHREC < (1, 7):
         assert set(planner.plan(model, get_default_sharders()).plan) == {"here"}
         return
@@ -220,7 +220,6 @@ def test_tables_fit_what_a_reservation_leaves() -> None:
 def test_a_table_larger_than_all_memory_is_named() -> None:
     planner = make_planner(
         topology=gpus(hbm_cap=4 * MIB),
-        search_only=False,
         constraints=only(compute_kernels=["fused"]),
     )
     with pytest.raises(
@@ -244,7 +243,7 @@ def test_timeout_holds_inside_a_long_search(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_planner_takes_one_model_after_another() -> None:
-    planner = make_planner(2, "cuda", search_only=False)
+    planner = make_planner(2, "cuda")
     models = [bags(), bags(bag_config(7, dim=64)), bags(), nn.Linear(2, 2)]
     plans, results = [], []
     for model in models:
@@ -268,7 +267,7 @@ def test_cost_model_that_predicts_no_time_is_named(value: float) -> None:
         ) -> npt.NDArray[np.float64]:
             return np.full((len(sums_SE), 2), value)
 
-    planner = make_planner(2, "cuda", search_only=False, cost_model=Broken())
+    planner = make_planner(2, "cuda", cost_model=Broken())
     with pytest.raises(ConfigError, match=rf"'broken' predicts .*{value:.0f}.* for t0"):
         planner.plan(bags(), get_default_sharders())
 

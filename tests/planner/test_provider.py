@@ -24,7 +24,7 @@ from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 SEAM = importlib.util.find_spec("torchrec.distributed.planner.provider") is not None
 needs_seam = pytest.mark.skipif(not SEAM, reason="TorchRec's planning API is of 1.9")
-QUICKLY: dict[str, Any] = {"search": QUICK, "consider_stock": False}
+QUICKLY: dict[str, Any] = {"search": QUICK}
 ANALYTIC: dict[str, Any] = {**analytic(), **QUICKLY}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from tests.builders import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import load_plan, save_plan
-from torchrec_neuroshard.report import html_report
 
 
 def test_any_plan_is_evaluated_as_planned() -> None:
@@ -118,14 +116,3 @@ def test_parts_of_the_tables_add_up_to_the_critical_path() -> None:
         s.rank for t in report.tables if t.table == found.table for s in t.shards
     }
     assert f"bottleneck: table {found.table} on rank {found.rank}, " in str(report)
-
-
-def test_samples_of_an_estimate_are_no_ensemble() -> None:
-    planner = make_planner(2)
-    planner.plan(make_ebc([(4_000, 32)]), bag_sharders())
-    for is_sampled, said in ((True, "spread by 15.9%"), (False, "nets differ by up")):
-        shown = dataclasses.replace(
-            planner.report(), uncertainty=0.159, is_sampled=is_sampled
-        )
-        for text in (str(shown), html_report(shown)):
-            assert said in text and ("nets" in text) == (not is_sampled)

@@ -40,9 +40,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 def planned(topology: Topology | None) -> NeuroShardPlanner:
-    planner = NeuroShardPlanner(
-        topology, stats=[], consider_stock=False, batch_size=64, **analytic()
-    )
+    planner = NeuroShardPlanner(topology, stats=[], batch_size=64, **analytic())
     planner.plan(make_ebc([(1000, 64)]), bag_sharders())
     return planner
 

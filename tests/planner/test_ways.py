@@ -1,4 +1,4 @@
-"""Tables switched to other sharding types, and TorchRec's own plan, where cheaper."""
+"""Sharding types that the search chooses, and TorchRec's plan where it has none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
 
 from tests.builders import (
-    FixedSearcher,
     bag_sharders,
     by_table,
     cost_of,
@@ -20,7 +19,6 @@ from tests.builders import (
     entries_of,
     gpus,
     last_result,
-    last_task,
     make_ebc,
     make_planner,
     make_tables,
@@ -37,8 +35,6 @@ from torchrec_neuroshard.planner.parts.partitioners import SearchLog, SearchReco
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
 from torchrec_neuroshard.tables import MAX_CUDA_COLUMNS
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
-
-pytestmark = pytest.mark.usefixtures("patience")
 
 TABLE, COLUMN = "table_wise", "column_wise"
 ROW, REPLICAS = "row_wise", "data_parallel"
@@ -103,7 +99,7 @@ def test_a_grid_has_no_more_blocks_than_nodes() -> None:
 
 
 def test_arguments_that_go_are_ignored_with_a_word() -> None:
-    for name in ("max_switches", "measure_finalists"):
+    for name in ("consider_stock", "max_switches", "measure_finalists"):
         arguments: dict[str, Any] = {name: 0}
         with pytest.warns(DeprecationWarning, match=name):
             make_planner(2, **arguments)
@@ -127,41 +123,6 @@ def test_later_searches_share_what_is_left_of_the_budget() -> None:
 
 
 # --- TorchRec's own plan --------------------------------------------------------
-
-
-def test_stock_plan_is_taken_where_it_is_cheaper() -> None:
-    planner = make_planner(
-        4,
-        search=FixedSearcher([(i, 64, 0) for i in range(4)]),  # all on one rank
-        consider_stock=True,
-        constraints=each(4, TABLE),
-    )
-    plan = planner.plan(make_ebc([(1000, 64)] * 4), bag_sharders())
-    assert sorted(p.ranks[0] for p in plan.plan[""].values()) == [0, 1, 2, 3]
-    result = last_result(planner)
-    result.placement.check(last_task(planner))
-    assert result.fallback is not None
-    taken = result.predicted.critical_path_ms
-    assert f"{taken:.4g} ms" in result.fallback
-    assert any(result.fallback in w for w in result.warnings)
-    assert 0 < result.lower_bound_ms <= taken
-    selected = planner.get_selected_options()
-    assert sorted(o.name for o in selected) == ["t0", "t1", "t2", "t3"]
-    assert all(s.rank is not None and s.perf for o in selected for s in o.shards)
-    # Where it is no better, it is not.
-    planner = make_planner(4, consider_stock=True)
-    planner.plan(make_ebc([(1000, 64)] * 4), bag_sharders())
-    assert last_result(planner).fallback is None
-    assert result.gap == pytest.approx(taken / result.lower_bound_ms - 1)
-
-
-def test_stock_plan_that_cannot_run_is_left_out() -> None:
-    # TorchRec splits them to unlike widths, which its all-to-all cannot take.
-    module = sequences(64, 64, rows=100, prefix="t")
-    constraints = by_table(sharding_types=[[COLUMN]] * 2, min_partition=[16, 32])
-    planner = make_planner(4, consider_stock=True, constraints=constraints)
-    plan = planner.plan(module, [EmbeddingCollectionSharder()])
-    assert {w for s in shards_of(plan).values() for _, w, _ in s} == {64}
 
 
 @pytest.mark.parametrize("widths", [(16, 32), (32, 32)])
@@ -230,7 +191,7 @@ def test_wide_tables_are_split_by_columns(
     topology: Any, module: Any, kind: str
 ) -> None:
     limits = None if kind == COLUMN else each(1, kind)
-    planner = make_planner(topology=topology, constraints=limits, search_only=False)
+    planner = make_planner(topology=topology, constraints=limits)
     sharders = get_default_sharders()
     plan = planner.plan(module, sharders)
     report = rehearse(module, plan, topology, sharders, batch_size=64)
@@ -269,6 +230,6 @@ def test_a_cpu_takes_wide_tables_whole() -> None:
 def test_what_no_kernel_takes_is_refused(
     size: tuple[int, int], only: dict[str, Any], message: str
 ) -> None:
-    planner = make_planner(2, "cuda", constraints=each(1, **only), search_only=False)
+    planner = make_planner(2, "cuda", constraints=each(1, **only))
     with pytest.raises(ConfigError, match=f"table 't0' {message}"):
         planner.plan(make_ebc([size, (1000, 64)]), bag_sharders())

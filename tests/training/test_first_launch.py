@@ -100,9 +100,7 @@ def test_what_the_search_may_place_is_what_is_drawn() -> None:
         ),
         "t2": ParameterConstraints(sharding_types=["row_wise"]),
     }
-    planner = make_planner(
-        search_only=False, cost_model="cpu", comms_model=None, constraints=constraints
-    )
+    planner = make_planner(cost_model="cpu", comms_model=None, constraints=constraints)
     model = bags(*(bag_config(i, 1000, 64) for i in range(3)), device=META)
 
     class Sharder(EmbeddingBagCollectionSharder):
@@ -206,9 +204,7 @@ def test_what_was_measured_badly_is_not_kept(
     program = COPIES.replace("sys.argv[2]", repr(str(bundle)))
     monkeypatch.setattr(first_launch, "PROGRAM", ("-c", program))
     for launch in range(2):
-        planner = make_planner(
-            1, search_only=False, cost_model="measure", comms_model=None, calibrate=1.0
-        )
+        planner = make_planner(1, cost_model="measure", comms_model=None, calibrate=1.0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             planner.plan(bags(bag_config(0, 100, 16), device=META), bag_sharders())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     model_tables,
     table_moves,
 )
-from torchrec_neuroshard.planner.costs.hedging import is_uncertain
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.launch.first_launch import (
@@ -87,8 +86,7 @@ from torchrec_neuroshard.planner.parts.perf_models import NeuroShardPerfModel
 from torchrec_neuroshard.planner.parts.proposers import (
     NeuroShardProposer,
 )
-from torchrec_neuroshard.planner.parts.torchrec_plan import TorchRecPlan
-from torchrec_neuroshard.planner.plan_run import PlanRun
+from torchrec_neuroshard.planner.parts.torchrec_plan import last_resort
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanComparison, PlanReport
@@ -108,17 +106,31 @@ _LENIENT = (
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
+@dataclass(slots=True)
+class _Run:
+    """What is known of a run of TorchRec's loop, from its start to the plan."""
+
+    log: SearchLog = field(default_factory=SearchLog)
+    """The searches made."""
+    fallback: str | None = None
+    """Why TorchRec's plan was taken, if it was."""
+    notes: list[str] = field(default_factory=list)
+    """Warnings for the plan's result."""
+    selected: list[ShardingOption] | None = None
+    """The options of the plan returned; None until there is one."""
+
+    def select(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Last of TorchRec's callbacks: sees the plan that is returned."""
+        self.selected = options
+        return options
+
+
 class NeuroShardPlanner(EmbeddingShardingPlanner):
     """Plans with learned costs of fused kernels; otherwise TorchRec's planner.
 
     It takes every argument of `EmbeddingShardingPlanner` and fills in only the parts
-    that the caller leaves out. TorchRec's own planner is asked as well; its plan is
-    returned where the search finds none or one that is predicted to be slower, and
-    `last_result.fallback` says so.
-
-    Where costs are an estimate, the plan returned is the one with the least expected
-    time, over draws of what the card may really be, of those that are hardly ever
-    slower than TorchRec's (`report().robustness`).
+    that the caller leaves out. TorchRec's own planner is asked only where the search
+    finds no plan; `last_result.fallback` says why.
 
     `last_result.lower_bound_ms` is for all plans of the tables that the search may
     place, whatever sharding types, splits, kernels and ranks the constraints allow
@@ -162,10 +174,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             one are described by the constraints' pooling factors.
         search: "default", another search's name, its settings, or a searcher.
         comms_model: None: bytes over the topology's bandwidths.
-        consider_stock: Whether to compare with the plan of TorchRec's own planner, or
-            with the best that it finds in the time that the search took (at least two
-            seconds). A warning in the result says when it found none in that time. Of
-            many options TorchRec's proposers take turns, while plans get better.
+        consider_stock: Ignored; TorchRec's planner is asked where the search has no
+            plan. `compare` shows what its plan costs.
         max_switches: Ignored; the search chooses sharding types by itself.
         placement_constraints: Which ranks tables may be on, and with which others.
         calibrate: Whether a first launch measures: where `cost_model` is "auto" and
@@ -213,7 +223,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         profiles: Mapping[str, FeatureProfile] | None = None,
         search: str | SearchConfig | Searcher = "default",
         comms_model: CommsModel | None = None,
-        consider_stock: bool = True,
+        consider_stock: bool | None = None,
         max_switches: int | None = None,
         placement_constraints: PlacementConstraints | None = None,
         calibrate: str | float = "auto",
@@ -248,6 +258,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._first_launch = FirstLaunch(self.costs, cost_model, calibrate, constraints)
         topology = self.costs.topology
         for name, given in (
+            ("consider_stock", consider_stock),
             ("max_switches", max_switches),
             ("measure_finalists", measure_finalists),
         ):
@@ -278,7 +289,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             **parts,
             "proposer": proposer,
             "search": search,
-            "consider_stock": consider_stock,
             "placement_constraints": placement_constraints,
             "pipeline_type": pipeline_type,
             "dense_ms": dense_ms,
@@ -315,9 +325,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 placement=self.placement_constraints,
                 costs=self.costs,
             )
-        own = isinstance(partitioner, NeuroShardPartitioner)
-        # Only this package's partitioner takes plans that have ranks.
-        self._considers_torchrec = consider_stock and own
         super().__init__(
             **shared,
             enumerator=enumerator,
@@ -368,21 +375,21 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         unmatched = self._check_inputs(module, sharders)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
         run, plan = self._run(module, sharders)
-        run.check()
+        if run.selected is not None and (broken := self._violation(run.selected)):
+            raise ConfigError(
+                f"the plan breaks placement_constraints: {broken}. A partitioner, "
+                "callback or plan loader that was given made it so"
+            )
         self._try_remember(module, sharders)
         if run.selected is not None:
             self._selected = run.selected
-            notes = [*unmatched, *run.notes]
-            if run.torchrec.skipped is not None:
-                notes.append(run.torchrec.skipped)
             self._known = describe_plan(
                 run.selected,
                 self.costs,
                 run.log.records,
                 run.fallback,
-                notes,
+                [*unmatched, *run.notes],
                 batch_size_is_default=self._batch_size_is_default,
-                robustness=run.robustness,
                 reserved=self._reserved(module, sharders),
                 memory=self._memory,
             )
@@ -394,7 +401,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         module: nn.Module,
         sharders: list[ModuleSharder[Any]],
         failed: SearchLog | None = None,
-    ) -> tuple[PlanRun, ShardingPlan]:
+    ) -> tuple[_Run, ShardingPlan]:
         """Plan by TorchRec's loop.
 
         Args:
@@ -402,7 +409,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             sharders: Of its embedding modules.
             failed: The searches of an earlier run that found no plan.
         """
-        run, parts = self._start(module, sharders)
+        run, parts = self._start(sharders)
         if failed is not None:
             run.log.is_crowded = failed.is_crowded
             run.log.infeasible = None if failed.is_crowded else failed.infeasible
@@ -421,7 +428,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         module: nn.Module,
         sharders: list[ModuleSharder[Any]],
         failed: SearchLog,
-    ) -> tuple[PlanRun, ShardingPlan]:
+    ) -> tuple[_Run, ShardingPlan]:
         """Plan again by the memory that TorchRec counts, and warn of what is over."""
         with memory.lenient():
             run, plan = self._run(module, sharders, failed)
@@ -456,47 +463,17 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         """List the options of every table."""
         return list(self.enumerator.enumerate(module, sharders))
 
-    def _start(
-        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
-    ) -> tuple[PlanRun, dict[str, Any]]:
+    def _start(self, sharders: list[ModuleSharder[Any]]) -> tuple[_Run, dict[str, Any]]:
         """Begin a run, with the parts of TorchRec's loop that belong to it."""
         for proposer, state in self._unused:
             proposer.__dict__.update(copy.deepcopy(state))
-        proposers = planner_part(self, "proposers")
-        partitioner = planner_part(self, "partitioner")
-        own, stats = (
-            isinstance(partitioner, NeuroShardPartitioner),
-            planner_part(self, "stats"),
-        )
-        budget = partitioner.searcher.time_budget_seconds if own else math.inf
-        torchrec = TorchRecPlan(
-            self._torchrec_arguments,
-            module=module,
-            sharders=sharders,
-            storage_reservation=planner_part(self, "storage_reservation"),
-            enumerator=self.enumerator,
-            reader=self.costs.reader,
-            violation=self._violation,
-            pipeline_type=self._pipeline_type,
-            time_budget_seconds=min(budget, SearchConfig().time_budget_seconds),
-            is_lenient=self._memory is not None and self._memory.is_lenient,
-        )
-        # A caller's rating of plans is not overruled.
-        hedged = isinstance(planner_part(self, "perf_model"), NeuroShardPerfModel)
-        run = PlanRun(
-            torchrec,
-            proposers,
-            self._violation,
-            self.costs if hedged and is_uncertain(self.costs) else None,
-        )
-        if self._considers_torchrec:
-            proposers = [*proposers, torchrec.proposer]
+        run, partitioner = _Run(), planner_part(self, "partitioner")
+        if isinstance(partitioner, NeuroShardPartitioner):
+            partitioner = partitioner.for_run(run.log, sharders)
+        stats = planner_part(self, "stats")
         return run, {
-            "proposers": proposers,
-            "partitioner": partitioner.for_run(run.log, sharders)
-            if own
-            else partitioner,
-            "callbacks": run.callbacks(planner_part(self, "callbacks")),
+            "partitioner": partitioner,
+            "callbacks": [*planner_part(self, "callbacks"), run.select],
             # A run that another one follows is logged only where it has a plan.
             "stats": stats if self._strict is None else list(map(_StatsOfPlans, stats)),
         }
@@ -865,11 +842,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     def _last_resort(
         self,
-        run: PlanRun,
+        run: _Run,
         error: PlannerError,
         module: nn.Module,
         sharders: list[ModuleSharder[Any]],
-    ) -> tuple[PlanRun, ShardingPlan]:
+    ) -> tuple[_Run, ShardingPlan]:
         """Count memory as TorchRec does; then let TorchRec's own planner try."""
         ours = run.log.infeasible
         if self._strict is not None:
@@ -879,7 +856,16 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "the search found no plan (%s); asking TorchRec's planner", ours or error
         )
         try:
-            plan, options = run.torchrec.last_resort()
+            plan, options = last_resort(
+                self._torchrec_arguments,
+                module=module,
+                sharders=sharders,
+                enumerator=self.enumerator,
+                reader=self.costs.reader,
+                violation=self._violation,
+                pipeline_type=self._pipeline_type,
+                is_lenient=self._memory is not None and self._memory.is_lenient,
+            )
             if self._attribute_memory(options):
                 room = self.reserve(module, sharders)
                 check_memory(room, options, "TorchRec's own plan")
@@ -919,7 +905,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 topology=topology,
                 storage_reservation=copy.deepcopy(reservation),
                 search=SearchConfig(beam_width=1, refine=False, time_budget_seconds=1),
-                consider_stock=False,
                 stats=[],
                 callbacks=[],
                 debug=False,

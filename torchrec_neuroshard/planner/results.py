@@ -11,7 +11,7 @@ from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.placement_rules import quoted
-from torchrec_neuroshard.planner.costs.hedging import cautions
+from torchrec_neuroshard.planner.costs.cautions import cautions
 from torchrec_neuroshard.planner.costs.kernels import is_estimated
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
@@ -27,7 +27,6 @@ from torchrec_neuroshard.report import (
     HostTable,
     PlanBasis,
     PlanReport,
-    Robustness,
     ShardReport,
     TableReport,
     WeightSync,
@@ -53,8 +52,6 @@ class KnownPlan:
     """What each rank has for them."""
     basis: PlanBasis | None = None
     """What its costs rest on."""
-    robustness: Robustness | None = None
-    """How it does if they are off; None where they were measured."""
     weight_sync: WeightSync | None = None
     """How replicas are kept alike; None where there are none."""
     bottleneck: Bottleneck | None = None
@@ -72,7 +69,6 @@ class KnownPlan:
             self.tables,
             self.memory_bytes,
             basis=self.basis,
-            robustness=self.robustness,
             weight_sync=self.weight_sync,
             bottleneck=self.bottleneck,
         )
@@ -85,7 +81,6 @@ def describe_plan(
     fallback: str | None = None,
     notes: Sequence[str] = (),
     batch_size_is_default: bool = False,
-    robustness: Robustness | None = None,
     reserved: Topology | None = None,
     memory: MemoryModel | None = None,
 ) -> KnownPlan:
@@ -98,17 +93,11 @@ def describe_plan(
         fallback: Why another planner's plan was taken, if it was.
         notes: More warnings.
         batch_size_is_default: Whether the caller gave no batch size.
-        robustness: How the plan does if the costs are off.
         reserved: Devices with the memory that is left for shards; None: all of it.
         memory: What ranks allocate; None: not known.
     """
     lowered = costs.lower(selected)
     predicted = costs.evaluate(lowered)
-    if robustness is not None:
-        relative = robustness.std_ms / robustness.mean_ms if robustness.mean_ms else 0.0
-        predicted = dataclasses.replace(
-            predicted, uncertainty=relative, is_sampled=True
-        )
     path_ms = predicted.critical_path_ms
     texts = [*costs.warnings]
     kernels = {table_name(o): o.compute_kernel for o in selected}
@@ -159,7 +148,6 @@ def describe_plan(
         tables=_table_reports(selected, tier, hosts, path_ms_of),
         memory_bytes=tuple(int(getattr(d.storage, tier)) for d in devices),
         basis=costs.basis(selected, batch_size_is_default),
-        robustness=robustness,
         weight_sync=costs.weight_sync(selected),
         bottleneck=bottleneck,
     )

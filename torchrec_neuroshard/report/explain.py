@@ -15,7 +15,6 @@ from torchrec_neuroshard.placement import ColumnShard, Placement
 from torchrec_neuroshard.report.plan_parts import (
     Bottleneck,
     PlanBasis,
-    Robustness,
     ScheduleReport,
     SplitReport,
     TableReport,
@@ -42,7 +41,6 @@ def explain(
     memory_bytes: Sequence[int],
     *,
     basis: PlanBasis | None = None,
-    robustness: Robustness | None = None,
     weight_sync: WeightSync | None = None,
     bottleneck: Bottleneck | None = None,
 ) -> PlanReport:
@@ -58,7 +56,6 @@ def explain(
         tables: All of them.
         memory_bytes: What each rank has for them.
         basis: What the costs rest on.
-        robustness: How the plan does if its costs are off.
         weight_sync: How replicas are kept alike.
         bottleneck: What makes the critical path longest.
     """
@@ -71,7 +68,6 @@ def explain(
         lower_bound_ms=result.lower_bound_ms,
         bound_is_proven=result.bound_is_proven,
         uncertainty=predicted.uncertainty,
-        is_sampled=predicted.is_sampled,
         compute_source=predicted.compute_source,
         comms_source=predicted.comms_source,
         search_seconds=result.search_seconds,
@@ -84,7 +80,6 @@ def explain(
         fallback=result.fallback,
         warnings=result.warnings,
         basis=basis,
-        robustness=robustness,
         weight_sync=weight_sync,
         schedule=ScheduleReport.of(predicted),
     )

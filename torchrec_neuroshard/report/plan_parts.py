@@ -15,7 +15,6 @@ __all__ = [
     "HostTable",
     "PlanBasis",
     "RankReport",
-    "Robustness",
     "ScheduleReport",
     "ShardReport",
     "SplitReport",
@@ -109,36 +108,6 @@ class Bottleneck:
         return (
             f"bottleneck: table {self.table} on rank {self.rank}, {self.phase} "
             f"({self.table_ms:.3f} of its {self.phase_ms:.3f} ms)"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Robustness:
-    """How a plan by costs that were not measured does if these are off."""
-
-    num_draws: int
-    """Of what the card may really be."""
-    num_plans: int
-    """Plans that it was chosen from."""
-    mean_ms: float
-    """Critical path over the draws."""
-    std_ms: float
-    mean_ratio: float | None
-    """Over TorchRec's plan; None where it was not priced as well."""
-    worst_ratio: float | None
-    """The same in the worst sample."""
-
-    def __str__(self) -> str:
-        """Return it as a sentence without a full stop."""
-        spread = (
-            f"across {self.num_draws} samples of hardware uncertainty: "
-            f"{self.mean_ms:.3f} ms, standard deviation {self.std_ms:.3f}"
-        )
-        if self.mean_ratio is None or self.worst_ratio is None:
-            return spread
-        return (
-            f"{spread}; {self.mean_ratio:.2f} times TorchRec's plan on average, "
-            f"{self.worst_ratio:.2f} times in the worst sample"
         )
 
 

@@ -14,7 +14,6 @@ from torchrec_neuroshard.report.plan_parts import (
     Bottleneck,
     PlanBasis,
     RankReport,
-    Robustness,
     ScheduleReport,
     SplitReport,
     TableReport,
@@ -43,8 +42,6 @@ class PlanReport(HtmlReport):
     """Whether no plan can be below the bound; otherwise it is an estimate."""
     uncertainty: float
     """See `simulator.PredictedCosts`."""
-    is_sampled: bool = False
-    """The same."""
     compute_source: str
     comms_source: str
     search_seconds: float
@@ -61,8 +58,6 @@ class PlanReport(HtmlReport):
     warnings: tuple[str, ...]
     basis: PlanBasis | None = None
     """None where only a search is reported."""
-    robustness: Robustness | None = None
-    """None where costs were measured, or the plan is not one of the planner's."""
     weight_sync: WeightSync | None = None
     """None where the plan is of all ranks, not of one of several sharding groups."""
     schedule: ScheduleReport | None = None
@@ -105,13 +100,13 @@ class PlanReport(HtmlReport):
 
     @property
     def spread(self) -> str:
-        """How uncertain the costs are, in words; empty where `robustness` says it."""
-        if not self.uncertainty or self.robustness is not None:
+        """How uncertain the costs are, in words; empty where that is not known."""
+        if not self.uncertainty:
             return ""
-        if self.is_sampled:
+        if self.basis is not None and self.basis.estimate_error is not None:
             return (
-                f"samples of hardware uncertainty spread by {self.uncertainty:.1%} "
-                "(standard deviation)"
+                "the estimate of kernels has a standard deviation of "
+                f"{self.uncertainty:.1%} on a rank"
             )
         return f"the ensemble's nets differ by up to {self.uncertainty:.1%} on a rank"
 
@@ -176,8 +171,6 @@ def _facts(report: PlanReport) -> Iterator[str]:
         yield str(report.schedule)
     if report.fallback is not None:
         yield f"TorchRec's own plan was taken: {report.fallback}"
-    if report.robustness is not None:
-        yield str(report.robustness)
 
 
 def _tail_lines(report: PlanReport) -> Iterator[str]:

@@ -145,7 +145,6 @@ def _plan(cell: _Where, args: argparse.Namespace, given: GivenModel) -> SweepCel
             search=SearchConfig(
                 time_budget_seconds=args.seconds, progress=lambda best_ms: None
             ),
-            consider_stock=False,
             strict_memory=True,
             **planner_arguments(args, given),
         )

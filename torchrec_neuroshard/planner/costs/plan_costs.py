@@ -1,7 +1,6 @@
 """The cost of a whole plan: one place for all parts of the planner.
 
-Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `P` phases, `C` plans,
-`K` truths,
+Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `P` phases,
 `T` options or tables.
 """
 
@@ -73,9 +72,7 @@ from torchrec_neuroshard.simulator import (
     RankCosts,
     Simulator,
     StageCosts,
-    critical_path,
     stage_phases,
-    timed_phases,
 )
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -393,75 +390,6 @@ class PlanCosts:
             dense=self.dense,
         )
 
-    def paths_under(
-        self,
-        plans: Sequence[Sequence[ShardingOption]],
-        truths: Sequence[tuple[CostModel, CommsModel]],
-        table_std: float = 0.0,
-        seed: int = 0,
-    ) -> Floats:
-        """Predict plans under other costs of the same shards.
-
-        Tables that the cost model has no price for count as in `evaluate`.
-
-        Args:
-            plans: Placed options of each plan.
-            truths: Kernels and collectives, of each truth.
-            table_std: Standard deviation of the logarithm of a factor that each truth
-                has for the kernels of each table besides, forward and backward.
-            seed: Of these factors.
-
-        Returns:
-            `K x C` [ms]: critical path of each plan under each truth.
-        """
-        fixed: list[Floats] = []
-        priced: list[PricedOptions | None] = []
-        for plan in plans:
-            costed, stock = self._split(self.lower(plan))
-            stages = (self._stock_stage(stock),) if stock else ()
-            fixed.append(stage_phases(stages, self.topology.world_size))
-            priced.append(self.price(costed) if costed else None)
-        known = [p for p in priced if p is not None]
-        if not known:
-            fixed_C = [self._path_ms(phases_WS6) for phases_WS6 in fixed]
-            return np.tile(fixed_C, (len(truths), 1))
-        rows, first = np.unique(
-            np.concatenate([p.shards.row_N for p in known]), return_index=True
-        )
-        features = np.concatenate([p.features() for p in known])[first]
-        names = sorted({table_name(o) for p in known for o in p.found.options})
-        number_of = {name: number for number, name in enumerate(names)}
-        rng = np.random.default_rng(seed)
-        logs_KT2 = rng.standard_normal((len(truths), len(names), 2))
-        factors_KT2 = np.exp(table_std * logs_KT2)
-        paths_KC = np.zeros((len(truths), len(plans)))
-        tables = [
-            [number_of[table_name(o)] for o in one.found.options] if one else []
-            for one in priced
-        ]
-        for truth, (cost_model, comms_model) in enumerate(truths):
-            encoder = self.encoder.under(cost_model, rows, features)
-            for number, one in enumerate(priced):
-                phases_WS6 = fixed[number]
-                if one is not None:
-                    factors = factors_KT2[truth, tables[number]]
-                    own = one.phases_under(encoder, comms_model, factors)
-                    phases_WS6 = np.concatenate([phases_WS6, own], axis=1)
-                paths_KC[truth, number] = self._path_ms(phases_WS6)
-        return paths_KC
-
-    def _path_ms(self, phases_WS6: Floats) -> float:
-        """Critical path of a plan under the loop's schedule [ms].
-
-        Args:
-            phases_WS6: As `simulator.timed_phases` takes them.
-        """
-        if self.schedule.adds_up(self.dense):
-            tables_ms = critical_path(phases_WS6[None, ..., : len(PHASES)])
-            return float(tables_ms[0]) + self.dense.total_ms
-        timed = timed_phases(phases_WS6[None], self.schedule)
-        return float(self.schedule.path_ms(timed, self.dense)[0])
-
     def _split(
         self, lowered: LoweredPlan
     ) -> tuple[list[ShardingOption], list[ShardingOption]]:
@@ -708,7 +636,7 @@ class PricedOptions:
         found = self.found
         loads = self.simulator.add_up(self.shards, found.table_N, found.rank_N)
         predicted = self.simulator.predict(loads, self._num_shards())
-        cache_WS = self._cache_loads(self.simulator)
+        cache_WS = self._cache_loads()
         if not cache_WS.any():
             return predicted
         stages = tuple(
@@ -730,39 +658,12 @@ class PricedOptions:
         total_N: Floats = ms_N2.sum(axis=1)
         return total_N
 
-    def _cache_loads(self, simulator: Simulator) -> Floats:
+    def _cache_loads(self) -> Floats:
         """What loading caches takes, `W x S` [ms]."""
         found = self.found
-        return simulator.cache_loads(
+        return self.simulator.cache_loads(
             found.table_N, found.width_N, found.rows_N, found.rank_N
         )
-
-    def phases_under(
-        self, encoder: ShardEncoder, comms_model: CommsModel, factors_T2: Floats
-    ) -> Floats:
-        """Phases of placed options by other costs of the same shards.
-
-        Args:
-            encoder: Of another model; it knows all of the shards.
-            comms_model: Collectives.
-            factors_T2: On what each option's shards take above a launch.
-
-        Returns:
-            `W x S x 6` [ms], as `simulator.timed_phases` takes them.
-        """
-        found = self.found
-        simulator = self.simulator.under(encoder, comms_model)
-        shards = simulator.repriced(
-            self.shards, found.table_N, found.width_N, found.rows_N
-        )
-        if (factors_T2 != 1.0).any():
-            own_N2 = simulator.single_compute(shards) - encoder.launch_ms
-            extra_N2 = (factors_T2[found.table_N] - 1.0) * np.maximum(own_N2, 0.0)
-            shards = replace(shards, extra_N2=shards.extra_N2 + extra_N2)
-        loads = simulator.add_up(shards, found.table_N, found.rank_N)
-        phases_WS5 = simulator.rank_phases(loads, self._num_shards())
-        cache_WS = self._cache_loads(simulator)
-        return np.concatenate([phases_WS5, cache_WS[..., None]], axis=-1)
 
     def ordered_columns(self) -> Floats:
         """Count the output columns that TorchRec puts in order in each stage: `S`."""

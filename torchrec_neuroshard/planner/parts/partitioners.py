@@ -94,13 +94,6 @@ class SearchLog:
     """Whether the outputs of a rank's own samples leave no memory for tables."""
     seconds: float = 0.0
     """What the searches took."""
-    plans: list[list[ShardingOption]] = dataclasses.field(default_factory=list)
-    """Every plan that fits, placed and priced, in the order of the proposals."""
-
-    def keep(self, plan: list[ShardingOption]) -> list[ShardingOption]:
-        """Remember a plan, and return it."""
-        self.plans.append(plan)
-        return plan
 
     def next(self, searcher: Searcher) -> Searcher:
         """Return the search with what is left of the budget."""
@@ -123,8 +116,6 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     per rank, into unequal widths only for CPU topologies. Options that the cost model
     has no price for are placed first, by TorchRec's greedy routine, and the memory they
     take is left out of the search.
-
-    A proposal whose shards all have ranks is a plan already and is only priced.
 
     Placement constraints hold for all of them: tables that are not searched are placed
     by the same routine on the ranks that they may be on, one by one, before all others.
@@ -204,8 +195,6 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if self._memory is not None:
             common = self._memory.common_bytes(proposal)
             storage_constraint = without(storage_constraint, common)
-        if all(s.rank is not None for o in proposal for s in o.shards):
-            return self.log.keep(self._keep(proposal, room, rules))
         ways = [
             tuple(o for o in FreeOption.ways_of(option) if self._is_placeable(o))
             for option in proposal
@@ -223,7 +212,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             if self.log.infeasible is None or num_ways > self.log.num_ways:
                 self.log.infeasible, self.log.num_ways = str(error), num_ways
             raise
-        return self.log.keep(plan)
+        return plan
 
     def _fitted(
         self,
@@ -324,25 +313,6 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         return self.placement.rules(
             map(table_name, options), int(self._topology.world_size)
         )
-
-    def _keep(
-        self,
-        plan: Sequence[ShardingOption],
-        room: Topology,
-        rules: PlacementRules,
-    ) -> list[ShardingOption]:
-        """Price a plan that somebody else made."""
-        violation = rules.violation(ranks_by_table(plan, rules))
-        if violation is not None:
-            raise PlannerError(
-                error_type=PlannerErrorType.PARTITION,
-                message=f"a given plan breaks the placement constraints: {violation}",
-            )
-        kept = option_copies(plan)
-        self.costs.share_launches(kept)
-        self._attribute(kept)
-        check_memory(room, kept, "a given plan")
-        return kept
 
     def _search(
         self,

@@ -80,8 +80,6 @@ class NeuroShardProposer(CostedPart, Proposer):
         self._constraints = constraints or {}
         self._tier = device_tier(topology)
         self._queue: list[list[ShardingOption]] = []
-        self.best_rating: float | None = None
-        """Rating of the best plan since `load` [ms]; None where nothing fitted."""
 
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
@@ -104,7 +102,6 @@ class NeuroShardProposer(CostedPart, Proposer):
         self._rules = self._placement.rules(names, int(self._topology.world_size))
         tables = list(map(self._permitted, self._by_table.values()))
         self._num_others = sum(not self._ways(options) for options in tables)
-        self.best_rating = None
         self._room: dict[tuple[int, ...], int] = {}
         self._queue = [[self._free(options) for options in tables]]
         least = [_least(options, self._memory_order) for options in tables]
@@ -141,10 +138,10 @@ class NeuroShardProposer(CostedPart, Proposer):
         Args:
             partitionable: Whether it fits; if so, no other is made.
             plan: Not needed.
-            perf_rating: The critical path of its plan [ms].
+            perf_rating: Not needed.
             storage_constraint: Not needed.
         """
-        del plan, storage_constraint
+        del plan, perf_rating, storage_constraint
         self._queue = [] if partitionable else self._queue[1:]
         if not partitionable and isinstance(self._enumerator, NeuroShardEnumerator):
             spare = self._enumerator.withheld(self._search_space)
@@ -154,8 +151,6 @@ class NeuroShardProposer(CostedPart, Proposer):
                 tables = map(self._permitted, self._by_table.values())
                 free = partial(self._free, order=self._memory_order)
                 self._queue.insert(0, list(map(free, tables)))
-        if partitionable and perf_rating is not None:
-            self.best_rating = min(perf_rating, self.best_rating or perf_rating)
 
     def _permitted(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """Options that can be where placement constraints allow the table."""

@@ -39,7 +39,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
 __all__ = [
     "NeuroShardEstimator",
     "OutOfTimeError",
-    "SizesEstimator",
     "StorageEstimator",
 ]
 
@@ -53,30 +52,6 @@ _STATE_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
 
 class OutOfTimeError(PlannerError):
     """A planner gives up, for want of time."""
-
-
-class SizesEstimator(EmbeddingPerfEstimator):
-    """TorchRec's estimator of times; shards of one size are estimated once."""
-
-    def estimate(
-        self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any
-    ) -> None:
-        """Set the `perf` of every shard.
-
-        Args:
-            sharding_options: Changed in place.
-            args: As in TorchRec.
-            kwargs: As in TorchRec.
-        """
-        listed = [option.shards for option in sharding_options]
-        for option, shards in zip(sharding_options, listed, strict=True):
-            option.shards = list({tuple(s.size): s for s in shards}.values())
-        super().estimate(sharding_options, *args, **kwargs)
-        for option, shards in zip(sharding_options, listed, strict=True):
-            perfs = {tuple(s.size): s.perf for s in option.shards}
-            option.shards = shards
-            for shard in shards:
-                shard.perf = perfs[tuple(shard.size)]
 
 
 class NeuroShardEstimator(CostedPart, ShardEstimator):

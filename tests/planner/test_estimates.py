@@ -1,0 +1,80 @@
+"""Plans by costs that were not measured, and what is said of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from torchrec.distributed.planner import Topology
+
+from tests.builders import (
+    bag_sharders,
+    each,
+    last_result,
+    make_ebc,
+    make_planner,
+    shards_of,
+)
+from torchrec_neuroshard import NeuroShardPlanner, PlacementConstraints, topology_for
+from torchrec_neuroshard.cost_models import load_cost_model
+from torchrec_neuroshard.cost_models.estimate_error import EstimateError
+from torchrec_neuroshard.report import html_report
+
+pytestmark = pytest.mark.one_release
+
+
+def estimated(topology: Topology | None = None, **arguments: Any) -> NeuroShardPlanner:
+    """A planner for cards that nothing was measured on."""
+    topology = topology or topology_for("h100", num_nodes=2, ranks_per_node=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the result holds them, too
+        model = load_cost_model("h100", device_type="cuda")
+        model.error = EstimateError(card="h100")
+        return make_planner(
+            topology=topology,
+            batch_size=256,
+            cost_model=model,
+            comms_model=None,
+            **arguments,
+        )
+
+
+@pytest.mark.parametrize("least", [None, 8])
+def test_estimates_split_no_table_below_32_columns_unless_told(
+    least: int | None,
+) -> None:
+    """Which saves milliseconds by the estimate alone, as no narrower one was timed."""
+    planner = estimated(
+        topology_for("h100", num_nodes=4, ranks_per_node=4),
+        constraints=each(3, "column_wise", min_partition=least, pooling_factors=[80.0]),
+    )
+    plan = planner.plan(
+        make_ebc([(1_000, 128), (1_000, 96), (500, 16)]), bag_sharders()
+    )
+    narrowest = min(width for _, width, _ in shards_of(plan)["t0"])
+    assert narrowest == 32 if least is None else 8 <= narrowest < 32
+    cautioned = [w for w in last_result(planner).warnings if "estimate is unch" in w]
+    assert len(cautioned) == (narrowest < 32)
+
+
+def test_a_rank_much_fuller_than_the_others_is_pointed_out() -> None:
+    rules = PlacementConstraints(pin={"t0": [1]})
+    planner = estimated(
+        topology_for("h100", num_nodes=2, ranks_per_node=2, memory_gb=4),
+        placement_constraints=rules,
+        constraints=each(1, "table_wise"),
+    )
+    planner.plan(make_ebc([(10_000_000, 64), (1_000, 64)]), bag_sharders())
+    [found] = [w for w in last_result(planner).warnings if "times the mean" in w]
+    assert found.startswith("rank 1 holds 2.") and "4.0 times the mean" in found
+
+
+def test_how_sure_an_estimate_is_stands_beside_the_plan() -> None:
+    planner = estimated()
+    planner.plan(make_ebc([(200_000, 64), (50_000, 32), (500, 64)]), bag_sharders())
+    report = planner.report()
+    assert 0.1 < report.uncertainty == last_result(planner).predicted.uncertainty < 0.2
+    stated = f"standard deviation of {report.uncertainty:.1%}"
+    for text in (str(report), html_report(report)):
+        assert stated in text and "nets" not in text
