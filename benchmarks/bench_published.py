@@ -65,7 +65,7 @@ def spread_of_tables(predicted: dict[KernelRow, float]) -> float:
 
 
 def spreads(cards: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """What `estimate_error` draws from: of the cards' ratios, left out."""
+    """What `estimate_error` goes by: of the cards' ratios, left out."""
     forward = {
         k: np.log(v["forward_ratio"]) for k, v in cards.items() if v["forward_ratio"]
     }
@@ -154,7 +154,7 @@ def main() -> None:
         "one source states the size: what they miss was not checked.\n",
         cards_md,
         "\nMedians of timings in the card's memory. The spread of these ratios is what "
-        f"`EstimateError` draws from: bandwidth {spread['bandwidth']:.2f}, backward "
+        f"`EstimateError` goes by: bandwidth {spread['bandwidth']:.2f}, backward "
         f"beside it {spread['backward']:.2f}, their correlation "
         f"{spread['correlation']:.2f} (logarithms, four cards). Within "
         f"one card's quantity they spread by {spread['tables']:.2f}.\n",

@@ -10,17 +10,12 @@ import torch
 
 from tests.builders import draw_tables
 from torchrec_neuroshard.cost_models import (
-    BandwidthCommsModel,
     NeuralCostModel,
-    PhysicalCostModel,
 )
 from torchrec_neuroshard.cost_models.compute import (
     ConcurrentCostModel,
-    PhysicalConstants,
 )
-from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.cost_models.network import NetworkArrays, SetCostNetwork
-from torchrec_neuroshard.cost_models.scaled import JoinedCostModel, RelievedCommsModel
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.testing import AnalyticCommsModel
 
@@ -86,22 +81,3 @@ def test_kernels_among_others_take_longer_each_way() -> None:
     np.testing.assert_allclose(
         slowed.predict_sums(sums), alone.predict_sums(sums) * [1.5, 2.0]
     )
-
-
-def test_wrappers_follow_a_device_that_is_off() -> None:
-    """As hedging asks of the models under a schedule."""
-    factors = EstimateFactors(bandwidth=0.5, link=0.5)
-    alone = PhysicalCostModel(PhysicalConstants(), name="", hardware="")
-    features = random_features(4, 1)
-    other = alone.under(factors)
-    sums = other.encode(features)
-    slower = JoinedCostModel(alone).under(factors).predict_sums(sums)
-    np.testing.assert_array_equal(slower[:, 0], other.predict_sums(sums).sum(axis=1))
-    links = BandwidthCommsModel(
-        world_size=2, local_world_size=2, intra_gb_per_s=1.0, inter_gb_per_s=1.0
-    )
-    reliefs = {"index_comms": 0.0, "fwd_comms": 0.1, "bwd_comms": 0.0}
-    columns = np.full((1, 2), 64.0)
-    whole = links.under(factors).all_to_all(columns, 4096)
-    left = RelievedCommsModel(links, reliefs).under(factors).all_to_all(columns, 4096)
-    np.testing.assert_allclose(whole - left, [[[0.1, 0.0]] * 2])

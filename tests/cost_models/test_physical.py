@@ -11,12 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.builders import make_tables
-from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
 from torchrec_neuroshard.cost_models.estimate_error import (
     CHECKED_CARDS,
-    LOG_STD,
     EstimateError,
-    EstimateFactors,
 )
 from torchrec_neuroshard.cost_models.loading import physical_estimate
 from torchrec_neuroshard.cost_models.physical import (
@@ -175,25 +172,6 @@ def test_rows_in_the_hosts_memory_pay_for_lookups_and_for_updates() -> None:
     assert none[1] == some[1] == 0  # sgd has no state, and rows are on the card
 
 
-def test_factors_change_what_they_name() -> None:
-    model = load_cost_model("a100", device_type="cuda")
-    assert isinstance(model, PhysicalCostModel)
-    table, one = features(skewed(1.05)), np.zeros(1, np.int64)
-
-    def under(**factors: float) -> list[float]:
-        other = model.under(EstimateFactors(**factors))
-        return list(other.predict_sets(table, one, 1)[0])
-
-    same, launch = under(), model.constants.backward_launch_us * 1e-3
-    assert same == pytest.approx(model.predict_sets(table, one, 1)[0])
-    twice = launch + 2 * (same[1] - launch)
-    assert under(backward=2.0) == pytest.approx([same[0], twice])
-    assert under(bandwidth=0.5)[1] == pytest.approx(twice)
-    assert under(reuse=0.01)[0] > same[0]
-    assert under(launch=3.0)[1] == pytest.approx(same[1] + 2 * launch)
-    assert under(link=0.5) == same
-
-
 def test_errors_say_what_was_checked() -> None:
     assert str(EstimateError(card="mi300x")).endswith("never checked on this one")
     assert "on this one, forward 14% and backward 9%" in str(
@@ -204,13 +182,3 @@ def test_errors_say_what_was_checked() -> None:
     own, error = CHECKED_CARDS[worst], EstimateError(card=worst)
     assert own is error.checked and own.backward_error is not None
     assert error.backward < own.backward_error
-
-
-def test_draws_repeat_and_have_the_stated_spread() -> None:
-    error = EstimateError(card="b200")
-    draws = error.draw(4_000, seed=1)
-    assert draws == error.draw(4_000, seed=1) != error.draw(4_000, seed=2)
-    logs = np.log([[getattr(d, n) for n in LOG_STD] for d in draws])
-    stated = list(LOG_STD.values())
-    np.testing.assert_allclose(logs.std(axis=0), stated, rtol=0.05)
-    np.testing.assert_allclose(np.corrcoef(logs.T), np.eye(5), atol=0.05)

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.estimate_error import (
     EstimateError,
-    EstimateFactors,
 )
 from torchrec_neuroshard.cost_models.physical import (
     PhysicalConstants,
@@ -115,14 +114,6 @@ class CostModel(ABC):
         np.add.at(sums, set_ids_N, self.encode(features_NF))
         return self.predict_sums(sums)
 
-    def under(self, factors: EstimateFactors) -> CostModel:
-        """Return the model as it would be were the device off by these factors.
-
-        What was measured is not off: by default, the model itself.
-        """
-        del factors
-        return self
-
     def relative_uncertainty(
         self, sums_SE: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
@@ -181,14 +172,6 @@ class CommsModel(ABC):
     even_is_fastest: bool = False
     """Whether no loads take less than the same total in equal parts, nor any with a
     greater part on one rank less than with the rest in equal parts."""
-
-    def under(self, factors: EstimateFactors) -> CommsModel:
-        """Return the model as it would be were the links off by a factor.
-
-        What was measured is not off: by default, the model itself.
-        """
-        del factors
-        return self
 
     @abstractmethod
     def all_to_all(

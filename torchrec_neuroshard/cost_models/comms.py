@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 import numpy as np
@@ -15,7 +14,6 @@ from torchrec_neuroshard.cost_models.comms_network import (
     FixedCollective,
 )
 from torchrec_neuroshard.cost_models.comms_published import check_links, check_nodes
-from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.devices import plain_torch
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
@@ -69,12 +67,6 @@ class BandwidthCommsModel(CommsModel):
         self._ms_per_byte = inside / (intra_gb_per_s * 1e6) + outside / (
             inter_gb_per_s * 1e6
         )
-
-    def under(self, factors: EstimateFactors) -> BandwidthCommsModel:
-        """See `CommsModel.under`."""
-        other = copy.copy(self)
-        other._ms_per_byte = self._ms_per_byte / factors.link
-        return other
 
     def all_to_all(
         self, columns_CW: npt.NDArray[np.float64], batch_size: int

@@ -10,7 +10,6 @@ Shapes: `C` candidates, `W` ranks.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel
-from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
 from torchrec_neuroshard.gpu_cards import GpuCard
@@ -61,14 +59,6 @@ class CollectiveConstants:
 
     def __post_init__(self) -> None:
         check_links(self.intra_gb_per_s, self.inter_gb_per_s)
-
-    def under(self, factors: EstimateFactors) -> CollectiveConstants:
-        """Return the constants of nodes that are off by these factors."""
-        return dataclasses.replace(
-            self,
-            intra_gb_per_s=self.intra_gb_per_s * factors.link,
-            inter_gb_per_s=self.inter_gb_per_s * factors.link,
-        )
 
 
 def card_collectives(card: GpuCard) -> CollectiveConstants:
@@ -133,12 +123,6 @@ class PublishedCommsModel(CommsModel):
         check_nodes(world_size, local_world_size)
         self.constants, self.source = constants, source
         self._world_size, self._local_world_size = world_size, local_world_size
-
-    def under(self, factors: EstimateFactors) -> PublishedCommsModel:
-        """Return this model as it would be were the links off by these factors."""
-        other = copy.copy(self)
-        other.constants = self.constants.under(factors)
-        return other
 
     def collective_ms(self, bytes_any: Floats, *, ring: bool) -> Floats:
         """Predict one collective.

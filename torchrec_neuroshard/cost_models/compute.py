@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,7 +10,6 @@ import numpy.typing as npt
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel, RangeWarning
 from torchrec_neuroshard.cost_models.estimate_error import (
     EstimateError,
-    EstimateFactors,
 )
 from torchrec_neuroshard.cost_models.network import NetworkArrays, SetCostNetwork
 from torchrec_neuroshard.cost_models.physical import (
@@ -198,9 +196,3 @@ class PhysicalCostModel(CostModel):
     def stream_byte_ms(self) -> float:
         """See `CostModel.stream_byte_ms`."""
         return 1e-6 / (self.constants.memory_gb_per_s * self.constants.efficiency)
-
-    def under(self, factors: EstimateFactors) -> PhysicalCostModel:
-        """Return this model as it would be were the device off by these factors."""
-        other = copy.copy(self)
-        other.constants = self.constants.under(factors)
-        return other

@@ -1,4 +1,4 @@
-"""How far off the physical estimate may be, and how to draw what a card may really be.
+"""How far off the physical estimate may be.
 
 The figures are residuals: each card's published timings against constants fitted to all
 other cards' (`benchmarks/bench_published.py`, which prints this table).
@@ -17,24 +17,7 @@ __all__ = [
     "LOG_STD",
     "CardCheck",
     "EstimateError",
-    "EstimateFactors",
 ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EstimateFactors:
-    """A device as it may really be: factors on what the estimate takes it to be."""
-
-    bandwidth: float = 1.0
-    """On the speed of kernels: of their memory traffic and their work alike."""
-    reuse: float = 1.0
-    """On the size of the cache that rows are read again from."""
-    launch: float = 1.0
-    """On the launches of kernels, a time."""
-    backward: float = 1.0
-    """On the time of backward kernels beside their launch."""
-    link: float = 1.0
-    """On the bandwidths to the host's memory and to other GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +46,11 @@ tables in its memory; `benchmarks/results/published_202611.json` holds them in f
 
 LOG_STD: Mapping[str, float] = {
     "bandwidth": 0.11,
-    "reuse": 0.7,
-    "launch": 0.3,
     "backward": 0.13,
-    "link": 0.15,
 }
-"""Standard deviations of the factors' logarithms. Bandwidth and backward: of predicted
-over measured in that file, the backward ones over the forward ones. Launch: of small
-kernels. Link: of tables in the host's memory and of collectives. Reuse: assumed, a
-factor of two; no published timing tells it. They are drawn apart: on the four cards
-that have both, the first two go together as little as -0.1."""
+"""Standard deviations of the logarithm of predicted over measured times in that file:
+"bandwidth" of forward kernels, "backward" of backward ones over forward ones. On the
+four cards that have both, the two go together as little as -0.1."""
 
 _FAMILY: Mapping[str, str] = {"a100-40gb": "a100"}
 """Cards of the chip of another one, with more or less memory."""
@@ -80,13 +58,7 @@ _FAMILY: Mapping[str, str] = {"a100-40gb": "a100"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EstimateError:
-    """The error of the physical estimate for one card.
-
-    To draw plausible truths of a plan, take `draw(n, seed)`, and for each of the
-    factors `cost_model.under(factors)` and `comms_model.under(factors)`; then evaluate
-    every candidate under the same draws. Factors are lognormal around 1. One draw is
-    one card, for all ranks and all kernels of a plan.
-    """
+    """The error of the physical estimate for one card."""
 
     card: str | None = None
     """Name of the card, a key of `CHECKED_CARDS` if it was checked; None: unknown."""
@@ -123,20 +95,6 @@ class EstimateError:
     def backward(self) -> float:
         """The same of backward kernels."""
         return max(self._others("backward_error"))
-
-    def draw(self, count: int, seed: int) -> tuple[EstimateFactors, ...]:
-        """Draw what the card may really be.
-
-        Args:
-            count: Draws.
-            seed: The same seed gives the same draws.
-        """
-        rng = np.random.default_rng(seed)
-        logs = rng.standard_normal((count, len(LOG_STD))) * list(LOG_STD.values())
-        return tuple(
-            EstimateFactors(**dict(zip(LOG_STD, row, strict=True)))
-            for row in np.exp(logs).tolist()
-        )
 
     def __str__(self) -> str:
         """Return the error in words, for warnings and reports."""

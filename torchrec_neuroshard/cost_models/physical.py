@@ -16,14 +16,12 @@ Shapes: `N` shards, `F` features, `C` = 17 count bins of the access histogram.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import FEATURE_NAMES
 from torchrec_neuroshard.profiles import NUM_COUNT_BINS, bin_mean_counts
@@ -122,28 +120,6 @@ class PhysicalConstants:
         if self.threads_per_ns is not None:
             return self.threads_per_ns / _REFERENCE_THREADS_PER_NS
         return float(np.cbrt(self.memory_gb_per_s / _REFERENCE_GB_PER_S))
-
-    def under(self, factors: EstimateFactors) -> PhysicalConstants:
-        """Return the constants of a device that is off by these factors."""
-        faster, slower = factors.bandwidth, 1.0 / factors.bandwidth
-        return dataclasses.replace(
-            self,
-            efficiency=self.efficiency * faster,
-            gather_gb_per_s=self.gather_gb_per_s * faster,
-            gradient_gb_per_s=self.gradient_gb_per_s * faster,
-            bag_ns=self.bag_ns * slower,
-            lookup_ns=self.lookup_ns * slower,
-            sort_ns=self.sort_ns * slower,
-            gradient_ns=self.gradient_ns * slower,
-            access_ns=self.access_ns * slower,
-            cache_lookup_ns=self.cache_lookup_ns * slower,
-            cache_mib=self.cache_mib * factors.reuse,
-            forward_launch_us=self.forward_launch_us * factors.launch,
-            backward_launch_us=self.backward_launch_us * factors.launch,
-            bag_step_us=self.bag_step_us * factors.launch,
-            backward_factor=self.backward_factor * factors.backward,
-            host_gb_per_s=self.host_gb_per_s * factors.link,
-        )
 
 
 @dataclass(frozen=True, slots=True)

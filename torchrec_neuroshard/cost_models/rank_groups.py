@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel
-from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 
 __all__ = ["RankGroups"]
 
@@ -47,17 +46,6 @@ class RankGroups(CommsModel):
         every = (world, node, cross, *([] if job is None else [job]))
         self.even_is_fastest = all(model.even_is_fastest for model in every)
         self.compute_slowdown = (job or world).compute_slowdown
-
-    def under(self, factors: EstimateFactors) -> RankGroups:
-        """See `CommsModel.under`."""
-        return RankGroups(
-            self.world.under(factors),
-            node=self.node.under(factors),
-            cross=self.cross.under(factors),
-            node_size=self.node_size,
-            job=self.job and self.job.under(factors),
-            job_size=self.job_size,
-        )
 
     def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
         """See `CommsModel.all_to_all`."""

@@ -7,15 +7,12 @@ models say so, a search needs to know nothing of schedules.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel, RangeWarning
-from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 
 __all__ = [
     "JoinedCostModel",
@@ -61,12 +58,6 @@ class ScaledCostModel(CostModel):
         """See `CostModel.predict_sums`."""
         scaled: Floats = self.alone.predict_sums(sums_SE) * self._factors_2
         return scaled
-
-    def under(self, factors: EstimateFactors) -> Self:
-        """See `CostModel.under`."""
-        other = copy.copy(self)
-        other.alone = self.alone.under(factors)
-        return other
 
     def host_memory(
         self,
@@ -140,12 +131,6 @@ class RelievedCommsModel(CommsModel):
         names = ("index_comms", "fwd_comms", "bwd_comms")
         reliefs = [reliefs_ms.get(name, 0.0) for name in names]
         self._relief_ms, self._relief_2 = reliefs[0], np.array(reliefs[1:])
-
-    def under(self, factors: EstimateFactors) -> Self:
-        """See `CommsModel.under`."""
-        other = copy.copy(self)
-        other.base = self.base.under(factors)
-        return other
 
     def _left(self, ms_X2: Floats) -> Floats:
         left: Floats = np.maximum(ms_X2 - self._relief_2, 0.0)
