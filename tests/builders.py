@@ -65,7 +65,7 @@ from torchrec_neuroshard.training.compute import build_sets
 META, CPU = torch.device("meta"), torch.device("cpu")
 MIB, GIB = 2**20, 2**30
 QUICK = SearchConfig(
-    beam_width=1, num_candidates=4, refine=False, time_budget_seconds=60.0
+    effort=0.25, restarts=1, time_budget_seconds=60.0, bound="thorough"
 )
 """Finds a plan, not a good one, however slow the machine."""
 

@@ -15,9 +15,9 @@ from torchrec_neuroshard.baselines.annealing import (
 )
 from torchrec_neuroshard.baselines.heuristics import CostGreedySearcher
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 from torchrec_neuroshard.testing.cases import sample_task
+from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
 MODELS = AnalyticCostModel(), AnalyticCommsModel(gb_per_s=1.0)
 

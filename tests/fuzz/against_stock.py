@@ -41,14 +41,7 @@ from torchrec_neuroshard.planner.parts.torchrec_plan import is_even
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-SEARCH = SearchConfig(
-    beam_width=1,
-    num_candidates=4,
-    effort=0.1,
-    restarts=1,
-    time_budget_seconds=1.0,
-    exhaustive_limit=2_000,
-)
+SEARCH = SearchConfig(restarts=1, time_budget_seconds=1.0, bound="quick")
 STOCK_SECONDS = 2
 """TorchRec's own timeout, between proposals."""
 HANG_SECONDS = 30.0

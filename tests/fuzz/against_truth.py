@@ -5,7 +5,7 @@
 All sharding types, kernels in the host's memory, memory of devices and of hosts that a
 placement fills to the byte or misses by one, and rules on ranks. What must hold: a
 placement is found exactly where there is one, it is at most 1 % worse than the best,
-and no bound is above the best. The search is kept from trying all placements itself.
+and no bound is above the best.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torchrec_neuroshard.search import (
     bounds,
 )
 from torchrec_neuroshard.search.balanced import balanced_bound
-from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.search.shards import ShardBank, placement_from_widths
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
-SEARCH = SearchConfig(exhaustive_limit=0, time_budget_seconds=20.0)
+SEARCH = SearchConfig(time_budget_seconds=20.0, bound="thorough")
 MOST_PLACEMENTS = 60_000
 HANG_SECONDS = 120.0
 MOST_LOSS, EPSILON = 0.01, 1e-9

@@ -60,7 +60,7 @@ def placed(
     options = enumerator.enumerate(module, get_default_sharders())
     assert len(options) == len(kinds)
     partitioner = NeuroShardPartitioner(
-        topology, constraints, search=SearchConfig(refine=False), costs=costs
+        topology, constraints, search=SearchConfig(effort=0.0), costs=costs
     )
     return costs, partitioner.partition(options, topology)
 

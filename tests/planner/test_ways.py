@@ -119,7 +119,7 @@ def test_later_searches_share_what_is_left_of_the_budget() -> None:
     assert later.config.time_budget_seconds < 20.0
     log.seconds = 1e9
     last = log.next(first)
-    assert isinstance(last, NeuroShardSearcher) and not last.config.refine
+    assert isinstance(last, NeuroShardSearcher) and last.config.effort == 0
 
 
 # --- TorchRec's own plan --------------------------------------------------------

@@ -95,7 +95,7 @@ def test_text_and_json_hold_the_figures() -> None:
     proven = dataclasses.replace(report, bound_is_proven=True)
     assert f"ms, lower bound {path_ms / 2:.3f} ms" in str(proven)
     unknown = dataclasses.replace(report, lower_bound_ms=0.0)
-    assert "ms, lower bound not known\n" in str(unknown)
+    assert "ms, bound not computed\n" in str(unknown)
     for table in TABLES:
         place = "row_wise, 3 shards on ranks 0-2"
         assert f"{table.table} (999 x 64): {place}\n" in text

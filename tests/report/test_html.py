@@ -184,7 +184,7 @@ def test_plan_without_splits_limits_or_bound() -> None:
     page = html_report(plain)
     text = shown_of(page)
     assert "None split." in text and "Warnings" not in text
-    assert "not known lower bound not known" in text
+    assert "not known bound not computed" in text
     assert "TorchRec's own plan was taken: it is <faster>" in text
     (plan,) = data_of(page)["plans"]
     assert plan["ranks"][0][3] is None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.builders import make_tables, make_task, search
-from torchrec_neuroshard.search import bounds
+from torchrec_neuroshard.search import SearchConfig, bounds
 from torchrec_neuroshard.search.bounds import lower_bound
 from torchrec_neuroshard.search.refine import Plan
 from torchrec_neuroshard.search.shards import Ints, ShardBank
@@ -56,7 +56,8 @@ def test_the_bound_is_near_the_plan_of_the_dlrm_tables() -> None:
     picks = rng.choice(len(pool), 40, replace=False)
     widths = rng.choice([4, 16, 64, 128], 40)
     tables = [pool[p].with_width(int(w)) for p, w in zip(picks, widths, strict=True)]
-    assert search(make_task(tables, 8, 4096)).gap < 0.03
+    config = SearchConfig(bound="thorough")
+    assert search(make_task(tables, 8, 4096), config).gap < 0.03
 
 
 def test_where_a_solver_finds_no_prices_those_before_hold(

@@ -29,7 +29,7 @@ class OrderCosts(AnalyticCommsModel):
 
 
 def placed(order_ms: float, task: ShardingTask = TASK) -> SearchResult:
-    config, comms = SearchConfig(restarts=2, effort=0.3), OrderCosts(order_ms)
+    config, comms = SearchConfig(bound="thorough"), OrderCosts(order_ms)
     result = search(task, config, comms_model=comms)
     again = Simulator(task, AnalyticCostModel(), comms).evaluate(result.placement)
     predicted_ms = result.predicted.critical_path_ms

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ print(json.dumps(found()))
 
 
 def found() -> Any:
-    config = SearchConfig(effort=0.1, time_budget_seconds=600.0)
+    config = SearchConfig(effort=0.1, time_budget_seconds=600.0, bound="thorough")
     result = search(random_task(15, 4), config)
     return [repr(result.placement), result.lower_bound_ms]
 
@@ -64,14 +65,24 @@ def test_same_plan_in_every_process() -> None:
 
 def test_a_spent_budget_still_gives_a_valid_plan() -> None:
     task = random_task(60, 8)
-    result = search(task, SearchConfig(time_budget_seconds=1e-6))
+    result = search(task, SearchConfig(time_budget_seconds=1e-6, bound="thorough"))
     result.placement.check(task)
     assert 0 < result.lower_bound_ms <= result.predicted.critical_path_ms
 
 
+def test_a_bound_is_computed_only_where_it_is_asked_for() -> None:
+    task = random_task(15, 4)
+    none, quick = (search(task, SearchConfig(bound=b)) for b in ("none", "quick"))
+    assert none.placement == quick.placement
+    assert (none.lower_bound_ms, none.gap) == (0.0, math.inf)
+    assert 0 < quick.lower_bound_ms <= quick.predicted.critical_path_ms
+    with pytest.raises(ConfigError, match="none, quick, thorough"):
+        SearchConfig(bound="tight")
+
+
 def test_make_searcher() -> None:
     assert make_searcher("default").name == "default"
-    config = SearchConfig(beam_width=1)
+    config = SearchConfig(seed=1)
     made = make_searcher(config)
     assert isinstance(made, NeuroShardSearcher) and made.config is config
     assert make_searcher(made) is made
@@ -92,10 +103,9 @@ class NarrowModel(AnalyticCostModel):
         ]
 
 
-@pytest.mark.parametrize("limit", [0, 10**9])
-def test_warnings_name_table_and_feature_once(limit: int) -> None:
+def test_warnings_name_table_and_feature_once() -> None:
     task = make_task(make_tables([128, 16], 100), min_widths=(128, 16))
-    result = search(task, SearchConfig(exhaustive_limit=limit), NarrowModel())
+    result = search(task, cost_model=NarrowModel())
     assert result.warnings == (
         "table 't0': log2_width 7 is outside the cost model's range 2 to 6",
     )

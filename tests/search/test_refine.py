@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
 from tests.builders import make_tables, make_task
-from torchrec_neuroshard.search import SearchConfig, shards
-from torchrec_neuroshard.search.refine import Plan, refine
+from torchrec_neuroshard.search import shards
+from torchrec_neuroshard.search.refine import Plan
 from torchrec_neuroshard.search.rules import follow
 from torchrec_neuroshard.search.shards import ShardBank, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
@@ -77,26 +75,3 @@ def test_transfers_keep_to_memory() -> None:
     found = plan.transfers(np.array([0]))
     assert set(found.columns_K.tolist()) == {4}  # all that fits beside two tables
     assert len(plan.swaps(np.array([0])))
-
-
-def test_splits_that_do_not_pay_are_joined() -> None:
-    # Lookups are dear and bytes cheap: a split table costs its lookups once per shard.
-    task = make_task(make_tables([32] * 16, pooling=[1.0 + i for i in range(16)]), 4)
-    model = AnalyticCostModel(lookup_ns=1000.0)
-    bank = ShardBank(Simulator(task, model, AnalyticCommsModel()))
-    widths = np.full((16, 4), 8, dtype=np.int64)
-    start = Plan(bank, widths)
-    config = SearchConfig(effort=2.0)
-    best, best_ms = refine(bank, [widths], config, time.monotonic() + 600)
-    assert best_ms < 0.5 * start.critical_ms
-    assert (best > 0).sum() <= 20  # of 64 shards
-
-
-def test_uneven_widths_even_out_two_ranks() -> None:
-    # One table on two ranks with a small one beside it: 20 + 12 columns are best.
-    task = make_task(make_tables([32, 8], pooling=10.0))
-    model = AnalyticCostModel(launch_ms=0.0, lookup_ns=1e-6)
-    bank = ShardBank(Simulator(task, model, AnalyticCommsModel()))
-    widths = np.array([[32, 0], [8, 0]])
-    best, _ = refine(bank, [widths], SearchConfig(), time.monotonic() + 600)
-    assert sorted(best.sum(axis=0).tolist()) == [20, 20]

@@ -58,7 +58,6 @@ from torchrec_neuroshard.search import (
     Searcher,
     SearchResult,
 )
-from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import (
     AnalyticCommsModel,
@@ -68,6 +67,7 @@ from torchrec_neuroshard.testing import (
     SearcherContract,
 )
 from torchrec_neuroshard.testing.cases import expect_close
+from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
 Features = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
@@ -130,7 +130,6 @@ NIGHTLY = {"pytestmark": [pytest.mark.nightly]}
 """For what takes long and has a quick neighbour."""
 SEARCHERS: dict[str, tuple[Callable[[int], Searcher], dict[str, Any]]] = {
     "default": (default, {}),
-    "inexact": (lambda seed: default(seed, exhaustive_limit=0, restarts=1), NIGHTLY),
     "exhaustive": (lambda seed: ExhaustiveSearcher(), {"num_tables": 4}),
     "random": (RandomSearcher, WHOLE),
     **{f"greedy-{k}": (functools.partial(greedy, k), WHOLE) for k in GREEDY_KEYS},

@@ -58,13 +58,7 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.features import ShardFeaturizer
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.search.base import (
-    NEUROSHARD_BEAM_WIDTH,
-    NEUROSHARD_CANDIDATES,
-    NEUROSHARD_CAPS,
-    BudgetedSearcher,
-    SearchResult,
-)
+from torchrec_neuroshard.search.base import BudgetedSearcher, SearchResult
 from torchrec_neuroshard.search.feasibility import check_memory
 from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.simulator import Simulator
@@ -84,6 +78,12 @@ Shard = tuple[int, int]
 """Table and width."""
 Ranks = list[list[Shard]]
 
+NEUROSHARD_BEAM_WIDTH = 3
+"""States kept per round: NeuroShard (arXiv 2305.01868), K."""
+NEUROSHARD_CANDIDATES = 10
+"""Tables tried per state and criterion: NeuroShard, N."""
+NEUROSHARD_CAPS: tuple[float, ...] = tuple(1.0 + 0.05 * i for i in range(11))
+"""Grid of width caps relative to the mean: NeuroShard, M = 11."""
 NEUROSHARD_ROUNDS = 10
 """Most halvings in a plan: NeuroShard, L."""
 _DIM = PAPER_FEATURES.index("dim")

@@ -904,7 +904,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             other = self._again(
                 topology=topology,
                 storage_reservation=copy.deepcopy(reservation),
-                search=SearchConfig(beam_width=1, refine=False, time_budget_seconds=1),
+                search=SearchConfig(effort=0.0, time_budget_seconds=1.0),
                 stats=[],
                 callbacks=[],
                 debug=False,

@@ -91,7 +91,7 @@ class PlanReport(HtmlReport):
     def bound(self) -> str:
         """How far the plan may be from the best one, in words."""
         if not self.lower_bound_ms > 0:
-            return "lower bound not known"
+            return "bound not computed"
         kind = "lower" if self.bound_is_proven else "estimated"
         known = f"{kind} bound {self.lower_bound_ms:.3f} ms"
         if self.gap > LOOSE_GAP:

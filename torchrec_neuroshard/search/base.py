@@ -23,49 +23,43 @@ __all__ = [
     "Searcher",
 ]
 
-NEUROSHARD_BEAM_WIDTH = 3
-"""States kept per round: NeuroShard (arXiv 2305.01868), K."""
-NEUROSHARD_CANDIDATES = 10
-"""Tables tried per state and criterion: NeuroShard, N."""
-NEUROSHARD_CAPS: tuple[float, ...] = tuple(1.0 + 0.05 * i for i in range(11))
-"""Grid of width caps relative to the mean: NeuroShard, M = 11."""
+BOUNDS = ("none", "quick", "thorough")
+"""How hard a search may try to bound its plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchConfig:
     """Settings of the default search: effort, limits of time, seed."""
 
-    beam_width: int = NEUROSHARD_BEAM_WIDTH
-    num_candidates: int = NEUROSHARD_CANDIDATES
-    max_rounds: int = 10
-    """Rounds of the beam; each adds one split per state (NeuroShard, L)."""
-    caps: tuple[float, ...] = (*NEUROSHARD_CAPS, float("inf"))
-    """Caps on a rank's share of the columns, relative to the mean; the last one, no
-    cap, makes sure that a plan is found where one exists."""
-    refine: bool = True
-    """Improve the placement by moves, swaps and re-splits afterwards."""
-    restarts: int = 10
-    """Disturbed restarts of the refinement without a gain after which it stops."""
     effort: float = 1.0
-    """Factor on the number of refinement steps: more find better plans, slowly."""
-    exhaustive_limit: int = 500_000
-    """Tasks with no more placements than this are solved by trying all; 0: none."""
+    """Factor on the placements that are improved side by side: more find better plans,
+    slowly. 0 places tables and improves nothing."""
+    restarts: int = 2
+    """Rounds of disturbed restarts without a gain after which it stops."""
     time_budget_seconds: float = 20.0
     """The best plan so far is returned after this."""
+    bound: str = "none"
+    """Lower bound of all plans: "none" is computed; "quick" takes at most a fourth of
+    the search's time; "thorough" what is left of the budget."""
     seed: int = 0
     progress: Callable[[float], None] | None = None
     """Is told the critical path of the best plan so far [ms] whenever it gets shorter.
     None: a terminal shows it."""
 
     def __post_init__(self) -> None:
-        if self.beam_width < 1 or self.num_candidates < 1 or not self.caps:
+        if not self.time_budget_seconds > 0:
             raise ConfigError(
-                "beam_width, num_candidates and the number of caps must be at least 1, "
-                f"got {self.beam_width}, {self.num_candidates}, {self.caps}"
+                f"time_budget_seconds must be above 0, got {self.time_budget_seconds}"
             )
-        for name in ("effort", "time_budget_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not self.effort >= 0 or self.restarts < 0:
+            raise ConfigError(
+                "effort and restarts must be at least 0, got "
+                f"{self.effort} and {self.restarts}"
+            )
+        if self.bound not in BOUNDS:
+            raise ConfigError(
+                f"bound must be one of {', '.join(BOUNDS)}, got '{self.bound}'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

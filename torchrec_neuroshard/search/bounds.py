@@ -69,7 +69,6 @@ from scipy import optimize
 
 from torchrec_neuroshard.placement_rules import joined_sets
 from torchrec_neuroshard.search.balanced import balanced_bound
-from torchrec_neuroshard.search.greedy_grid import place_lanes
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -153,6 +152,9 @@ ROUNDING = 1e-7
 
 _SWAP, _DROP, _ADD, _WIDTH = range(4)
 _WHOLE, _SHARD, _COLUMNS, _SPREAD = range(4)
+
+
+LEAST_MS = 1e-12
 
 
 class Bound(NamedTuple):
@@ -717,7 +719,7 @@ class _Prices:
         first_N = first_N[np.flatnonzero(np.diff(part.own_T[first_N], prepend=-1))]
         self.best_T: Ints = first_N[part.own_T]
         """The way of the same table that is thought cheapest."""
-        ratio_T2 = whole_T2[self.best_T] / whole_T2
+        ratio_T2 = whole_T2[self.best_T] / np.maximum(whole_T2, LEAST_MS)
         self.offset_T2: Floats = offset_T2 * ratio_T2
         whole_T2 = whole_T2[self.best_T]
         self.slope_T2: Floats = (whole_T2 - self.offset_T2) / dims_T[:, None]
@@ -854,7 +856,16 @@ class _Prices:
         rows_LN = np.full((starts, max(1, *map(len, found))), -1, dtype=np.int64)
         for line, rows_N in zip(rows_LN, found, strict=True):
             line[: len(rows_N)] = rows_N
-        rank_LN, _ = place_lanes(bank, rows_LN, np.full(starts, np.inf))
+        # One after the other, from another rank in each turn.
+        place_N = np.arange(rows_LN.shape[1])
+        dealt_N = (place_N + place_N // num_ranks) % num_ranks
+        rank_LN = np.where(rows_LN >= 0, dealt_N, -1)
+        # No rank holds two shards of a table.
+        key_LN = bank.table(np.maximum(rows_LN, 0)) * num_ranks + rank_LN
+        for number, key_N in enumerate(key_LN):
+            twice = np.ones(len(key_N), dtype=bool)
+            twice[np.unique(key_N, return_index=True)[1]] = False
+            rank_LN[number, twice] = -1
         num_shards = sum(len(s) for s in found)
         num_shards += sum(int(part.block_T[ways].sum()) for ways in spread)
         step = -(-num_shards // MAX_START_SHARDS)

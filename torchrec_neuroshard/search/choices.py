@@ -5,7 +5,7 @@ which one each takes. What it would cost on perfectly balanced ranks is quick to
 out: a kernel for the average rank's shards, collectives at equal loads. From the choice
 that leaves the search most freedom, tables of one kind of way are switched to another,
 as many at once as pays most, then tables one by one; every choice on that path is a
-start for the search proper (see `refine`), which goes on from there on real ranks.
+start for the search proper (see `descent`), which goes on from there on real ranks.
 
 Shapes: `T` tables, one index for each way, `N` tables proper, `F` their ways, one after
 the other, `C` choices, `G` fusion groups, `S` stages, `E` encoding values, `W` ranks,
@@ -68,29 +68,21 @@ MAX_STEPS = 40
 """Switches on a path."""
 PRICE_STEPS = 32
 """Prices of memory that are tried: rising ones, then between two of them."""
-HOT_SHARE = 0.4
-"""Tables that cost more than this share of a rank may hold one up."""
 
 
 class Choices:
     """Choices of ways, and what they would cost on balanced ranks."""
 
-    def __init__(self, bank: ShardBank, blocks_only: bool = False) -> None:
+    def __init__(self, bank: ShardBank) -> None:
         """Add up what each way gives the average rank.
 
         Args:
             bank: The task's shards.
-            blocks_only: Leave out the column shards of tables that have other ways.
         """
         self.bank = bank
         task = bank.task
         num_ranks = task.world_size
         self.ways = [w for w in task.ways if bank.leads_T[w[0]]]
-        if blocks_only:
-            blocks = [
-                tuple(w for w in ways if not bank.moves_T[w]) for ways in self.ways
-            ]
-            self.ways = [b or w for b, w in zip(blocks, self.ways, strict=True)]
         self._way_F: Ints = np.concatenate(self.ways)
         num_ways = [len(ways) for ways in self.ways]
         self._number_F: Ints = np.repeat(np.arange(len(self.ways)), num_ways)
@@ -223,6 +215,14 @@ class Choices:
         for bytes_T, most in zip(self._bytes_MT, self.room_M, strict=True):
             room = room & (bytes_T[chosen_CN].sum(axis=-1) <= most)
         return room
+
+    def uniform(self, most: int) -> list[Ints]:
+        """Return the cheapest choices in which all tables take one kind of way."""
+        found = self._uniform(self.first())
+        if not found:
+            return found
+        order = np.argsort(self.costs(np.stack(found)), kind="stable")
+        return [found[n] for n in order[:most]]
 
     def _uniform(self, first: Ints) -> list[Ints]:
         """Return the choices in which all tables that may take one kind of way do.
@@ -444,78 +444,6 @@ class Choices:
         better = cost_C < now_ms * (1 - margin_C)
         better &= self._has_room(candidates)
         return [(float(cost_C[i]), candidates[i]) for i in np.flatnonzero(better)]
-
-    def promising(self, now_N: Ints, most: int) -> Ints:
-        """Return the cheapest choices one switch away.
-
-        Args:
-            now_N: The way that each table takes.
-            most: Choices to return; fewer where there are no more.
-
-        Returns:
-            `C x N` ways, the cheapest choice first.
-        """
-        found = [candidates for candidates, _ in self.switches(now_N)]
-        if not found:
-            return now_N[None][:0]
-        candidates = np.concatenate(found)
-        order = np.argsort(self.costs(candidates), kind="stable")
-        best: Ints = candidates[order[:most]]
-        return best
-
-    def relieving(self, now_N: Ints, most: int, below_ms: float) -> Ints:
-        """Shard the tables in another way that may hold up a rank, costliest first.
-
-        What a table takes of one rank balanced ranks do not tell.
-
-        Args:
-            now_N: The way that each table takes.
-            most: Choices to return: the one that balanced ranks take least for, of
-                those that shard all these tables in another way the same, and then
-                others by what balanced ranks take.
-            below_ms: They must take less than this for them.
-
-        Returns:
-            `C x N` choices that fit: the first few of these tables, or all, in one
-            other kind of way.
-        """
-        each_N = self.own_ms_T[now_N] / self.bank.block_T[now_N]
-        hot_ms = HOT_SHARE * self.own_ms_T[now_N].sum() / self.bank.task.world_size
-        order = np.argsort(-each_N, kind="stable")
-        hot = order[each_N[order] > hot_ms].tolist()
-        found, is_last = [], []
-        for kind in np.unique(self.kind_T).tolist() if hot else ():
-            chosen, counts = now_N.copy(), _counts(len(hot))
-            others = {n: self._fitting(n, kind, but=now_N[n]) for n in hot}
-            able = [n for n in hot if others[n]]
-            for changed, number in enumerate(able, 1):
-                ways = others[number]
-                chosen[number] = min(ways, key=lambda w: float(self.own_ms_T[w]))
-                if changed in counts or changed == len(able):
-                    found.append(chosen.copy())
-                    is_last.append(changed == len(able))
-        if not found:
-            return now_N[None][:0]
-        candidates = np.stack(found)
-        fits = self._has_room(candidates)
-        candidates, last_C = candidates[fits], np.array(is_last)[fits]
-        cost_C = self.costs(candidates)
-        order = np.argsort(cost_C, kind="stable")
-        all_hot = order[last_C[order]][:1]
-        order = np.array(list(dict.fromkeys([*order[:1], *all_hot, *order])), dtype=int)
-        order = order[cost_C[order] < below_ms][:most]
-        first: Ints = candidates[order]
-        return first
-
-    def _fitting(self, number: int, kind: int, but: int) -> list[int]:
-        """Ways of a kind that a table fits in, without one."""
-        able = (w for w in self.ways[number] if self.kind_T[w] == kind)
-        return [w for w in able if self.fits_T[w] and w != but]
-
-    def of(self, width_TW: Ints) -> Ints:
-        """Return the way that each table takes in a placement."""
-        placed_T: Bools = np.any(width_TW, axis=1)
-        return np.array([next(w for w in ways if placed_T[w]) for ways in self.ways])
 
     def switches(self, now_N: Ints) -> Iterator[tuple[Ints, float]]:
         """Switch some tables from one kind of way to another, for all pairs of kinds.

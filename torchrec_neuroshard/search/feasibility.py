@@ -182,8 +182,7 @@ def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
     """Find a placement within memory and the rules on ranks, costs aside.
 
     Args:
-        task: The task, of column shards; of tables that lie together only leaders count
-            (see `rules`).
+        task: The task; of tables that lie together only leaders count (see `rules`).
         seconds: Time limit of the exact packing.
 
     Returns:
@@ -192,7 +191,7 @@ def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
     Raises:
         InfeasibleError: None exists (the message says proven), or none was found.
     """
-    found, proven = _fill(task), False
+    found, proven = (None if task.has_choices else _fill(task)), False
     if found is None:
         found, proven = pack_exactly(task, seconds)
     if found is None:
@@ -332,19 +331,28 @@ def pack_exactly(task: ShardingTask, seconds: float) -> tuple[Ints | None, bool]
 
 
 def _no_packing(task: ShardingTask, proven: bool) -> str:
-    """Say that tables in column shards fit no ranks, and what would make them."""
-    size_MT = [
-        [m.shard_bytes(t, c.embedding_dim) for t, c in enumerate(task.tables)]
-        for m in task.memories
-    ]
-    largest = int(np.sum(size_MT, axis=0).argmax())
-    needs = f" and, {HOST}".join(format_bytes(sum(sizes)) for sizes in size_MT)
+    """Say that tables fit no ranks, and what would make them."""
+
+    def least(memory: ShardingTask, ways: Sequence[int]) -> float:
+        """Bytes of a table over all ranks, in the way that takes least."""
+        return min(
+            memory.shard_bytes(t, min(memory.min_widths[t], c.embedding_dim))
+            * task.num_blocks(t)
+            * task.block_size(t)
+            if not task.sharding_type(t).in_columns
+            else memory.shard_bytes(t, c.embedding_dim)
+            for t, c in ((way, task.tables[way]) for way in ways)
+        )
+
+    size_MN = np.array([[least(m, ways) for ways in task.ways] for m in task.memories])
+    largest = task.ways[int(size_MN.sum(axis=0).argmax())][0]
+    needs = f" and, {HOST}".join(format_bytes(sum(sizes)) for sizes in size_MN)
     limits = [format_bytes(sum(_limits(m))) for m in task.memories]
+    kind = "at least " if task.has_choices else ""
     return (
-        f"the tables in column shards need {needs} in all and the {task.world_size} "
-        f"ranks have {' and, in their hosts, '.join(limits)} for them, but no split "
-        "allowed puts every shard on a rank"
-        f"{' that may take it' if Rules(task) else ''} "
+        f"the tables need {kind}{needs} in all and the {task.world_size} ranks have "
+        f"{' and, in their hosts, '.join(limits)} for them, but no split allowed puts "
+        f"every shard on a rank{' that may take it' if Rules(task) else ''} "
         f"({'proven by exact packing' if proven else 'none was found'}); the largest "
         f"is {describe(task, largest)}. {way_out(task)}"
     )

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget
-from torchrec_neuroshard.search.choices import Choices, block_widths, take_room
 from torchrec_neuroshard.search.feasibility import spread_columns
 from torchrec_neuroshard.search.shards import (
     Floats,
@@ -33,7 +32,7 @@ from torchrec_neuroshard.search.shards import (
 from torchrec_neuroshard.simulator import critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["Outcomes", "Plan", "refine", "refine_within"]
+__all__ = ["Outcomes", "Plan", "refine_within"]
 
 NUM_TARGETS = 8
 """Ranks tried as the other side of a transfer: the least loaded ones."""
@@ -51,33 +50,16 @@ BASE_STEPS, STEPS_PER_TABLE, SMALL_TASK_STEPS = 50, 1.25, 8000.0
 """Steps of all descents together, at effort 1: see `refine`."""
 NUM_RESPLIT = 4
 """Tables of a critical rank, the costliest first, that are split anew."""
-NUM_RETYPED, MAX_RETYPED = 6, 48
-"""Tables of a critical rank, the costliest first, that are sharded in another way; and
-tables of all ranks, before a plan is disturbed and at the end."""
-NUM_SWITCHED, MAX_SWITCHED, SMALL_TASK_SWITCHES = 3, 24, 120
-"""Choices of ways near the one at hand that are tried as a whole; more of few tables.
-"""
-MAX_BASES, FAR_BASE = 3, 0.1
-"""Plans of unlike ways that restarts go on from, and how much worse than the best."""
 SMALL_TASK = 64
 """Tasks with fewer tables than this are restarted more often."""
 RESTART_GAIN = 1e-3
 """Relative gain of a restart that makes further ones worth while."""
-MAX_START_TABLES = 500
-"""Several starts are refined where they have no more tables than this together."""
 ACCEPT_WORSE = 0.003
 """Mean relative loss at which a restart is gone on from although it is worse."""
 PERTURB_NOISE = 1.0
 """Random load on each rank, relative to the mean, while a disturbance places tables."""
 PERTURB_HOT = 0.5
 """Share of the disturbances that split a costly table of a critical rank anew."""
-PERTURB_OTHERS = 0.2
-"""Share of the disturbances of plans in unlike ways that are not of the best one."""
-PERTURB_WAYS, PERTURB_RETYPE, PERTURB_EXCHANGE = 0.5, 0.5, 0.3
-"""Share of the disturbances that shard tables in another way; share of their tables;
-and share of them that exchange the ways of two tables instead."""
-PERTURB_KERNEL = 0.5
-"""Share of these ways that take any kernel, not the cheapest."""
 PERTURB_BACK = 0.5
 """Share of the disturbances within a budget that take changes back."""
 PERTURB_RESPLIT = 0.4
@@ -972,129 +954,13 @@ def _joint_moves(plan: Plan, budget: MoveBudget) -> list[Mapping[int, Ints]]:
     return layouts
 
 
-def _retype(plan: Plan, most: int = 0) -> bool:
-    """Shard the costliest tables of the critical ranks in another way.
-
-    Args:
-        plan: Changed if that pays.
-        most: So many of all tables are tried, too.
-
-    Returns whether that paid; the plan has then changed.
-    """
-    bank = plan.bank
-    if not bank.others:
-        return False
-    tables = list[int]()
-    for rank in plan.critical_ranks():
-        held = np.flatnonzero(plan.width_TW[:, rank])
-        cost = bank.total_ms(held, plan.width_TW[held, rank])
-        tables += held[np.argsort(-cost, kind="stable")[:NUM_RETYPED]].tolist()
-    if most:
-        placed = np.flatnonzero(plan.shards_T > 0)
-        cost = bank.total_ms(placed, plan.width_TW[placed].max(axis=1))
-        cost *= plan.shards_T[placed]
-        tables += placed[np.argsort(-cost, kind="stable")[:most]].tolist()
-    found: list[Mapping[int, Ints]] = []
-    for table in dict.fromkeys(tables):
-        none = np.zeros_like(plan.width_TW[table])
-        ways = np.array([table, *bank.others.get(table, ())])
-        cost = bank.total_ms(ways, bank.dims_T[ways])
-        # Of kernels for shards cut alike, the cheapest that there is room for.
-        done = set[tuple[str, int]]()
-        for other in ways[np.argsort(cost, kind="stable")].tolist():
-            cut = bank.task.sharding_types[other], bank.task.min_widths[other]
-            if cut in done:
-                continue
-            laid_out = _ways_in(plan, table, other) if other != table else []
-            found += [{table: none, other: width_W} for width_W in laid_out]
-            if laid_out or other == table:
-                done.add(cut)
-    return _lay_out(plan, found)
-
-
-def _ways(plan: Plan) -> bytes:
-    """Identify the ways in which a plan's tables are sharded."""
-    return np.packbits(plan.shards_T > 0).tobytes()
-
-
-def _switched(plan: Plan, choices: Choices, most: int) -> list[Plan]:
-    """Shard many tables in another way at once: what promises most, best first."""
-    bank = plan.bank
-    now_N = choices.of(plan.width_TW)
-    found = []
-    for chosen_N in choices.promising(now_N, most):
-        changed = np.flatnonzero(chosen_N != now_N)
-        width_TW = plan.width_TW.copy()
-        width_TW[now_N[changed]] = 0
-        held, rank = np.nonzero(plan.width_TW[now_N[changed]])
-        table = now_N[changed][held]
-        width = plan.width_TW[table, rank]
-        num_ranks = width_TW.shape[1]
-        loads = plan.loads_W - np.bincount(
-            rank, weights=bank.total_ms(table, width), minlength=num_ranks
-        )
-        free = bank.caps_MW - plan.bytes_MW + bank.sizes_of_ranks(table, width, rank)
-        if _put(bank, chosen_N[changed], loads, free, width_TW):
-            found.append(Plan(bank, width_TW))
-    return sorted(found, key=lambda p: p.score)
-
-
-def _put(
-    bank: ShardBank, tables: Ints, loads_W: Floats, free_MW: Floats, width_TW: Ints
-) -> bool:
-    """Place tables, the costliest first, in place; False where one finds no room."""
-    cost = bank.total_ms(tables, bank.dims_T[tables])
-    for table in tables[np.argsort(-cost, kind="stable")].tolist():
-        if bank.moves_T[table]:
-            splits = bank.splits(table)
-            wanted = float(cost[tables == table][0]) / max(float(loads_W.mean()), 1e-12)
-            k = next((k for k in splits if k >= wanted), splits[-1])
-            widths = split_widths(bank.task, table, k)
-            width_W = _insert(bank, table, widths, loads_W, free_MW, width_TW)
-        else:
-            width_W = block_widths(bank, table, loads_W, free_MW, width_TW)
-            if width_W is not None:
-                take_room(bank, table, width_W, loads_W, free_MW)
-        if width_W is None:
-            return False
-        width_TW[table] = width_W
-    return True
-
-
-def _ways_in(plan: Plan, table: int, other: int) -> list[Ints]:
-    """Lay out a table in another way, as the ranks' loads suggest."""
-    bank = plan.bank
-    row = plan.width_TW[table]
-    index = np.full(len(row), table)
-    loads = plan.loads_W - bank.total_ms(index, row)
-    free = bank.caps_MW - plan.bytes_MW + bank.sizes(index, row)
-    width_TW = plan.width_TW
-    if bank.rules:
-        width_TW = width_TW.copy()
-        width_TW[table] = 0
-    if not bank.moves_T[other]:
-        width_W = block_widths(bank, other, loads, free, width_TW)
-        return [] if width_W is None else [width_W]
-    splits = bank.splits(other)
-    whole_ms = float(bank.total_ms(np.array([other]), bank.dims_T[[other]])[0])
-    wanted = whole_ms / max(float(plan.loads_W.mean()), 1e-12)
-    enough = next((k for k in splits if k >= wanted), splits[-1])
-    found = []
-    for k in sorted({1, enough, splits[-1] if len(splits) < 4 else enough}):
-        widths = split_widths(bank.task, other, k)
-        width_W = _insert(bank, other, widths, loads.copy(), free.copy(), width_TW)
-        if width_W is not None:
-            found.append(width_W)
-    return found
-
-
-def _num_steps(num_tables: int, config: SearchConfig, has_choices: bool = False) -> int:
+def _num_steps(num_tables: int, config: SearchConfig) -> int:
     """Steps of all descents.
 
     Few tables make a rugged landscape and cheap steps, the more so where they may be
     sharded in several ways; many tables need many steps.
     """
-    small = SMALL_TASK_STEPS / num_tables * (2 if has_choices else 1)
+    small = SMALL_TASK_STEPS / num_tables
     steps = BASE_STEPS + STEPS_PER_TABLE * num_tables + small
     return math.ceil(config.effort * steps)
 
@@ -1130,7 +996,7 @@ class _Effort:
 def _descend(plan: Plan, effort: _Effort) -> None:
     """Take the best step off the critical ranks until none pays."""
     while effort.spend():
-        if not (_step(plan) or _lay_out(plan, _splits_anew(plan)) or _retype(plan)):
+        if not (_step(plan) or _lay_out(plan, _splits_anew(plan))):
             break
         if effort.tell is not None:
             effort.tell(plan.critical_ms)
@@ -1193,44 +1059,6 @@ def _hot_table(plan: Plan, rng: np.random.Generator) -> int:
     return int(rng.choice(held, p=cost / cost.sum()))
 
 
-def _other_way(bank: ShardBank, table: int, rng: np.random.Generator) -> int:
-    """Draw another way of a table: how it is cut, then mostly the cheapest kernel."""
-    others, task = np.array(bank.others[table]), bank.task
-    cost = bank.total_ms(others, bank.dims_T[others])
-    cuts: dict[tuple[str, int], list[int]] = {}
-    for way in others[np.argsort(cost, kind="stable")].tolist():
-        cut = task.sharding_types[way], task.min_widths[way]
-        cuts.setdefault(cut, []).append(way)
-    ways = list(cuts.values())[int(rng.integers(len(cuts)))]
-    is_any = rng.random() < PERTURB_KERNEL
-    return ways[int(rng.integers(len(ways))) if is_any else 0]
-
-
-def _exchanged(plan: Plan, rng: np.random.Generator) -> dict[int, int]:
-    """Pick two tables that change stages with each other, and their new ways.
-
-    Empty where the table picked first finds no other.
-    """
-    bank = plan.bank
-    placed_T = plan.shards_T > 0
-    first = [t for t in np.flatnonzero(placed_T).tolist() if t in bank.others]
-    if not first:
-        return {}
-    table = first[int(rng.integers(len(first)))]
-    new = _other_way(bank, table, rng)
-    mates = [
-        (mate, way)
-        for mate in np.flatnonzero(placed_T & (bank.stages_T == bank.stages_T[new]))
-        if mate != table
-        for way in bank.others.get(int(mate), ())
-        if bank.stages_T[way] == bank.stages_T[table]
-    ]
-    if not mates:
-        return {}
-    mate, way = mates[int(rng.integers(len(mates)))]
-    return {table: new, int(mate): way}
-
-
 def _perturb(plan: Plan, rng: np.random.Generator) -> Plan | None:
     """Take some tables out and put them back elsewhere, split differently or not.
 
@@ -1252,12 +1080,6 @@ def _perturb(plan: Plan, rng: np.random.Generator) -> Plan | None:
     out = rng.choice(pool, count, replace=False)
     if first >= 0:
         out = np.append(out[out != first], first)
-    retypes = bool(bank.others) and rng.random() < PERTURB_WAYS
-    forced: dict[int, int] = {}
-    if retypes and rng.random() < PERTURB_EXCHANGE:
-        forced = _exchanged(plan, rng)
-    if forced:
-        out, first = np.array(list(forced)), -1
     width_TW = plan.width_TW.copy()
     held, rank = np.nonzero(width_TW[out])
     width = width_TW[out[held], rank]
@@ -1274,33 +1096,20 @@ def _perturb(plan: Plan, rng: np.random.Generator) -> Plan | None:
     order = -whole * rng.uniform(0.5, 1.5, len(out))
     order[out == first] = -np.inf
     for table in out[np.argsort(order, kind="stable")].tolist():
-        if table in forced:
-            new, k = forced[table], 0
-        elif table in bank.others and retypes and rng.random() < PERTURB_RETYPE:
-            new, k = _other_way(bank, table, rng), 0
-        else:
-            new, k = table, int(plan.shards_T[table])
-        if not bank.moves_T[new]:
-            width_W = block_widths(bank, new, loads, free, width_TW)
-            if width_W is None:
-                return None
-            take_room(bank, new, width_W, loads, free)
-            width_TW[new] = width_W
-            continue
-        splits = bank.splits(new)
+        k, splits = int(plan.shards_T[table]), bank.splits(table)
         near = [o for o in splits if o <= k + 2]
         if table == first:
             near = [o for o in near if o != k] or near
         if table == first or k not in splits or rng.random() < PERTURB_RESPLIT:
             k = near[int(rng.integers(len(near)))]
-        widths = split_widths(bank.task, new, k)
-        aligned = aligned_widths(bank.task, new, k)
+        widths = split_widths(bank.task, table, k)
+        aligned = aligned_widths(bank.task, table, k)
         if aligned and rng.random() < 0.5:
             widths = aligned
-        width_W = _insert(bank, new, widths, loads, free, width_TW)
+        width_W = _insert(bank, table, widths, loads, free, width_TW)
         if width_W is None:
             return None
-        width_TW[new] = width_W
+        width_TW[table] = width_W
     return Plan(bank, width_TW)
 
 
@@ -1355,94 +1164,6 @@ def _take_back(plan: Plan, budget: MoveBudget, most_ms: float) -> None:
         if late.all():
             return
         plan.set_rows(layouts[int(np.where(late, np.inf, bytes_K).argmin())])
-
-
-def refine(
-    bank: ShardBank,
-    starts: Sequence[Ints],
-    config: SearchConfig,
-    deadline: float,
-    tell: Callable[[float], None] | None = None,
-    choices: Choices | None = None,
-) -> tuple[Ints, float]:
-    """Improve placements by steepest descent, restarted from disturbed optima.
-
-    Args:
-        bank: The task's shards, merged (see `rules`).
-        starts: Placements, best first: columns of each table on each rank.
-        config: Restarts and seed.
-        deadline: `time.monotonic()` after which the best so far is returned.
-        tell: Told the critical path [ms] after every step.
-        choices: Where tables may be sharded in several ways.
-
-    Returns:
-        The widths, never worse than those given, and their critical path [ms].
-    """
-    base = Plan(bank, starts[0])
-    best, best_ms = base.width_TW, base.critical_ms
-    if bank.task.world_size < 2 and choices is None:
-        return best, best_ms
-    num_tables = len(bank.task.ways)
-    starts = starts[: max(1, MAX_START_TABLES // num_tables)]
-    steps = _num_steps(num_tables, config, choices is not None)
-    effort = _Effort(steps, deadline, tell)
-    pool = {_ways(base): base}
-    for width_TW in starts:
-        trial = Plan(bank, width_TW)
-        _descend(trial, effort)
-        if trial.critical_ms < best_ms:
-            best, best_ms = trial.width_TW.copy(), trial.critical_ms
-        known = pool.get(_ways(trial))
-        if known is None or trial.score < known.score:
-            pool[_ways(trial)] = trial
-    base = min(pool.values(), key=lambda p: p.score)
-    most = max(NUM_SWITCHED, min(MAX_SWITCHED, SMALL_TASK_SWITCHES // num_tables))
-    gained = choices is not None
-    while choices is not None and gained:
-        gained = False
-        for trial in _switched(base, choices, most):
-            if not effort.spend():
-                break
-            _descend(trial, effort)
-            if trial.critical_ms < best_ms * (1 - MIN_GAIN):
-                best, best_ms = trial.width_TW.copy(), trial.critical_ms
-            if trial.score < base.score * (1 - RESTART_GAIN):
-                base, gained = trial, True
-                pool[_ways(trial)] = trial
-                break
-    # Plans whose tables are sharded in other ways are gone on from side by side.
-    bases = sorted(pool.values(), key=lambda p: p.score)[:MAX_BASES]
-    bases = [p for p in bases if p.score <= bases[0].score * (1 + FAR_BASE)]
-    for trial in bases if choices is not None else ():
-        while _retype(trial, MAX_RETYPED) and effort.spend():
-            _descend(trial, effort)
-        if trial.critical_ms < best_ms * (1 - MIN_GAIN):
-            best, best_ms = trial.width_TW.copy(), trial.critical_ms
-    patience = _patience(num_tables, config, len(bases))
-    rng = np.random.default_rng(config.seed)
-    misses = 0
-    while misses < patience and effort.spend():
-        misses += 1
-        place = 0
-        if len(bases) > 1 and rng.random() < PERTURB_OTHERS:
-            place = int(rng.integers(1, len(bases)))
-        perturbed = _perturb(bases[place], rng)
-        if perturbed is None:
-            continue
-        _descend(perturbed, effort)
-        if perturbed.critical_ms < best_ms * (1 - MIN_GAIN):
-            if perturbed.critical_ms < best_ms * (1 - RESTART_GAIN):
-                misses = 0
-            best, best_ms = perturbed.width_TW.copy(), perturbed.critical_ms
-        if perturbed.score <= bases[place].score * (1 + rng.exponential(ACCEPT_WORSE)):
-            bases[place] = perturbed
-    # What is left to gain on the critical path alone.
-    last = Plan(bank, best, spread=0.0)
-    final = _Effort(NUM_LAST_STEPS, deadline, tell)
-    _descend(last, final)
-    while choices is not None and final.spend() and _retype(last, MAX_RETYPED):
-        _descend(last, final)
-    return last.width_TW, last.critical_ms
 
 
 def refine_within(

@@ -175,6 +175,7 @@ class ShardBank:
         }
         """Table -> the other ways in which it may be sharded, if there are any."""
         self._splits: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self._cuts: dict[int, tuple[int, ...]] = {}
         self.leader_T: Ints = everything
         """The table beside which each is placed; of most, itself."""
         self.leads_T: npt.NDArray[np.bool_] = np.ones(num_tables, dtype=bool)
@@ -198,6 +199,13 @@ class ShardBank:
         if merge and own.together:
             self._merge(own, whole)
         self.whole_T = self.rows(everything, self.dims_T)
+        narrowest = -(-np.asarray(task.min_widths) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        self.narrowest_T: Ints = np.maximum(narrowest, COLUMN_MULTIPLE)
+        self.most_T: Ints = np.asarray(task.max_shards)
+        self.num_blocks_T: Ints = np.array(
+            [1 if m else task.num_blocks(t) for t, m in enumerate(self.moves_T)]
+        )
+        self.limited = bool(np.isfinite(self.caps_MW).any())
         total_T3 = self.loads_of(self.whole_T) * self.block_T[:, None]
         self.columns_T: Floats = self.loads_of(self.whole_T)[:, 1]
         """Output columns of the whole table on one rank."""
@@ -326,6 +334,103 @@ class ShardBank:
         if key not in self._splits:
             self._splits[key] = legal_splits(task, table)
         return self._splits[key]
+
+    def layouts(self, table: int, count: int, rank_ms: float) -> list[tuple[int, int]]:
+        """Return the other ways to lay a table out: the way and the number of shards.
+
+        Args:
+            table: How it is laid out now.
+            count: Its shards now.
+            rank_ms: What an average rank has to do.
+        """
+        found = []
+        for way in (table, *self.cuts(table)):
+            if not self.moves_T[way]:
+                found += [] if way == table else [(way, 1)]
+                continue
+            splits = self.splits(way)
+            if way == table:
+                place = sum(k < count for k in splits)
+                near = splits[max(0, place - 1) : place + 2]
+                found += [(way, k) for k in near if k != count]
+                continue
+            wanted = self._whole_ms_T[way] / max(rank_ms, 1e-12)
+            enough = next((k for k in splits if k >= wanted), splits[-1])
+            found += [(way, k) for k in sorted({1, enough})]
+        return found
+
+    @functools.cached_property
+    def needed_shards_T(self) -> Ints:
+        """Fewest shards of each table such that each fits some rank, `T`."""
+        needed_T: Ints = np.ones(len(self.dims_T), dtype=np.int64)
+        allowed_TW, sizes_MT = (
+            self.rules.allowed_TW,
+            self.sizes(np.arange(len(self.dims_T)), self.dims_T),
+        )
+        for memory, caps_W, size_T in zip(
+            self.task.memories, self.caps_MW, sizes_MT, strict=True
+        ):
+            largest_T = np.full(len(needed_T), caps_W.max())
+            if allowed_TW is not None:
+                largest_T = np.where(allowed_TW, caps_W, 0.0).max(axis=1)
+            for table in np.flatnonzero((size_T > largest_T) & self.moves_T).tolist():
+                splits = [k for k in self.splits(table) if k >= needed_T[table]]
+                widths = ((k, split_widths(self.task, table, k)[0]) for k in splits)
+                room = largest_T[table]
+                fitting = (k for k, w in widths if memory.shard_bytes(table, w) <= room)
+                needed_T[table] = next(fitting, splits[-1])
+        return needed_T
+
+    def enough_splits(self, table_N: Ints, wanted_N: Floats) -> Ints:
+        """Return the fewest legal shards of columns that are enough, `N`.
+
+        Args:
+            table_N: Tables.
+            wanted_N: Shards wanted of each; the most there are where none are enough.
+        """
+        count_N: Ints = np.ones(len(table_N), dtype=np.int64)
+        for n in np.flatnonzero((wanted_N > 1) & self.moves_T[table_N]).tolist():
+            splits = self.splits(int(table_N[n]))
+            count_N[n] = next((k for k in splits if k >= wanted_N[n]), splits[-1])
+        return count_N
+
+    def cuts(self, table: int) -> tuple[int, ...]:
+        """Return the other ways of a table: of each cut, that of the fastest kernel."""
+        found = self._cuts.get(table)
+        if found is None:
+            best: dict[tuple[str, int], int] = {}
+            for way in sorted(
+                self.others.get(table, ()), key=lambda w: self.own_ms_T[w]
+            ):
+                cut = self.task.sharding_types[way], self.task.min_widths[way]
+                best.setdefault(cut, way)
+            found = self._cuts[table] = tuple(best.values())
+        return found
+
+    @functools.cached_property
+    def own_ms_T(self) -> Floats:
+        """What all shards of each way take, one after the other [ms]."""
+        width_T = np.where(
+            self.moves_T, self.dims_T, np.minimum(self.narrowest_T, self.dims_T)
+        )
+        blocks_T = np.where(self.moves_T, 1, self.num_blocks_T)
+        ms: Floats = self.total_ms(np.arange(len(width_T)), width_T)
+        ms *= self.block_T * blocks_T
+        return ms
+
+    @functools.cached_property
+    def saved_ms_T(self) -> Floats:
+        """How much less the table takes in its best other way [ms]; -inf: none."""
+        saved = np.full(len(self.dims_T), -np.inf)
+        for table, ways in self.others.items():
+            saved[table] = self.own_ms_T[table] - self.own_ms_T[list(ways)].min()
+        return saved
+
+    @functools.cached_property
+    def _whole_ms_T(self) -> list[float]:
+        every = np.arange(len(self.dims_T))
+        whole: list[float] = self.total_ms(every, self.dims_T).tolist()
+        return whole
 
     def _total_columns(self) -> Floats:
         """Output columns of all tables of each stage, `S`."""
@@ -599,6 +704,16 @@ class ShardBank:
         return np.maximum(unit, 1e-12)
 
     @functools.cached_property
+    def unit_phases_S4(self) -> Floats:
+        """Phases of the average rank, `S x 4` above 0 [ms]; see `stage_affine`."""
+        unit_S3 = self.unit_phases_P.reshape(-1, 3)
+        index_S = (self.mean_loads_S3 * self.comms_per_load_S3)[:, 0]
+        rest = np.maximum(unit_S3[:, 2] - index_S, 0.0)
+        each = np.column_stack([unit_S3[:, :2], index_S, rest])
+        unit_S4: Floats = np.maximum(each, 1e-12)
+        return unit_S4
+
+    @functools.cached_property
     def affine(self) -> tuple[Floats, Floats]:
         """Offset and cost per column of `approximate`, `P x T` each."""
         tables = np.arange(len(self.dims_T))
@@ -628,6 +743,22 @@ class ShardBank:
         np.add.at(offset_TP, leader, whole_NP)
         offset_TP[~self.leads_T] = slope_TP[~self.leads_T] = 0.0
         return offset_TP.T.copy(), slope_TP.T.copy()
+
+    @functools.cached_property
+    def stage_affine(self) -> tuple[Floats, Floats]:
+        """Offset and slope of a shard's phases in its own stage, `T x 4` each [ms].
+
+        Forward, backward, exchange of ids, exchange of outputs and gradients.
+        """
+        offset_PT, slope_PT = self.affine
+        column_T3 = self.stages_T[:, None] * 3 + np.arange(3)
+        table = np.arange(len(self.dims_T))[:, None]
+        offset, slope = offset_PT[column_T3, table], slope_PT[column_T3, table]
+        none = np.zeros((len(table), 1))
+        return (
+            np.concatenate([offset, none], axis=1),
+            np.concatenate([slope[:, :2], none, slope[:, 2:]], axis=1),
+        )
 
     def critical_paths(self, rows_LN: Ints, rank_LN: Ints) -> tuple[Floats, Floats]:
         """Evaluate placements exactly.

@@ -18,7 +18,6 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import Searcher, SearchResult
-from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.simulator import PHASES, Simulator
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig
 from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
@@ -27,6 +26,7 @@ from torchrec_neuroshard.testing.cases import (
     expect_error,
     sample_task,
 )
+from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
 __all__ = ["SearcherContract"]
 

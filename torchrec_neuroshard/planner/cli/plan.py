@@ -34,6 +34,7 @@ from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.report import PlanComparison, Rehearsal, write_html
 from torchrec_neuroshard.schedules import SCHEDULES
 from torchrec_neuroshard.search import SEARCHES, SearchConfig
+from torchrec_neuroshard.search.base import BOUNDS
 
 __all__ = [
     "add_arguments",
@@ -117,6 +118,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="that the default search may take, and again TorchRec's planner (20 each)",
     )
     parser.add_argument(
+        "--bound",
+        choices=BOUNDS,
+        default="none",
+        help="compute how short any plan's path could be (none)",
+    )
+    parser.add_argument(
         "--compare",
         action="store_true",
         help="set the plan beside it that TorchRec's planner makes in --seconds",
@@ -142,11 +149,11 @@ def run(args: argparse.Namespace) -> int:
     with phase("reading the model"):
         given = read_model(args.model)
     search: str | SearchConfig = args.search
-    limits = SearchConfig()
+    limits = SearchConfig(bound=args.bound)
     if args.seconds is not None:
         if search != "default" and not args.compare:
             raise ConfigError(f"--seconds is for the default search, not '{search}'")
-        limits = SearchConfig(time_budget_seconds=args.seconds)
+        limits = SearchConfig(time_budget_seconds=args.seconds, bound=args.bound)
     if search == "default":
         search = limits
     placement = None if args.placement is None else read_placement(args.placement)

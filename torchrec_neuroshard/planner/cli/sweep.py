@@ -143,7 +143,9 @@ def _plan(cell: _Where, args: argparse.Namespace, given: GivenModel) -> SweepCel
             topology=_devices(cell, args),
             batch_size=cell.batch_size,
             search=SearchConfig(
-                time_budget_seconds=args.seconds, progress=lambda best_ms: None
+                time_budget_seconds=args.seconds,
+                bound="thorough",
+                progress=lambda best_ms: None,
             ),
             strict_memory=True,
             **planner_arguments(args, given),

@@ -1,0 +1,150 @@
+"""Placements side by side, and what is done to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.builders import draw_memory, draw_tables, make_tables, make_task, search
+from tests.fuzz import against_truth
+from torchrec_neuroshard.cost_models import load_cost_model
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.search.choices import Choices
+from torchrec_neuroshard.search.construct import construct, starts
+from torchrec_neuroshard.search.descent import Effort, descend
+from torchrec_neuroshard.search.lanes import Lanes
+from torchrec_neuroshard.search.moves import Moves
+from torchrec_neuroshard.search.rules import follow
+from torchrec_neuroshard.search.shards import ShardBank, placement_from_widths
+from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+COMMS = AnalyticCommsModel(gb_per_s=10.0)
+
+
+def lanes_of(task: ShardingTask) -> Lanes:
+    """Constructed placements of a task."""
+    bank = ShardBank(Simulator(task, AnalyticCostModel(), COMMS), merge=True)
+    ways = [np.flatnonzero(bank.leads_T)]
+    if task.has_choices:
+        ways = Choices(bank).best(2, np.inf)
+    lanes = construct(bank, *starts(bank, ways)).lanes()
+    assert lanes.num_lanes > 1
+    return lanes
+
+
+def column_task() -> ShardingTask:
+    rng = np.random.default_rng(0)
+    tables = draw_tables(rng, 14, [8, 16, 32, 64])
+    return make_task(
+        tables,
+        4,
+        4096,
+        memory_bytes=draw_memory(rng, tables, 4, total=3.0),
+        groups=tuple(i % 3 for i in range(14)),
+        stages=(0, 1, 1),
+        together=((0, 1, 2), (6, 8)),
+        apart=((3, 4), (4, 5, 7)),
+        fixed_bytes=tuple(1000 + i for i in range(14)),
+    )
+
+
+def mixed_task() -> ShardingTask:
+    """Tables in columns, rows, rows of a node, grids or replicas."""
+    ways = ["column_wise", "row_wise", "table_row_wise", "grid_shard", "data_parallel"]
+    tables = [
+        {
+            "rows": 500 * (n + 1),
+            "dim": 32,
+            "pooling": 1.0 + 3 * n,
+            "module": n % 2,
+            "ways": [(kind, None) for kind in ways],
+        }
+        for n in range(8)
+    ]
+    return against_truth.build({"ranks": 4, "node": 2, "tables": tables})
+
+
+@pytest.mark.parametrize("make", [column_task, mixed_task])
+def test_lanes_cost_what_their_placements_cost_whatever_is_done(
+    make: Callable[[], ShardingTask],
+) -> None:
+    task = make()
+    lanes = lanes_of(task)
+    bank = lanes.bank
+    descend(lanes, Effort(time.monotonic() + 600))
+    lanes = Lanes.join([lanes.take(np.array([1, 0])), lanes])
+    fresh = Lanes.of(bank, [lanes.width_TW(n) for n in range(lanes.num_lanes)])
+    for name in ("critical_L", "score_L", "phases_LWP", "bytes_MLW", "loads_LWS3"):
+        found, expected = getattr(lanes, name), getattr(fresh, name)
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+    assert (lanes.pieces_LT == fresh.pieces_LT).all()
+    for lane, critical_ms in enumerate(lanes.critical_L):
+        placement = placement_from_widths(follow(task, lanes.width_TW(lane)), task)
+        placement.check(task)
+        predicted = bank.simulator.evaluate(placement)
+        assert critical_ms == pytest.approx(predicted.critical_path_ms)
+
+
+def test_a_move_has_the_score_that_was_evaluated() -> None:
+    # Loads are sums here, so that collectives are as far as scores go, too.
+    task = make_task(make_tables([32, 16] * 8, pooling=[1.0 + i for i in range(16)]), 4)
+    bank = ShardBank(Simulator(task, AnalyticCostModel(), COMMS), merge=True)
+    width_TW = np.zeros((16, 4), dtype=np.int64)
+    width_TW[np.arange(16), np.arange(16) % 4] = bank.dims_T
+    lanes = Lanes.of(bank, [width_TW])
+    moves = Moves(lanes, np.array([0]))
+    assert len(moves.gain_K) > 20
+    changes = moves.build(np.arange(len(moves.gain_K)))
+    scores = lanes.evaluate(changes)
+    for k in range(0, len(changes), 7):
+        trial = lanes.take(np.array([0]))
+        trial.apply(changes.pick(np.array([k])))
+        assert trial.score_L[0] == pytest.approx(scores[k], rel=0.01)
+        assert lanes.score_L[0] - trial.score_L[0] == pytest.approx(
+            moves.gain_K[k], abs=0.05 * lanes.score_L[0]
+        )
+
+
+def test_moves_keep_to_memory() -> None:
+    task = make_task(make_tables([32] * 8), 4, memory=2 * 32 * 4000 + 4 * 4000)
+    bank = ShardBank(Simulator(task, AnalyticCostModel(), COMMS), merge=True)
+    width_TW = np.zeros((8, 4), dtype=np.int64)
+    width_TW[np.arange(8), np.arange(8) % 4] = 32
+    moves = Moves(Lanes.of(bank, [width_TW]), np.array([0]))
+    changes = moves.build(np.arange(len(moves.gain_K)))
+    assert len(changes)
+    whole = (changes.sign_N > 0) & (changes.width_N == 32)
+    # No table fits beside two others: only exchanges move whole ones.
+    assert set(np.bincount(changes.cand_N[whole])) <= {0, 2}
+
+
+def test_splits_that_do_not_pay_are_joined() -> None:
+    # Lookups are dear and bytes cheap: a split table costs its lookups once per shard.
+    task = make_task(make_tables([32] * 16, pooling=[1.0 + i for i in range(16)]), 4)
+    found = search(task, cost_model=AnalyticCostModel(lookup_ns=1000.0))
+    assert len(found.placement.shards) <= 20
+
+
+def test_uneven_widths_even_out_two_ranks() -> None:
+    # One table on two ranks with a small one beside it: 20 + 12 columns are best.
+    task = make_task(make_tables([32, 8], pooling=10.0))
+    model = AnalyticCostModel(launch_ms=0.0, lookup_ns=1e-6)
+    shards = search(task, cost_model=model).placement.shards
+    columns = np.bincount([s.rank for s in shards], [s.width for s in shards])
+    assert columns.tolist() == [20, 20]
+
+
+def test_any_number_of_lanes_improves_as_one_alone() -> None:
+    """A lane's steps do not depend on those beside it, as long as none is given up."""
+    task = make_task(draw_tables(np.random.default_rng(3), 12, [16, 64]), 4, 4096)
+    bank = ShardBank(Simulator(task, load_cost_model("cpu"), COMMS), merge=True)
+    lanes = construct(bank, *starts(bank, [np.arange(12)])).lanes()
+    alone = lanes.take(np.array([0]))
+    descend(alone, Effort(time.monotonic() + 600))
+    beside = lanes.take(np.array([0, lanes.num_lanes - 1]))
+    descend(beside, Effort(time.monotonic() + 600))
+    assert beside.critical_L[0] == pytest.approx(alone.critical_L[0], rel=1e-6)

@@ -1,0 +1,310 @@
+"""Place tables one after the other where they cost least, in many lanes at once.
+
+A draft holds what ranks have to do by sums of the shards' costs, which is all that
+placing needs. It begins empty, or with lanes from which some pieces were taken.
+
+Shapes: see `lanes`; `Q` tables that are placed at a time, one for each of some lanes;
+`4` phases of a stage: forward, backward, exchange of ids, exchange of outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes, spread_out
+from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+
+__all__ = ["Draft", "construct", "starts"]
+
+START_SHARES: tuple[float, ...] = (np.inf, 1.1, 0.85, 0.7, 0.5, 0.35, 0.2)
+"""Splits to begin with: no shard costs more than this share of an average rank."""
+SQUARINGS = 3
+"""A shard goes where it adds least to the phases' eighth powers."""
+TIE = 1e-9
+"""Weight of what a rank has to do in all, where shards cost the same on several."""
+LEAST_MS = 1e-9
+
+
+class Draft:
+    """What ranks of some lanes hold so far, and the pieces placed."""
+
+    def __init__(
+        self, bank: ShardBank, num_lanes: int, *, by_size: bool = False
+    ) -> None:
+        """Start with empty ranks.
+
+        Args:
+            bank: The task's shards.
+            num_lanes: Placements that are made side by side.
+            by_size: Even out memory instead of time.
+        """
+        task = bank.task
+        shape = (num_lanes, task.world_size)
+        self.bank, self._by_size = bank, by_size
+        self.phases_LWS4: Floats = np.zeros((*shape, task.num_stages, 4))
+        self.unit_LS4: Floats = np.repeat(bank.unit_phases_S4[None], num_lanes, axis=0)
+        self._bytes_MLW: Floats = np.zeros((len(bank.caps_MW), *shape))
+        sets = bank.rules.num_sets + 1
+        self._occupants_LAW: Floats = np.zeros((num_lanes, sets, shape[1]))
+        self.fits_L: Bools = np.ones(num_lanes, dtype=bool)
+        """False where a table found no room."""
+        self._from_Q: Ints = np.arange(num_lanes)
+        none = np.zeros(0, dtype=np.int64)
+        self._gone: tuple[Ints, Ints, Ints, Ints] = (none,) * 4
+        self._placed: list[tuple[Ints, Ints, Ints, Ints]] = []
+
+    @classmethod
+    def of(cls, lanes: Lanes, from_Q: Ints, gone_N: Ints, piece_N: Ints) -> Draft:
+        """Begin with lanes from which some pieces are taken.
+
+        Args:
+            lanes: What is placed.
+            from_Q: Lane that each lane of the draft begins with.
+            gone_N: Lane of the draft that a piece is taken from.
+            piece_N: That piece of `lanes`.
+        """
+        draft = cls(lanes.bank, 0)
+        num_ranks = lanes.bank.task.world_size
+        shape = (len(from_Q), num_ranks, lanes.bank.task.num_stages, 4)
+        draft.phases_LWS4 = lanes.phases_LWP[from_Q].reshape(shape)
+        draft.unit_LS4 = np.maximum(draft.phases_LWS4.mean(axis=1), LEAST_MS)
+        draft._bytes_MLW = lanes.bytes_MLW[:, from_Q]
+        draft._occupants_LAW = lanes.occupants_LAW[from_Q]
+        draft.fits_L = np.ones(len(from_Q), dtype=bool)
+        draft._from_Q = from_Q
+        draft._gone = (
+            gone_N,
+            lanes.table_N[piece_N],
+            lanes.rank_N[piece_N],
+            lanes.width_N[piece_N],
+        )
+        draft._add(*draft._gone, sign=-1)
+        np.maximum(draft.phases_LWS4, 0.0, out=draft.phases_LWS4)
+        return draft
+
+    def _add(
+        self, lane_N: Ints, table_N: Ints, rank_N: Ints, width_N: Ints, sign: int
+    ) -> None:
+        bank = self.bank
+        if (bank.block_T[table_N] > 1).any():
+            place, offset = spread_out(bank.block_T[table_N])
+            lane_N, table_N, width_N = lane_N[place], table_N[place], width_N[place]
+            rank_N = rank_N[place] + offset
+        offset_T4, slope_T4 = bank.stage_affine
+        ms_N4 = offset_T4[table_N] + slope_T4[table_N] * width_N[:, None]
+        where = lane_N, rank_N, bank.stages_T[table_N]
+        np.add.at(self.phases_LWS4, where, sign * ms_N4)
+        sizes_MN = bank.sizes(table_N, width_N)
+        for used_LW, size_N in zip(self._bytes_MLW, sizes_MN, strict=True):
+            np.add.at(used_LW, (lane_N, rank_N), sign * size_N)
+        if bank.rules.num_sets:
+            for sets_N in bank.rules.sets_TK[table_N].T:
+                np.add.at(self._occupants_LAW, (lane_N, sets_N, rank_N), sign)
+            self._occupants_LAW[:, -1] = 0
+
+    def _open(self, lane_Q: Ints, table_Q: Ints, width_Q: Ints) -> Bools:
+        """Which ranks may take a shard, `Q x W`."""
+        bank, rules = self.bank, self.bank.rules
+        room_QW: Bools = np.ones((len(lane_Q), bank.task.world_size), dtype=bool)
+        sizes_MQ = bank.sizes(table_Q, width_Q)
+        for used_LW, caps_W, size_Q in zip(
+            self._bytes_MLW, bank.caps_MW, sizes_MQ, strict=True
+        ):
+            room_QW &= used_LW[lane_Q] + size_Q[:, None] <= caps_W
+        if rules.allowed_TW is not None:
+            room_QW &= rules.allowed_TW[table_Q]
+        if rules.num_sets:
+            others = self._occupants_LAW[lane_Q[:, None], rules.sets_TK[table_Q]]
+            room_QW &= (others <= 0).all(axis=1)
+        return room_QW
+
+    def _prices(
+        self, lane_Q: Ints, table_Q: Ints, width_Q: Ints, noise_QW: Floats | None
+    ) -> Floats:
+        """What a shard adds to the powers of its stage's phases, `Q x W`."""
+        bank = self.bank
+        offset_T4, slope_T4 = bank.stage_affine
+        stage_Q = bank.stages_T[table_Q]
+        ms_Q4 = offset_T4[table_Q] + slope_T4[table_Q] * width_Q[:, None]
+        unit_Q14 = self.unit_LS4[lane_Q, stage_Q][:, None]
+        now = self.phases_LWS4[lane_Q, :, stage_Q] / unit_Q14
+        if noise_QW is not None:
+            now = now * noise_QW[..., None]
+        new = now + ms_Q4[:, None] / unit_Q14
+        for _ in range(SQUARINGS):
+            now, new = now * now, new * new
+        added: Floats = ((new - now) * unit_Q14).sum(axis=2)
+        added += TIE * self.phases_LWS4[lane_Q].sum(axis=(2, 3))
+        return added
+
+    def _filled(self, lane_Q: Ints, table_Q: Ints, width_Q: Ints) -> Floats:
+        """How full ranks are with a shard: of the memory that is fullest, `Q x W`."""
+        caps_MW = np.maximum(self.bank.caps_MW, 1.0)
+        sizes_MQ = self.bank.sizes(table_Q, width_Q)
+        used_MQW = self._bytes_MLW[:, lane_Q] + sizes_MQ[:, :, None]
+        filled: Floats = (used_MQW / caps_MW[:, None]).max(axis=0)
+        return filled
+
+    def place(
+        self,
+        lane_Q: Ints,
+        table_Q: Ints,
+        count_Q: Ints,
+        noise_QW: Floats | None = None,
+        skew_Q: Ints | None = None,
+    ) -> None:
+        """Place one table in each of some lanes, all its shards on different ranks.
+
+        Lanes in which it finds no room no longer fit.
+
+        Args:
+            lane_Q: Lanes, each once.
+            table_Q: The way that the table is sharded in.
+            count_Q: Shards of columns, as even as possible.
+            noise_QW: Factors on what ranks have to do. None: 1.
+            skew_Q: Columns that the first shard has beyond an even part. None: 0.
+        """
+        if skew_Q is None:
+            skew_Q = np.zeros(len(lane_Q), dtype=np.int64)
+        for size in np.unique(self.bank.block_T[table_Q]).tolist():
+            own = np.flatnonzero(self.bank.block_T[table_Q] == size)
+            noise = None if noise_QW is None else noise_QW[own]
+            some = lane_Q[own], table_Q[own], count_Q[own], skew_Q[own]
+            self._place(*some, size, noise)
+
+    def _place(
+        self,
+        lane_Q: Ints,
+        table_Q: Ints,
+        count_Q: Ints,
+        skew_Q: Ints,
+        size: int,
+        noise_QW: Floats | None,
+    ) -> None:
+        """Place tables whose blocks have one size."""
+        bank = self.bank
+        moves_Q = bank.moves_T[table_Q]
+        count_Q = np.where(moves_Q, count_Q, bank.num_blocks_T[table_Q])
+        units_Q = (bank.dims_T[table_Q] - skew_Q) // COLUMN_MULTIPLE
+        whole_Q = np.minimum(bank.narrowest_T[table_Q], bank.dims_T[table_Q])
+        # As many shards as are left over are four columns wider.
+        narrow_Q = np.where(moves_Q, units_Q // count_Q * COLUMN_MULTIPLE, whole_Q)
+        num_wide_Q = np.where(moves_Q, units_Q % count_Q, 0)
+        width_Q = narrow_Q + COLUMN_MULTIPLE * (num_wide_Q > 0)
+        if self._by_size:
+            price = self._filled(lane_Q, table_Q, width_Q)
+        else:
+            price = self._prices(lane_Q, table_Q, width_Q, noise_QW)
+        price = np.where(self._open(lane_Q, table_Q, width_Q), price, np.inf)
+        if size > 1:
+            price = price.reshape(len(lane_Q), -1, size).max(axis=2)
+        odd = np.flatnonzero(skew_Q)
+        if len(odd):
+            # The first shard comes first, wherever there is room for it.
+            wide = width_Q[odd] + skew_Q[odd]
+            room = np.where(
+                self._open(lane_Q[odd], table_Q[odd], wide), price[odd], np.inf
+            )
+            first = room.argmin(axis=1)
+            full = ~np.isfinite(room[np.arange(len(odd)), first])
+            self.fits_L[lane_Q[odd[full]]] = False
+            price[odd, first] = -1.0
+        most = int(count_Q.max())
+        if most == 1:
+            chosen = price.argmin(axis=1)[:, None]
+        else:
+            chosen = np.argsort(price, axis=1, kind="stable")[:, :most]
+        line_N, nth_N = spread_out(count_Q)
+        block_N = chosen[line_N, np.minimum(nth_N, chosen.shape[1] - 1)]
+        failed = (nth_N >= chosen.shape[1]) | ~np.isfinite(price[line_N, block_N])
+        self.fits_L[lane_Q[line_N[failed]]] = False
+        width_N = narrow_Q[line_N] + COLUMN_MULTIPLE * (nth_N < num_wide_Q[line_N])
+        width_N += skew_Q[line_N] * (nth_N == 0)
+        pieces = lane_Q[line_N], table_Q[line_N], block_N * size, width_N
+        self._add(*pieces, sign=1)
+        self._placed.append(pieces)
+
+    def changes(self) -> tuple[Changes, Ints]:
+        """Return what was taken and placed, and the lanes in which all found room."""
+        good = np.flatnonzero(self.fits_L)
+        new_L = np.full(len(self.fits_L), -1)
+        new_L[good] = np.arange(len(good))
+        parts = [self._gone, *self._placed]
+        lane, table, rank, width = (np.concatenate(p) for p in zip(*parts, strict=True))
+        sign = np.ones(len(lane), dtype=np.int64)
+        sign[: len(self._gone[0])] = -1
+        cand = new_L[lane]
+        keep = np.flatnonzero(cand >= 0)
+        keep = keep[np.argsort(cand[keep], kind="stable")]
+        changes = Changes(
+            cand[keep],
+            table[keep],
+            rank[keep],
+            width[keep],
+            sign[keep],
+            self._from_Q[good],
+        )
+        return changes, good
+
+    def lanes(self) -> Lanes:
+        """Return the lanes in which everything found room."""
+        changes, good = self.changes()
+        return Lanes.placed(
+            self.bank,
+            len(good),
+            changes.cand_N,
+            changes.table_N,
+            changes.rank_N,
+            changes.width_N,
+        )
+
+
+def construct(
+    bank: ShardBank, ways_LT: Ints, count_LT: Ints, *, by_size: bool = False
+) -> Draft:
+    """Place all tables, those of many ranks and those of costly shards first.
+
+    Args:
+        bank: The task's shards.
+        ways_LT: The way of each table, in each lane.
+        count_LT: Its shards of columns.
+        by_size: Even out memory instead of time, large shards first.
+    """
+    num_lanes, num_tables = ways_LT.shape
+    whole = ways_LT.reshape(-1), bank.dims_T[ways_LT].reshape(-1)
+    each = bank.scarcest(bank.sizes(*whole)) if by_size else bank.total_ms(*whole)
+    each_LT = each.reshape(ways_LT.shape) / count_LT
+    free_LT = bank.rules.freedom(ways_LT.reshape(-1)).reshape(ways_LT.shape)
+    order_LT = np.lexsort((-each_LT, free_LT, bank.moves_T[ways_LT]))
+    draft = Draft(bank, num_lanes, by_size=by_size)
+    lane_L = np.arange(num_lanes)
+    for n in range(num_tables):
+        at_L = order_LT[:, n]
+        draft.place(lane_L, ways_LT[lane_L, at_L], count_LT[lane_L, at_L])
+    return draft
+
+
+def starts(bank: ShardBank, choices: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Return ways and numbers of shards to begin with, each once.
+
+    Args:
+        bank: The task's shards.
+        choices: Ways of all tables.
+
+    Returns:
+        Ways and shards of columns of each table, one lane a line.
+    """
+    needed_T = bank.needed_shards_T
+    found: dict[bytes, tuple[Ints, Ints]] = {}
+    for ways in choices:
+        cost = bank.total_ms(ways, bank.dims_T[ways])
+        rank_ms = float((cost * bank.block_T[ways]).sum()) / bank.task.world_size
+        for share in START_SHARES:
+            wanted = cost / max(share * rank_ms, LEAST_MS)
+            count = bank.enough_splits(ways, np.maximum(wanted, needed_T[ways]))
+            found.setdefault(ways.tobytes() + count.tobytes(), (ways, count))
+    ways_LT, count_LT = (np.stack(p) for p in zip(*found.values(), strict=True))
+    return ways_LT, count_LT

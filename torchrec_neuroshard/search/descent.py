@@ -1,0 +1,387 @@
+"""Local search: from some placements to a better one.
+
+A step applies the best moves of each lane whose ranks differ. Where no move helps, a
+table of a hot rank is laid out anew: split into more or fewer shards, or sharded in
+another way. Lanes that end up equal go on as one, and lanes far behind are given up.
+
+What a table in another way gains shows only after others have moved. So costly tables
+are switched one by one in lanes of their own, which are then improved. After that,
+disturbed copies of good lanes are improved, as long as that gains.
+
+Shapes: see `lanes`; `Q` lanes of a draft.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from torchrec_neuroshard.search.base import SearchConfig
+from torchrec_neuroshard.search.construct import Draft
+from torchrec_neuroshard.search.lanes import Lanes, spread_out
+from torchrec_neuroshard.search.moves import Moves, best_of
+from torchrec_neuroshard.search.shards import ALIGNMENT, Floats, Ints, ShardBank
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+
+__all__ = ["Effort", "descend", "improve"]
+
+NUM_EXACT = 8
+"""Moves of each hot rank that are evaluated exactly."""
+HOPELESS = 0.02
+"""Share of the score that a move may seem to lose and still be evaluated exactly."""
+NUM_TABLES, NUM_LAYOUTS = 4, 4
+"""Tables of a lane that are laid out anew, and layouts evaluated exactly."""
+RACE_STEPS, FAR = 4, 1.03
+"""Steps after which lanes so far behind their goal are given up."""
+MIN_GAIN = 1e-7
+"""Relative gain below which a change does not count."""
+MOST_LANES, LANE_TABLES = 32, 2_000
+"""Lanes side by side, and tables that these have together."""
+NUM_STARTS = 8
+"""Lanes that are improved first, of those constructed."""
+NEAR = 1.1
+"""Lanes that restarts go on from are no worse than this, relative to the best."""
+ROUND_GAIN = 1e-3
+"""Relative gain of a round that makes further ones worth while."""
+ACCEPT_WORSE = 0.003
+"""Mean relative loss at which a restart is gone on from although it is worse."""
+SMALL_TASK, MORE_ROUNDS = 32, 3
+"""Tasks with fewer tables get more rounds without a gain, up to so many times."""
+MOST_ROUNDS, MOST_STEPS = 40, 1_000
+"""Rounds of restarts, and steps of one descent."""
+FINAL_POWER, NUM_FINAL = 64, 3
+"""At last only the slowest ranks count, in so many of the best lanes."""
+OUT_FEWEST, OUT_MOST = 2, 8
+"""Tables that a disturbance takes out."""
+HALF = 0.5
+"""Share of the disturbances near a hot rank, of those that split its costliest table
+anew, of those that shard tables in other ways, and of their tables."""
+RESPLIT = 0.4
+"""Share of the tables of a disturbance that are split differently."""
+
+
+class Effort:
+    """The deadline of a search, and the best placement that it has seen.
+
+    Attributes:
+        best_ms: Its critical path; infinite before the first one.
+        best_TW: Its widths.
+    """
+
+    def __init__(
+        self, deadline: float, tell: Callable[[float], None] = lambda _: None
+    ) -> None:
+        """Start.
+
+        Args:
+            deadline: `time.monotonic()` after which no step is taken.
+            tell: Told the critical path [ms] whenever it gets shorter.
+        """
+        self.deadline, self._tell = deadline, tell
+        self.best_ms = math.inf
+        self.best_TW: Ints = np.zeros((0, 0), dtype=np.int64)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self.deadline
+
+    def see(self, lanes: Lanes) -> None:
+        """Keep the best lane if none was better."""
+        lane = int(lanes.critical_L.argmin()) if lanes.num_lanes else -1
+        if lane >= 0 and lanes.critical_L[lane] < self.best_ms * (1 - MIN_GAIN):
+            self.best_ms = float(lanes.critical_L[lane])
+            self.best_TW = lanes.width_TW(lane)
+            self._tell(self.best_ms)
+
+
+def descend(lanes: Lanes, effort: Effort, goal: float = math.inf) -> None:
+    """Improve lanes in place until none gains.
+
+    Args:
+        lanes: Placements.
+        effort: Deadline and observer.
+        goal: Score that lanes are to reach.
+    """
+    active = np.arange(lanes.num_lanes)
+    for number in range(MOST_STEPS):
+        if not len(active) or effort.is_over:
+            break
+        before_L = lanes.score_L
+        gained = _move(lanes, active, number)
+        rest = np.setdiff1d(active, gained)
+        if len(rest):
+            gained = np.union1d(gained, _lay_out(lanes, rest))
+        effort.see(lanes)
+        # Collectives are exact only now, and may take back what a change gained.
+        gained = gained[lanes.score_L[gained] < before_L[gained] * (1 - MIN_GAIN)]
+        # Of lanes that came to the same, one goes on.
+        score = np.round(lanes.score_L[gained] / lanes.score_L.min(), 9)
+        active = gained[np.sort(np.unique(score, return_index=True)[1])]
+        if number + 1 >= RACE_STEPS:
+            active = active[lanes.score_L[active] < goal * FAR]
+
+
+def _move(lanes: Lanes, active: Ints, number: int) -> Ints:
+    """Apply the best moves of each lane; return the lanes that gained."""
+    moves = Moves(lanes, active, number)
+    score_K = lanes.score_L[moves.lane_K]
+    near = np.flatnonzero(moves.gain_K > -HOPELESS * score_K)
+    rank_K = moves.lane_K[near] * lanes.bank.task.world_size + moves.source_K[near]
+    best = near[best_of(moves.gain_K[near], rank_K, NUM_EXACT)]
+    if not len(best):
+        return active[:0]
+    changes = moves.build(best)
+    gain_K = lanes.score_L[changes.lane_K] - lanes.evaluate(changes)
+    pays = gain_K > MIN_GAIN * lanes.score_L[changes.lane_K]
+    chosen = []
+    used: set[tuple[int, int]] = set()
+    for k in np.argsort(-gain_K, kind="stable")[: int(pays.sum())].tolist():
+        lane = int(changes.lane_K[k])
+        ends = {(lane, int(side[best[k]])) for side in (moves.source_K, moves.target_K)}
+        if pays[k] and not used & ends:
+            used |= ends
+            chosen.append(k)
+    if chosen:
+        lanes.apply(changes.pick(np.array(chosen)))
+    return np.unique(changes.lane_K[chosen])
+
+
+def _hot_pieces(lanes: Lanes, active: Ints, most: int) -> Ints:
+    """Return the costliest pieces of hot ranks, so many of each lane."""
+    bank = lanes.bank
+    own = np.flatnonzero(np.isin(lanes.lane_N, active))
+    lane, table, rank = lanes.lane_N[own], lanes.table_N[own], lanes.rank_N[own]
+    weight_LW = lanes.weights()
+    worth = bank.total_ms(table, lanes.width_N[own])
+    size = bank.block_T[table]
+    for block in np.unique(size).tolist():
+        some = np.flatnonzero(size == block)
+        weight_LB = weight_LW.reshape(len(weight_LW), -1, block).sum(axis=2)
+        worth[some] *= weight_LB[lane[some], rank[some] // block]
+    return own[best_of(worth, lane, most)]
+
+
+def _pieces_of(lanes: Lanes, lane_Q: Ints, table_Q: Ints) -> tuple[Ints, Ints]:
+    """Return the pieces of tables in lanes: which of the tables, and the piece."""
+    num_tables = len(lanes.bank.dims_T)
+    key_N = lanes.lane_N * num_tables + lanes.table_N
+    order = np.argsort(key_N, kind="stable")
+    first = np.searchsorted(key_N[order], lane_Q * num_tables + table_Q)
+    line, nth = spread_out(lanes.pieces_LT[lane_Q, table_Q].astype(np.int64))
+    return line, order[first[line] + nth]
+
+
+def _lay_out(lanes: Lanes, active: Ints) -> Ints:
+    """Lay out one table of each lane anew where that pays; the lanes that gained."""
+    bank = lanes.bank
+    pieces = _hot_pieces(lanes, active, NUM_TABLES)
+    if bank.others:
+        own = np.flatnonzero(np.isin(lanes.lane_N, active))
+        saved = bank.saved_ms_T[lanes.table_N[own]]
+        own, saved = own[np.isfinite(saved)], saved[np.isfinite(saved)]
+        saving = own[best_of(saved, lanes.lane_N[own], NUM_TABLES)]
+        pieces = np.concatenate([pieces, saving])
+    num_tables = len(bank.dims_T)
+    pairs = np.unique(lanes.lane_N[pieces] * num_tables + lanes.table_N[pieces])
+    mean_L = lanes.load_LW.mean(axis=1)
+    options = [
+        (lane, table, way, count)
+        for lane, table in (divmod(pair, num_tables) for pair in pairs.tolist())
+        for way, count in bank.layouts(
+            table, int(lanes.pieces_LT[lane, table]), float(mean_L[lane])
+        )
+    ]
+    if not options:
+        return active[:0]
+    lane_Q, table_Q, way_Q, count_Q = np.array(options).T
+    draft = Draft.of(lanes, lane_Q, *_pieces_of(lanes, lane_Q, table_Q))
+    draft.place(np.arange(len(options)), way_Q, count_Q)
+    changes, good = draft.changes()
+    if not len(good):
+        return active[:0]
+    phases = draft.phases_LWS4[good].reshape(len(good), lanes.load_LW.shape[1], -1)
+    unit_KP = lanes.unit_LP[changes.lane_K]
+    powers = lanes.raised(phases / unit_KP[:, None])
+    about_K = lanes.norm(powers.sum(axis=1), unit_KP)
+    changes = changes.pick(np.sort(best_of(-about_K, changes.lane_K, NUM_LAYOUTS)))
+    gain_K = lanes.score_L[changes.lane_K] - lanes.evaluate(changes)
+    best = best_of(gain_K, changes.lane_K, 1)
+    best = best[gain_K[best] > MIN_GAIN * lanes.score_L[changes.lane_K[best]]]
+    if len(best):
+        lanes.apply(changes.pick(best))
+    return np.unique(changes.lane_K[best])
+
+
+def _changed(lanes: Lanes, draft: Draft) -> Lanes:
+    """Return copies of lanes as a draft has changed them, where all found room."""
+    changes, _ = draft.changes()
+    other = lanes.take(changes.lane_K)
+    changes.lane_K[:] = np.arange(other.num_lanes)
+    if other.num_lanes:
+        other.apply(changes)
+    return other
+
+
+def _switched(lanes: Lanes, most: int) -> Lanes:
+    """Return copies of a lane in which one costly table each has another way."""
+    bank = lanes.bank
+    table, first = np.unique(lanes.table_N, return_index=True)
+    cost = bank.total_ms(table, lanes.width_N[first])
+    options: list[tuple[int, int]] = []
+    for now in table[np.argsort(-cost, kind="stable")].tolist():
+        options += [(now, way) for way in bank.cuts(now)]
+        if len(options) >= most:
+            break
+    if not options:
+        return lanes.take(np.zeros(0, dtype=np.int64))
+    table_Q, way_Q = np.array(options[:most]).T
+    none_Q = np.zeros_like(table_Q)
+    draft = Draft.of(lanes, none_Q, *_pieces_of(lanes, none_Q, table_Q))
+    rank_ms = max(float(lanes.load_LW.mean()), 1e-12)
+    wanted = bank.total_ms(way_Q, bank.dims_T[way_Q]) / rank_ms
+    draft.place(np.arange(len(way_Q)), way_Q, bank.enough_splits(way_Q, wanted))
+    return _changed(lanes, draft)
+
+
+def _disturbed(lanes: Lanes, rng: np.random.Generator) -> Lanes:
+    """Return lanes of which some tables were taken out and put back elsewhere."""
+    bank, num_lanes = lanes.bank, lanes.num_lanes
+    num_ranks = bank.task.world_size
+    hot = _hot_pieces(lanes, np.arange(num_lanes), LEAST_CHOICES)
+    taken: list[list[int]] = []
+    new: list[list[tuple[int, int, int]]] = []
+    for lane in range(num_lanes):
+        costly = lanes.table_N[hot[lanes.lane_N[hot] == lane]]
+        out = _taken_out(lanes, lane, costly, rng)
+        taken.append(out)
+        again = _put_back(bank, lanes.pieces_LT[lane], out, rng)
+        whole = np.array([(way, bank.dims_T[way]) for way, *_ in again]).T
+        noise = rng.uniform(0.5, 1.5, len(again))
+        order = np.argsort(-bank.total_ms(*whole) * noise, kind="stable")
+        new.append([again[i] for i in order])
+    lane_Q = np.repeat(np.arange(num_lanes), [len(out) for out in taken])
+    table_Q = np.array([table for out in taken for table in out])
+    line, pieces = _pieces_of(lanes, lane_Q, table_Q)
+    draft = Draft.of(lanes, np.arange(num_lanes), lane_Q[line], pieces)
+    most = rng.uniform(0.0, 1.0, (num_lanes, 1))
+    noise_LW = 1.0 + most * rng.uniform(0.0, 1.0, (num_lanes, num_ranks))
+    for n in range(max(map(len, new))):
+        own = np.array([lane for lane, again in enumerate(new) if len(again) > n])
+        way_Q, count_Q, skew_Q = np.array([new[lane][n] for lane in own]).T
+        draft.place(own, way_Q, count_Q, noise_LW[own], skew_Q)
+    return _changed(lanes, draft)
+
+
+LEAST_CHOICES = 3
+"""Costliest pieces of a lane's hot ranks, of which a disturbance picks one."""
+
+
+def _taken_out(
+    lanes: Lanes, lane: int, costly: Ints, rng: np.random.Generator
+) -> list[int]:
+    """Draw the tables that a disturbance of a lane takes out; mostly a costly one."""
+    own = np.flatnonzero(lanes.lane_N == lane)
+    table, rank = lanes.table_N[own], lanes.rank_N[own]
+    pool = np.unique(table)
+    most = min(OUT_MOST, 2 + len(pool) // 4)
+    count = OUT_FEWEST + int(rng.integers(0, max(1, most - 1)))
+    if rng.random() < HALF:
+        ranks = [lanes.load_LW[lane].argmax(), rng.integers(len(lanes.load_LW[lane]))]
+        near = np.unique(table[np.isin(rank, ranks)])
+        pool = near if len(near) else pool
+    out: list[int] = rng.choice(pool, min(count, len(pool)), replace=False).tolist()
+    if len(costly) and rng.random() < HALF:
+        first = int(costly[int(rng.integers(len(costly)))])
+        out = [first, *(t for t in out if t != first)]
+    return out
+
+
+def _put_back(
+    bank: ShardBank, pieces_T: Ints, out: list[int], rng: np.random.Generator
+) -> list[tuple[int, int, int]]:
+    """Draw way, number of shards and skew of each table that was taken out."""
+    found = []
+    retypes = rng.random() < HALF
+    for n, table in enumerate(out):
+        way, count = table, int(pieces_T[table])
+        others = bank.cuts(table)
+        if others and retypes and rng.random() < HALF:
+            way, count = others[int(rng.integers(len(others)))], 1
+        if bank.moves_T[way]:
+            splits = bank.splits(way)
+            if n == 0 or count not in splits or rng.random() < RESPLIT:
+                place = sum(k < count for k in splits)
+                near = splits[max(0, place - 1) : place + 2]
+                count = near[int(rng.integers(len(near)))]
+        skew = 0
+        if count > 1 and bank.task.uneven and bank.moves_T[way] and rng.random() < HALF:
+            free = int(bank.dims_T[way] - count * bank.narrowest_T[way])
+            step = ALIGNMENT if rng.random() < HALF else COLUMN_MULTIPLE
+            skew = step * int(rng.integers(max(0, free) // step + 1))
+        found.append((way, count, skew))
+    return found
+
+
+def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
+    """Improve constructed placements; the best one is the effort's.
+
+    Args:
+        lanes: At least one placement, the most promising first.
+        config: Effort, restarts and seed.
+        effort: Deadline and the best placement.
+    """
+    bank = lanes.bank
+    num_tables = len(bank.task.ways)
+    size = int(np.clip(config.effort * LANE_TABLES // num_tables, 1, MOST_LANES))
+    lanes = lanes.take(np.arange(min(lanes.num_lanes, max(2, min(size, NUM_STARTS)))))
+    descend(lanes, effort, float(lanes.score_L.min()))
+    lanes = lanes.take(_order(lanes.score_L))
+    rng = np.random.default_rng(config.seed)
+    patience = config.restarts * float(np.clip(SMALL_TASK / num_tables, 1, MORE_ROUNDS))
+    misses, switched = 0, math.inf
+    for _ in range(MOST_ROUNDS):
+        if misses >= patience or effort.is_over:
+            break
+        before_ms, leader = effort.best_ms, float(lanes.score_L[0])
+        if bank.others and leader < switched * (1 - ROUND_GAIN):
+            # The lane at hand with each of its costly tables in another way.
+            switched = leader
+            trial = _switched(lanes.take(np.zeros(1, dtype=np.int64)), max(2 * size, 8))
+            descend(trial, effort, leader)
+            both = Lanes.join([lanes, trial])
+        else:
+            near = np.flatnonzero(lanes.score_L <= NEAR * leader)
+            lanes = lanes.take(np.resize(near[: max(1, size // 2)], size))
+            trial = _disturbed(lanes, rng)
+            descend(trial, effort, leader)
+            misses += 1
+            both = _succeeded(lanes, trial, rng)
+        lanes = both.take(_order(both.score_L)[:size])
+        if effort.best_ms < before_ms * (1 - ROUND_GAIN):
+            misses = 0
+    final = Lanes.of(
+        bank,
+        [effort.best_TW, *map(lanes.width_TW, range(min(NUM_FINAL, lanes.num_lanes)))],
+        power=FINAL_POWER,
+    )
+    descend(final, effort)
+
+
+def _order(score_L: Floats) -> Ints:
+    """Return lanes by score, of equal ones the first alone."""
+    order: Ints = np.argsort(score_L, kind="stable")
+    score = np.round(score_L[order] / score_L[order[0]], 9)
+    first: Ints = order[np.diff(score, prepend=0.0) > 0]
+    return first
+
+
+def _succeeded(lanes: Lanes, trial: Lanes, rng: np.random.Generator) -> Lanes:
+    """Return the lanes after a round: trials that are hardly worse, and the best."""
+    limit = float(lanes.score_L.max())
+    worse = 1.0 + rng.exponential(ACCEPT_WORSE, trial.num_lanes)
+    taken = np.flatnonzero(trial.score_L <= limit * worse)
+    return Lanes.join([lanes, trial.take(taken)])

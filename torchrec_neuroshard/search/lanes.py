@@ -1,0 +1,497 @@
+"""Placements side by side: lists of shards, running sums, and what changes would cost.
+
+A placement is a list of pieces: a shard of columns on one rank, or a block of ranks
+that share a table's rows or have replicas of it. Several placements of one task, the
+lanes, are held in arrays, so that a step of all of them takes as many calls as one of a
+single lane. Changes of a lane are pieces that come and go; sums of the ranks that they
+touch are changed, not added up anew.
+
+The score of a lane is smooth: of each phase the norm of a high power over the ranks, so
+that relieving one of several equally slow ranks counts. It tends to the critical path
+as the power grows.
+
+Shapes: `L` lanes, `W` ranks, `T` ways to shard tables, `G` fusion groups, `S` stages,
+`P` phases (forward, backward and collectives of each stage), `E` encoding values, `M`
+memories, `K` candidates, `N` pieces, `R` ranks of candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
+from torchrec_neuroshard.simulator import critical_path
+
+__all__ = ["Changes", "Lanes", "grouped", "spread_out"]
+
+Bools = npt.NDArray[np.bool_]
+
+LEAST_MS, LEAST_SHARE = 1e-9, 1e-4
+"""Least unit of a phase, and its share of all phases: one that is not there yet has to
+have a unit, too."""
+MOST_UNITS = 3e4
+"""More than that is taken as that much, so that a power of 64 is a number."""
+STEPS_PER_REFRESH = 64
+"""Changes after which sums are added up anew, so that rounding does not pile up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Pieces that come (+1) and go (-1), several to a candidate."""
+
+    cand_N: Ints
+    """Candidate, rising."""
+    table_N: Ints
+    rank_N: Ints
+    """First rank of the piece's block."""
+    width_N: Ints
+    sign_N: Ints
+    lane_K: Ints
+    """Lane of each candidate."""
+
+    def pick(self, index_K: Ints) -> Changes:
+        """Return some candidates, numbered anew in that order."""
+        place_K = np.full(len(self.lane_K), -1)
+        place_K[index_K] = np.arange(len(index_K))
+        cand_N = place_K[self.cand_N]
+        keep = np.flatnonzero(cand_N >= 0)
+        keep = keep[np.argsort(cand_N[keep], kind="stable")]
+        return Changes(
+            cand_N[keep],
+            self.table_N[keep],
+            self.rank_N[keep],
+            self.width_N[keep],
+            self.sign_N[keep],
+            self.lane_K[index_K],
+        )
+
+    @staticmethod
+    def join(parts: Sequence[Changes]) -> Changes:
+        """Return the candidates of several lists, one after the other."""
+        starts = np.cumsum([0, *(len(p.lane_K) for p in parts)])
+        return Changes(
+            np.concatenate([p.cand_N + s for p, s in zip(parts, starts, strict=False)]),
+            *(
+                np.concatenate([getattr(p, name) for p in parts])
+                for name in ("table_N", "rank_N", "width_N", "sign_N", "lane_K")
+            ),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lane_K)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Changes of single ranks."""
+
+    cand_X: Ints
+    rank_X: Ints
+    table_X: Ints
+    row_X: Ints
+    width_X: Ints
+    sign_X: Ints
+
+
+class Lanes:
+    """Several placements of one task."""
+
+    def __init__(self, bank: ShardBank, num_lanes: int, power: int = 32) -> None:
+        """Start with nothing placed.
+
+        Args:
+            bank: The task's shards.
+            num_lanes: Placements.
+            power: Of the score's norm, a power of two.
+        """
+        self.bank, self.power = bank, power
+        task = bank.task
+        num_ranks, num_stages = task.world_size, task.num_stages
+        none = np.zeros(0, dtype=np.int64)
+        self.lane_N, self.table_N, self.rank_N, self.width_N = (none,) * 4
+        shape = (num_lanes, num_ranks)
+        self.sums_LWGE = np.zeros((*shape, task.num_groups, bank.encoding_dim))
+        self.count_LWG = np.zeros((*shape, task.num_groups), dtype=np.int64)
+        self.compute_LWG2 = np.zeros((*shape, task.num_groups, 2))
+        self.extra_LWS2 = np.zeros((*shape, num_stages, 2))
+        self.loads_LWS3 = np.zeros((*shape, num_stages, 3))
+        self.bytes_MLW = np.zeros((len(bank.caps_MW), *shape))
+        self.pieces_LT = np.zeros((num_lanes, len(bank.dims_T)), dtype=np.int32)
+        self.occupants_LAW = np.zeros((num_lanes, bank.rules.num_sets + 1, num_ranks))
+        self._stage_G = np.asarray(task.stages)
+        self.num_changes = 0
+
+    @property
+    def num_lanes(self) -> int:
+        """Placements."""
+        return len(self.pieces_LT)
+
+    @classmethod
+    def of(cls, bank: ShardBank, widths: Sequence[Ints], power: int = 32) -> Self:
+        """Hold placements that are given as `T x W` widths."""
+        lanes = cls(bank, len(widths), power)
+        parts = []
+        for lane, width_TW in enumerate(widths):
+            table, rank = np.nonzero(width_TW)
+            first = rank % bank.block_T[table] == 0
+            table, rank = table[first], rank[first]
+            parts.append((table * 0 + lane, table, rank, width_TW[table, rank]))
+        lanes.lane_N, lanes.table_N, lanes.rank_N, lanes.width_N = (
+            np.concatenate(p).astype(np.int64) for p in zip(*parts, strict=True)
+        )
+        lanes.refresh()
+        return lanes
+
+    @classmethod
+    def placed(
+        cls,
+        bank: ShardBank,
+        num_lanes: int,
+        lane_N: Ints,
+        table_N: Ints,
+        rank_N: Ints,
+        width_N: Ints,
+    ) -> Self:
+        """Hold placements that are given as pieces."""
+        lanes = cls(bank, num_lanes)
+        lanes.lane_N, lanes.table_N = lane_N, table_N
+        lanes.rank_N, lanes.width_N = rank_N, width_N
+        lanes.refresh()
+        return lanes
+
+    def width_TW(self, lane: int) -> Ints:
+        """Return a lane as widths, `T x W`."""
+        width_TW = self.bank.no_widths()
+        own = np.flatnonzero(self.lane_N == lane)
+        size = self.bank.block_T[self.table_N[own]]
+        place, offset = spread_out(size)
+        own = own[place]
+        width_TW[self.table_N[own], self.rank_N[own] + offset] = self.width_N[own]
+        return width_TW
+
+    @staticmethod
+    def join(parts: Sequence[Lanes]) -> Lanes:
+        """Return all lanes of several lists."""
+        first = parts[0]
+        other = Lanes(first.bank, 0, first.power)
+        for name in vars(first):
+            if name.split("_")[-1].startswith("L"):
+                values = [getattr(p, name) for p in parts]
+                setattr(other, name, np.concatenate(values))
+        other.bytes_MLW = np.concatenate([p.bytes_MLW for p in parts], axis=1)
+        starts = np.cumsum([0, *(p.num_lanes for p in parts)])
+        other.lane_N = np.concatenate(
+            [p.lane_N + s for p, s in zip(parts, starts, strict=False)]
+        )
+        for name in ("table_N", "rank_N", "width_N"):
+            setattr(other, name, np.concatenate([getattr(p, name) for p in parts]))
+        return other
+
+    def take(self, index_L: Ints) -> Lanes:
+        """Return copies of some lanes."""
+        other = Lanes(self.bank, 0, self.power)
+        for name, value in vars(self).items():
+            if name.split("_")[-1].startswith("L"):
+                setattr(other, name, value[index_L].copy())
+        other.bytes_MLW = self.bytes_MLW[:, index_L].copy()
+        order = np.argsort(self.lane_N, kind="stable")
+        ends = np.cumsum(np.bincount(self.lane_N, minlength=self.num_lanes))
+        count = np.diff(ends, prepend=0)[index_L]
+        place, offset = spread_out(count)
+        held = order[(ends - np.diff(ends, prepend=0))[index_L][place] + offset]
+        other.lane_N = place
+        other.table_N, other.rank_N = self.table_N[held], self.rank_N[held]
+        other.width_N = self.width_N[held]
+        return other
+
+    # Sums.
+
+    def _parts(
+        self, cand_N: Ints, table_N: Ints, rank_N: Ints, width_N: Ints, sign_N: Ints
+    ) -> _Parts:
+        """List the ranks of pieces, and the tables that lie beside them."""
+        bank = self.bank
+        size_N = bank.block_T[table_N]
+        if (size_N > 1).any():
+            place, offset = spread_out(size_N)
+            cand_N, table_N, width_N, sign_N = (
+                a[place] for a in (cand_N, table_N, width_N, sign_N)
+            )
+            rank_N = rank_N[place] + offset
+        row_N = bank.rows(table_N, width_N, rank_N)
+        place, beside = bank.colocated_shards(table_N)
+        if len(beside):
+            cand_N, rank_N, sign_N = (
+                np.concatenate([a, a[place]]) for a in (cand_N, rank_N, sign_N)
+            )
+            table_N = np.concatenate([table_N, beside])
+            row_N = np.concatenate([row_N, bank.whole_T[beside]])
+            # Their bytes are their leaders'.
+            width_N = np.concatenate([width_N, np.zeros_like(beside)])
+        return _Parts(cand_N, rank_N, table_N, row_N, width_N, sign_N)
+
+    def refresh(self) -> None:
+        """Add all lanes up anew."""
+        for name in ("sums_LWGE", "count_LWG", "compute_LWG2", "extra_LWS2"):
+            getattr(self, name)[:] = 0
+        for name in ("loads_LWS3", "bytes_MLW", "pieces_LT", "occupants_LAW"):
+            getattr(self, name)[:] = 0
+        # Some millions of parts would take too much memory at once.
+        step = max(1, 2**17 // max(1, int(self.bank.block_T.max())))
+        for start in range(0, len(self.lane_N), step):
+            some = slice(start, start + step)
+            held = (self.lane_N[some], self.table_N[some], self.rank_N[some])
+            ones = np.ones(len(held[0]), dtype=np.int64)
+            self._add(*held, self.width_N[some], ones)
+        self._predict(np.flatnonzero(self.count_LWG.reshape(-1)))
+        self.summarise()
+
+    def _add(
+        self, lane_N: Ints, table_N: Ints, rank_N: Ints, width_N: Ints, sign_N: Ints
+    ) -> Ints:
+        """Add pieces to the sums; the places of the kernels that change."""
+        bank = self.bank
+        np.add.at(self.pieces_LT, (lane_N, table_N), sign_N)
+        parts = self._parts(lane_N, table_N, rank_N, width_N, sign_N)
+        lane, rank, table = parts.cand_X, parts.rank_X, parts.table_X
+        sign = parts.sign_X
+        num_ranks, num_groups = self.count_LWG.shape[1:]
+        cell = (lane * num_ranks + rank) * num_groups + bank.groups_T[table]
+        cells, starts, order = grouped(cell)
+        flat = self.sums_LWGE.reshape(-1, bank.encoding_dim)
+        flat[cells] += np.add.reduceat(
+            bank.encoding(parts.row_X[order]) * sign[order, None], starts, axis=0
+        )
+        self.count_LWG.reshape(-1)[cells] += np.add.reduceat(sign[order], starts)
+        stage = bank.stages_T[table]
+        np.add.at(
+            self.loads_LWS3,
+            (lane, rank, stage),
+            bank.loads_of(parts.row_X) * sign[:, None],
+        )
+        if bank.has_extra:
+            np.add.at(
+                self.extra_LWS2,
+                (lane, rank, stage),
+                bank.extra(parts.row_X) * sign[:, None],
+            )
+        for used_LW, size_X in zip(
+            self.bytes_MLW, bank.sizes(table, parts.width_X), strict=True
+        ):
+            np.add.at(used_LW, (lane, rank), size_X * sign)
+        if bank.rules.num_sets:
+            for sets_X in bank.rules.sets_TK[table].T:
+                np.add.at(self.occupants_LAW, (lane, sets_X, rank), sign)
+            self.occupants_LAW[:, -1] = 0
+        return cells
+
+    def _predict(self, cells: Ints) -> None:
+        flat = self.sums_LWGE.reshape(-1, self.bank.encoding_dim)
+        compute = self.compute_LWG2.reshape(-1, 2)
+        count = self.count_LWG.reshape(-1)
+        held = count[cells] > 0
+        compute[cells[~held]] = 0.0
+        flat[cells[~held]] = 0.0
+        held_cells = cells[held]
+        if len(held_cells):
+            compute[held_cells] = self.bank.predict(flat[held_cells])
+
+    def summarise(self) -> None:
+        """Work out phases, scores and critical paths from the sums."""
+        bank = self.bank
+        compute_LWS2 = bank.simulator.stage_compute(self.compute_LWG2) + self.extra_LWS2
+        exact = bank.simulator.phases(compute_LWS2, self.loads_LWS3)
+        self.order_LS: Floats = self._order_ms(*self._order_sums())
+        self.critical_L: Floats = critical_path(exact) + self.order_LS.sum(axis=1)
+        # Collectives as sums over shards, scaled to what they take exactly.
+        ms = self.loads_LWS3 * bank.comms_per_load_S3
+        about = np.stack([ms[..., 0], ms[..., 1] + ms[..., 2]], axis=-1)
+        most_LS2 = about.max(axis=1)
+        worst = exact[..., [0, 2, 3]].max(axis=1)
+        exact_LS2 = np.stack([worst[..., 0], worst[..., 1] + worst[..., 2]], axis=-1)
+        known = (exact_LS2 > 0) & (most_LS2 > 0)
+        self.scale_LS2: Floats = np.where(
+            known, exact_LS2 / np.maximum(most_LS2, LEAST_MS), 1.0
+        )
+        about *= self.scale_LS2[:, None]
+        phases = np.concatenate([compute_LWS2, about], axis=-1)
+        num_lanes, num_ranks, num_stages, _ = phases.shape
+        self.phases_LWP: Floats = phases.reshape(num_lanes, num_ranks, 4 * num_stages)
+        worst_LP = self.phases_LWP.max(axis=1)
+        least_L1 = LEAST_SHARE * worst_LP.sum(axis=1, keepdims=True)
+        self.unit_LP: Floats = np.maximum(worst_LP, np.maximum(least_L1, LEAST_MS))
+        self.powers_LWP: Floats = self.raised(self.phases_LWP / self.unit_LP[:, None])
+        self.total_LP: Floats = self.powers_LWP.sum(axis=1)
+        self.load_LW: Floats = self.phases_LWP.sum(axis=2)
+        self.score_L: Floats = self.norm(self.total_LP, self.unit_LP)
+        self.score_L += self.order_LS.sum(axis=1)
+
+    def raised(self, values: Floats) -> Floats:
+        """Return values to the power of the norm."""
+        values, power = np.minimum(values, MOST_UNITS), self.power
+        while power > 1:
+            values = values * values
+            power //= 2
+        return values
+
+    def norm(self, total_KP: Floats, unit_KP: Floats) -> Floats:
+        """Return the sum over phases of their norms, `K` [ms]."""
+        norm_KP = unit_KP * np.maximum(total_KP, 0.0) ** (1.0 / self.power)
+        norm_K: Floats = norm_KP.sum(axis=1)
+        return norm_K
+
+    def weights(self) -> Floats:
+        """Return how much each rank counts in the score, `L x W`."""
+        total_LP = np.maximum(self.total_LP, 1e-300)
+        slope_LP = self.unit_LP * total_LP ** (1.0 / self.power - 1.0)
+        weight_LW: Floats = (self.powers_LWP * slope_LP[:, None]).sum(axis=2)
+        return weight_LW
+
+    # Outputs that are put in order.
+
+    def _order_sums(self) -> tuple[Floats, Floats, Floats]:
+        """Split tables, their columns and all columns of each stage, `L x S` each."""
+        bank = self.bank
+        num_stages = bank.task.num_stages
+        if not bank.has_order:
+            return (np.zeros((self.num_lanes, num_stages)),) * 3
+        member = np.zeros((len(bank.stages_T), num_stages))
+        member[np.arange(len(member)), bank.stages_T] = 1.0
+        split = (self.pieces_LT > 1) & bank.simulator.splits_columns_T
+        placed = self.pieces_LT > 0
+        self.split_LS: Floats = split @ member
+        self.split_columns_LS: Floats = (split * bank.columns_T) @ member
+        self.columns_LS: Floats = (placed * bank.columns_T) @ member
+        return self.split_LS, self.split_columns_LS, self.columns_LS
+
+    def _order_ms(self, split_XS: Floats, columns_XS: Floats, all_XS: Floats) -> Floats:
+        bank = self.bank
+        if not bank.has_order:
+            return np.zeros_like(split_XS)
+        columns = np.where(bank.pooled_S, all_XS * (split_XS > 0.5), columns_XS)
+        ms: Floats = bank.simulator.order_costs(columns).sum(axis=-1)
+        return ms
+
+    def _reordering(self, c: Changes) -> Floats:
+        """Return how much longer outputs take to be put in order, `K` [ms]."""
+        bank = self.bank
+        if not bank.has_order:
+            return np.zeros(len(c))
+        num_tables = len(bank.dims_T)
+        cells, starts, order = grouped(c.cand_N * num_tables + c.table_N)
+        cand, table = np.divmod(cells, num_tables)
+        before = self.pieces_LT[c.lane_K[cand], table]
+        after = before + np.add.reduceat(c.sign_N[order], starts)
+        splits = bank.simulator.splits_columns_T[table]
+        split = splits * ((after > 1) * 1.0 - (before > 1))
+        placed = (after > 0) * 1.0 - (before > 0)
+        moved = (split != 0) | (placed != 0)
+        if not moved.any():
+            return np.zeros(len(c))
+        now = (self.split_LS, self.split_columns_LS, self.columns_LS)
+        columns = bank.columns_T[table]
+        new = []
+        for now_LS, change in zip(
+            now, (split, split * columns, placed * columns), strict=True
+        ):
+            new_KS = now_LS[c.lane_K]
+            np.add.at(new_KS, (cand, bank.stages_T[table]), change)
+            new.append(new_KS)
+        ms: Floats = self._order_ms(new[0], new[1], new[2]).sum(axis=1)
+        ms -= self.order_LS[c.lane_K].sum(axis=1)
+        return ms
+
+    # Changes.
+
+    def evaluate(self, c: Changes) -> Floats:
+        """Score candidates, kernels exactly, `K`."""
+        bank = self.bank
+        num_ranks, num_groups = self.count_LWG.shape[1:]
+        num_stages = bank.task.num_stages
+        p = self._parts(c.cand_N, c.table_N, c.rank_N, c.width_N, c.sign_N)
+        line_X = p.cand_X * num_ranks + p.rank_X
+        cells, starts, order = grouped(line_X * num_groups + bank.groups_T[p.table_X])
+        line_C, group_C = np.divmod(cells, num_groups)
+        cand_C, rank_C = np.divmod(line_C, num_ranks)
+        where = (c.lane_K[cand_C], rank_C, group_C)
+        sign = p.sign_X[order]
+        change = bank.encoding(p.row_X[order]) * sign[:, None]
+        sums = self.sums_LWGE[where] + np.add.reduceat(change, starts, axis=0)
+        held = np.flatnonzero(self.count_LWG[where] + np.add.reduceat(sign, starts) > 0)
+        compute = np.zeros((len(cells), 2))
+        compute[held] = bank.predict(sums[held])
+        compute -= self.compute_LWG2[where]
+        lines, line_at = np.unique(line_C, return_inverse=True)
+        cand_R, rank_R = np.divmod(lines, num_ranks)
+        lane_R = c.lane_K[cand_R]
+        size = len(lines) * num_stages
+        cell_C = line_at * num_stages + self._stage_G[group_C]
+        delta = np.zeros((size, 4))
+        for n in range(2):
+            delta[:, n] = np.bincount(cell_C, compute[:, n], size)
+        stage_X = bank.stages_T[p.table_X]
+        line_at_X = np.searchsorted(lines, line_X)
+        cell_X = line_at_X * num_stages + stage_X
+        ms_X3 = bank.loads_of(p.row_X) * bank.comms_per_load_S3[stage_X]
+        ms_X3 *= p.sign_X[:, None]
+        scale_X2 = self.scale_LS2[lane_R[line_at_X], stage_X]
+        delta[:, 2] = np.bincount(cell_X, ms_X3[:, 0] * scale_X2[:, 0], size)
+        outputs_X = (ms_X3[:, 1] + ms_X3[:, 2]) * scale_X2[:, 1]
+        delta[:, 3] = np.bincount(cell_X, outputs_X, size)
+        if bank.has_extra:
+            extra = bank.extra(p.row_X) * p.sign_X[:, None]
+            for n in range(2):
+                delta[:, n] += np.bincount(cell_X, extra[:, n], size)
+        new_RP = self.phases_LWP[lane_R, rank_R] + delta.reshape(len(lines), -1)
+        powers = self.raised(np.maximum(new_RP, 0.0) / self.unit_LP[lane_R])
+        powers -= self.powers_LWP[lane_R, rank_R]
+        first = np.flatnonzero(np.diff(cand_R, prepend=-1))
+        total_KP = self.total_LP[c.lane_K]
+        total_KP[cand_R[first]] += np.add.reduceat(powers, first, axis=0)
+        score = self.norm(total_KP, self.unit_LP[c.lane_K]) + self._reordering(c)
+        score += self.order_LS[c.lane_K].sum(axis=1)
+        return score
+
+    def apply(self, c: Changes) -> None:
+        """Change lanes in place; those that go must be there."""
+        num_tables, num_ranks = len(self.bank.dims_T), self.bank.task.world_size
+        lane = c.lane_K[c.cand_N]
+        self.num_changes += 1
+        key_N = (lane * num_tables + c.table_N) * num_ranks + c.rank_N
+        mine = (self.lane_N * num_tables + self.table_N) * num_ranks + self.rank_N
+        kept = ~np.isin(mine, key_N[c.sign_N < 0])
+        new = np.flatnonzero(c.sign_N > 0)
+        self.lane_N, self.table_N, self.rank_N, self.width_N = (
+            np.concatenate([a[kept], b[new]])
+            for a, b in (
+                (self.lane_N, lane),
+                (self.table_N, c.table_N),
+                (self.rank_N, c.rank_N),
+                (self.width_N, c.width_N),
+            )
+        )
+        if self.num_changes % STEPS_PER_REFRESH == 0:
+            self.refresh()
+            return
+        self._predict(self._add(lane, c.table_N, c.rank_N, c.width_N, c.sign_N))
+        self.summarise()
+
+
+def spread_out(count_N: Ints) -> tuple[Ints, Ints]:
+    """Repeat places: `X` places, and the number of each among its own."""
+    place = np.repeat(np.arange(len(count_N)), count_N)
+    starts = np.cumsum(count_N) - count_N
+    return place, np.arange(len(place)) - starts[place]
+
+
+def grouped(key_X: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return the keys that there are, where each begins, and the order by key."""
+    order = np.argsort(key_X, kind="stable")
+    ordered = key_X[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
+    return ordered[starts], starts, order

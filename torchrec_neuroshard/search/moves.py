@@ -1,0 +1,381 @@
+"""List what hot ranks may give to cold ones, in many lanes at once.
+
+A transfer moves a shard, or columns of it; a swap exchanges two shards. All are scored
+by sums of the shards' costs, so that only the best few need be evaluated exactly.
+
+Shapes: see `lanes`; `A` lanes that are improved, `H` hot ranks of a lane, `C` cold ones
+that each may give to, `4` phases of a stage.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes
+from torchrec_neuroshard.search.shards import Floats, Ints
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+
+__all__ = ["Moves", "best_of"]
+
+NUM_COLD = 8
+"""Ranks that a hot rank may give to in one step."""
+LEAST_HOT, MOST_HOT = 3, 32
+"""Ranks of a lane that give in one step: a quarter, but so many."""
+SWAP_SHIFTS = (-1, 0)
+"""Shards of a cold rank that are tried in exchange for one of a hot rank: those of the
+next lower and higher cost than would even the two ranks out."""
+
+
+class _Transfers(NamedTuple):
+    """Columns of a piece that go to another rank."""
+
+    lane_K: Ints
+    piece_K: Ints
+    table_K: Ints
+    source_K: Ints
+    target_K: Ints
+    width_K: Ints
+    """Of the piece."""
+    moved_K: Ints
+    held_K: Ints
+    """Columns of the table that the target holds already."""
+
+    def pick(self, index: Ints) -> _Transfers:
+        return _Transfers(*(values[index] for values in self))
+
+
+class Moves:
+    """Transfers and swaps of some lanes.
+
+    Attributes:
+        gain_K: How much lower the score gets by each, about [ms].
+        lane_K: Lanes.
+        source_K: Ranks that give.
+        target_K: Ranks that take.
+    """
+
+    def __init__(self, lanes: Lanes, active_A: Ints, number: int = 0) -> None:
+        """List them.
+
+        Args:
+            lanes: All lanes.
+            active_A: Those to list moves of.
+            number: Of the step: shifts which cold ranks each hot one may give to.
+        """
+        bank = lanes.bank
+        self._lanes, self._bank = lanes, bank
+        num_ranks = bank.task.world_size
+        own = np.isin(lanes.lane_N, active_A) & bank.moves_T[lanes.table_N]
+        own_N = np.flatnonzero(own)
+        cost_N = bank.total_ms(lanes.table_N[own_N], lanes.width_N[own_N])
+        self._most = float(cost_N.max(initial=0.0)) * 1.001 + 1e-12
+        # By lane, rank and cost: what a rank holds lies side by side.
+        key_N = lanes.lane_N[own_N] * num_ranks + lanes.rank_N[own_N]
+        sort_N = key_N + cost_N / self._most
+        order = np.argsort(sort_N, kind="stable")
+        own_N, self._key_N, self._sort_N = own_N[order], key_N[order], sort_N[order]
+        self._cost_N = cost_N[order]
+        self._lane_N, self._table_N = lanes.lane_N[own_N], lanes.table_N[own_N]
+        self._rank_N, self._width_N = lanes.rank_N[own_N], lanes.width_N[own_N]
+        whole = self._whole_transfers(active_A, number)
+        excess_K = (
+            lanes.load_LW[whole.lane_K, whole.source_K]
+            - lanes.load_LW[whole.lane_K, whole.target_K]
+        ) / 2
+        transfers = self._with_parts(whole, excess_K)
+        self._transfers = transfers.pick(self._legal(transfers))
+        self._mine_K, self._theirs_K = self._swaps(whole, excess_K)
+        t, mine = self._transfers, self._mine_K
+        self.gain_K: Floats = np.concatenate(
+            [self._gain_of_transfers(), self._gain_of_swaps()]
+        )
+        self.lane_K: Ints = np.concatenate([t.lane_K, self._lane_N[mine]])
+        self.source_K: Ints = np.concatenate([t.source_K, self._rank_N[mine]])
+        self.target_K: Ints = np.concatenate([t.target_K, self._rank_N[self._theirs_K]])
+
+    def _pairs(self, active_A: Ints, number: int) -> tuple[Ints, Ints]:
+        """Return the hot ranks, `A x H`, and the cold ones of each, `A x H x C`."""
+        lanes, num_ranks = self._lanes, self._bank.task.world_size
+        least = min(LEAST_HOT, num_ranks - 1)
+        num_hot = int(np.clip(num_ranks // 4, least, MOST_HOT))
+        hot_AH = np.argsort(-lanes.weights()[active_A], axis=1, kind="stable")
+        by_load_AW = np.argsort(lanes.load_LW[active_A], axis=1, kind="stable")
+        if num_ranks <= NUM_COLD + 1:
+            cold_AHC = np.repeat(by_load_AW[:, None], num_hot, axis=1)
+            return hot_AH[:, :num_hot], cold_AHC
+        # Hot ranks get different cold ones, so that many can give in one step.
+        pool = min(num_ranks - num_hot, max(NUM_COLD, 2 * num_hot))
+        stride = max(1, pool // NUM_COLD)
+        place_HC = np.arange(num_hot)[:, None] + np.arange(NUM_COLD) * stride + number
+        return hot_AH[:, :num_hot], by_load_AW[:, place_HC % pool]
+
+    def _whole_transfers(self, active_A: Ints, number: int) -> _Transfers:
+        """Return all shards of hot ranks with each of their cold ranks."""
+        lanes = self._lanes
+        hot_AH, cold_AHC = self._pairs(active_A, number)
+        slot_LW = np.full(lanes.load_LW.shape, -1)
+        slot_LW[active_A[:, None], hot_AH] = np.arange(hot_AH.size).reshape(
+            hot_AH.shape
+        )
+        slot_N = slot_LW[self._lane_N, self._rank_N]
+        given = np.flatnonzero(slot_N >= 0)
+        cold_SC = cold_AHC.reshape(hot_AH.size, cold_AHC.shape[2])
+        piece = np.repeat(given, cold_SC.shape[1])
+        target = cold_SC[slot_N[given]].reshape(-1)
+        other = np.flatnonzero(target != self._rank_N[piece])
+        piece, target = piece[other], target[other]
+        lane, table = self._lane_N[piece], self._table_N[piece]
+        width = self._width_N[piece]
+        held = self._held(lane, table, target)
+        source = self._rank_N[piece]
+        return _Transfers(lane, piece, table, source, target, width, width, held)
+
+    def _with_parts(self, whole: _Transfers, excess_K: Floats) -> _Transfers:
+        """Return the transfers, and where shards may be uneven those of columns."""
+        if not self._bank.task.uneven:
+            return whole
+        # A half, the share that evens out the two ranks, and the least there is.
+        width = whole.width_K
+        share = excess_K / np.maximum(self._cost_N[whole.piece_K], 1e-12)
+        even = (width * np.clip(share, 0.0, 1.0)).astype(np.int64) // COLUMN_MULTIPLE
+        parts = [whole]
+        for moved in (
+            width // (2 * COLUMN_MULTIPLE) * COLUMN_MULTIPLE,
+            even * COLUMN_MULTIPLE,
+            (even + 1) * COLUMN_MULTIPLE,
+            self._bank.narrowest_T[whole.table_K],
+        ):
+            some = np.flatnonzero((moved > 0) & (moved < width))
+            parts.append(whole.pick(some)._replace(moved_K=moved[some]))
+        return _Transfers(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def _held(self, lane_K: Ints, table_K: Ints, rank_K: Ints) -> Ints:
+        """Return the columns of tables that ranks hold, 0 for none."""
+        held_K: Ints = np.zeros(len(lane_K), dtype=np.int64)
+        split = np.flatnonzero(self._lanes.pieces_LT[lane_K, table_K] > 1)
+        if not len(split):
+            return held_K
+        num_tables, num_ranks = len(self._bank.dims_T), self._bank.task.world_size
+        key_N = (self._lane_N * num_tables + self._table_N) * num_ranks + self._rank_N
+        order = np.argsort(key_N, kind="stable")
+        asked = (lane_K[split] * num_tables + table_K[split]) * num_ranks
+        asked += rank_K[split]
+        at = np.minimum(np.searchsorted(key_N[order], asked), len(key_N) - 1)
+        found = key_N[order[at]] == asked
+        held_K[split[found]] = self._width_N[order[at[found]]]
+        return held_K
+
+    # What is allowed.
+
+    def _legal(self, t: _Transfers) -> Ints:
+        """Return the transfers within memory and the rules on ranks and widths."""
+        bank, lanes = self._bank, self._lanes
+        narrowest_K = bank.narrowest_T[t.table_K]
+        after_K, grown_K = t.width_K - t.moved_K, t.held_K + t.moved_K
+        whole = (after_K == 0) & (t.held_K == 0)
+        shards_K = lanes.pieces_LT[t.lane_K, t.table_K] - (after_K == 0)
+        shards_K = shards_K + (t.held_K == 0)
+        fine = (after_K == 0) | (after_K >= narrowest_K)
+        fine &= (grown_K >= narrowest_K) | (grown_K == bank.dims_T[t.table_K]) | whole
+        fine &= (shards_K <= bank.most_T[t.table_K]) | (shards_K <= 1) | whole
+        if not bank.task.uneven:
+            # All shards of a table keep one width.
+            fine &= whole
+        more_MK = bank.sizes(t.table_K, grown_K) - bank.sizes(t.table_K, t.held_K)
+        for used_LW, caps_W, more_K in zip(
+            lanes.bytes_MLW, bank.caps_MW, more_MK, strict=True
+        ):
+            fine &= used_LW[t.lane_K, t.target_K] + more_K <= caps_W[t.target_K]
+        if bank.rules:
+            fine &= self._allowed(t.lane_K, t.table_K, t.target_K, t.held_K > 0)
+        return np.flatnonzero(fine)
+
+    def _allowed(
+        self,
+        lane_K: Ints,
+        table_K: Ints,
+        rank_K: Ints,
+        held_K: Bools,
+        leaving_K: Ints | None = None,
+    ) -> Bools:
+        """Whether the rules let ranks take tables, while others leave in exchange."""
+        rules = self._bank.rules
+        fine: Bools = np.ones(len(lane_K), dtype=bool)
+        if rules.allowed_TW is not None:
+            fine &= rules.allowed_TW[table_K, rank_K]
+        if rules.num_sets:
+            sets_KS = rules.sets_TK[table_K]
+            real_KS = sets_KS < rules.num_sets
+            where = lane_K[:, None], sets_KS, rank_K[:, None]
+            others_KS = self._lanes.occupants_LAW[where] - (held_K[:, None] & real_KS)
+            if leaving_K is not None:
+                theirs_KS = rules.sets_TK[leaving_K]
+                shared = (sets_KS[:, :, None] == theirs_KS[:, None, :]).any(axis=2)
+                others_KS = others_KS - (shared & real_KS)
+            fine &= (others_KS <= 0).all(axis=1)
+        return fine
+
+    def _swaps(self, whole: _Transfers, excess_K: Floats) -> tuple[Ints, Ints]:
+        """Return pieces of hot ranks and pieces of cold ones to exchange."""
+        num_ranks = self._bank.task.world_size
+        alone = np.flatnonzero(whole.held_K == 0)
+        piece = whole.piece_K[alone]
+        key = whole.lane_K[alone] * num_ranks + whole.target_K[alone]
+        wish = np.clip(self._cost_N[piece] - excess_K[alone], 0.0, self._most)
+        at = np.searchsorted(self._sort_N, key + wish / self._most)
+        mine, theirs = [], []
+        for shift in SWAP_SHIFTS if len(self._key_N) else ():
+            back = np.clip(at + shift, 0, len(self._key_N) - 1)
+            found = np.flatnonzero(self._key_N[back] == key)
+            mine.append(piece[found])
+            theirs.append(back[found])
+        none = np.zeros(0, dtype=np.int64)
+        mine_K = np.concatenate([none, *mine])
+        theirs_K = np.concatenate([none, *theirs])
+        legal = self._swappable(mine_K, theirs_K)
+        return mine_K[legal], theirs_K[legal]
+
+    def _swappable(self, mine_K: Ints, theirs_K: Ints) -> Ints:
+        bank, lanes = self._bank, self._lanes
+        lane_K = self._lane_N[mine_K]
+        one_K, two_K = self._table_N[mine_K], self._table_N[theirs_K]
+        source_K, target_K = self._rank_N[mine_K], self._rank_N[theirs_K]
+        fine = (self._held(lane_K, two_K, source_K) == 0) & (one_K != two_K)
+        if bank.limited:
+            more_MK = bank.sizes(one_K, self._width_N[mine_K])
+            more_MK = more_MK - bank.sizes(two_K, self._width_N[theirs_K])
+            for used_LW, caps_W, more_K in zip(
+                lanes.bytes_MLW, bank.caps_MW, more_MK, strict=True
+            ):
+                fine &= used_LW[lane_K, target_K] + more_K <= caps_W[target_K]
+                fine &= used_LW[lane_K, source_K] - more_K <= caps_W[source_K]
+        if bank.rules:
+            none_K = np.zeros(len(lane_K), dtype=bool)
+            fine &= self._allowed(lane_K, one_K, target_K, none_K, two_K)
+            fine &= self._allowed(lane_K, two_K, source_K, none_K, one_K)
+        return np.flatnonzero(fine)
+
+    # What they gain.
+
+    def _ms(self, lane_K: Ints, table_K: Ints, width_K: Ints) -> Floats:
+        """About how long shards take in their stage, `K x 4` [ms]."""
+        offset_T4, slope_T4 = self._bank.stage_affine
+        ms_K4 = offset_T4[table_K] * (width_K > 0)[:, None]
+        ms_K4 += slope_T4[table_K] * width_K[:, None]
+        stage_K = self._bank.stages_T[table_K]
+        ms_K4[:, 2:] *= self._lanes.scale_LS2[lane_K, stage_K]
+        return ms_K4
+
+    def _gain(
+        self,
+        lane_K: Ints,
+        stage_K: Ints,
+        changes: tuple[tuple[Ints, Floats], ...],
+    ) -> Floats:
+        """How much the norms of a stage's phases shrink, `K` [ms].
+
+        Args:
+            lane_K: Lanes.
+            stage_K: Stages.
+            changes: Ranks and what their phases change by, `K x 4`.
+        """
+        lanes = self._lanes
+        column_K4 = stage_K[:, None] * 4 + np.arange(4)
+        line_K1 = lane_K[:, None]
+        unit_K4 = lanes.unit_LP[line_K1, column_K4]
+        now_K4 = lanes.total_LP[line_K1, column_K4]
+        new_K4 = now_K4.copy()
+        for rank_K, change_K4 in changes:
+            where = line_K1, rank_K[:, None], column_K4
+            phases = np.maximum(lanes.phases_LWP[where] + change_K4, 0.0)
+            new_K4 += lanes.raised(phases / unit_K4) - lanes.powers_LWP[where]
+        root = 1.0 / lanes.power
+        gain: Floats = (unit_K4 * (now_K4**root - np.maximum(new_K4, 0.0) ** root)).sum(
+            axis=1
+        )
+        return gain
+
+    def _gain_of_transfers(self) -> Floats:
+        t = self._transfers
+        less = self._ms(t.lane_K, t.table_K, t.width_K - t.moved_K)
+        less -= self._ms(t.lane_K, t.table_K, t.width_K)
+        more = self._ms(t.lane_K, t.table_K, t.held_K + t.moved_K)
+        more -= self._ms(t.lane_K, t.table_K, t.held_K)
+        changes = ((t.source_K, less), (t.target_K, more))
+        return self._gain(t.lane_K, self._bank.stages_T[t.table_K], changes)
+
+    def _gain_of_swaps(self) -> Floats:
+        mine_K, theirs_K = self._mine_K, self._theirs_K
+        lane_K = self._lane_N[mine_K]
+        source_K, target_K = self._rank_N[mine_K], self._rank_N[theirs_K]
+        tables = self._table_N[mine_K], self._table_N[theirs_K]
+        ms = [
+            self._ms(lane_K, table_K, self._width_N[piece_K])
+            for table_K, piece_K in zip(tables, (mine_K, theirs_K), strict=True)
+        ]
+        one_K, two_K = (self._bank.stages_T[table_K] for table_K in tables)
+        same, odd = np.flatnonzero(one_K == two_K), np.flatnonzero(one_K != two_K)
+        gain_K = np.zeros(len(mine_K))
+        change = ms[0] - ms[1]
+        for some, stage_K, more in (
+            (same, one_K, change),
+            (odd, one_K, ms[0]),
+            (odd, two_K, -ms[1]),
+        ):
+            if len(some):
+                ends = (source_K[some], -more[some]), (target_K[some], more[some])
+                gain_K[some] += self._gain(lane_K[some], stage_K[some], ends)
+        return gain_K
+
+    def build(self, chosen: Ints) -> Changes:
+        """Return some of them as changes, in that order."""
+        num = len(self._transfers.lane_K)
+        at_t, at_s = np.flatnonzero(chosen < num), np.flatnonzero(chosen >= num)
+        t = self._transfers.pick(chosen[at_t])
+        mine, theirs = (p[chosen[at_s] - num] for p in (self._mine_K, self._theirs_K))
+        left, shared = t.width_K - t.moved_K, np.flatnonzero(t.held_K)
+        cut = np.flatnonzero(left)
+        one, two = self._table_N[mine], self._table_N[theirs]
+        source, target = self._rank_N[mine], self._rank_N[theirs]
+        own, others = self._width_N[mine], self._width_N[theirs]
+        rows = [
+            (at_t, t.table_K, t.source_K, t.width_K, -1),
+            (at_t[cut], t.table_K[cut], t.source_K[cut], left[cut], 1),
+            (at_t, t.table_K, t.target_K, t.held_K + t.moved_K, 1),
+            (
+                at_t[shared],
+                t.table_K[shared],
+                t.target_K[shared],
+                t.held_K[shared],
+                -1,
+            ),
+            (at_s, one, source, own, -1),
+            (at_s, one, target, own, 1),
+            (at_s, two, target, others, -1),
+            (at_s, two, source, others, 1),
+        ]
+        cand, table, rank, width, sign = (
+            np.concatenate([np.broadcast_to(row[n], len(row[0])) for row in rows])
+            for n in range(5)
+        )
+        order = np.argsort(cand, kind="stable")
+        return Changes(
+            cand[order],
+            table[order],
+            rank[order],
+            width[order],
+            sign[order],
+            self.lane_K[chosen],
+        )
+
+
+def best_of(gain_K: Floats, group_K: Ints, count: int) -> Ints:
+    """Return the places of the largest gains, at most so many of each group."""
+    order = np.lexsort((-gain_K, group_K))
+    ordered = group_K[order]
+    first = np.flatnonzero(np.diff(ordered, prepend=-1))
+    sizes = np.diff(first, append=len(ordered))
+    best: Ints = order[np.arange(len(ordered)) - np.repeat(first, sizes) < count]
+    return best
