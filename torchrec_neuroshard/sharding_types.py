@@ -18,6 +18,7 @@ __all__ = [
     "COLUMN_SHARDED_TYPES",
     "COLUMN_WISE",
     "SHARDING_TYPES",
+    "TABLE_COLUMN_WISE",
     "TABLE_WISE",
     "ShardingType",
 ]
@@ -70,11 +71,13 @@ class ShardingType:
 
 
 TABLE_WISE, COLUMN_WISE = "table_wise", "column_wise"
+TABLE_COLUMN_WISE = "table_column_wise"
+"""Columns are cut as by `COLUMN_WISE`, but all shards are in one node."""
 
 _ROWS = (
     ShardingType(name=TABLE_WISE),
     ShardingType(name=COLUMN_WISE, splits_columns=True),
-    ShardingType(name="table_column_wise", splits_columns=True),
+    ShardingType(name=TABLE_COLUMN_WISE, splits_columns=True),
     ShardingType(name="row_wise", block="world", splits_rows=True, pooled="row_wise"),
     ShardingType(
         name="table_row_wise",

@@ -19,7 +19,11 @@ from torchrec_neuroshard.placement import ColumnShard
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key, lower_plan
 from torchrec_neuroshard.planner.options.table_reader import TableReader, note_sharders
-from torchrec_neuroshard.planner.options.ways import is_placeable
+from torchrec_neuroshard.planner.options.ways import (
+    is_placeable,
+    node_ranks,
+    on_nodes,
+)
 
 pytestmark = ATTACHES_OPTIMIZERS
 
@@ -77,9 +81,15 @@ def test_what_is_column_sharded_and_placeable() -> None:
     ebc = make_ebc([(100, 256), (100, 10)])
     reader, options = options_of(ebc)
     columns = {k: o for k, o in options.items() if reader.is_column_sharded(o)}
-    placed = {k for k, o in columns.items() if is_placeable(o, reader, gpus())}
-    assert placed == {("t0", "table_wise", "fused"), ("t0", "column_wise", "fused")}
-    assert columns.keys() - placed == {("t0", "table_column_wise", "fused")}
+    types = ("table_wise", "column_wise", "table_column_wise")
+    assert columns.keys() == {("t0", kind, "fused") for kind in types}
+    assert all(is_placeable(o, reader, gpus()) for o in columns.values())
+    # Which of two nodes is left open.
+    by_node, nodes = columns[("t0", "table_column_wise", "fused")], gpus(2, 1)
+    assert not is_placeable(by_node, reader, nodes)
+    copies = on_nodes(by_node, nodes, 3)
+    assert all(is_placeable(o, reader, nodes) for o in copies)
+    assert [node_ranks(o, 1, 2) for o in copies] == [range(1, 2), range(1)]
     # No kernel is known for them.
     reader, options = options_of(make_ebc([(9, 16)], data_types={0: DataType.INT4}))
     assert not any(reader.is_column_sharded(o) for o in options.values())

@@ -30,6 +30,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.options.topologies import topology_for
 from torchrec_neuroshard.planner.parts.partitioners import SearchLog, SearchRecord
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
@@ -83,6 +84,31 @@ def test_small_tables_become_replicas_where_collectives_are_dear() -> None:
     assert types["t1"] != REPLICAS
     source = last_result(planner).predicted.compute_source
     assert source.endswith("estimated for 2 of 3 tables")
+
+
+@pytest.mark.parametrize("others", [[], [TABLE], [ROW, REPLICAS]])
+def test_columns_of_a_table_that_must_be_in_one_node_are_split_there(
+    others: list[str],
+) -> None:
+    constraints = by_table(
+        sharding_types=[["table_column_wise", *others]] * 4,
+        pooling_factors=[[40.0], *[[30.0]] * 3],
+    )
+    planner = make_planner(
+        4,
+        "cuda",
+        topology_arguments={"local_world_size": 2},
+        constraints=constraints,
+        cost_model=AnalyticCostModel(launch_ms=0.001, lookup_ns=0, byte_ns=1),
+        comms_model=AnalyticCommsModel(gb_per_s=1e6),
+        placement_constraints=PlacementConstraints(pin={"t0": [2, 3]}),
+    )
+    plan = planner.plan(make_ebc([(10_000, 128)] * 4), bag_sharders())
+    ranks = {name: [r for *_, r in held] for name, held in shards_of(plan).items()}
+    assert set(types_of(plan).values()) == {"table_column_wise"}
+    assert sorted(ranks["t0"]) == [2, 3]
+    nodes = [{rank // 2 for rank in own} for own in ranks.values()]
+    assert sorted(map(sorted, nodes)) == [[0], [0], [1], [1]]
 
 
 def test_a_grid_has_no_more_blocks_than_nodes() -> None:

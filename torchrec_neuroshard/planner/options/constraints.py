@@ -19,6 +19,7 @@ from torchrec_neuroshard.placement_rules import (
 )
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import table_name
+from torchrec_neuroshard.planner.options.ways import node_ranks
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
 __all__ = ["PlacementConstraints", "permits", "ranks_by_table", "too_few_ranks"]
@@ -178,6 +179,11 @@ def permits(rules: PlacementRules, option: ShardingOption, node_size: int) -> bo
         whole = option.tensor.shape[0] == sample_shards(option)[0].size[0]
         if not whole or option.sharding_type in _EVERY_RANK:
             return False
+    node = node_ranks(option, node_size, rules.world_size)
+    if node is not None and len(node) < rules.world_size:
+        # Tables that lie together would all have to be for the same node.
+        joined = any(table in tables for tables in rules.together)
+        return not joined and not set(node).isdisjoint(rules.ranks(table))
     if option.sharding_type in _EVERY_RANK:
         return table not in rules.allowed and not any(
             table in tables for tables in rules.apart

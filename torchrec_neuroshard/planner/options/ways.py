@@ -24,9 +24,8 @@ from torchrec_neuroshard.planner.options.table_reader import (
 from torchrec_neuroshard.planner.options.topologies import node_size
 from torchrec_neuroshard.sharding_types import (
     COLUMN_SHARDED_TYPES,
-    COLUMN_WISE,
     SHARDING_TYPES,
-    TABLE_WISE,
+    TABLE_COLUMN_WISE,
 )
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -34,8 +33,16 @@ __all__ = [
     "FreeOption",
     "is_placeable",
     "narrowest_shard",
+    "node_ranks",
+    "on_nodes",
     "other_grids",
 ]
+
+
+MOST_NODES = 8
+"""Nodes that a search may choose from for a table that is to be in one."""
+_NODE = "_neuroshard_node"
+"""Attribute of a table-column-wise option: the node that its shards are for."""
 
 
 class FreeOption(ShardingOption):
@@ -77,8 +84,10 @@ def is_placeable(
         return False
     if kind.in_columns:  # a search may leave them whole
         whole = int(option.tensor.shape[1])
-        searched = option.sharding_type in (TABLE_WISE, COLUMN_WISE)
-        return searched and whole <= max_columns(topology)
+        size, world_size = node_size(topology), int(topology.world_size)
+        anywhere = option.sharding_type != TABLE_COLUMN_WISE
+        is_free = anywhere or node_ranks(option, size, world_size) is not None
+        return is_free and whole <= max_columns(topology)
     size = kind.block_size(int(topology.world_size), node_size(topology))
     # Rows of a bucket stay together, and of ranks with unlike memory are unlike.
     rows, shards = int(option.tensor.shape[0]), sample_shards(option)
@@ -92,6 +101,43 @@ def is_placeable(
             for place, shard in enumerate(shards if listed else ())
         )
     )
+
+
+def on_nodes(
+    option: ShardingOption, topology: Topology, number: int
+) -> list[ShardingOption]:
+    """Return copies of a table-column-wise option, each for a node of its own.
+
+    Args:
+        option: Any; of another type there are none, nor where all ranks are one node.
+        topology: The devices to plan for.
+        number: Of the table. Where nodes are alike, a search takes the first copy:
+            that of the next table is for the next node. Of many nodes, a table is
+            offered the first `MOST_NODES` from there.
+    """
+    num_nodes = int(topology.world_size) // node_size(topology)
+    if option.sharding_type != TABLE_COLUMN_WISE or num_nodes == 1:
+        return []
+    found = []
+    for place in range(min(num_nodes, MOST_NODES)):
+        found.append(copy.copy(option))
+        vars(found[-1])[_NODE] = (number + place) % num_nodes
+    return found
+
+
+def node_ranks(option: ShardingOption, node_size: int, world_size: int) -> range | None:
+    """Return the ranks of the node that an option's shards are for.
+
+    Args:
+        option: Any.
+        node_size: Ranks of a node.
+        world_size: Ranks.
+
+    Returns:
+        None where no node is said: of several, see `on_nodes`.
+    """
+    node = vars(option).get(_NODE, 0 if node_size == world_size else None)
+    return None if node is None else range(node * node_size, (node + 1) * node_size)
 
 
 def other_grids(
@@ -165,7 +211,8 @@ def narrowest_shard(
     """
     if option.sharding_type not in COLUMN_SHARDED_TYPES:
         return int(sample_shards(option)[0].size[1])
-    if option.sharding_type != COLUMN_WISE or not is_pooled(option):
+    splits = SHARDING_TYPES[option.sharding_type].splits_columns
+    if not splits or not is_pooled(option):
         return int(option.tensor.shape[1])
     least = COLUMN_MULTIPLE * int(option.batch_size)
     if any(least % codec.row_values for codec in option_codecs(option)):

@@ -55,14 +55,13 @@ from torchrec_neuroshard.planner.parts.shard_estimators import (
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.schedules import PREFETCHING
-from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
+from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_COLUMN_WISE
 
 __all__ = ["NeuroShardEnumerator"]
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _ROW_WISE = ShardingType.ROW_WISE.value
-_TABLE_COLUMN_WISE = ShardingType.TABLE_COLUMN_WISE.value
 _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 
 _NEARLY_ALL = 0.9
@@ -78,8 +77,9 @@ class NeuroShardEnumerator(HookedEnumerator):
     Of tables that the cost model knows, options are left out that are no better than
     others which stay:
 
-    - table-column-wise ones: the search splits columns by itself, down to the
-      constraint's `min_partition` (default 4, on GPUs whose costs are an estimate 32);
+    - table-column-wise ones, where the table may be column-wise and no constraint asks
+      for them alone: the search splits columns by itself, down to the constraint's
+      `min_partition` (default 4, on GPUs whose costs are an estimate 32);
     - what kernels or collectives would refuse when they run;
     - table-row-wise ones where all ranks are in one node: row-wise is the same there;
     - kernels that read the host's memory, where no constraint asks for them and device
@@ -162,6 +162,10 @@ class NeuroShardEnumerator(HookedEnumerator):
             world_size=int(topology.world_size), constraints=constraints, profiles=None
         )
         self._wide: set[str] = set()
+        asked = [c.sharding_types or () for c in (constraints or {}).values()]
+        self._some_by_node = any(
+            TABLE_COLUMN_WISE in types and COLUMN_WISE not in types for types in asked
+        )
         self._one_node = topology.intra_group_size >= topology.world_size
         self._offloadable: set[str] = set()
         self._withheld: dict[str, frozenset[str]] = {}
@@ -281,8 +285,8 @@ class NeuroShardEnumerator(HookedEnumerator):
             return types
         if table in self._wide:
             types = [t for t in types if t in SPLITTING_TYPES] or types
-        if not {TABLE_WISE, COLUMN_WISE}.isdisjoint(types):
-            types = [t for t in types if t != _TABLE_COLUMN_WISE]
+        if COLUMN_WISE in types and not self._some_by_node:
+            types = [t for t in types if t != TABLE_COLUMN_WISE]
         if _ROW_WISE in types and self._one_node:
             types = [t for t in types if t not in _NODE_TYPES]
         return types

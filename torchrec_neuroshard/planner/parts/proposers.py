@@ -32,6 +32,7 @@ from torchrec_neuroshard.planner.options.ways import (
     FreeOption,
     is_placeable,
     narrowest_shard,
+    on_nodes,
     other_grids,
 )
 from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
@@ -121,6 +122,8 @@ class NeuroShardProposer(CostedPart, Proposer):
             self._enumerator.populate_estimates(others)
         for option in (*options, *others):
             self._by_table.setdefault(option.fqn, []).append(option)
+        for number, own in enumerate(self._by_table.values()):
+            own += [c for o in own for c in on_nodes(o, self._topology, number)]
 
     def propose(self) -> list[ShardingOption] | None:
         """Return the next proposal, None after the last one."""

@@ -49,11 +49,12 @@ from torchrec_neuroshard.planner.options.table_reader import (
     table_name,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size
-from torchrec_neuroshard.planner.options.ways import narrowest_shard
+from torchrec_neuroshard.planner.options.ways import narrowest_shard, node_ranks
 from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
+    TABLE_COLUMN_WISE,
     TABLE_WISE,
 )
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
@@ -162,8 +163,8 @@ class SearchSpace:
         Raises:
             PlannerError: A table is left no rank, or too few for any of its ways.
         """
-        whole = _whole_modules(tables)
-        tables = [_useful(ways, whole, rules, topology) for ways in tables]
+        whole, by_node = _whole_modules(tables), _node_modules(tables)
+        tables = [_useful(w, whole, by_node, rules, topology) for w in tables]
         listed = [option for ways in tables for option in ways]
         tier = device_tier(topology)
         known = _storages(listed, reader, enumerator, tier)
@@ -185,7 +186,7 @@ class SearchSpace:
                 ),
                 max_shards=tuple(most),
                 uneven=not is_accelerator(topology.compute_device),
-                **_placement_fields(options, rules),
+                **_placement_fields(options, rules, node_size(topology)),
             ),
             _storages=tuple(storages),
             _may_be_table_wise=tuple(
@@ -245,7 +246,10 @@ class SearchSpace:
             if option.sharding_type not in COLUMN_SHARDED_TYPES:
                 option.shards = _with_ranks(option, held[way])
             else:
-                if option.path not in column_wise:
+                if (
+                    option.sharding_type == COLUMN_WISE
+                    and option.path not in column_wise
+                ):
                     option.sharding_type = TABLE_WISE
                 rows = int(option.tensor.shape[0])
                 option.shards = [
@@ -301,13 +305,15 @@ def _may_be_table_wise(constraint: ParameterConstraints | None) -> bool:
 def _useful(
     ways: Sequence[ShardingOption],
     whole_modules: Collection[str],
+    node_modules: Collection[str],
     rules: PlacementRules,
     topology: Topology,
 ) -> list[ShardingOption]:
     """Leave out ways that others include, and those that rules have no ranks for.
 
     A table that may be split may stay whole: table-wise shards are of use only where
-    another table of the module can be nothing else, so that both share a kernel.
+    another table of the module can be nothing else, so that both share a kernel. So
+    are table-column-wise ones of a table that may be column-wise.
     """
     size = node_size(topology)
     kept = [o for o in ways if permits(rules, o, size)] if rules else list(ways)
@@ -317,6 +323,13 @@ def _useful(
             message=too_few_ranks(ways, "is proposed"),
         )
     columns = {o.compute_kernel for o in kept if o.sharding_type == COLUMN_WISE}
+    kept = [
+        o
+        for o in kept
+        if o.sharding_type != TABLE_COLUMN_WISE
+        or o.compute_kernel not in columns
+        or o.path in node_modules
+    ]
     if not is_pooled(ways[0]):
         # Sequences are not split: table-wise shards are the same.
         whole = {o.compute_kernel for o in kept if o.sharding_type == TABLE_WISE}
@@ -410,6 +423,16 @@ def _whole_modules(tables: Sequence[Sequence[ShardingOption]]) -> set[str]:
         for ways in tables
         if {o.sharding_type for o in ways if o.sharding_type in COLUMN_SHARDED_TYPES}
         == {TABLE_WISE}
+    }
+
+
+def _node_modules(tables: Sequence[Sequence[ShardingOption]]) -> set[str]:
+    """Modules with a table that can be split by columns only inside a node."""
+    kinds = [(ways[0].path, {o.sharding_type for o in ways}) for ways in tables]
+    return {
+        path
+        for path, own in kinds
+        if TABLE_COLUMN_WISE in own and COLUMN_WISE not in own
     }
 
 
@@ -520,13 +543,19 @@ def _host_fields(
 
 
 def _placement_fields(
-    options: Sequence[ShardingOption], rules: PlacementRules
+    options: Sequence[ShardingOption], rules: PlacementRules, node_size: int
 ) -> dict[str, Any]:
     """Fields of a task that say which ranks its tables may be on, and with whom."""
+    nodes = [node_ranks(o, node_size, rules.world_size) for o in options]
     if not rules:
-        return {}
+        return {"allowed_ranks": tuple(tuple(node or ()) for node in nodes)}
     tables = [rules.index[table_name(o)] for o in options]
-    ranks_T = tuple(rules.allowed.get(table) for table in tables)
+    ranks_T = tuple(
+        rules.allowed.get(table)
+        if node is None
+        else tuple(r for r in rules.ranks(table) if r in node)
+        for table, node in zip(tables, nodes, strict=True)
+    )
     for table, ranks in zip(tables, ranks_T, strict=True):
         if ranks == ():
             raise PlannerError(
