@@ -12,6 +12,8 @@ earlier.json` sets plans and seconds beside those of an earlier call.
 - TorchRec's planner plans by default and with splits down to 32 columns, each with its
   default proposers and with dynamic programming.
 - NeuroShard's loops run on the same costs, table- and column-wise.
+- `--ablate` plans with every sharding type, and again without one stage of the search
+  each: what does it buy?
 
 Nothing is trained: milliseconds are predictions of one cost model, which prices all
 plans: a model of CPU kernels (`cpu`), or the estimate for an H100 (`h100`). Both plan
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import importlib
 import json
 import logging
 import math
@@ -114,6 +117,22 @@ TORCHREC = {
 """Method -> narrowest column shard, and whether it plans by dynamic programming."""
 PAPER = "neuroshard"
 METHODS = (*OURS, *TORCHREC, PAPER)
+WHOLE = "ours, free"
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "without restarts": {"restarts": 0},
+    "without lanes": {"descent.MOST_LANES": 1, "descent.NUM_STARTS": 1},
+    "without other starts": {"construct.START_SHARES": (math.inf,)},
+    "without other choices": {"default.NUM_CHOICES": 1, "default.NUM_UNIFORM": 0},
+    "without switched ways": {
+        "descent._switched": lambda lanes, most: lanes.take(np.zeros(0, dtype=np.int64))
+    },
+    "without layouts": {"descent._lay_out": lambda lanes, active: active[:0]},
+    "without swaps": {"moves.SWAP_SHIFTS": ()},
+    "without many pairs at once": {"moves.LEAST_HOT": 1, "moves.MOST_HOT": 1},
+    "without a sharper last norm": {"descent.FINAL_POWER": 32},
+    "with a quick bound": {"bound": "quick"},
+}
+"""Method -> settings of the search, and what stands in its modules instead."""
 PRODUCTION = ((50, 4), (100, 8), (200, 8), (1_000, 64), (2_000, 128), (10_000, 512))
 """Tables and ranks."""
 EXACT = ((1e8, 256, 20), (3e8, 128, 5), (1e9, 128, 1), (2e9, 64, 50), (5e9, 64, 1))
@@ -308,7 +327,17 @@ def measure(task: Task, method: str, limit: float) -> dict[str, Any]:
     elif method == PAPER:
         planner = ours("neuroshard", sharding_types=COLUMNS)
     else:
-        planner = ours(SearchConfig(progress=note), **OURS[method])
+        config = SearchConfig(progress=note)
+        for name, value in ABLATIONS.get(method, {}).items():
+            module_name, _, constant = name.rpartition(".")
+            if module_name:  # of this process, which plans no other way
+                own = importlib.import_module(
+                    f"torchrec_neuroshard.search.{module_name}"
+                )
+                setattr(own, constant, value)
+            else:
+                config = dataclasses.replace(config, **{name: value})
+        planner = ours(config, **OURS.get(method, OURS[WHOLE]))
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with (
         mock.patch.object(time, "monotonic", time.process_time),
@@ -379,7 +408,7 @@ def execute(task: Task, method: str, limit: float) -> dict[str, Any]:
 
 def too_slow(task: Task, method: str, rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether a rival did not end on a smaller task of the family."""
-    return method not in OURS and any(
+    return method not in {*OURS, *ABLATIONS} and any(
         row["method"] == method
         and row["family"] == task.family
         and row["size"] <= len(task.tables) * task.ranks
@@ -421,6 +450,36 @@ def losses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return found
 
 
+def ablation(known: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
+    """Return what stages of the search buy, as a table; empty where none was left out.
+
+    Args:
+        known: Runs that ended, by method and task.
+    """
+    cells = []
+    for method in ABLATIONS:
+        pairs = [
+            (row, known[WHOLE, task])
+            for (name, task), row in known.items()
+            if name == method and (WHOLE, task) in known
+        ]
+        if pairs:
+            ms = [row["ms"] / whole["ms"] for row, whole in pairs]
+            took = [r["search_seconds"] / w["search_seconds"] for r, w in pairs]
+            mean = statistics.geometric_mean
+            cells.append(
+                [
+                    method,
+                    str(len(ms)),
+                    f"{mean(ms):.4f}",
+                    f"{max(ms):.4f}",
+                    f"{mean(took):.2f}",
+                ]
+            )
+    head = (f"over `{WHOLE}`", "tasks", "ms, mean", "worst", "search's seconds, mean")
+    return table(head, cells) if cells else ""
+
+
 def page(
     settings: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
@@ -433,7 +492,9 @@ def page(
         rows: Of all runs.
         before: Of an earlier call.
     """
-    best = {r["task"]: r["ms"] for r in rows if r["method"] == "ours" and "ms" in r}
+    known = {(r["method"], r["task"]): r for r in rows if "failed" not in r}
+    base = "ours" if any(method == "ours" for method, _ in known) else WHOLE
+    best = {task: r["ms"] for (method, task), r in known.items() if method == base}
     earlier = {(r["task"], r["method"]): r for r in before if "failed" not in r}
     cells, ratios = [], []
     for row in rows:
@@ -479,6 +540,7 @@ def page(
             "# Planning time and predicted cost of planners",
             str(__doc__),
             table(head, cells),
+            ablation(known),
             f"Plans over those before, geometric mean of {len(ratios)}: {mean}.",
             f"## Worse by more than {TOLERANCE:.1%}, or no plan",
             "\n".join(losses(rows)) or "None.",
@@ -493,20 +555,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tables", type=Path, help="JSON of published table sets")
     parser.add_argument("--only", default="*", help="names of tasks, by commas")
     parser.add_argument("--quick", action="store_true", help="some tasks")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
+    parser.add_argument(
+        "--methods", nargs="+", default=METHODS, choices=[*METHODS, *ABLATIONS]
+    )
+    parser.add_argument(
+        "--ablate", action="store_true", help="leave stages out in turn"
+    )
     parser.add_argument("--limit", type=float, default=120.0, help="CPU s, of a run")
     parser.add_argument("--before", type=Path, help="JSON of a call to compare with")
     parser.add_argument("--out", type=Path, required=True, help="path without suffix")
     options = parser.parse_args(arguments)
     before = json.loads(options.before.read_text())["rows"] if options.before else []
     settings = {**describe_run(), "limit": options.limit}
+    methods = [WHOLE, *ABLATIONS] if options.ablate else options.methods
     patterns = (QUICK if options.quick else options.only).split(",")
     rows: list[dict[str, Any]] = []
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for task in make_tasks(options.tables):
         if not any(fnmatch.fnmatchcase(task.name, p) for p in patterns):
             continue
-        for method in options.methods:
+        for method in methods:
             if too_slow(task, method, rows):
                 continue
             rows.append(execute(task, method, options.limit))

@@ -35,7 +35,8 @@ HOPELESS = 0.02
 NUM_TABLES, NUM_LAYOUTS = 4, 4
 """Tables of a lane that are laid out anew, and layouts evaluated exactly."""
 RACE_STEPS, FAR = 4, 1.03
-"""Steps after which lanes so far behind their goal are given up."""
+"""Steps after which lanes so far behind their goal are given up, and in large tasks
+after so many steps each time the worse half."""
 MIN_GAIN = 1e-7
 """Relative gain below which a change does not count."""
 MOST_LANES, LANE_TABLES = 32, 2_000
@@ -44,8 +45,9 @@ NUM_STARTS = 8
 """Lanes that are improved first, of those constructed."""
 NEAR = 1.1
 """Lanes that restarts go on from are no worse than this, relative to the best."""
-ROUND_GAIN = 1e-3
-"""Relative gain of a round that makes further ones worth while."""
+ROUND_GAIN, LARGE_TASK, MORE_GAIN = 1e-3, 200, 5
+"""Relative gain of a round that makes further ones worth while. Of more tables than
+that, whose rounds take longer, it is more, up to so many times."""
 ACCEPT_WORSE = 0.003
 """Mean relative loss at which a restart is gone on from although it is worse."""
 SMALL_TASK, MORE_ROUNDS = 32, 3
@@ -107,6 +109,7 @@ def descend(lanes: Lanes, effort: Effort, goal: float = math.inf) -> None:
         goal: Score that lanes are to reach.
     """
     active = np.arange(lanes.num_lanes)
+    is_large = len(lanes.bank.task.ways) > LARGE_TASK
     for number in range(MOST_STEPS):
         if not len(active) or effort.is_over:
             break
@@ -123,6 +126,9 @@ def descend(lanes: Lanes, effort: Effort, goal: float = math.inf) -> None:
         active = gained[np.sort(np.unique(score, return_index=True)[1])]
         if number + 1 >= RACE_STEPS:
             active = active[lanes.score_L[active] < goal * FAR]
+        if is_large and (number + 1) % RACE_STEPS == 0:
+            better = np.argsort(lanes.score_L[active], kind="stable")
+            active = np.sort(active[better[: -(-len(active) // 2)]])
 
 
 def _move(lanes: Lanes, active: Ints, number: int) -> Ints:
@@ -178,12 +184,13 @@ def _pieces_of(lanes: Lanes, lane_Q: Ints, table_Q: Ints) -> tuple[Ints, Ints]:
 def _lay_out(lanes: Lanes, active: Ints) -> Ints:
     """Lay out one table of each lane anew where that pays; the lanes that gained."""
     bank = lanes.bank
-    pieces = _hot_pieces(lanes, active, NUM_TABLES)
+    most = max(NUM_TABLES, bank.task.world_size // NUM_TABLES)
+    pieces = _hot_pieces(lanes, active, most)
     if bank.others:
         own = np.flatnonzero(np.isin(lanes.lane_N, active))
         saved = bank.saved_ms_T[lanes.table_N[own]]
         own, saved = own[np.isfinite(saved)], saved[np.isfinite(saved)]
-        saving = own[best_of(saved, lanes.lane_N[own], NUM_TABLES)]
+        saving = own[best_of(saved, lanes.lane_N[own], most)]
         pieces = np.concatenate([pieces, saving])
     num_tables = len(bank.dims_T)
     pairs = np.unique(lanes.lane_N[pieces] * num_tables + lanes.table_N[pieces])
@@ -207,13 +214,23 @@ def _lay_out(lanes: Lanes, active: Ints) -> Ints:
     unit_KP = lanes.unit_LP[changes.lane_K]
     powers = lanes.raised(phases / unit_KP[:, None])
     about_K = lanes.norm(powers.sum(axis=1), unit_KP)
-    changes = changes.pick(np.sort(best_of(-about_K, changes.lane_K, NUM_LAYOUTS)))
+    exact = np.sort(best_of(-about_K, changes.lane_K, NUM_LAYOUTS * most // NUM_TABLES))
+    changes = changes.pick(exact)
     gain_K = lanes.score_L[changes.lane_K] - lanes.evaluate(changes)
-    best = best_of(gain_K, changes.lane_K, 1)
-    best = best[gain_K[best] > MIN_GAIN * lanes.score_L[changes.lane_K[best]]]
-    if len(best):
-        lanes.apply(changes.pick(best))
-    return np.unique(changes.lane_K[best])
+    pays = gain_K > MIN_GAIN * lanes.score_L[changes.lane_K]
+    used: set[tuple[int, int]] = set()
+    chosen = []
+    for k in np.argsort(-gain_K, kind="stable")[: int(pays.sum())].tolist():
+        start, end = np.searchsorted(changes.cand_N, [k, k + 1])
+        place, offset = spread_out(bank.block_T[changes.table_N[start:end]])
+        lane, rank_X = int(changes.lane_K[k]), changes.rank_N[start:end][place] + offset
+        touched = {(lane, rank) for rank in rank_X.tolist()}
+        if not used & touched:
+            used |= touched
+            chosen.append(k)
+    if chosen:
+        lanes.apply(changes.pick(np.array(chosen)))
+    return np.unique(changes.lane_K[chosen])
 
 
 def _changed(lanes: Lanes, draft: Draft) -> Lanes:
@@ -342,12 +359,13 @@ def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
     lanes = lanes.take(_order(lanes.score_L))
     rng = np.random.default_rng(config.seed)
     patience = config.restarts * float(np.clip(SMALL_TASK / num_tables, 1, MORE_ROUNDS))
+    worth = 1 - ROUND_GAIN * float(np.clip(num_tables / LARGE_TASK, 1, MORE_GAIN))
     misses, switched = 0, math.inf
     for _ in range(MOST_ROUNDS):
         if misses >= patience or effort.is_over:
             break
         before_ms, leader = effort.best_ms, float(lanes.score_L[0])
-        if bank.others and leader < switched * (1 - ROUND_GAIN):
+        if bank.others and leader < switched * worth:
             # The lane at hand with each of its costly tables in another way.
             switched = leader
             trial = _switched(lanes.take(np.zeros(1, dtype=np.int64)), max(2 * size, 8))
@@ -361,7 +379,7 @@ def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
             misses += 1
             both = _succeeded(lanes, trial, rng)
         lanes = both.take(_order(both.score_L)[:size])
-        if effort.best_ms < before_ms * (1 - ROUND_GAIN):
+        if effort.best_ms < before_ms * worth:
             misses = 0
     final = Lanes.of(
         bank,
