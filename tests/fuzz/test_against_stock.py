@@ -120,6 +120,25 @@ FOUND = {
         ],
         batch_size=589,
     ),
+    "rows cut by unlike memory are no way of a search, which had no even ones": case(
+        "ebc",
+        [
+            table(name="t1", rows=3, dim=256, features=["f", "g"]),
+            table(name="t2", rows=358664, dim=1024, features=["h", "i"]),
+        ],
+        {
+            "world_size": 4,
+            "custom": {"hbm_cap": [887 * 10**12, 3237 * 10**12, 2313 * 10**12, 10**15]},
+        },
+        {
+            "t1": {
+                "sharding_types": ["table_wise", "row_wise"],
+                "pooling_factors": [4.907, 0.75],
+                "batch_sizes": [862, 862],
+            }
+        },
+        batch_size=59,
+    ),
     "columns that must stay in a node were not split, so replicas were left": case(
         "ebc",
         [table(rows=10**7, dim=256)],

@@ -180,18 +180,20 @@ def test_pods_of_several_nodes() -> None:
 @pytest.mark.parametrize(
     ("caps", "rows", "kernel"),
     [
-        # The first and the last have an equal part.
-        ([100, 150, 50, 100], [10, 15, 5, 10], "fused"),
+        # An even part, 59 MiB, does not fit the third rank.
+        ([100, 150, 50, 100], [240_000, 360_000, 120_000, 240_000], "fused"),
+        # It fits, and ranks have as much to do.
+        ([100, 150, 50, 100], [10, 10, 10, 10], "fused"),
         # Buckets of five rows.
         ([200, 100, 100], [20, 10, 15], "dram_virtual_table"),
     ],
 )
-def test_unequal_memory_makes_unequal_row_shards(
+def test_unequal_memory_makes_unequal_row_shards_where_even_ones_do_not_fit(
     caps: list[int], rows: list[int], kernel: str
 ) -> None:
     virtual = kernel == "dram_virtual_table"
     buckets = {"use_virtual_table": True, "total_num_buckets": sum(rows) // 5}
-    table = bag_config(0, sum(rows), **buckets if virtual else {})
+    table = bag_config(0, sum(rows), 64, **buckets if virtual else {})
     data = CustomTopologyData({"hbm_cap": [cap * MIB for cap in caps]}, len(caps))
     topology = gpus(len(caps), custom_topology_data=data)
     limits = only(sharding_types=["row_wise"], compute_kernels=[kernel])
@@ -199,7 +201,8 @@ def test_unequal_memory_makes_unequal_row_shards(
     found = [m.shard_sizes[0] for m in entry_of(plan).sharding_spec.shards]
     stock = EmbeddingEnumerator(topology, 64, limits)
     [option] = stock.enumerate(bags(table), get_default_sharders())
-    assert found == rows == [s.size[0] for s in option.shards]
+    assert found == rows
+    assert (found == [s.size[0] for s in option.shards]) == (len(set(rows)) > 1)
 
 
 def test_tables_fit_what_a_reservation_leaves() -> None:

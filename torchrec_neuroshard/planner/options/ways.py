@@ -14,7 +14,10 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_neuroshard.planner.options.spread_options import sample_shards
+from torchrec_neuroshard.planner.options.spread_options import (
+    SpreadOption,
+    sample_shards,
+)
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     is_pooled,
@@ -31,6 +34,7 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [
     "FreeOption",
+    "even_rows",
     "is_placeable",
     "narrowest_shard",
     "node_ranks",
@@ -138,6 +142,39 @@ def node_ranks(option: ShardingOption, node_size: int, world_size: int) -> range
     """
     node = vars(option).get(_NODE, 0 if node_size == world_size else None)
     return None if node is None else range(node * node_size, (node + 1) * node_size)
+
+
+def even_rows(
+    option: ShardingOption, reader: TableReader, topology: Topology
+) -> list[ShardingOption]:
+    """Return a copy of a row-wise option with as many rows on each rank.
+
+    TorchRec cuts rows in proportion to the memory of ranks where a topology says that
+    it differs, which no search knows.
+
+    Args:
+        option: Any; of another type there is none, nor where rows are even or come in
+            buckets.
+        reader: Knows the table.
+        topology: The devices to plan for.
+
+    Returns:
+        Options without estimates.
+    """
+    kind = SHARDING_TYPES.get(option.sharding_type)
+    if kind is None or not kind.splits_rows or kind.block != "world":
+        return []
+    config = reader.config(option)
+    if config is None or config.use_virtual_table or isinstance(option, SpreadOption):
+        return []
+    rows, width = (int(n) for n in option.tensor.shape)
+    world_size = int(topology.world_size)
+    parts = [kind.rows_at(rank, rows, world_size) for rank in range(world_size)]
+    if [int(s.size[0]) for s in option.shards] == [count for _, count in parts]:
+        return []
+    other = copy.copy(option)
+    other.shards = [Shard(size=[n, width], offset=[first, 0]) for first, n in parts]
+    return [other]
 
 
 def other_grids(

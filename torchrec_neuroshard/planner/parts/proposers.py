@@ -30,6 +30,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
 from torchrec_neuroshard.planner.options.topologies import node_size
 from torchrec_neuroshard.planner.options.ways import (
     FreeOption,
+    even_rows,
     is_placeable,
     narrowest_shard,
     on_nodes,
@@ -89,14 +90,16 @@ class NeuroShardProposer(CostedPart, Proposer):
 
         Args:
             search_space: All options, with estimates.
-            enumerator: Estimates grids in other blocks than TorchRec's, and caches of
-                other sizes (see `ways`). None: these are not proposed.
+            enumerator: Estimates grids in other blocks than TorchRec's, even rows
+                where its are not, and caches of other sizes (see `ways`). None: these
+                are not proposed.
 
         Raises:
             ConfigError: Placement constraints contradict each other or the model, or
                 leave a table no way to be sharded.
         """
         self._by_table: dict[str, list[ShardingOption]] = {}
+        self._even: set[int] = set()
         self._search_space, self._enumerator = search_space, enumerator
         self._add(search_space)
         names = [table_name(options[0]) for options in self._by_table.values()]
@@ -116,7 +119,9 @@ class NeuroShardProposer(CostedPart, Proposer):
         if self._enumerator is not None:
             reader, topology = self.costs.reader, self._topology
             least, num_tables = self.costs.least_columns, len({o.fqn for o in options})
-            for option in options:
+            others += [e for o in options for e in even_rows(o, reader, topology)]
+            self._even |= set(map(id, others))
+            for option in (*options, *others):
                 others += other_grids(option, topology, self._constraints, least)
                 others += other_caches(option, topology, reader, num_tables)
             self._enumerator.populate_estimates(others)
@@ -229,7 +234,9 @@ class NeuroShardProposer(CostedPart, Proposer):
     def _memory_order(self, option: ShardingOption) -> tuple[Any, ...]:
         scarce = max(s.storage.hbm for s in sample_shards(option))
         other = max(s.storage.ddr for s in sample_shards(option))
-        return (self._is_faulty(option), scarce, other, *_name_order(option))
+        # Rows cut by the ranks' memory need a larger part of none than even ones.
+        is_even = id(option) in self._even
+        return (self._is_faulty(option), is_even, scarce, other, *_name_order(option))
 
     def _is_faulty(self, option: ShardingOption) -> bool:
         return self.costs.reader.run_fault(option, self._topology) is not None
