@@ -171,6 +171,9 @@ FOUND = {
 }
 """What was wrong -> the case."""
 
+WORSE = ("sequences whose ids a constraint gives weights cost two things",)
+"""Cases in which TorchRec splits sequences, which our search keeps whole."""
+
 
 @pytest.fixture(autouse=True)
 def quiet() -> Any:
@@ -183,6 +186,7 @@ def quiet() -> Any:
 def test_what_was_found_is_mended(wrong: str) -> None:
     outcome = against_stock.judge(FOUND[wrong])
     assert not outcome.startswith(("failure", "not built")), outcome
+    assert wrong in WORSE or not outcome.startswith("planned, worse"), outcome
 
 
 @pytest.mark.parametrize(
@@ -196,4 +200,4 @@ def test_a_sample(numbers: range) -> None:
     assert [o for o in outcomes if o.startswith("failure")] == []
     assert sum(o == "planned, no worse" for o in outcomes) > len(numbers) / 4
     # The search of this campaign is a short one.
-    assert sum(o.startswith("planned, worse") for o in outcomes) < len(numbers) / 20
+    assert sum(o.startswith("planned, worse") for o in outcomes) < len(numbers) / 50
