@@ -152,16 +152,6 @@ FOUND = {
         {"t0": {"sharding_types": ["table_column_wise", "table_wise"]}},
         batch_size=8192,
     ),
-    "tables did not join one whose columns must stay in a node": case(
-        "ebc",
-        [
-            table(rows=7518, dim=256),
-            table(name="t1", rows=4084, dim=96, features=["g"]),
-        ],
-        {"world_size": 3},
-        {"t1": {"sharding_types": ["table_column_wise"], "pooling_factors": [15.0]}},
-        batch_size=14119,
-    ),
     "what replicas beside another type take was in the bound of no shard": case(
         "ebc",
         [table(dim=64), table(name="t1", rows=1000, dim=12)],

@@ -86,13 +86,14 @@ def test_small_tables_become_replicas_where_collectives_are_dear() -> None:
     assert source.endswith("estimated for 2 of 3 tables")
 
 
-@pytest.mark.parametrize("others", [[], [TABLE], [ROW, REPLICAS]])
+@pytest.mark.parametrize("others", [[], [TABLE]])
+@pytest.mark.parametrize("pin", [{}, {"t0": [2, 3]}])
 def test_columns_of_a_table_that_must_be_in_one_node_are_split_there(
-    others: list[str],
+    others: list[str], pin: dict[str, list[int]]
 ) -> None:
     constraints = by_table(
         sharding_types=[["table_column_wise", *others]] * 4,
-        pooling_factors=[[40.0], *[[30.0]] * 3],
+        pooling_factors=[[400.0], *[[30.0]] * 3],
     )
     planner = make_planner(
         4,
@@ -101,14 +102,22 @@ def test_columns_of_a_table_that_must_be_in_one_node_are_split_there(
         constraints=constraints,
         cost_model=AnalyticCostModel(launch_ms=0.001, lookup_ns=0, byte_ns=1),
         comms_model=AnalyticCommsModel(gb_per_s=1e6),
-        placement_constraints=PlacementConstraints(pin={"t0": [2, 3]}),
+        placement_constraints=PlacementConstraints(pin=pin),
     )
     plan = planner.plan(make_ebc([(10_000, 128)] * 4), bag_sharders())
     ranks = {name: [r for *_, r in held] for name, held in shards_of(plan).items()}
     assert set(types_of(plan).values()) == {"table_column_wise"}
-    assert sorted(ranks["t0"]) == [2, 3]
-    nodes = [{rank // 2 for rank in own} for own in ranks.values()]
-    assert sorted(map(sorted, nodes)) == [[0], [0], [1], [1]]
+    own, other = ([2, 3], {0, 1}) if pin or 2 in ranks["t0"] else ([0, 1], {2, 3})
+    assert sorted(ranks.pop("t0")) == own
+    assert all(set(held) <= other for held in ranks.values())
+
+
+def test_tables_join_the_stage_of_one_that_must_be_in_one_node() -> None:
+    types = [["table_column_wise", COLUMN]] * 2 + [["table_column_wise"]]
+    constraints = by_table(sharding_types=types)
+    planner = make_planner(3, "cuda", constraints=constraints)
+    plan = planner.plan(make_ebc([(5000, 64)] * 3), bag_sharders())
+    assert set(types_of(plan).values()) == {"table_column_wise"}
 
 
 def test_a_grid_has_no_more_blocks_than_nodes() -> None:
