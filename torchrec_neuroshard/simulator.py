@@ -19,9 +19,8 @@ order of `PHASES`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -112,8 +111,6 @@ class PredictedCosts:
     uncertainty: float = 0.0
     """Relative standard deviation: of a rank's compute over the ensemble's nets, the
     largest; or, where kernels are estimated, of the path over samples of the error."""
-    is_sampled: bool = False
-    """Whether `uncertainty` is over samples of an estimate's error."""
     compute_source: str = "measured"
     comms_source: str = "datasheet, not measured"
     schedule: Schedule = SEQUENTIAL
@@ -344,38 +341,6 @@ class Simulator:
                 table_N[odd], width_N[odd], part_N[odd], share_N[odd], row_N[odd]
             )
         return PricedShards(row_N, extra, loads)
-
-    def under(self, encoder: ShardEncoder, comms_model: CommsModel) -> Simulator:
-        """Return a simulator of the same task by other costs.
-
-        Args:
-            encoder: Of another model; it knows all shards that are asked for.
-            comms_model: Collectives.
-        """
-        other = copy.copy(self)
-        other.encoder, other.cost_model = encoder, encoder.cost_model
-        other.comms_model = comms_model
-        return other
-
-    def repriced(
-        self, shards: PricedShards, table_N: Ints, width_N: Ints, rows_N: Ints
-    ) -> PricedShards:
-        """Price shards again that another simulator of the task priced (`under`).
-
-        Args:
-            shards: What the other one made of them.
-            table_N: Tables.
-            width_N: Columns.
-            rows_N: Rows.
-        """
-        odd = np.flatnonzero(self._estimated_T[table_N])
-        if not len(odd):
-            return shards
-        table_N, width_N, row_N = table_N[odd], width_N[odd], shards.row_N[odd]
-        part_N, share_N = self._parts(table_N, rows_N[odd])
-        extra_N2 = shards.extra_N2.copy()
-        extra_N2[odd] = self._extra(table_N, width_N, part_N, share_N, row_N)
-        return replace(shards, extra_N2=extra_N2)
 
     def _parts(self, table_N: Ints, rows_N: Ints | None) -> tuple[Ints, Floats]:
         """Parts of the encoder, and what share of its table's rows each has."""

@@ -144,7 +144,7 @@ def new_plan(case: Case, planner: Any, plan: Any) -> Any:
     if not case.by_hand:
         return replan(plan, **arguments)
     width_TW = np.array(case.by_hand)
-    search = "torchrec_neuroshard.planner.plans.replan.refine_within"
+    search = "torchrec_neuroshard.planner.plans.replan.improve_within"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, lambda *_: width_TW)
         return replan(plan, **arguments)

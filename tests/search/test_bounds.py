@@ -11,7 +11,7 @@ import pytest
 from tests.builders import make_tables, make_task, search
 from torchrec_neuroshard.search import SearchConfig, bounds
 from torchrec_neuroshard.search.bounds import lower_bound
-from torchrec_neuroshard.search.refine import Plan
+from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.shards import Ints, ShardBank
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -30,7 +30,7 @@ def balanced(num_tables: int) -> tuple[ShardBank, Ints]:
 
 def test_every_rank_pays_for_its_launch() -> None:
     bank, width_TW = balanced(40)
-    optimum = Plan(bank, width_TW).critical_ms
+    [optimum] = Lanes.of(bank, [width_TW]).critical_L
     found_ms = lower_bound(bank, [width_TW], 1.01 * optimum).ms
     assert found_ms == pytest.approx(optimum, rel=0.01)
     assert lower_bound(bank, [width_TW], optimum).ms <= optimum
@@ -45,7 +45,7 @@ def test_a_split_table_pays_for_its_lookups_again() -> None:
     width_TW = np.zeros((21, 4), dtype=np.int64)
     width_TW[0, 0] = 16
     width_TW[np.arange(1, 21), 1 + np.arange(20) % 3] = 16
-    critical_ms = Plan(bank, width_TW).critical_ms
+    [critical_ms] = Lanes.of(bank, [width_TW]).critical_L
     assert critical_ms == pytest.approx(3 * 400 * 1024 * 100e-6, rel=1e-3)
     found_ms = lower_bound(bank, [width_TW], critical_ms).ms
     assert found_ms == pytest.approx(critical_ms, rel=1e-3)
@@ -72,6 +72,6 @@ def test_where_a_solver_finds_no_prices_those_before_hold(
 
     monkeypatch.setattr(bounds, "optimize", SimpleNamespace(linprog=no_prices))
     bank, width_TW = balanced(30)
-    critical_ms = Plan(bank, width_TW).critical_ms
+    [critical_ms] = Lanes.of(bank, [width_TW]).critical_L
     assert 0 < lower_bound(bank, [width_TW], critical_ms).ms <= critical_ms
     assert calls

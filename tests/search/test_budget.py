@@ -15,8 +15,9 @@ from tests.fuzz.against_truth import layouts
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
-from torchrec_neuroshard.search.refine import Plan, refine_within
+from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
+from torchrec_neuroshard.search.within import improve_within
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -138,14 +139,15 @@ def test_shards_that_share_a_rank_cost_what_they_cost() -> None:
     twice = [in_order([8, 8], [0, 0]), in_order([16], [1])]
     budget = budget_of(task, twice, 0.0, equal_widths=True, keep_cuts=[0, 1])
     bank = bank_of(task)
-    joined = Plan(bank, budget.width_TW).critical_ms
+    [joined] = Lanes.of(bank, [budget.width_TW]).critical_L
     for table, width, parts in budget.doubled():
         bank.price_as(table, width, parts)
     placement = Placement(
         2, tuple(ColumnShard(t, *s) for t, shards in enumerate(twice) for s in shards)
     )
     expected = bank.simulator.evaluate(placement).critical_path_ms
-    assert Plan(bank, budget.width_TW).critical_ms == pytest.approx(expected)
+    [apart] = Lanes.of(bank, [budget.width_TW]).critical_L
+    assert apart == pytest.approx(expected)
     assert expected > joined
 
 
@@ -157,7 +159,7 @@ def test_best_plan_within_the_budget_is_reached(seed: int, share: float) -> None
     at_work = [in_order([dim], [int(rng.integers(0, 2))]) for dim in dims]
     limit = share * 4 * ROWS * sum(dims)
     budget, bank = budget_of(task, at_work, limit), bank_of(task)
-    found = refine_within(bank, budget, LIGHT, time.monotonic() + 600)
+    found = improve_within(bank, budget, LIGHT, time.monotonic() + 600)
 
     def cost(width_TW: Ints) -> float:
         placement = placement_from_widths(width_TW)
@@ -178,20 +180,22 @@ def test_nothing_is_moved_for_next_to_nothing() -> None:
     task = task_of([64, *[4] * 6], 2)
     at_work = [in_order([32, 32], [0, 1]), *[in_order([4], [0])] * 6]
 
-    def improved(min_gain: float) -> Plan:
+    def improved(min_gain: float) -> tuple[float, float]:
+        """The critical path, and the bytes that were moved."""
         budget = budget_of(task, at_work, np.inf, min_gain=min_gain)
         bank = bank_of(task)
-        found = refine_within(bank, budget, LIGHT, time.monotonic() + 600)
-        return Plan(bank, found, budget=budget)
+        found = improve_within(bank, budget, LIGHT, time.monotonic() + 600)
+        [critical_ms] = Lanes.of(bank, [found]).critical_L
+        return critical_ms, budget.bytes(np.arange(7), found).sum()
 
-    start, best = improved(0.999), improved(0.0)
-    assert start.moved_bytes == 0
-    saved = 1 - best.critical_ms / start.critical_ms
+    (start_ms, none), (best_ms, most) = improved(0.999), improved(0.0)
+    assert none == 0
+    saved = 1 - best_ms / start_ms
     assert saved > 0.01
-    assert improved(2 * saved).moved_bytes == 0
-    some = improved(saved / 2)
-    assert 0 < some.moved_bytes < best.moved_bytes
-    assert some.critical_ms <= best.critical_ms * (1 + saved / 2)
+    assert improved(2 * saved)[1] == 0
+    some_ms, some = improved(saved / 2)
+    assert 0 < some < most
+    assert some_ms <= best_ms * (1 + saved / 2)
 
 
 def test_memory_and_rules_hold_for_what_moves() -> None:
@@ -205,7 +209,7 @@ def test_memory_and_rules_hold_for_what_moves() -> None:
     at_work = [in_order([8], [0]) for _ in range(6)]
     budget = budget_of(task, at_work, np.inf, together=[(3, 4)])
     bank = bank_of(task)
-    found = refine_within(bank, budget, LIGHT, time.monotonic() + 600)
+    found = improve_within(bank, budget, LIGHT, time.monotonic() + 600)
     assert (found != budget.width_TW).any()
     assert found[0].tolist() == [8, 0, 0]
     assert (found[3] == found[4]).all() and (found[3] > 0).sum() == 1
@@ -213,3 +217,38 @@ def test_memory_and_rules_hold_for_what_moves() -> None:
     # Tables that were moved lie apart; what breaks a rule at work may go on to.
     if (found[1:3] != budget.width_TW[1:3]).any():
         assert not ((found[1] > 0) & (found[2] > 0)).any()
+
+
+def test_sets_that_move_as_one_leave_a_full_rank() -> None:
+    task = task_of([8] * 4, 2)
+    budget = budget_of(
+        task, [in_order([8], [0])] * 4, np.inf, together=[(0, 1), (2, 3)]
+    )
+    found = improve_within(bank_of(task), budget, LIGHT, time.monotonic() + 600)
+    assert (found[[0, 2]] == found[[1, 3]]).all()
+    assert sorted(found.argmax(axis=1).tolist()) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
+def test_what_moves_is_needed_and_paid_for(share: float) -> None:
+    rng = np.random.default_rng(4)
+    dims = rng.choice([8, 16, 32], 24).tolist()
+    task = task_of(dims, 4, uneven=False)
+    at_work = [in_order([dim], [int(rng.integers(0, 2))]) for dim in dims]
+    limit, config = share * 4 * ROWS * sum(dims), SearchConfig(restarts=0)
+    bank, every = bank_of(task), np.arange(24)
+
+    def improved(min_gain: float) -> tuple[Ints, MoveBudget, float]:
+        budget = budget_of(task, at_work, limit, min_gain=min_gain)
+        found = improve_within(bank, budget, config, time.monotonic() + 600)
+        assert budget.bytes(every, found).sum() <= limit
+        return found, budget, float(Lanes.of(bank, [found]).critical_L[0])
+
+    best_ms = improved(0.0)[2]
+    found, budget, _ = improved(0.05)
+    changed = np.flatnonzero((found != budget.width_TW).any(axis=1))
+    assert len(changed)
+    for table in changed:
+        back = found.copy()
+        back[table] = budget.width_TW[table]
+        assert Lanes.of(bank, [back]).critical_L[0] > best_ms * 1.05

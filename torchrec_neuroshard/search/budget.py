@@ -52,7 +52,6 @@ class MoveBudget:
         keep_cuts: Collection[int] = (),
         all_leave: bool = False,
         min_gain: float = 0.0,
-        max_candidates: int = 500,
     ) -> None:
         """Note where everything is.
 
@@ -68,14 +67,12 @@ class MoveBudget:
             keep_cuts: Of these tables, those that also stay cut as they are.
             all_leave: Whether no column of a table that changes may stay on its rank.
             min_gain: Part of the iteration for which nothing is moved.
-            max_candidates: Most candidates of a step that are evaluated exactly.
         """
         num_ranks, every = task.world_size, np.arange(len(task.tables))
         num_tables = len(every)
         self.limit_bytes = limit_bytes
         self.together = [list(tables) for tables in together]
         self.min_gain = min_gain
-        self.max_candidates = max_candidates
         self._at_work = list(at_work)
         self._equal_widths = equal_widths
         self._all_leave = all_leave

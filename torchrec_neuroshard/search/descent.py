@@ -13,20 +13,36 @@ Shapes: see `lanes`; `Q` lanes of a draft.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.construct import Draft
-from torchrec_neuroshard.search.lanes import Lanes, spread_out
+from torchrec_neuroshard.search.lanes import Changes, Lanes, spread_out
 from torchrec_neuroshard.search.moves import Moves, best_of
 from torchrec_neuroshard.search.shards import ALIGNMENT, Floats, Ints, ShardBank
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["Effort", "descend", "improve"]
+__all__ = [
+    "Effort",
+    "Step",
+    "changed",
+    "descend",
+    "disturbed",
+    "drafted",
+    "hot_pieces",
+    "improve",
+    "in_order",
+    "succeeded",
+]
+
+Step = Callable[[Lanes, Ints, int], Ints]
+"""Changes some lanes in place: all lanes, those to change, the number of the step ->
+the lanes that gained."""
 
 NUM_EXACT = 8
 """Moves of each hot rank that are evaluated exactly."""
@@ -100,24 +116,25 @@ class Effort:
             self._tell(self.best_ms)
 
 
-def descend(lanes: Lanes, effort: Effort, goal: float = math.inf) -> None:
+def descend(
+    lanes: Lanes, effort: Effort, goal: float = math.inf, step: Step | None = None
+) -> None:
     """Improve lanes in place until none gains.
 
     Args:
         lanes: Placements.
         effort: Deadline and observer.
         goal: Score that lanes are to reach.
+        step: What each step does. None: moves, or layouts where no move helps.
     """
+    step = step or _move_or_lay_out
     active = np.arange(lanes.num_lanes)
     is_large = len(lanes.bank.task.ways) > LARGE_TASK
     for number in range(MOST_STEPS):
         if not len(active) or effort.is_over:
             break
         before_L = lanes.score_L
-        gained = _move(lanes, active, number)
-        rest = np.setdiff1d(active, gained)
-        if len(rest):
-            gained = np.union1d(gained, _lay_out(lanes, rest))
+        gained = step(lanes, active, number)
         effort.see(lanes)
         # Collectives are exact only now, and may take back what a change gained.
         gained = gained[lanes.score_L[gained] < before_L[gained] * (1 - MIN_GAIN)]
@@ -131,6 +148,15 @@ def descend(lanes: Lanes, effort: Effort, goal: float = math.inf) -> None:
             active = np.sort(active[better[: -(-len(active) // 2)]])
 
 
+def _move_or_lay_out(lanes: Lanes, active: Ints, number: int) -> Ints:
+    """Apply the best moves of each lane, or the best layout where none helps."""
+    gained = _move(lanes, active, number)
+    rest = np.setdiff1d(active, gained)
+    if len(rest):
+        gained = np.union1d(gained, _lay_out(lanes, rest))
+    return gained
+
+
 def _move(lanes: Lanes, active: Ints, number: int) -> Ints:
     """Apply the best moves of each lane; return the lanes that gained."""
     moves = Moves(lanes, active, number)
@@ -140,26 +166,14 @@ def _move(lanes: Lanes, active: Ints, number: int) -> Ints:
     best = near[best_of(moves.gain_K[near], rank_K, NUM_EXACT)]
     if not len(best):
         return active[:0]
-    changes = moves.build(best)
-    gain_K = lanes.score_L[changes.lane_K] - lanes.evaluate(changes)
-    pays = gain_K > MIN_GAIN * lanes.score_L[changes.lane_K]
-    chosen = []
-    used: set[tuple[int, int]] = set()
-    for k in np.argsort(-gain_K, kind="stable")[: int(pays.sum())].tolist():
-        lane = int(changes.lane_K[k])
-        ends = {(lane, int(side[best[k]])) for side in (moves.source_K, moves.target_K)}
-        if pays[k] and not used & ends:
-            used |= ends
-            chosen.append(k)
-    if chosen:
-        lanes.apply(changes.pick(np.array(chosen)))
-    return np.unique(changes.lane_K[chosen])
+    return _apply_best(lanes, moves.build(best))
 
 
-def _hot_pieces(lanes: Lanes, active: Ints, most: int) -> Ints:
+def hot_pieces(lanes: Lanes, active: Ints, most: int) -> Ints:
     """Return the costliest pieces of hot ranks, so many of each lane."""
     bank = lanes.bank
-    own = np.flatnonzero(np.isin(lanes.lane_N, active))
+    moves = np.isin(lanes.lane_N, active) & ~bank.stays_T[lanes.table_N]
+    own = np.flatnonzero(moves)
     lane, table, rank = lanes.lane_N[own], lanes.table_N[own], lanes.rank_N[own]
     weight_LW = lanes.weights()
     worth = bank.total_ms(table, lanes.width_N[own])
@@ -181,11 +195,33 @@ def _pieces_of(lanes: Lanes, lane_Q: Ints, table_Q: Ints) -> tuple[Ints, Ints]:
     return line, order[first[line] + nth]
 
 
+def drafted(
+    lanes: Lanes, options: Sequence[tuple[int, int, int, int]]
+) -> tuple[Changes, Floats]:
+    """Place tables anew where they cost least.
+
+    Args:
+        lanes: Placements.
+        options: Lane, table, its new way and number of shards of columns.
+
+    Returns:
+        The options with room for all shards, and about what the score then is, `K`.
+    """
+    lane_Q, table_Q, way_Q, count_Q = np.array(options).T
+    draft = Draft.of(lanes, lane_Q, *_pieces_of(lanes, lane_Q, table_Q))
+    draft.place(np.arange(len(options)), way_Q, count_Q)
+    changes, good = draft.changes()
+    phases = draft.phases_LWS4[good].reshape(len(good), *lanes.phases_LWP.shape[1:])
+    unit_KP = lanes.unit_LP[changes.lane_K]
+    powers = lanes.raised(phases / unit_KP[:, None])
+    return changes, lanes.norm(powers.sum(axis=1), unit_KP)
+
+
 def _lay_out(lanes: Lanes, active: Ints) -> Ints:
     """Lay out one table of each lane anew where that pays; the lanes that gained."""
     bank = lanes.bank
     most = max(NUM_TABLES, bank.task.world_size // NUM_TABLES)
-    pieces = _hot_pieces(lanes, active, most)
+    pieces = hot_pieces(lanes, active, most)
     if bank.others:
         own = np.flatnonzero(np.isin(lanes.lane_N, active))
         saved = bank.saved_ms_T[lanes.table_N[own]]
@@ -204,25 +240,28 @@ def _lay_out(lanes: Lanes, active: Ints) -> Ints:
     ]
     if not options:
         return active[:0]
-    lane_Q, table_Q, way_Q, count_Q = np.array(options).T
-    draft = Draft.of(lanes, lane_Q, *_pieces_of(lanes, lane_Q, table_Q))
-    draft.place(np.arange(len(options)), way_Q, count_Q)
-    changes, good = draft.changes()
-    if not len(good):
+    changes, about_K = drafted(lanes, options)
+    if not len(changes):
         return active[:0]
-    phases = draft.phases_LWS4[good].reshape(len(good), lanes.load_LW.shape[1], -1)
-    unit_KP = lanes.unit_LP[changes.lane_K]
-    powers = lanes.raised(phases / unit_KP[:, None])
-    about_K = lanes.norm(powers.sum(axis=1), unit_KP)
     exact = np.sort(best_of(-about_K, changes.lane_K, NUM_LAYOUTS * most // NUM_TABLES))
-    changes = changes.pick(exact)
+    return _apply_best(lanes, changes.pick(exact))
+
+
+def _apply_best(lanes: Lanes, changes: Changes) -> Ints:
+    """Apply the best candidates that pay, of a lane those of different ranks.
+
+    Returns:
+        The lanes that changed.
+    """
     gain_K = lanes.score_L[changes.lane_K] - lanes.evaluate(changes)
     pays = gain_K > MIN_GAIN * lanes.score_L[changes.lane_K]
     used: set[tuple[int, int]] = set()
     chosen = []
-    for k in np.argsort(-gain_K, kind="stable")[: int(pays.sum())].tolist():
+    for k in np.argsort(-gain_K, kind="stable").tolist():
+        if not pays[k]:
+            continue
         start, end = np.searchsorted(changes.cand_N, [k, k + 1])
-        place, offset = spread_out(bank.block_T[changes.table_N[start:end]])
+        place, offset = spread_out(lanes.bank.block_T[changes.table_N[start:end]])
         lane, rank_X = int(changes.lane_K[k]), changes.rank_N[start:end][place] + offset
         touched = {(lane, rank) for rank in rank_X.tolist()}
         if not used & touched:
@@ -233,13 +272,12 @@ def _lay_out(lanes: Lanes, active: Ints) -> Ints:
     return np.unique(changes.lane_K[chosen])
 
 
-def _changed(lanes: Lanes, draft: Draft) -> Lanes:
-    """Return copies of lanes as a draft has changed them, where all found room."""
-    changes, _ = draft.changes()
+def changed(lanes: Lanes, changes: Changes) -> Lanes:
+    """Return copies of lanes, each as one candidate changes it."""
     other = lanes.take(changes.lane_K)
-    changes.lane_K[:] = np.arange(other.num_lanes)
     if other.num_lanes:
-        other.apply(changes)
+        each_K = np.arange(other.num_lanes)
+        other.apply(dataclasses.replace(changes, lane_K=each_K))
     return other
 
 
@@ -261,14 +299,14 @@ def _switched(lanes: Lanes, most: int) -> Lanes:
     rank_ms = max(float(lanes.load_LW.mean()), 1e-12)
     wanted = bank.total_ms(way_Q, bank.dims_T[way_Q]) / rank_ms
     draft.place(np.arange(len(way_Q)), way_Q, bank.enough_splits(way_Q, wanted))
-    return _changed(lanes, draft)
+    return changed(lanes, draft.changes()[0])
 
 
-def _disturbed(lanes: Lanes, rng: np.random.Generator) -> Lanes:
+def disturbed(lanes: Lanes, rng: np.random.Generator) -> Lanes:
     """Return lanes of which some tables were taken out and put back elsewhere."""
     bank, num_lanes = lanes.bank, lanes.num_lanes
     num_ranks = bank.task.world_size
-    hot = _hot_pieces(lanes, np.arange(num_lanes), LEAST_CHOICES)
+    hot = hot_pieces(lanes, np.arange(num_lanes), LEAST_CHOICES)
     taken: list[list[int]] = []
     new: list[list[tuple[int, int, int]]] = []
     for lane in range(num_lanes):
@@ -290,7 +328,7 @@ def _disturbed(lanes: Lanes, rng: np.random.Generator) -> Lanes:
         own = np.array([lane for lane, again in enumerate(new) if len(again) > n])
         way_Q, count_Q, skew_Q = np.array([new[lane][n] for lane in own]).T
         draft.place(own, way_Q, count_Q, noise_LW[own], skew_Q)
-    return _changed(lanes, draft)
+    return changed(lanes, draft.changes()[0])
 
 
 LEAST_CHOICES = 3
@@ -301,7 +339,7 @@ def _taken_out(
     lanes: Lanes, lane: int, costly: Ints, rng: np.random.Generator
 ) -> list[int]:
     """Draw the tables that a disturbance of a lane takes out; mostly a costly one."""
-    own = np.flatnonzero(lanes.lane_N == lane)
+    own = (lanes.lane_N == lane) & ~lanes.bank.stays_T[lanes.table_N]
     table, rank = lanes.table_N[own], lanes.rank_N[own]
     pool = np.unique(table)
     most = min(OUT_MOST, 2 + len(pool) // 4)
@@ -356,7 +394,7 @@ def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
     size = int(np.clip(config.effort * LANE_TABLES // num_tables, 1, MOST_LANES))
     lanes = lanes.take(np.arange(min(lanes.num_lanes, max(2, min(size, NUM_STARTS)))))
     descend(lanes, effort, float(lanes.score_L.min()))
-    lanes = lanes.take(_order(lanes.score_L))
+    lanes = lanes.take(in_order(lanes.score_L))
     rng = np.random.default_rng(config.seed)
     patience = config.restarts * float(np.clip(SMALL_TASK / num_tables, 1, MORE_ROUNDS))
     worth = 1 - ROUND_GAIN * float(np.clip(num_tables / LARGE_TASK, 1, MORE_GAIN))
@@ -374,11 +412,11 @@ def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
         else:
             near = np.flatnonzero(lanes.score_L <= NEAR * leader)
             lanes = lanes.take(np.resize(near[: max(1, size // 2)], size))
-            trial = _disturbed(lanes, rng)
+            trial = disturbed(lanes, rng)
             descend(trial, effort, leader)
             misses += 1
-            both = _succeeded(lanes, trial, rng)
-        lanes = both.take(_order(both.score_L)[:size])
+            both = succeeded(lanes, trial, rng)
+        lanes = both.take(in_order(both.score_L)[:size])
         if effort.best_ms < before_ms * worth:
             misses = 0
     final = Lanes.of(
@@ -389,7 +427,7 @@ def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
     descend(final, effort)
 
 
-def _order(score_L: Floats) -> Ints:
+def in_order(score_L: Floats) -> Ints:
     """Return lanes by score, of equal ones the first alone."""
     order: Ints = np.argsort(score_L, kind="stable")
     score = np.round(score_L[order] / score_L[order[0]], 9)
@@ -397,7 +435,7 @@ def _order(score_L: Floats) -> Ints:
     return first
 
 
-def _succeeded(lanes: Lanes, trial: Lanes, rng: np.random.Generator) -> Lanes:
+def succeeded(lanes: Lanes, trial: Lanes, rng: np.random.Generator) -> Lanes:
     """Return the lanes after a round: trials that are hardly worse, and the best."""
     limit = float(lanes.score_L.max())
     worse = 1.0 + rng.exponential(ACCEPT_WORSE, trial.num_lanes)

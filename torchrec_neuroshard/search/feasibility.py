@@ -26,7 +26,6 @@ __all__ = [
     "describe",
     "pack",
     "pack_exactly",
-    "spread_columns",
     "way_out",
 ]
 
@@ -224,7 +223,7 @@ def _fill(task: ShardingTask) -> Ints | None:
         if len(fits):
             widths = {int(fits[free_MW[sizes[table].argmax(), fits].argmin()]): dim}
         else:
-            spread = spread_columns(task, table, free_MW)
+            spread = _spread_columns(task, table, free_MW)
             if spread is None:
                 return None
             widths = spread
@@ -251,7 +250,7 @@ def _limits(task: ShardingTask) -> tuple[float, ...]:
     return (max(1.0, total),) * task.world_size
 
 
-def spread_columns(
+def _spread_columns(
     task: ShardingTask, table: int, free_MW: Floats
 ) -> dict[int, int] | None:
     """Split one table over the freest ranks, in as few shards as fit.

@@ -67,8 +67,8 @@ class Moves:
         bank = lanes.bank
         self._lanes, self._bank = lanes, bank
         num_ranks = bank.task.world_size
-        own = np.isin(lanes.lane_N, active_A) & bank.moves_T[lanes.table_N]
-        own_N = np.flatnonzero(own)
+        moves_T = bank.moves_T & ~bank.stays_T
+        own_N = np.flatnonzero(np.isin(lanes.lane_N, active_A) & moves_T[lanes.table_N])
         cost_N = bank.total_ms(lanes.table_N[own_N], lanes.width_N[own_N])
         self._most = float(cost_N.max(initial=0.0)) * 1.001 + 1e-12
         # By lane, rank and cost: what a rank holds lies side by side.

@@ -77,43 +77,18 @@ class Rules:
             held[:-1] = np.add.reduceat(present, self._starts, axis=0)
         return held
 
-    def allows(
-        self,
-        width_TW: Ints,
-        table_N: Ints,
-        rank_N: Ints,
-        leaving_N: Ints | None = None,
-    ) -> Bools:
-        """Say whether ranks may take shards of tables, memory aside.
-
-        Args:
-            width_TW: Columns of each table on each rank.
-            table_N: Tables, one for each shard.
-            rank_N: The rank that is asked about.
-            leaving_N: Table that leaves that rank in exchange. None: none does.
-
-        Returns:
-            `N`: True where the rules allow it.
-        """
-        fine: Bools = np.ones(len(table_N), dtype=bool)
-        if self.allowed_TW is not None:
-            fine &= self.allowed_TW[table_N, rank_N]
-        if self.num_sets:
-            sets_NK = self.sets_TK[table_N]
-            others = self.occupants(width_TW)[sets_NK, rank_N[:, None]]
-            own = (width_TW[table_N, rank_N] > 0)[:, None] & (sets_NK < self.num_sets)
-            others -= own
-            if leaving_N is not None:
-                theirs_NK = self.sets_TK[leaving_N]
-                shared = (sets_NK[:, :, None] == theirs_NK[:, None, :]).any(axis=2)
-                others -= shared & (sets_NK < self.num_sets)
-            fine &= (others <= 0).all(axis=1)
-        return fine
-
     def open_ranks(self, width_TW: Ints, table: int) -> Bools:
-        """Return which ranks may take a shard of one table, `W`."""
-        num_ranks = width_TW.shape[1]
-        return self.allows(width_TW, np.full(num_ranks, table), np.arange(num_ranks))
+        """Return which ranks the rules let take a shard of one table, `W`."""
+        fine: Bools = np.ones(width_TW.shape[1], dtype=bool)
+        if self.allowed_TW is not None:
+            fine &= self.allowed_TW[table]
+        if self.num_sets:
+            sets_K = self.sets_TK[table]
+            own_W = width_TW[table] > 0
+            others_KW = self.occupants(width_TW)[sets_K]
+            others_KW = others_KW - (own_W & (sets_K < self.num_sets)[:, None])
+            fine &= (others_KW <= 0).all(axis=0)
+        return fine
 
 
 def leaders(task: ShardingTask) -> Ints:

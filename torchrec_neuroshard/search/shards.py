@@ -27,7 +27,6 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [
     "ShardBank",
-    "aligned_widths",
     "legal_splits",
     "placement_from_widths",
     "split_widths",
@@ -70,25 +69,6 @@ def split_widths(task: ShardingTask, table: int, num_shards: int) -> tuple[int, 
         return ()
     wide = (units + 1) * COLUMN_MULTIPLE
     return (wide,) * extra + (narrowest,) * (num_shards - extra)
-
-
-def aligned_widths(task: ShardingTask, table: int, num_shards: int) -> tuple[int, ...]:
-    """Return the widths of a table split into multiples of 16, as even as these allow.
-
-    Kernels read rows of such widths faster than those in between.
-
-    Returns:
-        Widest first; empty where the table or the task's rules forbid it, or where
-        `split_widths` does the same.
-    """
-    width = task.tables[table].embedding_dim
-    even = split_widths(task, table, num_shards)
-    units, extra = divmod(width // ALIGNMENT, num_shards)
-    if not (task.uneven and even and units) or width % ALIGNMENT:
-        return ()
-    narrow = units * ALIGNMENT
-    widths = (narrow + ALIGNMENT,) * extra + (narrow,) * (num_shards - extra)
-    return widths if widths != even and narrow >= task.min_widths[table] else ()
 
 
 def legal_splits(task: ShardingTask, table: int) -> tuple[int, ...]:
@@ -152,6 +132,8 @@ class ShardBank:
             [task.sharding_type(t).in_columns for t in range(num_tables)]
         )
         """False for tables that are split by rows or replicated."""
+        self.stays_T: npt.NDArray[np.bool_] = np.zeros(num_tables, dtype=bool)
+        """True for tables that a search leaves where they are."""
         self.pooled_S = np.ones(task.num_stages, dtype=bool)
         self.pooled_S[self.stages_T] = simulator.pooled_T
         self._describe_parts()
@@ -650,22 +632,12 @@ class ShardBank:
         sizes_MN, num_ranks = self.sizes(table_N, width_N), self.caps_MW.shape[1]
         return np.array([np.bincount(rank_N, w, num_ranks) for w in sizes_MN])
 
-    def approximate(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Estimate the phases that shards add to an average rank.
+    def total_ms(self, table_N: Ints, width_N: Ints) -> Floats:
+        """Estimate how much longer shards make an average rank's phases, `N` [ms].
 
         The estimate is affine in the width, and exact at 4 columns and at the whole
-        table.
-
-        Returns:
-            `N x P` milliseconds; 0 where the width is 0.
+        table; 0 where the width is 0.
         """
-        offset_PT, slope_PT = self.affine
-        offset = offset_PT.take(table_N, axis=1) * (width_N > 0)
-        cost: Floats = (offset + slope_PT.take(table_N, axis=1) * width_N).T
-        return cost
-
-    def total_ms(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Sum of `approximate` over the phases, `N`."""
         offset_T, slope_T = self._total_affine
         total: Floats = offset_T[table_N] * (width_N > 0) + slope_T[table_N] * width_N
         return total
@@ -684,7 +656,8 @@ class ShardBank:
     @functools.cached_property
     def mean_phases_P(self) -> Floats:
         """Phases of the average rank [ms], approximate."""
-        each = self.approximate(np.arange(len(self.dims_T)), self.dims_T)
+        offset_PT, slope_PT = self.affine
+        each = (offset_PT + slope_PT * self.dims_T).T
         mean: Floats = (each * self.block_T[:, None]).sum(axis=0) / self.task.world_size
         return mean
 
@@ -715,7 +688,7 @@ class ShardBank:
 
     @functools.cached_property
     def affine(self) -> tuple[Floats, Floats]:
-        """Offset and cost per column of `approximate`, `P x T` each."""
+        """Offset and cost per column of shards' phases, `P x T` each [ms]."""
         tables = np.arange(len(self.dims_T))
         narrowest = np.where(
             self.moves_T, COLUMN_MULTIPLE, np.minimum(self.task.min_widths, self.dims_T)
@@ -760,7 +733,7 @@ class ShardBank:
             np.concatenate([slope[:, :2], none, slope[:, 2:]], axis=1),
         )
 
-    def critical_paths(self, rows_LN: Ints, rank_LN: Ints) -> tuple[Floats, Floats]:
+    def critical_paths(self, rows_LN: Ints, rank_LN: Ints) -> Floats:
         """Evaluate placements exactly.
 
         Args:
@@ -768,8 +741,7 @@ class ShardBank:
             rank_LN: Rank of each shard; not read where the row is -1.
 
         Returns:
-            `L` critical paths [ms] and `L x W x P` phases of each rank [ms], of which
-            the collectives are approximate.
+            `L` critical paths [ms].
         """
         lane, place = np.nonzero(rows_LN >= 0)
         rows, rank = rows_LN[lane, place], rank_LN[lane, place]
@@ -782,8 +754,8 @@ class ShardBank:
         compute_LWS2 = compute_LWS2.reshape(*shape, 2)
         loads_LWS3 = loads.loads_CWS3.reshape(*shape, 3)
         exact = self.simulator.phases(compute_LWS2, loads_LWS3)
-        path_L = critical_path(exact) + self._lane_order_ms(lane, rows, len(rows_LN))
-        return path_L, self.approximate_phases(compute_LWS2, loads_LWS3)
+        path_L: Floats = critical_path(exact)
+        return path_L + self._lane_order_ms(lane, rows, len(rows_LN))
 
     def _lane_order_ms(self, lane_N: Ints, rows_N: Ints, num_lanes: int) -> Floats:
         """Putting outputs in order, for placements of all tables, `L` [ms]."""

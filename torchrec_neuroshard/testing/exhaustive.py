@@ -211,7 +211,7 @@ def _try_choices(simulator: Simulator, start: float) -> SearchResult:
         held = width_CNW > 0
         rows[held] = bank.rows(table[held], width_CNW[held], rank[held])
         lines = rows.reshape(len(index), -1), rank.reshape(len(index), -1)
-        cost, _ = bank.critical_paths(*lines)
+        cost = bank.critical_paths(*lines)
         over_CW = bank.sizes(table, width_CNW).sum(axis=2) > bank.caps_MW[:, None]
         cost[over_CW.any(axis=(0, 2))] = np.inf
         cost[_breaks_rules(task, way_CN, width_CNW)] = np.inf

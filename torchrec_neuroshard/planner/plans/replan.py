@@ -64,8 +64,8 @@ from torchrec_neuroshard.planner.parts.search_space import SearchSpace
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
-from torchrec_neuroshard.search.refine import refine_within
 from torchrec_neuroshard.search.shards import ShardBank
+from torchrec_neuroshard.search.within import improve_within
 from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
 from torchrec_neuroshard.simulator import PredictedCosts
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
@@ -74,8 +74,6 @@ __all__ = ["Move", "ReplanConfig", "ReplanResult", "apply_moves", "replan"]
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 
-_MAX_CANDIDATES = 500
-"""Most moves compared exactly per step; of more, those that promise the most."""
 _MIN_GAIN = 1e-3
 """Moves must save this part of the predicted iteration."""
 _MAX_SHOWN = 20
@@ -327,7 +325,6 @@ class _Job:
             ],
             all_leave=executable_only and self._over_gloo,
             min_gain=_MIN_GAIN,
-            max_candidates=_MAX_CANDIDATES,
         )
 
     def placement(self) -> Placement:
@@ -464,7 +461,7 @@ def _improve(
     counted_MW = bank.sizes_of_ranks(table, budget.width_TW[table, rank], rank)
     bank.caps_MW = np.maximum(bank.caps_MW, used_MW) + counted_MW - used_MW
     deadline = time.monotonic() + config.time_budget_seconds
-    width_TW = refine_within(bank, budget, SearchConfig(restarts=5), deadline)
+    width_TW = improve_within(bank, budget, SearchConfig(restarts=8), deadline)
     state = {t: budget.shards(t, width_W) for t, width_W in enumerate(width_TW)}
     changed = {t: shards for t, shards in state.items() if shards != job.state[t]}
     return changed, bank.num_evaluated
