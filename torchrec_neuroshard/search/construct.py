@@ -20,11 +20,13 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 __all__ = ["Draft", "construct", "starts"]
 
 START_SHARES: tuple[float, ...] = (np.inf, 1.1, 0.85, 0.7, 0.5, 0.35, 0.2)
-"""Splits to begin with: no shard costs more than this share of an average rank."""
+"""Numbers of shards to begin with: each table is split until no shard costs more than
+this share of an average rank."""
 SQUARINGS = 3
-"""A shard goes where it adds least to the phases' eighth powers."""
+"""A shard goes where it adds least to the sum of the phases' eighth powers, which takes
+so many squarings."""
 TIE = 1e-9
-"""Weight of what a rank has to do in all, where shards cost the same on several."""
+"""Weight of a rank's whole load: breaks ties between ranks that cost the same."""
 LEAST_MS = 1e-9
 
 

@@ -48,16 +48,16 @@ CHOICE_SHARE = 0.25
 NUM_CHOICES = 3
 """Choices of ways that are placed, of those found on balanced ranks."""
 NUM_UNIFORM, MOST_UNIFORM = 4, 500
-"""Of so many tables, also so many choices in which all tables take one kind of way:
-balanced ranks make other choices look better than they are."""
+"""Choices in which all tables take one kind of way, and the most tables for which they
+are placed, too. Balanced ranks make mixed choices look better than they are."""
 MAX_REPAIRS = 8
 """Times that a choice which does not fit is changed to one that takes less."""
 LEAST_PACK_SECONDS = 0.5
-"""What exact packing gets where greedy placing found no room in all of the time."""
+"""Time for exact packing where greedy placing has used up the budget."""
 MOST_PACKED = 100
-"""Tables up to which ways that greedy placing finds no room for are packed."""
+"""Most tables for which a choice that greedy placing finds no room for is packed."""
 BOUND_SHARE = 0.25
-"""What a quick bound may take, relative to the search before it."""
+"""Time for a quick bound, relative to the search before it."""
 MAX_WARNINGS = 20
 """Range warnings told one by one; the rest are counted."""
 

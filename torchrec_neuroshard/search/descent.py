@@ -1,12 +1,13 @@
 """Local search: from some placements to a better one.
 
-A step applies the best moves of each lane whose ranks differ. Where no move helps, a
-table of a hot rank is laid out anew: split into more or fewer shards, or sharded in
-another way. Lanes that end up equal go on as one, and lanes far behind are given up.
+1. A step applies the best moves of each lane. Moves of one step share no rank.
+2. Where no move helps, tables of hot ranks are laid out anew: split into more or fewer
+   shards, or sharded in another way.
+3. What a table gains in another way shows only after other tables have moved. So costly
+   tables are switched one by one, each in a lane of its own, and the lanes improved.
+4. Disturbed copies of good lanes are improved, as long as that gains.
 
-What a table in another way gains shows only after others have moved. So costly tables
-are switched one by one in lanes of their own, which are then improved. After that,
-disturbed copies of good lanes are improved, as long as that gains.
+Lanes that end up equal go on as one, and lanes far behind are given up.
 
 Shapes: see `lanes`; `Q` lanes of a draft.
 """
@@ -47,38 +48,41 @@ the lanes that gained."""
 NUM_EXACT = 8
 """Moves of each hot rank that are evaluated exactly."""
 HOPELESS = 0.02
-"""Share of the score that a move may seem to lose and still be evaluated exactly."""
+"""A move whose additive estimate loses more than this share of the score is skipped."""
 NUM_TABLES, NUM_LAYOUTS = 4, 4
-"""Tables of a lane that are laid out anew, and layouts evaluated exactly."""
+"""Tables of a lane that one step lays out anew, and layouts evaluated exactly."""
 RACE_STEPS, FAR = 4, 1.03
-"""Steps after which lanes so far behind their goal are given up, and in large tasks
-after so many steps each time the worse half."""
+"""After so many steps, lanes with a score above `FAR` times the goal are given up. In
+large tasks the worse half is given up each time so many steps are done."""
 MIN_GAIN = 1e-7
 """Relative gain below which a change does not count."""
 MOST_LANES, LANE_TABLES = 32, 2_000
-"""Lanes side by side, and tables that these have together."""
+"""Most lanes side by side, and most tables that all lanes have together."""
 NUM_STARTS = 8
-"""Lanes that are improved first, of those constructed."""
+"""Constructed lanes that the first descent improves."""
 NEAR = 1.1
-"""Lanes that restarts go on from are no worse than this, relative to the best."""
+"""Restarts begin from lanes with a score up to this many times the best one."""
 ROUND_GAIN, LARGE_TASK, MORE_GAIN = 1e-3, 200, 5
-"""Relative gain of a round that makes further ones worth while. Of more tables than
-that, whose rounds take longer, it is more, up to so many times."""
+"""Relative gain of a round that makes another one worth while. Rounds of large tasks
+take longer: above `LARGE_TASK` tables the gain must grow with the number of tables, up
+to `MORE_GAIN` times."""
 ACCEPT_WORSE = 0.003
-"""Mean relative loss at which a restart is gone on from although it is worse."""
+"""Mean relative loss at which a worse lane is kept after a restart."""
 SMALL_TASK, MORE_ROUNDS = 32, 3
-"""Tasks with fewer tables get more rounds without a gain, up to so many times."""
+"""Below `SMALL_TASK` tables, up to `MORE_ROUNDS` times as many rounds may gain nothing.
+"""
 MOST_ROUNDS, MOST_STEPS = 40, 1_000
-"""Rounds of restarts, and steps of one descent."""
+"""Most rounds of restarts, and most steps of one descent."""
 FINAL_POWER, NUM_FINAL = 64, 3
-"""At last only the slowest ranks count, in so many of the best lanes."""
+"""Power of the norm in the last descent, and the number of lanes that it improves."""
 OUT_FEWEST, OUT_MOST = 2, 8
 """Tables that a disturbance takes out."""
 HALF = 0.5
-"""Share of the disturbances near a hot rank, of those that split its costliest table
-anew, of those that shard tables in other ways, and of their tables."""
+"""Probability of each of these: a disturbance takes tables near the fullest rank; it
+takes a costly table of a hot rank, too; it may change ways; a table's way changes; a
+split is uneven; its widths are multiples of 16."""
 RESPLIT = 0.4
-"""Share of the tables of a disturbance that are split differently."""
+"""Probability that a table of a disturbance is split into another number of shards."""
 
 
 class Effort:

@@ -1,18 +1,19 @@
 """Placements side by side: lists of shards, running sums, and what changes would cost.
 
-A placement is a list of pieces: a shard of columns on one rank, or a block of ranks
-that share a table's rows or have replicas of it. Several placements of one task, the
-lanes, are held in arrays, so that a step of all of them takes as many calls as one of a
-single lane. Changes of a lane are pieces that come and go; sums of the ranks that they
-touch are changed, not added up anew.
+A placement is a list of pieces. A piece is a shard of columns on one rank, or a block
+of ranks that share a table's rows or replicate it. Several placements of one task, the
+lanes, are held in arrays. A step of all of them takes as many NumPy calls as a step of
+one. A change takes pieces away and adds others, and updates the sums of the ranks that
+it touches.
 
-The score of a lane is smooth: of each phase the norm of a high power over the ranks, so
-that relieving one of several equally slow ranks counts. It tends to the critical path
-as the power grows.
+The score of a lane is smooth. Each phase counts with a norm of a high power over the
+ranks, so that it pays to relieve one of several equally slow ranks. With a growing
+power the score tends to the critical path.
 
 Shapes: `L` lanes, `W` ranks, `T` ways to shard tables, `G` fusion groups, `S` stages,
-`P` phases (forward, backward and collectives of each stage), `E` encoding values, `M`
-memories, `K` candidates, `N` pieces, `R` ranks of candidates.
+`P` phases (forward, backward, exchange of ids and exchange of outputs of each stage),
+`E` encoding values, `M` memories, `K` candidates, `N` pieces, `X` single ranks of
+pieces, `C` kernels and `R` ranks that candidates change.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ __all__ = ["Changes", "Lanes", "grouped", "spread_out"]
 Bools = npt.NDArray[np.bool_]
 
 LEAST_MS, LEAST_SHARE = 1e-9, 1e-4
-"""Least unit of a phase, and its share of all phases: one that is not there yet has to
-have a unit, too."""
+"""Smallest unit of a phase [ms], and as a share of all phases. A phase that does not
+run yet needs a unit, too."""
 MOST_UNITS = 3e4
-"""More than that is taken as that much, so that a power of 64 is a number."""
+"""Larger values are cut to this one, so that their 64th power is finite."""
 STEPS_PER_REFRESH = 64
-"""Changes after which sums are added up anew, so that rounding does not pile up."""
+"""Changes after which sums are computed anew, so that rounding errors stay small."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Pieces that come (+1) and go (-1), several to a candidate."""
+    """Candidates: each adds pieces (+1) and takes pieces away (-1)."""
 
     cand_N: Ints
     """Candidate, rising."""

@@ -22,10 +22,10 @@ __all__ = ["Moves", "best_of"]
 NUM_COLD = 8
 """Ranks that a hot rank may give to in one step."""
 LEAST_HOT, MOST_HOT = 3, 32
-"""Ranks of a lane that give in one step: a quarter, but so many."""
+"""Fewest and most ranks of a lane that give in one step; else a quarter of them do."""
 SWAP_SHIFTS = (-1, 0)
-"""Shards of a cold rank that are tried in exchange for one of a hot rank: those of the
-next lower and higher cost than would even the two ranks out."""
+"""An exchange would even out two ranks if the cold rank gave a shard of a certain cost.
+These neighbours of that cost are tried, in the order of the cold rank's shards."""
 
 
 class _Transfers(NamedTuple):
