@@ -260,7 +260,7 @@ def bounds_of(
     cutoff_ms = 1.02 * best.predicted.critical_path_ms
     every = bounds.lower_bound(bank, [width_TW], cutoff_ms)
     some = every
-    if bank.mean_columns:
+    if bank.moves_T.any():
         with patch.object(bounds, "MAX_ENUMERATED", 0):
             some = bounds.lower_bound(bank, [width_TW], cutoff_ms)
     assert every.is_proven

@@ -1,28 +1,25 @@
 """What the searches know of each possible shard, by (table, width).
 
 Shapes: `N` shards, `R` known (table, width) rows, `T` tables, `W` ranks, `G` fusion
-groups, `S` stages, `E` encoding values, `P` approximate phases: forward, backward and
-collectives of each stage in turn, `Q` colocated tables, `K` parts of a table that
-differ in rows, `3` amounts that collectives move (see `simulator.PricedShards`), `M`
-memories: the device's and, where it is limited, the host's.
+groups, `S` stages, `E` encoding values, `Q` colocated tables, `K` parts of a table that
+differ in rows, `U` widths in units of four columns, `3` amounts that collectives move
+(see `simulator.PricedShards`), `4` phases of a stage: forward, backward, exchange of
+ids, exchange of outputs and gradients, `M` memories: the device's and, where it is
+limited, the host's.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.placement import ALL_ROWS, Placement, ShardingTask
+from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.rules import Rules, leaders, merged
-from torchrec_neuroshard.simulator import (
-    PricedShards,
-    RankLoads,
-    Simulator,
-    critical_path,
-)
+from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [
@@ -35,12 +32,10 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 ALIGNMENT = 16
 """Columns of 64 bytes in fp32, a cache line."""
-ROWS_AT_ONCE = 2**18
-"""Shards of which encodings are held at a time: of thousands of tables, split by rows
-over hundreds of ranks, there are millions."""
 MUCH_BYTES = 2.0**60
 """What unlimited memory is taken as where memories are compared."""
 MAX_ENCODED_TABLES = 32
@@ -56,29 +51,29 @@ def split_widths(task: ShardingTask, table: int, num_shards: int) -> tuple[int, 
     Returns:
         Multiples of 4, widest first; empty where the task's rules forbid the split.
     """
-    width = task.tables[table].embedding_dim
-    if num_shards == 1:
-        return (width,)
-    if num_shards > min(task.max_shards[table], task.world_size):
+    if num_shards not in legal_splits(task, table):
         return ()
-    units, extra = divmod(width // COLUMN_MULTIPLE, num_shards)
-    narrowest = units * COLUMN_MULTIPLE
-    if narrowest < max(COLUMN_MULTIPLE, task.min_widths[table]):
-        return ()
-    if extra and not task.uneven:
-        return ()
-    wide = (units + 1) * COLUMN_MULTIPLE
-    return (wide,) * extra + (narrowest,) * (num_shards - extra)
+    units = task.tables[table].embedding_dim // COLUMN_MULTIPLE
+    narrow, wider = divmod(units, num_shards)
+    widths = (narrow + 1,) * wider + (narrow,) * (num_shards - wider)
+    return tuple(width * COLUMN_MULTIPLE for width in widths)
 
 
 def legal_splits(task: ShardingTask, table: int) -> tuple[int, ...]:
     """Return the numbers of near-even shards that a table may be split into."""
-    most = min(
-        task.max_shards[table],
-        task.world_size,
-        task.tables[table].embedding_dim // max(1, task.min_widths[table]),
+    most = min(task.max_shards[table], task.world_size)
+    dim, narrowest = task.tables[table].embedding_dim, task.min_widths[table]
+    return _legal_splits(dim, max(COLUMN_MULTIPLE, narrowest), most, task.uneven)
+
+
+@functools.cache
+def _legal_splits(dim: int, narrowest: int, most: int, uneven: bool) -> tuple[int, ...]:
+    units = dim // COLUMN_MULTIPLE
+    return 1, *(
+        k
+        for k in range(2, min(most, dim // narrowest) + 1)
+        if units // k * COLUMN_MULTIPLE >= narrowest and (uneven or units % k == 0)
     )
-    return (1, *(k for k in range(2, most + 1) if split_widths(task, table, k)))
 
 
 class ShardBank:
@@ -113,6 +108,7 @@ class ShardBank:
         self.num_evaluated = 0
         num_tables = len(task.tables)
         everything = np.arange(num_tables)
+        kinds = [task.sharding_type(t) for t in range(num_tables)]
         self.dims_T: Ints = np.array([t.embedding_dim for t in task.tables])
         self.groups_T: Ints = simulator.groups_T
         self.stages_T: Ints = simulator.stages_T
@@ -120,6 +116,7 @@ class ShardBank:
         self.caps_MW: Floats = np.array(
             [m.memory_bytes or everywhere for m in task.memories], dtype=np.float64
         )
+        self.limited = bool(np.isfinite(self.caps_MW).any())
         total_M = np.clip(self.caps_MW.sum(axis=1), 1.0, MUCH_BYTES)
         self.worth_M: Floats = total_M[0] / total_M
         """What a byte of each memory is worth, in bytes of the device's."""
@@ -128,113 +125,85 @@ class ShardBank:
             [m.column_bytes for m in task.memories], dtype=float
         )
         self.block_T: Ints = np.array([task.block_size(t) for t in range(num_tables)])
-        self.moves_T: npt.NDArray[np.bool_] = np.array(
-            [task.sharding_type(t).in_columns for t in range(num_tables)]
-        )
+        self.moves_T: Bools = np.array([k.in_columns for k in kinds])
         """False for tables that are split by rows or replicated."""
-        self.stays_T: npt.NDArray[np.bool_] = np.zeros(num_tables, dtype=bool)
+        self.stays_T: Bools = np.zeros(num_tables, dtype=bool)
         """True for tables that a search leaves where they are."""
-        self.pooled_S = np.ones(task.num_stages, dtype=bool)
-        self.pooled_S[self.stages_T] = simulator.pooled_T
-        self._describe_parts()
-        most_units = int(self.dims_T.max()) // COLUMN_MULTIPLE
-        kinds = self._rows_TK.shape[1]
-        self._row_TUK = np.full((num_tables, most_units + 1, kinds), -1, dtype=np.int64)
-        # Row 0 is no shard: of width 0, with an encoding of zeros.
-        self._row_TUK[:, 0] = 0
-        size = 2 * num_tables + 16
-        self._used = 1
-        self._table_R: Ints = np.zeros(size, dtype=np.int64)
-        self._width_R: Ints = np.zeros(size, dtype=np.int64)
-        self._slot_R: Ints = np.zeros(size, dtype=np.int64)
-        self._extra_R2: Floats = np.zeros((size, 2))
-        self._loads_R3: Floats = np.zeros((size, 3))
-        self.has_extra = False
+        least = np.asarray(task.min_widths)
+        self._least_T: Ints = np.where(
+            self.moves_T, COLUMN_MULTIPLE, np.minimum(least, self.dims_T)
+        )
+        narrowest = -(-least // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        self.narrowest_T: Ints = np.maximum(narrowest, COLUMN_MULTIPLE)
+        self.most_T: Ints = np.asarray(task.max_shards)
+        self.num_blocks_T: Ints = np.array(
+            [1 if k.in_columns else task.num_blocks(t) for t, k in enumerate(kinds)]
+        )
         self.others: dict[int, tuple[int, ...]] = {
             way: tuple(w for w in ways if w != way)
             for ways in task.alternatives
             for way in ways
         }
         """Table -> the other ways in which it may be sharded, if there are any."""
-        self._splits: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self._cuts: dict[int, tuple[int, ...]] = {}
+        # Rows of each part: a full one, the rest, none.
+        split_T = np.array([k.splits_rows for k in kinds])
+        total_T = np.array([t.num_embeddings for t in task.tables])
+        part_T = np.where(split_T, -(-total_T // self.block_T), total_T)
+        self._full_T: Ints = np.where(split_T, total_T // part_T, self.block_T)
+        rest_T = np.where(split_T, total_T % part_T, 0)
+        rows_TK = np.stack([part_T, rest_T, np.zeros_like(rest_T)], axis=1)
+        self._rows_TK = rows_TK[:, : 3 if split_T.any() else 1]
+        units = int(self.dims_T.max()) // COLUMN_MULTIPLE + 1
+        shape = (num_tables, units, self._rows_TK.shape[1])
+        self._row_TUK = np.full(shape, -1, dtype=np.int64)
+        # Row 0 is no shard: of width 0, with an encoding of zeros.
+        self._row_TUK[:, 0] = 0
+        self._used = 1
+        self._shard_R3: Ints = np.zeros((1, 3), dtype=np.int64)  # table, width, slot
+        self._extra_R2: Floats = np.zeros((1, 2))
+        self._loads_R3: Floats = np.zeros((1, 3))
+        self.has_extra = False
+        simulator.price(everything, self.dims_T, self._rows_TK[:, 0])  # in one batch
+        self.whole_T = self.rows(everything, self.dims_T)
+        # The average rank, or the average table where ranks hold less than one.
+        encodings = self.encoding(self.whole_T) * self.block_T[:, None]
+        self._context_GE = np.zeros((task.num_groups, self.encoding_dim))
+        np.add.at(self._context_GE, self.groups_T, encodings)
+        num_G = np.bincount(self.groups_T, self.block_T, task.num_groups)
+        share_G = np.maximum(1.0 / task.world_size, 1.0 / np.maximum(num_G, 1))
+        self._context_GE *= share_G[:, None]
+        self._context_G2: Floats = np.zeros((task.num_groups, 2))
+        self._context_G2[num_G > 0] = self.predict(self._context_GE[num_G > 0])
         self.leader_T: Ints = everything
         """The table beside which each is placed; of most, itself."""
-        self.leads_T: npt.NDArray[np.bool_] = np.ones(num_tables, dtype=bool)
+        self.leads_T: Bools = np.ones(num_tables, dtype=bool)
         """False for followers, which are placed beside their leaders."""
         self._colocated_TQ: Ints = np.zeros((num_tables, 0), dtype=np.int64)
-        self._merged_T: Ints | None = None
-        whole = simulator.price(everything, self.dims_T, self._rows_TK[:, 0])
-        total_GE = np.zeros((task.num_groups, simulator.cost_model.encoding_dim))
-        encodings = simulator.encoder.encoding(whole.row_N) * self.block_T[:, None]
-        np.add.at(total_GE, self.groups_T, encodings)
-        # The average rank, or the average table where ranks hold less than one.
-        num_G = np.bincount(
-            self.groups_T, weights=self.block_T, minlength=task.num_groups
-        )
-        self.context_share_G: Floats = np.maximum(
-            1.0 / task.world_size, 1.0 / np.maximum(num_G, 1)
-        )
-        self._context_GE = total_GE * self.context_share_G[:, None]
-        self.context_G2: Floats = np.zeros((task.num_groups, 2))
-        self.context_G2[num_G > 0] = self.predict(self._context_GE[num_G > 0])
         if merge and own.together:
-            self._merge(own, whole)
-        self.whole_T = self.rows(everything, self.dims_T)
-        narrowest = -(-np.asarray(task.min_widths) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-        self.narrowest_T: Ints = np.maximum(narrowest, COLUMN_MULTIPLE)
-        self.most_T: Ints = np.asarray(task.max_shards)
-        self.num_blocks_T: Ints = np.array(
-            [1 if m else task.num_blocks(t) for t, m in enumerate(self.moves_T)]
-        )
-        self.limited = bool(np.isfinite(self.caps_MW).any())
-        total_T3 = self.loads_of(self.whole_T) * self.block_T[:, None]
+            self._merge(own)
         self.columns_T: Floats = self.loads_of(self.whole_T)[:, 1]
         """Output columns of the whole table on one rank."""
-        mean_3S = [
-            np.bincount(self.stages_T, amount_T, task.num_stages) / task.world_size
-            for amount_T in total_T3.T
-        ]
-        self.mean_loads_S3: Floats = np.stack(mean_3S, axis=1)
-        moved = self.columns_T[self.moves_T].sum()
-        self.mean_columns = float(moved / task.world_size)
+        total_T3 = self.loads_of(self.whole_T) * self.block_T[:, None]
+        self._mean_loads_S3: Floats = np.zeros((task.num_stages, 3))
+        np.add.at(self._mean_loads_S3, self.stages_T, total_T3)
+        self._mean_loads_S3 /= task.world_size
         self.comms_per_load_S3 = self._comms_slopes()
-        order_S = simulator.order_costs(np.maximum(self._total_columns(), 1.0)[None])
+        self.pooled_S = np.ones(task.num_stages, dtype=bool)
+        self.pooled_S[self.stages_T] = simulator.pooled_T
+        columns_S = np.bincount(self.stages_T, self.columns_T, task.num_stages)
+        order_S = simulator.order_costs(np.maximum(columns_S, 1.0)[None])
         self.has_order = bool(order_S.any()) and bool(
-            (simulator.splits_columns_T & (np.asarray(task.max_shards) > 1)).any()
+            (simulator.splits_columns_T & (self.most_T > 1)).any()
         )
-
-    def _describe_parts(self) -> None:
-        """Rows of the parts of each table, `T x K`, and how many are equal."""
-        task = self.task
-        kinds = [task.sharding_type(t) for t in range(len(task.tables))]
-        if not any(k.splits_rows for k in kinds):
-            self._rows_TK = np.full((len(kinds), 1), ALL_ROWS, dtype=np.int64)
-            self._full_T: Ints = np.ones(len(kinds), dtype=np.int64)
-            return
-        rows: list[tuple[int, int, int]] = []
-        full = []
-        for kind, table, size in zip(
-            kinds, task.tables, self.block_T.tolist(), strict=True
-        ):
-            total = table.num_embeddings
-            part = kind.part_rows(total, size)
-            full.append(total // part if kind.splits_rows else size)
-            rest = total - full[-1] * part
-            rows.append((part, rest, 0) if kind.splits_rows else (ALL_ROWS,) * 3)
-        self._rows_TK = np.array(rows, dtype=np.int64)
-        self._full_T = np.array(full, dtype=np.int64)
 
     def _kinds(self, table_N: Ints, rank_N: Ints | None) -> Ints:
         """Which part of a table a rank holds: a full one, the rest, or nothing."""
         if rank_N is None or self._rows_TK.shape[1] == 1:
             return np.zeros(len(table_N), dtype=np.int64)
-        place = rank_N % self.block_T[table_N]
-        after = place - self._full_T[table_N]
-        has_rest = self._rows_TK[table_N, 1] > 0
-        kind: Ints = np.where(after < 0, 0, np.where((after == 0) & has_rest, 1, 2))
-        kind[self._rows_TK[table_N, 0] == ALL_ROWS] = 0
-        return kind
+        place_N = rank_N % self.block_T[table_N]
+        kind_N: Ints = np.clip(place_N - self._full_T[table_N] + 1, 0, 2)
+        return kind_N
 
     def no_widths(self) -> Ints:
         """Return `T x W` widths of 0: of many ways on many ranks, in little memory."""
@@ -256,33 +225,28 @@ class ShardBank:
         place, kind = np.nonzero(count_N3)
         return place, rank_N3[place, kind], count_N3[place, kind]
 
-    def _merge(self, own: ShardingTask, whole: PricedShards) -> None:
+    def _merge(self, own: ShardingTask) -> None:
         """Give the first table of each set and group what all of them have."""
-        num_tables = len(own.tables)
         self.leader_T = leader_T = leaders(own)
-        self.leads_T = leader_T == np.arange(num_tables)
-        first: dict[tuple[int, int], int] = {}
-        keys = zip(leader_T.tolist(), self.groups_T.tolist(), strict=True)
-        part_T = np.array([first.setdefault(key, t) for t, key in enumerate(keys)])
-        encoder = self.simulator.encoder
-        in_sets = np.array([t for tables in own.together for t in tables])
-        place_T = np.full(num_tables, -1)
-        place_T[in_sets] = np.arange(len(in_sets))
-        encodings = np.zeros((len(in_sets), self.encoding_dim))
-        target = place_T[part_T[in_sets]]
-        np.add.at(encodings, target, encoder.encoding(whole.row_N[in_sets]))
-        extra, loads = np.zeros((len(in_sets), 2)), np.zeros((len(in_sets), 3))
-        np.add.at(extra, target, whole.extra_N2[in_sets])
-        np.add.at(loads, target, whole.loads_N3[in_sets])
-        self._merged_T = place_T
-        self._merged = PricedShards(encoder.add(encodings), extra, loads)
-        colocated = np.flatnonzero((part_T == np.arange(num_tables)) & ~self.leads_T)
-        if len(colocated):
-            count_T = np.bincount(leader_T[colocated], minlength=num_tables)
-            self._colocated_TQ = np.full((num_tables, int(count_T.max())), -1)
-            for follower in colocated.tolist():
-                row = self._colocated_TQ[leader_T[follower]]
-                row[int((row >= 0).sum())] = follower
+        self.leads_T = leader_T == np.arange(len(leader_T))
+        member_Q = np.array([t for tables in own.together for t in tables])
+        key_Q = leader_T[member_Q] * own.num_groups + self.groups_T[member_Q]
+        _, first, which = np.unique(key_Q, return_index=True, return_inverse=True)
+        rows, target = self.whole_T[member_Q], first[which]
+        encodings, extra, loads = (
+            sum_by(target, of(rows), len(rows))
+            for of in (self.encoding, self.extra, self.loads_of)
+        )
+        self._shard_R3[rows, 2] = self.simulator.encoder.add(encodings)
+        self._extra_R2[rows], self._loads_R3[rows] = extra, loads
+        # They have no other widths.
+        self._row_TUK[member_Q, 1:] = rows[:, None, None]
+        colocated = np.setdiff1d(member_Q[first], np.flatnonzero(self.leads_T))
+        count_T = np.bincount(leader_T[colocated], minlength=len(leader_T))
+        self._colocated_TQ = np.full((len(leader_T), int(count_T.max())), -1)
+        for follower in colocated.tolist():
+            row = self._colocated_TQ[leader_T[follower]]
+            row[int((row >= 0).sum())] = follower
 
     def colocated_shards(self, table_N: Ints) -> tuple[Ints, Ints]:
         """Return the whole tables of other groups that go where their leaders go.
@@ -305,17 +269,7 @@ class ShardBank:
 
     def splits(self, table: int) -> tuple[int, ...]:
         """Return the numbers of near-even shards that a table may be split into."""
-        task = self.task
-        if not self.moves_T[table]:
-            return (1,)
-        key = (
-            task.tables[table].embedding_dim,
-            task.min_widths[table],
-            task.max_shards[table],
-        )
-        if key not in self._splits:
-            self._splits[key] = legal_splits(task, table)
-        return self._splits[key]
+        return legal_splits(self.task, table) if self.moves_T[table] else (1,)
 
     def layouts(self, table: int, count: int, rank_ms: float) -> list[tuple[int, int]]:
         """Return the other ways to lay a table out: the way and the number of shards.
@@ -327,40 +281,38 @@ class ShardBank:
         """
         found = []
         for way in (table, *self.cuts(table)):
-            if not self.moves_T[way]:
-                found += [] if way == table else [(way, 1)]
-                continue
             splits = self.splits(way)
-            if way == table:
+            if way != table:
+                wanted = self._whole_ms_T[way] / max(rank_ms, 1e-12)
+                enough = next((k for k in splits if k >= wanted), splits[-1])
+                found += [(way, k) for k in sorted({1, enough})]
+            elif self.moves_T[way]:
                 place = sum(k < count for k in splits)
                 near = splits[max(0, place - 1) : place + 2]
                 found += [(way, k) for k in near if k != count]
-                continue
-            wanted = self._whole_ms_T[way] / max(rank_ms, 1e-12)
-            enough = next((k for k in splits if k >= wanted), splits[-1])
-            found += [(way, k) for k in sorted({1, enough})]
         return found
 
     @functools.cached_property
     def needed_shards_T(self) -> Ints:
         """Fewest shards of each table such that each fits some rank, `T`."""
-        needed_T: Ints = np.ones(len(self.dims_T), dtype=np.int64)
-        allowed_TW, sizes_MT = (
-            self.rules.allowed_TW,
-            self.sizes(np.arange(len(self.dims_T)), self.dims_T),
+        every = np.arange(len(self.dims_T))
+        needed_T: Ints = np.ones(len(every), dtype=np.int64)
+        allowed_TW = self.rules.allowed_TW
+        room_MT = np.stack(
+            [
+                np.full(len(every), caps_W.max())
+                if allowed_TW is None
+                else np.where(allowed_TW, caps_W, 0.0).max(axis=1)
+                for caps_W in self.caps_MW
+            ]
         )
-        for memory, caps_W, size_T in zip(
-            self.task.memories, self.caps_MW, sizes_MT, strict=True
-        ):
-            largest_T = np.full(len(needed_T), caps_W.max())
-            if allowed_TW is not None:
-                largest_T = np.where(allowed_TW, caps_W, 0.0).max(axis=1)
-            for table in np.flatnonzero((size_T > largest_T) & self.moves_T).tolist():
-                splits = [k for k in self.splits(table) if k >= needed_T[table]]
-                widths = ((k, split_widths(self.task, table, k)[0]) for k in splits)
-                room = largest_T[table]
-                fitting = (k for k, w in widths if memory.shard_bytes(table, w) <= room)
-                needed_T[table] = next(fitting, splits[-1])
+        fits_T = (self.sizes(every, self.dims_T) <= room_MT).all(axis=0)
+        for table in np.flatnonzero(~fits_T & self.moves_T).tolist():
+            splits = self.splits(table)
+            widest = np.array([split_widths(self.task, table, k)[0] for k in splits])
+            sizes_MK = self.sizes(np.full(len(splits), table), widest)
+            fitting = (sizes_MK <= room_MT[:, table, None]).all(axis=0)
+            needed_T[table] = splits[fitting.argmax() if fitting.any() else -1]
         return needed_T
 
     def enough_splits(self, table_N: Ints, wanted_N: Floats) -> Ints:
@@ -392,12 +344,9 @@ class ShardBank:
     @functools.cached_property
     def own_ms_T(self) -> Floats:
         """What all shards of each way take, one after the other [ms]."""
-        width_T = np.where(
-            self.moves_T, self.dims_T, np.minimum(self.narrowest_T, self.dims_T)
-        )
-        blocks_T = np.where(self.moves_T, 1, self.num_blocks_T)
+        width_T = np.where(self.moves_T, self.dims_T, self._least_T)
         ms: Floats = self.total_ms(np.arange(len(width_T)), width_T)
-        ms *= self.block_T * blocks_T
+        ms *= self.block_T * self.num_blocks_T
         return ms
 
     @functools.cached_property
@@ -414,13 +363,6 @@ class ShardBank:
         whole: list[float] = self.total_ms(every, self.dims_T).tolist()
         return whole
 
-    def _total_columns(self) -> Floats:
-        """Output columns of all tables of each stage, `S`."""
-        total: Floats = np.bincount(
-            self.stages_T, weights=self.columns_T, minlength=self.task.num_stages
-        ).astype(np.float64)
-        return total
-
     def order_ms(self, columns_CS: Floats) -> Floats:
         """Putting these outputs in order, forward and backward, `C` [ms]."""
         if not self.has_order:
@@ -434,22 +376,18 @@ class ShardBank:
         Taken at balanced loads, of which one rank's grows by a tenth. Loads are bytes
         of ids, output columns and bytes of gradients.
         """
-        shape = (2, self.task.world_size, 1, 1)
-        loads = np.tile(self.mean_loads_S3, shape)
+        loads = np.tile(self._mean_loads_S3, (2, self.task.world_size, 1, 1))
         loads[1, 0] *= 1.1
         worst_S3 = self.simulator.comms_costs(loads).max(axis=1)
         gain_S3 = np.maximum(worst_S3[1] - worst_S3[0], 0.0) * 10
-        index, columns, gradients = np.maximum(self.mean_loads_S3, 1e-12).T
-        replicated = self.mean_loads_S3[:, 2] > 0
-        both = gain_S3[:, 1:].sum(axis=1)
-        return np.stack(
-            [
-                gain_S3[:, 0] / index,
-                np.where(replicated, 0.0, both / columns),
-                np.where(replicated, both / gradients, 0.0),
-            ],
-            axis=1,
+        replicated = (self._mean_loads_S3[:, 2] > 0).astype(np.int64)
+        slopes_S3: Floats = np.zeros_like(gain_S3)
+        slopes_S3[:, 0] = gain_S3[:, 0]
+        slopes_S3[np.arange(len(replicated)), 1 + replicated] = (
+            gain_S3[:, 1] + gain_S3[:, 2]
         )
+        slopes_S3 /= np.maximum(self._mean_loads_S3, 1e-12)
+        return slopes_S3
 
     def predict(self, sums_SE: Floats) -> Floats:
         """Predict the fused kernel of sets and count them as evaluated.
@@ -483,62 +421,37 @@ class ShardBank:
         units = np.asarray(width_N, dtype=np.int64) // COLUMN_MULTIPLE
         kind = self._kinds(table, rank_N)
         rows: Ints = self._row_TUK[table, units, kind]
-        missing = rows < 0
-        if missing.any():
-            self._add(
-                *self._worth_adding(table[missing], units[missing], kind[missing])
-            )
+        new = rows < 0
+        if new.any():
+            self._add(table[new], units[new], kind[new])
             rows = self._row_TUK[table, units, kind]
         return rows
 
-    def _worth_adding(
-        self, table_N: Ints, units_N: Ints, kind_N: Ints
-    ) -> tuple[Ints, Ints, Ints]:
-        """Shards to price: of few tables all widths at once, of many those asked for.
+    def _add(self, table_N: Ints, units_N: Ints, kind_N: Ints) -> None:
+        """Price shards: of few tables all widths at once, of many those asked for.
 
         Who asks for one width of a table mostly asks for others soon.
         """
-        _, num_units, num_kinds = self._row_TUK.shape
-        tables = np.unique(table_N)
-        few = len(tables) <= MAX_ENCODED_TABLES and self.moves_T[tables].all()
-        if not few:
-            asked = np.unique((table_N * num_units + units_N) * num_kinds + kind_N)
-            asked, kind = np.divmod(asked, num_kinds)
-            return asked // num_units, asked % num_units * COLUMN_MULTIPLE, kind
-        units = np.arange(1, num_units)
-        new = (self._row_TUK[tables, 1:, 0] < 0) & (
-            units * COLUMN_MULTIPLE <= self.dims_T[tables, None]
+        tables, place_N = np.unique(table_N, return_inverse=True)
+        known = self._row_TUK[tables] >= 0
+        wanted = np.zeros_like(known)
+        wanted[place_N, units_N, kind_N] = True
+        if len(tables) <= MAX_ENCODED_TABLES and self.moves_T[tables].all():
+            most = self.dims_T[tables, None] // COLUMN_MULTIPLE
+            wanted[:, :, 0] |= np.arange(wanted.shape[1]) <= most
+        place, units, kind = np.nonzero(wanted & ~known)
+        table, width = tables[place], units * COLUMN_MULTIPLE
+        priced = self.simulator.price(table, width, self._rows_TK[table, kind])
+        new = np.arange(self._used, self._used + len(table))
+        self._used += len(table)
+        self._shard_R3, self._extra_R2, self._loads_R3 = (
+            with_room(values, self._used)
+            for values in (self._shard_R3, self._extra_R2, self._loads_R3)
         )
-        table, place = np.nonzero(new)
-        kinds = np.zeros_like(place)
-        return tables[table], units[place] * COLUMN_MULTIPLE, kinds
-
-    def _add(self, table_N: Ints, width_N: Ints, kind_N: Ints) -> None:
-        end = self._used + len(table_N)
-        if end > len(self._table_R):
-            room = max(end, 2 * len(self._table_R)) - len(self._table_R)
-            self._table_R = np.pad(self._table_R, (0, room))
-            self._width_R = np.pad(self._width_R, (0, room))
-            self._slot_R = np.pad(self._slot_R, (0, room))
-            self._extra_R2 = np.pad(self._extra_R2, ((0, room), (0, 0)))
-            self._loads_R3 = np.pad(self._loads_R3, ((0, room), (0, 0)))
-        new = slice(self._used, end)
-        priced = self.simulator.price(table_N, width_N, self._rows_TK[table_N, kind_N])
-        self._table_R[new], self._width_R[new] = table_N, width_N
-        self._slot_R[new] = priced.row_N
-        self._extra_R2[new] = priced.extra_N2
-        self._loads_R3[new] = priced.loads_N3
-        if self._merged_T is not None:
-            place = self._merged_T[table_N]
-            rows, place = np.flatnonzero(place >= 0) + self._used, place[place >= 0]
-            self._slot_R[rows] = self._merged.row_N[place]
-            self._extra_R2[rows] = self._merged.extra_N2[place]
-            self._loads_R3[rows] = self._merged.loads_N3[place]
-        self.has_extra = self.has_extra or bool(self._extra_R2[new].any())
-        self._row_TUK[table_N, width_N // COLUMN_MULTIPLE, kind_N] = np.arange(
-            self._used, end
-        )
-        self._used = end
+        self._shard_R3[new] = np.stack([table, width, priced.row_N], axis=1)
+        self._extra_R2[new], self._loads_R3[new] = priced.extra_N2, priced.loads_N3
+        self.has_extra = self.has_extra or bool(priced.extra_N2.any())
+        self._row_TUK[table, units, kind] = new
 
     def price_as(self, table: int, width: int, parts: Sequence[int]) -> None:
         """Price one width of a table as several shards of it on one rank.
@@ -551,7 +464,7 @@ class ShardBank:
         [row] = self.rows([table], [width])
         rows = self.rows([table] * len(parts), parts)
         total = self.encoding(rows).sum(axis=0, keepdims=True)
-        [self._slot_R[row]] = self.simulator.encoder.add(total)
+        [self._shard_R3[row, 2]] = self.simulator.encoder.add(total)
         self._extra_R2[row] = self.extra(rows).sum(axis=0)
         self._loads_R3[row] = self.loads_of(rows).sum(axis=0)
 
@@ -561,9 +474,9 @@ class ShardBank:
         Returns:
             `N x 2` [ms]: forward and backward; below 0 where the model dips.
         """
-        group = self.groups_T[self._table_R[rows_N]]
+        group = self.groups_T[self.table(rows_N)]
         with_shard = self.predict(self._context_GE[group] + self.encoding(rows_N))
-        added: Floats = with_shard - self.context_G2[group] + self._extra_R2[rows_N]
+        added: Floats = with_shard - self._context_G2[group] + self._extra_R2[rows_N]
         return added
 
     def marginal(self, rows_N: Ints) -> Floats:
@@ -574,15 +487,17 @@ class ShardBank:
 
     def table(self, rows_N: Ints) -> Ints:
         """Table of each row."""
-        return self._table_R[rows_N]
+        table_N: Ints = self._shard_R3[rows_N, 0]
+        return table_N
 
     def width(self, rows_N: Ints) -> Ints:
         """Width of each row."""
-        return self._width_R[rows_N]
+        width_N: Ints = self._shard_R3[rows_N, 1]
+        return width_N
 
     def encoding(self, rows_N: Ints) -> Floats:
         """Encoding of each row, `N x E`."""
-        return self.simulator.encoder.encoding(self._slot_R[rows_N])
+        return self.simulator.encoder.encoding(self._shard_R3[rows_N, 2])
 
     def extra(self, rows_N: Ints) -> Floats:
         """Time beside the fused kernel's of each row, `N x 2` [ms]."""
@@ -591,11 +506,6 @@ class ShardBank:
     def loads_of(self, rows_N: Ints) -> Floats:
         """Amounts that collectives move for each row, `N x 3`."""
         return self._loads_R3[rows_N]
-
-    def columns(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Return the output columns of shards, width times features: `N`."""
-        product: Floats = self.columns_T[table_N] / self.dims_T[table_N] * width_N
-        return product
 
     @property
     def caps_W(self) -> Floats:
@@ -644,166 +554,74 @@ class ShardBank:
 
     @functools.cached_property
     def _total_affine(self) -> tuple[Floats, Floats]:
-        offset_PT, slope_PT = self.affine
-        return offset_PT.sum(axis=0), slope_PT.sum(axis=0)
-
-    def approximate_phases(self, compute_CWS2: Floats, loads_CWS3: Floats) -> Floats:
-        """Return `C x W x P`: exact compute, collectives by their slopes [ms]."""
-        comms = (loads_CWS3 * self.comms_per_load_S3).sum(axis=-1)
-        phases = np.concatenate([compute_CWS2, comms[..., None]], axis=-1)
-        return phases.reshape(*phases.shape[:-2], -1)
-
-    @functools.cached_property
-    def mean_phases_P(self) -> Floats:
-        """Phases of the average rank [ms], approximate."""
-        offset_PT, slope_PT = self.affine
-        each = (offset_PT + slope_PT * self.dims_T).T
-        mean: Floats = (each * self.block_T[:, None]).sum(axis=0) / self.task.world_size
-        return mean
+        """Offset and slope of `total_ms`; a leader's has all that goes beside it."""
+        offset_T, slope_T = (values.sum(axis=1) for values in self._affine)
+        leader, follower = self.colocated_shards(np.arange(len(offset_T)))
+        whole_T = offset_T + slope_T * self.dims_T
+        np.add.at(offset_T, leader, whole_T[follower])
+        offset_T[~self.leads_T] = slope_T[~self.leads_T] = 0.0
+        return offset_T, slope_T
 
     @functools.cached_property
-    def unit_phases_P(self) -> Floats:
-        """Unit of each phase when ranks are evened out, `P` above 0 [ms].
+    def unit_phases_S4(self) -> Floats:
+        """Unit of each phase when ranks are evened out, `S x 4` above 0 [ms].
 
         It is the average rank's phase. Where tables may be sharded in several ways, a
         kernel's launch is the least, so that stages of few and of many tables compare.
         """
-        unit = self.mean_phases_P
+        offset_T4, slope_T4 = self._affine
+        each = (offset_T4 + slope_T4 * self.dims_T[:, None]) * self.block_T[:, None]
+        unit_S4 = np.zeros((self.task.num_stages, 4))
+        np.add.at(unit_S4, self.stages_T, each)
+        unit_S4 /= self.task.world_size
         if self.task.has_choices:
-            launched = np.zeros((1, self.task.num_stages, 2))
-            launched[0] = self.simulator.stage_compute(self.context_G2[None])[0]
-            loads = np.zeros((1, self.task.num_stages, 3))
-            unit = np.maximum(unit, self.approximate_phases(launched, loads)[0])
-        return np.maximum(unit, 1e-12)
+            launched_S2 = self.simulator.stage_compute(self._context_G2)
+            unit_S4[:, :2] = np.maximum(unit_S4[:, :2], launched_S2)
+        return np.maximum(unit_S4, 1e-12)
 
     @functools.cached_property
-    def unit_phases_S4(self) -> Floats:
-        """Phases of the average rank, `S x 4` above 0 [ms]; see `stage_affine`."""
-        unit_S3 = self.unit_phases_P.reshape(-1, 3)
-        index_S = (self.mean_loads_S3 * self.comms_per_load_S3)[:, 0]
-        rest = np.maximum(unit_S3[:, 2] - index_S, 0.0)
-        each = np.column_stack([unit_S3[:, :2], index_S, rest])
-        unit_S4: Floats = np.maximum(each, 1e-12)
-        return unit_S4
+    def _affine(self) -> tuple[Floats, Floats]:
+        """Offset and cost per column of shards' phases, `T x 4` each [ms].
 
-    @functools.cached_property
-    def affine(self) -> tuple[Floats, Floats]:
-        """Offset and cost per column of shards' phases, `P x T` each [ms]."""
-        tables = np.arange(len(self.dims_T))
-        narrowest = np.where(
-            self.moves_T, COLUMN_MULTIPLE, np.minimum(self.task.min_widths, self.dims_T)
-        )
-        rows = self.rows(tables, narrowest)
-        narrow, whole = self.marginal(rows), self.marginal(self.whole_T)
-        extra = (self.dims_T - narrowest)[:, None]
+        0 for tables that are counted with another one of their set and group.
+        """
+        every = np.arange(len(self.dims_T))
+        narrow = self.marginal(self.rows(every, self._least_T))
+        whole = self.marginal(self.whole_T)
+        extra = (self.dims_T - self._least_T)[:, None]
         # A table of 4 columns has no other width: any slope will do.
         slope = np.where(
             extra > 0, np.maximum(whole - narrow, 0.0) / np.maximum(extra, 1), 0.0
         )
-        stage = self.stages_T
-        loads_T3 = self.loads_of(self.whole_T) * self.comms_per_load_S3[stage]
-        column_ms = loads_T3[:, 1:].sum(axis=1) / self.dims_T
         offset = whole - slope * self.dims_T[:, None]
-        spread = np.zeros((2, len(tables), self.task.num_stages, 3))
-        spread[0, tables, stage] = np.column_stack([offset, loads_T3[:, 0]])
-        spread[1, tables, stage] = np.column_stack([slope, column_ms])
-        offset_TP, slope_TP = spread.reshape(2, len(tables), -1)
-        # What followers cost is their leaders' cost, wherever it arises.
-        leader, follower = self.colocated_shards(tables)
-        whole_NP = (
-            offset_TP[follower] + slope_TP[follower] * self.dims_T[follower, None]
-        )
-        np.add.at(offset_TP, leader, whole_NP)
-        offset_TP[~self.leads_T] = slope_TP[~self.leads_T] = 0.0
-        return offset_TP.T.copy(), slope_TP.T.copy()
+        ms_T3 = self.loads_of(self.whole_T) * self.comms_per_load_S3[self.stages_T]
+        column_ms = ms_T3[:, 1:].sum(axis=1) / self.dims_T
+        none = np.zeros(len(every))
+        offset_T4 = np.column_stack([offset, ms_T3[:, 0], none])
+        slope_T4 = np.column_stack([slope, none, column_ms])
+        counted = self.leads_T.copy()
+        counted[self.colocated_shards(every)[1]] = True
+        offset_T4[~counted] = slope_T4[~counted] = 0.0
+        return offset_T4, slope_T4
 
     @functools.cached_property
     def stage_affine(self) -> tuple[Floats, Floats]:
-        """Offset and slope of a shard's phases in its own stage, `T x 4` each [ms].
+        """Offset and slope of a shard's phases in its own stage, `T x 4` each [ms]."""
+        offset_T4, slope_T4 = self._affine
+        whole_T4 = offset_T4 + slope_T4 * self.dims_T[:, None]
+        leader, follower = self.colocated_shards(np.arange(len(whole_T4)))
+        beside = self.stages_T[leader] == self.stages_T[follower]
+        offset_T4 = offset_T4.copy()
+        np.add.at(offset_T4, leader[beside], whole_T4[follower[beside]])
+        return offset_T4, slope_T4
 
-        Forward, backward, exchange of ids, exchange of outputs and gradients.
-        """
-        offset_PT, slope_PT = self.affine
-        column_T3 = self.stages_T[:, None] * 3 + np.arange(3)
-        table = np.arange(len(self.dims_T))[:, None]
-        offset, slope = offset_PT[column_T3, table], slope_PT[column_T3, table]
-        none = np.zeros((len(table), 1))
-        return (
-            np.concatenate([offset, none], axis=1),
-            np.concatenate([slope[:, :2], none, slope[:, 2:]], axis=1),
-        )
 
-    def critical_paths(self, rows_LN: Ints, rank_LN: Ints) -> Floats:
-        """Evaluate placements exactly.
-
-        Args:
-            rows_LN: Bank rows, one placement per line, padded with -1.
-            rank_LN: Rank of each shard; not read where the row is -1.
-
-        Returns:
-            `L` critical paths [ms].
-        """
-        lane, place = np.nonzero(rows_LN >= 0)
-        rows, rank = rows_LN[lane, place], rank_LN[lane, place]
-        num_sets = len(rows_LN) * self.task.world_size
-        loads, count = self.loads(rows, lane * self.task.world_size + rank, num_sets)
-        compute = np.zeros((*count.shape, 2))
-        compute[count > 0] = self.predict(loads.sums_CWGE[count > 0])
-        shape = (len(rows_LN), self.task.world_size, self.task.num_stages)
-        compute_LWS2 = self.simulator.stage_compute(compute) + loads.extra_CWS2
-        compute_LWS2 = compute_LWS2.reshape(*shape, 2)
-        loads_LWS3 = loads.loads_CWS3.reshape(*shape, 3)
-        exact = self.simulator.phases(compute_LWS2, loads_LWS3)
-        path_L: Floats = critical_path(exact)
-        return path_L + self._lane_order_ms(lane, rows, len(rows_LN))
-
-    def _lane_order_ms(self, lane_N: Ints, rows_N: Ints, num_lanes: int) -> Floats:
-        """Putting outputs in order, for placements of all tables, `L` [ms]."""
-        if not self.has_order:
-            return np.zeros(num_lanes)
-        table = self.table(rows_N)
-        split = np.flatnonzero(self.width(rows_N) < self.dims_T[table])
-        num_stages = self.task.num_stages
-        cell = lane_N[split] * num_stages + self.stages_T[table[split]]
-        columns = np.bincount(
-            cell,
-            weights=self.loads_of(rows_N[split])[:, 1],
-            minlength=num_lanes * num_stages,
-        ).reshape(num_lanes, num_stages)
-        whole = (columns > 0) * self._total_columns()
-        return self.order_ms(np.where(self.pooled_S, whole, columns))
-
-    def loads(self, rows_N: Ints, set_N: Ints, num_sets: int) -> tuple[RankLoads, Ints]:
-        """Add up shards by the set (a rank of some placement) that they are in.
-
-        Returns:
-            Loads of the sets, first axis `num_sets` in place of `C x W`, and the number
-            of shards, `num_sets x G`, colocated ones among them.
-        """
-        num_groups, num_stages = self.task.num_groups, self.task.num_stages
-        table = self.table(rows_N)
-        place, colocated = self.colocated_shards(table)
-        if len(colocated):
-            table = np.concatenate([table, colocated])
-            rows_N = np.concatenate([rows_N, self.whole_T[colocated]])
-            set_N = np.concatenate([set_N, set_N[place]])
-        cell = set_N * num_groups + self.groups_T[table]
-        size = num_sets * num_groups
-        sums: Floats = np.zeros((size, self.encoding_dim))
-        for first in range(0, len(cell), ROWS_AT_ONCE):
-            some = slice(first, first + ROWS_AT_ONCE)
-            sums += sum_by(cell[some], self.encoding(rows_N[some]), size)
-        count = np.bincount(cell, minlength=size).reshape(num_sets, num_groups)
-        stage = set_N * num_stages + self.stages_T[table]
-        amounts = np.concatenate([self.extra(rows_N), self.loads_of(rows_N)], axis=1)
-        columns = [
-            np.bincount(stage, weights=w, minlength=num_sets * num_stages)
-            for w in amounts.T
-        ]
-        total: Floats = np.stack(columns, axis=1).astype(np.float64)
-        total = total.reshape(num_sets, num_stages, 5)
-        sums = sums.reshape(num_sets, num_groups, -1)
-        return RankLoads(sums, total[..., :2].copy(), total[..., 2:].copy()), count
+def with_room(values_R: Any, num_rows: int) -> Any:
+    """Return an array with at least so many rows, new ones 0, and room for more."""
+    if num_rows <= len(values_R):
+        return values_R
+    more = max(num_rows, 2 * len(values_R)) - len(values_R)
+    return np.pad(values_R, [(0, more), *[(0, 0)] * (values_R.ndim - 1)])
 
 
 def sum_by(ids_N: Ints, values_NE: Floats, num_ids: int) -> Floats:

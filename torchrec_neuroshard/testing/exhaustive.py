@@ -18,6 +18,7 @@ from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.feasibility import describe, way_out
+from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.rules import Rules, check_constraints
 from torchrec_neuroshard.search.shards import (
     Floats,
@@ -207,11 +208,9 @@ def _try_choices(simulator: Simulator, start: float) -> SearchResult:
         way_CN, width_CNW = _decode(index, ways_N, widths_N)
         table = np.broadcast_to(way_CN[:, :, None], width_CNW.shape)
         rank = np.broadcast_to(np.arange(num_ranks), width_CNW.shape)
-        rows = np.full(width_CNW.shape, -1, dtype=np.int64)
-        held = width_CNW > 0
-        rows[held] = bank.rows(table[held], width_CNW[held], rank[held])
-        lines = rows.reshape(len(index), -1), rank.reshape(len(index), -1)
-        cost = bank.critical_paths(*lines)
+        held = (width_CNW > 0) & (rank % bank.block_T[table] == 0)
+        pieces = held.nonzero()[0], table[held], rank[held], width_CNW[held]
+        cost = Lanes.placed(bank, len(index), *pieces).critical_L
         over_CW = bank.sizes(table, width_CNW).sum(axis=2) > bank.caps_MW[:, None]
         cost[over_CW.any(axis=(0, 2))] = np.inf
         cost[_breaks_rules(task, way_CN, width_CNW)] = np.inf
