@@ -32,6 +32,7 @@ __all__ = [
     "COUNT_BIN_HIGH",
     "COUNT_BIN_LOW",
     "NUM_COUNT_BINS",
+    "RARE_RATES",
     "FeatureProfile",
     "bin_mean_counts",
     "count_histogram",
@@ -355,8 +356,11 @@ def _thin(
     return out
 
 
-_LOG_RATES, _NUM_RATES = (math.log(1e-8), math.log(32.0)), 440
-"""Rates of rare ids, of a batch, that are told apart."""
+_LOG_RATES = np.linspace(math.log(1e-8), math.log(32.0), 440)
+RARE_RATES: npt.NDArray[np.float64] = np.exp(_LOG_RATES)
+"""Rates of rare ids, of a batch, that are told apart; rising."""
+_RARELY_MET = special.pdtr(4, RARE_RATES)
+"""Chance that a batch meets an id of such a rate at most four times."""
 _NARROW_SHAPE = 100.0
 """Shape of the gamma density from which on all rates count as its mean."""
 
@@ -408,17 +412,15 @@ class _RareIds:
         if self.shape > _NARROW_SHAPE:  # all of one rate, about
             rate = np.array([self.shape * odds])
             return once * np.exp(rate) / rate * special.pdtr(4, rate), rate
-        log_rate = np.linspace(*_LOG_RATES, num=_NUM_RATES)
-        rate = np.exp(log_rate)
         log_density = (
             math.log(once)
             - special.gammaln(self.shape + 1)
             - (self.shape + 1) * math.log(self.scale)
-            + self.shape * log_rate
-            - rate / odds
+            + self.shape * _LOG_RATES
+            - RARE_RATES / odds
         )
-        num_ids = np.exp(log_density) * (log_rate[1] - log_rate[0])
-        return num_ids * special.pdtr(4, rate), rate
+        num_ids = np.exp(log_density) * (_LOG_RATES[1] - _LOG_RATES[0])
+        return num_ids * _RARELY_MET, RARE_RATES
 
     def fresh_histogram(self, more: float) -> npt.NDArray[np.float64]:
         """How the counts of ids met for the first time are distributed, sums to 1."""

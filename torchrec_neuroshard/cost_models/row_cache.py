@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.profiles import RARE_RATES, FeatureProfile
 
 __all__ = ["ASSOCIATIVITY", "MissCurve"]
 
@@ -77,19 +77,19 @@ class MissCurve:
 
     def _lru(self) -> tuple[Floats, Floats]:
         """Rows that a cache has, and those of a batch that it lacks, state by state."""
-        met_G = self._met_G
-        # Chance that a missing row of some number finds a slot: fewer than a set's
-        # slots go to rows of lower numbers.
-        lower_KU = ASSOCIATIVITY * np.divide.outer(1 / _PARTS, 1 / _NUMBERS)
-        found_KU1 = special.pdtr(ASSOCIATIVITY - 1, lower_KU)[..., None]
-        leaves_KUG = 1.0 - met_G + met_G * found_KU1 + _NEVER
-        there_KG = met_G * (found_KU1 / leaves_KUG).mean(axis=1)
-        absent_KG = np.exp(-self._rate_G * _BATCHES[:, None])
-        held_KG = np.concatenate([there_KG, 1.0 - absent_KG])
-        missed_KG = met_G * (1.0 - held_KG)
-        held_K = np.concatenate([[0.0], held_KG @ self._ids_G])
-        missed_K = np.concatenate([[self.num_distinct], missed_KG @ self._ids_G])
-        return np.maximum.accumulate(held_K), missed_K
+        place_G = np.searchsorted(RARE_RATES[:-1], self._rate_G)
+        rare_G = RARE_RATES[place_G] == self._rate_G
+        rare_ids = np.bincount(
+            place_G[rare_G], self._ids_G[rare_G], minlength=len(RARE_RATES)
+        )
+        held_K, missed_K = (
+            rare_KG @ rare_ids + own_KG @ self._ids_G[~rare_G]
+            for rare_KG, own_KG in zip(
+                _rare_states(), _states(self._rate_G[~rare_G]), strict=True
+            )
+        )
+        held_K = np.maximum.accumulate(np.concatenate([[0.0], held_K]))
+        return held_K, np.concatenate([[self.num_distinct], missed_K])
 
     def misses(self, load_factors_L: npt.ArrayLike) -> Floats:
         """Share of a batch's distinct rows that caches lack, `L`.
@@ -118,6 +118,30 @@ class MissCurve:
         absent_LG = np.exp(np.multiply.outer(np.asarray(batches_L), -self._rate_G))
         share_L: Floats = (1.0 - absent_LG) @ self._ids_G / self._rows
         return share_L
+
+
+def _states(rate_G: Floats) -> tuple[Floats, Floats]:
+    """Chances, state by state, that a cache has an id of a rate, and that it lacks it.
+
+    Returns:
+        Both `K x G`; the second is of ids that a batch meets.
+    """
+    met_G = -np.expm1(-rate_G)
+    # Chance that a missing row of some number finds a slot: fewer than a set's
+    # slots go to rows of lower numbers.
+    lower_KU = ASSOCIATIVITY * np.divide.outer(1 / _PARTS, 1 / _NUMBERS)
+    found_KU1 = special.pdtr(ASSOCIATIVITY - 1, lower_KU)[..., None]
+    leaves_KUG = 1.0 - met_G + met_G * found_KU1 + _NEVER
+    there_KG = met_G * (found_KU1 / leaves_KUG).mean(axis=1)
+    absent_KG = np.exp(-rate_G * _BATCHES[:, None])
+    held_KG = np.concatenate([there_KG, 1.0 - absent_KG])
+    return held_KG, met_G * (1.0 - held_KG)
+
+
+@functools.cache
+def _rare_states() -> tuple[Floats, Floats]:
+    """Those of rare ids, whose rates all tables share."""
+    return _states(RARE_RATES)
 
 
 @functools.cache
