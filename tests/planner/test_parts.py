@@ -5,9 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import pickle
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import (
@@ -16,6 +20,7 @@ from torchrec.distributed.planner.shard_estimators import (
 )
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import (
     ATTACHES_OPTIMIZERS,
@@ -218,6 +223,53 @@ def test_copies_of_options_can_be_changed() -> None:
     assert list(map(hash, kept)) == list(map(hash, options))
     assert all(o.tensor is c.tensor for o, c in zip(options, copied, strict=True))
     assert [o.input_lengths for o in options] == [[1.0]] * len(options)
+
+
+def test_the_same_model_is_estimated_again_when_something_changed() -> None:
+    """TorchRec returns what it listed before for the same module."""
+    costs = PlanCosts(gpus(), **analytic())
+    enumerator = NeuroShardEnumerator(gpus(), 64, costs=costs)
+    module, sharders = make_ebc([(1000, 64)]), bag_sharders()
+
+    def estimates() -> list[tuple[int, float]]:
+        shards = [s for o in enumerator.enumerate(module, sharders) for s in o.shards]
+        return [(s.storage.hbm, s.perf.total) for s in shards]
+
+    before = estimates()
+    costs.use(AnalyticCostModel(launch_ms=1.0))
+    slower = estimates()
+    assert all(b[1] > a[1] for a, b in zip(before, slower, strict=True))
+    apply_optimizer_in_backward(torch.optim.Adam, module.parameters(), {"lr": 0.1})
+    larger = estimates()
+    assert all(b[0] > a[0] for a, b in zip(slower, larger, strict=True))
+    assert enumerator.memory is not None
+    with enumerator.memory.lenient():
+        assert all(b[0] < a[0] for a, b in zip(larger, estimates(), strict=True))
+
+
+def test_shards_are_priced_when_somebody_asks() -> None:
+    class Counting(AnalyticCostModel):
+        num_asked = 0
+
+        def predict_sums(
+            self, sums_SE: npt.NDArray[np.float64]
+        ) -> npt.NDArray[np.float64]:
+            self.num_asked += 1
+            return super().predict_sums(sums_SE)
+
+    model = Counting()
+    costs = PlanCosts(gpus(), cost_model=model, comms_model=AnalyticCommsModel())
+    enumerator = NeuroShardEnumerator(gpus(), 64, costs=costs)
+    options = enumerator.enumerate(make_ebc(SIZES), bag_sharders())
+    copied = copy.deepcopy(options)
+    assert not model.num_asked
+    perfs = [s.perf for o in options for s in o.shards]
+    asked = model.num_asked
+    assert asked and perfs == [s.perf for o in copied for s in o.shards]
+    assert model.num_asked == asked
+    again = pickle.loads(pickle.dumps([s for o in options for s in o.shards]))
+    assert [s.perf for s in again] == perfs
+    assert again == [s for o in options for s in o.shards]
 
 
 # --- estimator ------------------------------------------------------------------

@@ -271,6 +271,8 @@ class HookedEnumerator(EmbeddingEnumerator):
     _true_world_size = 0
     """While options are listed: TorchRec is told of one rank."""
     _num_buckets: dict[tuple[int, str], int]
+    _listed: list[ShardingOption] | None = None
+    """Options that TorchRec's part has listed; None at other times."""
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -287,6 +289,8 @@ class HookedEnumerator(EmbeddingEnumerator):
             self._true_world_size, self._world_size = self._world_size, 1
             try:
                 return self._enumerated(module, sharders)
+            except ConfigError:
+                raise
             except ValueError:
                 logger.debug("listing all shards", exc_info=True)
             finally:
@@ -297,7 +301,12 @@ class HookedEnumerator(EmbeddingEnumerator):
     def _enumerated(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
-        options: list[ShardingOption] = super().enumerate(module, sharders)
+        self._listed = []
+        super().enumerate(module, sharders)
+        # TorchRec would copy all of them, and return the copies for the same module,
+        # whatever became of costs and optimizers since.
+        self._last_stored_module, self._last_stored_search_space = None, self._listed
+        options, self._listed = self._listed, None
         return options
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
@@ -311,6 +320,9 @@ class HookedEnumerator(EmbeddingEnumerator):
                 for o in sharding_options
             ]
         super().populate_estimates(sharding_options)
+        if self._listed is not None:
+            self._listed += sharding_options
+            sharding_options.clear()
 
     def _spread(self, option: ShardingOption) -> ShardingOption:
         buckets = self._num_buckets.get((id(option.module[1]), option.name))
@@ -468,13 +480,13 @@ def with_optimizer(
     tensor: Any = torch.empty_like(option.tensor, device="meta")
     tensor._optimizer_classes = [kind]
     named._tensor = tensor
-    named.shards = option.shards
     return named
 
 
-def kernel_settings(option: ShardingOption) -> tuple[str, ...]:
+def kernel_settings(option: ShardingOption) -> tuple[str | None, ...]:
     """Settings of an option by which TorchRec groups tables into kernels."""
-    return tuple(repr(getattr(option, name, None)) for name in _KERNEL_SETTINGS)
+    values = (getattr(option, name, None) for name in _KERNEL_SETTINGS)
+    return tuple(value if value is None else repr(value) for value in values)
 
 
 def sharders_by_type(
@@ -659,20 +671,15 @@ class SharingOption(ShardingOption):
             }
         )
         if "shards" in vars(self):
-            new.shards = self._copied_shards()
+            new.shards = [self._copied(shard) for shard in self.shards]
         return new
 
-    def _copied_shards(self) -> list[Shard]:
-        return [
-            Shard(
-                size=shard.size,
-                offset=shard.offset,
-                storage=shard.storage,
-                perf=shard.perf and type(shard.perf)(**vars(shard.perf)),
-                rank=shard.rank,
-            )
-            for shard in self.shards
-        ]
+    @staticmethod
+    def _copied(shard: Shard) -> Shard:
+        new = copy.copy(shard)
+        if (perf := vars(shard).get("perf")) is not None:
+            new.perf = copy.copy(perf)
+        return new
 
 
 def can_reshard(sharder: ModuleSharder[Any]) -> bool:

@@ -17,7 +17,6 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_neuroshard.placement import (
     ColumnShard,
@@ -25,11 +24,7 @@ from torchrec_neuroshard.placement import (
     Placement,
     ShardingTask,
 )
-from torchrec_neuroshard.planner.compat import (
-    kernel_settings,
-    optimizer_arguments,
-    optimizer_classes,
-)
+from torchrec_neuroshard.planner.compat import kernel_settings
 from torchrec_neuroshard.planner.costs.kernels import priced_codecs
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
@@ -63,16 +58,10 @@ def fusion_key(
     Tables of one module and sharding type fuse when weight type, pooling, optimizer,
     kernel and its parameters agree; where a fused kernel's rows are does not matter.
     """
-    config = reader.config(option)
-    pooling = config.pooling if isinstance(config, EmbeddingBagConfig) else None
     return (
         option.path,
         sharding_type,
-        str(config and config.data_type),
-        str(pooling),
-        bool(option.has_feature_processor),
-        tuple(c.__name__ for c in optimizer_classes(option.tensor)),
-        repr(optimizer_arguments(option.tensor)),
+        reader.kernel_key(option),
         kernel_settings(option),
         _cache_key(option),
         _FUSED if is_fused(option) else option.compute_kernel,

@@ -323,17 +323,40 @@ class PlanCosts:
         priced = self.price(options)
         found, simulator = priced.found, priced.simulator
         compute_N2 = simulator.single_compute(priced.shards)
-        wrong = ~np.isfinite(compute_N2).all(axis=1) | (compute_N2 < 0).any(axis=1)
-        if wrong.any():
-            first = int(wrong.argmax())
-            raise ConfigError(
-                f"cost model '{self.cost_model.name}' predicts {compute_N2[first]} ms "
-                f"for {table_name(options[found.table_N[first]])}; a time must be "
-                "finite and at least 0. Train the model again or pass another one"
-            )
+        names = [table_name(option) for option in options]
+        self._check_times(compute_N2, [names[t] for t in found.table_N.tolist()])
         comms_N3 = priced.single_comms()
         perfs = iter(priced.perfs(compute_N2, comms_N3))
         return [[next(perfs) for _ in option.shards] for option in options]
+
+    def check_model(self, task: ShardingTask) -> None:
+        """Predict the kernel of each table alone.
+
+        Raises:
+            ConfigError: The cost model predicts something that is not a time.
+        """
+        firsts = [ways[0] for ways in task.ways]
+        tables = [task.tables[t] for t in firsts]
+        part_T = self.encoder.parts(
+            tables,
+            [table.num_embeddings for table in tables],
+            [task.batch_size] * len(tables),
+            [task.pooled[t] for t in firsts],
+        )
+        width_T = np.array([table.embedding_dim for table in tables])
+        encodings = self.encoder.encoding(self.encoder.rows(part_T, width_T))
+        alone = self.cost_model.predict_sums(encodings)
+        self._check_times(alone, [table.name for table in tables])
+
+    def _check_times(self, ms_N2: Floats, names: Sequence[str]) -> None:
+        wrong = ~np.isfinite(ms_N2).all(axis=1) | (ms_N2 < 0).any(axis=1)
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise ConfigError(
+                f"cost model '{self.cost_model.name}' predicts {ms_N2[first]} ms "
+                f"for {names[first]}; a time must be finite and at least 0. Train the "
+                "model again or pass another one"
+            )
 
     def launch_ms(self, option: ShardingOption | None = None) -> tuple[float, float]:
         """Return forward and backward of the smallest kernel [ms], or an option's."""

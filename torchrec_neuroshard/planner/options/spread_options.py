@@ -1,7 +1,8 @@
-"""Options with a shard on every rank, which are listed when somebody looks.
+"""Shards that are priced, and shards on every rank that are listed, when asked for.
 
 Row-wise and data-parallel options of thousands of tables have millions of shards on
-hundreds of ranks, of which a plan needs next to none.
+hundreds of ranks, of which a plan needs next to none. Nor does the search ask what one
+shard costs alone: only parts of TorchRec's do.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchrec.distributed.planner.types import Perf, Shard, ShardingOption
 
@@ -16,9 +18,11 @@ from torchrec_neuroshard.planner.compat import SharingOption
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
 __all__ = [
+    "PricedShard",
     "SpreadOption",
     "price_later",
     "sample_shards",
+    "sampled",
     "unpriced_shards",
     "without_estimates",
 ]
@@ -27,6 +31,56 @@ _Pricer = Callable[[Sequence[ShardingOption]], list[list[Perf]]]
 
 _PRICED_AT_ONCE = 2**14
 """Shards, about, that are priced together once one of them is looked at."""
+
+
+class PricedShard(Shard):
+    """A shard that is priced when its `perf` is read.
+
+    Args:
+        shard: The same without costs.
+        price: Returns what it costs.
+    """
+
+    def __init__(self, shard: Shard, price: Callable[[], Perf]) -> None:
+        self.__dict__.update(vars(shard))
+        self.__dict__.pop("perf", None)
+        self._price = price
+
+    @property
+    def perf(self) -> Perf | None:
+        """What the shard costs alone."""
+        if "perf" not in vars(self):
+            self.perf = copy.copy(self._price())
+        perf: Perf | None = vars(self)["perf"]
+        return perf
+
+    @perf.setter
+    def perf(self, perf: Perf | None) -> None:
+        self.__dict__["perf"] = perf
+
+    def __copy__(self) -> PricedShard:
+        new = PricedShard.__new__(PricedShard)
+        new.__dict__.update(vars(self))
+        return new
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PricedShard:
+        """Copy the shard; a cost that nobody has asked for stays so."""
+        new = copy.copy(self)
+        if "perf" in vars(self):
+            new.perf = copy.copy(self.perf)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shard, (self.size, self.offset, self.storage, self.perf, self.rank)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shard) and _fields(self) == _fields(other)
+
+    __hash__ = Shard.__hash__
+
+
+def _fields(shard: Shard) -> tuple[Any, ...]:
+    return shard.size, shard.offset, shard.storage, shard.perf, shard.rank
 
 
 class SpreadOption(SharingOption):
@@ -39,7 +93,7 @@ class SpreadOption(SharingOption):
 
     samples: tuple[Shard, ...]
     _world_size: int
-    _perfs: Callable[[], Sequence[Perf]] | None = None
+    _price: Callable[[int], Perf] | None = None
 
     @classmethod
     def spread(cls, option: ShardingOption, world_size: int) -> SpreadOption:
@@ -86,18 +140,15 @@ class SpreadOption(SharingOption):
     def shards(self) -> list[Shard]:
         """The shards, with what estimators know of them."""
         if not self.is_listed:
-            shards, perfs = unpriced_shards(self), self._perfs
-            self.shards = shards
-            if perfs is not None:
-                for shard, perf in zip(shards, perfs(), strict=True):
-                    shard.perf = copy.copy(perf)
+            shards, price = unpriced_shards(self), self._price
+            self.shards = shards if price is None else _priced(shards, price)
         listed: list[Shard] = vars(self)["shards"]
         return listed
 
     @shards.setter
     def shards(self, shards: list[Shard]) -> None:
         self.__dict__["shards"] = shards
-        self.samples, self._perfs = (), None
+        self.samples, self._price = (), None
 
 
 def sample_shards(option: ShardingOption) -> Sequence[Shard]:
@@ -108,12 +159,21 @@ def sample_shards(option: ShardingOption) -> Sequence[Shard]:
     return shards
 
 
+def sampled(option: ShardingOption) -> ShardingOption:
+    """Return an option, or a copy that lists its `sample_shards` alone."""
+    if not isinstance(option, SpreadOption) or option.is_listed:
+        return option
+    new = copy.copy(option)
+    new.shards = list(option.samples)
+    return new
+
+
 def without_estimates(option: ShardingOption) -> ShardingOption:
     """Return a copy of an option with shards that nobody has estimated."""
     new = copy.copy(option)
     shards = [Shard(size=s.size, offset=s.offset) for s in sample_shards(option)]
     if isinstance(new, SpreadOption) and not new.is_listed:
-        new.samples, new._perfs = tuple(shards), None
+        new.samples, new._price = tuple(shards), None
     else:
         new.shards = shards
     return new
@@ -133,11 +193,11 @@ def unpriced_shards(option: ShardingOption) -> list[Shard]:
     return found
 
 
-def price_later(options: Sequence[SpreadOption], pricer: _Pricer) -> None:
-    """Let options be priced, some at a time, once shards of one are read.
+def price_later(options: Sequence[ShardingOption], pricer: _Pricer) -> None:
+    """Let options be priced, some at a time, once the cost of a shard is read.
 
     Args:
-        options: Not listed yet; changed in place.
+        options: Changed in place.
         pricer: Returns a `Perf` for each shard of each option.
     """
     size = max(1, _PRICED_AT_ONCE // max((o.num_shards for o in options), default=1))
@@ -145,21 +205,32 @@ def price_later(options: Sequence[SpreadOption], pricer: _Pricer) -> None:
         some = options[start : start + size]
         together = _PricedTogether([copy.copy(option) for option in some], pricer)
         for number, option in enumerate(some):
-            option._perfs = functools.partial(together.perfs, number)
+            price = functools.partial(together.price, number)
+            if isinstance(option, SpreadOption) and not option.is_listed:
+                option._price = price
+            else:
+                option.shards = _priced(option.shards, price)
+
+
+def _priced(shards: Sequence[Shard], price: Callable[[int], Perf]) -> list[Shard]:
+    return [
+        PricedShard(shard, functools.partial(price, place))
+        for place, shard in enumerate(shards)
+    ]
 
 
 class _PricedTogether:
     """Prices options once and remembers what their shards cost."""
 
-    def __init__(self, options: Sequence[SpreadOption], pricer: _Pricer) -> None:
+    def __init__(self, options: Sequence[ShardingOption], pricer: _Pricer) -> None:
         self._options, self._pricer = options, pricer
 
     def __deepcopy__(self, memo: dict[int, object]) -> _PricedTogether:
         return self  # copies of options cost the same
 
-    def perfs(self, number: int) -> list[Perf]:
-        """What the shards of one of the options cost."""
-        return self._all[number]
+    def price(self, number: int, place: int) -> Perf:
+        """What a shard of one of the options costs."""
+        return self._all[number][place]
 
     @functools.cached_property
     def _all(self) -> list[list[Perf]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -26,7 +26,10 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.types import CommOp, ShardingType
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+)
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
@@ -152,6 +155,8 @@ _SHARDERS_OPTIMIZER, _SHARDERS_COUNTERS, _CODECS, _DISTINCT = (
 )
 _SHARDERS_CACHE_LOAD, _OUTPUT_BYTES = "sharders_cache_load", "output_bytes"
 """Attributes of an option: see `note_sharders`."""
+_IS_POOLED, _FACTS = "sums_rows", "table_facts"
+"""Attributes of an option: what was found out about its table."""
 
 
 def device_tier(topology: Topology) -> str:
@@ -214,15 +219,19 @@ def is_pooled(option: ShardingOption) -> bool:
     TorchRec takes sequences for pooled where another module, such as a tower, holds
     their collection.
     """
-    module = option.module[1]
-    if module not in _SEQUENCE_TABLES:
-        _SEQUENCE_TABLES[module] = {
-            config.name
-            for child in module.modules()
-            if isinstance(child, EmbeddingCollectionInterface)
-            for config in child.embedding_configs()
-        }
-    return bool(option.is_pooled) and option.name not in _SEQUENCE_TABLES[module]
+    known: bool | None = vars(option).get(_IS_POOLED)
+    if known is None:
+        module = option.module[1]
+        if module not in _SEQUENCE_TABLES:
+            _SEQUENCE_TABLES[module] = {
+                config.name
+                for child in module.modules()
+                if isinstance(child, EmbeddingCollectionInterface)
+                for config in child.embedding_configs()
+            }
+        known = bool(option.is_pooled) and option.name not in _SEQUENCE_TABLES[module]
+        vars(option)[_IS_POOLED] = known
+    return known
 
 
 def is_quantised(option: ShardingOption) -> bool:
@@ -351,6 +360,7 @@ def note_sharders(
     half = any(2 in found for found in sizes.values())
     for option in options if asked or loads or codecs or distinct or half else ():
         kind, attributes = option.module_type_key, vars(option)
+        attributes.pop(_FACTS, None)
         if kind in asked:
             attributes[_SHARDERS_OPTIMIZER] = asked[kind][0]
             attributes[_SHARDERS_COUNTERS] = _num_counters(*asked[kind])
@@ -398,13 +408,40 @@ class _Module:
     """What a reader knows of one of TorchRec's modules."""
 
     configs: Mapping[str, BaseEmbeddingConfig]
-    inputs: Mapping[str, tuple[Any, ...]]
-    """Features and data type of the tables that the cost model may know."""
     is_weighted: bool
     optimizer: str | None
     """That all tables of a fused collection share."""
     batch_sizes: frozenset[float]
     """Samples of features, by the constraints: their number varies."""
+
+
+@dataclass(slots=True)
+class _Facts:
+    """What a reader knows of an option's table, however it is sharded."""
+
+    reader: TableReader
+    is_dense: bool
+    """Whether the option was; dense kernels read no fused_params."""
+    module: _Module
+    config: BaseEmbeddingConfig | None
+    is_modelled: bool
+    """Whether the cost model knows tables of its configuration."""
+    optimizer: str
+    """What TorchRec or FBGEMM calls it."""
+    state_bytes: tuple[int, int]
+    """Of the optimizer, for each weight and each row."""
+    bags: float
+    """Per sample, over its features."""
+    kernel: tuple[Any, ...]
+    """What sets the table apart from those of other kernels."""
+    table: TableConfig | None = None
+    """Described when asked for; None until then."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
+        return self  # copies of options are of the same table
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # found out again
 
 
 class TableReader:
@@ -436,11 +473,6 @@ class TableReader:
         known = self._modules.get(module)
         if known is None:
             configs = {c.name: c for c in table_configs(module)}
-            inputs = {
-                name: (tuple(c.feature_names), c.data_type.value)
-                for name, c in configs.items()
-                if is_modelled_config(c)
-            }
             weighted = any(
                 isinstance(child, EmbeddingBagCollectionInterface)
                 and bool(child.is_weighted())
@@ -454,13 +486,69 @@ class TableReader:
             sizes = frozenset(
                 size for name in configs for size in self.batch_sizes(name)
             )
-            known = _Module(configs, inputs, weighted, shared, sizes)
+            known = _Module(configs, weighted, shared, sizes)
             self._modules[module] = known
         return known
 
+    def share_facts(self, options: Iterable[ShardingOption]) -> None:
+        """Find out once what options of one table have in common."""
+        found: dict[tuple[Any, ...], _Facts] = {}
+        for option in options:
+            key = option.path, option.name, is_dense(option)
+            if key not in found:
+                found[key] = self._facts(option)
+            vars(option)[_FACTS] = found[key]
+
+    def _facts(self, option: ShardingOption) -> _Facts:
+        known: _Facts | None = vars(option).get(_FACTS)
+        if (
+            known is None
+            or known.reader is not self
+            or known.is_dense != is_dense(option)
+        ):
+            known = vars(option)[_FACTS] = self._find_facts(option)
+        return known
+
+    def _find_facts(self, option: ShardingOption) -> _Facts:
+        module, tensor, noted = self._module(option), option.tensor, vars(option)
+        config, dense = module.configs.get(option.name), is_dense(option)
+        own, arguments = optimizer_classes(tensor), optimizer_arguments(tensor)
+        if own or module.optimizer is not None:
+            optimizer = own[0].__name__ if own else str(module.optimizer)
+        else:
+            # Dense kernels read no fused_params; FBGEMM's own default is SGD.
+            asked = None if dense else noted.get(_SHARDERS_OPTIMIZER)
+            optimizer = asked or "SGD"
+        _, per_value, per_row = _OPTIMIZERS.get(optimizer, _WORST)
+        if arguments:
+            per_row += _num_counters(optimizer, arguments[0])
+        elif optimizer == noted.get(_SHARDERS_OPTIMIZER):
+            per_row += noted[_SHARDERS_COUNTERS]
+        features = max(1, len(config.feature_names if config is not None else ()))
+        pooling = config.pooling if isinstance(config, EmbeddingBagConfig) else None
+        return _Facts(
+            reader=self,
+            is_dense=dense,
+            module=module,
+            config=config,
+            is_modelled=config is not None
+            and is_modelled_config(config)
+            and tensor.dim() == 2,
+            optimizer=optimizer,
+            state_bytes=(_STATE_BYTES * per_value, _STATE_BYTES * per_row),
+            bags=sum(self._batch_shares(option.name, features, option.batch_size)),
+            kernel=(
+                str(config and config.data_type),
+                str(pooling),
+                bool(option.has_feature_processor),
+                tuple(c.__name__ for c in own),
+                repr(arguments),
+            ),
+        )
+
     def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
         """Return TorchRec's configuration of the option's table, if it has one."""
-        return self._module(option).configs.get(option.name)
+        return self._facts(option).config
 
     def run_fault(self, option: ShardingOption, topology: Topology) -> str | None:
         """Say what cannot run of an option, whatever its ranks; None: nothing known.
@@ -482,7 +570,7 @@ class TableReader:
                 f"a GPU's kernels take at most {most:,} columns, got {widest:,}. Allow "
                 f"column_wise sharding for it, with a min_partition of at most {most}"
             )
-        samples = self._module(option).batch_sizes - {option.batch_size}
+        samples = self._facts(option).module.batch_sizes - {option.batch_size}
         if samples and option.sharding_type == _GRID and not grids_vary_batches():
             return (
                 "before torchrec 1.9 grid_shard takes one batch size for all features "
@@ -515,7 +603,7 @@ class TableReader:
         return kind.is_replicated == is_dense(option) and not is_quantised(option)
 
     def _is_modelled(self, option: ShardingOption) -> bool:
-        if option.name not in self._module(option).inputs or option.tensor.dim() != 2:
+        if not self._facts(option).is_modelled:
             return False
         widths = {s.size[1] for s in sample_shards(option)}
         return all(width > 0 and width % COLUMN_MULTIPLE == 0 for width in widths)
@@ -526,12 +614,7 @@ class TableReader:
 
     def optimizer_name(self, option: ShardingOption) -> str:
         """Return what TorchRec or FBGEMM calls the table's optimizer."""
-        own, shared = optimizer_classes(option.tensor), self._module(option).optimizer
-        if own or shared is not None:
-            return own[0].__name__ if own else str(shared)
-        # Dense kernels read no fused_params; FBGEMM's own default is SGD.
-        asked = None if is_dense(option) else vars(option).get(_SHARDERS_OPTIMIZER)
-        return asked or "SGD"
+        return self._facts(option).optimizer
 
     def knows_optimizer(self, option: ShardingOption) -> bool:
         """Whether it is known what the table's optimizer keeps."""
@@ -539,14 +622,7 @@ class TableReader:
 
     def state_bytes(self, option: ShardingOption) -> tuple[int, int]:
         """Return the optimizer's state for each weight, and each row of a shard."""
-        name = self.optimizer_name(option)
-        _, per_value, per_row = _OPTIMIZERS.get(name, _WORST)
-        own = optimizer_arguments(option.tensor)
-        if own:
-            per_row += _num_counters(name, own[0])
-        elif name == vars(option).get(_SHARDERS_OPTIMIZER):
-            per_row += vars(option)[_SHARDERS_COUNTERS]
-        return _STATE_BYTES * per_value, _STATE_BYTES * per_row
+        return self._facts(option).state_bytes
 
     def table(self, option: ShardingOption) -> TableConfig:
         """Describe the option's table, whatever its shards.
@@ -558,24 +634,14 @@ class TableReader:
         Args:
             option: One that has a cost.
         """
-        optimizer, known = self.optimizer(option), self._module(option)
-        key = (
-            option.path,
-            option.name,
-            option.tensor.shape,
-            known.inputs[option.name],
-            tuple(option.input_lengths),
-            option.batch_size,
-            self._is_weighted(option),
-            is_pooled(option),
-            self.looks_up_distinct(option),
-            optimizer,
-        )
-        table = self._tables.get(key)
-        if table is None:
-            config = known.configs[option.name]
-            table = self._tables[key] = self._describe(option, config, optimizer)
-        return table
+        facts = self._facts(option)
+        if facts.table is None:
+            facts.table = self._described(option)
+        return facts.table
+
+    def kernel_key(self, option: ShardingOption) -> tuple[Any, ...]:
+        """Return what sets the option's table apart from those of other kernels."""
+        return self._facts(option).kernel
 
     def looks_up_distinct(self, option: ShardingOption) -> bool:
         """Whether repeated ids of a local batch are sent and looked up once."""
@@ -594,6 +660,27 @@ class TableReader:
         features = config.feature_names if config is not None else []
         given = self.pooling_factor(option.name, features, option.batch_size)
         return max(1.0, given / looked_up)
+
+    def _described(self, option: ShardingOption) -> TableConfig:
+        """The table as one object, whichever of its options asks."""
+        config, optimizer = self.config(option), self.optimizer(option)
+        assert config is not None, "of an option that has a cost"
+        key = (
+            option.path,
+            option.name,
+            option.tensor.shape,
+            tuple(config.feature_names),
+            config.data_type.value,
+            tuple(option.input_lengths),
+            option.batch_size,
+            self._is_weighted(option),
+            is_pooled(option),
+            self.looks_up_distinct(option),
+            optimizer,
+        )
+        if key not in self._tables:
+            self._tables[key] = self._describe(option, config, optimizer)
+        return self._tables[key]
 
     def _describe(
         self, option: ShardingOption, config: BaseEmbeddingConfig, optimizer: str
@@ -689,9 +776,7 @@ class TableReader:
 
     def bags_per_sample(self, option: ShardingOption) -> float:
         """Return the bags of an option's table per sample, over its features."""
-        config = self.config(option)
-        count = max(1, len(config.feature_names if config is not None else ()))
-        return sum(self._batch_shares(option.name, count, option.batch_size))
+        return self._facts(option).bags
 
     def batch_sizes(self, name: str) -> tuple[float, ...]:
         """Return the samples of each feature of a table; empty where those of all."""

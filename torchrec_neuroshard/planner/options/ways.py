@@ -55,10 +55,12 @@ class FreeOption(ShardingOption):
     To parts of TorchRec's it is the option that it was made from.
 
     Attributes:
-        ways: The options that a search may choose from, itself among them.
+        ways: The options that a search may choose from, itself among them; all are
+            placeable.
     """
 
     def __init__(self, option: ShardingOption, ways: Sequence[ShardingOption]) -> None:
+        option = copy.copy(option)  # whose shards are listed here
         self.__dict__.update(vars(option))
         self._option, self.shards = option, option.shards
         self.ways = tuple(ways)
@@ -67,6 +69,10 @@ class FreeOption(ShardingOption):
         """Copy the option alone: it stands for nothing else where copies are made."""
         copied: ShardingOption = copy.deepcopy(self._option, memo)
         return copied
+
+    def __hash__(self) -> int:
+        """Hash the table and its ways; TorchRec tells proposals apart so."""
+        return hash((self.fqn, len(self.ways)))
 
     @staticmethod
     def ways_of(option: ShardingOption) -> tuple[ShardingOption, ...]:

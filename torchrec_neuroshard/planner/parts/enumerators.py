@@ -158,8 +158,14 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._sharders: Mapping[str, ModuleSharder[Any]] = {}
         self._compute_device = str(topology.compute_device)
         self._topology = topology
-        self._reader = TableReader(
-            world_size=int(topology.world_size), constraints=constraints, profiles=None
+        self._reader = (
+            costs.reader
+            if costs is not None
+            else TableReader(
+                world_size=int(topology.world_size),
+                constraints=constraints,
+                profiles=None,
+            )
         )
         self._wide: set[str] = set()
         asked = [c.sharding_types or () for c in (constraints or {}).values()]

@@ -196,7 +196,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             common = self._memory.common_bytes(proposal)
             storage_constraint = without(storage_constraint, common)
         ways = [
-            tuple(o for o in FreeOption.ways_of(option) if self._is_placeable(o))
+            option.ways
+            if isinstance(option, FreeOption)
+            else (option,) * self._is_placeable(option)
             for option in proposal
         ]
         try:
@@ -335,6 +337,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         task = space.task
         if not searcher.takes_choices and (task.has_choices or task.host_memory_bytes):
             searcher = ChoosingSearcher(searcher)
+        self.costs.check_model(task)
         try:
             cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
             result = searcher.search(task, cost_model, comms_model)

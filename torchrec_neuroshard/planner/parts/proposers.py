@@ -105,9 +105,10 @@ class NeuroShardProposer(CostedPart, Proposer):
         names = [table_name(options[0]) for options in self._by_table.values()]
         self._rules = self._placement.rules(names, int(self._topology.world_size))
         tables = list(map(self._permitted, self._by_table.values()))
-        self._num_others = sum(not self._ways(options) for options in tables)
+        ways = list(map(self._ways, tables))
+        self._num_others = sum(not own for own in ways)
         self._room: dict[tuple[int, ...], int] = {}
-        self._queue = [[self._free(options) for options in tables]]
+        self._queue = [list(map(self._free, tables, ways))]
         least = [_least(options, self._memory_order) for options in tables]
         few = sum(o.num_shards for o in least) <= MOST_LISTED_SHARDS
         if few and any(a is not b for a, b in zip(least, self._queue[0], strict=True)):
@@ -156,9 +157,9 @@ class NeuroShardProposer(CostedPart, Proposer):
             self._search_space = []
             if spare:
                 self._add(spare)
-                tables = map(self._permitted, self._by_table.values())
+                tables = list(map(self._permitted, self._by_table.values()))
                 free = partial(self._free, order=self._memory_order)
-                self._queue.insert(0, list(map(free, tables)))
+                self._queue.insert(0, list(map(free, tables, map(self._ways, tables))))
 
     def _permitted(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """Options that can be where placement constraints allow the table."""
@@ -173,15 +174,16 @@ class NeuroShardProposer(CostedPart, Proposer):
     def _free(
         self,
         options: Sequence[ShardingOption],
+        ways: Sequence[ShardingOption],
         order: Callable[[ShardingOption], Any] | None = None,
     ) -> ShardingOption:
         """Return the table in all ways that a search can place.
 
         Args:
             options: Its own.
+            ways: Of these, what a search can place.
             order: The first by it stands for them. None: see the class.
         """
-        ways = self._ways(options)
         ranks = self._rules.ranks(self._rules.index[table_name(options[0])])
         if ranks not in self._room:
             self._room[ranks] = max(
@@ -213,19 +215,20 @@ class NeuroShardProposer(CostedPart, Proposer):
         """Options that run and fit first; of these, those by columns."""
         size = max(float(getattr(s.storage, self._tier)) for s in sample_shards(option))
         fused = option.compute_kernel == "fused"
+        faulty = not may_be_split and self._is_faulty(option)
         if may_be_split:
             narrowest = narrowest_shard(
                 option, self._constraints, self.costs.least_columns
             )
             size *= narrowest / max(int(s.size[1]) for s in sample_shards(option))
         elif option.is_pooled:  # no search chooses another
-            return (self._is_faulty(option), size > room, not fused)
+            return (faulty, size > room, not fused)
         first, second = (COLUMN_WISE, TABLE_WISE)
         if not is_pooled(option):
             first, second = second, first
         kind = option.sharding_type
         return (
-            self._is_faulty(option),
+            faulty,
             size > room,
             not (fused and kind in (first, second)),
             not (fused and kind == first),

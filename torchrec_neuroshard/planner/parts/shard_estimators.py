@@ -25,10 +25,7 @@ from torchrec_neuroshard.planner.compat import (
 )
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import CostedPart, LaunchedPerf
-from torchrec_neuroshard.planner.options.spread_options import (
-    SpreadOption,
-    price_later,
-)
+from torchrec_neuroshard.planner.options.spread_options import price_later, sampled
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     is_dense,
@@ -57,11 +54,11 @@ class OutOfTimeError(PlannerError):
 class NeuroShardEstimator(CostedPart, ShardEstimator):
     """Predicts the shards of each option as if its table were alone.
 
-    All options of a search space are predicted in one batch, row shards, replicas and
-    kernels that no cost model holds (`costs.kernels`) included. Options without a price
-    (quantised tables, odd widths) keep TorchRec's estimate, which knows no launch
-    overhead: what the cost model says any kernel costs is added to their compute, so
-    that both can be compared.
+    Options are predicted many at a time, row shards, replicas and kernels that no cost
+    model holds (`costs.kernels`) included, once the `perf` of a shard is read. Options
+    without a price (quantised tables, odd widths) keep TorchRec's estimate, which knows
+    no launch overhead: what the cost model says any kernel costs is added to their
+    compute, so that both can be compared.
 
     The arguments are those of `CostedPart`.
     """
@@ -93,18 +90,13 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
             kwargs: Later releases pass their data by keyword.
         """
         _note_sharders(sharding_options, *args, *kwargs.values())
+        self.costs.reader.share_facts(sharding_options)
         costed: list[ShardingOption] = []
         others: list[ShardingOption] = []
         for option in sharding_options:
             known = self.costs.reader.has_cost(option)
             (costed if known else others).append(option)
-        later = [o for o in costed if isinstance(o, SpreadOption) and not o.is_listed]
-        price_later(later, self.costs.single_perfs)
-        now = [o for o in costed if not isinstance(o, SpreadOption) or o.is_listed]
-        perfs = self.costs.single_perfs(now)
-        for option, shard_perfs in zip(now, perfs, strict=True):
-            for shard, perf in zip(option.shards, shard_perfs, strict=True):
-                shard.perf = perf
+        price_later(costed, self.costs.single_perfs)
         read_only = [o for o in others if is_quantised(o)]
         trained = [o for o in others if not is_quantised(o)]
         for stock, options in ((self._stock, trained), (self._inference, read_only)):
@@ -170,7 +162,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
         """
         _note_sharders(sharding_options, *args, *kwargs.values())
         known = [o for o in sharding_options if self.memory.knows(o)]
-        others = [o for o in sharding_options if not self.memory.knows(o)]
+        others = [sampled(o) for o in sharding_options if not self.memory.knows(o)]
         if others:
             if not self.memory.is_lenient:
                 others = [self._with_optimizer(option) for option in others]
