@@ -122,7 +122,7 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "without restarts": {"restarts": 0},
     "without lanes": {"descent.MOST_LANES": 1, "descent.NUM_STARTS": 1},
     "without other starts": {"construct.START_SHARES": (math.inf,)},
-    "without other choices": {"default.NUM_CHOICES": 1, "default.NUM_UNIFORM": 0},
+    "without uniform choices": {"choices.NUM_UNIFORM": 0},
     "without switched ways": {
         "descent._switched": lambda lanes, most: lanes.take(np.zeros(0, dtype=np.int64))
     },

@@ -34,7 +34,8 @@ def test_choices_are_made_table_by_table_at_last() -> None:
     task = dataclasses.replace(task, batch_size=2**15)
     simulator = Simulator(task, load_cost_model("cpu"), AnalyticCommsModel(3.0))
     choices = Choices(ShardBank(simulator))
-    [(found_ms, found), *_] = choices.path(choices.first(), math.inf)
+    [found, *_] = choices.starts(math.inf)
+    [found_ms] = choices.costs(found[None])
     for number, ways in enumerate(choices.ways):
         others = np.repeat(found[None], len(ways), axis=0)
         others[:, number] = ways

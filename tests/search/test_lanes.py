@@ -30,7 +30,7 @@ def lanes_of(task: ShardingTask) -> Lanes:
     bank = ShardBank(Simulator(task, AnalyticCostModel(), COMMS), merge=True)
     ways = [np.flatnonzero(bank.leads_T)]
     if task.has_choices:
-        ways = Choices(bank).best(2, np.inf)
+        ways = Choices(bank).starts(np.inf)[:2]
     lanes = construct(bank, *starts(bank, ways)).lanes()
     assert lanes.num_lanes > 1
     return lanes

@@ -1,39 +1,28 @@
-"""Choose the way that each table is sharded in, greedily and on balanced ranks.
+"""Choose the way that each table is sharded in, on balanced ranks.
 
 Where tables may be sharded in several ways (`ShardingTask.alternatives`), a choice says
-which one each takes. What it would cost on perfectly balanced ranks is quick to work
-out: a kernel for the average rank's shards, collectives at equal loads. From the choice
-that leaves the search most freedom, tables of one kind of way are switched to another,
-as many at once as pays most, then tables one by one; every choice on that path is a
-start for the search proper (see `descent`), which goes on from there on real ranks.
+which one each takes. What it costs on perfectly balanced ranks is quick to work out: a
+kernel for the average rank's shards, collectives at equal loads. Tables of one kind of
+way are switched to another, as many at once as pays most, then tables one by one. The
+search goes on from there on real ranks (see `descent`).
 
 Shapes: `T` tables, one index for each way, `N` tables proper, `F` their ways, one after
-the other, `C` choices, `G` fusion groups, `S` stages, `E` encoding values, `W` ranks,
-`P` approximate phases, `M` memories.
+the other, `C` choices, `G` fusion groups, `S` stages, `E` encoding values, `M`
+memories.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import (
-    HOST,
-    KernelFactors,
-    ShardingTask,
-    format_bytes,
-)
-from torchrec_neuroshard.search.feasibility import check_memory, describe, way_out
-from torchrec_neuroshard.search.rules import merged
+from torchrec_neuroshard.placement import KernelFactors
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -42,32 +31,26 @@ from torchrec_neuroshard.search.shards import (
     sum_by,
 )
 
-__all__ = [
-    "Choices",
-    "block_widths",
-    "column_task",
-    "columns_of",
-    "memory_left",
-    "place_blocks",
-    "take_room",
-]
+__all__ = ["Choices"]
 
 Bools = npt.NDArray[np.bool_]
 
-MIN_GAIN = 0.002
-"""Part of an iteration that a switch must promise."""
-MIN_SINGLE_GAIN = 1e-4
-"""The same for a switch of one table, once no more of them pay at once."""
+MIN_GAIN, MIN_SINGLE_GAIN = 0.002, 1e-4
+"""Relative gain that a switch of many tables must promise, and one of a single table.
+"""
 MIN_ESTIMATED_GAIN = 0.05
-"""The same for switches to kernels that were not measured."""
+"""The same for a switch to a kernel that was not measured."""
 FILL = 0.95
 """Part of the memory that a choice may fill on average."""
-MAX_CHOICES_PRICED = 1000
-"""Choices that are all priced, where there are no more."""
+MAX_SINGLE = 1000
+"""Most switches of single tables that are priced at a time."""
 MAX_STEPS = 40
-"""Switches on a path."""
+"""Most switches on a path."""
 PRICE_STEPS = 32
 """Prices of memory that are tried: rising ones, then between two of them."""
+NUM_UNIFORM, MOST_UNIFORM = 4, 500
+"""Choices in which all tables take one kind of way, and the most tables for which they
+are starts, too: balanced ranks make mixed choices look better than they are."""
 
 
 class Choices:
@@ -106,9 +89,6 @@ class Choices:
         )
         self._bytes_T = bank.scarcest(self._bytes_MT)
         self.has_caches = any(k is not None and k.has_cache for k in task.kernels)
-        self.own_ms_T: Floats = (
-            bank.total_ms(np.arange(count), self.width_T) * bank.block_T * blocks_T
-        )
         narrow = [
             split_widths(task, t, bank.splits(t)[-1])[0]
             if bank.moves_T[t]
@@ -167,47 +147,80 @@ class Choices:
             fits[own] = room >= np.where(bank.moves_T[own], 1, blocks_T)
         return fits
 
-    def first(self) -> Ints:
-        """Return the choice that leaves the search most freedom: a way of each table.
+    def starts(self, deadline: float) -> list[Ints]:
+        """Return the choices to place, the most promising ones first.
 
-        Column shards where they fit, with the measured kernel where it fits; then as
-        many of the largest tables otherwise as make everything fit on average.
+        Args:
+            deadline: `time.monotonic()` after which none is improved.
+        """
+        free = self._freest()
+        uniform = self._uniform(free)
+        found = np.stack([free, *self._cheapest(), *uniform])
+        cheapest = found[self.costs(found).argmin()]
+        ends = [self.improved(start, deadline) for start in (cheapest, free)]
+        if uniform and len(self.ways) <= MOST_UNIFORM:
+            order = np.argsort(self.costs(np.stack(uniform)), kind="stable")
+            ends += [uniform[n] for n in order[:NUM_UNIFORM]]
+        # The freest choice is as good as balanced ranks make it look.
+        return list({c.tobytes(): c for c in (*ends[:2], free, *ends[2:])}.values())
+
+    def _freest(self) -> Ints:
+        """Return the choice that leaves the search most freedom.
+
+        Column shards and measured kernels where they fit; of the other ways as many as
+        make everything fit on average.
         """
         bank = self.bank
+        least = float(bank.own_ms_T.sum())
+        cost_T = bank.own_ms_T + least * (~bank.moves_T + 2.0 * self.estimated_T)
+        cost_T[~self.fits_T] = np.inf
+        found = [self._within_memory(cost_T, n + 1) for n in range(len(self.room_M))]
+        return next((c for c in found if c is not None), self.smallest())
 
-        def order(way: int) -> tuple[Any, ...]:
-            return (
-                not self.fits_T[way],
-                self.estimated_T[way],
-                not bank.moves_T[way],
-                self.own_ms_T[way],
-            )
+    def _cheapest(self) -> list[Ints]:
+        """Return the choices of least time that fit, as if tables were alone.
 
-        chosen = np.array([min(ways, key=order) for ways in self.ways])
-        for number in np.argsort(-self._bytes_T[chosen], kind="stable").tolist():
-            if self._has_room(chosen):
-                break
-            fitting = [w for w in self.ways[number] if self.fits_T[w]]
-            if fitting:
-                self._shrink(chosen, number, fitting, order)
-        return chosen
-
-    def _shrink(
-        self, chosen: Ints, number: int, ways: list[int], order: Callable[[int], Any]
-    ) -> None:
-        """Give a table the way that takes least of a memory that is full, in place.
-
-        Not where that would fill another one.
+        One takes any way of each table. One for each stage takes the ways of that stage
+        where a table has some: what tables cost alone leaves out the stage's launches.
         """
-        now = chosen[number]
-        total_M = self._bytes_MT[:, chosen].sum(axis=1)
-        for bytes_T, full in zip(self._bytes_MT, total_M > self.room_M, strict=True):
-            least = min(ways, key=lambda w: (bytes_T[w], order(w)))
-            after_M = total_M - self._bytes_MT[:, now] + self._bytes_MT[:, least]
-            fills = (after_M > self.room_M) & (after_M > total_M)
-            if full and bytes_T[least] < 0.9 * bytes_T[now] and not fills.any():
-                chosen[number] = least
-                return
+        bank, found = self.bank, []
+        for stage in (None, *np.unique(bank.stages_T).tolist()):
+            cost_T = np.where(self.fits_T, bank.own_ms_T, np.inf)
+            if stage is not None:
+                cost_T += float(bank.own_ms_T.sum()) * (bank.stages_T != stage)
+            # The device's memory alone has a price, or all memories have one.
+            found += [
+                self._within_memory(cost_T, n + 1) for n in range(len(self.room_M))
+            ]
+        return [chosen for chosen in found if chosen is not None]
+
+    def _within_memory(self, cost_T: Floats, num_priced: int) -> Ints | None:
+        """Return the choice of least cost within memory, or None if none is found.
+
+        All tables pay the same for a byte: the least price at which the ways that are
+        cheapest then fit.
+
+        Args:
+            cost_T: Cost of each way.
+            num_priced: Memories that have a price; scarce ones have a higher one.
+        """
+        worth_M = self.bank.worth_M[:num_priced]
+        bytes_T: Floats = worth_M @ self._bytes_MT[:num_priced]
+        room = float(worth_M @ self.room_M[:num_priced])
+        low, high = 0.0, float(self.bank.own_ms_T.sum()) / max(room, 1.0)
+        found: Ints | None = None
+        price, line_N = 0.0, np.arange(len(self._way_NK))
+        for _ in range(PRICE_STEPS):
+            cost_NK = (cost_T + price * bytes_T)[self._way_NK]
+            chosen: Ints = self._way_NK[line_N, cost_NK.argmin(axis=1)]
+            if bytes_T[chosen].sum() <= room:
+                found, high = chosen, price
+                if price == 0.0:
+                    break
+            else:
+                low, high = price, 4.0 * high if found is None else high
+            price = high if found is None else (low + high) / 2
+        return found if found is not None and self._has_room(found) else None
 
     def _has_room(self, chosen_CN: Ints) -> Bools:
         """Whether choices fit on average, `C`, or the one that is given."""
@@ -215,14 +228,6 @@ class Choices:
         for bytes_T, most in zip(self._bytes_MT, self.room_M, strict=True):
             room = room & (bytes_T[chosen_CN].sum(axis=-1) <= most)
         return room
-
-    def uniform(self, most: int) -> list[Ints]:
-        """Return the cheapest choices in which all tables take one kind of way."""
-        found = self._uniform(self.first())
-        if not found:
-            return found
-        order = np.argsort(self.costs(np.stack(found)), kind="stable")
-        return [found[n] for n in order[:most]]
 
     def _uniform(self, first: Ints) -> list[Ints]:
         """Return the choices in which all tables that may take one kind of way do.
@@ -240,95 +245,6 @@ class Choices:
                 found.append(chosen)
         return found
 
-    def _at_price(self, cost_T: Floats, ms_per_byte: float, bytes_T: Floats) -> Ints:
-        """Return the cheapest way of each table where memory has a price, too."""
-        cost_NK = (cost_T + ms_per_byte * bytes_T)[self._way_NK]
-        cheapest: Ints = self._way_NK[np.arange(len(cost_NK)), cost_NK.argmin(axis=1)]
-        return cheapest
-
-    def _within_memory(self) -> list[Ints]:
-        """Return the choices of least time that fit, as if tables were alone.
-
-        One takes any way of each table, one for each stage the ways of that stage alone
-        where a table has some: what a stage costs beside its tables they do not tell.
-        What memory is worth is the same for all tables: the least price at which the
-        cheapest ways fit. Empty where that decides neither the sizes of caches nor what
-        goes to a host whose memory is limited.
-        """
-        if not self.has_caches and len(self._bytes_MT) == 1:
-            return []
-        found = []
-        for stage in (None, *np.unique(self.bank.stages_T).tolist()):
-            cost_T = np.where(self.fits_T, self.own_ms_T, np.inf)
-            if stage is not None:
-                away = float(self.own_ms_T.sum()) * len(cost_T)
-                cost_T = cost_T + away * (self.bank.stages_T != stage)
-            # The device's memory alone has a price, or all do, the scarcer the more.
-            for count in range(1, 1 + len(self._bytes_MT)):
-                chosen = self._cheapest_within_memory(cost_T, count)
-                found += [] if chosen is None else [chosen]
-        return found
-
-    def _cheapest_within_memory(self, cost_T: Floats, num_priced: int) -> Ints | None:
-        worth_M = self.bank.worth_M[:num_priced]
-        bytes_T: Floats = worth_M @ self._bytes_MT[:num_priced]
-        room = float(worth_M @ self.room_M[:num_priced])
-        low, high = 0.0, float(self.own_ms_T.sum()) / max(room, 1.0)
-        found: Ints | None = None
-        for _ in range(PRICE_STEPS):
-            price = high if found is None else (low + high) / 2
-            chosen = self._at_price(cost_T, price, bytes_T)
-            if bytes_T[chosen].sum() <= room:
-                found, high = chosen, price
-            else:
-                low, high = price, 4.0 * high if found is None else high
-        return found if found is not None and self._has_room(found) else None
-
-    def _cheapest(self) -> list[Ints]:
-        """Return the cheapest of all choices on balanced ranks, where these are few.
-
-        One of those that should fit, and one that may if ranks are filled to the brim.
-        """
-        ways = [[w for w in ways if self.fits_T[w]] for ways in self.ways]
-        if not 0 < math.prod(map(len, ways)) <= MAX_CHOICES_PRICED:
-            return []
-        every = np.array(list(itertools.product(*ways)))
-        size_MC = np.array([b[every].sum(axis=1) for b in self._bytes_MT])
-        cost_C, best = self.costs(every), []
-        for room_M in (self.room_M, self.bank.caps_MW.sum(axis=1)):
-            fits_C = (size_MC <= room_M[:, None]).all(axis=0)
-            if fits_C.any():
-                best.append(np.where(fits_C, cost_C, np.inf).argmin())
-        return [every[number] for number in dict.fromkeys(best)]
-
-    def best(self, most: int, deadline: float) -> list[Ints]:
-        """Return the most promising choices, those at which no switch pays first.
-
-        Args:
-            most: Choices wanted.
-            deadline: `time.monotonic()` after which none is improved.
-        """
-        first = self.first()
-        starts = np.stack(
-            [first, *self._within_memory(), *self._uniform(first), *self._cheapest()]
-        )
-        order = np.argsort(self.costs(starts), kind="stable")
-        cheapest = starts[order[: max(1, most - 1)]]
-        found: dict[bytes, tuple[bool, float, Ints]] = {}
-        for start in {c.tobytes(): c for c in (first, *cheapest)}.values():
-            path = self.path(start, deadline)
-            for place, (cost_ms, chosen) in enumerate(path):
-                key = chosen.tobytes()
-                if key not in found:
-                    found[key] = place > 0, cost_ms, chosen
-        ends = sorted(found.values(), key=lambda f: f[:2])
-        best = [c for _, _, c in ends[: max(1, most - 1)]]
-        # The choice of most freedom is as good as balanced ranks make it look.
-        return [
-            *best,
-            *(c for c in [first] if not any((c == o).all() for o in best)),
-        ]
-
     def smaller(self, chosen_N: Ints, at_least: int) -> Ints:
         """Return the choice with the largest shards' tables in ways that take less.
 
@@ -336,7 +252,7 @@ class Choices:
             chosen_N: The way of each table, in the order of `ways`.
             at_least: Tables to switch, as far as there are so many.
         """
-        chosen, changed = chosen_N.copy(), 0
+        chosen, changed, own_ms_T = chosen_N.copy(), 0, self.bank.own_ms_T
         for number in np.argsort(-self._shard_bytes_T[chosen], kind="stable").tolist():
             least = 0.9 * self._shard_bytes_T[chosen[number]]
             less = [
@@ -345,7 +261,7 @@ class Choices:
                 if self.fits_T[w] and self._shard_bytes_T[w] < least
             ]
             if less and changed < at_least:
-                chosen[number] = min(less, key=lambda w: self.own_ms_T[w])
+                chosen[number] = min(less, key=lambda w: own_ms_T[w])
                 changed += 1
         return chosen
 
@@ -392,35 +308,27 @@ class Choices:
         total: Floats = kernels + comms.sum(axis=(1, 2))
         return total
 
-    def path(self, start_N: Ints, deadline: float) -> list[tuple[float, Ints]]:
+    def improved(self, chosen_N: Ints, deadline: float) -> Ints:
         """Switch tables to other ways as long as that pays.
 
         Args:
-            start_N: The way of each table, in the order of `ways`.
+            chosen_N: The way of each table, in the order of `ways`.
             deadline: `time.monotonic()` after which no step is taken.
-
-        Returns:
-            Every choice on the path and its cost on balanced ranks, the last one first.
         """
-        now, now_ms = start_N, float(self.costs(start_N[None])[0])
-        path = [(now_ms, now)]
+        now_N, now_ms = chosen_N, float(self.costs(chosen_N[None])[0])
         for _ in range(MAX_STEPS):
             if time.monotonic() > deadline:
                 break
             found = [
                 (float(cost_ms), candidates[i])
-                for candidates, margin in self.switches(now)
+                for candidates, margin in self._switches(now_N)
                 for i, cost_ms in enumerate(self.costs(candidates))
                 if cost_ms < now_ms * (1 - margin)
-            ]
-            if not found:
-                found = self._cheaper_single(now, now_ms)
+            ] or self._cheaper_single(now_N, now_ms)
             if not found:
                 break
-            best = min(range(len(found)), key=lambda i: found[i][0])
-            now_ms, now = found[best]
-            path.append((now_ms, now))
-        return path[::-1]
+            now_ms, now_N = min(found, key=lambda f: f[0])
+        return now_N
 
     def _cheaper_single(self, now_N: Ints, now_ms: float) -> list[tuple[float, Ints]]:
         """Return what one table in any other way makes cheaper, with its cost [ms].
@@ -433,7 +341,7 @@ class Choices:
             for way in ways
             if way != now_N[number] and self.fits_T[way]
         ]
-        if not 0 < len(changes) <= MAX_CHOICES_PRICED:
+        if not 0 < len(changes) <= MAX_SINGLE:
             return []
         number_C, way_C = np.array(changes).T
         candidates = np.repeat(now_N[None], len(changes), axis=0)
@@ -445,7 +353,7 @@ class Choices:
         better &= self._has_room(candidates)
         return [(float(cost_C[i]), candidates[i]) for i in np.flatnonzero(better)]
 
-    def switches(self, now_N: Ints) -> Iterator[tuple[Ints, float]]:
+    def _switches(self, now_N: Ints) -> Iterator[tuple[Ints, float]]:
         """Switch some tables from one kind of way to another, for all pairs of kinds.
 
         Args:
@@ -458,7 +366,7 @@ class Choices:
         now_F = now_N[self._number_F]
         open_F = np.flatnonzero((self._way_F != now_F) & self.fits_T[self._way_F])
         number, way, now = (a[open_F] for a in (self._number_F, self._way_F, now_F))
-        gain = self.own_ms_T[way] - self.own_ms_T[now]
+        gain = self.bank.own_ms_T[way] - self.bank.own_ms_T[now]
         pair = self.kind_T[now] * (self.kind_T.max() + 1) + self.kind_T[way]
         order = np.lexsort((way, number, gain, pair))
         groups = np.split(order, _firsts(pair[order])[1:]) if len(order) else []
@@ -513,190 +421,3 @@ def _counts(total: int) -> list[int]:
         counts.append(count)
         count = max(count + 1, int(count * 1.5))
     return [*counts, total]
-
-
-def place_blocks(bank: ShardBank, chosen_N: Ints) -> Ints:
-    """Put the chosen tables that are split by rows, or replicated, on their ranks.
-
-    Those of a node go, the costliest first, to the nodes that then have the least to
-    do among those with memory.
-
-    Returns:
-        `T x W` widths; 0 for all tables that lie in column shards.
-
-    Raises:
-        InfeasibleError: One of them finds no room.
-    """
-    task = bank.task
-    width_TW = bank.no_widths()
-    free_MW = bank.caps_MW.copy()
-    loads_W = np.zeros(task.world_size)
-    own = chosen_N[~bank.moves_T[chosen_N]]
-    whole_ms = bank.total_ms(own, bank.dims_T[own])
-    order = np.lexsort((own, -whole_ms, bank.block_T[own] < task.world_size))
-    for table in own[order].tolist():
-        width_W = block_widths(bank, table, loads_W, free_MW, width_TW)
-        if width_W is None:
-            raise InfeasibleError(_no_room(bank, table, free_MW))
-        take_room(bank, table, width_W, loads_W, free_MW)
-        width_TW[table] = width_W
-    return width_TW
-
-
-def _no_room(bank: ShardBank, table: int, free_MW: Floats) -> str:
-    """Say what a table that is split by rows, or replicated, finds no room for."""
-    task = bank.task
-    count, size = task.num_blocks(table), int(bank.block_T[table])
-    width = min(int(bank.dims_T[table]), int(task.min_widths[table]))
-    needs_M = bank.sizes(np.array([table]), np.array([width]))[:, 0]
-    # Of each block its fullest rank tells, of all blocks the last one that is needed.
-    room_MB = free_MW.reshape(len(free_MW), -1, size).min(axis=2)
-    has_M = np.sort(room_MB, axis=1)[:, max(0, room_MB.shape[1] - count)]
-    place = int((needs_M - has_M).argmax())
-    rules = " and the rules on ranks" if bank.rules else ""
-    return (
-        f"{HOST * place}{describe(task, table)} needs {format_bytes(needs_M[place])} "
-        f"on each of {count * size} ranks ({task.sharding_types[table]}); other "
-        f"tables{rules} leave {format_bytes(max(0.0, has_M[place]))}. {way_out(task)}"
-    )
-
-
-def columns_of(bank: ShardBank, chosen_N: Ints) -> list[int]:
-    """Return the chosen tables that lie in column shards, followers among them."""
-    taken = np.zeros(len(bank.leader_T), dtype=bool)
-    taken[chosen_N[bank.moves_T[chosen_N]]] = True
-    return [int(t) for t in np.flatnonzero(taken[bank.leader_T])]
-
-
-def memory_left(bank: ShardBank, width_TW: Ints) -> Floats:
-    """Return the memory of each rank that placed tables leave, `M x W` bytes."""
-    held, rank = np.nonzero(width_TW)
-    left: Floats = bank.caps_MW - bank.sizes_of_ranks(held, width_TW[held, rank], rank)
-    return left
-
-
-def block_widths(
-    bank: ShardBank, table: int, loads_W: Floats, free_MW: Floats, width_TW: Ints
-) -> Ints | None:
-    """Put a table that is split by rows, or replicated, on the least loaded blocks.
-
-    Args:
-        bank: The task's shards.
-        table: Index of the way.
-        loads_W: What ranks have to do [ms].
-        free_MW: Memory left [bytes].
-        width_TW: Columns placed so far; rules on ranks are held against them.
-
-    Returns:
-        `W` widths; None where too few blocks have memory and are allowed.
-    """
-    task = bank.task
-    size, count = int(bank.block_T[table]), task.num_blocks(table)
-    width = min(int(bank.dims_T[table]), int(task.min_widths[table]))
-    room_MW = free_MW >= bank.sizes(np.array([table]), np.array([width]))
-    room_W: Bools = np.all(room_MW, axis=0)
-    if bank.rules:
-        room_W &= bank.rules.open_ranks(width_TW, table)
-    room_B: Bools = np.all(room_W.reshape(-1, size), axis=1)
-    if room_B.sum() < count:
-        return None
-    load_B = np.where(room_B, loads_W.reshape(-1, size).max(axis=1), np.inf)
-    width_BW = np.zeros((len(room_B), size), dtype=np.int64)
-    width_BW[np.argsort(load_B, kind="stable")[:count]] = width
-    return width_BW.reshape(-1)
-
-
-def take_room(
-    bank: ShardBank, table: int, width_W: Ints, loads_W: Floats, free_MW: Floats
-) -> None:
-    """Add a table's shards to the load of ranks and take their memory, in place.
-
-    Args:
-        bank: The task's shards.
-        table: Index of the way.
-        width_W: Its columns on each rank.
-        loads_W: What ranks have to do [ms].
-        free_MW: Memory left [bytes].
-    """
-    tables = np.full(len(width_W), table)
-    loads_W += bank.total_ms(tables, width_W)
-    free_MW -= bank.sizes(tables, width_W)
-
-
-def column_task(
-    task: ShardingTask, tables: Sequence[int], free_MW: Floats, width_TW: Ints
-) -> ShardingTask:
-    """Return the task of some tables that lie in column shards.
-
-    Args:
-        task: The whole task.
-        tables: Those tables, of each name one.
-        free_MW: Memory that the others leave.
-        width_TW: Where the others are.
-
-    Raises:
-        InfeasibleError: The others leave one of them no rank, or too little memory.
-    """
-    place = {t: i for i, t in enumerate(tables)}
-    groups = sorted({task.groups[t] for t in tables})
-    stages = sorted({task.stages[g] for g in groups})
-    fields: dict[str, Any] = {
-        name: tuple(getattr(task, name)[t] for t in tables)
-        for name in (
-            "tables",
-            "fixed_bytes",
-            "column_bytes",
-            "host_fixed_bytes",
-            "host_column_bytes",
-            "min_widths",
-            "max_shards",
-            "sharding_types",
-            "pooled",
-            "codecs",
-            "repeats",
-            "kernels",
-        )
-    }
-    closed: list[set[int]] = [set() for _ in tables]
-    for members in task.apart:
-        taken = np.flatnonzero(width_TW[list(members)].any(axis=0)).tolist()
-        for t in members:
-            if t in place:
-                closed[place[t]].update(taken)
-    if task.allowed_ranks or any(closed):
-        every = range(task.world_size)
-        allowed = [
-            tuple(
-                r for r in (task.allowed_ranks or ((),) * len(task.tables))[t] or every
-            )
-            for t in tables
-        ]
-        fields["allowed_ranks"] = tuple(
-            tuple(r for r in ranks if r not in shut)
-            for ranks, shut in zip(allowed, closed, strict=True)
-        )
-        for table, ranks in zip(fields["tables"], fields["allowed_ranks"], strict=True):
-            if not ranks:  # which would mean any
-                raise InfeasibleError(
-                    f"table '{table.name}' finds no rank: tables that it must lie "
-                    "apart from, split by rows or replicated, are on all that it may "
-                    "be on. Take it out of the set (apart) or allow these tables other "
-                    "sharding types alone"
-                )
-    for name in ("together", "apart"):
-        sets = [tuple(place[t] for t in s if t in place) for s in getattr(task, name)]
-        fields[name] = tuple(s for s in sets if len(s) > 1)
-    names = "memory_bytes", "host_memory_bytes"
-    for name, free_W in zip(names, free_MW.tolist(), strict=False):
-        if getattr(task, name):
-            fields[name] = tuple(int(max(0.0, free)) for free in free_W)
-    part = dataclasses.replace(
-        task,
-        **fields,
-        groups=tuple(groups.index(task.groups[t]) for t in tables),
-        stages=tuple(stages.index(task.stages[g]) for g in groups),
-        stage_names=tuple(task.stage_names[s] for s in stages),
-        alternatives=(),
-    )
-    check_memory(merged(part), is_part=True)
-    return part

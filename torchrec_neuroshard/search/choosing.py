@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.base import Searcher, SearchResult
-from torchrec_neuroshard.search.choices import (
-    Choices,
-    column_task,
-    columns_of,
-    memory_left,
-    place_blocks,
-)
+from torchrec_neuroshard.search.choices import Choices
+from torchrec_neuroshard.search.construct import construct
 from torchrec_neuroshard.search.default import MAX_REPAIRS
-from torchrec_neuroshard.search.feasibility import pack
+from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.rules import follow, merged
 from torchrec_neuroshard.search.shards import (
+    Floats,
     Ints,
     ShardBank,
     placement_from_widths,
@@ -27,9 +28,6 @@ from torchrec_neuroshard.search.shards import (
 from torchrec_neuroshard.simulator import Simulator
 
 __all__ = ["ChoosingSearcher"]
-
-MAX_CHOICES = 4
-"""Choices of ways that are placed."""
 
 
 class ChoosingSearcher(Searcher):
@@ -77,31 +75,42 @@ class ChoosingSearcher(Searcher):
     def _first_that_fits(
         self, bank: ShardBank, choices: Choices
     ) -> tuple[Ints, SearchResult | None]:
-        problem: InfeasibleError | None = None
-        for first in (*choices.best(MAX_CHOICES, math.inf), choices.smallest()):
+        """Place the first choice that fits: widths, and what the search found if asked.
+
+        Raises:
+            InfeasibleError: No placement fits.
+        """
+        for first in (*choices.starts(math.inf), choices.smallest()):
             chosen = first
             for repair in range(MAX_REPAIRS):
                 try:
                     return self._place(bank, chosen)
-                except InfeasibleError as error:
-                    problem = problem or error
+                except InfeasibleError:
                     chosen = choices.smaller(chosen, 2**repair)
-        assert problem is not None, "there is a choice"
-        raise problem
+        return pack(bank.task), None
 
     def _place(self, bank: ShardBank, chosen: Ints) -> tuple[Ints, SearchResult | None]:
-        """Place the chosen ways: widths, and what the search found, if there was any.
+        """Place the chosen ways: row-wise and replicated tables before column shards.
 
         Raises:
             InfeasibleError: They do not fit.
         """
-        width_TW = place_blocks(bank, chosen)
-        tables = columns_of(bank, chosen)
+        width_TW = bank.no_widths()
+        blocks = chosen[~bank.moves_T[chosen]][None]
+        if blocks.size:
+            draft = construct(bank, blocks, np.ones_like(blocks))
+            if not draft.fits_L[0]:
+                raise InfeasibleError("row-wise and replicated tables find no room")
+            width_TW = draft.lanes().width_TW(0)
+        taken = np.zeros(len(bank.leader_T), dtype=bool)
+        taken[chosen[bank.moves_T[chosen]]] = True
+        tables = np.flatnonzero(taken[bank.leader_T]).tolist()
         if not tables:
             return width_TW, None
         simulator = bank.simulator
-        free_MW = memory_left(bank, width_TW)
-        task = column_task(simulator.task, tables, free_MW, width_TW)
+        held, rank = np.nonzero(width_TW)
+        free_MW = bank.caps_MW - bank.sizes_of_ranks(held, width_TW[held, rank], rank)
+        task = _column_task(simulator.task, tables, free_MW, width_TW)
         found = self._searcher.search(task, simulator.cost_model, simulator.comms_model)
         placement = found.placement
         if task.host_memory_bytes:
@@ -113,3 +122,82 @@ class ChoosingSearcher(Searcher):
         for shard in placement.shards:
             width_TW[tables[shard.table], shard.rank] += shard.width
         return width_TW, found
+
+
+def _column_task(
+    task: ShardingTask, tables: Sequence[int], free_MW: Floats, width_TW: Ints
+) -> ShardingTask:
+    """Return the task of some tables that lie in column shards.
+
+    Args:
+        task: The whole task.
+        tables: Those tables, of each name one.
+        free_MW: Memory that the others leave.
+        width_TW: Where the others are.
+
+    Raises:
+        InfeasibleError: The others leave one of them no rank, or too little memory.
+    """
+    place = {t: i for i, t in enumerate(tables)}
+    groups = sorted({task.groups[t] for t in tables})
+    stages = sorted({task.stages[g] for g in groups})
+    fields: dict[str, Any] = {
+        name: tuple(getattr(task, name)[t] for t in tables)
+        for name in (
+            "tables",
+            "fixed_bytes",
+            "column_bytes",
+            "host_fixed_bytes",
+            "host_column_bytes",
+            "min_widths",
+            "max_shards",
+            "sharding_types",
+            "pooled",
+            "codecs",
+            "repeats",
+            "kernels",
+        )
+    }
+    closed: list[set[int]] = [set() for _ in tables]
+    for members in task.apart:
+        taken = np.flatnonzero(width_TW[list(members)].any(axis=0)).tolist()
+        for t in members:
+            if t in place:
+                closed[place[t]].update(taken)
+    if task.allowed_ranks or any(closed):
+        every = range(task.world_size)
+        allowed = [
+            tuple(
+                r for r in (task.allowed_ranks or ((),) * len(task.tables))[t] or every
+            )
+            for t in tables
+        ]
+        fields["allowed_ranks"] = tuple(
+            tuple(r for r in ranks if r not in shut)
+            for ranks, shut in zip(allowed, closed, strict=True)
+        )
+        for table, ranks in zip(fields["tables"], fields["allowed_ranks"], strict=True):
+            if not ranks:  # which would mean any
+                raise InfeasibleError(
+                    f"table '{table.name}' finds no rank: tables that it must lie "
+                    "apart from, split by rows or replicated, are on all that it may "
+                    "be on. Take it out of the set (apart) or allow these tables other "
+                    "sharding types alone"
+                )
+    for name in ("together", "apart"):
+        sets = [tuple(place[t] for t in s if t in place) for s in getattr(task, name)]
+        fields[name] = tuple(s for s in sets if len(s) > 1)
+    names = "memory_bytes", "host_memory_bytes"
+    for name, free_W in zip(names, free_MW.tolist(), strict=False):
+        if getattr(task, name):
+            fields[name] = tuple(int(max(0.0, free)) for free in free_W)
+    part = dataclasses.replace(
+        task,
+        **fields,
+        groups=tuple(groups.index(task.groups[t]) for t in tables),
+        stages=tuple(stages.index(task.stages[g]) for g in groups),
+        stage_names=tuple(task.stage_names[s] for s in stages),
+        alternatives=(),
+    )
+    check_memory(merged(part), is_part=True)
+    return part

@@ -13,7 +13,6 @@ from typing import Self
 import numpy as np
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
-from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.progress import phase, shown
 from torchrec_neuroshard.search.base import (
@@ -22,13 +21,7 @@ from torchrec_neuroshard.search.base import (
     SearchResult,
 )
 from torchrec_neuroshard.search.bounds import Bound, lower_bound
-from torchrec_neuroshard.search.choices import (
-    Choices,
-    column_task,
-    columns_of,
-    memory_left,
-    place_blocks,
-)
+from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import Draft, construct, starts
 from torchrec_neuroshard.search.descent import Effort, improve
 from torchrec_neuroshard.search.feasibility import (
@@ -45,17 +38,10 @@ __all__ = ["NeuroShardSearcher", "finish_result", "range_messages", "telling"]
 
 CHOICE_SHARE = 0.25
 """Share of the time for choices of ways on balanced ranks."""
-NUM_CHOICES = 3
-"""Choices of ways that are placed, of those found on balanced ranks."""
-NUM_UNIFORM, MOST_UNIFORM = 4, 500
-"""Choices in which all tables take one kind of way, and the most tables for which they
-are placed, too. Balanced ranks make mixed choices look better than they are."""
 MAX_REPAIRS = 8
 """Times that a choice which does not fit is changed to one that takes less."""
 LEAST_PACK_SECONDS = 0.5
 """Time for exact packing where greedy placing has used up the budget."""
-MOST_PACKED = 100
-"""Most tables for which a choice that greedy placing finds no room for is packed."""
 BOUND_SHARE = 0.25
 """Time for a quick bound, relative to the search before it."""
 MAX_WARNINGS = 20
@@ -141,21 +127,13 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         ways = [np.flatnonzero(bank.leads_T)]
         choices = Choices(bank) if bank.task.has_choices else None
         if choices is not None:
-            ways = choices.best(NUM_CHOICES, now + CHOICE_SHARE * (deadline - now))
-            if len(choices.ways) <= MOST_UNIFORM:
-                ways += choices.uniform(NUM_UNIFORM)
-        ways_LT, count_LT = starts(bank, ways)
-        draft = construct(bank, ways_LT, count_LT)
-        packed = [] if choices is None else _packed(bank, draft, ways_LT)
-        if not (draft.fits_L.any() or packed):
+            ways = choices.starts(now + CHOICE_SHARE * (deadline - now))
+        draft = construct(bank, *starts(bank, ways))
+        if not draft.fits_L.any():
             draft = self._tighter(bank, choices, ways)
         if draft.fits_L.any():
             lanes = draft.lanes()
-            if packed:
-                lanes = Lanes.join([lanes, Lanes.of(bank, packed)])
             return lanes.take(_by_choice(lanes))
-        if packed:
-            return Lanes.of(bank, packed)
         left = max(deadline - time.monotonic(), LEAST_PACK_SECONDS)
         return Lanes.of(bank, [pack(bank.task, min(left, PACK_SECONDS))])
 
@@ -212,25 +190,6 @@ def _by_choice(lanes: Lanes) -> Ints:
     nth = np.arange(len(order)) - np.repeat(first, sizes)
     lane_order: Ints = order[np.lexsort((lanes.score_L[order], nth))]
     return lane_order
-
-
-def _packed(bank: ShardBank, draft: Draft, ways_LT: Ints) -> list[Ints]:
-    """Pack the ways for which a draft found no room: those that fill ranks fully."""
-    found: list[Ints] = []
-    if len(bank.task.ways) > MOST_PACKED:
-        return found
-    fitting = {ways.tobytes() for ways in ways_LT[draft.fits_L]}
-    others = {ways.tobytes(): ways for ways in ways_LT}
-    for ways in (w for key, w in others.items() if key not in fitting):
-        with contextlib.suppress(InfeasibleError):
-            width_TW = place_blocks(bank, ways)
-            tables = columns_of(bank, ways)
-            if tables:
-                free_MW = memory_left(bank, width_TW)
-                task = column_task(bank.simulator.task, tables, free_MW, width_TW)
-                width_TW[tables] = pack(merged(task), LEAST_PACK_SECONDS)
-            found.append(width_TW)
-    return found
 
 
 def finish_result(
