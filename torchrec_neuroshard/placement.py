@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
 from torchrec_neuroshard.placement_rules import PlacementRules, joined_sets, listed
@@ -29,6 +32,8 @@ __all__ = [
     "capitalised",
     "format_bytes",
 ]
+
+Floats = npt.NDArray[np.float64]
 
 ALL_ROWS = -1
 
@@ -344,10 +349,15 @@ class ShardingTask:
         """Ranks that share a table's rows or have replicas of it."""
         return self.sharding_type(table).block_size(self.world_size, self.node_size)
 
-    def num_blocks(self, table: int) -> int:
-        """Blocks that the columns of a table which is split by rows lie in."""
+    def block_width(self, table: int) -> int:
+        """Columns of each block's shards; of a table in column shards, all columns."""
         width = self.tables[table].embedding_dim
-        return -(-width // min(width, self.min_widths[table]))
+        in_columns = self.sharding_type(table).in_columns
+        return width if in_columns else min(width, self.min_widths[table])
+
+    def num_blocks(self, table: int) -> int:
+        """Blocks that the columns of a table lie in; 1 for a table in column shards."""
+        return -(-self.tables[table].embedding_dim // self.block_width(table))
 
     @property
     def ways(self) -> tuple[tuple[int, ...], ...]:
@@ -374,11 +384,6 @@ class ShardingTask:
         return max(self.stages) + 1
 
     @property
-    def is_constrained(self) -> bool:
-        """Whether any table's ranks depend on more than memory and costs."""
-        return bool(self.allowed_ranks or self.together or self.apart)
-
-    @property
     def rules(self) -> PlacementRules:
         """Which ranks tables may be on, and in whose company."""
         return PlacementRules(
@@ -390,21 +395,24 @@ class ShardingTask:
         )
 
     @property
-    def memories(self) -> tuple[ShardingTask, ...]:
-        """The task once for each memory that is limited: the device's, the host's.
+    def memory(self) -> tuple[Floats, Floats, Floats]:
+        """Memory of ranks, `M x W`, and of shards, fixed and per column, `M x T` each.
 
-        In the second, what is said of memory is said of the host's.
+        In bytes: of the device and, where it is limited, of the host. Unlimited memory
+        is infinite.
         """
-        if not self.host_memory_bytes:
-            return (self,)
-        other = copy.copy(self)
-        for name in ("memory_bytes", "fixed_bytes", "column_bytes"):
-            object.__setattr__(other, name, getattr(self, f"host_{name}"))
-        object.__setattr__(other, "host_memory_bytes", ())
-        return self, other
+        device = self.memory_bytes, self.fixed_bytes, self.column_bytes
+        host = self.host_memory_bytes, self.host_fixed_bytes, self.host_column_bytes
+        parts = (device, host) if self.host_memory_bytes else (device,)
+        everywhere = (math.inf,) * self.world_size
+        return (
+            np.array([caps or everywhere for caps, _, _ in parts], dtype=np.float64),
+            np.array([fixed for _, fixed, _ in parts], dtype=np.float64),
+            np.array([column for _, _, column in parts], dtype=np.float64),
+        )
 
     def shard_bytes(self, table: int, width: int) -> float:
-        """Memory of one shard [bytes]."""
+        """Device memory of one shard [bytes]."""
         return self.fixed_bytes[table] + self.column_bytes[table] * width
 
 
@@ -501,15 +509,13 @@ class Placement:
         violation = task.rules.violation(ranks)
         if violation is not None:
             raise PlacementError(violation)
-        for where, memory in zip(("", HOST), task.memories, strict=False):
-            for rank, (used, cap) in enumerate(
-                zip(self.rank_bytes(memory), memory.memory_bytes, strict=False)
-            ):
-                if used > cap:
-                    raise InfeasibleError(
-                        f"{where}rank {rank} holds {format_bytes(used)}, it has "
-                        f"{format_bytes(cap)}"
-                    )
+        caps_MW, used_MW = task.memory[0], self.rank_bytes(task)
+        for place, rank in np.argwhere(used_MW > caps_MW)[:1].tolist():
+            raise InfeasibleError(
+                f"{HOST * place}rank {rank} holds "
+                f"{format_bytes(used_MW[place, rank])}, it has "
+                f"{format_bytes(caps_MW[place, rank])}"
+            )
 
     def _check_table(
         self, task: ShardingTask, i: int, shards: Sequence[ColumnShard]
@@ -584,12 +590,15 @@ class Placement:
             first.append(held[0])
         return first
 
-    def rank_bytes(self, task: ShardingTask) -> list[float]:
-        """Memory that each rank holds [bytes]."""
-        used = [0.0] * self.world_size
-        for shard in self.shards:
-            used[shard.rank] += task.shard_bytes(shard.table, shard.width)
-        return used
+    def rank_bytes(self, task: ShardingTask) -> Floats:
+        """Return the memory that each rank holds, `M x W` (see `task.memory`)."""
+        caps_MW, fixed_MT, column_MT = task.memory
+        used_MW = np.zeros_like(caps_MW)
+        table = [s.table for s in self.shards]
+        width, rank = [s.width for s in self.shards], [s.rank for s in self.shards]
+        for used_W, fixed_T, column_T in zip(used_MW, fixed_MT, column_MT, strict=True):
+            np.add.at(used_W, rank, fixed_T[table] + column_T[table] * width)
+        return used_MW
 
     def table_shards(self, table: int) -> tuple[ColumnShard, ...]:
         """Return the shards of one table, by offset."""

@@ -2,7 +2,8 @@
 
 The one description and the one check of them. What a caller says of a model by names
 is resolved into these once (`planner.options.constraints`); a `ShardingTask` gives its
-own.
+own. Shapes: `N` shards, `T` tables, `W` ranks, `K` most sets that lie apart and have
+one table in common.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from scipy import sparse
 
 from torchrec_neuroshard.errors import ConfigError
 
 __all__ = ["PlacementRules", "joined_sets", "listed", "quoted"]
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
 _MAX_NAMED = 8
 """Tables or ranks that a message lists; of more, the first ones."""
@@ -63,6 +68,48 @@ class PlacementRules:
         return table not in self.allowed and not any(
             table in tables for tables in (*self.together, *self.apart)
         )
+
+    @cached_property
+    def allowed_TW(self) -> Bools | None:
+        """Which ranks may hold each table; None where every table may be on any."""
+        if not self.allowed:
+            return None
+        allowed_TW = np.ones((len(self.names), self.world_size), dtype=bool)
+        for table, ranks in self.allowed.items():
+            allowed_TW[table] = np.isin(np.arange(self.world_size), ranks)
+        return allowed_TW
+
+    @property
+    def num_sets(self) -> int:
+        """Sets of tables that lie apart."""
+        return len(self.apart)
+
+    @cached_property
+    def sets_TK(self) -> Ints:
+        """Sets of each table that lie apart, filled up with one that is empty."""
+        sets: list[list[int]] = [[] for _ in self.names]
+        for number, tables in enumerate(self.apart):
+            for table in tables:
+                sets[table].append(number)
+        most = max(map(len, sets))
+        filled = [[*s, *[self.num_sets] * (most - len(s))] for s in sets]
+        return np.array(filled, dtype=np.int64).reshape(len(sets), most)
+
+    def freedom(self, table_N: Ints) -> Ints:
+        """Count the ranks that each table may be on: `N`; all 0 without such rules."""
+        if self.allowed_TW is None:
+            return np.zeros(len(table_N), dtype=np.int64)
+        count: Ints = self.allowed_TW[table_N].sum(axis=1)
+        return count
+
+    def open_ranks(self, width_TW: Ints, table: int) -> Bools:
+        """Return which ranks the rules let take a shard of one table, `W`."""
+        fine: Bools = np.isin(np.arange(self.world_size), self.ranks(table))
+        for tables in self.apart:
+            if table in tables:
+                others = [t for t in tables if t != table]
+                fine &= ~width_TW[others].any(axis=0)
+        return fine
 
     def propagated(self) -> PlacementRules:
         """Return the rules with what follows from them for the ranks of each table.
@@ -196,16 +243,10 @@ class PlacementRules:
         )
         if (of_table < 0).any():
             ranks = np.flatnonzero(may.any(axis=0)).tolist()
-            names = [self.names[t] for t in tables]
             raise ConfigError(
-                f"tables {quoted(names)} belong apart, but there is not a rank for "
-                f"each of them: they may be on {listed(ranks)}"
-                + (
-                    ""
-                    if len(ranks) < len(names)
-                    else f", and nothing is left for '{names[of_table.argmin()]}'"
-                )
-                + ". Pin them elsewhere or take some out of the set"
+                f"tables {quoted([self.names[t] for t in tables])} belong apart, but "
+                f"there is not a rank for each of them: they may be on {listed(ranks)}."
+                " Pin them elsewhere or take some out of the set"
             )
 
 

@@ -289,7 +289,7 @@ class AutoShardTrainer(PolicyTrainer):
             found = self.costs(task, placement)
             busy_W = np.array([r.fwd_compute + r.bwd_compute for r in found.ranks])
             # Least share of a rank's memory that is left; below 0 where it overflows.
-            room = 1 - np.array(placement.rank_bytes(task)) / view.caps
+            room = 1 - placement.rank_bytes(task)[0] / view.caps
             even = busy_W.min() / busy_W.max()
             rewards.append(float(room.min() if room.min() < 0 else even))
             ranks = of_table[view.tables]

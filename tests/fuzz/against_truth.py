@@ -101,15 +101,18 @@ def draw(rng: np.random.Generator) -> Case:
                 way, row = possible[int(rng.integers(len(possible)))]
                 width_TW[way] = row
         placement = placement_from_widths(width_TW, task)
-        for name, memory in zip(("memory", "host"), task.memories, strict=True):
-            caps = [int(np.ceil(used)) for used in placement.rank_bytes(memory)]
+        used_MW, column_MT = placement.rank_bytes(task), task.memory[2]
+        for name, used_W, column_T in zip(
+            ("memory", "host"), used_MW, column_MT, strict=True
+        ):
+            caps = [int(np.ceil(used)) for used in used_W]
             edge = rng.random()
             if edge < 0.2:
                 rank = int(rng.integers(ranks))
                 caps[rank] = max(0, caps[rank] - 1)
             elif edge < 0.6:
                 caps = [int(sum(caps) / ranks * rng.uniform(0.3, 1.5))] * ranks
-            if name == "memory" or (is_hosted and any(memory.column_bytes)):
+            if name == "memory" or (is_hosted and column_T.any()):
                 case[name] = caps
     return case
 

@@ -54,7 +54,7 @@ def test_uneven_splits_fill_the_last_byte() -> None:
     task = sized_task([10, 10, 10], (120,) * 4, width=16)
     placement = placement_from_widths(pack(task))
     placement.check(task)
-    assert placement.rank_bytes(task) == [120.0] * 4
+    assert placement.rank_bytes(task).tolist() == [[120.0] * 4]
     even = sized_task([10, 10, 10], (120,) * 4, width=16, uneven=False)
     # Shards of 16, 8 or 4 columns: 4-wide ones everywhere fill it too.
     placement_from_widths(pack(even)).check(even)

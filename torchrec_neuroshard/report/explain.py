@@ -125,7 +125,7 @@ class _Rebuild:
         )
         self.order_S2 = simulator.order_costs(columns_S[None])[0]
         memory_W = np.array(task.memory_bytes or (np.inf,) * task.world_size)
-        self.free_W = memory_W - np.array(placement.rank_bytes(task))
+        self.free_W = memory_W - placement.rank_bytes(task)[0]
         self.stage_T = np.asarray(task.stages)[np.asarray(task.groups)]
         rank, table = np.array([(s.rank, s.table) for s in placement.shards]).T
         self.count_WG = np.zeros((task.world_size, task.num_groups), dtype=np.int64)

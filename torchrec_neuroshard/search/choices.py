@@ -23,11 +23,11 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchrec_neuroshard.placement import KernelFactors
+from torchrec_neuroshard.search.feasibility import fitting, smallest_widths
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
     ShardBank,
-    split_widths,
     sum_by,
 )
 
@@ -89,19 +89,14 @@ class Choices:
         )
         self._bytes_T = bank.scarcest(self._bytes_MT)
         self.has_caches = any(k is not None and k.has_cache for k in task.kernels)
-        narrow = [
-            split_widths(task, t, bank.splits(t)[-1])[0]
-            if bank.moves_T[t]
-            else self.width_T[t]
-            for t in range(count)
-        ]
-        rows = bank.rows(np.arange(count), np.array(narrow))
+        narrow = smallest_widths(task)
+        rows = bank.rows(np.arange(count), narrow)
         # Part of a table on the average rank is a kernel on some rank.
         alone = bank.predict(bank.encoding(rows)) + bank.extra(rows)
         self._floor_T2: Floats = np.maximum(alone, bank.simulator.encoder.launch_ms)
-        shard_MT = bank.sizes(np.arange(count), np.array(narrow))
+        shard_MT = bank.sizes(np.arange(count), narrow)
         self._shard_bytes_T = bank.scarcest(shard_MT)
-        self.fits_T = self._fits(shard_MT)
+        self.fits_T = fitting(task)
         kernels = self._kernels()
         numbers = {k: i for i, k in enumerate(dict.fromkeys(kernels))}
         self.kind_T: Ints = bank.stages_T * len(numbers) + np.array(
@@ -128,24 +123,6 @@ class Choices:
                 found[way] = kernel, sizes.setdefault(key, 0)
                 sizes[key] += kernel is not None and kernel.has_cache
         return found
-
-    def _fits(self, size_MT: Floats) -> Bools:
-        """Whether some ranks that may hold a way have room for its smallest shards."""
-        bank = self.bank
-        room_TW: Bools = np.ones((size_MT.shape[1], bank.task.world_size), dtype=bool)
-        if bank.rules.allowed_TW is not None:
-            room_TW &= bank.rules.allowed_TW
-        for size_T, caps_W in zip(size_MT, bank.caps_MW, strict=True):
-            room_TW &= size_T[:, None] <= caps_W
-        fits = np.zeros(len(room_TW), dtype=bool)
-        for size in np.unique(bank.block_T).tolist():
-            own = bank.block_T == size
-            # A grid that needs more blocks than there are fits nowhere.
-            blocks_TB = room_TW[own].reshape(int(own.sum()), -1, size).all(axis=2)
-            room = blocks_TB.sum(axis=1)
-            blocks_T = -(-bank.dims_T[own] // self.width_T[own])
-            fits[own] = room >= np.where(bank.moves_T[own], 1, blocks_T)
-        return fits
 
     def starts(self, deadline: float) -> list[Ints]:
         """Return the choices to place, the most promising ones first.

@@ -199,5 +199,5 @@ def _column_task(
         stage_names=tuple(task.stage_names[s] for s in stages),
         alternatives=(),
     )
-    check_memory(merged(part), is_part=True)
+    check_memory(part, is_part=True)
     return part

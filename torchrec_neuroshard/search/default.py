@@ -30,7 +30,7 @@ from torchrec_neuroshard.search.feasibility import (
     pack,
 )
 from torchrec_neuroshard.search.lanes import Lanes
-from torchrec_neuroshard.search.rules import check_constraints, follow, merged
+from torchrec_neuroshard.search.rules import check_constraints, follow
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator, placed_arrays
 
@@ -105,7 +105,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         simulator, start = Simulator(task, cost_model, comms_model), time.monotonic()
         deadline = start + self.config.time_budget_seconds
         check_constraints(task)
-        check_memory(merged(task))
+        check_memory(task)
         bank = ShardBank(simulator, merge=True)
         with telling(self.config.progress) as tell:
             effort = Effort(deadline, tell)

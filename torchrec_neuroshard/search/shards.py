@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.search.rules import Rules, leaders, merged
+from torchrec_neuroshard.search.rules import leaders, merged
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -104,7 +104,7 @@ class ShardBank:
         self.simulator = simulator
         own = simulator.task
         self.task = task = merged(own) if merge else own
-        self.rules = Rules(task)
+        self.rules = task.rules
         self.num_evaluated = 0
         num_tables = len(task.tables)
         everything = np.arange(num_tables)
@@ -112,18 +112,11 @@ class ShardBank:
         self.dims_T: Ints = np.array([t.embedding_dim for t in task.tables])
         self.groups_T: Ints = simulator.groups_T
         self.stages_T: Ints = simulator.stages_T
-        everywhere = (np.inf,) * task.world_size
-        self.caps_MW: Floats = np.array(
-            [m.memory_bytes or everywhere for m in task.memories], dtype=np.float64
-        )
+        self.caps_MW, self._fixed_MT, self._column_MT = task.memory
         self.limited = bool(np.isfinite(self.caps_MW).any())
         total_M = np.clip(self.caps_MW.sum(axis=1), 1.0, MUCH_BYTES)
         self.worth_M: Floats = total_M[0] / total_M
         """What a byte of each memory is worth, in bytes of the device's."""
-        self._fixed_MT = np.array([m.fixed_bytes for m in task.memories], dtype=float)
-        self._column_bytes_MT = np.array(
-            [m.column_bytes for m in task.memories], dtype=float
-        )
         self.block_T: Ints = np.array([task.block_size(t) for t in range(num_tables)])
         self.moves_T: Bools = np.array([k.in_columns for k in kinds])
         """False for tables that are split by rows or replicated."""
@@ -137,7 +130,7 @@ class ShardBank:
         self.narrowest_T: Ints = np.maximum(narrowest, COLUMN_MULTIPLE)
         self.most_T: Ints = np.asarray(task.max_shards)
         self.num_blocks_T: Ints = np.array(
-            [1 if k.in_columns else task.num_blocks(t) for t, k in enumerate(kinds)]
+            [task.num_blocks(t) for t in range(num_tables)]
         )
         self.others: dict[int, tuple[int, ...]] = {
             way: tuple(w for w in ways if w != way)
@@ -521,7 +514,7 @@ class ShardBank:
     def sizes(self, table_N: Ints, width_N: Ints) -> Floats:
         """Return the memory of shards, `M x N` bytes; a width of 0 needs none."""
         fixed_MN = self._fixed_MT.take(table_N, axis=1)
-        column_MN = self._column_bytes_MT.take(table_N, axis=1)
+        column_MN = self._column_MT.take(table_N, axis=1)
         size: Floats = np.where(width_N > 0, fixed_MN + column_MN * width_N, 0.0)
         return size
 

@@ -19,7 +19,7 @@ from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.feasibility import describe, way_out
 from torchrec_neuroshard.search.lanes import Lanes
-from torchrec_neuroshard.search.rules import Rules, check_constraints
+from torchrec_neuroshard.search.rules import check_constraints
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -113,10 +113,8 @@ class ExhaustiveSearcher(Searcher):
         ]
         order_ms = simulator.order_costs(np.stack(columns)).sum(axis=(1, 2))
         cost += order_ms[pattern.reshape(-1)]
-        for memory, bytes_S in zip(task.memories, sets.bytes_MS, strict=True):
-            if memory.memory_bytes:
-                over = bytes_S[code] > np.asarray(memory.memory_bytes)
-                cost[over.any(axis=1)] = np.inf
+        for caps_W, bytes_S in zip(task.memory[0], sets.bytes_MS, strict=True):
+            cost[(bytes_S[code] > caps_W).any(axis=1)] = np.inf
         for tables in task.together:
             for table in tables[1:]:
                 cost[(held[table] != held[tables[0]]).any(axis=1)] = np.inf
@@ -147,7 +145,7 @@ def _options(task: ShardingTask, table: int) -> Ints:
     """Every way to spread a table's columns, `O x W` in units of four columns."""
     units = task.tables[table].embedding_dim // COLUMN_MULTIPLE
     narrowest = max(1, -(-task.min_widths[table] // COLUMN_MULTIPLE))
-    allowed_TW = Rules(task).allowed_TW
+    allowed_TW = task.rules.allowed_TW
     closed: Ints = np.array([], dtype=np.int64)
     if allowed_TW is not None:
         closed = np.flatnonzero(~allowed_TW[table])
@@ -176,7 +174,7 @@ def _block_options(task: ShardingTask, table: int) -> Ints:
     size, count = task.block_size(table), task.num_blocks(table)
     units = task.tables[table].embedding_dim // count // COLUMN_MULTIPLE
     closed = np.zeros(task.world_size, dtype=bool)
-    allowed_TW = Rules(task).allowed_TW
+    allowed_TW = task.rules.allowed_TW
     if allowed_TW is not None:
         closed = ~allowed_TW[table]
     found = []
@@ -275,20 +273,17 @@ def _breaks_rules(
 
 def _nothing_fits(task: ShardingTask) -> str:
     """Say that no placement fits."""
-    sizes = [
-        min(
-            sum(m.shard_bytes(w, task.tables[w].embedding_dim) for m in task.memories)
-            for w in ways
-        )
-        for ways in task.ways
-    ]
+    caps_MW, fixed_MT, column_MT = task.memory
+    dims_T = np.array([table.embedding_dim for table in task.tables])
+    size_T = (fixed_MT + column_MT * dims_T).sum(axis=0)
+    sizes = [size_T[list(ways)].min() for ways in task.ways]
     largest = task.ways[int(np.argmax(sizes))][0]
-    has = [max(m.memory_bytes) for m in task.memories if m.memory_bytes]
-    rules = " and to the rules on them" if Rules(task) else ""
+    has = [format_bytes(most) for most in caps_MW.max(axis=1) if np.isfinite(most)]
+    rules = " and to the rules on them" if task.rules else ""
     return (
         "none of the task's placements keeps to the ranks' memory"
         f"{rules}: the largest table is {describe(task, largest)}, the freest rank has "
-        f"{' and, in its host, '.join(map(format_bytes, has)) or 'no limit'}. "
+        f"{' and, in its host, '.join(has) or 'no limit'}. "
         f"{way_out(task)}"
     )
 
@@ -300,7 +295,7 @@ class _RankSets:
         task = simulator.task
         shape = (int(radix[-1]), task.num_stages)
         self.loads_SS3: Floats = np.zeros((*shape, 3))
-        self.bytes_MS: Floats = np.zeros((len(task.memories), shape[0]))
+        self.bytes_MS: Floats = np.zeros((len(task.memory[0]), shape[0]))
         self.cost_SS2: Floats = np.zeros((*shape, 2))
         for first in range(0, int(radix[-1]), CHUNK):
             code = np.arange(first, min(int(radix[-1]), first + CHUNK))
@@ -316,9 +311,11 @@ class _RankSets:
             known = simulator.encodings(np.full(len(widths) - 1, table), widths[1:])
             encodings = np.concatenate([np.zeros((1, known.shape[1])), known])
             sums[:, task.groups[table]] += encodings[units]
-            for bytes_S, memory in zip(self.bytes_MS, task.memories, strict=True):
-                size = [0.0, *(memory.shard_bytes(table, int(w)) for w in widths[1:])]
-                bytes_S[code] += np.array(size)[units]
+            _, fixed_MT, column_MT = task.memory
+            size_MU = (
+                fixed_MT[:, [table]] * (widths > 0) + column_MT[:, [table]] * widths
+            )
+            self.bytes_MS[:, code] += size_MU[:, units]
             stage = task.stages[task.groups[table]]
             loads = np.zeros((len(widths), 3))
             loads[1:] = simulator.price(np.full(len(known), table), widths[1:]).loads_N3

@@ -456,7 +456,7 @@ def _improve(
         bank.price_as(*shared)
     # A rank that holds too much already may stay as full as it is.
     placement = job.placement()
-    used_MW = np.array([placement.rank_bytes(m) for m in job.task.memories])
+    used_MW = placement.rank_bytes(job.task)
     table, rank = np.nonzero(budget.width_TW)
     counted_MW = bank.sizes_of_ranks(table, budget.width_TW[table, rank], rank)
     bank.caps_MW = np.maximum(bank.caps_MW, used_MW) + counted_MW - used_MW
