@@ -13,7 +13,7 @@ from tests.fuzz import against_truth
 from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.choices import Choices
-from torchrec_neuroshard.search.construct import construct, starts
+from torchrec_neuroshard.search.construct import construct, placed, starts
 from torchrec_neuroshard.search.descent import Effort, descend
 from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.moves import Moves
@@ -31,7 +31,7 @@ def lanes_of(task: ShardingTask) -> Lanes:
     ways = [np.flatnonzero(bank.leads_T)]
     if task.has_choices:
         ways = Choices(bank).starts(np.inf)[:2]
-    lanes = construct(bank, *starts(bank, ways)).lanes()
+    lanes = placed(bank, [construct(bank, *starts(bank, ways))])
     assert lanes.num_lanes > 1
     return lanes
 
@@ -142,7 +142,7 @@ def test_any_number_of_lanes_improves_as_one_alone() -> None:
     """A lane's steps do not depend on those beside it, as long as none is given up."""
     task = make_task(draw_tables(np.random.default_rng(3), 12, [16, 64]), 4, 4096)
     bank = ShardBank(Simulator(task, load_cost_model("cpu"), COMMS), merge=True)
-    lanes = construct(bank, *starts(bank, [np.arange(12)])).lanes()
+    lanes = placed(bank, [construct(bank, *starts(bank, [np.arange(12)]))])
     alone = lanes.take(np.array([0]))
     descend(alone, Effort(time.monotonic() + 600))
     beside = lanes.take(np.array([0, lanes.num_lanes - 1]))

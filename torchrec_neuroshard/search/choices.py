@@ -14,6 +14,8 @@ memories.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -44,6 +46,8 @@ FILL = 0.95
 """Part of the memory that a choice may fill on average."""
 MAX_SINGLE = 1000
 """Most switches of single tables that are priced at a time."""
+MAX_CHOICES = 500
+"""Most choices that are all priced."""
 MAX_STEPS = 40
 """Most switches on a path."""
 PRICE_STEPS = 32
@@ -135,11 +139,24 @@ class Choices:
         found = np.stack([free, *self._cheapest(), *uniform])
         cheapest = found[self.costs(found).argmin()]
         ends = [self.improved(start, deadline) for start in (cheapest, free)]
+        ends += self._best_of_all()
         if uniform and len(self.ways) <= MOST_UNIFORM:
             order = np.argsort(self.costs(np.stack(uniform)), kind="stable")
             ends += [uniform[n] for n in order[:NUM_UNIFORM]]
         # The freest choice is as good as balanced ranks make it look.
         return list({c.tobytes(): c for c in (*ends[:2], free, *ends[2:])}.values())
+
+    def _best_of_all(self) -> list[Ints]:
+        """Return the best choice where there are few, even if it fills the ranks."""
+        if math.prod(len(ways) for ways in self.ways) > MAX_CHOICES:
+            return []
+        every = np.array(list(itertools.product(*self.ways)))
+        used_MC = self._bytes_MT[:, every].sum(axis=2)
+        fits_C = (used_MC <= self.bank.caps_MW.sum(axis=1)[:, None]).all(axis=0)
+        every = every[fits_C & self.fits_T[every].all(axis=1)]
+        margin_C = MIN_ESTIMATED_GAIN * self.estimated_T[every].sum(axis=1)
+        order = np.argsort(self.costs(every) * (1 + margin_C), kind="stable")
+        return list(every[order[:1]])
 
     def _freest(self) -> Ints:
         """Return the choice that leaves the search most freedom.

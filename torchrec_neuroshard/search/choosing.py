@@ -15,7 +15,7 @@ from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choices import Choices
-from torchrec_neuroshard.search.construct import construct
+from torchrec_neuroshard.search.construct import construct, placed
 from torchrec_neuroshard.search.default import MAX_REPAIRS
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.rules import follow, merged
@@ -101,7 +101,7 @@ class ChoosingSearcher(Searcher):
             draft = construct(bank, blocks, np.ones_like(blocks))
             if not draft.fits_L[0]:
                 raise InfeasibleError("row-wise and replicated tables find no room")
-            width_TW = draft.lanes().width_TW(0)
+            width_TW = placed(bank, [draft]).width_TW(0)
         taken = np.zeros(len(bank.leader_T), dtype=bool)
         taken[chosen[bank.moves_T[chosen]]] = True
         tables = np.flatnonzero(taken[bank.leader_T]).tolist()

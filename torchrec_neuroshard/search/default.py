@@ -22,7 +22,7 @@ from torchrec_neuroshard.search.base import (
 )
 from torchrec_neuroshard.search.bounds import Bound, lower_bound
 from torchrec_neuroshard.search.choices import Choices
-from torchrec_neuroshard.search.construct import Draft, construct, starts
+from torchrec_neuroshard.search.construct import Draft, construct, placed, starts
 from torchrec_neuroshard.search.descent import Effort, improve
 from torchrec_neuroshard.search.feasibility import (
     PACK_SECONDS,
@@ -128,21 +128,23 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         choices = Choices(bank) if bank.task.has_choices else None
         if choices is not None:
             ways = choices.starts(now + CHOICE_SHARE * (deadline - now))
-        draft = construct(bank, *starts(bank, ways))
-        if not draft.fits_L.any():
-            draft = self._tighter(bank, choices, ways)
-        if draft.fits_L.any():
-            lanes = draft.lanes()
+        lines = starts(bank, ways)
+        drafts = [construct(bank, *lines)]
+        good = {w.tobytes() for w in lines[0][drafts[0].fits_L]}
+        lost = [w for w in ways if w.tobytes() not in good]
+        if lost:
+            drafts.append(construct(bank, *starts(bank, lost), by_size=True))
+        if choices is not None and not any(d.fits_L.any() for d in drafts):
+            drafts = [self._tighter(bank, choices, ways)]
+        if any(d.fits_L.any() for d in drafts):
+            lanes = placed(bank, drafts)
             return lanes.take(_by_choice(lanes))
         left = max(deadline - time.monotonic(), LEAST_PACK_SECONDS)
         return Lanes.of(bank, [pack(bank.task, min(left, PACK_SECONDS))])
 
     @staticmethod
-    def _tighter(bank: ShardBank, choices: Choices | None, ways: list[Ints]) -> Draft:
-        """Even out memory instead of time, then take ways that need less and less."""
-        draft = construct(bank, *starts(bank, ways), by_size=True)
-        if draft.fits_L.any() or choices is None:
-            return draft
+    def _tighter(bank: ShardBank, choices: Choices, ways: list[Ints]) -> Draft:
+        """Take ways that need less and less memory."""
         for first in (*ways, choices.smallest()):
             chosen = first
             for repair in range(MAX_REPAIRS):
