@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -25,10 +25,7 @@ from typing import Any
 import torchrec
 from torch import nn
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Topology,
-)
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
@@ -66,14 +63,8 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     table_moves,
 )
 from torchrec_neuroshard.planner.options.checks import unsharded_tables
-from torchrec_neuroshard.planner.options.groups import (
-    ShardingGroup,
-    sharding_group,
-)
-from torchrec_neuroshard.planner.options.table_reader import (
-    TableReader,
-    device_tier,
-)
+from torchrec_neuroshard.planner.options.groups import ShardingGroup, sharding_group
+from torchrec_neuroshard.planner.options.table_reader import TableReader, device_tier
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.plan_parts import rank_reports
@@ -94,6 +85,16 @@ PLAN_SCHEMA_VERSION = 1
 """Version of the file's layout; files of a later one are refused."""
 
 _FORMAT = "torchrec_neuroshard.plan"
+_MUST_BE_EQUAL = ("unsharded", "world_size", "local_world_size", "compute_device")
+_MAY_DIFFER = (
+    "memory_bytes",
+    "sharding_group",
+    "batch_size",
+    "cost_model",
+    "pipeline_type",
+)
+_NOT_STORED = ("sharding_spec", "stats")
+"""Shards have a form of their own; access statistics are the user's own object."""
 _WAY_OUT = "Name a file that save_plan or neuroshard plan --out wrote, or plan anew"
 
 
@@ -244,137 +245,105 @@ class StoredPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What plans are stored or wanted for, apart from the model."""
+def _made_for(
+    plan: ShardingPlan,
+    model: nn.Module,
+    planner: EmbeddingPlannerBase | None,
+    topology: Topology | None,
+    batch_size: int | None,
+) -> PlanFingerprint:
+    """Describe the job that a plan is stored or wanted for.
 
-    topology: Topology
-    batch_size: int | None
-    planner: EmbeddingPlannerBase | None
-
-    @classmethod
-    def of(
-        cls,
-        planner: EmbeddingPlannerBase | None,
-        topology: Topology | None,
-        batch_size: int | None,
-    ) -> _Job:
-        """Take a planner's own, or what the caller says in its place."""
-        if planner is None:
-            if topology is None:
-                raise ConfigError(
-                    "a plan belongs to its ranks: pass the planner or the topology"
-                )
-            return cls(topology, batch_size, None)
+    Raises:
+        ConfigError: Neither a planner nor a topology is given, or both are.
+    """
+    known: dict[str, Any] = {}
+    tables, unsharded = model_tables(plan.plan, model)
+    if planner is not None:
         if topology is not None or batch_size is not None:
             raise ConfigError(
                 "pass either planner or topology and batch_size: a planner has its own"
             )
-        return cls(
-            planner_part(planner, "topology"),
-            planner_part(planner, "batch_size"),
-            planner,
+        topology = planner_part(planner, "topology")
+        batch_size = planner_part(planner, "batch_size")
+        known = _inputs(planner, tables, batch_size)
+    if topology is None:
+        raise ConfigError(
+            "a plan belongs to its ranks: pass the planner or the topology"
         )
+    tier = device_tier(topology)
+    storages = [device.storage for device in topology.devices]
+    return PlanFingerprint(
+        tables=tables,
+        unsharded=unsharded,
+        world_size=int(topology.world_size),
+        local_world_size=int(topology.local_world_size),
+        compute_device=str(topology.compute_device),
+        memory_bytes=tuple(int(getattr(s, tier)) for s in storages),
+        host_memory_bytes=None
+        if tier == "ddr"
+        else tuple(int(s.ddr) for s in storages),
+        sharding_group=sharding_group(topology),
+        batch_size=batch_size,
+        versions={
+            "torchrec_neuroshard": __version__,
+            "torchrec": torchrec.__version__,
+        },
+        **known,
+    )
 
-    def fingerprint(
-        self, tables: tuple[PlanTable, ...], unsharded: tuple[str, ...] = ()
-    ) -> PlanFingerprint:
-        """Describe this job with these tables."""
-        tier, planner = device_tier(self.topology), self.planner
-        storages = [d.storage for d in self.topology.devices]
-        known: dict[str, Any] = {}
-        reader: TableReader | None = None
-        if isinstance(planner, NeuroShardPlanner):
-            costs, reader = planner.costs, planner.costs.reader
-            known = {
-                "cost_model": costs.cost_model.name,
-                "hardware": costs.cost_model.hardware,
-                "pipeline_type": costs.schedule.name,
-            }
-        elif planner is not None:
-            reader = TableReader(
-                world_size=int(self.topology.world_size),
-                constraints=planner_part(planner, "constraints"),
-                profiles=None,
-            )
-        if reader is not None:
-            known["pooling_factors"] = {
-                t.full_name: reader.pooling_factor(
-                    t.name, t.feature_names, self.batch_size
+
+def _inputs(
+    planner: EmbeddingPlannerBase, tables: Sequence[PlanTable], batch_size: int | None
+) -> dict[str, Any]:
+    """Return what a planner knows of costs and inputs, as a fingerprint has it."""
+    known: dict[str, Any] = {}
+    if isinstance(planner, NeuroShardPlanner):
+        costs, reader = planner.costs, planner.costs.reader
+        known = {
+            "cost_model": costs.cost_model.name,
+            "hardware": costs.cost_model.hardware,
+            "pipeline_type": costs.schedule.name,
+        }
+    else:
+        reader = TableReader(
+            world_size=int(planner_part(planner, "topology").world_size),
+            constraints=planner_part(planner, "constraints"),
+            profiles=None,
+        )
+    sizes = {t.full_name: reader.batch_sizes(t.name) for t in tables}
+    return known | {
+        "pooling_factors": {
+            t.full_name: reader.pooling_factor(t.name, t.feature_names, batch_size)
+            for t in tables
+        },
+        "batch_sizes": {name: each for name, each in sizes.items() if each} or None,
+    }
+
+
+def _forbidden(
+    plan: ShardingPlan, planner: EmbeddingPlannerBase, world_size: int
+) -> Iterator[str]:
+    """Say which tables a planner's constraints would have elsewhere."""
+    constraints = planner_part(planner, "constraints") or {}
+    ranks = {}
+    for path, name, sharding in plan_entries(plan):
+        full_name = f"{path}.{name}" if path else name
+        ranks[full_name] = sharding.ranks
+        asked = constraints.get(name) or ParameterConstraints()
+        for field, allowed, found in (
+            ("sharding_types", asked.sharding_types, sharding.sharding_type),
+            ("compute_kernels", asked.compute_kernels, sharding.compute_kernel),
+        ):
+            if allowed and found not in allowed:
+                yield _mismatch(
+                    f"{field} of table '{full_name}'", tuple(allowed), found
                 )
-                for t in tables
-            }
-            sizes = {t.full_name: reader.batch_sizes(t.name) for t in tables}
-            sizes = {name: each for name, each in sizes.items() if each}
-            known["batch_sizes"] = sizes or None
-        return PlanFingerprint(
-            tables=tables,
-            unsharded=unsharded,
-            world_size=int(self.topology.world_size),
-            local_world_size=int(self.topology.local_world_size),
-            compute_device=str(self.topology.compute_device),
-            memory_bytes=tuple(int(getattr(s, tier)) for s in storages),
-            host_memory_bytes=None
-            if tier == "ddr"
-            else tuple(int(s.ddr) for s in storages),
-            sharding_group=sharding_group(self.topology),
-            batch_size=self.batch_size,
-            versions={
-                "torchrec_neuroshard": __version__,
-                "torchrec": torchrec.__version__,
-            },
-            **known,
-        )
-
-    def check(
-        self,
-        stored: StoredPlan,
-        current: PlanFingerprint,
-        path: str | Path,
-    ) -> None:
-        """Refuse a plan that cannot be right; warn of one that may not be the best."""
-        if found := "; ".join(_invalid(stored.fingerprint, current)):
-            raise PlanMismatchError(
-                f"plan file '{path}' was made for another job: {found}. Plan anew, or "
-                "start the job that the plan belongs to"
-            )
-        if found := "; ".join(self._forbidden(stored)):
-            raise PlanMismatchError(
-                f"plan file '{path}' holds what the planner's constraints forbid: "
-                f"{found}. Plan anew, or change the constraints"
-            )
-        if found := "; ".join(_stale(stored.fingerprint, current)):
-            warnings.warn(
-                f"plan file '{path}' still works, but was made under other "
-                f"circumstances: {found}. A new plan may be faster",
-                StalePlanWarning,
-                stacklevel=3,
-            )
-
-    def _forbidden(self, stored: StoredPlan) -> Iterator[str]:
-        """Tables as the planner's constraints do not want them."""
-        if self.planner is None:
-            return
-        constraints = planner_part(self.planner, "constraints") or {}
-        ranks = {}
-        for path, name, sharding in plan_entries(stored.plan):
-            full_name = f"{path}.{name}" if path else name
-            ranks[full_name] = sharding.ranks
-            asked = constraints.get(name) or ParameterConstraints()
-            for field, allowed, found in (
-                ("sharding_types", asked.sharding_types, sharding.sharding_type),
-                ("compute_kernels", asked.compute_kernels, sharding.compute_kernel),
-            ):
-                if allowed and found not in allowed:
-                    yield _mismatch(
-                        f"{field} of table '{full_name}'", tuple(allowed), found
-                    )
-        if isinstance(self.planner, NeuroShardPlanner):
-            placement = self.planner.placement_constraints
-            rules = placement.rules(ranks, stored.fingerprint.world_size)
-            held = {rules.index[name]: found for name, found in ranks.items()}
-            if rules and (violation := rules.violation(held)):
-                yield f"placement: {violation}"
+    if isinstance(planner, NeuroShardPlanner):
+        rules = planner.placement_constraints.rules(ranks, world_size)
+        held = {rules.index[name]: found for name, found in ranks.items()}
+        if rules and (violation := rules.violation(held)):
+            yield f"placement: {violation}"
 
 
 def save_plan(
@@ -405,8 +374,7 @@ def save_plan(
         PlanFileError: The plan does not belong to the model, or holds settings that
             cannot be stored.
     """
-    job = _Job.of(planner, topology, batch_size)
-    fingerprint = job.fingerprint(*model_tables(plan.plan, model))
+    fingerprint = _made_for(plan, model, planner, topology, batch_size)
     check_plan(plan, fingerprint.tables, fingerprint.world_size)
     shown = None
     if isinstance(planner, NeuroShardPlanner) and plan == planner.last_plan:
@@ -474,16 +442,44 @@ def load_plan(
             TorchRec's release are not those of the plan: it works, but a new one may
             be better.
     """
-    job = _Job.of(planner, topology, batch_size)
     stored = read_plan(path)
-    current = job.fingerprint(*model_tables(stored.plan.plan, model))
-    job.check(stored, current, path)
+    current = _made_for(stored.plan, model, planner, topology, batch_size)
+    _check_job(stored, current, planner, path)
     if sharders is None and isinstance(planner, NeuroShardPlanner):
         sharders = planner.last_model[1] if planner.last_model else None
     _check_paths(stored.plan, model, sharders, path)
     if isinstance(planner, NeuroShardPlanner):
         planner.adopt(stored.plan, model)
     return stored.plan
+
+
+def _check_job(
+    stored: StoredPlan,
+    current: PlanFingerprint,
+    planner: EmbeddingPlannerBase | None,
+    path: str | Path,
+) -> None:
+    """Refuse a plan that cannot be right; warn of one that may not be the best."""
+    if found := "; ".join(_invalid(stored.fingerprint, current)):
+        raise PlanMismatchError(
+            f"plan file '{path}' was made for another job: {found}. Plan anew, or "
+            "start the job that the plan belongs to"
+        )
+    forbidden: Iterable[str] = ()
+    if planner is not None:
+        forbidden = _forbidden(stored.plan, planner, current.world_size)
+    if found := "; ".join(forbidden):
+        raise PlanMismatchError(
+            f"plan file '{path}' holds what the planner's constraints forbid: "
+            f"{found}. Plan anew, or change the constraints"
+        )
+    if found := "; ".join(_stale(stored.fingerprint, current)):
+        warnings.warn(
+            f"plan file '{path}' still works, but was made under other "
+            f"circumstances: {found}. A new plan may be faster",
+            StalePlanWarning,
+            stacklevel=3,
+        )
 
 
 def _check_paths(
@@ -543,7 +539,14 @@ def read_plan(path: str | Path) -> StoredPlan:
         fields = {f.name for f in dataclasses.fields(PlanFingerprint)}
         made_for = {k: v for k, v in data["fingerprint"].items() if k in fields}
         fingerprint = from_fields(PlanFingerprint, made_for)
-        plan = _decode_plan(data["plan"])
+        plan = ShardingPlan(
+            {
+                module_path: EmbeddingModuleShardingPlan(
+                    {name: _decode_sharding(entry) for name, entry in tables.items()}
+                )
+                for module_path, tables in data["plan"].items()
+            }
+        )
         check_plan(plan, fingerprint.tables, fingerprint.world_size)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = error if isinstance(error, PlanFileError) else repr(error)
@@ -558,38 +561,35 @@ def _invalid(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[str]
     theirs = {t.full_name: t for t in stored.tables}
     ours = {t.full_name: t for t in current.tables}
     for name in sorted(theirs.keys() | ours.keys()):
-        if name not in theirs or name not in ours:
+        if name in theirs and name in ours:
+            fields = [f.name for f in dataclasses.fields(PlanTable)]
+            of = f" of table '{name}'"
+            yield from _differences(ours[name], theirs[name], fields, of)
+        else:
             here, there = (
                 "a table" if name in known else "no such table"
                 for known in (ours, theirs)
             )
             yield _mismatch(f"table '{name}'", here, there)
-            continue
-        for field in dataclasses.fields(PlanTable):
-            a, b = getattr(ours[name], field.name), getattr(theirs[name], field.name)
-            if a != b:
-                yield _mismatch(f"{field.name} of table '{name}'", a, b)
-    for field_name in ("unsharded", "world_size", "local_world_size", "compute_device"):
-        a, b = getattr(current, field_name), getattr(stored, field_name)
-        if a != b:
-            yield _mismatch(field_name, a, b)
+    yield from _differences(current, stored, _MUST_BE_EQUAL)
 
 
 def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[str]:
     """Differences under which another plan may be better."""
-    for field_name in (
-        "memory_bytes",
-        "sharding_group",
-        "batch_size",
-        "cost_model",
-        "pipeline_type",
-    ):
-        a, b = getattr(current, field_name), getattr(stored, field_name)
-        if a != b and a is not None and b is not None:
-            yield _mismatch(field_name, a, b)
+    yield from _differences(current, stored, _MAY_DIFFER)
     a, b = (f.versions.get("torchrec", "none") for f in (current, stored))
     if a != b:
         yield _mismatch("version of torchrec", a, b)
+
+
+def _differences(
+    expected: Any, found: Any, fields: Iterable[str], of: str = ""
+) -> Iterator[str]:
+    """Name the fields that differ, of those that both know."""
+    for field in fields:
+        a, b = getattr(expected, field), getattr(found, field)
+        if a != b and a is not None and b is not None:
+            yield _mismatch(f"{field}{of}", a, b)
 
 
 def _mismatch(field: str, expected: Any, found: Any) -> str:
@@ -613,24 +613,20 @@ def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:
             f"table '{where}': only shards listed one by one can be stored, not "
             f"{type(spec).__name__}"
         )
+    shards = None
+    if spec is not None:
+        shards = [
+            {
+                "offset": list(meta.shard_offsets),
+                "size": list(meta.shard_sizes),
+                "placement": None if meta.placement is None else str(meta.placement),
+            }
+            for meta in spec.shards
+        ]
     try:
-        data = {
-            f.name: _encode(getattr(sharding, f.name))
-            for f in dataclasses.fields(sharding)
-            if f.name != "sharding_spec"
-        }
+        return _fields(sharding) | {"shards": shards}
     except PlanFileError as error:
         raise PlanFileError(f"table '{where}': {error}") from None
-    data["shards"] = None if spec is None else [_encode_shard(m) for m in spec.shards]
-    return data
-
-
-def _encode_shard(meta: ShardMetadata) -> dict[str, Any]:
-    return {
-        "offset": list(meta.shard_offsets),
-        "size": list(meta.shard_sizes),
-        "placement": None if meta.placement is None else str(meta.placement),
-    }
 
 
 def _encode(value: Any) -> Any:
@@ -650,26 +646,11 @@ def _encode(value: Any) -> Any:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Encoded fields of a dataclass or named tuple."""
-    values = (
-        {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        if dataclasses.is_dataclass(value)
-        else value._asdict()
-    )
-    if type(value).__name__ == "CacheParams":
-        values["stats"] = None  # an object of the user's, which only planners read
-    return {name: _encode(v) for name, v in values.items()}
-
-
-def _decode_plan(data: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> ShardingPlan:
-    return ShardingPlan(
-        {
-            path: EmbeddingModuleShardingPlan(
-                {name: _decode_sharding(entry) for name, entry in module_plan.items()}
-            )
-            for path, module_plan in data.items()
-        }
-    )
+    """Encode the fields of a dataclass or named tuple."""
+    names = getattr(value, "_fields", None) or [
+        field.name for field in dataclasses.fields(value)
+    ]
+    return {n: _encode(getattr(value, n)) for n in names if n not in _NOT_STORED}
 
 
 def _decode_sharding(data: Mapping[str, Any]) -> ParameterSharding:
@@ -703,13 +684,10 @@ def _decode(value: Any) -> Any:
         return value
     if "tuple" in value:
         return tuple(_decode(v) for v in value["tuple"])
-    if "enum" in value:
-        return _known_type(value["enum"])[value["member"]]
-    fields = {name: _decode(v) for name, v in value["fields"].items()}
-    return _known_type(value["record"])(**fields)
-
-
-def _known_type(name: str) -> Any:
+    name = value["enum"] if "enum" in value else value["record"]
     if name not in SETTING_TYPES:
         raise PlanFileError(f"this TorchRec knows no setting of type '{name}'")
-    return SETTING_TYPES[name]
+    kind = SETTING_TYPES[name]
+    if "enum" in value:
+        return kind[value["member"]]
+    return kind(**{name: _decode(v) for name, v in value["fields"].items()})
