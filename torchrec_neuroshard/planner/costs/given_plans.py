@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 from torchrec.distributed.planner.types import Enumerator, Shard, ShardingOption
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingPlan,
+)
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.quant.embedding_modules import (
     EmbeddingBagCollection as QuantEmbeddingBagCollection,
@@ -36,6 +41,7 @@ __all__ = [
     "PlanOptions",
     "PlanTable",
     "check_plan",
+    "copied",
     "model_tables",
     "offered_options",
     "plan_entries",
@@ -182,6 +188,16 @@ def plan_entries(plan: ShardingPlan) -> Iterator[tuple[str, str, ParameterShardi
     for path, module_plan in plan.plan.items():
         for name, sharding in module_plan.items():
             yield path, name, sharding
+
+
+def copied(plan: ShardingPlan) -> ShardingPlan:
+    """Return a copy in which tables can be replaced, which resharding does in place."""
+    return ShardingPlan(
+        {
+            path: EmbeddingModuleShardingPlan(module_plan)
+            for path, module_plan in plan.plan.items()
+        }
+    )
 
 
 def plan_tables(

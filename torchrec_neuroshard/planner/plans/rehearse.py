@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import os
 import sys
@@ -25,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -37,12 +37,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    ModuleSharder,
-    ShardingEnv,
-    ShardingPlan,
-)
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import format_bytes
@@ -54,6 +49,7 @@ from torchrec_neuroshard.planner.compat import (
     without_other_ranks,
 )
 from torchrec_neuroshard.planner.costs.given_plans import (
+    copied,
     offered_options,
     plan_entries,
     plan_options,
@@ -67,14 +63,16 @@ from torchrec_neuroshard.planner.options.table_reader import (
     loads_ahead,
     table_name,
 )
+from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal
 from torchrec_neuroshard.schedules import PREFETCHING
 
-__all__ = ["rehearse"]
+__all__ = ["quietly", "rehearse"]
 
-_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_BUILDABLE = frozenset({"fused", "fused_uvm", "fused_uvm_caching", "dense"})
+"""Kernels that are built on "meta"."""
 
 
 def rehearse(
@@ -123,7 +121,7 @@ def rehearse(
     start = time.monotonic()
     given = list(sharders or get_default_sharders())
     check_sharders(given, str(topology.compute_device))
-    world_size = int(topology.world_size)
+    world_size, tier = int(topology.world_size), device_tier(topology)
     reader = TableReader(
         world_size=world_size, constraints=constraints, profiles=profiles
     )
@@ -139,45 +137,49 @@ def rehearse(
     offered = offered_options(model, given, enumerator)
     options = plan_options(plan, model, offered, world_size)
     enumerator.populate_estimates(options)
-    memory = storage.memory.ranks(options)
     num_built, errors, notes = _build(model, plan, given, topology)
     if group := sharding_group(topology):
         notes.append(f"the ranks are {group}; those of the others hold the same")
     if unknown := [table_name(o) for o in options if not storage.memory.knows(o)]:
         notes.append(f"memory by TorchRec's estimate: {quoted(unknown)}")
-    faults = _own_faults(options, given, pipeline_type, topology, reader)
-    tier = device_tier(topology)
+    held: list[list[tuple[ShardingOption, Shard]]] = [[] for _ in topology.devices]
+    faults: list[list[str]] = [[] for _ in topology.devices]
+    for option in options:
+        fault = _fault(option, given, pipeline_type, topology, reader)
+        for rank in {shard.rank for shard in option.shards} if fault else ():
+            faults[rank].append(f"table '{table_name(option)}': {fault}")
+        for shard in option.shards:
+            held[shard.rank].append((option, shard))
     ranks = []
-    for found, device in zip(memory, topology.devices, strict=True):
-        rank, storage = int(device.rank), device.storage
-        shards = [(o, s) for o in options for s in o.shards if s.rank == rank]
-        available, in_host = int(getattr(storage, tier)), 0
-        if tier != "ddr":
-            in_host = sum(s.storage.ddr for _, s in shards)
+    for found, device in zip(
+        storage.memory.ranks(options), topology.devices, strict=True
+    ):
+        rank, room = int(device.rank), int(getattr(device.storage, tier))
+        in_host = sum(s.storage.ddr for _, s in held[rank]) if tier != "ddr" else 0
         if rank in errors:
             text = " ".join(str(errors[rank]).split())[:400]
             faults[rank].append(
                 f"DistributedModelParallel raises {type(errors[rank]).__name__}: {text}"
             )
-        if found.peak > available:
-            faults[rank].append(
-                found.overflow(rank, available, available) + _largest(shards, tier)
-            )
-        if in_host > storage.ddr:
+        if found.peak > room:
+            text = found.overflow(rank, room, room)
+            faults[rank].append(text + _largest(held[rank], tier))
+        if in_host > device.storage.ddr:
             faults[rank].append(
                 f"rank {rank} keeps {format_bytes(in_host)} in the host's memory, of "
-                f"which it has {format_bytes(storage.ddr)}{_largest(shards, 'ddr')}"
+                f"which it has {format_bytes(device.storage.ddr)}"
+                + _largest(held[rank], "ddr")
             )
         ranks.append(
             RankRehearsal(
                 rank=rank,
-                num_shards=sum(bool(s.size[0]) for _, s in shards),
+                num_shards=sum(bool(s.size[0]) for _, s in held[rank]),
                 num_kernels=found.num_kernels,
                 weights_bytes=found.static.weights,
                 optimizer_bytes=found.static.optimizer,
                 cache_bytes=found.static.cache + found.static.index_tables,
                 activation_bytes=found.activations,
-                memory_bytes=available,
+                memory_bytes=room,
                 faults=tuple(faults[rank]),
             )
         )
@@ -193,31 +195,24 @@ def rehearse(
     )
 
 
-def _own_faults(
-    options: Sequence[ShardingOption],
+def _fault(
+    option: ShardingOption,
     sharders: Sequence[ModuleSharder[Any]],
     pipeline_type: Any,
     topology: Topology,
     reader: TableReader,
-) -> list[list[str]]:
-    """What kernels of each rank refuse, or get wrong, but only when they run."""
-    params = sharder_params(sharders_by_type(sharders))
-    prefetches = pipeline_name(pipeline_type) == PREFETCHING
-    found: list[list[str]] = [[] for _ in topology.devices]
-    for option in options:
-        fault = reader.run_fault(option, topology)
-        is_ready = loads_ahead(option) or params[option.module_type_key].get(
-            "prefetch_pipeline"
-        )
-        if fault is None and prefetches and has_cache(option) and not is_ready:
-            fault = (
+) -> str | None:
+    """Say what a table's kernels refuse, or get wrong, but only when they run."""
+    if fault := reader.run_fault(option, topology):
+        return fault
+    if pipeline_name(pipeline_type) == PREFETCHING and has_cache(option):
+        params = sharder_params(sharders_by_type(sharders))[option.module_type_key]
+        if not (loads_ahead(option) or params.get("prefetch_pipeline")):
+            return (
                 f"{PREFETCHING} needs CacheParams(prefetch_pipeline=True), or the "
                 "backward pass may write to wrong rows; plan with this pipeline_type"
             )
-        if fault is not None:
-            for rank in {shard.rank for shard in option.shards}:
-                found[rank].append(f"table '{table_name(option)}': {fault}")
-    return found
+    return None
 
 
 def _largest(shards: Sequence[tuple[ShardingOption, Shard]], tier: str) -> str:
@@ -244,15 +239,12 @@ def _build(
     kernels = {p.compute_kernel for *_, p in plan_entries(plan)}
     if others := sorted(kernels - _BUILDABLE):
         return 0, {}, [f"not built: {', '.join(others)} tables need their devices"]
-    world_size = int(topology.world_size)
-    memo = _meta_tensors(model)
     errors: dict[int, Exception] = {}
-    for ranks in _alike(plan, world_size):
-        rank = ranks[0]
-        with _rank(rank, topology, FakeStore()):
+    for ranks in _alike(plan, topology):
+        with _rank(ranks[0], topology):
             try:
                 DistributedModelParallel(
-                    copy.deepcopy(model, dict(memo)),
+                    outline_of(model),
                     env=ShardingEnv.from_process_group(dist.group.WORLD),
                     device=torch.device("meta"),
                     plan=_on_meta(plan),  # each rank's own: towers rewrite it
@@ -261,15 +253,14 @@ def _build(
                 )
             except Exception as error:
                 errors.update(dict.fromkeys(ranks, error))
-    return world_size - len(errors), errors, []
+    return int(topology.world_size) - len(errors), errors, []
 
 
-def _alike(plan: ShardingPlan, world_size: int) -> list[list[int]]:
+def _alike(plan: ShardingPlan, topology: Topology) -> list[list[int]]:
     """Group ranks that hold shards of the same tables and sizes: one tells for all."""
-    held: list[list[Any]] = [[] for _ in range(world_size)]
+    held: list[list[Any]] = [[] for _ in topology.devices]
     for path, name, sharding in plan_entries(plan):
-        spec = sharding.sharding_spec
-        if spec is not None:
+        if spec := sharding.sharding_spec:
             for shard, rank in zip(spec.shards, sharding.ranks, strict=True):
                 held[rank].append((path, name, *shard.shard_sizes))
     groups: dict[Any, list[int]] = {}
@@ -278,71 +269,50 @@ def _alike(plan: ShardingPlan, world_size: int) -> list[list[int]]:
     return list(groups.values())
 
 
-_BUILDABLE = frozenset({"fused", "fused_uvm", "fused_uvm_caching", "dense"})
-
-
 def _on_meta(plan: ShardingPlan) -> ShardingPlan:
-    """The plan with shards placed on "meta", where TorchRec compares devices."""
-    found: dict[str, Any] = {path: EmbeddingModuleShardingPlan() for path in plan.plan}
+    """Return the plan with shards on "meta", where TorchRec compares devices."""
+    found = copied(plan)
     for path, name, sharding in plan_entries(plan):
-        found[path][name] = entry = copy.copy(sharding)
+        found.plan[path][name] = entry = copy.copy(sharding)
         if sharding.sharding_spec is not None:
             shards = zip(sharding.sharding_spec.shards, sharding.ranks, strict=True)
             entry.sharding_spec = EnumerableShardingSpec(
                 [
-                    ShardMetadata(
-                        shard_offsets=list(shard.shard_offsets),
-                        shard_sizes=list(shard.shard_sizes),
-                        placement=f"rank:{rank}/meta",
-                    )
+                    dataclasses.replace(shard, placement=f"rank:{rank}/meta")
                     for shard, rank in shards
                 ]
             )
-    return ShardingPlan(found)
-
-
-def _meta_tensors(model: nn.Module) -> dict[int, Any]:
-    """What a copy of the model has in place of its tensors: none with values.
-
-    Shared by all copies, and with what `apply_optimizer_in_backward` noted on them.
-    """
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        twin = parameter
-        if not parameter.is_meta:
-            twin = nn.Parameter(
-                torch.empty_like(parameter, device="meta"), parameter.requires_grad
-            )
-            twin.__dict__.update(parameter.__dict__)
-        memo[id(parameter)] = twin
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return memo
+    return found
 
 
 @contextlib.contextmanager
-def _rank(rank: int, topology: Topology, store: Any) -> Iterator[None]:
+def quietly(level: int) -> Iterator[None]:
+    """Drop all warnings, and what is logged up to a level."""
+    before = logging.root.manager.disable
+    logging.disable(level)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _rank(rank: int, topology: Topology) -> Iterator[None]:
     """Be a rank, of a process group that sends nothing; leave nothing behind."""
     world_size, node = int(topology.world_size), int(topology.local_world_size)
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    values = (rank, world_size, rank % node, node)
-    disabled, hook = logging.root.manager.disable, sys.excepthook
-    os.environ.update(zip(_ENVIRONMENT, map(str, values), strict=True))
-    logging.disable(logging.WARNING)
+    environment, hook = dict(os.environ), sys.excepthook
+    os.environ |= {"LOCAL_RANK": str(rank % node), "LOCAL_WORLD_SIZE": str(node)}
     try:
-        with warnings.catch_warnings(), without_other_ranks():
-            warnings.simplefilter("ignore")
+        with quietly(logging.WARNING), without_other_ranks():
             dist.init_process_group(
-                "fake", rank=rank, world_size=world_size, store=store
+                "fake", rank=rank, world_size=world_size, store=FakeStore()
             )
             yield
     finally:
-        logging.disable(disabled)
         sys.excepthook = hook  # torch's names the rank, and keeps the one before
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(environment)
         if dist.is_initialized():
             dist.destroy_process_group()
