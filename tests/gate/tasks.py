@@ -55,7 +55,6 @@ from torchrec_neuroshard.cost_models.compute import PhysicalConstants
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.planner import (
-    ReplanConfig,
     ReplanResult,
     load_plan,
     replan,
@@ -518,7 +517,7 @@ def replanning() -> dict[str, Record]:
                 model=model,
                 budget_bytes=budget,
                 executable_only=executable,
-                config=ReplanConfig(time_budget_seconds=PLENTY),
+                config=SearchConfig(time_budget_seconds=PLENTY, restarts=8),
             )
         )
     return found

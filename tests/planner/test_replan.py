@@ -30,11 +30,11 @@ from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import (
     NeuroShardPlanner,
     PlanFileError,
-    ReplanConfig,
     ReplanResult,
     replan,
 )
 from torchrec_neuroshard.profiles import uniform_profile
+from torchrec_neuroshard.search import SearchConfig
 
 HUGE = 2**60
 SIZES = [(4000, 64), (3000, 32), (2000, 32), (1000, 16), (500, 16)]
@@ -230,7 +230,7 @@ def test_full_ranks_take_nothing() -> None:
     for ddr_cap, is_moved in ((1000, False), (10**8, True)):
         job.planner._topology = Topology(2, "cpu", ddr_cap=ddr_cap)
         assert bool(job.replan().moves) == is_moved
-    none = job.replan(config=ReplanConfig(time_budget_seconds=1e-9))
+    none = job.replan(config=SearchConfig(time_budget_seconds=1e-9))
     assert none.moves == ()
     with pytest.raises(ConfigError, match="at least 0, got -1"):
         job.replan(-1)

@@ -20,11 +20,8 @@ from torchrec_neuroshard.monitor.report import Assessor, Measured, MonitorReport
 from torchrec_neuroshard.phase_timer import PhaseTimer
 from torchrec_neuroshard.planner.launch.from_first import from_first, portable
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.plans.replan import (
-    ReplanConfig,
-    ReplanResult,
-    apply_moves,
-)
+from torchrec_neuroshard.planner.plans.replan import ReplanResult, apply_moves
+from torchrec_neuroshard.search.base import SearchConfig
 
 __all__ = ["PlanMonitor", "Replanned"]
 
@@ -285,7 +282,7 @@ class PlanMonitor:
         *,
         budget_bytes: int | None = None,
         executable_only: bool = True,
-        config: ReplanConfig | None = None,
+        config: SearchConfig | None = None,
     ) -> Replanned | None:
         """Look for better places and move tables; on every rank, between iterations.
 

@@ -28,7 +28,6 @@ from torchrec_neuroshard.planner.plans.plan_files import (
 )
 from torchrec_neuroshard.planner.plans.replan import (
     Move,
-    ReplanConfig,
     ReplanResult,
     apply_moves,
     replan,
@@ -47,7 +46,6 @@ __all__ = [
     "PlanFileError",
     "PlanFingerprint",
     "PlanMismatchError",
-    "ReplanConfig",
     "ReplanResult",
     "StalePlanWarning",
     "StoredPlan",

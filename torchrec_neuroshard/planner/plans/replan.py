@@ -53,7 +53,7 @@ from torchrec_neuroshard.planner.compat import (
     is_wrapped_by_ddp,
     permute_features_again,
 )
-from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
+from torchrec_neuroshard.planner.costs.given_plans import PlanOptions, copied
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.launch.from_first import from_first
 from torchrec_neuroshard.planner.options.checks import check_profiles
@@ -70,28 +70,15 @@ from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
 from torchrec_neuroshard.simulator import PredictedCosts
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["Move", "ReplanConfig", "ReplanResult", "apply_moves", "replan"]
+__all__ = ["Move", "ReplanResult", "apply_moves", "replan"]
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 
 _MIN_GAIN = 1e-3
 """Moves must save this part of the predicted iteration."""
+_SEARCH = SearchConfig(restarts=8)
 _MAX_SHOWN = 20
 """Moves that the text of a result lists."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplanConfig:
-    """Settings of the search for moves."""
-
-    time_budget_seconds: float = 20.0
-    """The best plan so far is returned after this."""
-
-    def __post_init__(self) -> None:
-        if not self.time_budget_seconds > 0:
-            raise ConfigError(
-                f"time_budget_seconds must be above 0, got {self.time_budget_seconds}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -169,7 +156,7 @@ def replan(
     budget_bytes: int,
     sharders: Sequence[ModuleSharder[Any]] | None = None,
     executable_only: bool = True,
-    config: ReplanConfig | None = None,
+    config: SearchConfig | None = None,
 ) -> ReplanResult:
     """Improve a plan by moving few bytes; call it on one rank.
 
@@ -187,7 +174,8 @@ def replan(
         sharders: None: TorchRec's defaults.
         executable_only: Propose only what `apply_moves` can carry out with training
             unchanged. The other moves need a restart from a checkpoint.
-        config: How hard to look. None: the defaults.
+        config: How hard to look; no bound is computed. None: the defaults, with 8
+            restarts.
 
     Returns:
         The new plan; it is the old one where nothing within the budget helps.
@@ -205,7 +193,7 @@ def replan(
     changed: dict[int, Shards] = {}
     if job.options:
         changed, num_evaluated = _improve(
-            job, budget_bytes, executable_only, config or ReplanConfig()
+            job, budget_bytes, executable_only, config or _SEARCH
         )
     plan = job.plan_with(changed)
     after = job.predict(plan) if changed else before
@@ -254,7 +242,10 @@ class _Job:
         if self.options:
             self.task = self._task(reserved)
         resharded = {s.module_type for s in sharders if can_reshard(s)}
-        self.obstacles = dict(self._find_obstacles(resharded))
+        whys = {p: self._obstacle(p, resharded) for p in {o.path for o in self.options}}
+        self.obstacles = {
+            t: why for t, o in enumerate(self.options) if (why := whys[o.path])
+        }
 
     def _may_move(self, option: ShardingOption) -> bool:
         """Whether the search may give an option's columns to other ranks."""
@@ -338,26 +329,37 @@ class _Job:
         """Cost of one iteration under a plan."""
         return self.costs.evaluate(self.costs.lower(self._options.of(plan)))
 
-    def _find_obstacles(self, resharded: set[Any]) -> Iterator[tuple[int, str]]:
-        """Find the tables that TorchRec cannot move at all, and why."""
-        for index, option in enumerate(self.options):
-            entries = self._plan.plan[option.path]
-            reason = _module_obstacle(entries)
-            if type(option.module[1]) not in resharded:
-                kind = type(option.module[1]).__name__
-                reason = f"TorchRec does not reshard an {kind}"
-            neighbours = [o for o in self.options if o.path == option.path]
-            reader = self.costs.reader
-            for neighbour in neighbours:
-                # One tensor of each table is all that it moves.
-                if sum(reader.state_bytes(neighbour)) > 4:
-                    name = reader.optimizer_name(neighbour)
-                    reason = f"TorchRec does not move all of the state of {name}"
-            if len({any(reader.state_bytes(o)) for o in neighbours}) > 1:
-                # It moves the state of all tables of a module, or of none.
-                reason = "TorchRec moves no module where some tables have no state"
-            if reason is not None:
-                yield index, reason
+    def _obstacle(self, path: str, resharded: set[Any]) -> str | None:
+        """Say why TorchRec can move no table of a module; None: it can."""
+        options = [o for o in self.options if o.path == path]
+        reader, module = self.costs.reader, options[0].module[1]
+        if len({any(reader.state_bytes(o)) for o in options}) > 1:
+            # It moves the state of all tables of a module, or of none.
+            return "TorchRec moves no module where some tables have no state"
+        for option in options:
+            # One tensor of each table is all that it moves.
+            if sum(reader.state_bytes(option)) > 4:
+                name = reader.optimizer_name(option)
+                return f"TorchRec does not move all of the state of {name}"
+        if type(module) not in resharded:
+            return f"TorchRec does not reshard an {type(module).__name__}"
+        for name, sharding in self._plan.plan[path].items():
+            table = f"table '{name}' of the same module"
+            if sharding.sharding_type not in (TABLE_WISE, COLUMN_WISE):
+                # Replicas would no longer be kept equal, and means of row-wise tables
+                # are taken over the wrong features.
+                return (
+                    f"{table} is {sharding.sharding_type}, which TorchRec does not set "
+                    "up again after a move"
+                )
+            if sharding.compute_kernel != _FUSED:
+                return f"{table} runs as {sharding.compute_kernel}"
+            if len({w for _, w, _ in _shards_of(sharding)}) > 1:
+                return (
+                    f"{table} is split unevenly, and TorchRec reads the state after a "
+                    "move as if all shards were as wide as the first"
+                )
+        return None
 
     def is_executable(self, table: int, shards: Shards) -> bool:
         """Whether TorchRec can take a table to these shards, training unchanged."""
@@ -407,33 +409,25 @@ class _Job:
 
     def plan_with(self, changed: Mapping[int, Shards]) -> ShardingPlan:
         """Return the plan with other shards of some tables."""
-        plan = {
-            path: EmbeddingModuleShardingPlan(module_plan)
-            for path, module_plan in self._plan.plan.items()
-        }
+        plan, topology = copied(self._plan), self.topology
         for table, shards in changed.items():
             option = self.options[table]
-            rows = int(option.tensor.shape[0])
-            spec = EnumerableShardingSpec(
-                [
-                    ShardMetadata(
-                        shard_offsets=[0, offset],
-                        shard_sizes=[rows, width],
-                        placement=placement(
-                            self.topology.compute_device,
-                            rank,
-                            self.topology.local_world_size,
-                        ),
-                    )
-                    for offset, width, rank in shards
-                ]
-            )
-            plan[option.path][option.name] = dataclasses.replace(
-                plan[option.path][option.name],
+            metas = [
+                ShardMetadata(
+                    shard_offsets=[0, offset],
+                    shard_sizes=[int(option.tensor.shape[0]), width],
+                    placement=placement(
+                        topology.compute_device, rank, topology.local_world_size
+                    ),
+                )
+                for offset, width, rank in shards
+            ]
+            plan.plan[option.path][option.name] = dataclasses.replace(
+                plan.plan[option.path][option.name],
                 ranks=[rank for *_, rank in shards],
-                sharding_spec=spec,
+                sharding_spec=EnumerableShardingSpec(metas),
             )
-        return ShardingPlan(plan)
+        return plan
 
     def subset(
         self, plan: ShardingPlan, tables: Iterable[int]
@@ -447,7 +441,7 @@ class _Job:
 
 
 def _improve(
-    job: _Job, budget_bytes: int, executable_only: bool, config: ReplanConfig
+    job: _Job, budget_bytes: int, executable_only: bool, config: SearchConfig
 ) -> tuple[dict[int, Shards], int]:
     """Return the tables that change, their new shards, and what that took."""
     budget = job.budget(budget_bytes, executable_only)
@@ -461,7 +455,7 @@ def _improve(
     counted_MW = bank.sizes_of_ranks(table, budget.width_TW[table, rank], rank)
     bank.caps_MW = np.maximum(bank.caps_MW, used_MW) + counted_MW - used_MW
     deadline = time.monotonic() + config.time_budget_seconds
-    width_TW = improve_within(bank, budget, SearchConfig(restarts=8), deadline)
+    width_TW = improve_within(bank, budget, config, deadline)
     state = {t: budget.shards(t, width_W) for t, width_W in enumerate(width_TW)}
     changed = {t: shards for t, shards in state.items() if shards != job.state[t]}
     return changed, bank.num_evaluated
@@ -491,29 +485,6 @@ def _overlaps(old: Shards, new: Shards) -> Iterator[tuple[int, int, int, int]]:
             end = min(old_offset + old_width, new_offset + new_width)
             if start < end:
                 yield start, end - start, old_rank, new_rank
-
-
-def _module_obstacle(entries: Mapping[str, ParameterSharding]) -> str | None:
-    """Why no table of a module can be moved, by its plan."""
-    for name, sharding in entries.items():
-        if sharding.sharding_type not in (TABLE_WISE, COLUMN_WISE):
-            # Replicas would no longer be kept equal, and means of row-wise tables are
-            # taken over the wrong features.
-            return (
-                f"table '{name}' of the same module is {sharding.sharding_type}, which "
-                "TorchRec does not set up again after a move"
-            )
-        if sharding.compute_kernel != _FUSED:
-            return (
-                f"table '{name}' of the same module runs as {sharding.compute_kernel}"
-            )
-        if len({w for _, w, _ in _shards_of(sharding)}) > 1:
-            return (
-                f"table '{name}' of the same module is split unevenly, and TorchRec "
-                "reads the state after a move as if all shards were as wide as the "
-                "first"
-            )
-    return None
 
 
 def apply_moves(
