@@ -48,7 +48,7 @@ from torchrec_neuroshard import TableConfig, load_cost_model
 from torchrec_neuroshard.cost_models import CommsModel, load_comms_model
 from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.errors import NeuroShardError
-from torchrec_neuroshard.planner import save_plan
+from torchrec_neuroshard.plans.plan_files import save_plan
 from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.training.calibrate_cli import source_folder
 from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables

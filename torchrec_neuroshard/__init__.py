@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.planner.options.groups import group_topology
     from torchrec_neuroshard.planner.options.topologies import topology_for
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-    from torchrec_neuroshard.planner.plans.plan_files import load_plan, save_plan
-    from torchrec_neuroshard.planner.plans.rehearse import rehearse
-    from torchrec_neuroshard.planner.plans.replan import apply_moves, replan
     from torchrec_neuroshard.planner.provider import NeuroShardPlannerProvider
+    from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
+    from torchrec_neuroshard.plans.rehearse import rehearse
+    from torchrec_neuroshard.plans.replan import apply_moves, replan
     from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
     from torchrec_neuroshard.report.html import write_html
     from torchrec_neuroshard.schedules import DenseMs
@@ -73,14 +73,14 @@ _LOCATIONS = {
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",
     "TableConfig": "torchrec_neuroshard.tables",
-    "apply_moves": "torchrec_neuroshard.planner.plans.replan",
+    "apply_moves": "torchrec_neuroshard.plans.replan",
     "group_topology": "torchrec_neuroshard.planner.options.groups",
     "load_cost_model": "torchrec_neuroshard.cost_models",
-    "load_plan": "torchrec_neuroshard.planner.plans.plan_files",
+    "load_plan": "torchrec_neuroshard.plans.plan_files",
     "profile_inputs": "torchrec_neuroshard.profiles",
-    "rehearse": "torchrec_neuroshard.planner.plans.rehearse",
-    "replan": "torchrec_neuroshard.planner.plans.replan",
-    "save_plan": "torchrec_neuroshard.planner.plans.plan_files",
+    "rehearse": "torchrec_neuroshard.plans.rehearse",
+    "replan": "torchrec_neuroshard.plans.replan",
+    "save_plan": "torchrec_neuroshard.plans.plan_files",
     "topology_for": "torchrec_neuroshard.planner.options.topologies",
     "write_html": "torchrec_neuroshard.report.html",
 }

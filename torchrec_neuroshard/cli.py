@@ -48,7 +48,7 @@ COMMANDS = (
     Command(
         "collect",
         "measure embedding kernels and collectives on this machine",
-        "torchrec_neuroshard.collect.cli",
+        "torchrec_neuroshard.commands.collect",
     ),
     Command(
         "train",
@@ -63,12 +63,12 @@ COMMANDS = (
     Command(
         "cache",
         "list or delete what first launches have measured",
-        "torchrec_neuroshard.cost_models.cache_cli",
+        "torchrec_neuroshard.commands.cache",
     ),
     Command(
         "plan",
         "plan a model or a file of tables for any devices",
-        "torchrec_neuroshard.planner.cli.plan",
+        "torchrec_neuroshard.commands.plan",
     ),
     Command(
         "profile",
@@ -78,22 +78,22 @@ COMMANDS = (
     Command(
         "show",
         "show a stored plan",
-        "torchrec_neuroshard.planner.cli.show",
+        "torchrec_neuroshard.commands.show",
     ),
     Command(
         "diff",
         "say what moved between two stored plans",
-        "torchrec_neuroshard.planner.cli.diff",
+        "torchrec_neuroshard.commands.diff",
     ),
     Command(
         "sweep",
         "foretell a model's cost on many cards, ranks and batches",
-        "torchrec_neuroshard.planner.cli.sweep",
+        "torchrec_neuroshard.commands.sweep",
     ),
     Command(
         "rehearse",
         "build every rank of a stored plan without its devices",
-        "torchrec_neuroshard.planner.cli.rehearse",
+        "torchrec_neuroshard.commands.rehearse",
     ),
 )
 

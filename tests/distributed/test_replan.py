@@ -38,7 +38,7 @@ from tests.distributed.unsharded import (
     weights_of,
     whole_weights,
 )
-from torchrec_neuroshard.planner import apply_moves, replan
+from torchrec_neuroshard.plans.replan import apply_moves, replan
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
@@ -144,7 +144,7 @@ def new_plan(case: Case, planner: Any, plan: Any) -> Any:
     if not case.by_hand:
         return replan(plan, **arguments)
     width_TW = np.array(case.by_hand)
-    search = "torchrec_neuroshard.planner.plans.replan.improve_within"
+    search = "torchrec_neuroshard.plans.replan.improve_within"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, lambda *_: width_TW)
         return replan(plan, **arguments)
@@ -204,7 +204,7 @@ def run_refusals(rank: int) -> dict[str, Any]:
     seen = {"none": message_of(lambda: apply_moves(sharded))}
     impossible = result and dataclasses.replace(result, executable=False)
     seen["impossible"] = message_of(lambda: apply_moves(sharded, impossible))
-    module: Any = sys.modules["torchrec_neuroshard.planner.plans.replan"]
+    module: Any = sys.modules["torchrec_neuroshard.plans.replan"]
     module.hash = lambda text: rank
     seen["hashes"] = message_of(lambda: apply_moves(sharded, result))
     del module.hash

@@ -49,15 +49,15 @@ from tests.builders import (
 from tests.fuzz.campaign import Case, Outcome, run
 from torchrec_neuroshard.baselines.neuroshard_models import load_models
 from torchrec_neuroshard.collect.compute import failures_path, read_failures
-from torchrec_neuroshard.cost_models.loading import bundle_folder, load_cost_model
-from torchrec_neuroshard.errors import NeuroShardError
-from torchrec_neuroshard.features import ShardFeaturizer
-from torchrec_neuroshard.planner import load_plan, read_plan, save_plan
-from torchrec_neuroshard.planner.cli.given_models import (
+from torchrec_neuroshard.commands.inputs import (
     build_model,
     read_constraints,
     read_placement,
 )
+from torchrec_neuroshard.cost_models.loading import bundle_folder, load_cost_model
+from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.features import ShardFeaturizer
+from torchrec_neuroshard.plans.plan_files import load_plan, read_plan, save_plan
 from torchrec_neuroshard.profiles import load_profiles, save_profiles, zipf_profile
 from torchrec_neuroshard.record_store import (
     journal_path,

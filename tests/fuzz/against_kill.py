@@ -31,7 +31,7 @@ from tests.fuzz.campaign import Case, Outcome, run
 from torchrec_neuroshard.cost_models import cache, load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
 from torchrec_neuroshard.cost_models.loading import bundle_folder
-from torchrec_neuroshard.planner import read_plan
+from torchrec_neuroshard.plans.plan_files import read_plan
 from torchrec_neuroshard.record_store import RecordStore, read_records
 
 PROGRESS = "told"

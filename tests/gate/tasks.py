@@ -54,12 +54,8 @@ from torchrec_neuroshard.cost_models import (
 from torchrec_neuroshard.cost_models.compute import PhysicalConstants
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.planner import (
-    ReplanResult,
-    load_plan,
-    replan,
-    save_plan,
-)
+from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
+from torchrec_neuroshard.plans.replan import ReplanResult, replan
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.search import Searcher, make_searcher
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts, Simulator

@@ -26,12 +26,8 @@ from tests.builders import (
 )
 from torchrec_neuroshard import PlacementConstraints
 from torchrec_neuroshard.errors import ConfigError, PlacementError
-from torchrec_neuroshard.planner import (
-    PlanMismatchError,
-    load_plan,
-    replan,
-    save_plan,
-)
+from torchrec_neuroshard.plans.plan_files import PlanMismatchError, load_plan, save_plan
+from torchrec_neuroshard.plans.replan import replan
 
 SIZES = [(1000, 64), (5000, 32), (300, 16), (8000, 64), (2000, 128), (100, 8)]
 NAMES = [f"t{i}" for i in range(len(SIZES))]

@@ -26,14 +26,14 @@ from tests.builders import (
 from torchrec_neuroshard import group_topology
 from torchrec_neuroshard.cost_models.rank_groups import RankGroups
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner import (
+from torchrec_neuroshard.planner.options.groups import sharding_group
+from torchrec_neuroshard.plans.plan_files import (
     PlanMismatchError,
     StalePlanWarning,
     load_plan,
     save_plan,
 )
-from torchrec_neuroshard.planner.options.groups import sharding_group
-from torchrec_neuroshard.planner.plans.rehearse import rehearse
+from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.report import html_report
 
 INTRA, INTER = 100e6, 10e6

@@ -25,8 +25,7 @@ from tests.builders import (
 from torchrec_neuroshard import DenseMs, NeuroShardPlanner, rehearse
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import Placement
-from torchrec_neuroshard.planner import load_plan, save_plan
-from torchrec_neuroshard.planner.plans.plan_files import StalePlanWarning
+from torchrec_neuroshard.plans.plan_files import StalePlanWarning, load_plan, save_plan
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 TABLES = ((128, 50.0), (256, 200.0), (128, 200.0))

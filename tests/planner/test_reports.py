@@ -20,7 +20,7 @@ from tests.builders import (
     stock_planner,
 )
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner import load_plan, save_plan
+from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
 
 
 def test_any_plan_is_evaluated_as_planned() -> None:

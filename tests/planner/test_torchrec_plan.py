@@ -37,7 +37,7 @@ from torchrec_neuroshard.planner.options.spread_options import SpreadOption
 from torchrec_neuroshard.planner.parts import proposers, torchrec_plan
 from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
-from torchrec_neuroshard.planner.plans.plan_files import load_plan
+from torchrec_neuroshard.plans.plan_files import load_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:out of memory ahead:UserWarning")
 

@@ -20,7 +20,7 @@ from torchrec_neuroshard.monitor.report import Assessor, Measured, MonitorReport
 from torchrec_neuroshard.phase_timer import PhaseTimer
 from torchrec_neuroshard.planner.launch.from_first import from_first, portable
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.plans.replan import ReplanResult, apply_moves
+from torchrec_neuroshard.plans.replan import ReplanResult, apply_moves
 from torchrec_neuroshard.search.base import SearchConfig
 
 __all__ = ["PlanMonitor", "Replanned"]

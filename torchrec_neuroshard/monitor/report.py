@@ -17,7 +17,7 @@ from torchrec_neuroshard.phase_timer import PhaseTimes, critical_times
 from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
 from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.plans.replan import ReplanResult, replan
+from torchrec_neuroshard.plans.replan import ReplanResult, replan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts

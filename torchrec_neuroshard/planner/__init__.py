@@ -3,7 +3,7 @@
 From below: `compat` (TorchRec's privates and releases), `options` (what a table may
 be), `costs` (what that takes), `launch` (what is measured when a job starts), `parts`
 (what stands behind TorchRec's interfaces), `planners` and `provider` (the planner
-itself), `plans` (stored, rehearsed, mended), `cli`.
+itself).
 
 Beside it only `phase_timer` imports torchrec.
 """
@@ -17,24 +17,8 @@ from torchrec_neuroshard.planner.parts.perf_models import NeuroShardPerfModel
 from torchrec_neuroshard.planner.parts.proposers import NeuroShardProposer
 from torchrec_neuroshard.planner.parts.shard_estimators import NeuroShardEstimator
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.plans.plan_files import (
-    PlanFingerprint,
-    PlanMismatchError,
-    StalePlanWarning,
-    StoredPlan,
-    load_plan,
-    read_plan,
-    save_plan,
-)
-from torchrec_neuroshard.planner.plans.replan import (
-    Move,
-    ReplanResult,
-    apply_moves,
-    replan,
-)
 
 __all__ = [
-    "Move",
     "NeuroShardEnumerator",
     "NeuroShardEstimator",
     "NeuroShardPartitioner",
@@ -44,14 +28,4 @@ __all__ = [
     "PlacementConstraints",
     "PlanCosts",
     "PlanFileError",
-    "PlanFingerprint",
-    "PlanMismatchError",
-    "ReplanResult",
-    "StalePlanWarning",
-    "StoredPlan",
-    "apply_moves",
-    "load_plan",
-    "read_plan",
-    "replan",
-    "save_plan",
 ]

@@ -27,12 +27,8 @@ from tests.builders import (
     shards_of,
 )
 from torchrec_neuroshard.errors import ConfigError, ProfileError
-from torchrec_neuroshard.planner import (
-    NeuroShardPlanner,
-    PlanFileError,
-    ReplanResult,
-    replan,
-)
+from torchrec_neuroshard.planner import NeuroShardPlanner, PlanFileError
+from torchrec_neuroshard.plans.replan import ReplanResult, replan
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.search import SearchConfig
 

@@ -22,8 +22,8 @@ from torchrec.distributed.types import ShardingPlan
 from tests.builders import bag_sharders, make_ebc, make_tables
 from torchrec_neuroshard import load_plan
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.planner.cli import plan
-from torchrec_neuroshard.planner.cli.given_models import (
+from torchrec_neuroshard.commands import plan
+from torchrec_neuroshard.commands.inputs import (
     devices_named,
     read_constraints,
     read_model,

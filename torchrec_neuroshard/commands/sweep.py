@@ -10,19 +10,19 @@ from typing import NamedTuple, TypeVar
 
 from torchrec.distributed.planner.types import PlannerError, Topology
 
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.files import check_outputs, write_whole
-from torchrec_neuroshard.planner.cli.given_models import (
+from torchrec_neuroshard.commands.inputs import (
     GivenModel,
     devices_named,
     read_model,
 )
-from torchrec_neuroshard.planner.cli.plan import (
+from torchrec_neuroshard.commands.plan import (
     add_planner_arguments,
     files_read,
     planner_arguments,
     planning,
 )
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import check_outputs, write_whole
 from torchrec_neuroshard.planner.options.groups import group_topology
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.progress import phase

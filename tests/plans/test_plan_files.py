@@ -30,9 +30,8 @@ from tests.builders import (
     make_planner,
     stock_planner,
 )
-from torchrec_neuroshard.planner import (
-    NeuroShardPlanner,
-    PlanFileError,
+from torchrec_neuroshard.planner import NeuroShardPlanner, PlanFileError
+from torchrec_neuroshard.plans.plan_files import (
     PlanMismatchError,
     StalePlanWarning,
     load_plan,

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
+from torchrec_neuroshard.commands.inputs import MODEL_HELP, read_model
+from torchrec_neuroshard.commands.plan import planning, write_json
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_outputs
-from torchrec_neuroshard.planner.cli.given_models import MODEL_HELP, read_model
-from torchrec_neuroshard.planner.cli.plan import planning, write_json
 from torchrec_neuroshard.planner.options.groups import with_sharding_group
-from torchrec_neuroshard.planner.plans.plan_files import PlanFingerprint, read_plan
-from torchrec_neuroshard.planner.plans.rehearse import rehearse
+from torchrec_neuroshard.plans.plan_files import PlanFingerprint, read_plan
+from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.schedules import SCHEDULES
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from torchrec_neuroshard.commands.plan import write_json
 from torchrec_neuroshard.files import check_outputs
-from torchrec_neuroshard.planner.cli.plan import write_json
-from torchrec_neuroshard.planner.plans.plan_files import read_plan
+from torchrec_neuroshard.plans.plan_files import read_plan
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.report import write_html
 

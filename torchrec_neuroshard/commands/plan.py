@@ -14,9 +14,7 @@ from typing import Any
 
 from torchrec.distributed.planner.types import PlannerError
 
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.files import check_outputs, json_text, write_whole
-from torchrec_neuroshard.planner.cli.given_models import (
+from torchrec_neuroshard.commands.inputs import (
     MODEL_HELP,
     GivenModel,
     devices_named,
@@ -24,11 +22,13 @@ from torchrec_neuroshard.planner.cli.given_models import (
     read_model,
     read_placement,
 )
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import check_outputs, json_text, write_whole
 from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.plans.plan_files import save_plan
-from torchrec_neuroshard.planner.plans.rehearse import rehearse
+from torchrec_neuroshard.plans.plan_files import save_plan
+from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.profiles import load_profiles
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.report import PlanComparison, Rehearsal, write_html

@@ -35,7 +35,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard import group_topology, rehearse
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.planner import save_plan
+from torchrec_neuroshard.plans.plan_files import save_plan
 
 
 def plan_for(model: nn.Module, sharders: list[Any], world: int, **only: Any) -> Any:

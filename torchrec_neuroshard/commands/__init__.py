@@ -1,0 +1,1 @@
+"""The subcommands of `neuroshard`; `torchrec_neuroshard.cli` picks one."""

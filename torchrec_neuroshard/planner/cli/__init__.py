@@ -1,1 +1,0 @@
-"""The command lines that plan, and that read plans."""

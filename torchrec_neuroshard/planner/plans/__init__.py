@@ -1,1 +1,0 @@
-"""Plans that are there: stored, rehearsed, mended, for groups of ranks."""

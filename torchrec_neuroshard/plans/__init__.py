@@ -1,0 +1,1 @@
+"""Plans that exist: stored in files, rehearsed, improved while a job runs."""
