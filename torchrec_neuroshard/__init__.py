@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.plans.rehearse import rehearse
     from torchrec_neuroshard.plans.replan import apply_moves, replan
     from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
-    from torchrec_neuroshard.report.html import write_html
+    from torchrec_neuroshard.report.page import write_html
     from torchrec_neuroshard.schedules import DenseMs
     from torchrec_neuroshard.search.base import SearchConfig, SearchResult
     from torchrec_neuroshard.tables import TableConfig
@@ -82,7 +82,7 @@ _LOCATIONS = {
     "replan": "torchrec_neuroshard.plans.replan",
     "save_plan": "torchrec_neuroshard.plans.plan_files",
     "topology_for": "torchrec_neuroshard.planner.options.topologies",
-    "write_html": "torchrec_neuroshard.report.html",
+    "write_html": "torchrec_neuroshard.report.page",
 }
 
 

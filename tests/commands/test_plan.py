@@ -124,7 +124,9 @@ def test_tables_are_planned_shown_and_compared(
     assert f"{paths[1]:.3f} ms" in out.splitlines()[0]
     assert main(["diff", "a.json", "a.json"]) == 0
     out = capsys.readouterr().out
-    assert f"both take {paths[0]:.3f} ms" in out and "all 3 tables lie alike" in out
+    assert (
+        f"both take {paths[0]:.3f} ms" in out and "all 3 tables are placed alike" in out
+    )
 
 
 def test_torchrecs_plan_is_asked_for_the_same_seconds(

@@ -70,7 +70,7 @@ from torchrec_neuroshard.records import (
     repeatability,
     steady_records,
 )
-from torchrec_neuroshard.report.html import html_report
+from torchrec_neuroshard.report.page import html_report
 from torchrec_neuroshard.workloads.loaders import load_tables
 
 SECONDS = 5

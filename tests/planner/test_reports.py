@@ -73,7 +73,7 @@ def test_plans_are_compared_by_one_cost() -> None:
     plan = planner.plan(ebc, bag_sharders())
     same = planner.compare(plan, ebc, bag_sharders())
     assert not same.moves and same.saved_ms == pytest.approx(0.0)
-    assert "all 3 tables lie alike" in str(same)
+    assert "all 3 tables are placed alike" in str(same)
     theirs = by_table(sharding_types=[kinds[2], kinds[0], kinds[0]])
     stock = stock_planner(gpus(), constraints=theirs).plan(ebc, bag_sharders())
     found = planner.compare(stock, ebc, bag_sharders(), "stock")

@@ -119,7 +119,7 @@ def test_ranks_without_the_memory_and_what_torchrec_refuses_are_named() -> None:
     assert 100_000 * 128 * 4 < room < report.ranks[1].peak_bytes
     assert fault.startswith("rank 1 needs 0.05 GiB at the peak of a step (0.05 GiB we")
     assert "too little; table 't" in fault
-    assert "raise world_size" in fault and f"- ranks 1: {fault}" in str(report)
+    assert "raise world_size" in fault and f"- rank 1: {fault}" in str(report)
 
     # Offsets of columns in a table that has rows cut: TorchRec cannot tell its ranks.
     plan.plan[""]["t1"].sharding_spec = None

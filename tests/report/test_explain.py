@@ -42,7 +42,9 @@ def explained(
     triples: Triples, task: ShardingTask, tables: Sequence[TableReport] = ()
 ) -> PlanReport:
     result = FixedSearcher(triples).search(task, **analytic())
-    return explain(result, simulator_of(task), tables, [2**31] * task.world_size)
+    report = PlanReport.of(result, tables, [2**31] * task.world_size)
+    splits = explain(simulator_of(task), result.placement, result.predicted)
+    return dataclasses.replace(report, splits=splits)
 
 
 def test_a_split_is_told_by_what_the_table_would_cost_in_one_piece() -> None:

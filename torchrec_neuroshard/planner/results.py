@@ -23,13 +23,10 @@ from torchrec_neuroshard.planner.options.table_reader import (
 )
 from torchrec_neuroshard.planner.parts.partitioners import SearchRecord
 from torchrec_neuroshard.report import (
-    Bottleneck,
     HostTable,
-    PlanBasis,
     PlanReport,
     ShardReport,
     TableReport,
-    WeightSync,
     explain,
 )
 from torchrec_neuroshard.search.base import SearchResult
@@ -41,21 +38,13 @@ __all__ = ["KnownPlan", "describe_plan"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownPlan:
-    """A plan's result and its tables."""
+    """A plan's result and its report."""
 
     result: SearchResult
     task: ShardingTask | None
     """The tables that the result's placement counts, in its order."""
-    tables: tuple[TableReport, ...]
-    """All of them."""
-    memory_bytes: tuple[int, ...]
-    """What each rank has for them."""
-    basis: PlanBasis | None = None
-    """What its costs rest on."""
-    weight_sync: WeightSync | None = None
-    """How replicas are kept alike; None where there are none."""
-    bottleneck: Bottleneck | None = None
-    """What makes the iteration longest; None where nothing has a cost."""
+    shown: PlanReport
+    """Its report; what splits are good for is left out."""
 
     def report(self, simulator: Simulator | None = None) -> PlanReport:
         """Return the plan's report.
@@ -63,15 +52,11 @@ class KnownPlan:
         Args:
             simulator: Of its task. None: what splits are good for is left out.
         """
-        return explain(
-            self.result,
-            simulator,
-            self.tables,
-            self.memory_bytes,
-            basis=self.basis,
-            weight_sync=self.weight_sync,
-            bottleneck=self.bottleneck,
-        )
+        if simulator is None:
+            return self.shown
+        result = self.result
+        splits = explain(simulator, result.placement, result.predicted)
+        return dataclasses.replace(self.shown, splits=splits)
 
 
 def describe_plan(
@@ -145,11 +130,14 @@ def describe_plan(
     return KnownPlan(
         result=result,
         task=task,
-        tables=_table_reports(selected, tier, hosts, path_ms_of),
-        memory_bytes=tuple(int(getattr(d.storage, tier)) for d in devices),
-        basis=costs.basis(selected, batch_size_is_default),
-        weight_sync=costs.weight_sync(selected),
-        bottleneck=bottleneck,
+        shown=PlanReport.of(
+            result,
+            _table_reports(selected, tier, hosts, path_ms_of),
+            [int(getattr(d.storage, tier)) for d in devices],
+            basis=costs.basis(selected, batch_size_is_default),
+            weight_sync=costs.weight_sync(selected),
+            bottleneck=bottleneck,
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 from torchrec_neuroshard.report.comparison import PlanComparison, TableMove
 from torchrec_neuroshard.report.explain import explain
-from torchrec_neuroshard.report.html import html_report, write_html
+from torchrec_neuroshard.report.page import html_report, write_html
 from torchrec_neuroshard.report.plan_parts import (
     Bottleneck,
     DeviceFigure,

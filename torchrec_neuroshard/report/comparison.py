@@ -1,29 +1,28 @@
-"""Two plans of one model side by side: what they take, and what lies elsewhere."""
+"""Two plans of one model side by side: what they take, and which tables move."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from torchrec_neuroshard.placement import capitalised, format_bytes
-from torchrec_neuroshard.report.html import HtmlReport, sentence, view
+from torchrec_neuroshard.report.page import HtmlReport, html_table, paragraphs, view
 from torchrec_neuroshard.report.plan_report import PlanReport, plan_data, plan_page
+from torchrec_neuroshard.report.terminal import most, table
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PlanComparison", "TableMove"]
 
-_GIB = 2**30
 MAX_MOVES = 50
 """Tables that the text lists one by one; the JSON and the page have all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableMove:
-    """A table that lies otherwise in the second plan."""
+    """A table that the second plan places differently."""
 
     table: str
     before: str
@@ -79,76 +78,80 @@ class PlanComparison(HtmlReport):
         )
 
     @property
-    def rows(self) -> tuple[tuple[str, float, float], ...]:
-        """What is set side by side: name and unit, of the first, of the second."""
-        first, second = self.first, self.second
-        found: list[tuple[str, float, float]] = [
-            ("critical path [ms]", first.critical_path_ms, second.critical_path_ms)
-        ]
-        for phase in PHASES:
-            a, b = (
-                max(getattr(k.costs, phase) for k in r.ranks) for r in (first, second)
+    def rows(self) -> list[list[str]]:
+        """What is set side by side, as text: a heading, then one figure in a row."""
+        plans = self.first, self.second
+        rows = [["", self.first_name, self.second_name, "change"]]
+
+        def add(name: str, a: float, b: float) -> None:
+            rows.append(
+                [name, f"{a:.3f}", f"{b:.3f}", f"{b / a - 1:+.1%}" if a else ""]
             )
-            found.append((f"{phase}, slowest rank [ms]", a, b))
-        a, b = (max(k.used_bytes for k in r.ranks) / _GIB for r in (first, second))
-        found.append(("memory, fullest rank [GiB]", a, b))
-        found.append(("tables split", first.num_split, second.num_split))
-        return tuple(found)
+
+        if not math.isnan(self.saved_ms):
+            add("critical path [ms]", *(p.critical_path_ms for p in plans))
+            for phase in PHASES:
+                add(f"{phase}, slowest rank [ms]", *(p.worst_ms[phase] for p in plans))
+        add(
+            "memory, fullest rank [GiB]", *(p.fullest.used_bytes / 2**30 for p in plans)
+        )
+        a, b = (p.num_split for p in plans)
+        return [*rows, ["tables split", f"{a:,}", f"{b:,}", f"{b - a:+,}"]]
+
+    @property
+    def moved(self) -> str:
+        """How many tables are placed differently, in words."""
+        if not self.moves:
+            return f"all {self.second.num_tables} tables are placed alike"
+        return (
+            f"{len(self.moves)} of {self.second.num_tables} tables are placed "
+            f"differently; ranks would fetch {format_bytes(self.moved_bytes)} of "
+            "weights"
+        )
 
     def __str__(self) -> str:
         """Return the comparison as text."""
-        return "\n".join(_lines(self))
+        lines = [
+            self.verdict,
+            "",
+            *table([[*row, ""] for row in self.rows], left=1),
+            "",
+        ]
+        lines += [self.moved + ":" * bool(self.moves)]
+        lines += most([str(move) for move in self.moves], MAX_MOVES)
+        lines += ["", *(f"- {note}" for note in self.notes)] * bool(self.notes)
+        return "\n".join(lines)
 
-    def _page_body(self) -> Iterator[str]:
-        """Lay out both plans side by side, then each by itself."""
-        yield f"<p>{escape(sentence(self.verdict))}</p>"
-        if not math.isnan(self.saved_ms):
-            sources = (
-                f"predicted; compute: {self.second.compute_source}; collectives: "
-                f"{self.second.comms_source}"
-            )
-            yield f"<p class='note'>{escape(sentence(sources))}</p>"
-        names = [escape(name) for name in (self.first_name, self.second_name)]
-        yield "<div class='pair'>"
-        for number, name in enumerate(names):
-            title = f"<h3>{capitalised(name)}</h3>"
-            yield f"<div class='box'>{title}{view('phases', number)}</div>"
-        yield f"</div>{view('legend')}"
-        titles = "".join(f"<th class='number'>{name}</th>" for name in names)
-        yield f"<div class='scroll'><table><tr><th></th>{titles}"
-        yield "<th class='number'>change</th></tr>"
-        for name, first, second in self.rows:
-            shown = [_figure(first), _figure(second)]
-            if isinstance(first, int):
-                shown.append(f"{second - first:+,}")
-            else:
-                shown.append(f"{second / first - 1:+.1%}" if first > 0 else "")
-            cells = "".join(f"<td class='number'>{text}</td>" for text in shown)
-            yield f"<tr><td>{name}</td>{cells}</tr>"
-        yield "</table></div>"
-        yield "<h2>Tables that lie otherwise</h2>"
-        if not self.moves:
-            yield "<p>None.</p>"
-        else:
-            yield (
-                f"<p>{len(self.moves)} of {self.second.num_tables}; ranks would fetch "
-                f"{format_bytes(self.moved_bytes)} of weights.</p>"
-            )
-            yield view("moves")
-        yield from (f"<p class='note'>{escape(note)}</p>" for note in self.notes)
-        for number, report in enumerate((self.first, self.second)):
-            name = names[number]
-            yield f"<h1 class='plan'>{capitalised(name)}</h1>"
-            yield from plan_page(report, number)
-
-    def _page_data(self) -> dict[str, Any]:
-        return {
-            "plans": [
-                plan_data(self.first, self.first_name),
-                plan_data(self.second, self.second_name),
-            ],
-            "moves": [[m.table, m.before, m.after, m.moved_bytes] for m in self.moves],
+    def page(self) -> tuple[str, dict[str, Any]]:
+        """See `HtmlReport`: both plans side by side, then each by itself."""
+        both = (self.first_name, self.first), (self.second_name, self.second)
+        data = {
+            "plans": [plan_data(report, name) for name, report in both],
+            "moves": [dataclasses.astuple(move) for move in self.moves],
         }
+        titles = [capitalised(escape(name)) for name, _ in both]
+        boxes = "".join(
+            f"<div class='box'><h3>{title}</h3>{view('phases', number)}</div>"
+            for number, title in enumerate(titles)
+        )
+        plans = "".join(
+            f"<h1 class='plan'>{title}</h1>{plan_page(report, number)}"
+            for number, (title, (_, report)) in enumerate(
+                zip(titles, both, strict=True)
+            )
+        )
+        sources = (
+            f"predicted; compute: {self.second.compute_source}; collectives: "
+            f"{self.second.comms_source}"
+        )
+        notes = "".join(f"<p class='note'>{escape(note)}</p>" for note in self.notes)
+        body = f"""{paragraphs([self.verdict])}{paragraphs([sources], "note")}
+<div class='pair'>{boxes}</div>{view("legend")}
+{html_table(self.rows)}
+<h2>Tables that are placed differently</h2>
+{paragraphs([self.moved])}{view("moves") if self.moves else ""}{notes}
+{plans}"""
+        return body, data
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -161,32 +164,3 @@ class PlanComparison(HtmlReport):
             "moves": [dataclasses.asdict(move) for move in self.moves],
             "notes": list(self.notes),
         }
-
-
-def _figure(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
-
-
-def _lines(found: PlanComparison) -> Iterator[str]:
-    yield found.verdict
-    yield ""
-    names = found.first_name, found.second_name
-    wide = max(14, *(len(name) + 2 for name in names))
-    yield f"{'':<30}" + "".join(f"{name:>{wide}}" for name in names)
-    for name, first, second in found.rows:
-        yield f"{name:<30}{_figure(first):>{wide}}{_figure(second):>{wide}}"
-    yield ""
-    total = found.second.num_tables
-    if not found.moves:
-        yield f"all {total} tables lie alike"
-    else:
-        yield (
-            f"{len(found.moves)} of {total} tables lie otherwise; ranks would fetch "
-            f"{format_bytes(found.moved_bytes)} of weights:"
-        )
-        yield from map(str, found.moves[:MAX_MOVES])
-        if len(found.moves) > MAX_MOVES:
-            yield f"... and {len(found.moves) - MAX_MOVES} more"
-    if found.notes:
-        yield ""
-        yield from (f"- {note}" for note in found.notes)

@@ -185,11 +185,12 @@
   // ---- a plan ----
 
   const plans = data.plans.map((given) => {
-    const ranks = given.ranks.map(([shards, columns, used, memory, phases], rank) => ({
-      rank, shards, columns, used, memory, phases, total: sum(phases),
-    }));
-    const tables = given.tables.map(([name, type, kernel, rows, columns, text, shards]) => ({
-      name, type, kernel, rows, columns, text, shards,
+    const ranks = given.ranks.map(([rank, shards, columns, used, memory, costs]) => {
+      const phases = costs.slice(0, data.phases.length);
+      return { rank, shards, columns, used, memory, phases, total: sum(phases) };
+    });
+    const tables = given.tables.map(([name, type, kernel, rows, columns, shards, text]) => ({
+      name, type, kernel, rows, columns, shards, text,
     }));
     const worst = data.phases.map((_, p) => largest(ranks.map((r) => r.phases[p])));
     const slowest = worst.map((value, p) =>
@@ -417,7 +418,7 @@
         return column(`ms, ${plan.name}`, (m) => known.get(m[0]) ?? 0, ms);
       };
       return grid({
-        label: "tables that lie otherwise",
+        label: "tables that are placed differently",
         columns: [
           { title: "table", get: (m) => m[0], kind: "name" },
           ...plans.map((p, k) => ({ title: p.name, get: (m) => m[1 + k] || "not there" })),

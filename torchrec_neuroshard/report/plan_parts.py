@@ -6,28 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.report.terminal import listed_ranks
 from torchrec_neuroshard.schedules import SEQUENTIAL, TIMED
 from torchrec_neuroshard.simulator import PredictedCosts, RankCosts
 
-__all__ = [
-    "Bottleneck",
-    "DeviceFigure",
-    "HostTable",
-    "PlanBasis",
-    "RankReport",
-    "ScheduleReport",
-    "ShardReport",
-    "SplitReport",
-    "TableReport",
-    "WeightSync",
-    "rank_reports",
-]
-
-MAX_RUNS = 8
-"""Runs of ranks in a line of text."""
 MAX_NAMES = 3
 """Names in a line of text; the rest is counted."""
-ASSUMED_BASES = frozenset({"assumed", "TorchRec's default"})
+ASSUMED_BASES = ("assumed", "TorchRec's default")
 """Of figures that are neither given nor published nor measured for these devices."""
 
 
@@ -43,14 +28,14 @@ class DeviceFigure:
     source: str = ""
     """Who says so; empty where the basis says it."""
 
-    @property
-    def is_assumed(self) -> bool:
-        """Whether nobody gave, published or measured it for these devices."""
-        return self.basis in ASSUMED_BASES
-
     def __str__(self) -> str:
         """Return value and unit."""
         return f"{self.value:,.4g} {self.unit}"
+
+    def described(self, *, with_source: bool = False) -> str:
+        """Return name, value and basis; with the source as well, where there is one."""
+        source = f": {self.source}" if with_source and self.source else ""
+        return f"{self.name} {self} ({self.basis}{source})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +60,7 @@ class PlanBasis:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What was neither given nor published nor measured."""
-        texts = [f"{f.name} {f} ({f.basis})" for f in self.figures if f.is_assumed]
+        texts = [f.described() for f in self.figures if f.basis in ASSUMED_BASES]
         if self.batch_size_is_default:
             texts.append(f"{self.batch_size:,} samples per rank (TorchRec's default)")
         if self.assumed_features:
@@ -86,6 +71,24 @@ class PlanBasis:
                 "(TorchRec's default)"
             )
         return tuple(texts)
+
+    def lines(self, *, with_sources: bool = False) -> list[str]:
+        """Say what costs rest on, in sentences without a full stop."""
+        card = self.card or "cards that are not named"
+        lines = [f"planned for {card}, {self.batch_size:,} samples per rank"]
+        if self.estimate_error is not None:
+            lines.append(f"the estimate of kernels may be off: {self.estimate_error}")
+        if self.figures:
+            described = (f.described(with_source=with_sources) for f in self.figures)
+            lines.append(", ".join(described))
+        ids = (
+            f"{source} ({count} feature{'s' * (count != 1)})"
+            for source, count in self.ids_per_sample
+        )
+        lines.append(f"ids per sample: {', '.join(ids)}")
+        if self.assumptions:
+            lines.append(f"assumed: {'; '.join(self.assumptions)}")
+        return lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,30 +162,25 @@ class ScheduleReport:
         schedule, dense = predicted.schedule, predicted.dense
         if schedule is SEQUENTIAL and not dense.total_ms:
             return None
-        timed = predicted.timed_phases(schedule)[0]
-        worst = timed.max(axis=0).sum(axis=0).tolist()
+        worst = predicted.timed_phases(schedule)[0].max(axis=0).sum(axis=0)
         return ScheduleReport(
             pipeline_type=schedule.name,
             dense_ms=dense.total_ms,
-            phases_ms=dict(zip(TIMED, worst, strict=True)),
+            phases_ms=dict(zip(TIMED, worst.tolist(), strict=True)),
             hidden_ms=predicted.hidden_ms(schedule),
-        )
-
-    @property
-    def hidden(self) -> tuple[str, ...]:
-        """Phases of which something is hidden, in words."""
-        return tuple(
-            f"{name} {self.hidden_ms[name]:.3f} of {ms:.3f}"
-            for name, ms in self.phases_ms.items()
-            if self.hidden_ms[name] > 1e-9
         )
 
     def __str__(self) -> str:
         """Return it as a sentence without a full stop."""
+        hidden = [
+            f"{name} {self.hidden_ms[name]:.3f} of {ms:.3f}"
+            for name, ms in self.phases_ms.items()
+            if self.hidden_ms[name] > 1e-9
+        ]
         return (
             f"trained by pipeline_type '{self.pipeline_type}' with "
             f"{self.dense_ms:.3f} ms of other layers; hidden beside something longer "
-            f"[ms]: {', '.join(self.hidden) or 'nothing'}"
+            f"[ms]: {', '.join(hidden) or 'nothing'}"
         )
 
 
@@ -340,7 +338,7 @@ class TableReport:
         """How it is sharded, and where, in words."""
         kernel = "" if self.compute_kernel == "fused" else f" ({self.compute_kernel})"
         shards = f"{self.num_shards} shards on " if self.num_shards > 1 else ""
-        return f"{self.sharding_type}{kernel}, {shards}{_listed_ranks(self.ranks)}"
+        return f"{self.sharding_type}{kernel}, {shards}{listed_ranks(self.ranks)}"
 
 
 def rank_reports(
@@ -372,16 +370,3 @@ def rank_reports(
             zip(held, memory_bytes, costs, strict=True)
         )
     )
-
-
-def _listed_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, ascending: runs of them by the first and the last."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    texts = ["-".join(map(str, run)) for run in runs]
-    more = f" and {len(texts) - MAX_RUNS} more" if len(texts) > MAX_RUNS else ""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(texts[:MAX_RUNS])}{more}"

@@ -6,10 +6,9 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-from torchrec_neuroshard.report.html import HtmlReport, sentence, view
+from torchrec_neuroshard.report.page import HtmlReport, bullets, paragraphs, view
 from torchrec_neuroshard.report.plan_parts import (
     Bottleneck,
     PlanBasis,
@@ -18,7 +17,10 @@ from torchrec_neuroshard.report.plan_parts import (
     SplitReport,
     TableReport,
     WeightSync,
+    rank_reports,
 )
+from torchrec_neuroshard.report.terminal import gib, most, sentence, table
+from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PlanReport", "plan_data", "plan_page"]
@@ -29,7 +31,6 @@ MAX_TABLES = 50
 """Tables that the text lists one by one; pages and JSON have all."""
 LOOSE_GAP = 1.0
 """A bound this far below the plan says nothing about it."""
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +64,42 @@ class PlanReport(HtmlReport):
     schedule: ScheduleReport | None = None
     """None where nobody said how the model is trained."""
 
+    @classmethod
+    def of(
+        cls,
+        result: SearchResult,
+        tables: Sequence[TableReport],
+        memory_bytes: Sequence[int],
+        **known: Any,
+    ) -> PlanReport:
+        """Say what a plan costs; what its splits are good for, `explain` finds out.
+
+        Args:
+            result: A search's, or `NeuroShardPlanner.last_result`.
+            tables: All of them.
+            memory_bytes: What each rank has for them.
+            known: More fields: `basis`, `weight_sync`, `bottleneck`.
+        """
+        predicted = result.predicted
+        return cls(
+            critical_path_ms=predicted.critical_path_ms,
+            lower_bound_ms=result.lower_bound_ms,
+            bound_is_proven=result.bound_is_proven,
+            uncertainty=predicted.uncertainty,
+            compute_source=predicted.compute_source,
+            comms_source=predicted.comms_source,
+            search_seconds=result.search_seconds,
+            num_evaluated=result.num_evaluated,
+            num_tables=len(tables),
+            ranks=rank_reports(tables, predicted.ranks, memory_bytes),
+            splits=(),
+            tables=tuple(sorted(tables, key=lambda t: (-t.path_ms, -t.used_bytes))),
+            fallback=result.fallback,
+            warnings=result.warnings,
+            schedule=ScheduleReport.of(predicted),
+            **known,
+        )
+
     @property
     def gap(self) -> float:
         """How far the plan is above the bound, relative to it; infinite without one."""
@@ -78,6 +115,21 @@ class PlanReport(HtmlReport):
     def num_split_by_columns(self) -> int:
         """Tables split by columns, and maybe by rows too."""
         return sum(t.is_split_by_columns for t in self.tables)
+
+    @property
+    def worst_ms(self) -> dict[str, float]:
+        """Phase -> what it takes on its slowest rank."""
+        return {p: max(getattr(r.costs, p) for r in self.ranks) for p in PHASES}
+
+    @property
+    def fullest(self) -> RankReport:
+        """The rank with the most memory in use."""
+        return max(self.ranks, key=lambda rank: rank.used_bytes)
+
+    @property
+    def num_unexplained(self) -> int:
+        """Tables split by columns that `splits` says nothing of."""
+        return self.num_split_by_columns - len(self.splits)
 
     @property
     def layout(self) -> str:
@@ -101,36 +153,42 @@ class PlanReport(HtmlReport):
     @property
     def spread(self) -> str:
         """How uncertain the costs are, in words; empty where that is not known."""
-        if not self.uncertainty:
-            return ""
+        kind = "the ensemble's nets differ by up to"
         if self.basis is not None and self.basis.estimate_error is not None:
-            return (
-                "the estimate of kernels has a standard deviation of "
-                f"{self.uncertainty:.1%} on a rank"
-            )
-        return f"the ensemble's nets differ by up to {self.uncertainty:.1%} on a rank"
+            kind = "the estimate of kernels has a standard deviation of"
+        return f"{kind} {self.uncertainty:.1%} on a rank" if self.uncertainty else ""
+
+    @property
+    def facts(self) -> list[str]:
+        """What costs are made of, in sentences without a full stop."""
+        facts = [
+            self.bottleneck,
+            f"compute: {self.compute_source}; collectives: {self.comms_source}",
+            self.spread,
+            self.weight_sync,
+            self.schedule,
+            self.fallback and f"TorchRec's own plan was taken: {self.fallback}",
+        ]
+        return [str(fact) for fact in facts if fact]
 
     def __str__(self) -> str:
         """Return the report as text."""
-        lines = [*_head_lines(self), "", *_rank_lines(self.ranks)]
-        if tail := [*_tail_lines(self)]:
-            lines += ["", *tail]
-        return "\n".join(lines)
+        parts = _head_lines, _rank_lines, _table_lines, _split_lines, _warning_lines
+        texts = ("\n".join(part(self)) for part in parts)
+        return "\n\n".join(filter(None, texts))
 
-    def _page_body(self) -> Iterator[str]:
-        return plan_page(self, 0)
-
-    def _page_data(self) -> dict[str, Any]:
-        return {"plans": [plan_data(self, "")], "moves": []}
+    def page(self) -> tuple[str, dict[str, Any]]:
+        """See `HtmlReport`."""
+        return plan_page(self, 0), {"plans": [plan_data(self, "")], "moves": []}
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         data = dataclasses.asdict(self)
-        for rank, report in zip(data["ranks"], self.ranks, strict=True):
-            rank["costs"] = report.costs.to_json()
-        for table, held in zip(data["tables"], self.tables, strict=True):
+        for fields, rank in zip(data["ranks"], self.ranks, strict=True):
+            fields["costs"] = rank.costs.to_json()
+        for fields, held in zip(data["tables"], self.tables, strict=True):
             for name in ("num_shards", "ranks", "used_bytes", "path_ms"):
-                table[name] = getattr(held, name)
+                fields[name] = getattr(held, name)
         data |= {"gap": self.gap, "num_split": self.num_split}
         if self.basis is not None:
             data["basis"]["assumptions"] = list(self.basis.assumptions)
@@ -138,275 +196,149 @@ class PlanReport(HtmlReport):
 
 
 def _head_lines(report: PlanReport) -> Iterator[str]:
-    """What the text says before it comes to the ranks."""
-    searched = ""
+    head = f"{report.num_tables} tables on {len(report.ranks)} ranks, {report.layout}"
     if report.num_evaluated:
-        searched = (
-            f"; {report.num_evaluated:,} rank sets evaluated in "
-            f"{report.search_seconds:.1f} s"
-        )
-    yield (
-        f"{report.num_tables} tables on {len(report.ranks)} ranks, "
-        f"{report.layout}{searched}"
-    )
+        head += f"; {report.num_evaluated:,} rank sets evaluated in "
+        head += f"{report.search_seconds:.1f} s"
+    yield head
     if math.isnan(report.critical_path_ms):
         yield "critical path not known"
         return
     yield f"critical path {report.critical_path_ms:.3f} ms, {report.bound}"
-    yield from _facts(report)
+    yield from report.facts
     if report.basis is not None:
-        yield from _basis_lines(report.basis)
+        yield from report.basis.lines()
 
 
-def _facts(report: PlanReport) -> Iterator[str]:
-    """What text and page say of a plan's costs, in sentences without a full stop."""
-    if report.bottleneck is not None:
-        yield str(report.bottleneck)
-    yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
-    if report.spread:
-        yield report.spread
-    if report.weight_sync is not None:
-        yield str(report.weight_sync)
-    if report.schedule is not None:
-        yield str(report.schedule)
-    if report.fallback is not None:
-        yield f"TorchRec's own plan was taken: {report.fallback}"
-
-
-def _tail_lines(report: PlanReport) -> Iterator[str]:
-    """What the text says after the ranks."""
-    if report.tables:
-        first = "the largest part of the critical path first [ms, GiB]"
-        if not _are_costs_known(report.tables):
-            first = "the largest first [GiB]"
-        yield f"Tables, {first}:"
-        yield from _table_lines(report.tables)
-    if report.splits:
-        yield ""
-        yield "Tables split by columns, and why:"
-        for split in report.splits:
-            yield from _split_lines(split, report.critical_path_ms)
-        if more := report.num_split_by_columns - len(report.splits):
-            yield f"... and {more:,} more"
-    if report.warnings:
-        yield ""
-        yield "Warnings:"
-        yield from (f"- {text}" for text in report.warnings)
-
-
-def _basis_lines(basis: PlanBasis, *, sources: bool = False) -> Iterator[str]:
-    """What costs rest on, in sentences without a full stop."""
-    card = basis.card or "cards that are not named"
-    yield f"planned for {card}, {basis.batch_size:,} samples per rank"
-    if basis.estimate_error is not None:
-        yield f"the estimate of kernels may be off: {basis.estimate_error}"
-    if basis.figures:
-        yield ", ".join(
-            f"{f.name} {f} ({f.basis}{f': {f.source}' if sources and f.source else ''})"
-            for f in basis.figures
-        )
-    yield "ids per sample: " + ", ".join(
-        f"{source} ({count} feature{'s' * (count != 1)})"
-        for source, count in basis.ids_per_sample
-    )
-    if basis.assumptions:
-        yield f"assumed: {'; '.join(basis.assumptions)}"
-
-
-def _are_costs_known(tables: Sequence[TableReport]) -> bool:
-    return any(table.path_ms for table in tables)
-
-
-def _table_lines(tables: Sequence[TableReport]) -> Iterator[str]:
-    known = _are_costs_known(tables)
-    for table in tables[:MAX_TABLES]:
-        cost = f"{table.path_ms:.3f}" if known else ""
-        size = f"{table.num_embeddings:,} x {table.embedding_dim}"
-        host = f"; {table.host}" if table.host is not None else ""
-        yield (
-            f"{cost:>12} {table.used_bytes / _GIB:>8.2f}  "
-            f"{table.table} ({size}): {table.place}{host}"
-        )
-    if len(tables) > MAX_TABLES:
-        yield f"... and {len(tables) - MAX_TABLES} more"
-
-
-def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
+def _rank_lines(report: PlanReport) -> Iterator[str]:
     """Phases of each rank; a star marks the slowest of a column."""
-    worst = _worst(ranks)
-    limited = any(r.memory_bytes is not None for r in ranks)
-    title = f"{'rank':>5}{'shards':>8}{'columns':>9}{'GiB':>9}"
-    yield (
-        title
-        + (f"{'of GiB':>9}" if limited else "")
-        + "".join(f"{p:>13}" for p in PHASES)
-        + "   [ms]"
-    )
-    for rank in _shown_ranks(ranks):
-        cells = [
-            f" {getattr(rank.costs, p):>11.3f}"
-            + ("*" if 0 < worst[p] == getattr(rank.costs, p) else " ")
-            for p in PHASES
-        ]
-        memory = f" {rank.used_bytes / _GIB:>8.2f}"
-        if limited:
-            free = rank.memory_bytes
-            memory += f" {'' if free is None else f'{free / _GIB:.2f}':>8}"
+    worst = report.worst_ms
+    limited = any(r.memory_bytes is not None for r in report.ranks)
+    limit = ["of GiB"] * limited
+    rows = [["rank", "shards", "columns", "GiB", *limit, *PHASES, "[ms]"]]
+    for rank in _shown_ranks(report):
+        counts = str(rank.rank), str(rank.num_shards), f"{rank.columns:,}"
+        memory = [gib(rank.used_bytes), gib(rank.memory_bytes)][: 1 + limited]
+        phases = (
+            f"{ms:.3f}{'*' if 0 < worst[p] == ms else ' '}"
+            for p, ms in rank.costs.to_json().items()
+        )
+        rows.append([*counts, *memory, *phases, ""])
+    yield from table(rows)
+    if len(report.ranks) > MAX_RANKS:
         yield (
-            f"{rank.rank:>5} {rank.num_shards:>7} {rank.columns:>8,}{memory}"
-            + "".join(cells)
-        ).rstrip()
-    if len(ranks) > MAX_RANKS:
-        yield f"  ... of {len(ranks)} ranks, those that are slowest and least loaded"
+            f"... of {len(report.ranks)} ranks, those that are slowest and least loaded"
+        )
 
 
-def _shown_ranks(ranks: Sequence[RankReport]) -> list[RankReport]:
+def _shown_ranks(report: PlanReport) -> list[RankReport]:
     """Return the ranks to show one by one: see `MAX_RANKS`."""
+    ranks, worst = report.ranks, report.worst_ms.items()
     if len(ranks) <= MAX_RANKS:
-        return list(ranks)
-    worst = _worst(ranks)
-    slowest = {
-        next(r.rank for r in ranks if getattr(r.costs, p) == worst[p]) for p in PHASES
-    }
+        return [*ranks]
     by_load = sorted(ranks, key=lambda r: sum(r.costs.to_json().values()))
-    few = slowest | {r.rank for r in (*by_load[:2], *by_load[-6:])}
-    return [r for r in ranks if r.rank in few]
+    slowest = (next(r for r in ranks if getattr(r.costs, p) == ms) for p, ms in worst)
+    shown = {r.rank for r in (*slowest, *by_load[:2], *by_load[-6:])}
+    return [r for r in ranks if r.rank in shown]
 
 
-def _worst(ranks: Sequence[RankReport]) -> dict[str, float]:
-    """Phase -> what it takes on its slowest rank [ms]."""
-    return {p: max(getattr(r.costs, p) for r in ranks) for p in PHASES}
+def _table_lines(report: PlanReport) -> Iterator[str]:
+    known = any(t.path_ms for t in report.tables)
+    first = " part of the critical path first [ms, GiB]" if known else " first [GiB]"
+    if report.tables:
+        yield f"Tables, the largest{first}:"
+    rows = [
+        (
+            f"{t.path_ms:.3f}" if known else "",
+            gib(t.used_bytes),
+            f"{t.table} ({t.num_embeddings:,} x {t.embedding_dim}): {t.place}"
+            + (f"; {t.host}" if t.host is not None else ""),
+        )
+        for t in report.tables
+    ]
+    yield from most(table(rows), MAX_TABLES)
 
 
-def _split_lines(split: SplitReport, planned_ms: float) -> Iterator[str]:
-    yield f"{split.table}: " + ", ".join(f"{w} on rank {r}" for w, r in split.shards)
-    yield f"    {split.reason(planned_ms)}"
+def _split_lines(report: PlanReport) -> Iterator[str]:
+    if report.splits:
+        yield "Tables split by columns, and why:"
+    for split in report.splits:
+        yield f"{split.table}: " + ", ".join(
+            f"{width} on rank {rank}" for width, rank in split.shards
+        )
+        yield f"    {split.reason(report.critical_path_ms)}"
+    if report.splits and report.num_unexplained:
+        yield f"... and {report.num_unexplained:,} more"
 
 
-def plan_page(report: PlanReport, number: int) -> Iterator[str]:
+def _warning_lines(report: PlanReport) -> Iterator[str]:
+    if report.warnings:
+        yield "Warnings:"
+    yield from (f"- {text}" for text in report.warnings)
+
+
+def plan_page(report: PlanReport, number: int) -> str:
     """Lay out one of a page's plans.
 
     Args:
         report: Of the plan.
         number: The plan's place in the page's data.
     """
-    yield from _summary(report)
-    yield f"<div class='box'><h2>Critical path</h2>{view('path', number)}"
-    yield "<h2>What each rank does in an iteration</h2>"
-    yield view("legend") + view("phases", number)
-    yield "<h2>Memory of each rank</h2>"
-    yield f"{view('memory', number)}</div>"
-    yield "<h2>Tables</h2>"
-    yield view("tables", number)
-    yield "<h2>Ranks</h2>"
-    yield "<p class='note'>Milliseconds; the slowest rank of a phase stands out.</p>"
-    yield view("ranks", number)
-    yield "<h2>Split tables, and why</h2>"
-    yield f"<p>{escape(sentence(report.layout))}</p>"
-    if report.splits:
-        yield view("splits", number)
-        if more := report.num_split_by_columns - len(report.splits):
-            yield f"<p class='note'>... and {more:,} more, which matter less.</p>"
-    elif report.num_split_by_columns:
-        yield "<p class='note'>What the splits are good for is not known.</p>"
-    yield from _basis(report.basis)
-    yield from _warnings(report)
-
-
-def _summary(report: PlanReport) -> Iterator[str]:
-    path_ms = report.critical_path_ms
-    path, known = f"{path_ms:.3f} ms", not math.isnan(path_ms)
-    fullest = max(report.ranks, key=lambda rank: rank.used_bytes)
-    room = ""
-    if fullest.memory_bytes:
-        room = f"of {fullest.memory_bytes / _GIB:.2f} GiB, "
-    cards = (
-        ("critical path, predicted", path if known else "not known", report.bound),
-        (
-            "tables",
-            f"{report.num_tables:,}",
-            f"on {len(report.ranks)} ranks, {report.layout}",
-        ),
-        (
-            "fullest rank",
-            f"{fullest.used_bytes / _GIB:.2f} GiB",
-            f"{room}rank {fullest.rank}",
-        ),
+    path_ms, full = report.critical_path_ms, report.fullest
+    room = f"of {gib(full.memory_bytes)} GiB, " if full.memory_bytes else ""
+    path = "not known" if math.isnan(path_ms) else f"{path_ms:.3f} ms"
+    where = f"on {len(report.ranks)} ranks, {report.layout}"
+    cards = "".join(
+        f"<div><span>{title}</span><b>{value}</b><span>{more}</span></div>"
+        for title, value, more in (
+            ("critical path, predicted", path, report.bound),
+            ("tables", f"{report.num_tables:,}", where),
+            ("fullest rank", f"{gib(full.used_bytes)} GiB", f"{room}rank {full.rank}"),
+        )
     )
-    yield "<div class='cards'>"
-    for title, value, more in cards:
-        yield f"<div><span>{title}</span><b>{value}</b><span>{more}</span></div>"
-    yield "</div>"
-    yield from (f"<p>{escape(sentence(text))}</p>" for text in _facts(report))
-
-
-def _basis(basis: PlanBasis | None) -> Iterator[str]:
-    if basis is None:
-        return
-    yield "<h2>What the costs rest on</h2><ul>"
-    yield from (
-        f"<li>{escape(text)}</li>" for text in _basis_lines(basis, sources=True)
-    )
-    yield "</ul>"
-
-
-def _warnings(report: PlanReport) -> Iterator[str]:
-    if not report.warnings:
-        return
-    yield "<h2>Warnings</h2>"
-    yield "<ul class='warning'>"
-    yield from (f"<li>{escape(text)}</li>" for text in report.warnings)
-    yield "</ul>"
+    splits = view("splits", number) if report.splits else ""
+    if report.num_unexplained:
+        why = f"what {report.num_unexplained:,} more are good for is not shown"
+        splits += paragraphs([why], "note")
+    basis = report.basis.lines(with_sources=True) if report.basis else []
+    return f"""<div class='cards'>{cards}</div>
+{paragraphs(report.facts)}
+<div class='box'><h2>Critical path</h2>{view("path", number)}
+<h2>What each rank does in an iteration</h2>
+{view("legend")}{view("phases", number)}
+<h2>Memory of each rank</h2>
+{view("memory", number)}</div>
+<h2>Tables</h2>
+{view("tables", number)}
+<h2>Ranks</h2>
+<p class='note'>Milliseconds; the slowest rank of a phase stands out.</p>
+{view("ranks", number)}
+<h2>Split tables, and why</h2>
+{paragraphs([report.layout])}
+{splits}
+{bullets("What the costs rest on", basis)}
+{bullets("Warnings", report.warnings, "warning")}
+"""
 
 
 def plan_data(report: PlanReport, name: str) -> dict[str, Any]:
     """Return what `page.js` draws of a plan, under the name that the page gives it."""
-    path_ms = report.critical_path_ms
     return {
         "name": name,
-        "path_ms": 0.0 if math.isnan(path_ms) else path_ms,
+        "path_ms": report.critical_path_ms,
         "bound_ms": report.lower_bound_ms,
         "bound_is_proven": report.bound_is_proven,
-        "ranks": [
-            [
-                rank.num_shards,
-                rank.columns,
-                rank.used_bytes,
-                rank.memory_bytes,
-                [getattr(rank.costs, phase) for phase in PHASES],
-            ]
-            for rank in report.ranks
+        "ranks": [dataclasses.astuple(rank) for rank in report.ranks],
+        "tables": [
+            [*dataclasses.astuple(t)[:-1], sentence(str(t.host)) if t.host else ""]
+            for t in report.tables
         ],
-        "tables": [_table_data(table) for table in report.tables],
         "splits": [
             [
                 split.table,
                 ", ".join(f"{width} ({rank})" for width, rank in split.shards),
-                split.reason(path_ms),
+                split.reason(report.critical_path_ms),
             ]
             for split in report.splits
         ],
     }
-
-
-def _table_data(table: TableReport) -> list[Any]:
-    return [
-        table.table,
-        table.sharding_type,
-        table.compute_kernel,
-        table.num_embeddings,
-        table.embedding_dim,
-        "" if table.host is None else sentence(str(table.host)),
-        [
-            [
-                shard.rank,
-                shard.num_embeddings,
-                shard.embedding_dim,
-                round(shard.used_bytes),
-                float(f"{shard.compute_ms:.6g}"),
-                float(f"{shard.comms_ms:.6g}"),
-                float(f"{shard.path_ms:.6g}"),
-            ]
-            for shard in table.shards
-        ],
-    ]

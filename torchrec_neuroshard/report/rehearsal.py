@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.report.terminal import listed_ranks, table
 
 __all__ = ["RankRehearsal", "Rehearsal"]
 
 MAX_RANKS = 32
 """Ranks shown one by one; of more, the fullest ones."""
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,29 +86,28 @@ def _lines(report: Rehearsal) -> Iterator[str]:
     )
     yield (
         f"{report.num_built} ranks built without a device in {report.seconds:.1f} s; "
-        "memory is foretold, of the embedding part alone"
+        "memory is predicted, of the embedding part alone"
     )
     yield (
         f"fullest: rank {full.rank}, {format_bytes(full.peak_bytes)} of "
         f"{format_bytes(full.memory_bytes)}"
     )
-    names = ("weights", "optimizer", "cache", "activation", "peak", "memory")
     yield ""
-    yield (
-        f"{'rank':>5}{'shards':>8}{'kernels':>8}"
-        + "".join(f"{name:>11}" for name in names)
-        + "   [GiB]"
-    )
+    names = ("weights", "optimizer", "cache", "activation", "peak", "memory")
     chosen = sorted(ranks, key=lambda r: (not r.faults, -r.peak_bytes))[:MAX_RANKS]
-    for rank in sorted(chosen, key=lambda r: r.rank):
-        yield (
-            f"{rank.rank:>5}{rank.num_shards:>8}{rank.num_kernels:>8}"
-            + "".join(f"{getattr(rank, f'{n}_bytes') / _GIB:>11.3f}" for n in names)
-            + ("  *" if rank.faults else "")
-        )
+    rows = [["rank", "shards", "kernels", *names, "[GiB]"]]
+    rows += [
+        [
+            *map(str, (rank.rank, rank.num_shards, rank.num_kernels)),
+            *(f"{getattr(rank, f'{name}_bytes') / 2**30:.3f}" for name in names),
+            "*" if rank.faults else "",
+        ]
+        for rank in sorted(chosen, key=lambda r: r.rank)
+    ]
+    yield from table(rows)
     if len(ranks) > MAX_RANKS:
-        yield f"  ... of {len(ranks)} ranks, those at fault and the fullest"
+        yield f"... of {len(ranks)} ranks, those at fault and the fullest"
     for fault in dict.fromkeys(fault for rank in faulty for fault in rank.faults):
         where = [rank.rank for rank in faulty if fault in rank.faults]
-        yield f"- ranks {', '.join(map(str, where[:8]))}: {fault}"
+        yield f"- {listed_ranks(where)}: {fault}"
     yield from (f"- {text}" for text in report.notes)

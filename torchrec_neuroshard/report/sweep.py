@@ -6,15 +6,15 @@ import csv
 import dataclasses
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchrec_neuroshard.report.plan_report import LOOSE_GAP, PlanReport
-from torchrec_neuroshard.simulator import PHASES
+from torchrec_neuroshard.report.terminal import gib, table
 
 __all__ = ["Sweep", "SweepCell"]
 
-_GIB = 2**30
+_HEAD = "card|ranks|group|batch|ms|+-|gap|samples/s|GiB|of GiB|limit".split("|")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +56,9 @@ class SweepCell:
             report: Of the plan.
             where: The fields that say what it is for.
         """
-        worst = {
-            phase: max(getattr(rank.costs, phase) for rank in report.ranks)
-            for phase in PHASES
-        }
+        worst, fullest = report.worst_ms, report.fullest
         kernels_ms = sum(ms for p, ms in worst.items() if p.endswith("compute"))
         sync_ms = report.weight_sync.ms_per_iteration if report.weight_sync else 0.0
-        fullest = max(report.ranks, key=lambda rank: rank.used_bytes)
         return cls(
             **where,  # type: ignore[arg-type]
             iteration_ms=report.critical_path_ms + sync_ms,
@@ -81,6 +77,33 @@ class SweepCell:
     def fits(self) -> bool:
         """Whether there is a plan."""
         return not self.obstacle
+
+    @property
+    def name(self) -> str:
+        """What it is for, in words."""
+        groups = f", groups of {self.group_size}" * (self.group_size != self.num_ranks)
+        return (
+            f"{self.num_ranks} x {self.card}, {self.batch_size:,} samples per "
+            f"rank{groups}"
+        )
+
+    @property
+    def row(self) -> list[str]:
+        """It as text, in the columns of a sweep's table."""
+        where = [self.card, str(self.num_ranks), str(self.group_size)]
+        where.append(f"{self.batch_size:,}")
+        if not self.fits:
+            return [*where, f"does not fit: {self.obstacle}"]
+        return [
+            *where,
+            f"{self.iteration_ms:.3f}",
+            f"{self.uncertainty:.0%}",
+            f"{self.gap:.0%}" if self.gap <= LOOSE_GAP else "?",
+            f"{self.samples_per_s:,.0f}",
+            gib(self.memory_bytes),
+            gib(self.memory_limit_bytes),
+            self.limit,
+        ]
 
     @property
     def samples_per_s(self) -> float:
@@ -103,7 +126,20 @@ class Sweep:
 
     def __str__(self) -> str:
         """Return a table; below it the best of it, and what the costs rest on."""
-        return "\n".join(_lines(self.cells))
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield from table([_HEAD, *(cell.row for cell in self.cells)], left=1)
+        fitting = [cell for cell in self.cells if cell.fits]
+        if not fitting:
+            yield "nothing fits; each line says what would help"
+            return
+        fastest = max(fitting, key=lambda cell: cell.samples_per_s)
+        yield f"most samples per second: {fastest.name}"
+        yield from dict.fromkeys(
+            f"{c.card}: compute: {c.kernels_source}; collectives: {c.links_source}"
+            for c in fitting
+        )
 
     def to_csv(self) -> str:
         """Return all cells as CSV, with what each rests on."""
@@ -119,43 +155,3 @@ class Sweep:
                 for v in values
             )
         return out.getvalue()
-
-
-def _lines(cells: Sequence[SweepCell]) -> Iterator[str]:
-    yield (
-        f"{'card':<11}{'ranks':>6}{'group':>6}{'batch':>8}{'ms':>10}{'+-':>5}{'gap':>6}"
-        f"{'samples/s':>13}{'GiB':>8}{'of GiB':>8}  limit"
-    )
-    for cell in cells:
-        start = (
-            f"{cell.card:<11}{cell.num_ranks:>6}{cell.group_size:>6}"
-            f"{cell.batch_size:>8,}"
-        )
-        if not cell.fits:
-            yield f"{start}  does not fit: {cell.obstacle}"
-            continue
-        gap = f"{cell.gap:.0%}" if cell.gap <= LOOSE_GAP else "?"
-        yield (
-            f"{start}{cell.iteration_ms:>10.3f}{cell.uncertainty:>5.0%}{gap:>6}"
-            f"{cell.samples_per_s:>13,.0f}{cell.memory_bytes / _GIB:>8.2f}"
-            f"{cell.memory_limit_bytes / _GIB:>8.2f}  {cell.limit}"
-        )
-    fitting = [cell for cell in cells if cell.fits]
-    if not fitting:
-        yield "nothing fits; each line says what would help"
-        return
-    fastest = max(fitting, key=lambda cell: cell.samples_per_s)
-    yield f"most samples per second: {_named(fastest)}"
-    yield from dict.fromkeys(
-        f"{c.card}: compute: {c.kernels_source}; collectives: {c.links_source}"
-        for c in fitting
-    )
-
-
-def _named(cell: SweepCell) -> str:
-    group = (
-        f", groups of {cell.group_size}" if cell.group_size != cell.num_ranks else ""
-    )
-    return (
-        f"{cell.num_ranks} x {cell.card}, {cell.batch_size:,} samples per rank{group}"
-    )
