@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,89 +182,70 @@ class ShardingTask:
 
     def __post_init__(self) -> None:
         self._check_names()
-        if self.world_size < 1 or self.batch_size < 1:
+        world_size, count = self.world_size, len(self.tables)
+        if world_size < 1 or self.batch_size < 1:
             raise ConfigError(
                 "world_size and batch_size must be at least 1, got "
-                f"{self.world_size} and {self.batch_size}"
+                f"{world_size} and {self.batch_size}"
             )
-        local = self.local_world_size or self.world_size
-        if local < 1 or self.world_size % local:
-            raise ConfigError(
-                f"world_size ({self.world_size}) must be a multiple of "
-                f"local_world_size ({local})"
-            )
-        count = len(self.tables)
-        filled: dict[str, tuple[Any, ...]] = {
-            "local_world_size": local,  # type: ignore[dict-item]
-            "fixed_bytes": self.fixed_bytes or (0,) * count,
-            "column_bytes": self.column_bytes
-            or tuple(t.weight_bytes / t.embedding_dim for t in self.tables),
-            "host_fixed_bytes": self.host_fixed_bytes or (0,) * count,
-            "host_column_bytes": self.host_column_bytes or (0.0,) * count,
-            "min_widths": self.min_widths or (COLUMN_MULTIPLE,) * count,
-            "max_shards": self.max_shards or (self.world_size,) * count,
-            "groups": self.groups or (0,) * count,
-            "sharding_types": self.sharding_types or (COLUMN_WISE,) * count,
-            "pooled": self.pooled or (True,) * count,
-            "codecs": self.codecs or (_PLAIN,) * count,
-            "repeats": self.repeats or (1.0,) * count,
-            "kernels": self.kernels or (None,) * count,
-        }
-        for name, value in filled.items():
-            object.__setattr__(self, name, value)
-            if name != "local_world_size" and len(value) != count:
+        for name, ranks in (
+            ("local_world_size", self.local_world_size or world_size),
+            ("node_size", self.node_size or self.local_world_size or world_size),
+        ):
+            if ranks < 1 or world_size % ranks:
                 raise ConfigError(
-                    f"{name} needs one value per table ({count}), got {len(value)}"
+                    f"world_size ({world_size}) must be a multiple of {name} ({ranks})"
                 )
-        self._check_types(local)
-        object.__setattr__(self, "stages", self.stages or (0,) * self.num_groups)
-        if len(self.stages) != self.num_groups:
-            raise ConfigError(
-                f"stages needs one value per group ({self.num_groups}), got "
-                f"{len(self.stages)}"
-            )
-        names = self.stage_names or tuple(f"stage {s}" for s in range(self.num_stages))
-        object.__setattr__(self, "stage_names", names)
-        if len(names) != self.num_stages:
-            raise ConfigError(
-                f"stage_names needs one name per stage ({self.num_stages}), got "
-                f"{len(names)}"
-            )
-        for name in ("memory_bytes", "host_memory_bytes"):
-            limits: tuple[int, ...] = getattr(self, name)
-            if limits and len(limits) != self.world_size:
-                raise ConfigError(
-                    f"{name} needs one value per rank ({self.world_size}), got "
-                    f"{len(limits)}"
-                )
-        object.__setattr__(self, "allowed_ranks", self._checked_ranks())
-        together = joined_sets(self._checked_sets("together"))
-        most = list(self.max_shards)
-        for table, ranks in enumerate(self.allowed_ranks):
-            most[table] = min(most[table], len(ranks) or self.world_size)
-        for table in (t for tables in together for t in tables):
-            most[table] = 1
-        object.__setattr__(self, "max_shards", tuple(most))
+            self._set(name, ranks)
+        self._fill(
+            "table",
+            count,
+            fixed_bytes=(0,) * count,
+            column_bytes=tuple(t.weight_bytes / t.embedding_dim for t in self.tables),
+            host_fixed_bytes=(0,) * count,
+            host_column_bytes=(0.0,) * count,
+            min_widths=(COLUMN_MULTIPLE,) * count,
+            max_shards=(world_size,) * count,
+            groups=(0,) * count,
+            allowed_ranks=((),) * count,
+            sharding_types=(COLUMN_WISE,) * count,
+            pooled=(True,) * count,
+            codecs=(_PLAIN,) * count,
+            repeats=(1.0,) * count,
+            kernels=(None,) * count,
+        )
+        self._fill("group", self.num_groups, stages=(0,) * self.num_groups)
+        names = tuple(f"stage {s}" for s in range(self.num_stages))
+        self._fill("stage", self.num_stages, stage_names=names)
+        for limits in ("memory_bytes", "host_memory_bytes"):
+            if getattr(self, limits):
+                self._fill("rank", world_size, **{limits: ()})
         # What one table alone is asked needs no set.
-        several = tuple(tables for tables in together if len(tables) > 1)
-        object.__setattr__(self, "together", several)
-        number = {t: n for n, tables in enumerate(several) for t in tables}
-        for ways in self.alternatives:
-            if len({number.get(way, -1 - way) for way in ways}) < len(ways) or (
-                not set(ways).isdisjoint(number) and not number.keys() >= set(ways)
-            ):
-                raise ConfigError(
-                    f"table '{self.tables[ways[0]].name}' lies together with others in "
-                    "some of its alternatives; put each of them into a set of its own"
-                )
+        sets = joined_sets(self._checked_sets("together"))
+        self._set("together", tuple(tables for tables in sets if len(tables) > 1))
         apart = sorted(t for t in self._checked_sets("apart") if len(t) > 1)
-        object.__setattr__(self, "apart", tuple(apart))
+        self._set("apart", tuple(apart))
+        self._check_alternatives()
+        self._check_tables({t for tables in sets for t in tables})
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _fill(self, what: str, count: int, **defaults: tuple[Any, ...]) -> None:
+        """Set fields that are empty to a default, and check the length of all."""
+        for name, default in defaults.items():
+            value = getattr(self, name) or default
+            if len(value) != count:
+                raise ConfigError(
+                    f"{name} needs one value per {what} ({count}), got {len(value)}"
+                )
+            self._set(name, value)
 
     def _check_names(self) -> None:
         """Check that names differ, but for the ways to shard one table."""
-        named = list(self.tables)
         seen: set[int] = set()
-        for ways in self._checked_sets("alternatives"):
+        sets = sorted(self._checked_sets("alternatives"))
+        for ways in sets:
             if seen.intersection(ways):
                 raise ConfigError(
                     f"alternatives has table {min(seen.intersection(ways))} twice; a "
@@ -279,55 +260,52 @@ class ShardingTask:
                         f"'{self.tables[way].name}' in one set; ways to shard one "
                         "table have its name"
                     )
-        later = {way for ways in self.alternatives for way in sorted(set(ways))[1:]}
-        check_tables([t for i, t in enumerate(named) if i not in later])
-        sets = sorted(s for s in self._checked_sets("alternatives") if len(s) > 1)
-        object.__setattr__(self, "alternatives", tuple(sets))
+        self._set("alternatives", tuple(ways for ways in sets if len(ways) > 1))
+        check_tables([self.tables[ways[0]] for ways in self.ways])
 
-    def _check_types(self, local_world_size: int) -> None:
-        """Check the sharding types; who shares rows is cut by no more than it may."""
-        node_size = self.node_size or local_world_size
-        if node_size < 1 or self.world_size % node_size:
-            raise ConfigError(
-                f"world_size ({self.world_size}) must be a multiple of node_size "
-                f"({node_size})"
-            )
-        object.__setattr__(self, "node_size", node_size)
-        most, narrowest = list(self.max_shards), list(self.min_widths)
-        for i, name in enumerate(self.sharding_types):
-            if name not in SHARDING_TYPES:
+    def _check_alternatives(self) -> None:
+        """Check that the ways of a table lie together with others all or none."""
+        number = {t: n for n, tables in enumerate(self.together) for t in tables}
+        for ways in self.alternatives:
+            sets = {number.get(way, -1 - way) for way in ways}
+            if len(sets) < len(ways) or 0 < sum(n >= 0 for n in sets) < len(ways):
                 raise ConfigError(
-                    f"table '{self.tables[i].name}': unknown sharding type '{name}'; "
-                    f"one of {', '.join(SHARDING_TYPES)}"
+                    f"table '{self.tables[ways[0]].name}' lies together with others in "
+                    "some of its alternatives; put each of them into a set of its own"
                 )
-            kind = SHARDING_TYPES[name]
-            if not kind.in_columns:
-                blocks = self.world_size // self.block_size(i)
-                most[i] = min(most[i], blocks) if kind.splits_columns else 1
-                if not kind.splits_columns:
-                    narrowest[i] = self.tables[i].embedding_dim
-        object.__setattr__(self, "max_shards", tuple(most))
-        object.__setattr__(self, "min_widths", tuple(narrowest))
 
-    def _checked_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Return `allowed_ranks` sorted and without repeats; empty if all are any."""
-        count = len(self.tables)
-        if self.allowed_ranks and len(self.allowed_ranks) != count:
-            raise ConfigError(
-                f"allowed_ranks needs one value per table ({count}), got "
-                f"{len(self.allowed_ranks)}"
-            )
-        for table, ranks in zip(self.tables, self.allowed_ranks, strict=False):
+    def _check_tables(self, whole: Container[int]) -> None:
+        """Check each table's type and ranks; lower its shards to what these let it.
+
+        Args:
+            whole: Tables that lie together with others.
+        """
+        every = tuple(range(self.world_size))
+        most, narrowest = list(self.max_shards), list(self.min_widths)
+        allowed: list[tuple[int, ...]] = []
+        for i, table in enumerate(self.tables):
+            if self.sharding_types[i] not in SHARDING_TYPES:
+                raise ConfigError(
+                    f"table '{table.name}': unknown sharding type "
+                    f"'{self.sharding_types[i]}'; one of {', '.join(SHARDING_TYPES)}"
+                )
+            ranks = tuple(sorted(set(self.allowed_ranks[i])))
             odd = [r for r in ranks if not 0 <= r < self.world_size]
             if odd:
                 raise ConfigError(
                     f"table '{table.name}': allowed_ranks has rank {odd[0]}, which is "
                     f"not in 0 to {self.world_size - 1}"
                 )
-        every = tuple(range(self.world_size))
-        ranks_T = tuple(tuple(sorted(set(r))) for r in self.allowed_ranks)
-        ranks_T = tuple(() if r == every else r for r in ranks_T)
-        return ranks_T if any(ranks_T) else ()
+            allowed.append(() if ranks == every else ranks)
+            kind, blocks = self.sharding_type(i), self.world_size // self.block_size(i)
+            if not kind.splits_columns and not kind.in_columns:
+                narrowest[i], blocks = table.embedding_dim, 1
+            most[i] = min(most[i], blocks, len(ranks) or self.world_size)
+            if i in whole:
+                most[i] = 1
+        self._set("max_shards", tuple(most))
+        self._set("min_widths", tuple(narrowest))
+        self._set("allowed_ranks", tuple(allowed) if any(allowed) else ())
 
     def _checked_sets(self, name: str) -> set[tuple[int, ...]]:
         """Return sets of tables, each sorted and without repeats."""

@@ -102,15 +102,6 @@ class PlacementRules:
         count: Ints = self.allowed_TW[table_N].sum(axis=1)
         return count
 
-    def open_ranks(self, width_TW: Ints, table: int) -> Bools:
-        """Return which ranks the rules let take a shard of one table, `W`."""
-        fine: Bools = np.isin(np.arange(self.world_size), self.ranks(table))
-        for tables in self.apart:
-            if table in tables:
-                others = [t for t in tables if t != table]
-                fine &= ~width_TW[others].any(axis=0)
-        return fine
-
     def propagated(self) -> PlacementRules:
         """Return the rules with what follows from them for the ranks of each table.
 

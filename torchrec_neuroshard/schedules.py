@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,15 +138,16 @@ class Schedule:
 
     name: str
     """TorchRec's `PipelineType`, or alike where that has no member."""
-    pipeline: str
-    """TorchRec's class."""
     streams: tuple[str, ...]
     """Phases of each stream in the order of an iteration, of the batch at hand or, as
     in "index_comms+1", of a later one."""
     waits: tuple[str, ...] = ()
     """What else waits, in the same words."""
-    prefetches: bool = False
-    """Whether caches are loaded in a phase of their own, not by the lookups."""
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether caches are loaded in a phase of their own, not by the lookups."""
+        return self.name == PREFETCHING
 
     def adds_up(self, dense: DenseMs) -> bool:
         """Whether an iteration takes as long as all phases, one after another."""
@@ -309,90 +310,67 @@ def _way(path: tuple[str, ...], num_batches: int) -> Way:
     )
 
 
-_PLAIN = (
+_LOOKUPS_LAST = (
     "fwd_compute fwd_comms forward backward bwd_comms bwd_compute lower_backward "
     "optimizer"
 )
 _LOOKUPS_FIRST = (
     "fwd_compute lower_forward forward backward lower_backward bwd_compute optimizer"
 )
-
-
-def _rows(
-    name: str,
-    pipeline: str,
-    late: tuple[str, ...],
-    early: tuple[str, ...],
-    *,
-    late_waits: tuple[str, ...] = (),
-    early_waits: tuple[str, ...] = (),
-    prefetches: bool = False,
-) -> tuple[Schedule, Schedule]:
-    """Rows of models that look up after their lower layers, and before them."""
-    return (
-        Schedule(name, pipeline, late, late_waits, prefetches),
-        Schedule(name, pipeline, early, early_waits, prefetches),
-    )
-
-
 _DENSE = "lower_forward forward backward lower_backward optimizer"
+_FUSED = "fwd_compute bwd_compute"
+_BASE = "index_comms fwd_comms bwd_comms all_reduce"
+_NEXT = "fwd_comms index_comms+1 bwd_comms all_reduce"
+_PREFETCH = "index_comms+1 fwd_comms bwd_comms all_reduce"
+_AT_ONCE = (
+    (f"lower_forward index_comms {_LOOKUPS_LAST}", _BASE),
+    (f"index_comms {_LOOKUPS_FIRST}", _BASE),
+)
 _SEMI_SYNC = (
     "lower_forward forward fwd_compute+1 backward lower_backward bwd_comms bwd_compute "
     "optimizer",
     "fwd_comms+1 index_comms+2 all_reduce bwd_comms",
 )
-_BASE = "index_comms fwd_comms bwd_comms all_reduce"
-_NEXT = "fwd_comms index_comms+1 bwd_comms all_reduce"
-_PREFETCH = "index_comms+1 fwd_comms bwd_comms all_reduce"
-# Kernels that update cached rows wait for the loads under way; later loads for them.
-_CACHED = ("cache+1 bwd_compute cache+2",)
 
-_ROWS = (
-    *(
-        _rows(
-            name,
-            "TrainPipelineBase",
-            (f"lower_forward index_comms {_PLAIN}", _BASE),
-            (f"index_comms {_LOOKUPS_FIRST}", _BASE),
-        )
-        for name in ("none", "train_base")
-    ),
-    _rows(
-        "train_sparse_dist",
-        "TrainPipelineSparseDist",
-        (f"lower_forward {_PLAIN}", _NEXT),
+_STREAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "none": _AT_ONCE,
+    "train_base": _AT_ONCE,
+    "train_sparse_dist": (
+        (f"lower_forward {_LOOKUPS_LAST}", _NEXT),
         (_LOOKUPS_FIRST, _NEXT),
     ),
-    _rows(
-        PREFETCHING,
-        "PrefetchTrainPipelineSparseDist",
-        (f"lower_forward {_PLAIN}", _PREFETCH),
+    PREFETCHING: (
+        (f"lower_forward {_LOOKUPS_LAST}", _PREFETCH),
         (_LOOKUPS_FIRST, _PREFETCH),
-        late_waits=_CACHED,
-        early_waits=_CACHED,
-        prefetches=True,
     ),
-    _rows("train_semi_sync", "TrainPipelineSemiSync", _SEMI_SYNC, _SEMI_SYNC),
-    _rows(
-        "train_fused_sparse_dist",
-        "TrainPipelineFusedSparseDist",
-        (_DENSE, "fwd_compute bwd_compute", _NEXT),
+    "train_semi_sync": (_SEMI_SYNC, _SEMI_SYNC),
+    "train_fused_sparse_dist": (
+        (_DENSE, _FUSED, _NEXT),
+        (_DENSE, _FUSED, "fwd_comms index_comms+1 all_reduce bwd_comms"),
+    ),
+}
+"""Streams of models that call their lower layers first, and that look up first."""
+
+_WAITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # Kernels that update cached rows wait for the loads under way, later loads for
+    # these kernels.
+    PREFETCHING: (("cache+1 bwd_compute cache+2",),) * 2,
+    "train_fused_sparse_dist": (
+        ("fwd_compute lower_forward", "bwd_compute optimizer"),
         (
-            _DENSE,
-            "fwd_compute bwd_compute",
-            "fwd_comms index_comms+1 all_reduce bwd_comms",
-        ),
-        late_waits=("fwd_compute lower_forward", "bwd_compute optimizer"),
-        early_waits=(
             "fwd_comms lower_forward",
             "bwd_compute optimizer",
             "lower_backward bwd_comms",
         ),
     ),
-)
+}
 
-SCHEDULES: Mapping[str, tuple[Schedule, Schedule]] = {
-    rows[0].name: rows for rows in _ROWS
+SCHEDULES: Mapping[str, Sequence[Schedule]] = {
+    name: [
+        Schedule(name, *row)
+        for row in zip(streams, _WAITS.get(name, ((), ())), strict=True)
+    ]
+    for name, streams in _STREAMS.items()
 }
 """By name: of models that call their lower layers first, and that look up first."""
 SEQUENTIAL = SCHEDULES["none"][0]

@@ -1,13 +1,15 @@
 """The one cache of encodings: shards of tables, and of some rows of them, by width.
 
 Shapes: `N` shards, `P` parts (a table, or some rows of it, before a kernel of so many
-samples), `U` widths in units of four columns, `R` known shards, `E` encoding values.
+samples), `U` widths in units of four columns, `R` known shards, `E` encoding values,
+`F` features.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,7 @@ from torchrec_neuroshard.features import ShardFeaturizer, table_features
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, row_shard
 
-__all__ = ["ShardEncoder"]
+__all__ = ["ShardEncoder", "with_room"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -35,7 +37,7 @@ class ShardEncoder:
     """
 
     def __init__(self, cost_model: CostModel) -> None:
-        """Start with the shard that is none: row 0, of width 0, an encoding of zeros.
+        """Start without tables.
 
         Args:
             cost_model: Fused kernels.
@@ -44,9 +46,8 @@ class ShardEncoder:
         self._part_of: dict[tuple[int, int, int, bool], int] = {}
         self._tables: list[TableConfig] = []  # Ids stay theirs as long as they live.
         self._featurizer = ShardFeaturizer([], 1)
-        self._dims_P: Ints = np.zeros(0, dtype=np.int64)
-        self._row_PU = np.zeros((0, 1), dtype=np.int64)
-        self._used = 1
+        self._row_PU: Ints = np.zeros((0, 0), dtype=np.int64)
+        self._used = 0
         self._encoding_RE: Floats = np.zeros((64, cost_model.encoding_dim))
 
     def parts(
@@ -70,29 +71,26 @@ class ShardEncoder:
             tables, rows, batch_sizes, pooled, strict=True
         ):
             key = (id(table), num, batch, pools or num >= table.num_embeddings)
-            part = self._part_of.get(key)
-            if part is None:
-                part = self._part_of[key] = len(self._dims_P) + len(new)
+            part = self._part_of.setdefault(key, len(self._tables))
+            if part == len(self._tables):
                 self._tables.append(table)
                 new.append((row_shard(table, num, batch, pooled=pools), batch))
             found.append(part)
         if new:
             self._featurizer.add([t for t, _ in new], [batch for _, batch in new])
-            dims = np.array([t.embedding_dim for t, _ in new])
-            self._dims_P = np.concatenate([self._dims_P, dims])
-            units = int(self._dims_P.max()) // COLUMN_MULTIPLE + 1
-            grown = np.full((len(self._dims_P), units), -1, dtype=np.int64)
-            grown[:, 0] = 0
-            grown[: len(self._row_PU), : self._row_PU.shape[1]] = self._row_PU
-            self._row_PU = grown
         return np.array(found, dtype=np.int64)
 
     def rows(self, part_N: Ints, width_N: Ints) -> Ints:
         """Return the number of each shard, encoding those not met before."""
         units_N = width_N // COLUMN_MULTIPLE
-        if len(units_N) and int(units_N.max()) >= self._row_PU.shape[1]:
-            more = int(units_N.max()) + 1 - self._row_PU.shape[1]
-            self._row_PU = np.pad(self._row_PU, ((0, 0), (0, more)), constant_values=-1)
+        num_parts, num_units = self._row_PU.shape
+        more = (
+            len(self._tables) - num_parts,
+            max(0, int(units_N.max(initial=-1)) + 1 - num_units),
+        )
+        if any(more):
+            widened = [(0, count) for count in more]
+            self._row_PU = np.pad(self._row_PU, widened, constant_values=-1)
         rows: Ints = self._row_PU[part_N, units_N]
         missing = rows < 0
         if missing.any():
@@ -100,31 +98,24 @@ class ShardEncoder:
             asked = np.unique(part_N[missing] * num_units + units_N[missing])
             part, units = np.divmod(asked, num_units)
             features = self._featurizer.features(part, units * COLUMN_MULTIPLE)
-            self._row_PU[part, units] = self.add(self.cost_model.encode(features))
+            new = self._used + np.arange(len(part))
+            self._used += len(part)
+            self._encoding_RE = with_room(self._encoding_RE, self._used)
+            self._encoding_RE[new] = self.cost_model.encode(features)
+            self._row_PU[part, units] = new
             rows = self._row_PU[part_N, units_N]
         return rows
 
-    def add(self, encodings_NE: Floats) -> Ints:
-        """Take over encodings that the caller made, and return their numbers."""
-        end = self._used + len(encodings_NE)
-        if end > len(self._encoding_RE):
-            room = max(end, 2 * len(self._encoding_RE)) - len(self._encoding_RE)
-            self._encoding_RE = np.pad(self._encoding_RE, ((0, room), (0, 0)))
-        new: Ints = np.arange(self._used, end)
-        self._encoding_RE[new] = encodings_NE
-        self._used = end
-        return new
-
     def encoding(self, rows_N: Ints) -> Floats:
-        """Encoding of each shard, `N x E`."""
+        """Return the encoding of each shard, `N x E`."""
         return self._encoding_RE[rows_N]
 
     def features(self, part_N: Ints, width_N: Ints) -> npt.NDArray[np.float32]:
-        """Features of each shard, `N x F`."""
+        """Return the features of each shard, `N x F`."""
         return self._featurizer.features(part_N, width_N)
 
     def num_lookups(self, part_N: Ints) -> Floats:
-        """Ids that each part is looked up by."""
+        """Return the ids that each part is looked up by, `N`."""
         return self._featurizer.num_lookups[part_N]
 
     @functools.cached_property
@@ -169,3 +160,11 @@ class ShardEncoder:
         """
         known = self.cost_model.stream_byte_ms
         return self.byte_ms if known is None else known
+
+
+def with_room(values_R: Any, num_rows: int) -> Any:
+    """Return an array with at least so many rows, new ones 0, and room for more."""
+    if num_rows <= len(values_R):
+        return values_R
+    more = max(num_rows, 2 * len(values_R)) - len(values_R)
+    return np.pad(values_R, [(0, more), *[(0, 0)] * (values_R.ndim - 1)])

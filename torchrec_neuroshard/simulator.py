@@ -27,7 +27,12 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
-from torchrec_neuroshard.placement import Placement, ShardingTask, WireCodec
+from torchrec_neuroshard.placement import (
+    KernelFactors,
+    Placement,
+    ShardingTask,
+    WireCodec,
+)
 from torchrec_neuroshard.schedules import SEQUENTIAL, TIMED, DenseMs, Schedule
 from torchrec_neuroshard.shard_encoder import ShardEncoder
 from torchrec_neuroshard.sharding_types import ShardingType
@@ -43,9 +48,6 @@ __all__ = [
     "StageCosts",
     "critical_path",
     "placed_arrays",
-    "stage_costs",
-    "stage_phases",
-    "timed_phases",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -151,26 +153,39 @@ class PredictedCosts:
 
     def timed_phases(self, schedule: Schedule) -> Floats:
         """Phases in the terms of a schedule, `1 x W x S x 6` [ms]."""
-        return timed_phases(stage_phases(self.stages)[None], schedule)
+        timed = self.phases_WS6[None].copy()
+        if schedule.prefetches:
+            timed[..., 1] -= timed[..., 5]
+        else:
+            timed[..., 5] = 0.0
+        return timed
+
+    @property
+    def phases_WS6(self) -> Floats:
+        """Phases of all ranks: `PHASES` and what loading caches takes [ms]."""
+        names = (*PHASES, "cache")
+        found = [[[getattr(r, n) for n in names] for r in s.ranks] for s in self.stages]
+        return np.array(found).swapaxes(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class PricedShards:
     """Shards in the terms that costs are made of; rows of different shards add up."""
 
+    encoding_RE: Floats
+    """Encodings for the fused kernel, of equal shards one."""
     row_N: Ints
-    """In the encoder."""
+    """Which of them is the shard's."""
     extra_N2: Floats
     """Forward and backward beside what the fused kernel takes [ms]."""
     loads_N3: Floats
     """Bytes of ids and lengths that the shard is sent, of all samples; its output
     columns, width times features; bytes of gradients that are added up."""
 
-    def pick(self, index_N: Ints) -> PricedShards:
-        """Return some of them."""
-        return PricedShards(
-            self.row_N[index_N], self.extra_N2[index_N], self.loads_N3[index_N]
-        )
+    @property
+    def encoding_NE(self) -> Floats:
+        """Encoding of each shard."""
+        return self.encoding_RE[self.row_N]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,59 +245,44 @@ class Simulator:
         self.encoder = encoder or ShardEncoder(cost_model)
         kinds = [task.sharding_type(t) for t in range(len(task.tables))]
         self._member_SG = np.eye(task.num_stages)[:, list(task.stages)]
-        self.groups_T: Ints = np.asarray(task.groups, dtype=np.int64)
-        self.stages_T: Ints = np.asarray(task.stages, dtype=np.int64)[self.groups_T]
-        self._samples_T = [
-            task.batch_size // (task.world_size if k.is_replicated else 1)
-            for k in kinds
-        ]
-        self._rows_T: Ints = np.array([t.num_embeddings for t in task.tables])
-        self._dims_T: Ints = np.array([t.embedding_dim for t in task.tables])
+        self.groups_T: Ints = np.array(task.groups)
+        self.stages_T: Ints = np.array(task.stages)[self.groups_T]
+        self.dims_T: Ints = np.array([t.embedding_dim for t in task.tables])
         self.pooled_T = np.array(task.pooled)
         self.splits_columns_T = np.array([k.splits_columns for k in kinds])
         replicated_T = np.array([k.is_replicated for k in kinds])
+        self._samples_T = np.where(
+            replicated_T, task.batch_size // task.world_size, task.batch_size
+        )
+        self._rows_T: Ints = np.array([t.num_embeddings for t in task.tables])
+        self._whole_T = self._numbered(np.arange(len(kinds)), self._rows_T)
         self._value_bytes_T = np.array(
             [float(DATA_TYPE_BYTES[t.data_type]) for t in task.tables]
         )
         self._gradient_bytes_T = self._value_bytes_T * replicated_T
-        self.features_per_table = np.array([t.num_outputs for t in task.tables])
-        """Output columns of a whole table's shard are its width times this."""
-        self._columns_T: Floats = self.features_per_table * ~replicated_T
-        self.columns_per_table: Floats = self._dims_T * self._columns_T
+        # Output columns of a whole table's shard are its width times this.
+        self._columns_T = np.array([t.num_outputs for t in task.tables]) * ~replicated_T
+        self.columns_per_table: Floats = self.dims_T * self._columns_T
         """Output columns of whole tables."""
-        self._whole_T = self.encoder.parts(
-            task.tables, self._rows_T.tolist(), self._samples_T, task.pooled
-        )
-        id_bytes = np.array(
-            [_ID_BYTES + _LOOKUP_WEIGHT_BYTES * t.weighted for t in task.tables]
-        )
-        self._id_bytes_T: Floats = (
-            self.encoder.num_lookups(self._whole_T) * id_bytes * ~replicated_T
-        )
+        weighted_T = np.array([t.weighted for t in task.tables])
+        id_bytes_T = (_ID_BYTES + _LOOKUP_WEIGHT_BYTES * weighted_T) * ~replicated_T
+        self._id_bytes_T: Floats = self.encoder.num_lookups(self._whole_T) * id_bytes_T
         # Every rank is told all lengths, be they 0.
         self._length_bytes_T: Floats = self._columns_T * (
             _LENGTH_BYTES * task.batch_size
         )
-        self.index_bytes_per_table: Floats = self._id_bytes_T + self._length_bytes_T
-        """Bytes of ids and lengths that every column shard of a table is sent."""
+        factors = [k or KernelFactors() for k in task.kernels]
         self._kernel_T3: Floats = np.array(
-            [
-                (0.0, 0.0, 0.0)
-                if k is None
-                else (k.forward - 1, k.backward - 1, k.passes)
-                for k in task.kernels
-            ]
+            [(k.forward - 1, k.backward - 1, k.passes) for k in factors]
         )
-        hosts = [None if k is None else k.host for k in task.kernels]
-        # Of rows in the host's memory, not a number elsewhere and without a cache.
-        self._host_gb_per_s_T: Floats = np.array(
-            [np.nan if h is None else h.gb_per_s for h in hosts]
-        )
-        self._missed_T: Floats = np.array(
-            [np.nan if h is None or h.missed is None else h.missed for h in hosts]
+        # Of rows in the host's memory: bandwidth and share of rows that a cache lacks.
+        # Not a number elsewhere and without a cache.
+        hosts = [k.host and (k.host.gb_per_s, k.host.missed) for k in factors]
+        self._host_T2: Floats = np.array(
+            [h or (None, None) for h in hosts], dtype=np.float64
         )
         self._estimated_T: npt.NDArray[np.bool_] = np.any(self._kernel_T3, axis=1)
-        self._estimated_T |= ~np.isnan(self._host_gb_per_s_T)
+        self._estimated_T |= ~np.isnan(self._host_T2[:, 0])
         self._collectives = self._group_stages(kinds)
 
     def _group_stages(
@@ -324,23 +324,39 @@ class Simulator:
             rows_N: Rows; ALL_ROWS, or None for all shards, is all of them.
         """
         part_N, share_N = self._parts(table_N, rows_N)
-        row_N = self.encoder.rows(part_N, width_N)
-        shape = (len(table_N), 3)
-        loads = np.zeros(shape)
+        rows, row_N = np.unique(self.encoder.rows(part_N, width_N), return_inverse=True)
+        encoding_RE = self.encoder.encoding(rows)
+        loads = np.zeros((len(table_N), 3))
         loads[:, 0] = (
             self._id_bytes_T[table_N] * share_N + self._length_bytes_T[table_N]
         )
         share = np.where(self.pooled_T[table_N], 1.0, share_N)
         loads[:, 1] = width_N * (self._columns_T[table_N] * share)
-        loads[:, 2] = self._gradient_bytes_T[table_N] * width_N
-        loads[:, 2] *= self._rows_T[table_N] * share_N
+        num_rows = self._rows_T[table_N] * share_N
+        loads[:, 2] = self._gradient_bytes_T[table_N] * width_N * num_rows
         extra = np.zeros((len(table_N), 2))
-        odd = np.flatnonzero(self._estimated_T[table_N])
-        if len(odd):
-            extra[odd] = self._extra(
-                table_N[odd], width_N[odd], part_N[odd], share_N[odd], row_N[odd]
-            )
-        return PricedShards(row_N, extra, loads)
+        if self._estimated_T[table_N].any():
+            alone = self.cost_model.predict_sums(encoding_RE)
+            # What is not a time shows in the kernel's own cost.
+            alone = np.where(np.isfinite(alone), alone, 0.0)
+            factors_N3 = self._kernel_T3[table_N]
+            extra = np.maximum(alone - self.encoder.launch_ms, 0.0)[row_N]
+            extra *= factors_N3[:, :2]
+            if factors_N3[:, 2].any():
+                weights = num_rows * width_N * self._value_bytes_T[table_N]
+                extra[:, 1] += weights * factors_N3[:, 2] * self.encoder.stream_ms
+            extra += self.host_ms(table_N, width_N, rows_N)
+        return PricedShards(encoding_RE, row_N, extra, loads)
+
+    def _numbered(self, table_N: Ints, rows_N: Ints) -> Ints:
+        """Return the numbers of some rows of tables in the encoder."""
+        tables = table_N.tolist()
+        return self.encoder.parts(
+            [self.task.tables[t] for t in tables],
+            rows_N.tolist(),
+            self._samples_T[table_N].tolist(),
+            [self.task.pooled[t] for t in tables],
+        )
 
     def _parts(self, table_N: Ints, rows_N: Ints | None) -> tuple[Ints, Floats]:
         """Parts of the encoder, and what share of its table's rows each has."""
@@ -348,67 +364,39 @@ class Simulator:
         if rows_N is None:
             return part_N, share_N
         cut = np.flatnonzero((rows_N >= 0) & (rows_N < self._rows_T[table_N]))
-        if not len(cut):
-            return part_N, share_N
         size = int(self._rows_T.max()) + 1
         keys, which = np.unique(table_N[cut] * size + rows_N[cut], return_inverse=True)
-        tables, rows = ((keys // size).tolist(), (keys % size).tolist())
-        parts = self.encoder.parts(
-            [self.task.tables[t] for t in tables],
-            rows,
-            [self._samples_T[t] for t in tables],
-            [self.task.pooled[t] for t in tables],
-        )
-        part_N[cut] = parts[which]
+        part_N[cut] = self._numbered(keys // size, keys % size)[which]
         share_N[cut] = rows_N[cut] / self._rows_T[table_N[cut]]
         return part_N, share_N
 
-    def _extra(
-        self, table_N: Ints, width_N: Ints, part_N: Ints, share_N: Floats, row_N: Ints
+    def host_ms(
+        self, table_N: Ints, width_N: Ints, rows_N: Ints | None = None
     ) -> Floats:
-        """Time beside the fused kernel's, of kernels that were not measured."""
-        rows, which = np.unique(row_N, return_inverse=True)
-        alone = self.cost_model.predict_sums(self.encoder.encoding(rows))
-        # What is not a time shows in the kernel's own cost.
-        alone = np.where(np.isfinite(alone), alone, 0.0)[which]
-        forward, backward, passes = self._kernel_T3[table_N].T
-        extra = np.maximum(alone - self.encoder.launch_ms, 0.0)
-        extra *= np.stack([forward, backward], axis=1)
-        rows_N = self._rows_T[table_N] * share_N
-        weights = rows_N * width_N * self._value_bytes_T[table_N]
-        if passes.any():
-            extra[:, 1] += weights * passes * self.encoder.stream_ms
-        extra += self._host_extra(table_N, part_N, width_N)
-        return extra
-
-    def _host_extra(self, table_N: Ints, part_N: Ints, width_N: Ints) -> Floats:
-        """Time beside the fused kernel's of rows in the host's memory."""
-        out = np.zeros((len(table_N), 2))
-        gb_per_s_N, missed_N = self._host_gb_per_s_T[table_N], self._missed_T[table_N]
-        for cached in (False, True):
-            held = np.flatnonzero(
-                ~np.isnan(gb_per_s_N) & (np.isnan(missed_N) != cached)
-            )
-            if len(held):
-                out[held] = self.cost_model.host_memory(
-                    self.encoder.features(part_N[held], width_N[held]),
-                    gb_per_s_N[held],
-                    missed_N[held] if cached else None,
-                )
-        return out
-
-    def host_ms(self, table_N: Ints, width_N: Ints, rows_N: Ints) -> Floats:
         """Predict what rows in the host's memory take beside the fused kernel.
 
         Args:
             table_N: Tables of shards.
             width_N: Columns.
-            rows_N: Rows.
+            rows_N: Rows; see `price`.
 
         Returns:
             `N x 2` [ms], forward and backward; 0 for rows on the device.
         """
-        return self._host_extra(table_N, self._parts(table_N, rows_N)[0], width_N)
+        out = np.zeros((len(table_N), 2))
+        gb_per_s_N, missed_N = self._host_T2[table_N].T
+        for cached in (False, True):
+            held = np.flatnonzero(
+                ~np.isnan(gb_per_s_N) & (np.isnan(missed_N) != cached)
+            )
+            if len(held):
+                rows = None if rows_N is None else rows_N[held]
+                out[held] = self.cost_model.host_memory(
+                    self.shard_features(table_N[held], width_N[held], rows),
+                    gb_per_s_N[held],
+                    missed_N[held] if cached else None,
+                )
+        return out
 
     def cache_loads(
         self, table_N: Ints, width_N: Ints, rows_N: Ints, rank_N: Ints
@@ -425,7 +413,7 @@ class Simulator:
             `W x S` [ms].
         """
         loads = np.zeros((self.task.world_size, self.task.num_stages))
-        held = np.flatnonzero(~np.isnan(self._missed_T)[table_N])
+        held = np.flatnonzero(~np.isnan(self._host_T2[table_N, 1]))
         if len(held):
             table_N = table_N[held]
             ms_N = self.host_ms(table_N, width_N[held], rows_N[held])[:, 0]
@@ -442,21 +430,19 @@ class Simulator:
         Returns:
             `S x 5` [ms].
         """
-        width_N = self._dims_T[table_N]
         world_size = self.task.world_size
-        priced = self.price(table_N, width_N)
-        sums = np.zeros((self.task.num_groups, self.cost_model.encoding_dim))
+        priced = self.price(table_N, self.dims_T[table_N])
         share_N1 = (num_shards_N / world_size)[:, None]
-        encodings = self.encoder.encoding(priced.row_N) * share_N1
-        np.add.at(sums, self.groups_T[table_N], encodings)
-        stage_N = self.stages_T[table_N]
-        extra = np.zeros((self.task.num_stages, 2))
-        np.add.at(extra, stage_N, priced.extra_N2 * share_N1)
-        loads = np.zeros((self.task.num_stages, 3))
-        np.add.at(loads, stage_N, priced.loads_N3 * share_N1)
-        compute = self.stage_compute(self.compute_costs(sums)) + extra
-        comms = self.comms_costs(np.tile(loads, (1, world_size, 1, 1)))
-        return _in_phases(compute, comms[0].max(axis=0))
+        shares = PricedShards(
+            priced.encoding_NE * share_N1,
+            np.arange(len(table_N)),
+            priced.extra_N2 * share_N1,
+            priced.loads_N3 * share_N1,
+        )
+        one = self.add_up(shares, table_N, np.zeros_like(table_N))
+        compute = self.stage_compute(self.compute_costs(one.sums_CWGE[0]))
+        comms = self.comms_costs(np.tile(one.loads_CWS3[0], (1, world_size, 1, 1)))
+        return _in_phases(compute + one.extra_CWS2[0], comms[0].max(axis=0))
 
     def shard_features(
         self, table_N: Ints, width_N: Ints, rows_N: Ints | None = None
@@ -464,19 +450,14 @@ class Simulator:
         """Return the features of shards, `N x F`; see `price`."""
         return self.encoder.features(self._parts(table_N, rows_N)[0], width_N)
 
-    def encodings(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Return the encodings of column shards, `N x E`."""
-        return self.encoder.encoding(self.encoder.rows(self._whole_T[table_N], width_N))
-
     def single_compute(self, shards: PricedShards) -> Floats:
         """Predict the kernel of each shard as if its rank held nothing else.
 
         Returns:
             `N x 2` [ms]: forward and backward.
         """
-        rows, which = np.unique(shards.row_N, return_inverse=True)
-        alone = self.cost_model.predict_sums(self.encoder.encoding(rows))
-        return alone[which.reshape(-1)] + shards.extra_N2
+        alone = self.cost_model.predict_sums(shards.encoding_RE)
+        return alone[shards.row_N] + shards.extra_N2
 
     # Ranks.
 
@@ -497,7 +478,7 @@ class Simulator:
         sums = np.zeros((num_ranks, task.num_groups, self.cost_model.encoding_dim))
         extra = np.zeros((num_ranks, task.num_stages, 2))
         loads = np.zeros((num_ranks, task.num_stages, 3))
-        np.add.at(sums, (rank_N, group_N), self.encoder.encoding(shards.row_N))
+        np.add.at(sums, (rank_N, group_N), shards.encoding_NE)
         np.add.at(extra, (rank_N, stage_N), shards.extra_N2)
         np.add.at(loads, (rank_N, stage_N), shards.loads_N3)
         return RankLoads(sums, extra, loads)
@@ -720,26 +701,24 @@ class Simulator:
             loads: What each rank holds (no axis `C`).
             num_shards_T: See `ordered_columns`.
         """
-        phases_WS5 = self.rank_phases(loads, num_shards_T)
+        compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
+        compute += loads.extra_CWS2
+        phases_SW5 = _in_phases(
+            compute, self.collectives(loads, num_shards_T)
+        ).swapaxes(0, 1)
         flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
         return PredictedCosts(
-            stages=stage_costs(self.task.stage_names, phases_WS5),
+            stages=tuple(
+                StageCosts(name, tuple(RankCosts(*row) for row in phases_W5))
+                for name, phases_W5 in zip(
+                    self.task.stage_names, phases_SW5.tolist(), strict=True
+                )
+            ),
             uncertainty=float(uncertainty.max(initial=0.0)),
             compute_source=self.cost_model.source,
             comms_source=self.comms_model.source,
         )
-
-    def rank_phases(self, loads: RankLoads, num_shards_T: Ints) -> Floats:
-        """Phases of each rank in each stage of one placement, `W x S x 5` [ms].
-
-        Args:
-            loads: What each rank holds (no axis `C`).
-            num_shards_T: See `ordered_columns`.
-        """
-        compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
-        compute += loads.extra_CWS2
-        return _in_phases(compute, self.collectives(loads, num_shards_T))
 
     def collectives(self, loads: RankLoads, num_shards_T: Ints) -> Floats:
         """Predict the collectives of one placement, with the ordering of outputs.
@@ -785,30 +764,6 @@ def placed_arrays(placement: Placement) -> tuple[Ints, Ints, Ints, Ints]:
     return table, width, rank, rows
 
 
-def stage_costs(
-    names: Sequence[str], phases_WS5: npt.NDArray[np.float64]
-) -> tuple[StageCosts, ...]:
-    """Name the phases of each stage."""
-    return tuple(
-        StageCosts(name, tuple(RankCosts(*row) for row in phases_WS5[:, s].tolist()))
-        for s, name in enumerate(names)
-    )
-
-
-def stage_phases(stages: Sequence[StageCosts], world_size: int = 0) -> Floats:
-    """Return the phases of all ranks, `W x S x 6`: `PHASES` and caches [ms].
-
-    Args:
-        stages: Stages; there may be none.
-        world_size: Ranks, where there is no stage to tell.
-    """
-    if not stages:
-        return np.zeros((world_size, 0, len(PHASES) + 1))
-    names = (*PHASES, "cache")
-    found = [[[getattr(r, n) for n in names] for r in s.ranks] for s in stages]
-    return np.array(found).swapaxes(0, 1)
-
-
 def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Add up the phases of an iteration, each as long as on its slowest rank.
 
@@ -820,19 +775,3 @@ def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float6
     """
     path: npt.NDArray[np.float64] = phases_CWSP.max(axis=1).sum(axis=(1, 2))
     return path
-
-
-def timed_phases(phases_CWS6: Floats, schedule: Schedule) -> Floats:
-    """Put phases in the terms of a schedule: `C x W x S x 6` [ms].
-
-    Args:
-        phases_CWS6: Phases in the order of `PHASES`, and what loading caches takes of
-            the second one.
-        schedule: Says whether that is a phase of its own.
-    """
-    timed = phases_CWS6.copy()
-    if schedule.prefetches:
-        timed[..., 1] -= timed[..., 5]
-    else:
-        timed[..., 5] = 0.0
-    return timed

@@ -194,9 +194,9 @@ def test_distinct_ids_are_sent_and_looked_up() -> None:
     assert once.last_task.repeats[0] == pytest.approx(20.0 / table.pooling_factor)
     moved, all_moved = (p.costs.simulator(p.last_task) for p in (once, plain))
     share = table.pooling_factor / 20.0
-    for name in ("index_bytes_per_table", "columns_per_table"):
-        less, whole = getattr(moved, name), getattr(all_moved, name)
-        np.testing.assert_allclose(less, whole * share)
+    whole = [p.price(np.arange(len(p.dims_T)), p.dims_T) for p in (moved, all_moved)]
+    less, more = (priced.loads_N3 for priced in whole)
+    np.testing.assert_allclose(less, more * share)
     compute = [
         sum(r.fwd_compute + r.bwd_compute for r in p.last_result.predicted.ranks)
         for p in (once, plain)

@@ -42,7 +42,6 @@ def explain(
     table_N, width_N, rank_N, rows_N = placed_arrays(placement)
     group_N, num_shards_T = simulator.groups_T[table_N], simulator.num_shards(placement)
     priced = simulator.price(table_N, width_N, rows_N)
-    encodings_NE = simulator.encoder.encoding(priced.row_N)
     loads = simulator.add_up(priced, table_N, rank_N)
     compute_WG2 = simulator.compute_costs(loads.sums_CWGE)
     memory_W = np.array(task.memory_bytes or (np.inf,) * task.world_size)
@@ -69,10 +68,10 @@ def explain(
         rest_N = (group_N == group) & ~own_N & np.isin(rank_N, left)
         sums_WE = loads.sums_CWGE[:, group].copy()
         sums_WE[left] = 0.0  # and anew, since an empty kernel costs exactly nothing
-        np.add.at(sums_WE, rank_N[rest_N], encodings_NE[rest_N])
+        np.add.at(sums_WE, rank_N[rest_N], priced.encoding_NE[rest_N])
         compute = np.repeat(compute_WG2[None], len(ranks_C), axis=0)
         compute[:, left, group] = simulator.compute_costs(sums_WE[left])
-        sums_WE += simulator.encoder.encoding(whole.row_N)
+        sums_WE += whole.encoding_NE
         compute[line_C, ranks_C, group] = simulator.compute_costs(sums_WE[ranks_C])
         loads_WS3 = loads.loads_CWS3.copy()
         np.subtract.at(loads_WS3[:, stage], rank_N[own_N], priced.loads_N3[own_N])

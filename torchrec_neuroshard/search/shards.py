@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.rules import leaders, merged
+from torchrec_neuroshard.shard_encoder import with_room
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -153,7 +153,8 @@ class ShardBank:
         # Row 0 is no shard: of width 0, with an encoding of zeros.
         self._row_TUK[:, 0] = 0
         self._used = 1
-        self._shard_R3: Ints = np.zeros((1, 3), dtype=np.int64)  # table, width, slot
+        self._shard_R2: Ints = np.zeros((1, 2), dtype=np.int64)  # table, width
+        self._encoding_RE: Floats = np.zeros((1, self.encoding_dim))
         self._extra_R2: Floats = np.zeros((1, 2))
         self._loads_R3: Floats = np.zeros((1, 3))
         self.has_extra = False
@@ -230,7 +231,7 @@ class ShardBank:
             sum_by(target, of(rows), len(rows))
             for of in (self.encoding, self.extra, self.loads_of)
         )
-        self._shard_R3[rows, 2] = self.simulator.encoder.add(encodings)
+        self._encoding_RE[rows] = encodings
         self._extra_R2[rows], self._loads_R3[rows] = extra, loads
         # They have no other widths.
         self._row_TUK[member_Q, 1:] = rows[:, None, None]
@@ -437,12 +438,15 @@ class ShardBank:
         priced = self.simulator.price(table, width, self._rows_TK[table, kind])
         new = np.arange(self._used, self._used + len(table))
         self._used += len(table)
-        self._shard_R3, self._extra_R2, self._loads_R3 = (
-            with_room(values, self._used)
-            for values in (self._shard_R3, self._extra_R2, self._loads_R3)
-        )
-        self._shard_R3[new] = np.stack([table, width, priced.row_N], axis=1)
-        self._extra_R2[new], self._loads_R3[new] = priced.extra_N2, priced.loads_N3
+        for name, values in (
+            ("_shard_R2", np.stack([table, width], axis=1)),
+            ("_encoding_RE", priced.encoding_NE),
+            ("_extra_R2", priced.extra_N2),
+            ("_loads_R3", priced.loads_N3),
+        ):
+            known = with_room(getattr(self, name), self._used)
+            known[new] = values
+            setattr(self, name, known)
         self.has_extra = self.has_extra or bool(priced.extra_N2.any())
         self._row_TUK[table, units, kind] = new
 
@@ -456,8 +460,7 @@ class ShardBank:
         """
         [row] = self.rows([table], [width])
         rows = self.rows([table] * len(parts), parts)
-        total = self.encoding(rows).sum(axis=0, keepdims=True)
-        [self._shard_R3[row, 2]] = self.simulator.encoder.add(total)
+        self._encoding_RE[row] = self.encoding(rows).sum(axis=0)
         self._extra_R2[row] = self.extra(rows).sum(axis=0)
         self._loads_R3[row] = self.loads_of(rows).sum(axis=0)
 
@@ -480,17 +483,17 @@ class ShardBank:
 
     def table(self, rows_N: Ints) -> Ints:
         """Table of each row."""
-        table_N: Ints = self._shard_R3[rows_N, 0]
+        table_N: Ints = self._shard_R2[rows_N, 0]
         return table_N
 
     def width(self, rows_N: Ints) -> Ints:
         """Width of each row."""
-        width_N: Ints = self._shard_R3[rows_N, 1]
+        width_N: Ints = self._shard_R2[rows_N, 1]
         return width_N
 
     def encoding(self, rows_N: Ints) -> Floats:
         """Encoding of each row, `N x E`."""
-        return self.simulator.encoder.encoding(self._shard_R3[rows_N, 2])
+        return self._encoding_RE[rows_N]
 
     def extra(self, rows_N: Ints) -> Floats:
         """Time beside the fused kernel's of each row, `N x 2` [ms]."""
@@ -607,14 +610,6 @@ class ShardBank:
         offset_T4 = offset_T4.copy()
         np.add.at(offset_T4, leader[beside], whole_T4[follower[beside]])
         return offset_T4, slope_T4
-
-
-def with_room(values_R: Any, num_rows: int) -> Any:
-    """Return an array with at least so many rows, new ones 0, and room for more."""
-    if num_rows <= len(values_R):
-        return values_R
-    more = max(num_rows, 2 * len(values_R)) - len(values_R)
-    return np.pad(values_R, [(0, more), *[(0, 0)] * (values_R.ndim - 1)])
 
 
 def sum_by(ids_N: Ints, values_NE: Floats, num_ids: int) -> Floats:

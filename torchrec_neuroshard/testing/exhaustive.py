@@ -308,8 +308,8 @@ class _RankSets:
         for table, config in enumerate(task.tables):
             units = code // radix[table] % (radix[table + 1] // radix[table])
             widths = np.arange(config.embedding_dim // 4 + 1) * COLUMN_MULTIPLE
-            known = simulator.encodings(np.full(len(widths) - 1, table), widths[1:])
-            encodings = np.concatenate([np.zeros((1, known.shape[1])), known])
+            known = simulator.price(np.full(len(widths) - 1, table), widths[1:])
+            encodings = np.pad(known.encoding_NE, ((1, 0), (0, 0)))
             sums[:, task.groups[table]] += encodings[units]
             _, fixed_MT, column_MT = task.memory
             size_MU = (
@@ -317,8 +317,7 @@ class _RankSets:
             )
             self.bytes_MS[:, code] += size_MU[:, units]
             stage = task.stages[task.groups[table]]
-            loads = np.zeros((len(widths), 3))
-            loads[1:] = simulator.price(np.full(len(known), table), widths[1:]).loads_N3
+            loads = np.pad(known.loads_N3, ((1, 0), (0, 0)))
             self.loads_SS3[code, stage] += loads[units]
         compute = simulator.compute_costs(sums)
         self.cost_SS2[code] = simulator.stage_compute(compute)

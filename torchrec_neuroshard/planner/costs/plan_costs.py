@@ -72,7 +72,6 @@ from torchrec_neuroshard.simulator import (
     RankCosts,
     Simulator,
     StageCosts,
-    stage_phases,
 )
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -593,7 +592,7 @@ class PlanCosts:
             names = [table_name(costed[t]) for t in found.table_N.tolist()] + names
         if not shards:
             return {}, None
-        phases_WS5 = stage_phases(predicted.stages)[..., : len(PHASES)]
+        phases_WS5 = predicted.phases_WS6[..., : len(PHASES)]
         worst_S5, slowest_S5 = phases_WS5.max(axis=0), phases_WS5.argmax(axis=0)
         visible_5 = np.ones(len(PHASES))
         if not self.schedule.adds_up(self.dense):
