@@ -136,6 +136,35 @@ def test_costs_are_kept_with_the_plan_that_they_are_of(stored: Stored) -> None:
     assert plan != other and [*path.parent.iterdir()] == [path]
 
 
+def test_a_plan_that_was_resharded_is_not_stored_with_the_costs_of_the_first(
+    stored: Stored,
+) -> None:
+    """TorchRec's resharding puts the new places into the plan object at work."""
+    path, model, planner, plan = stored
+    whole = make_planner(
+        topology=CPUS, search=FixedSearcher([(0, 32, 0), (1, 16, 1), (2, 8, 1)])
+    ).plan(model, bag_sharders())
+    before = planner.evaluate(plan, model, bag_sharders())
+    plan.plan["sparse.ebc"]["t0"] = whole.plan["sparse.ebc"]["t0"]
+    save_plan(plan, path, model=model, planner=planner)
+    assert read_plan(path).shown is None
+    # The planner's own plan is still the one that it reports on.
+    compared = planner.compare(plan, model, bag_sharders())
+    assert compared.second.critical_path_ms == before.critical_path_ms
+    assert [m.table for m in compared.moves] == ["sparse.ebc.t0"]
+
+
+def test_plans_for_other_inputs_are_told_apart(stored: Stored) -> None:
+    path, model, _, plan = stored
+    other = path.with_name("other.json")
+    known = each(3, pooling_factors=[7.0])
+    planner = make_planner(topology=CPUS, constraints=known)
+    save_plan(plan, other, model=model, planner=planner)
+    compared = read_plan(path).compared_to(read_plan(other), ("a", "b"))
+    assert any("ids per sample differ for 'sparse.ebc.t0'" in n for n in compared.notes)
+    assert not read_plan(path).compared_to(read_plan(path), ("a", "b")).notes
+
+
 @pytest.mark.parametrize(
     ("sizes", "fields", "topology", "message"),
     [

@@ -46,6 +46,7 @@ from torchrec_neuroshard.planner.compat import (
 )
 from torchrec_neuroshard.planner.costs.given_plans import (
     PlanOptions,
+    copied,
     model_tables,
     table_moves,
 )
@@ -393,7 +394,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 reserved=self._reserved(module, sharders),
                 memory=self._memory,
             )
-        self._plan = plan
+        self._plan = copied(plan)
         return plan
 
     def _run(
@@ -542,7 +543,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 help_measure(found, pg.rank())
                 found = from_first(None, pg, _PLANNED)
             plan, self._known, error = found
-            self._plan = plan
+            self._plan = copied(plan)
         if error is not None:
             raise error
         return plan
@@ -644,13 +645,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         the costs of `evaluate`.
 
         Args:
-            plan: The plan; it must not change until then.
+            plan: The plan.
             module: The model, before `DistributedModelParallel` took it.
             sharders: None: TorchRec's defaults.
         """
         self._known, self._selected, self._planned = None, [], None
         self._try_remember(module, sharders)
-        self._plan = plan
+        self._plan = copied(plan)
 
     @property
     def last_plan(self) -> ShardingPlan | None:

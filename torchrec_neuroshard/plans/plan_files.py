@@ -226,10 +226,15 @@ class StoredPlan:
             )
         fields = ("world_size", "batch_size", "cost_model", "hardware", "pipeline_type")
         notes = [
-            f"{field} differs ({_show(a)}, {_show(b)}): the costs are not of one thing"
+            f"{field} differs ({_show(a)}, {_show(b)}): the costs do not compare"
             for field in fields
             if (a := getattr(first, field)) != (b := getattr(second, field))
         ]
+        ids, other_ids = (f.pooling_factors or {} for f in (first, second))
+        if odd := [t for t, n in ids.items() if other_ids.get(t, n) != n]:
+            notes.append(
+                f"ids per sample differ for {quoted(odd)}: the costs do not compare"
+            )
         return PlanComparison(
             first_name=names[0],
             first=self.report(),
