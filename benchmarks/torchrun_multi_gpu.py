@@ -50,7 +50,7 @@ from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.plans.plan_files import save_plan
 from torchrec_neuroshard.simulator import PHASES
-from torchrec_neuroshard.training.calibrate_cli import source_folder
+from torchrec_neuroshard.training.bundles import source_folder
 from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.workloads.mlperf import MLPERF_MAX_ROWS, mlperf_dlrm_v2
 from torchrec_neuroshard.workloads.tasks import TaskConfig, cap_rows, sample_tasks

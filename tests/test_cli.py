@@ -14,7 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from torchrec_neuroshard import cli, progress
-from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 
 
 def use_command(
@@ -22,12 +22,12 @@ def use_command(
 ) -> None:
     """Adds a subcommand `act` beside one whose module does not exist."""
     module: Any = ModuleType("module_of_act")
-    module.add_arguments = lambda parser: None
-    module.run = run
+    module.add_act = lambda parser: parser.add_argument("--batch-size")
+    module.run_act = run
     monkeypatch.setitem(sys.modules, module.__name__, module)
     commands = (
-        cli.Command("act", "do something", module.__name__),
-        cli.Command("absent", "cannot be loaded", "a_module_that_nobody_wrote"),
+        cli.Command("act", module.__name__, "do something"),
+        cli.Command("absent", "a_module_that_nobody_wrote", "cannot be loaded"),
     )
     monkeypatch.setattr(cli, "COMMANDS", commands)
 
@@ -40,7 +40,8 @@ def test_help_lists_every_command_and_loads_none() -> None:
         "    cli.main(['--help'])\n"
         "except SystemExit as stop:\n"
         "    assert stop.code == 0\n"
-        "heavy = {'torch', 'torchrec', 'numpy', *(c.module for c in cli.COMMANDS)}\n"
+        "own = {'torchrec_neuroshard' + c.module for c in cli.COMMANDS}\n"
+        "heavy = {'torch', 'torchrec', 'numpy', *own}\n"
         "print('loaded:', *sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run(
@@ -55,7 +56,8 @@ def test_help_lists_every_command_and_loads_none() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (InfeasibleError("table 'a' fits nowhere"), 2, "table 'a' fits nowhere\n"),
+        (InfeasibleError("table 'a' fits nowhere"), 1, "table 'a' fits nowhere\n"),
+        (ConfigError("no card 'x'"), 2, "no card 'x'\n"),
         (OSError(28, "No space left", "plan.json"), 2, "No space left: 'plan.json'\n"),
         # The doctor is named where a framework is missing.
         (ModuleNotFoundError("no", name="torchrec"), 2, "torchrec_neuroshard doctor`"),
@@ -81,6 +83,23 @@ def test_an_error_is_one_line_on_stderr(
         monkeypatch.setenv("NEUROSHARD_DEBUG", "1")  # shows where it came from
         with pytest.raises(type(error)):
             cli.main(["act"])
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("--bach-size=3", "; did you mean --batch-size?"), ("--zzz", ""), ("more", "")],
+)
+def test_options_that_are_misspelt_are_suggested(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    hint: str,
+) -> None:
+    use_command(monkeypatch, lambda args: 0)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["act", option])
+    said = capsys.readouterr().err
+    assert said.endswith(f"unrecognized arguments: {option}{hint}\n")
 
 
 def test_nobody_who_reads_the_output_is_no_fault(

@@ -1,31 +1,37 @@
 """The `neuroshard` command: picks a subcommand, and loads only that one.
 
-A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`, and
-one line in `COMMANDS`. No other subcommand's module is imported, so that a broken
+A subcommand `x` is a line in `COMMANDS` and two functions of the module named there:
+`add_x(parser)`, and `run_x(args) -> int`. No other module is imported, so that a broken
 or missing framework never keeps `neuroshard doctor` from running.
+
+Exit codes: 0 done; 1 no plan fits, or one that was rehearsed does not; 2 something that
+was given cannot be used; 130 interrupted; 141 nobody reads the output any more.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 from torchrec_neuroshard import __version__, progress
-from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.errors import InfeasibleError, NeuroShardError
 
 __all__ = ["COMMANDS", "Command", "main"]
 
 _STARTED = time.monotonic()
 """When this process began: before torch and fbgemm, which take seconds to import."""
 
+EXIT_NO_PLAN = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
@@ -35,73 +41,27 @@ class Command(NamedTuple):
     """One subcommand."""
 
     name: str
-    help: str
     module: str
+    help: str
 
 
 COMMANDS = (
-    Command(
-        "doctor",
-        "check that torch, fbgemm and torchrec belong together",
-        "torchrec_neuroshard.doctor",
-    ),
-    Command(
-        "collect",
-        "measure embedding kernels and collectives on this machine",
-        "torchrec_neuroshard.commands.collect",
-    ),
-    Command(
-        "train",
-        "train a cost model on collected measurements",
-        "torchrec_neuroshard.training.train_cli",
-    ),
+    Command("doctor", ".doctor", "check that torch, fbgemm and torchrec fit together"),
+    Command("collect", ".commands.measure", "measure kernels and collectives here"),
+    Command("train", ".commands.bundles", "train a cost model on measurements"),
     Command(
         "calibrate",
+        ".commands.bundles",
         "fit a cost model to this machine with a few measurements",
-        "torchrec_neuroshard.training.calibrate_cli",
     ),
-    Command(
-        "cache",
-        "list or delete what first launches have measured",
-        "torchrec_neuroshard.commands.cache",
-    ),
-    Command(
-        "plan",
-        "plan a model or a file of tables for any devices",
-        "torchrec_neuroshard.commands.plan",
-    ),
-    Command(
-        "profile",
-        "profile the ids of a data set",
-        "torchrec_neuroshard.workloads.profile_cli",
-    ),
-    Command(
-        "show",
-        "show a stored plan",
-        "torchrec_neuroshard.commands.show",
-    ),
-    Command(
-        "diff",
-        "say what moved between two stored plans",
-        "torchrec_neuroshard.commands.diff",
-    ),
-    Command(
-        "sweep",
-        "foretell a model's cost on many cards, ranks and batches",
-        "torchrec_neuroshard.commands.sweep",
-    ),
-    Command(
-        "rehearse",
-        "build every rank of a stored plan without its devices",
-        "torchrec_neuroshard.commands.rehearse",
-    ),
+    Command("cache", ".commands.bundles", "list or delete what jobs measured at start"),
+    Command("plan", ".commands.plan", "plan a model or a file of tables"),
+    Command("profile", ".commands.profile", "profile the ids of a data set"),
+    Command("show", ".commands.stored", "show a stored plan"),
+    Command("diff", ".commands.stored", "say what moved between two stored plans"),
+    Command("sweep", ".commands.plan", "predict many cards, ranks and batches"),
+    Command("rehearse", ".commands.stored", "build every rank of a stored plan"),
 )
-
-
-class _CommandModule(Protocol):
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int: ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,10 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; `sys.argv[1:]` when None.
 
     Returns:
-        The exit code: the subcommand's own; 2 for a `NeuroShardError` or for
-        frameworks that do not load and files that cannot be read or written, with a
-        message on stderr; 130 when interrupted by Ctrl-C or SIGTERM; 141 when nobody
-        reads the output any more.
+        The exit code. Errors of this package, frameworks that do not load and files
+        that cannot be read or written end in a message on stderr. SIGTERM interrupts as
+        Ctrl-C does.
 
     Raises:
         Exception: a fault of our own. With the environment variable
@@ -139,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reason is None or os.environ.get("NEUROSHARD_DEBUG") == "1":
             raise
         print(f"neuroshard: error: {reason}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        no_plan = isinstance(error, InfeasibleError)
+        return EXIT_NO_PLAN if no_plan else EXIT_USER_ERROR
 
 
 @contextlib.contextmanager
@@ -173,20 +133,27 @@ def _run(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="command")
-    module: _CommandModule | None = None
-    for command in COMMANDS:
-        subparser = subparsers.add_parser(
-            command.name, help=command.help, description=_sentence(command.help)
-        )
-        if command.name == chosen:
+    module, options = None, parser.format_help()
+    for name, where, text in COMMANDS:
+        subparser = subparsers.add_parser(name, help=text, description=_sentence(text))
+        if name == chosen:
             with progress.phase("loading torch and torchrec"):
-                module = cast(_CommandModule, importlib.import_module(command.module))
-                module.add_arguments(subparser)
-    args = parser.parse_args(arguments, argparse.Namespace(started=_STARTED))
+                module = importlib.import_module(where, __package__)
+                getattr(module, f"add_{name}")(subparser)
+            options = subparser.format_help()
+    args, unknown = parser.parse_known_args(
+        arguments, argparse.Namespace(started=_STARTED)
+    )
+    if unknown:
+        known = re.findall(r"--[a-z][a-z-]+", options)
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if module is None:
         parser.print_help(sys.stderr)
         return EXIT_USER_ERROR
-    return module.run(args)
+    code: int = getattr(module, f"run_{chosen}")(args)
+    return code
 
 
 def _explain(error: Exception) -> Exception | str | None:

@@ -26,13 +26,13 @@ from torchrec_neuroshard.progress import phase
 __all__ = [
     "RELEASES",
     "Installed",
-    "add_arguments",
+    "add_doctor",
     "explain_failure",
     "find_problems",
     "load_frameworks",
     "mend_command",
     "read_installed",
-    "run",
+    "run_doctor",
 ]
 
 RELEASES = {
@@ -240,7 +240,7 @@ def load_frameworks(executable: str = sys.executable) -> str | None:
     return lines[-1].strip() if lines else f"it ended with code {done.returncode}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Add the options of `neuroshard doctor`."""
     parser.add_argument(
         "--load",
@@ -249,7 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
+def run_doctor(args: argparse.Namespace) -> int:
     """Print what is installed and the command that mends it.
 
     Args:

@@ -19,7 +19,7 @@ import types
 import typing
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -272,7 +272,7 @@ def _reader(hint: Any) -> _Read:
         return _of_dataclass(hint)
     if origin is tuple and len(inner) == 2 and inner[1] is not ...:
         return _of_pair(_reader(inner[0]), _reader(inner[1]))
-    if origin in (tuple, Sequence):
+    if origin in (tuple, Collection, Sequence):
         return _of_items(_reader(inner[0]))
     if origin is Mapping:
         return _of_mapping(_reader(inner[1]))

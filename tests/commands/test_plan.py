@@ -66,9 +66,9 @@ def planner_for(
     return planner, given
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What is said of arguments that cannot be used."""
-    assert main(list(arguments)) == 2
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) -> str:
+    """What is said of arguments that cannot be used, or of what does not fit."""
+    assert main(list(arguments)) == code
     printed = capsys.readouterr()
     assert printed.err.startswith("neuroshard: error: ") and not printed.out
     return printed.err
@@ -173,10 +173,10 @@ def test_a_function_may_give_sharders_and_constraints(
     assert list(found.constraints) == ["t0"]
     assert [type(s) for s in found.sharders] == [EmbeddingBagCollectionSharder]
     alone = read_model("my_models:alone")
-    assert alone.num_tables == 1 and len(alone.sharders) > 1
+    assert len(alone.sharders) > 1
     for name, message in (
         ("nothing", "must return a torch.nn.Module.*got int"),
-        ("broken", "raises ZeroDivisionError: division by zero; NEUROSHARD_DEBUG=1"),
+        ("broken", "raises: ZeroDivisionError: division by zero.*NEUROSHARD_DEBUG=1"),
         ("brokn", "has no function 'brokn'; did you mean 'broken'"),
         ("others", "no sharder is for a module of the EmbeddingBagCollection"),
     ):
@@ -256,7 +256,8 @@ def test_what_cannot_be_is_named(
     capsys: pytest.CaptureFixture[str], arguments: str, text: str, message: str
 ) -> None:
     Path("f.json").write_text(text)
-    said = refused(capsys, "plan", "t.csv", *QUICK, *arguments.split())
+    code = 1 if "--memory-gb 1e-5" in arguments else 2
+    said = refused(capsys, "plan", "t.csv", *QUICK, *arguments.split(), code=code)
     assert re.search(message, said), said
 
 
@@ -316,7 +317,7 @@ def test_the_page_names_the_options_and_fields(
 
 
 def test_cells_are_planned_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--cards", "a100,h100", "--ranks", "1,2", "--batch-sizes", "512"]
+    options = ["--card", "a100,h100", "--ranks", "1,2", "--batch-size", "512"]
     options += ["--group-sizes", "1", "--sync-interval", "100"]
     files = ["--csv", "s.csv", "--seconds", "0.1"]
     assert main(["sweep", "t.csv", *options, *files]) == 0
@@ -385,8 +386,9 @@ def test_what_fits_nowhere_is_said_and_bad_options_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for option, message in (
+        # Spellings of earlier releases.
         ("--cards=h100, h900", "unknown card 'h900'"),
-        ("--batch-sizes=0", "--batch-sizes must be above 0, got 0"),
+        ("--batch-sizes=0", "--batch-size must be above 0, got 0"),
         ("--group-sizes=3", "--group-sizes has 3, which is no part of any"),
     ):
         assert message in refused(capsys, "sweep", "t.csv", option)

@@ -13,7 +13,8 @@ import torch
 
 from torchrec_neuroshard import load_cost_model
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.collect import compute
+from torchrec_neuroshard.collect.compute import default_sampling
+from torchrec_neuroshard.commands import measure
 from torchrec_neuroshard.record_store import read_comms_records, read_records
 from torchrec_neuroshard.tables import OPTIMIZERS
 
@@ -61,14 +62,14 @@ def test_calibrate_finds_and_measures_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = dataclasses.replace(
-        compute.default_sampling(torch.device("cuda")),
+        default_sampling(torch.device("cuda")),
         max_lookups=2_000,
         batch_sizes=(64, 128),
         max_shards=3,
     )
-    monkeypatch.setattr(compute, "default_sampling", lambda device: tiny)
+    monkeypatch.setattr(measure, "default_sampling", lambda device: tiny)
     out = tmp_path / "paper"
-    arguments = ["--num-samples", "60", "--max-gib", "0.001", "--steps", "4"]
+    arguments = ["--num-sets", "60", "--max-gib", "0.001", "--steps", "4"]
     assert main(["calibrate", "--out", str(out), *arguments]) == 0
     assert NAME in load_cost_model(out, device_type="cuda").hardware
 

@@ -16,6 +16,7 @@ from tests.builders import (
     write_records,
 )
 from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.commands.bundles import RECORDS_NAME
 from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
@@ -25,8 +26,8 @@ from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.training import calibrate_cli
-from torchrec_neuroshard.training.calibrate_cli import RECORDS_NAME, calibrate_bundle
+from torchrec_neuroshard.training import bundles
+from torchrec_neuroshard.training.bundles import calibrate_bundle
 from torchrec_neuroshard.training.calibration import (
     BEFORE,
     LINEAR,
@@ -196,22 +197,22 @@ def test_measures_and_trains(
 ) -> None:
     """Tiny sets, so that the whole command takes seconds."""
     # The machine that runs the tests may be busy with others.
-    monkeypatch.setattr(calibrate_cli, "steady_records", list)
+    monkeypatch.setattr(bundles, "steady_records", list)
     monkeypatch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", ONE_PASS)
     out = tmp_path / "mine"
     arguments = ["calibrate", "--out", str(out), "--max-gib", "0.001", "--steps", "4"]
     for option, value, message in (
-        ("--num-samples", "49", "--num-samples 49 is too few"),
+        ("--num-samples", "49", "--num-sets 49 is too few"),
         ("--from", "tpu", "no bundle 'tpu' to start from"),
     ):
         assert main([*arguments, option, value]) == 2
         assert message in capsys.readouterr().err
         assert not out.exists()
     # Time for too few to judge by.
-    limited = [*arguments, "--num-samples", "60", "--time-limit", "0.001"]
+    limited = [*arguments, "--num-sets", "60", "--time-limit", "0.001"]
     assert main(limited) == 2
     assert "measure more sets" in capsys.readouterr().err
-    assert main([*arguments, "--num-samples", "60"]) == 0
+    assert main([*arguments, "--num-sets", "60"]) == 0
     (header,), records = read_records([out / RECORDS_NAME])
     assert len(records) == 60
     assert MIN_SETS <= sum(r.held_out for r in records) <= 60 - MIN_SETS

@@ -38,8 +38,8 @@ from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_
 from torchrec_neuroshard.errors import BundleMismatchError, RecordError
 from torchrec_neuroshard.records import COLLECTIVES, CommsRecord
 from torchrec_neuroshard.training import comms
+from torchrec_neuroshard.training.bundles import train_comms_bundle
 from torchrec_neuroshard.training.comms import CommsData, CommsTrainConfig, build_comms
-from torchrec_neuroshard.training.train_cli import train_comms_bundle
 
 GB_PER_S = 2.0
 STEPS = CommsTrainConfig(steps=250)
@@ -227,7 +227,7 @@ def test_command_dispatches_on_the_kind_of_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "torchrec_neuroshard.training.train_cli.CommsTrainConfig",
+        "torchrec_neuroshard.commands.bundles.CommsTrainConfig",
         lambda seed: CommsTrainConfig(steps=3, seed=seed),
     )
     paths = [str(p) for p in write(tmp_path, (2, 3))]

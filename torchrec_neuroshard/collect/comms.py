@@ -1,4 +1,4 @@
-"""`neuroshard collect comms`: measure TorchRec's collectives, under torchrun.
+"""Measure TorchRec's collectives, under torchrun.
 
 Every rank runs this module; rank 0 samples, keeps the records and shows progress. Each
 pass of a sample stands beside a pass of one fixed reference collective, since the speed
@@ -9,7 +9,6 @@ Shapes: `P` passes, `W` ranks.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -52,7 +51,6 @@ from torchrec_neuroshard.errors import (
     NeuroShardError,
     RankFailureError,
 )
-from torchrec_neuroshard.files import from_options
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.record_store import (
     CommsStore,
@@ -71,14 +69,14 @@ from torchrec_neuroshard.records import (
 )
 
 __all__ = [
+    "BACKEND_NAMES",
     "CommsConfig",
-    "add_arguments",
     "collect_comms",
-    "run",
+    "default_backend",
     "summary",
 ]
 
-_BACKEND_NAMES = " or ".join(BACKENDS.values())
+BACKEND_NAMES = " or ".join(BACKENDS.values())
 _REFERENCE_BYTES_PER_PEER = 64 * 1024
 _REFERENCE_SAMPLES = 5
 """The reference's speed is taken over so many samples: the machine drifts over minutes,
@@ -125,7 +123,7 @@ class CommsConfig:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS.values():
-            raise ConfigError(f"backend must be {_BACKEND_NAMES}, got '{self.backend}'")
+            raise ConfigError(f"backend must be {BACKEND_NAMES}, got '{self.backend}'")
         if not self.timeout_seconds > 0:
             raise ConfigError(
                 f"timeout_seconds must be above 0, got {self.timeout_seconds}"
@@ -481,58 +479,10 @@ def summary(path: Path) -> str:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `neuroshard collect comms`."""
-    _, high = CommsSamplingConfig().bytes_per_rank
-    parser.add_argument("--out", type=Path, required=True, help="Parquet file")
-    parser.add_argument(
-        "--backend", help=f"{_BACKEND_NAMES} (default: nccl where every rank has a GPU)"
-    )
-    parser.add_argument("--num-samples", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--max-bytes", type=int, default=high, help="per rank; capped by free memory"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=20.0, help="a silent rank's [s]"
-    )
-    parser.add_argument(
-        "--time-limit", type=float, default=float("inf"), help="of the run [s]"
-    )
-    parser.add_argument("--sample-seconds", type=float, default=0.15)
-    parser.add_argument(
-        "--group-sizes",
-        type=int,
-        nargs="*",
-        default=(),
-        help="also measure groups of the first so many ranks",
-    )
-
-
-def _default_backend() -> str:
+def default_backend() -> str:
     """Name the backend of the accelerators here, where there is one per rank."""
     kind = default_device_type()
     local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     if is_accelerator(kind) and accelerator(kind).device_count() < int(local):
         kind = "cpu"
     return backend_of(kind)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run `neuroshard collect comms`; rank 0 alone prints an error of all ranks."""
-    try:
-        collect_comms(
-            from_options(
-                CommsConfig,
-                args,
-                backend=args.backend or _default_backend(),
-                timeout_seconds=args.timeout,
-                time_limit_seconds=args.time_limit,
-                sampling=CommsSamplingConfig(bytes_per_rank=(1024, args.max_bytes)),
-            )
-        )
-    except NeuroShardError as error:
-        if isinstance(error, RankFailureError) or os.environ.get("RANK", "0") == "0":
-            raise
-        return 2
-    return 0

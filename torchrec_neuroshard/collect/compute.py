@@ -1,8 +1,7 @@
-"""`neuroshard collect compute`: measure fused kernels over sampled table sets."""
+"""Measure fused kernels over sampled table sets."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import math
@@ -11,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,7 +26,6 @@ from torchrec_neuroshard.devices import (
     GpuMonitor,
     GpuState,
     as_device,
-    default_device_type,
     device_bytes,
     find_gpu_monitor,
     free_cached_memory,
@@ -36,7 +33,7 @@ from torchrec_neuroshard.devices import (
     torch_threads,
 )
 from torchrec_neuroshard.errors import ConfigError, DeviceFailureError, RecordError
-from torchrec_neuroshard.files import from_options, parse_json
+from torchrec_neuroshard.files import parse_json
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.record_store import (
     RecordStore,
@@ -59,12 +56,10 @@ from torchrec_neuroshard.workloads.loaders import load_json
 
 __all__ = [
     "CollectConfig",
-    "add_arguments",
     "collect_compute",
     "default_sampling",
     "failures_path",
     "read_failures",
-    "run",
     "summary",
     "unit_factor",
 ]
@@ -411,75 +406,6 @@ def summary(path: Path, header: RunHeader, records: Sequence[CostRecord]) -> str
     return text
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `neuroshard collect compute`."""
-    parser.add_argument("--out", type=Path, required=True, help="Parquet file")
-    parser.add_argument("--num-sets", type=int, default=5_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--device",
-        default=default_device_type(),
-        help="cpu or cuda[:N] (default: the GPU where there is one)",
-    )
-    parser.add_argument(
-        "--tables",
-        type=Path,
-        action="append",
-        default=[],
-        help="JSON file of real tables to draw from (repeatable)",
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        help="measure no further set after so many seconds, counted from the start of "
-        "the command",
-    )
-    parser.add_argument(
-        "--set-seconds",
-        type=float,
-        help="repeat a set for so long (0.6 on a CPU): less gives more sets, each of "
-        "less precision",
-    )
-    ranges = parser.add_argument_group(
-        "what is drawn", "Defaults are the device's: a GPU gets larger sets."
-    )
-    ranges.add_argument("--max-shards", type=int)
-    ranges.add_argument("--max-lookups", type=int)
-    ranges.add_argument(
-        "--max-gib",
-        type=float,
-        help="weights of a set (with the state of adam and adagrad), and the memory "
-        "set aside for them",
-    )
-    ranges.add_argument("--batch-sizes", type=int, nargs=2, metavar=("LOW", "HIGH"))
-
-
 def default_sampling(device: torch.device) -> SamplingConfig:
     """Return what is drawn for a device unless options say otherwise."""
     return SamplingConfig.for_device(device.type, device_bytes(device))
-
-
-def sampling_from(args: argparse.Namespace) -> SamplingConfig:
-    """Return the device's ranges with what the options change."""
-    sampling = default_sampling(as_device(args.device))
-    given: dict[str, Any] = {
-        "max_shards": args.max_shards,
-        "max_lookups": args.max_lookups,
-        "max_weight_bytes": None if args.max_gib is None else int(args.max_gib * 2**30),
-        "batch_sizes": None if args.batch_sizes is None else tuple(args.batch_sizes),
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(sampling, **changes)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run `neuroshard collect compute`."""
-    collect_compute(
-        from_options(
-            CollectConfig,
-            args,
-            sampling=sampling_from(args),
-            time_limit_seconds=args.time_limit,
-        )
-    )
-    return 0

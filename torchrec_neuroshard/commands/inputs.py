@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import importlib
+import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    Topology,
+)
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams, ModuleSharder
@@ -24,39 +31,43 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_neuroshard.errors import ConfigError, TableError, suggestion
-from torchrec_neuroshard.files import read_fields, to_fields
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    InfeasibleError,
+    TableError,
+    suggestion,
+)
+from torchrec_neuroshard.files import read_fields
 from torchrec_neuroshard.gpu_cards import GPU_CARDS, card_named
 from torchrec_neuroshard.planner.compat import accepted_arguments, sharders_by_type
 from torchrec_neuroshard.planner.options.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.options.table_reader import table_configs
 from torchrec_neuroshard.planner.options.topologies import topology_for
-from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.plans.rehearse import quietly
+from torchrec_neuroshard.profiles import FeatureProfile, load_profiles
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads import feature_names
 from torchrec_neuroshard.workloads.loaders import read_document, read_tables
 
 __all__ = [
-    "MODEL_HELP",
     "GivenModel",
     "build_model",
     "devices_named",
+    "planner_arguments",
+    "planning",
     "read_constraints",
     "read_model",
     "read_placement",
 ]
 
-MODEL_HELP = (
-    "package.module:function that returns the model, best on the meta device, or "
-    "(model, sharders, constraints); or a file of tables: .json, .yaml or .csv"
-)
-
 _TABLE_FILE = re.compile(
     r"(?P<path>.+?\.(json|yaml|yml|csv))(:(?P<workload>.*))?", re.IGNORECASE
 )
 _MOST_RANKS = 65_536
-"""More than any job has: a slip of the finger asks for no more memory than there is."""
+"""More than any job has. A mistyped number must not fill this machine's memory."""
+_MOST_VALUES = 2**60
+"""Weights of a table, of which torch counts the bytes in 64 bits."""
 
 _OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -64,7 +75,7 @@ _OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
 }
-"""Name of `TableConfig` -> what TorchRec is told."""
+"""Name in `TableConfig` -> the class that TorchRec is told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,43 +87,41 @@ class GivenModel:
     constraints: Mapping[str, ParameterConstraints]
     profiles: Mapping[str, FeatureProfile]
 
-    @property
-    def num_tables(self) -> int:
-        """Tables of the model."""
-        return sum(1 for _ in table_configs(self.module))
-
 
 def read_model(name: str) -> GivenModel:
     """Return the model that a command line names.
 
     Args:
-        name: See `MODEL_HELP`; modules of the working directory count. One of several
-            workloads of a file is named after a colon.
+        name: "package.module:function", where modules of the working directory count,
+            or a file of tables. One of several workloads of a file is named after a
+            colon.
 
     Raises:
-        ConfigError: There is no such function or file, it raises, or what it returns or
-            holds is no model.
+        ConfigError: There is no such function or file, the function raises, or what it
+            returns is not a model.
+        TableError: The file's tables cannot be used.
     """
-    found = _TABLE_FILE.fullmatch(name)
-    if found is not None:
+    if found := _TABLE_FILE.fullmatch(name):
         tables, not_described = read_tables(found["path"], found["workload"] or None)
         try:
             return build_model(tables, not_described)
         except TableError as error:
             raise TableError(f"'{found['path']}': {error}") from error
     made = _call(name)
-    parts = list(made) if isinstance(made, tuple) else [made]
-    module = next((p for p in parts if isinstance(p, nn.Module)), None)
-    sharders = next((p for p in parts if isinstance(p, list)), None)
-    constraints = next((p for p in parts if isinstance(p, Mapping)), None)
-    known = [p for p in (module, sharders, constraints) if p is not None]
-    if module is None or len(known) < len([p for p in parts if p is not None]):
-        kinds = ", ".join(type(p).__name__ for p in parts)
+    parts = made if isinstance(made, tuple) else (made,)
+    found_parts: dict[Any, Any] = {}
+    for part in (p for p in parts if p is not None):
+        kinds = (nn.Module, list, Mapping)
+        kind = next((k for k in kinds if isinstance(part, k)), None)
+        found_parts[kind] = part
+    if None in found_parts or nn.Module not in found_parts:
         raise ConfigError(
             f"'{name}' must return a torch.nn.Module, alone or in a tuple with a list "
-            f"of sharders and a dictionary of constraints, got {kinds}"
+            "of sharders and a dictionary of constraints, got "
+            + ", ".join(type(p).__name__ for p in parts)
         )
-    sharders = sharders or get_default_sharders()
+    module = found_parts[nn.Module]
+    sharders = found_parts.get(list) or get_default_sharders()
     taken = sharders_by_type(sharders)
     if not any(sharder_name(type(m)) in taken for m in module.modules()):
         raise ConfigError(
@@ -123,60 +132,49 @@ def read_model(name: str) -> GivenModel:
     return GivenModel(
         module=module,
         sharders=sharders,
-        constraints=constraints or {},
+        constraints=found_parts.get(Mapping, {}),
         profiles={},
     )
 
 
 def _call(name: str) -> Any:
-    """Call the function of a name."""
+    """Call the function that is named."""
     module_name, _, function = name.partition(":")
-    if not (module_name and function):
+    way_out = ""
+    if module_name.endswith(".py"):
+        dotted = ".".join(Path(module_name[:-3]).parts)
+        way_out = f"did you mean '{dotted}:{function or 'function'}'?"
+    elif not (module_name and function):
+        way_out = (
+            "name a function without arguments that returns it, or a file of tables "
+            "that ends in .json, .yaml or .csv"
+        )
+    if way_out:
         raise ConfigError(
-            f"a model is named by package.module:function, got '{name}': name a "
-            "function without arguments that returns it, or a file of tables that ends "
-            "in .json, .yaml or .csv"
+            f"a model is named by package.module:function, got '{name}': {way_out}"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    if module_name.endswith(".py"):
-        dotted = ".".join(Path(module_name[:-3]).parts)
-        raise ConfigError(
-            f"a model is named by package.module:function, got the file '{name}': did "
-            f"you mean '{dotted}:{function}'?"
-        )
-    try:
+    doing = f"cannot load '{name}'"
+    try:  # the user's code may raise anything
         known = vars(importlib.import_module(module_name))
-    except (Exception, SystemExit) as error:  # whatever the module does
+        make = known.get(function)
+        if isinstance(make, nn.Module):
+            return make
+        doing = f"'{name}' is called without arguments and raises"
+        if callable(make):
+            return make()
+    except (Exception, SystemExit) as error:
+        said = " ".join(str(error).split())
         raise ConfigError(
-            f"cannot load '{name}': {_said(error)}. Run the command where `import "
-            f"{module_name}` works; {_WHERE}"
+            f"{doing}: {type(error).__name__}: {said:.300}. Run the command where "
+            f"`import {module_name}` works; NEUROSHARD_DEBUG=1 shows the traceback"
         ) from error
-    make = known.get(function)
-    if isinstance(make, nn.Module):
-        return make
-    if not callable(make):
-        functions = [n for n, value in known.items() if callable(value)]
-        raise ConfigError(
-            f"cannot load '{name}': '{module_name}' has no function '{function}'; "
-            + suggestion(function, functions, "functions")
-        )
-    try:
-        return make()
-    except (Exception, SystemExit) as error:  # whatever the function does
-        raise ConfigError(
-            f"'{name}', which is called without arguments, raises {_said(error)}; "
-            f"{_WHERE}"
-        ) from error
-
-
-_WHERE = "NEUROSHARD_DEBUG=1 shows where"
-
-
-def _said(error: BaseException) -> str:
-    """Return an error of the user's code as a line of text."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said:.300}" if said else type(error).__name__
+    functions = [n for n, value in known.items() if callable(value)]
+    raise ConfigError(
+        f"cannot load '{name}': '{module_name}' has no function '{function}'; "
+        + suggestion(function, functions, "functions")
+    )
 
 
 def build_model(
@@ -194,64 +192,52 @@ def build_model(
         TableError: TorchRec cannot hold a table of such a name or size.
     """
     readers: dict[str, str] = {}
+    profiles, constraints = {}, {}
     for table in tables:
-        if "." in table.name or not table.name:
-            raise TableError(
-                f"table '{table.name:.100}': a model's table has a name without a dot; "
-                "rename it"
-            )
-        for feature in feature_names(table):
+        _check_table(table)
+        features = feature_names(table)
+        for feature in features:
             if other := readers.get(feature):
                 raise TableError(
                     f"tables '{other:.100}' and '{table.name:.100}' would both read "
                     f"feature '{feature:.100}'; rename one"
                 )
             readers[feature] = table.name
-    kinds = {
-        name: [t for t in tables if t.weighted == (name == "weighted")]
-        for name in ("plain", "weighted")
-    }
-    found = {name: _checked(held) for name, held in kinds.items() if held}
-    module = nn.ModuleDict(found) if len(found) > 1 else next(iter(found.values()))
-    profiles, constraints = {}, {}
-    for table in tables:
         share = table.num_features
         if table.name not in not_described:
             factors = [table.pooling_factor / share] * share
             constraints[table.name] = ParameterConstraints(pooling_factors=factors)
-        if table.profile is not None:
+        if (whole := table.profile) is not None:
             profile = dataclasses.replace(
-                table.profile,
-                num_lookups=table.profile.num_lookups / share,
-                access_histogram=tuple(
-                    count / share for count in table.profile.access_histogram
-                ),
+                whole,
+                num_lookups=whole.num_lookups / share,
+                access_histogram=tuple(n / share for n in whole.access_histogram),
             )
-            profiles.update(dict.fromkeys(feature_names(table), profile))
+            profiles.update(dict.fromkeys(features, profile))
+    found = {
+        name: _collection(held)
+        for name, weighted in (("plain", False), ("weighted", True))
+        if (held := [t for t in tables if t.weighted == weighted])
+    }
     return GivenModel(
-        module=module,
+        module=nn.ModuleDict(found) if len(found) > 1 else next(iter(found.values())),
         sharders=get_default_sharders(),
         constraints=constraints,
         profiles=profiles,
     )
 
 
-def _checked(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
-    """Build tables; name the one that cannot be."""
-    try:
-        return _collection(tables)
-    except Exception:  # names that modules have themselves, rows beyond 64 bits, ...
-        for table in tables:
-            try:
-                _collection([table])
-            except Exception as error:
-                reason = str(error).splitlines()[0]
-                raise TableError(
-                    f"table '{table.name:.100}' ({table.num_embeddings} x "
-                    f"{table.embedding_dim}) cannot be built: {reason:.300}. Give it "
-                    "another name or size"
-                ) from error
-        raise
+def _check_table(table: TableConfig) -> None:
+    if not table.name or "." in table.name or hasattr(nn.ModuleDict(), table.name):
+        raise TableError(
+            f"table '{table.name:.100}': a model cannot hold a table of this name, "
+            "since it has a dot or is an attribute of torch's modules; rename it"
+        )
+    if table.num_embeddings * table.embedding_dim >= _MOST_VALUES:
+        raise TableError(
+            f"table '{table.name:.100}' has {table.num_embeddings} x "
+            f"{table.embedding_dim} weights, which torch cannot count; give fewer"
+        )
 
 
 def _collection(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
@@ -317,24 +303,14 @@ class _TableConstraints:
         return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Placement:
-    """`PlacementConstraints` in a file."""
-
-    pin: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    together: Sequence[Sequence[str]] = ()
-    apart: Sequence[Sequence[str]] = ()
-    forbid_ranks: Sequence[int] = ()
-
-
 def read_constraints(
     path: str | Path, model: GivenModel
 ) -> dict[str, ParameterConstraints]:
     """Read TorchRec's constraints on tables from a JSON or YAML file.
 
     The file holds an object: table -> an object with fields of `ParameterConstraints`
-    (and `cache_load_factor`, of its `cache_params`). The table "*" is every table; what
-    a table's own entry says goes before it, and that before the model's own.
+    (and `cache_load_factor`, of its `cache_params`). The table "*" is every table. What
+    a table's own entry says goes before that, and both before the model's own.
 
     Raises:
         ConfigError: The file cannot be read, names what is not there, or a value is of
@@ -346,12 +322,11 @@ def read_constraints(
             f"'{path}' holds no constraints: expected an object, table -> fields"
         )
     tables = {config.name for config in table_configs(model.module)}
-    for name in data:
-        if name not in tables | {"*"}:
-            raise ConfigError(
-                f"'{path}' names table '{name!s:.60}', which the model does not have; "
-                + suggestion(str(name), tables, "tables")
-            )
+    for name in data.keys() - tables - {"*"}:
+        raise ConfigError(
+            f"'{path}' names table '{name!s:.60}', which the model does not have; "
+            + suggestion(str(name), tables, "tables")
+        )
     found = dict(model.constraints)
     for name in sorted(tables):
         fields: dict[str, Any] = {}
@@ -371,10 +346,9 @@ def read_placement(path: str | Path) -> PlacementConstraints:
     Raises:
         ConfigError: The file cannot be read, or a field is unknown or of another kind.
     """
-    data, what = read_document(path), f"placement constraints in '{path}'"
-    found = read_fields(_Placement, data, ConfigError, what)
+    data, what = read_document(path), "an object of placement constraints"
     try:
-        return PlacementConstraints(**to_fields(found))
+        return read_fields(PlacementConstraints, data, ConfigError, what)
     except ConfigError as error:
         raise ConfigError(f"'{path}': {error}") from error
 
@@ -391,7 +365,7 @@ def devices_named(
         card: A name of `GPU_CARDS`, or "cpu".
         ranks: All of them.
         ranks_per_node: None: as the card's nodes are sold, of CPUs all.
-        memory_gb: Of a GPU. None: as sold.
+        memory_gb: Of a GPU [GB]. None: as sold.
 
     Raises:
         ConfigError: There is no such card, or the ranks do not fill whole nodes.
@@ -422,3 +396,50 @@ def devices_named(
         raise ConfigError("the memory of a CPU's rank is the host's: leave it out")
     looked_up = accepted_arguments(Topology, created_by_factory=True)
     return Topology(ranks, "cpu", local_world_size=per_node, **looked_up)
+
+
+def planner_arguments(args: argparse.Namespace, given: GivenModel) -> dict[str, Any]:
+    """Return what the options of `add_planner` say, as `NeuroShardPlanner` takes it.
+
+    Raises:
+        NeuroShardError: A file cannot be used.
+    """
+    constraints, profiles = dict(given.constraints), dict(given.profiles)
+    if args.constraints is not None:
+        constraints = read_constraints(args.constraints, given)
+    if args.profiles is not None:
+        profiles |= load_profiles(args.profiles)
+    return {
+        "constraints": constraints or None,
+        "profiles": profiles,
+        "cost_model": args.cost_model,
+        "pipeline_type": args.pipeline,
+        "dense_ms": args.dense_ms,
+        "debug": False,
+        "stats": [],
+        "calibrate": "auto" if args.cost_model == "measure" else "never",
+    }
+
+
+@contextlib.contextmanager
+def planning(name: str) -> Iterator[None]:
+    """Plan without warnings and logs, which reports repeat; say which model fails.
+
+    Raises:
+        InfeasibleError: No plan fits.
+        ConfigError: The constraints leave a table nothing.
+    """
+    try:
+        with quietly(logging.ERROR):
+            yield
+    except PlannerError as error:
+        raise InfeasibleError(f"no plan for '{name}': {error}") from error
+    except RuntimeError as error:
+        # What TorchRec's enumerator says of constraints that leave a table nothing.
+        if not str(error).startswith("No available sharding type"):
+            raise
+        reason = str(error).partition(". Module:")[0]
+        raise ConfigError(
+            f"no plan for '{name}': {reason}. No kernel of those that its constraints "
+            "allow runs a sharding type that they allow: leave one of both out"
+        ) from error

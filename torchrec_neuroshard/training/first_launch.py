@@ -71,7 +71,7 @@ from torchrec_neuroshard.records import (
     utc_now,
 )
 from torchrec_neuroshard.tables import DATA_TYPE_BYTES, TableConfig
-from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle
+from torchrec_neuroshard.training.bundles import calibrate_bundle, train_comms_bundle
 from torchrec_neuroshard.training.calibration import (
     MIN_SETS,
     CalibrationConfig,
@@ -88,7 +88,6 @@ from torchrec_neuroshard.training.compute import (
     training_ranges,
 )
 from torchrec_neuroshard.training.fit import seeded
-from torchrec_neuroshard.training.train_cli import train_comms_bundle
 
 __all__ = [
     "KERNELS_NAME",

@@ -1,8 +1,7 @@
-"""`neuroshard profile`: how often the features of a data set look up which ids."""
+"""How often the features of a data set look up which ids."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,65 +10,15 @@ import numpy.typing as npt
 import pyarrow
 from pyarrow import compute, dataset
 
-from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
-from torchrec_neuroshard.files import TOO_LARGE, check_outputs
-from torchrec_neuroshard.profiles import FeatureProfile, profile_ids, save_profiles
+from torchrec_neuroshard.errors import ProfileError, suggestion
+from torchrec_neuroshard.files import TOO_LARGE
+from torchrec_neuroshard.profiles import FeatureProfile, profile_ids
 from torchrec_neuroshard.progress import phase
 
-__all__ = ["add_arguments", "profile_data", "run"]
+__all__ = ["column_names", "profile_data"]
 
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".feather": "feather"}
 Ints = npt.NDArray[np.int64]
-_MOST_SAMPLES = 10**9
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument(
-        "data",
-        type=Path,
-        help="Parquet, Feather or CSV, a file or a folder; a column of integers is a "
-        "feature with an id per sample, one of lists of integers a bag",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
-    parser.add_argument("--features", nargs="+", help="columns; default: all of ids")
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=65_536,
-        help="take the first so many rows: best, the samples of an iteration of all "
-        "ranks (%(default)s)",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Profile the data, and print a line for each feature.
-
-    Raises:
-        ConfigError: An option is outside what it may be.
-        ProfileError: The data cannot be profiled.
-    """
-    if not 1 <= args.samples <= _MOST_SAMPLES:
-        raise ConfigError(
-            f"--samples must be 1 to {_MOST_SAMPLES:,}, got {args.samples}"
-        )
-    check_outputs(args.out, read=(args.data,))
-    profiles = profile_data(args.data, args.samples, args.features)
-    with phase("writing"):
-        save_profiles(profiles, args.out)
-    width = max(len(name) for name in profiles)
-    print(f"{'feature':<{width}} {'samples':>9} {'pooling':>9} {'distinct':>11} reuse")
-    for name, profile in profiles.items():
-        distinct = profile.num_distinct
-        print(
-            f"{name:<{width}} {profile.batch_size:>9,} {profile.pooling_factor:>9.2f} "
-            f"{distinct:>11,.0f} {profile.num_lookups / max(distinct, 1.0):>5.1f}"
-        )
-    skipped = [n for n in _open(args.data).schema.names if n not in profiles]
-    if skipped and not args.features:
-        print(f"not profiled: {', '.join(skipped)}")
-    print(f"wrote {args.out}")
-    return 0
 
 
 def profile_data(
@@ -119,6 +68,12 @@ def profile_data(
             shown.text = f"profiling {name}, {len(profiles)} of {len(wanted)} done"
             profiles[name] = profile_ids(ids, lengths)
     return profiles
+
+
+def column_names(path: Path) -> list[str]:
+    """Return the names of a data set's columns."""
+    names: list[str] = _open(path).schema.names
+    return names
 
 
 def _open(path: Path) -> dataset.Dataset:

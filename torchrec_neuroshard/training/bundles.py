@@ -1,8 +1,7 @@
-"""`neuroshard train`: records of kernels or of collectives in, a bundle out."""
+"""Records of kernels or of collectives in, a bundle out."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +15,16 @@ from torchrec_neuroshard.cost_models.bundle import (
     COMPUTE_BUNDLE,
     BundleInfo,
     CommsBundleInfo,
+    load_bundle,
     save_comms_bundle,
 )
+from torchrec_neuroshard.cost_models.loading import bundle_folder, pretrained_names
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
-from torchrec_neuroshard.errors import RecordError
-from torchrec_neuroshard.files import check_folder, from_options
+from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.record_store import (
     read_comms_records,
     read_records,
-    record_kind,
 )
 from torchrec_neuroshard.records import (
     CommsRecord,
@@ -36,8 +35,17 @@ from torchrec_neuroshard.records import (
     repeatability_line,
     steady_records,
 )
-from torchrec_neuroshard.training.calibration import split_records
-from torchrec_neuroshard.training.cards import comms_card, compute_card
+from torchrec_neuroshard.training.calibration import (
+    Calibration,
+    CalibrationConfig,
+    calibrate,
+    split_records,
+)
+from torchrec_neuroshard.training.cards import (
+    calibration_note,
+    comms_card,
+    compute_card,
+)
 from torchrec_neuroshard.training.comms import (
     CommsEvaluation,
     CommsTrainConfig,
@@ -60,7 +68,13 @@ from torchrec_neuroshard.training.compute import (
 )
 from torchrec_neuroshard.training.fit import kept_line
 
-__all__ = ["MeasuredSets", "add_arguments", "run", "train_bundle", "train_comms_bundle"]
+__all__ = [
+    "MeasuredSets",
+    "calibrate_bundle",
+    "source_folder",
+    "train_bundle",
+    "train_comms_bundle",
+]
 
 _TEST_EVERY = 5
 """Of the world sizes trained on, every so many records of collectives are kept for the
@@ -334,42 +348,85 @@ def _typical(values: Sequence[float]) -> float:
     return float(np.median(known)) if known else 0.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `neuroshard train`."""
-    defaults = TrainConfig()
-    parser.add_argument(
-        "records", type=Path, nargs="+", help="Parquet files of 'collect'"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the bundle")
-    parser.add_argument("--name", help="name of the bundle; default: the folder's")
-    parser.add_argument("--epochs", type=int, default=defaults.epochs)
-    parser.add_argument(
-        "--members", dest="num_members", type=int, default=defaults.num_members
-    )
-    parser.add_argument("--seed", type=int, default=defaults.seed)
-    collectives = parser.add_argument_group("records of 'collect comms'")
-    collectives.add_argument(
-        "--test-world-sizes",
-        type=int,
-        nargs="+",
-        default=[],
-        help="numbers of ranks to test on and not to train on",
-    )
+def source_folder(name: str | Path) -> Path:
+    """Find the bundle to start from.
 
+    Args:
+        name: Name of a shipped bundle, or a bundle's folder.
 
-def run(args: argparse.Namespace) -> int:
-    """Run `neuroshard train`."""
-    check_folder(args.out)
-    name = args.name or args.out.name
-    if record_kind(args.records[0]) == "comms":
-        train_comms_bundle(
-            args.records,
-            args.out,
-            name,
-            CommsTrainConfig(seed=args.seed),
-            test_world_sizes=args.test_world_sizes,
+    Raises:
+        ConfigError: There is neither.
+    """
+    if (folder := bundle_folder(name)) is None:
+        raise ConfigError(
+            f"no bundle '{name}' to start from: it is neither a shipped one "
+            f"({', '.join(pretrained_names()) or 'none'}) nor a folder made by "
+            "'neuroshard train'"
         )
-        return 0
-    config = from_options(TrainConfig, args)
-    train_bundle(args.records, args.out, name, config)
-    return 0
+    return folder
+
+
+def calibrate_bundle(
+    source: Path,
+    records: Sequence[Path],
+    out: Path,
+    name: str,
+    config: CalibrationConfig,
+    select: Callable[[Sequence[CostRecord]], list[CostRecord]] | None = None,
+) -> tuple[Calibration, list[Evaluation]]:
+    """Fine-tune a bundle on another device's records and write a new bundle.
+
+    A model of collectives beside `source` is not taken over: it was measured there.
+
+    Args:
+        source: Folder of the bundle to start from.
+        records: Files of compute records of one device.
+        out: Folder of the new bundle.
+        name: What it is called.
+        config: Steps and rates.
+        select: Leaves out records that do not count; None: `steady_records`.
+
+    Returns:
+        The calibration, and the errors that the card shows: of what was kept, of all
+        candidates and of the yardsticks.
+
+    Raises:
+        ConfigError: `out` is the bundle to start from.
+        RecordError: Too few records.
+        RecordMismatchError: The files are of different devices.
+        BundleCorruptError: `source` is damaged.
+    """
+    if out.resolve() == source.resolve():
+        raise ConfigError(
+            f"{out} is the bundle to start from; name another folder for the new one"
+        )
+    model, old = load_bundle(source), COMPUTE_BUNDLE.read_info(source)
+    sets = MeasuredSets.read(records, select or steady_records)
+    training, test = sets.training, sets.test
+    found = calibrate(model, old.network, training, test, config)
+    kept = found.candidates[found.kept]
+    evaluations = [
+        evaluate("learned", as_cost_model(kept.network, test, name), test),
+        *(c.evaluation for c in found.candidates.values()),
+    ]
+    info = sets.describe(
+        name,
+        kept.network,
+        kept.ranges,
+        {
+            "seed": config.seed,
+            "steps": config.steps,
+            "calibrated_from": {
+                "name": old.name,
+                "device": old.fingerprint.device,
+                "num_training_sets": old.trained_on.get("num_training_sets"),
+            },
+            "kept": found.kept,
+            "factors": list(found.factors_2),
+            "errors": found.errors,
+        },
+    )
+    note = calibration_note(old, found)
+    card = compute_card(info, sets.noise, evaluations, note)
+    COMPUTE_BUNDLE.save(out, kept.network, info, card)
+    return found, evaluations

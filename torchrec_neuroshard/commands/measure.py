@@ -1,0 +1,125 @@
+"""`neuroshard collect`: kernels and collectives of this machine, measured."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from torchrec_neuroshard.collect.comms import (
+    BACKEND_NAMES,
+    CommsConfig,
+    collect_comms,
+    default_backend,
+)
+from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
+from torchrec_neuroshard.collect.compute import (
+    CollectConfig,
+    collect_compute,
+    default_sampling,
+)
+from torchrec_neuroshard.commands.options import add_measuring, option
+from torchrec_neuroshard.devices import as_device, default_device_type
+from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
+from torchrec_neuroshard.files import from_options
+from torchrec_neuroshard.progress import phase
+
+__all__ = ["add_collect", "measure_kernels", "run_collect"]
+
+
+def add_collect(parser: argparse.ArgumentParser) -> None:
+    """Declare the kinds of measurement, and the options of each."""
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    text = "forward and backward of fused embedding kernels"
+    _add_compute(kinds.add_parser("compute", help=text))
+    text = "collectives between ranks; start it with torchrun"
+    _add_comms(kinds.add_parser("comms", help=text))
+
+
+def _add_compute(parser: argparse.ArgumentParser) -> None:
+    option(parser, "--out", Path, "Parquet file", required=True)
+    option(parser, "--seed", int, "of what is drawn", 0)
+    add_measuring(parser, CollectConfig(out=Path()).num_sets)
+    text = "JSON file of real tables to draw from (repeatable)"
+    option(parser, "--tables", Path, text, [], action="append")
+    text = "seconds for which a set is repeated (0.6 on a CPU): less gives more sets"
+    option(parser, "--set-seconds", float, text)
+    text = "Defaults are the device's: a GPU gets larger sets."
+    ranges = parser.add_argument_group("what is drawn", text)
+    option(ranges, "--max-shards", int, "shards of a set, at most")
+    option(ranges, "--max-lookups", int, "ids of a set, at most")
+    names = ("LOW", "HIGH")
+    text = "samples, at least and at most"
+    option(ranges, "--batch-sizes", int, text, nargs=2, metavar=names)
+
+
+def _add_comms(parser: argparse.ArgumentParser) -> None:
+    known = CommsConfig(out=Path())
+    option(parser, "--out", Path, "Parquet file", required=True)
+    option(parser, "--seed", int, "of what is drawn", 0)
+    text = f"{BACKEND_NAMES} (nccl where every rank has a GPU)"
+    option(parser, "--backend", str, text)
+    text = "collectives to measure"
+    option(parser, "--num-samples", int, text, known.num_samples)
+    text = "bytes of a rank, at most; less where memory is short"
+    option(parser, "--max-bytes", int, text, known.sampling.bytes_per_rank[1])
+    text = "seconds after which a silent rank ends the run"
+    option(parser, "--timeout", float, text, known.timeout_seconds)
+    text = "seconds after which the run stops; the same command goes on"
+    option(parser, "--time-limit", float, text, known.time_limit_seconds)
+    text = "seconds for which a collective is repeated"
+    option(parser, "--sample-seconds", float, text, known.sample_seconds)
+    text = "measure groups of the first so many ranks as well"
+    option(parser, "--group-sizes", int, text, (), nargs="*")
+
+
+def run_collect(args: argparse.Namespace) -> int:
+    """Measure; of an error that all ranks have, rank 0 alone tells."""
+    if args.kind == "compute":
+        measure_kernels(args, args.out)
+        return 0
+    config = from_options(
+        CommsConfig,
+        args,
+        backend=args.backend or default_backend(),
+        timeout_seconds=args.timeout,
+        time_limit_seconds=args.time_limit,
+        sampling=CommsSamplingConfig(bytes_per_rank=(1024, args.max_bytes)),
+    )
+    try:
+        with phase("measuring"):
+            collect_comms(config)
+    except NeuroShardError as error:
+        if isinstance(error, RankFailureError) or os.environ.get("RANK", "0") == "0":
+            raise
+        return 2
+    return 0
+
+
+def measure_kernels(args: argparse.Namespace, out: Path) -> None:
+    """Measure sets of tables, as the options of `add_measuring` say, into a file."""
+    device = args.device or default_device_type()
+    changes: dict[str, Any] = {
+        name: value
+        for name in ("max_shards", "max_lookups", "batch_sizes")
+        if (value := getattr(args, name, None)) is not None
+    }
+    if args.max_gib is not None:
+        changes["max_weight_bytes"] = int(args.max_gib * 2**30)
+    if "batch_sizes" in changes:
+        changes["batch_sizes"] = tuple(changes["batch_sizes"])
+    with phase("measuring"):
+        collect_compute(
+            from_options(
+                CollectConfig,
+                args,
+                out=out,
+                device=device,
+                sampling=dataclasses.replace(
+                    default_sampling(as_device(device)), **changes
+                ),
+                time_limit_seconds=args.time_limit,
+            )
+        )

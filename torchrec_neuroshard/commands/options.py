@@ -1,0 +1,205 @@
+"""Options that several subcommands share, and the files that they name.
+
+An option has the same name, unit and default in every subcommand. Spellings of earlier
+releases still work and are not shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torchrec_neuroshard.files import check_outputs, json_text, write_whole
+from torchrec_neuroshard.progress import phase
+from torchrec_neuroshard.report import write_html
+from torchrec_neuroshard.schedules import SCHEDULES
+
+__all__ = [
+    "add_bundle",
+    "add_devices",
+    "add_measuring",
+    "add_model",
+    "add_outputs",
+    "add_planner",
+    "check_files",
+    "list_of",
+    "old_spelling",
+    "option",
+    "write_outputs",
+]
+
+
+def option(
+    parser: Any, name: str, kind: Any, text: str, default: Any = None, **others: Any
+) -> argparse.Action:
+    """Declare an option; its help ends with its default.
+
+    Args:
+        parser: Of the subcommand, or a group of its options.
+        name: With its dashes.
+        kind: What reads its value.
+        text: Its help.
+        default: None: none, or `text` says what happens.
+        others: Of `add_argument`.
+    """
+    if default not in (None, (), []):
+        text += " (%(default)s)"
+    action: argparse.Action = parser.add_argument(
+        name, type=kind, help=text, default=default, **others
+    )
+    return action
+
+
+def old_spelling(
+    parser: Any, action: argparse.Action, name: str, kind: Any = None
+) -> None:
+    """Let an option be given by another name, too, which help does not show.
+
+    Args:
+        parser: Of the subcommand, or a group of its options.
+        action: The option.
+        name: The other name.
+        kind: What reads its value; None: what reads the option's.
+    """
+    kind = kind or action.type
+    hidden = argparse.SUPPRESS
+    parser.add_argument(name, dest=action.dest, type=kind, default=hidden, help=hidden)
+
+
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Return what reads a list of values with commas between them."""
+
+    def parse(text: str) -> list[Any]:
+        parts = [part.strip().lower() for part in text.split(",")]
+        if found := list(dict.fromkeys(kind(part) for part in parts if part)):
+            return found
+        raise ValueError("it is empty")
+
+    parse.__name__ = f"list of {kind.__name__}s, with commas between"
+    return parse
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Declare the model to plan, and its training loop."""
+    parser.add_argument(
+        "model",
+        help="package.module:function that returns the model, best on the meta device, "
+        "or (model, sharders, constraints); or a file of tables: .json, .yaml or .csv",
+    )
+    known = list(SCHEDULES)
+    option(parser, "--pipeline", str, "TorchRec's training pipeline", choices=known)
+
+
+def add_planner(parser: argparse.ArgumentParser, seconds: float, what: str) -> None:
+    """Declare the model and what the planner is to know of it.
+
+    Args:
+        parser: Of the subcommand.
+        seconds: The default of `--seconds`.
+        what: What these seconds are for.
+    """
+    add_model(parser)
+    text = "how often features look up which ids: a file of 'neuroshard profile'"
+    option(parser, "--profiles", Path, text)
+    text = "JSON or YAML: table, or * for all -> TorchRec's constraints"
+    option(parser, "--constraints", Path, text)
+    text = "auto, a shipped bundle's or a card's name, or a bundle's folder"
+    option(parser, "--cost-model", str, text, "auto")
+    text = "milliseconds of the other layers in an iteration"
+    option(parser, "--dense-ms", float, text)
+    text = f"seconds that {what} may take ({seconds:g})"
+    option(parser, "--seconds", float, text)
+
+
+def add_devices(
+    parser: argparse.ArgumentParser, *, many: bool = False, ranks: str = "8"
+) -> None:
+    """Declare the devices and the batch.
+
+    Args:
+        parser: Of the subcommand.
+        many: Whether cards, ranks and batches are lists.
+        ranks: The default number.
+    """
+    text, number, like = (
+        (list_of(str), list_of(int), "; several with commas between")
+        if many
+        else (str, int, "")
+    )
+    card = option(parser, "--card", text, f"h100, a100, ... or cpu{like}", "h100")
+    option(parser, "--ranks", number, f"ranks in all{like}", ranks)
+    like_sold = "ranks of a node (as the card's nodes are sold; of CPUs all)"
+    option(parser, "--ranks-per-node", int, like_sold)
+    option(parser, "--memory-gb", float, "memory of a GPU [GB] (as sold)")
+    batch = option(parser, "--batch-size", number, f"samples per rank{like} (512)")
+    if many:
+        old_spelling(parser, card, "--cards")
+        old_spelling(parser, batch, "--batch-sizes")
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Declare the files that a report is written to."""
+    option(parser, "--html", Path, "write the report there, as a page")
+    option(parser, "--json", Path, "write the report there, as JSON")
+
+
+def add_bundle(parser: argparse.ArgumentParser) -> None:
+    """Declare the bundle to write, and the seed of what makes it."""
+    option(parser, "--out", Path, "folder of the bundle", required=True)
+    option(parser, "--name", str, "name of the bundle (the folder's)")
+    option(parser, "--seed", int, "of all that is drawn", 0)
+
+
+def add_measuring(parser: Any, num_sets: int) -> None:
+    """Declare what is measured of kernels, and for how long.
+
+    Args:
+        parser: Of the subcommand, or a group of its options.
+        num_sets: How many sets of tables by default.
+    """
+    text = "sets of tables to measure; a fifth are of tables held out to judge by"
+    sets = option(parser, "--num-sets", int, text, num_sets)
+    old_spelling(parser, sets, "--num-samples")
+    option(parser, "--device", str, "cpu or cuda[:N] (the GPU where there is one)")
+    text = "GiB of a set's weights and state, at most (by the device's memory)"
+    option(parser, "--max-gib", float, text)
+    text = "seconds after which nothing more is measured; the same command goes on"
+    option(parser, "--time-limit", float, text)
+
+
+def check_files(args: argparse.Namespace, *read: str) -> list[Path]:
+    """Return the files to write, before the work that they are to hold is done.
+
+    Args:
+        args: The options.
+        read: Names of options that are files to read.
+
+    Raises:
+        ConfigError: A file cannot be written, or is one that is read.
+    """
+    found = [getattr(args, name) for name in read]
+    if "model" in args:
+        file, _, workload = args.model.rpartition(":")
+        found.append(file or workload)
+    wanted = (getattr(args, name, None) for name in ("out", "html", "json", "csv"))
+    return check_outputs(*wanted, read=found)
+
+
+def write_outputs(
+    args: argparse.Namespace, shown: Any, title: str, data: Any = None
+) -> None:
+    """Write a report to the files that options name.
+
+    Args:
+        args: The options.
+        shown: The report.
+        title: Of its page.
+        data: What the JSON holds; None: the report.
+    """
+    with phase("writing"):
+        if getattr(args, "html", None):
+            write_html(shown, args.html, title)
+        if args.json:
+            write_whole(args.json, json_text(data or shown.to_json()))

@@ -1,0 +1,163 @@
+"""`neuroshard show`, `diff` and `rehearse`: plan files in, reports out."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from pathlib import Path
+
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+
+from torchrec_neuroshard.commands.inputs import planning, read_model
+from torchrec_neuroshard.commands.options import (
+    add_model,
+    add_outputs,
+    check_files,
+    old_spelling,
+    option,
+    write_outputs,
+)
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.options.groups import with_sharding_group
+from torchrec_neuroshard.plans.plan_files import PlanFingerprint, read_plan
+from torchrec_neuroshard.plans.rehearse import rehearse
+from torchrec_neuroshard.progress import phase
+
+__all__ = [
+    "add_diff",
+    "add_rehearse",
+    "add_show",
+    "run_diff",
+    "run_rehearse",
+    "run_show",
+]
+
+_GB = 10**9
+_PLAN_HELP = "plan file: of save_plan, or of 'neuroshard plan --out'"
+
+
+def add_show(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `neuroshard show`."""
+    parser.add_argument("plan", type=Path, help=_PLAN_HELP)
+    add_outputs(parser)
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Show what a plan file holds.
+
+    Raises:
+        PlanFileError: The file cannot be used.
+    """
+    check_files(args, "plan")
+    with phase("reading the plan"):
+        stored = read_plan(args.plan)
+        report = stored.report()
+    print(f"{args.plan}: {stored.made_for}")
+    print(report)
+    write_outputs(args, report, f"Plan {args.plan}")
+    return 0
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `neuroshard diff`."""
+    parser.add_argument("first", type=Path, help=_PLAN_HELP)
+    parser.add_argument("second", type=Path, help="another one, of the same tables")
+    add_outputs(parser)
+
+
+def run_diff(args: argparse.Namespace) -> int:
+    """Say what moved between two plan files, and what it saves.
+
+    Raises:
+        PlanFileError: A file cannot be used, or they are plans of other tables.
+    """
+    check_files(args, "first", "second")
+    names = str(args.first), str(args.second)
+    with phase("comparing the plans"):
+        found = read_plan(args.first).compared_to(read_plan(args.second), names)
+    print(found)
+    write_outputs(args, found, " and ".join(names))
+    return 0
+
+
+def add_rehearse(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `neuroshard rehearse`."""
+    parser.add_argument("plan", type=Path, help=_PLAN_HELP)
+    add_model(parser)
+    option(parser, "--batch-size", int, "samples per rank (the plan's)")
+    text = "memory of a device [GB] (the plan's)"
+    memory = option(parser, "--memory-gb", float, text)
+    old_spelling(parser, memory, "--hbm-gib", lambda gib: float(gib) * 2**30 / _GB)
+    option(parser, "--json", Path, "write the report there, as JSON")
+
+
+def run_rehearse(args: argparse.Namespace) -> int:
+    """Rehearse; 1 where some rank cannot run the plan.
+
+    Raises:
+        NeuroShardError: The plan file or the model cannot be used.
+    """
+    check_files(args, "plan")
+    with phase("reading the plan"):
+        made_for = (stored := read_plan(args.plan)).fingerprint
+    batch_size = made_for.batch_size if args.batch_size is None else args.batch_size
+    if batch_size is None:
+        raise ConfigError(
+            f"plan file '{args.plan}' does not say for which batch size it was made; "
+            "pass --batch-size"
+        )
+    with phase("reading the model"):
+        given = read_model(args.model)
+    with planning(args.model), phase("rehearsing every rank"):
+        report = rehearse(
+            given.module,
+            stored.plan,
+            _devices(made_for, args.memory_gb),
+            given.sharders,
+            batch_size=batch_size,
+            constraints=_constraints(made_for, batch_size),
+            pipeline_type=args.pipeline or made_for.pipeline_type,
+        )
+    print(report)
+    write_outputs(args, report, "")
+    return 0 if report.runs else 1
+
+
+def _devices(made_for: PlanFingerprint, memory_gb: float | None) -> Topology:
+    """Return the devices that a plan was made for, with other memory if asked for."""
+    if memory_gb is not None and not 0 < memory_gb < math.inf:
+        raise ConfigError(f"--memory-gb must be above 0 and finite, got {memory_gb}")
+    topology = Topology(
+        world_size=made_for.world_size,
+        local_world_size=made_for.local_world_size,
+        compute_device=made_for.compute_device,
+    )
+    tier = "ddr" if made_for.compute_device == "cpu" else "hbm"
+    for device, size in zip(topology.devices, made_for.memory_bytes, strict=True):
+        sizes = {tier: size if memory_gb is None else round(memory_gb * _GB)}
+        if made_for.host_memory_bytes is not None:
+            sizes["ddr"] = made_for.host_memory_bytes[device.rank]
+        device.storage = dataclasses.replace(device.storage, **sizes)
+    return with_sharding_group(topology, made_for.sharding_group)
+
+
+def _constraints(
+    made_for: PlanFingerprint, batch_size: int
+) -> dict[str, ParameterConstraints]:
+    """Return ids per sample and samples of each table, as the plan was made for."""
+    found: dict[str, ParameterConstraints] = {}
+    for table in made_for.tables:
+        factor = (made_for.pooling_factors or {}).get(table.full_name)
+        sizes = (made_for.batch_sizes or {}).get(table.full_name)
+        shares = [1.0] * max(1, len(table.feature_names))
+        if sizes and made_for.batch_size:
+            shares = [size / made_for.batch_size for size in sizes]
+        if factor is not None:
+            found[table.name] = ParameterConstraints(
+                pooling_factors=[factor / sum(shares)] * len(shares),
+                batch_sizes=[max(1, round(s * batch_size)) for s in shares]
+                if sizes and made_for.batch_size
+                else None,
+            )
+    return found
