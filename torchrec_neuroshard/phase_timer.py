@@ -6,11 +6,13 @@
         print(module.module, module.duration_ms("fwd_comms"))
 
 `critical_times` and `embedding_ms` put what several ranks took together.
+`InputSampler` profiles the ids that enter the same modules.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard.devices import accelerator, is_accelerator, synchronize
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.compat import lookups, wait_through
+from torchrec_neuroshard.profiles import FeatureProfile, profile_ids
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = [
+    "InputSampler",
     "PhaseTimer",
     "PhaseTimes",
     "critical_times",
@@ -139,7 +145,13 @@ class PhaseTimer:
         held, self._held = self._held, []
         return [
             [
-                PhaseTimes(path, self._seconds(marks.spans))
+                PhaseTimes(
+                    path,
+                    {
+                        name: tuple((self._seconds(a), self._seconds(b)) for a, b in of)
+                        for name, of in marks.spans.items()
+                    },
+                )
                 for path, marks in iteration.items()
             ]
             for iteration in held
@@ -148,25 +160,14 @@ class PhaseTimer:
     def remove(self) -> None:
         """Take the hooks out of the model."""
         self.enabled = False
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
+        while self._removers:  # the last to come is the first to go
+            self._removers.pop()()
 
-    def _seconds(
-        self, spans: Mapping[str, Sequence[tuple[Any, Any]]]
-    ) -> dict[str, tuple[tuple[float, float], ...]]:
+    def _seconds(self, mark: Any) -> float:
         if not self._uses_events:
-            return {name: tuple(pairs) for name, pairs in spans.items()}
-
-        def at(event: Any) -> float:
-            event.synchronize()
-            milliseconds: float = self._origin.elapsed_time(event)
-            return milliseconds / 1e3
-
-        return {
-            name: tuple((at(a), at(b)) for a, b in pairs)
-            for name, pairs in spans.items()
-        }
+            return float(mark)
+        mark.synchronize()
+        return float(self._origin.elapsed_time(mark)) / 1e3
 
     def _now(self) -> Any:
         if self._uses_events:
@@ -187,8 +188,10 @@ class PhaseTimer:
         if start is not None:  # else it lies in an iteration that was not timed
             marks.spans[phase].append((start, self._now()))
 
-    def _safely(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Let no mistake of ours end the model's own work, if so asked."""
+    def _mark(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Do something if enabled; what goes wrong in it is told to `on_error`."""
+        if not self.enabled:
+            return
         try:
             action(*arguments)
         except Exception as error:
@@ -201,68 +204,55 @@ class PhaseTimer:
         input_dist, compute = module.input_dist, module.compute_and_output_dist
 
         def timed_input_dist(*args: Any, **kwargs: Any) -> Any:
-            if self.enabled and not _is_pipelined(module):
-                self._safely(self._start, path, "index_comms")
+            # A train pipeline has put a call of its own in the place of `forward`.
+            if "forward" not in vars(module):
+                self._mark(self._start, path, "index_comms")
             return input_dist(*args, **kwargs)
 
         def timed_compute(*args: Any, **kwargs: Any) -> Any:
-            if not self.enabled:
-                return compute(*args, **kwargs)
-            self._safely(self._end, path, "index_comms")
+            self._mark(self._end, path, "index_comms")
             output = compute(*args, **kwargs)
-            self._safely(self._time_output, output, path)
+            self._mark(self._time_output, path, output)
             return output
 
-        self._replace(module, "input_dist", timed_input_dist)
-        self._replace(module, "compute_and_output_dist", timed_compute)
-        for kernel in _fused_kernels(module):
-            self.num_kernels += 1
-            self._hook_kernel(kernel, path)
-
-    def _replace(self, module: Any, name: str, function: Any) -> None:
-        before = vars(module).get(name)
-        setattr(module, name, function)
-
-        def restore() -> None:
-            if vars(module).get(name) is not function:
-                return  # somebody wrapped it in turn; disabled, it hands through
-            if before is None:
-                delattr(module, name)
-            else:
-                setattr(module, name, before)
-
-        # The last to come is the first to go.
-        self._removers.insert(0, restore)
+        self._removers += [
+            _replaced(module, "input_dist", timed_input_dist),
+            _replaced(module, "compute_and_output_dist", timed_compute),
+        ]
+        for lookup in lookups(module):
+            for kernel in lookup.modules():
+                if type(kernel).__name__ == _KERNEL:
+                    self.num_kernels += 1
+                    self._hook_kernel(kernel, path)
 
     def _hook_kernel(self, kernel: nn.Module, path: str) -> None:
         def before(*_: Any) -> None:
-            if self.enabled:
-                self._safely(self._start, path, "fwd_compute")
+            self._mark(self._start, path, "fwd_compute")
 
         def after(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-            if self.enabled:
-                self._safely(self._after_lookup, path, output)
+            self._mark(self._after_lookup, path, output)
 
-        for handle in (
-            kernel.register_forward_pre_hook(before),
-            kernel.register_forward_hook(after),
-        ):
-            self._removers.append(handle.remove)
+        self._removers += [
+            kernel.register_forward_pre_hook(before).remove,
+            kernel.register_forward_hook(after).remove,
+        ]
 
     def _after_lookup(self, path: str, output: torch.Tensor) -> None:
         self._end(path, "fwd_compute")
-        node = _kernel_node(output)
+        node: Any = output.grad_fn
+        while node is not None and _KERNEL_NODE not in node.name():
+            node = node.next_functions[0][0] if node.next_functions else None
         if node is None:  # no gradients are taken
             return
 
-        def begin() -> None:
-            self._end(path, "bwd_comms")
-            self._start(path, "bwd_compute")
+        def begin(_gradients: Any) -> None:
+            self._mark(self._end, path, "bwd_comms")
+            self._mark(self._start, path, "bwd_compute")
 
-        node.register_prehook(lambda _grads: self._safely(begin))
-        node.register_hook(lambda *_: self._safely(self._end, path, "bwd_compute"))
+        node.register_prehook(begin)
+        node.register_hook(lambda *_: self._mark(self._end, path, "bwd_compute"))
 
-    def _time_output(self, awaitable: Any, path: str) -> None:
+    def _time_output(self, path: str, awaitable: Any) -> None:
         marks = self._marks[path]
         spans = marks.spans["fwd_compute"]
         marks.starts["fwd_comms"] = spans[-1][1] if spans else self._now()
@@ -272,35 +262,157 @@ class PhaseTimer:
             values = output.values()
             if values.requires_grad:
                 values.register_hook(
-                    lambda _: self._safely(self._start, path, "bwd_comms")
+                    lambda _: self._mark(self._start, path, "bwd_comms")
                 )
 
         def timed(wait: Callable[[], Any]) -> Any:
             output = wait()
-            self._safely(after, output)
+            self._mark(after, output)
             return output
 
         wait_through(awaitable, timed)
 
 
-def _is_pipelined(module: nn.Module) -> bool:
-    """Whether a train pipeline has put a call of its own in the place of `forward`."""
-    return "forward" in vars(module)
+class InputSampler:
+    """Takes copies of ids on their way into a model's sharded modules.
+
+    A kernel sees the batch of all ranks. In place of it each rank takes as many of its
+    own batches as there are ranks, of its share of the features alone, so that all
+    ranks together count the ids of about one batch of one rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: int,
+        world_size: int,
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        """Install the hooks.
+
+        Args:
+            model: What holds the sharded modules.
+            rank: This rank, which profiles each `world_size`-th feature.
+            world_size: All ranks, and how many batches make a profile.
+            on_error: Called with what goes wrong in a hook; it calls `remove`.
+        """
+        self._rank, self._world_size, self._wanted = rank, world_size, 0
+        self._num_taken: Counter[int] = Counter()
+        self._num_under_way: Counter[int] = Counter()
+        self._batches: dict[str, list[tuple[torch.Tensor, torch.Tensor, bool]]] = {}
+        self._readers: dict[str, int] = {}
+        self._profiles: dict[str, FeatureProfile] = {}
+        self._removers: list[Callable[[], None]] = []
+        for number, module in enumerate(_outermost(model)):
+            self._hook(module, number, on_error)
+
+    @property
+    def num_under_way(self) -> int:
+        """Batches whose ids were sent and that no kernel has seen yet.
+
+        A train pipeline has some; a plain loop has none between iterations.
+        """
+        return max(self._num_under_way.values(), default=0)
+
+    def start(self) -> None:
+        """Take ids of the next batches, unless some wait to be counted."""
+        if not self._batches:
+            self._wanted = self._world_size
+            self._num_taken.clear()
+
+    def count_one(self) -> None:
+        """Profile one feature whose ids are complete, if there is one."""
+        full = (f for f, held in self._batches.items() if len(held) == self._wanted)
+        feature = next(full, None)
+        if feature is None:
+            return
+        ids, lengths, weighted = zip(*self._batches.pop(feature), strict=True)
+        synchronize(ids[0].device)  # copies are made in whatever stream sent the ids
+        joined = torch.cat(lengths).cpu().numpy()
+        if len(joined):
+            self._profiles[feature] = profile_ids(
+                torch.cat(ids).cpu().numpy(), joined, any(weighted)
+            )
+
+    def take(self) -> dict[str, FeatureProfile]:
+        """Return what was profiled since the last call."""
+        profiles, self._profiles = self._profiles, {}
+        return profiles
+
+    def remove(self) -> None:
+        """Take the hooks out of the model."""
+        self._wanted = 0
+        while self._removers:
+            self._removers.pop()()
+
+    def _hook(
+        self, module: Any, number: int, on_error: Callable[[Exception], None]
+    ) -> None:
+        input_dist, compute = module.input_dist, module.compute_and_output_dist
+
+        def seen_input_dist(ctx: Any, features: Any, *args: Any, **kwargs: Any) -> Any:
+            sent = input_dist(ctx, features, *args, **kwargs)
+            self._num_under_way[number] += 1
+            # Afterwards, when TorchRec has counted the ids of each feature.
+            if self._num_taken[number] < self._wanted:
+                self._num_taken[number] += 1
+                try:
+                    self._see(number, features)
+                except Exception as error:
+                    on_error(error)
+            return sent
+
+        def seen_compute(*args: Any, **kwargs: Any) -> Any:
+            self._num_under_way[number] -= 1
+            return compute(*args, **kwargs)
+
+        self._removers += [
+            _replaced(module, "input_dist", seen_input_dist),
+            _replaced(module, "compute_and_output_dist", seen_compute),
+        ]
+
+    def _see(self, number: int, features: Any) -> None:
+        """Copy this rank's share of a batch that enters a module."""
+        # Features may have batches of their own, or come as something else.
+        if (
+            not isinstance(features, KeyedJaggedTensor)
+            or features.variable_stride_per_key()
+        ):
+            return
+        weighted = features.weights_or_none() is not None
+        for key in sorted(features.keys())[self._rank :: self._world_size]:
+            if self._readers.setdefault(key, number) != number:
+                continue  # another module reads the same ids
+            ids = features[key]
+            copies = ids.values().detach().clone(), ids.lengths().detach().clone()
+            self._batches.setdefault(key, []).append((*copies, weighted))
 
 
-def _fused_kernels(module: Any) -> Iterator[nn.Module]:
-    for lookup in lookups(module):
-        for part in lookup.modules():
-            if type(part).__name__ == _KERNEL:
-                yield part
+def _outermost(model: nn.Module) -> Iterator[nn.Module]:
+    """Sharded modules that are not part of another one."""
+    if isinstance(model, ShardedModule):
+        yield model
+        return
+    for child in model.children():
+        yield from _outermost(child)
 
 
-def _kernel_node(output: torch.Tensor) -> Any:
-    """The fused kernel's node in the autograd graph of its output."""
-    node: Any = output.grad_fn
-    while node is not None and _KERNEL_NODE not in node.name():
-        node = node.next_functions[0][0] if node.next_functions else None
-    return node
+def _replaced(module: Any, name: str, function: Any) -> Callable[[], None]:
+    """Put a function in the place of a module's method; return what undoes that.
+
+    It does nothing where somebody has wrapped the function in turn, which must then
+    hand through.
+    """
+    before = vars(module).get(name)
+    setattr(module, name, function)
+
+    def restore() -> None:
+        if vars(module).get(name) is function:
+            delattr(module, name)
+            if before is not None:
+                setattr(module, name, before)
+
+    return restore
 
 
 def critical_times(

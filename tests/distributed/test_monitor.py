@@ -178,7 +178,7 @@ def run_failures(rank: int) -> dict[str, Any]:
 
     breaks = {
         "hook": (1, "phase_timer.synchronize"),
-        "report": (0, "monitor.report.Assessor.assess"),
+        "report": (0, "monitor.Assessor.assess"),
     }
     found: dict[str, Any] = {}
     for name, (where, what) in breaks.items():

@@ -1,0 +1,646 @@
+"""Watching a training job: predicted beside measured, and moves on request.
+
+`Assessor` sets measured times beside predicted ones on rank 0, and `PlanMonitor` keeps
+the ranks together.
+
+Shapes: `W` ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.phase_timer import (
+    InputSampler,
+    PhaseTimer,
+    PhaseTimes,
+    critical_times,
+)
+from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
+from torchrec_neuroshard.planner.launch.from_first import from_first, portable
+from torchrec_neuroshard.planner.options.table_reader import table_name
+from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.plans.replan import ReplanResult, apply_moves, replan
+from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.search.base import SearchConfig
+from torchrec_neuroshard.simulator import PHASES, PredictedCosts
+
+__all__ = ["MonitorReport", "PlanMonitor", "Replanned"]
+
+logger = logging.getLogger("torchrec_neuroshard.monitor")
+
+_COMPUTE = ("fwd_compute", "bwd_compute")
+_LEAST_DRIFT = 1.1
+"""Inputs that changed by less than this factor are not named."""
+_UNLIMITED = 2**62
+_PATIENCE = timedelta(minutes=5)
+"""A rank that does not come to a report for this long ends the monitor."""
+_LAG = 2
+"""Iterations between the last timed one and the report, for a GPU to get there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phases:
+    """Phases of one iteration, in the modules that are timed."""
+
+    critical_ms: Mapping[str, float]
+    """Phase -> what it takes over all ranks; see `critical_times`."""
+    by_rank_ms: tuple[Mapping[str, float], ...]
+    """The compute phases of each rank."""
+
+    @classmethod
+    def of(cls, costs: PredictedCosts, modules: Collection[str]) -> Phases:
+        """Return the predicted phases of these modules, and of what holds one."""
+
+        def is_timed(name: str) -> bool:
+            inside = "" if name == "model" else f"{name}."
+            return any(f"{path}.".startswith(inside) for path in modules)
+
+        stages = [s for s in costs.stages if is_timed(s.name.rpartition(" (")[0])]
+        return cls(
+            critical_ms={
+                p: sum(max(getattr(r, p) for r in s.ranks) for s in stages)
+                for p in PHASES
+            },
+            by_rank_ms=tuple(
+                {p: sum(getattr(s.ranks[rank], p) for s in stages) for p in _COMPUTE}
+                for rank in range(len(costs.ranks))
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured(Phases):
+    """What all ranks measured in the timed iterations of a report.
+
+    A phase that was not timed is left out.
+    """
+
+    iteration_ms: float
+    """Of a whole iteration, as the ranks' loops took it without timing phases."""
+    modules: frozenset[str]
+    """Paths of the modules whose phases are timed."""
+
+    @property
+    def rest_ms(self) -> float:
+        """Of an iteration without a pipeline: what is not the embedding part."""
+        return max(self.iteration_ms - sum(self.critical_ms.values()), 0.0)
+
+    @classmethod
+    def put_together(
+        cls,
+        iterations_W: Sequence[Sequence[Sequence[PhaseTimes]]],
+        iteration_ms: float,
+        *,
+        one_clock: bool,
+    ) -> Measured:
+        """Put together what ranks timed.
+
+        Args:
+            iterations_W: Of each rank: `PhaseTimer.take_all`, as many on all.
+            iteration_ms: Of a whole iteration.
+            one_clock: See `critical_times`.
+        """
+        median = statistics.median
+        steps = [
+            critical_times(by_rank, one_clock=one_clock)
+            for by_rank in zip(*iterations_W, strict=True)
+        ]
+        times = [t for rank in iterations_W for step in rank for t in step]
+        timed = [p for p in PHASES if any(t.spans[p] for t in times)]
+        return cls(
+            iteration_ms=iteration_ms,
+            modules=frozenset(t.module for t in times),
+            critical_ms={
+                p: median(sum(module[p] for module in step) for step in steps)
+                for p in timed
+            },
+            by_rank_ms=tuple(
+                {
+                    p: median(sum(t.duration_ms(p) for t in step) for step in rank)
+                    for p in _COMPUTE
+                }
+                for rank in iterations_W
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A phase that took other than predicted."""
+
+    phase: str
+    rank: int | None
+    """None: a collective, of all ranks."""
+    predicted_ms: float
+    measured_ms: float
+
+    def __str__(self) -> str:
+        """Return it as text."""
+        where = "all ranks" if self.rank is None else f"rank {self.rank}"
+        return (
+            f"{self.phase} of {where}: {self.predicted_ms:.3f} ms predicted, "
+            f"{self.measured_ms:.3f} measured"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A table whose inputs are no longer those that were planned for."""
+
+    table: str
+    """Full name, "module.table"."""
+    planned: FeatureProfile
+    """At one local batch."""
+    now: FeatureProfile
+
+    @property
+    def factor(self) -> float:
+        """How many times as many, or as few, lookups or distinct ids there are now."""
+        pairs = (
+            (self.planned.num_lookups, self.now.num_lookups),
+            (self.planned.num_distinct, self.now.num_distinct),
+        )
+        return max(max(a, b, 1.0) / max(min(a, b), 1.0) for a, b in pairs)
+
+    def __str__(self) -> str:
+        """Return it as text."""
+        return (
+            f"table '{self.table}': {self.planned.pooling_factor:.2f} ids per sample "
+            f"planned for, {self.now.pooling_factor:.2f} now; distinct ids in a batch "
+            f"{self.planned.num_distinct:,.0f} and {self.now.num_distinct:,.0f}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonitorReport:
+    """Predicted beside measured, of one stretch of training."""
+
+    last_iteration: int
+    """Counted from the monitor's first."""
+    planned: Phases
+    """Predicted with the inputs that the plan was made for."""
+    predicted: Phases
+    """With the inputs as they are now; `planned` while those are not known."""
+    measured: Measured
+    drifts: tuple[Drift, ...]
+    """Tables whose inputs changed, the most changed first."""
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """Each compute phase of each rank and each collective, the largest first."""
+        predicted, measured = self.predicted, self.measured
+        found = [
+            Difference(p, None, predicted.critical_ms[p], ms)
+            for p, ms in measured.critical_ms.items()
+            if p not in _COMPUTE
+        ]
+        ranks = zip(predicted.by_rank_ms, measured.by_rank_ms, strict=True)
+        for rank, (before, after) in enumerate(ranks):
+            found += [Difference(p, rank, before[p], after[p]) for p in _COMPUTE]
+        return tuple(sorted(found, key=lambda d: -abs(d.measured_ms - d.predicted_ms)))
+
+    def __str__(self) -> str:
+        """Return it as text."""
+        planned, predicted = self.planned.critical_ms, self.predicted.critical_ms
+        lines = [
+            f"iteration {self.last_iteration}: {self.measured.iteration_ms:.3f} ms",
+            *(
+                f"{p}: {planned[p]:.3f} ms planned, {predicted[p]:.3f} with today's "
+                f"inputs, {ms:.3f} measured"
+                for p, ms in self.measured.critical_ms.items()
+            ),
+            *(f"largest difference: {found}" for found in self.differences[:1]),
+            *(f"largest drift: {found}" for found in self.drifts[:1]),
+        ]
+        return "\n".join(lines)
+
+
+class Assessor:
+    """Prices the plan at work as inputs and times come in.
+
+    Attributes:
+        profiles: Of the features seen so far.
+    """
+
+    def __init__(
+        self, planner: NeuroShardPlanner, model: nn.Module, sharders: Sequence[Any]
+    ) -> None:
+        """Take what plans are made with.
+
+        Args:
+            planner: Made the plan at work, or prices it.
+            model: As it was planned.
+            sharders: Of its modules.
+        """
+        self._planner, self._model, self._sharders = planner, model, list(sharders)
+        self.profiles: dict[str, FeatureProfile] = {}
+        self._options: list[Any] = []
+        self._planned: PredictedCosts | None = None
+        self._seconds = 0.0
+
+    def planned(self, plan: Any) -> PredictedCosts:
+        """Price a plan with the inputs that the planner was given; kept."""
+        if self._planned is None:
+            planner = self._planner
+            self._options = PlanOptions(
+                self._model, self._sharders, planner.enumerator, planner.costs
+            ).of(plan)
+            self._planned = self._price(planner)
+        return self._planned
+
+    def _price(self, planner: NeuroShardPlanner) -> PredictedCosts:
+        started = time.perf_counter()
+        priced = planner.costs.evaluate(planner.costs.lower(self._options))
+        self._seconds = time.perf_counter() - started
+        return priced
+
+    def _drifts(self, now: NeuroShardPlanner) -> tuple[Drift, ...]:
+        readers = self._planner.costs.reader, now.costs.reader
+        found = [
+            Drift(
+                table_name(o), *(r.table(o).profile_at(now.batch_size) for r in readers)
+            )
+            for o in self._options
+            if readers[0].has_cost(o)
+        ]
+        changed = [drift for drift in found if drift.factor >= _LEAST_DRIFT]
+        return tuple(sorted(changed, key=lambda d: -d.factor))
+
+    def assess(
+        self, plan: Any, measured: Measured, *, last_iteration: int, seconds: float
+    ) -> MonitorReport:
+        """Set predicted beside measured.
+
+        Args:
+            plan: At work.
+            measured: What the ranks measured.
+            last_iteration: When.
+            seconds: What this may take; with less than the last time, inputs are taken
+                to be those that were planned for.
+        """
+        planned = predicted = Phases.of(self.planned(plan), measured.modules)
+        drifts: tuple[Drift, ...] = ()
+        if self.profiles and self._seconds <= seconds:
+            now = self._planner.relearned(self.profiles)
+            predicted = Phases.of(self._price(now), measured.modules)
+            drifts = self._drifts(now)
+        return MonitorReport(
+            last_iteration=last_iteration,
+            planned=planned,
+            predicted=predicted,
+            measured=measured,
+            drifts=drifts,
+        )
+
+    def replan(self, plan: Any, budget_bytes: int, **wanted: Any) -> ReplanResult:
+        """Call `replan` with inputs as they are now."""
+        return replan(
+            plan,
+            planner=self._planner.relearned(self.profiles),
+            model=self._model,
+            sharders=self._sharders,
+            budget_bytes=budget_bytes,
+            **wanted,
+        )
+
+    def follow(self) -> None:
+        """Take it that moves were made, for the inputs known now."""
+        self._planner = self._planner.relearned(self.profiles)
+        self._planned = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replanned:
+    """What `PlanMonitor.replan` did, the same on all ranks."""
+
+    result: ReplanResult
+    """What `replan` found."""
+    applied: bool
+    """Whether the model has the new plan now."""
+    reason: str | None
+    """Why it has not."""
+
+
+class PlanMonitor:
+    """Watches the plan of a training job: measures, compares, moves on request.
+
+        monitor = PlanMonitor(model, planner)  # what DistributedModelParallel returned
+        for batch in batches:
+            train_step(batch)  # or pipeline.progress(batches)
+            monitor.step()
+
+    Every `every` iterations a few are timed, phase by phase, and rank 0 logs what was
+    predicted beside what was measured, to the logger "torchrec_neuroshard.monitor".
+    Inputs are profiled from the ids that enter the sharded modules, and the table whose
+    inputs changed most is named. `replan()` looks for better places of the tables with
+    these inputs, and moves them.
+
+    A monitor never breaks training: what goes wrong on a rank ends in one warning on
+    each, after which nothing more is measured.
+
+    Attributes:
+        last_report: On rank 0, what was found last; None before the first report.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        planner: NeuroShardPlanner,
+        *,
+        every: int = 200,
+        timed: int = 5,
+        max_overhead: float = 0.005,
+    ) -> None:
+        """Install the hooks; every rank does, with the same settings.
+
+        Args:
+            model: The `DistributedModelParallel` in training.
+            planner: Made its plan, or prices it.
+            every: Iterations from report to report.
+            timed: Iterations of these whose phases are timed.
+            max_overhead: Part of the job's time that profiling inputs and predicting
+                may take on a rank. What does not fit waits for the next report.
+
+        Raises:
+            ConfigError: A setting is outside what it may be, the ranks' settings
+                differ, nothing in the model is sharded, the planner is for other ranks
+                or knows no model.
+        """
+        if not dist.is_initialized():
+            raise ConfigError(
+                "PlanMonitor needs a process group: call "
+                "torch.distributed.init_process_group first"
+            )
+        self.last_report: MonitorReport | None = None
+        self._model, self._planner = model, planner
+        self._every, self._timed, self._max_overhead = every, timed, max_overhead
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._error: str | None = None
+        self._is_over = False
+        self._hooks: list[PhaseTimer | InputSampler] = []
+        self._count = self._in_window = 0
+        self._intervals: list[float] = []
+        self._spent = 0.0
+        failure = self._obstacle()
+        if failure is None:
+            try:
+                self._sampler = InputSampler(
+                    model.module, self._rank, self._world_size, self._fail
+                )
+                self._hooks.append(self._sampler)
+                self._time_phases()
+            except Exception as error:
+                failure = str(error)
+        for rank, told in enumerate(self._all_tell((failure, every, timed))):
+            if failure is None and told != (None, every, timed):
+                failure = told[0] or (
+                    f"rank {rank} has every={told[1]} and timed={told[2]}, rank "
+                    f"{self._rank} {every} and {timed}: give all ranks the same"
+                )
+        if failure is not None:
+            self.close()
+            raise ConfigError(failure)
+        self._began = self._left = time.perf_counter()
+        if self._rank == 0:
+            try:
+                assert planner.last_model is not None, "_obstacle asks for one"
+                self._assessor = Assessor(planner, *planner.last_model)
+                self._assessor.planned(model.plan)
+            except Exception as error:
+                self._fail(error)
+
+    def _obstacle(self) -> str | None:
+        """Say why these cannot be watched, or not in this way."""
+        every, timed, planned = self._every, self._timed, self._planner.topology
+        if not isinstance(self._model, DistributedModelParallel):
+            return (
+                "PlanMonitor takes what DistributedModelParallel returned, got a "
+                f"{type(self._model).__name__}"
+            )
+        if planned.world_size != self._world_size:
+            return (
+                f"the planner is for {planned.world_size} ranks, training runs on "
+                f"{self._world_size}"
+            )
+        if self._rank == 0 and self._planner.last_model is None:
+            return (
+                "the planner has planned no model: call planner.remember(model, "
+                "sharders) before DistributedModelParallel takes the model"
+            )
+        if not 1 <= timed < every - _LAG or not self._max_overhead > 0:
+            return (
+                f"timed must be at least 1, every above timed + {_LAG} and "
+                f"max_overhead above 0, got timed={timed}, every={every} and "
+                f"max_overhead={self._max_overhead}"
+            )
+        return None
+
+    def _time_phases(self) -> None:
+        """Install a timer of the model's present kernels."""
+        self._timer = PhaseTimer(
+            self._model.module, self._model.device, wait=False, on_error=self._fail
+        )
+        self._timer.enabled = False
+        self._hooks.append(self._timer)
+
+    def _all_tell(self, message: Any) -> list[Any]:
+        """Give every rank's message to all ranks; they wait for each other."""
+        told: list[Any] = [None] * self._world_size
+        dist.all_gather_object(told, message, group=self._group)
+        return told
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this rank still measures."""
+        return self._error is None
+
+    def step(self) -> None:
+        """Say that an iteration is over; on every rank, after each."""
+        if self._is_over:
+            return
+        began = time.perf_counter()
+        self._count += 1
+        self._in_window += 1
+        is_due = self._in_window == self._every
+        message = None
+        try:
+            if self.is_on:
+                self._measure(began)
+            if self.is_on and is_due:
+                intervals, self._intervals = self._intervals, []
+                message = (
+                    self._timer.take_all(),
+                    statistics.median(intervals) * 1e3,
+                    self._sampler.take(),
+                )
+        except Exception as error:
+            self._fail(error)
+        if is_due:
+            self._in_window = 0
+            self._exchange(message)
+        self._left = time.perf_counter()
+        self._spent += self._left - began
+
+    def _measure(self, now: float) -> None:
+        if self._timer.enabled:
+            self._timer.end_iteration()
+        elif self._count > 1:
+            self._intervals.append(now - self._left)
+        if self._in_window == 1:
+            self._sampler.start()
+        # On all ranks after the same iteration, so that they do it at once.
+        if self._seconds_left(now) > 0:
+            self._sampler.count_one()
+        first = self._every - _LAG - self._timed
+        if self._in_window == first:
+            self._timer.take()
+            self._timer.enabled = True
+        elif self._in_window == first + self._timed:
+            self._timer.enabled = False
+
+    def _seconds_left(self, now: float) -> float:
+        """Seconds that the monitor may take now."""
+        return self._max_overhead * (now - self._began) - self._spent
+
+    def _exchange(self, message: Any) -> None:
+        """Tell all ranks what was measured; where one has failed, all are off."""
+        began = time.perf_counter()
+        try:
+            told = self._all_tell((self._error, message))
+            for rank, (text, _) in enumerate(told):
+                if text is not None:
+                    raise NeuroShardError(f"rank {rank}: {text}")
+        except Exception as error:  # that, or a rank is not there
+            self._is_over = True
+            self._fail(error)
+            return
+        self._spent -= time.perf_counter() - began  # training waits for ranks, too
+        if self._rank == 0:
+            try:
+                self._report(*zip(*(found for _, found in told), strict=True))
+            except Exception as error:
+                self._fail(error)
+
+    def _report(self, iterations_W: Any, interval_ms_W: Any, profiles_W: Any) -> None:
+        for profiles in profiles_W:
+            self._assessor.profiles.update(profiles)
+        topology = self._planner.topology
+        is_one_node = topology.local_world_size >= topology.world_size
+        measured = Measured.put_together(
+            iterations_W,
+            statistics.median(interval_ms_W),
+            one_clock=is_one_node and self._model.device.type == "cpu",
+        )
+        seconds = self._seconds_left(time.perf_counter())
+        self.last_report = self._assessor.assess(
+            self._model.plan, measured, last_iteration=self._count, seconds=seconds
+        )
+        logger.info("%s", self.last_report)
+
+    def _fail(self, error: Exception) -> None:
+        """Measure no more on this rank, with one warning."""
+        if self._error is None:
+            self._error = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"PlanMonitor is off, training goes on: {self._error}", stacklevel=3
+            )
+            self._remove_hooks()
+
+    def replan(
+        self,
+        *,
+        budget_bytes: int | None = None,
+        executable_only: bool = True,
+        config: SearchConfig | None = None,
+    ) -> Replanned | None:
+        """Look for better places and move tables; on every rank, between iterations.
+
+        Rank 0 calls `torchrec_neuroshard.replan` while the others wait. Costs are the
+        planner's, with the profiles of the inputs seen so far. The moves are made by
+        `apply_moves`, unless a train pipeline has batches under way.
+
+        After moves `model.fused_optimizer` is a new object: give it to the wrappers and
+        schedulers that hold the old one.
+
+        Args:
+            budget_bytes: Most to move, as rank 0 gives it. None: whatever pays.
+            executable_only: See `torchrec_neuroshard.replan`.
+            config: How hard to look.
+
+        Returns:
+            What was done. None where the monitor is off on any rank.
+
+        Raises:
+            ConfigError: A setting is outside what it may be.
+            Exception: What the search raised on rank 0, on all ranks; or what failed
+                after moves had begun, when the model is not sound any more.
+        """
+        told = self._all_tell((self._error, self._sampler.num_under_way))
+        if any(error is not None for error, _ in told):
+            return None
+        found: Any = None
+        if self._rank == 0:
+            try:
+                found = (
+                    self._assessor.replan(
+                        self._model.plan,
+                        _UNLIMITED if budget_bytes is None else budget_bytes,
+                        executable_only=executable_only,
+                        config=config,
+                    ),
+                    None,
+                )
+            except BaseException as error:
+                found = None, portable(error)
+        group = dist.group.WORLD
+        assert group is not None, "there is one since this object was made"
+        result, wrong = from_first(found, group, "looked for moves")
+        if wrong is not None:
+            raise wrong
+        reason = self._move(result, any(number for _, number in told))
+        self._left = time.perf_counter()
+        return Replanned(result=result, applied=reason is None, reason=reason)
+
+    def _move(self, result: ReplanResult, is_under_way: bool) -> str | None:
+        """Carry out moves; say why not."""
+        if not result.moves:
+            return "no moves within the budget pay"
+        if is_under_way:
+            return (
+                "a train pipeline has batches under way: let it run until its iterator "
+                "ends, call replan() then, and go on with a new iterator"
+            )
+        try:
+            apply_moves(self._model, result if self._rank == 0 else None)
+        except ConfigError as error:  # on all ranks alike, with nothing moved
+            return str(error)
+        self._in_window = 0
+        self._intervals.clear()
+        self._hooks.pop().remove()  # the timer
+        self._time_phases()
+        if self._rank == 0:
+            self._assessor.follow()
+        return None
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:  # the last to come is the first to go
+            self._hooks.pop().remove()
+
+    def close(self) -> None:
+        """End it, on every rank: take the hooks out of the model."""
+        self._error, self._is_over = self._error or "closed", True
+        self._remove_hooks()
