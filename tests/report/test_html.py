@@ -159,10 +159,10 @@ def test_page_holds_the_report_and_needs_nothing_else() -> None:
     ]
     shards = [[r, 2_000, 8, 2**28, 1.0, 0.25, 0.5] for r in (0, 1)]
     assert plan["tables"][0] == [HOSTILE, "row_wise", "fused", 4_000, 8, shards, ""]
-    assert plan["splits"] == [["user<b>&co", "48 (0), 16 (1)", SPLIT.reason(17.0)]]
+    assert f"user<b>&co: 48 on rank 0, 16 on rank 1 {SPLIT.reason(17.0)}" in text
     for shown in (
         "rows < 10 & so on",
-        "What 2 more are good for is not shown.",
+        "... and 2 more",
         "17.000 ms estimated bound 16.000 ms, gap 6.2%",
         "on 2 ranks, 3 split by columns, 1 split by rows",
         "2.00 GiB of 4.00 GiB, rank 1",
@@ -183,7 +183,7 @@ def test_plan_without_splits_limits_or_bound() -> None:
     )
     page = html_report(plain)
     text = shown_of(page)
-    assert "None split." in text and "Warnings" not in text
+    assert "on 1 ranks, none split" in text and "Warnings" not in text
     assert "not known bound not computed" in text
     assert "TorchRec's own plan was taken: it is <faster>" in text
     (plan,) = data_of(page)["plans"]

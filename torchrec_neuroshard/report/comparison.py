@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.placement import capitalised, format_bytes
 from torchrec_neuroshard.report.page import HtmlReport, html_table, paragraphs, view
 from torchrec_neuroshard.report.plan_report import PlanReport, plan_data, plan_page
@@ -161,6 +162,6 @@ class PlanComparison(HtmlReport):
             "second": {"name": self.second_name, **self.second.to_json()},
             "saved_ms": self.saved_ms if known else None,
             "moved_bytes": self.moved_bytes,
-            "moves": [dataclasses.asdict(move) for move in self.moves],
+            "moves": [to_fields(move) for move in self.moves],
             "notes": list(self.notes),
         }

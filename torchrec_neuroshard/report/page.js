@@ -401,16 +401,6 @@
       return [said, ...table.nodes];
     },
 
-    splits: (plan) => grid({
-      label: "split tables",
-      columns: [
-        { title: "table", get: (s) => s[0], kind: "name" },
-        { title: "columns (rank)", get: (s) => s[1] },
-        { title: "why", get: (s) => s[2] },
-      ],
-      rows: () => plan.splits,
-    }).nodes,
-
     moves() {
       const bytes = column("GiB to fetch", (m) => m[3], gib);
       const path = (plan) => {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.report.page import HtmlReport, bullets, paragraphs, view
 from torchrec_neuroshard.report.plan_parts import (
     Bottleneck,
@@ -127,11 +128,6 @@ class PlanReport(HtmlReport):
         return max(self.ranks, key=lambda rank: rank.used_bytes)
 
     @property
-    def num_unexplained(self) -> int:
-        """Tables split by columns that `splits` says nothing of."""
-        return self.num_split_by_columns - len(self.splits)
-
-    @property
     def layout(self) -> str:
         """How many tables are split, and how, in words."""
         by_rows = self.num_split - self.num_split_by_columns
@@ -173,9 +169,14 @@ class PlanReport(HtmlReport):
 
     def __str__(self) -> str:
         """Return the report as text."""
-        parts = _head_lines, _rank_lines, _table_lines, _split_lines, _warning_lines
-        texts = ("\n".join(part(self)) for part in parts)
-        return "\n\n".join(filter(None, texts))
+        parts: list[Iterable[str]] = [_head_lines(self), _rank_lines(self)]
+        if self.tables:
+            parts.append(_table_lines(self))
+        if self.splits:
+            parts.append(["Tables split by columns, and why:", *_split_lines(self)])
+        if self.warnings:
+            parts.append(["Warnings:", *(f"- {text}" for text in self.warnings)])
+        return "\n\n".join(map("\n".join, parts))
 
     def page(self) -> tuple[str, dict[str, Any]]:
         """See `HtmlReport`."""
@@ -183,9 +184,7 @@ class PlanReport(HtmlReport):
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        data = dataclasses.asdict(self)
-        for fields, rank in zip(data["ranks"], self.ranks, strict=True):
-            fields["costs"] = rank.costs.to_json()
+        data = to_fields(self)
         for fields, held in zip(data["tables"], self.tables, strict=True):
             for name in ("num_shards", "ranks", "used_bytes", "path_ms"):
                 fields[name] = getattr(held, name)
@@ -245,8 +244,7 @@ def _shown_ranks(report: PlanReport) -> list[RankReport]:
 def _table_lines(report: PlanReport) -> Iterator[str]:
     known = any(t.path_ms for t in report.tables)
     first = " part of the critical path first [ms, GiB]" if known else " first [GiB]"
-    if report.tables:
-        yield f"Tables, the largest{first}:"
+    yield f"Tables, the largest{first}:"
     rows = [
         (
             f"{t.path_ms:.3f}" if known else "",
@@ -260,21 +258,11 @@ def _table_lines(report: PlanReport) -> Iterator[str]:
 
 
 def _split_lines(report: PlanReport) -> Iterator[str]:
-    if report.splits:
-        yield "Tables split by columns, and why:"
     for split in report.splits:
-        yield f"{split.table}: " + ", ".join(
-            f"{width} on rank {rank}" for width, rank in split.shards
-        )
-        yield f"    {split.reason(report.critical_path_ms)}"
-    if report.splits and report.num_unexplained:
-        yield f"... and {report.num_unexplained:,} more"
-
-
-def _warning_lines(report: PlanReport) -> Iterator[str]:
-    if report.warnings:
-        yield "Warnings:"
-    yield from (f"- {text}" for text in report.warnings)
+        shards = ", ".join(f"{width} on rank {rank}" for width, rank in split.shards)
+        yield f"{split.table}: {shards}\n    {split.reason(report.critical_path_ms)}"
+    if report.splits and (more := report.num_split_by_columns - len(report.splits)):
+        yield f"... and {more:,} more"
 
 
 def plan_page(report: PlanReport, number: int) -> str:
@@ -296,10 +284,6 @@ def plan_page(report: PlanReport, number: int) -> str:
             ("fullest rank", f"{gib(full.used_bytes)} GiB", f"{room}rank {full.rank}"),
         )
     )
-    splits = view("splits", number) if report.splits else ""
-    if report.num_unexplained:
-        why = f"what {report.num_unexplained:,} more are good for is not shown"
-        splits += paragraphs([why], "note")
     basis = report.basis.lines(with_sources=True) if report.basis else []
     return f"""<div class='cards'>{cards}</div>
 {paragraphs(report.facts)}
@@ -313,9 +297,7 @@ def plan_page(report: PlanReport, number: int) -> str:
 <h2>Ranks</h2>
 <p class='note'>Milliseconds; the slowest rank of a phase stands out.</p>
 {view("ranks", number)}
-<h2>Split tables, and why</h2>
-{paragraphs([report.layout])}
-{splits}
+{bullets("Tables split by columns, and why", [*_split_lines(report)])}
 {bullets("What the costs rest on", basis)}
 {bullets("Warnings", report.warnings, "warning")}
 """
@@ -332,13 +314,5 @@ def plan_data(report: PlanReport, name: str) -> dict[str, Any]:
         "tables": [
             [*dataclasses.astuple(t)[:-1], sentence(str(t.host)) if t.host else ""]
             for t in report.tables
-        ],
-        "splits": [
-            [
-                split.table,
-                ", ".join(f"{width} ({rank})" for width, rank in split.shards),
-                split.reason(report.critical_path_ms),
-            ]
-            for split in report.splits
         ],
     }

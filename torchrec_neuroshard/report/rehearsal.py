@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.report.terminal import listed_ranks, table
 
@@ -73,7 +73,7 @@ class Rehearsal:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        return dataclasses.asdict(self)
+        return to_fields(self)
 
 
 def _lines(report: Rehearsal) -> Iterator[str]:
