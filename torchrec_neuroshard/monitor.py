@@ -414,7 +414,7 @@ class PlanMonitor:
         if failure is not None:
             self.close()
             raise ConfigError(failure)
-        self._began = self._left = time.perf_counter()
+        self._began = self._entered = self._left = time.perf_counter()
         if self._rank == 0:
             try:
                 assert planner.last_model is not None, "_obstacle asks for one"
@@ -472,39 +472,28 @@ class PlanMonitor:
         """Say that an iteration is over; on every rank, after each."""
         if self._is_over:
             return
-        began = time.perf_counter()
+        now = self._entered = time.perf_counter()
         self._count += 1
         self._in_window += 1
         is_due = self._in_window == self._every
         message = None
         try:
             if self.is_on:
-                self._measure(began)
-            if self.is_on and is_due:
-                intervals, self._intervals = self._intervals, []
-                message = (
-                    self._timer.take_all(),
-                    statistics.median(intervals) * 1e3,
-                    self._sampler.take(),
-                )
+                self._measure(now)
+                message = self._message() if is_due else None
         except Exception as error:
             self._fail(error)
         if is_due:
             self._in_window = 0
             self._exchange(message)
         self._left = time.perf_counter()
-        self._spent += self._left - began
+        self._spent += self._left - now
 
     def _measure(self, now: float) -> None:
         if self._timer.enabled:
             self._timer.end_iteration()
         elif self._count > 1:
             self._intervals.append(now - self._left)
-        if self._in_window == 1:
-            self._sampler.start()
-        # On all ranks after the same iteration, so that they do it at once.
-        if self._seconds_left(now) > 0:
-            self._sampler.count_one()
         first = self._every - _LAG - self._timed
         if self._in_window == first:
             self._timer.take()
@@ -512,9 +501,17 @@ class PlanMonitor:
         elif self._in_window == first + self._timed:
             self._timer.enabled = False
 
-    def _seconds_left(self, now: float) -> float:
+    def _message(self) -> Any:
+        """Return what this rank measured since the last report."""
+        intervals, self._intervals = self._intervals, []
+        profiles = self._sampler.profile(lambda: self._seconds_left() > 0)
+        return self._timer.take_all(), statistics.median(intervals) * 1e3, profiles
+
+    def _seconds_left(self) -> float:
         """Seconds that the monitor may take now."""
-        return self._max_overhead * (now - self._began) - self._spent
+        now = time.perf_counter()
+        allowed = self._max_overhead * (now - self._began)
+        return allowed - self._spent - (now - self._entered)
 
     def _exchange(self, message: Any) -> None:
         """Tell all ranks what was measured; where one has failed, all are off."""
@@ -545,9 +542,11 @@ class PlanMonitor:
             statistics.median(interval_ms_W),
             one_clock=is_one_node and self._model.device.type == "cpu",
         )
-        seconds = self._seconds_left(time.perf_counter())
         self.last_report = self._assessor.assess(
-            self._model.plan, measured, last_iteration=self._count, seconds=seconds
+            self._model.plan,
+            measured,
+            last_iteration=self._count,
+            seconds=self._seconds_left(),
         )
         logger.info("%s", self.last_report)
 

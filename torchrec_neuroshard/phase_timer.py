@@ -296,12 +296,11 @@ class InputSampler:
             world_size: All ranks, and how many batches make a profile.
             on_error: Called with what goes wrong in a hook; it calls `remove`.
         """
-        self._rank, self._world_size, self._wanted = rank, world_size, 0
-        self._num_taken: Counter[int] = Counter()
+        self._rank, self._world_size = rank, world_size
+        self._num_batches = world_size
         self._num_under_way: Counter[int] = Counter()
+        self._shares: dict[int, list[str]] = {}
         self._batches: dict[str, list[tuple[torch.Tensor, torch.Tensor, bool]]] = {}
-        self._readers: dict[str, int] = {}
-        self._profiles: dict[str, FeatureProfile] = {}
         self._removers: list[Callable[[], None]] = []
         for number, module in enumerate(_outermost(model)):
             self._hook(module, number, on_error)
@@ -314,34 +313,24 @@ class InputSampler:
         """
         return max(self._num_under_way.values(), default=0)
 
-    def start(self) -> None:
-        """Take ids of the next batches, unless some wait to be counted."""
-        if not self._batches:
-            self._wanted = self._world_size
-            self._num_taken.clear()
-
-    def count_one(self) -> None:
-        """Profile one feature whose ids are complete, if there is one."""
-        full = (f for f, held in self._batches.items() if len(held) == self._wanted)
-        feature = next(full, None)
-        if feature is None:
-            return
-        ids, lengths, weighted = zip(*self._batches.pop(feature), strict=True)
-        synchronize(ids[0].device)  # copies are made in whatever stream sent the ids
-        joined = torch.cat(lengths).cpu().numpy()
-        if len(joined):
-            self._profiles[feature] = profile_ids(
-                torch.cat(ids).cpu().numpy(), joined, any(weighted)
-            )
-
-    def take(self) -> dict[str, FeatureProfile]:
-        """Return what was profiled since the last call."""
-        profiles, self._profiles = self._profiles, {}
+    def profile(self, is_time_left: Callable[[], bool]) -> dict[str, FeatureProfile]:
+        """Return profiles of features that have their batches, while there is time."""
+        profiles = {}
+        for feature, held in [*self._batches.items()]:
+            if len(held) < self._num_batches or not is_time_left():
+                continue
+            ids, lengths, weighted = zip(*self._batches.pop(feature), strict=True)
+            synchronize(ids[0].device)  # copies are made in the stream that sent ids
+            joined = torch.cat(lengths).cpu().numpy()
+            if len(joined):
+                profiles[feature] = profile_ids(
+                    torch.cat(ids).cpu().numpy(), joined, any(weighted)
+                )
         return profiles
 
     def remove(self) -> None:
         """Take the hooks out of the model."""
-        self._wanted = 0
+        self._num_batches = 0
         while self._removers:
             self._removers.pop()()
 
@@ -353,13 +342,11 @@ class InputSampler:
         def seen_input_dist(ctx: Any, features: Any, *args: Any, **kwargs: Any) -> Any:
             sent = input_dist(ctx, features, *args, **kwargs)
             self._num_under_way[number] += 1
-            # Afterwards, when TorchRec has counted the ids of each feature.
-            if self._num_taken[number] < self._wanted:
-                self._num_taken[number] += 1
-                try:
-                    self._see(number, features)
-                except Exception as error:
-                    on_error(error)
+            try:
+                # Afterwards, when TorchRec has counted the ids of each feature.
+                self._see(number, features)
+            except Exception as error:
+                on_error(error)
             return sent
 
         def seen_compute(*args: Any, **kwargs: Any) -> Any:
@@ -373,19 +360,22 @@ class InputSampler:
 
     def _see(self, number: int, features: Any) -> None:
         """Copy this rank's share of a batch that enters a module."""
-        # Features may have batches of their own, or come as something else.
-        if (
-            not isinstance(features, KeyedJaggedTensor)
-            or features.variable_stride_per_key()
-        ):
+        if not isinstance(features, KeyedJaggedTensor):
             return
+        if features.variable_stride_per_key():  # features have batches of their own
+            return
+        if number not in self._shares:
+            known = {key for share in self._shares.values() for key in share}
+            mine = sorted(features.keys())[self._rank :: self._world_size]
+            # Another module may read the same ids.
+            self._shares[number] = [key for key in mine if key not in known]
         weighted = features.weights_or_none() is not None
-        for key in sorted(features.keys())[self._rank :: self._world_size]:
-            if self._readers.setdefault(key, number) != number:
-                continue  # another module reads the same ids
-            ids = features[key]
-            copies = ids.values().detach().clone(), ids.lengths().detach().clone()
-            self._batches.setdefault(key, []).append((*copies, weighted))
+        for key in self._shares[number]:
+            held = self._batches.setdefault(key, [])
+            if len(held) < self._num_batches:
+                ids = features[key]
+                copies = ids.values().detach().clone(), ids.lengths().detach().clone()
+                held.append((*copies, weighted))
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
