@@ -18,13 +18,12 @@ from harness.browser import find_browser, open_page
 from torchrec_neuroshard.report import (
     PlanComparison,
     PlanReport,
-    RankReport,
     ShardReport,
-    SplitReport,
     TableMove,
     TableReport,
     html_report,
 )
+from torchrec_neuroshard.report.plan_parts import RankReport, SplitReport
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 HOSTILE = "</script><script>top.hacked = 1</script><img src=x onerror='top.hacked = 1'>"

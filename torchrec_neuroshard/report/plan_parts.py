@@ -354,19 +354,16 @@ def rank_reports(
         memory_bytes: What each has for shards.
     """
     held: list[list[ShardReport]] = [[] for _ in costs]
-    for table in tables:
-        for shard in table.shards:
-            held[shard.rank].append(shard)
+    for shard in (shard for table in tables for shard in table.shards):
+        held[shard.rank].append(shard)
     return tuple(
         RankReport(
             rank=rank,
-            num_shards=len(shards),
-            columns=sum(s.embedding_dim for s in shards),
-            used_bytes=float(sum(s.used_bytes for s in shards)),
+            num_shards=len(held[rank]),
+            columns=sum(s.embedding_dim for s in held[rank]),
+            used_bytes=float(sum(s.used_bytes for s in held[rank])),
             memory_bytes=memory,
             costs=cost,
         )
-        for rank, (shards, memory, cost) in enumerate(
-            zip(held, memory_bytes, costs, strict=True)
-        )
+        for rank, (memory, cost) in enumerate(zip(memory_bytes, costs, strict=True))
     )
