@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from tests.builders import make_record
 from torchrec_neuroshard.cli import main
@@ -127,10 +125,10 @@ def collect_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Collect:
             "torchrec_neuroshard.collect.compute._SetMeter.measure",
             lambda self, index: measure(index),
         )
-        path, file = tmp_path / "r.parquet", io.StringIO()
+        path, told = tmp_path / "r.parquet", list[str]()
         config = compute.CollectConfig(out=path, num_sets=num_sets, sampling=SAMPLING)
-        compute.collect_compute(config, Console(width=500, file=file))
-        return read_records([path])[1], file.getvalue()
+        compute.collect_compute(config, told.append)
+        return read_records([path])[1], "\n".join(told)
 
     return run
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from tests.builders import (
     make_comms_header,
@@ -171,7 +170,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "mine",
         CommsTrainConfig(steps=40),
         test_world_sizes=(3,),
-        console=Console(quiet=True),
+        say=lambda text: None,
     )
     trained = {2: True, 3: False, 4: True}
     assert {(e.world_size, e.trained) for e in found} == set(trained.items())

@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
 
 from torchrec_neuroshard.collect.collectives import CollectiveRunner
 from torchrec_neuroshard.collect.comms_sampling import (
@@ -247,10 +246,10 @@ class _CollectiveMeter:
         )
 
 
-def collect_comms(config: CommsConfig, console: Console | None = None) -> None:
+def collect_comms(config: CommsConfig, say: Callable[[str], object] = print) -> None:
     """Measure, together with the other ranks, until the file holds enough records.
 
-    Call it in every rank.
+    Call it in every rank; what there is to tell, rank 0 tells to `say`.
 
     Raises:
         ConfigError: The ranks were not started by torchrun, or not so that it works.
@@ -265,7 +264,7 @@ def collect_comms(config: CommsConfig, console: Console | None = None) -> None:
     # have to say so and to tidy up.
     with torch_threads(1), _stop_on_signal() as stop:
         try:
-            _collect(config, ranks, stop, console or Console(quiet=ranks.rank > 0))
+            _collect(config, ranks, stop, say)
         except NeuroShardError:
             raise
         except RuntimeError as error:
@@ -279,7 +278,7 @@ def collect_comms(config: CommsConfig, console: Console | None = None) -> None:
 
 
 def _collect(
-    config: CommsConfig, ranks: Ranks, stop: Sequence[int], console: Console
+    config: CommsConfig, ranks: Ranks, stop: Sequence[int], say: Callable[[str], object]
 ) -> None:
     known, cap = _open_together(config, ranks)
     meter = _CollectiveMeter(ranks, config)
@@ -332,7 +331,7 @@ def _collect(
                     f"of {world} ranks done"
                 )
     if ranks.rank == 0 and config.out.exists():
-        console.print(summary(config.out))
+        say(summary(config.out))
 
 
 class _KernelTimes(NamedTuple):

@@ -7,12 +7,11 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import (
@@ -94,13 +93,13 @@ class CollectConfig:
             raise ConfigError(f"num_sets must be at least 1, got {self.num_sets}")
 
 
-def _monitor(device: torch.device, console: Console) -> GpuMonitor | None:
+def _monitor(device: torch.device, say: Callable[[str], object]) -> GpuMonitor | None:
     """Find a way to watch a GPU's clocks, and tell whether there is one."""
     uuid = gpu_uuid(device)
     if uuid is None:
         return None
     monitor = find_gpu_monitor(uuid)
-    console.print(
+    say(
         "pynvml does not answer: clocks, temperature and throttling are not recorded"
         if monitor is None
         else "clocks and temperature are read by pynvml"
@@ -116,8 +115,12 @@ def _base_tables(config: CollectConfig) -> list[TableConfig]:
     return found
 
 
-def collect_compute(config: CollectConfig, console: Console | None = None) -> None:
+def collect_compute(
+    config: CollectConfig, say: Callable[[str], object] = print
+) -> None:
     """Measure until the file holds `config.num_sets` records, or time is over.
+
+    What there is to tell is told to `say`.
 
     Sets that other work disturbed, or that a GPU measured with its clocks held down
     while most were not, are measured again at the end while there is time. The better
@@ -128,7 +131,6 @@ def collect_compute(config: CollectConfig, console: Console | None = None) -> No
         RecordMismatchError: The file holds records of another machine or run.
         DeviceFailureError: A GPU failed for good; the same command goes on.
     """
-    console = console or Console()
     device = as_device(config.device)
     base_tables = _base_tables(config)
     header = RunHeader(
@@ -145,7 +147,7 @@ def collect_compute(config: CollectConfig, console: Console | None = None) -> No
         bounds_check=BOUNDS_CHECK,
     )
     with torch_threads(1):  # a rank on a CPU has one core
-        _collect(config, header, base_tables, device, console)
+        _collect(config, header, base_tables, device, say)
 
 
 def _collect(
@@ -153,7 +155,7 @@ def _collect(
     header: RunHeader,
     base_tables: Sequence[TableConfig],
     device: torch.device,
-    console: Console,
+    say: Callable[[str], object],
 ) -> None:
     path = config.out
     known = read_header(path)
@@ -166,7 +168,7 @@ def _collect(
         budget_seconds=config.set_seconds,
     )
     header = known or dataclasses.replace(header, reference_ms=timer.reference_ms)
-    meter = _SetMeter(config, base_tables, timer, _monitor(device, console))
+    meter = _SetMeter(config, base_tables, timer, _monitor(device, say))
     with RecordStore(path, header) as store:
         left_out = store.done | read_failures(path).keys()
         todo = [i for i in range(config.num_sets) if i not in left_out]
@@ -175,20 +177,18 @@ def _collect(
             factor = unit_factor(earlier, [meter.measure(r.index) for r in earlier])
             timer.reference_ms *= factor
             if earlier:
-                console.print(
+                say(
                     f"{len(earlier)} sets measured again after the restart: times are "
                     f"multiplied by {factor:.3f} to agree with the earlier ones"
                 )
         run = _Run(config, meter, store)
         if not (run.measure(todo) and run.return_to_disturbed(todo)):
-            console.print(
-                f"stopped at the time limit of {config.time_limit_seconds:g} s"
-            )
+            say(f"stopped at the time limit of {config.time_limit_seconds:g} s")
     for line in meter.troubles():
-        console.print(line)
+        say(line)
     for index, why in read_failures(path).items():
-        console.print(f"set {index} ended an earlier run and is left out: {why}")
-    console.print(summary(path, store.header, store.records))
+        say(f"set {index} ended an earlier run and is left out: {why}")
+    say(summary(path, store.header, store.records))
 
 
 class _Run:

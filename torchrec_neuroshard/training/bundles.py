@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from torchrec_neuroshard.cost_models.bundle import (
     COMMS_BUNDLE,
@@ -159,7 +158,7 @@ def train_bundle(
     out: Path,
     name: str,
     config: TrainConfig,
-    console: Console | None = None,
+    say: Callable[[str], object] = print,
 ) -> list[Evaluation]:
     """Train on record files, judge on their held-out tables, write a bundle.
 
@@ -171,7 +170,7 @@ def train_bundle(
         out: Folder of the bundle.
         name: What the bundle is called.
         config: Sizes and rates.
-        console: Where progress is printed.
+        say: Prints a line.
 
     Returns:
         The learned model's and the yardsticks' errors.
@@ -180,11 +179,10 @@ def train_bundle(
         RecordError: Too few records, or none of held-out tables.
         RecordMismatchError: The files are of different machines.
     """
-    console = console or Console()
     with phase("reading the records"):
         sets = MeasuredSets.read(records, steady_records)
     training, test = sets.training, sets.test
-    console.print(
+    say(
         f"{training.num_sets} sets to train on, {test.num_sets} of held-out tables; "
         f"{sets.num_disturbed} records that other work disturbed are left out"
     )
@@ -210,8 +208,8 @@ def train_bundle(
     card = compute_card(info, sets.noise, evaluations, verdict)
     COMPUTE_BUNDLE.save(out, networks[kept], info, card)
     for line in (*(e.line() for e in evaluations), verdict, sets.noise):
-        console.print(line, soft_wrap=True)
-    console.print(f"wrote {out}")
+        say(line)
+    say(f"wrote {out}")
     return evaluations
 
 
@@ -223,7 +221,7 @@ def train_comms_bundle(
     *,
     test_world_sizes: Sequence[int] = (),
     before: Path | None = None,
-    console: Console | None = None,
+    say: Callable[[str], object] = print,
 ) -> list[CommsEvaluation]:
     """Train on files of collectives, judge on others, write into a bundle.
 
@@ -238,7 +236,7 @@ def train_comms_bundle(
         config: Steps and rates.
         test_world_sizes: World sizes that are only tested on.
         before: A bundle to start from, if it has collectives of this backend.
-        console: Where progress is printed.
+        say: Prints a line.
 
     Returns:
         The errors by world size and collective.
@@ -247,7 +245,6 @@ def train_comms_bundle(
         RecordError: Too few records, or none of a world size.
         RecordMismatchError: The files are of different machines or backends.
     """
-    console = console or Console()
     with phase("reading the records"):
         files = read_comms_records(records)
     headers = [header for header, _ in files]
@@ -266,7 +263,7 @@ def train_comms_bundle(
     inter = _typical([h.inter_gb_per_s for h in headers])
     training_data = build_comms(training, intra, inter)
     test_data = build_comms(test, intra, inter)
-    console.print(f"{len(training)} collectives to train on, {len(test)} to test")
+    say(f"{len(training)} collectives to train on, {len(test)} to test")
 
     init = None
     if before is not None and COMMS_BUNDLE.is_in(before):
@@ -306,12 +303,12 @@ def train_comms_bundle(
     save_comms_bundle(out, network, info, card)
     for e in evaluations:
         if e.collective == "all":
-            console.print(
+            say(
                 f"{e.world_size} ranks ({'' if e.trained else 'not '}in training): "
                 f"{e.line()}"
             )
     for line in (found.verdict(), noise, f"wrote {out}"):
-        console.print(line, soft_wrap=True)
+        say(line)
     return evaluations
 
 

@@ -28,7 +28,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
@@ -342,15 +341,12 @@ def _with_rows(
     return dataclasses.replace(shard, name=name, num_embeddings=rows, profile=profile)
 
 
-def measure_and_fit(
-    request: LaunchRequest, folder: Path, console: Console, begin: float
-) -> None:
+def measure_and_fit(request: LaunchRequest, folder: Path, begin: float) -> None:
     """Measure as one rank of the group; rank 0 writes the bundle.
 
     Args:
         request: What to measure.
         folder: Gets the bundle on rank 0.
-        console: Where rank 0 shows progress.
         begin: `time.monotonic()` when the budget began to count.
 
     Raises:
@@ -368,7 +364,7 @@ def measure_and_fit(
     with torch_threads(1):
         found, reference_ms = _measure_kernels(request, ranks, device, until)
     bundle = folder / _BUNDLE
-    _say(console, begin, f"{len(found)} sets of your tables measured")
+    _say(begin, f"{len(found)} sets of your tables measured")
     if rank == 0:
         fingerprint = device_fingerprint(device, 1)
         header = RunHeader(
@@ -402,18 +398,22 @@ def measure_and_fit(
                 ),
                 sampling=_collectives_of(request),
             ),
-            console,
+            _tell,
         )
-    _say(console, begin, "collectives measured")
+    _say(begin, "collectives measured")
     if rank == 0:
         _fit(request, bundle)
-        _say(console, begin, "cost models fitted")
+        _say(begin, "cost models fitted")
 
 
-def _say(console: Console, begin: float, text: str) -> None:
-    seconds = time.monotonic() - begin
+def _say(begin: float, text: str) -> None:
     clear()
-    console.print(f"neuroshard: {text}, {seconds:.0f} s", highlight=False)
+    _tell(f"neuroshard: {text}, {time.monotonic() - begin:.0f} s")
+
+
+def _tell(text: str) -> None:
+    if os.environ["RANK"] == "0":
+        print(text, file=sys.stderr)
 
 
 def _collectives_of(request: LaunchRequest) -> CommsSamplingConfig:
@@ -565,7 +565,6 @@ def _free_bytes(device: torch.device, num_ranks: int) -> int:
 def _fit(request: LaunchRequest, bundle: Path) -> None:
     records = bundle / KERNELS_NAME
     with tempfile.TemporaryDirectory() as scratch:
-        quiet = Console(quiet=True)
         source = _nearest(request, records, Path(scratch))
         calibrate_bundle(
             source,
@@ -585,7 +584,7 @@ def _fit(request: LaunchRequest, bundle: Path) -> None:
                     steps=_steps(_COMMS_STEPS, request), seed=request.seed
                 ),
                 before=_comms_source(request.device_type),
-                console=quiet,
+                say=lambda text: None,
             )
 
 
@@ -667,11 +666,9 @@ def _main(folder: Path, limit: float) -> int:
     data = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
     request = from_fields(LaunchRequest, data)
     warnings.simplefilter("ignore")
-    console = Console(stderr=True, quiet=os.environ["RANK"] != "0")
-    console.print(
+    _tell(
         f"neuroshard: first launch on this device: measuring for about "
-        f"{request.seconds:.0f} s; later launches take it from the cache",
-        soft_wrap=True,
+        f"{request.seconds:.0f} s; later launches take it from the cache"
     )
     # The job that started this process may be gone.
     timer = threading.Timer(limit, lambda: os._exit(3))
@@ -679,7 +676,7 @@ def _main(folder: Path, limit: float) -> int:
     timer.start()
     try:
         with shown():
-            measure_and_fit(request, folder, console, begin)
+            measure_and_fit(request, folder, begin)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         (folder / _REASON).write_text(text.splitlines()[0], "utf-8")
