@@ -169,8 +169,11 @@ def add_measuring(parser: Any, num_sets: int) -> None:
     option(parser, "--time-limit", float, text)
 
 
-def check_files(args: argparse.Namespace, *read: str) -> list[Path]:
-    """Return the files to write, before the work that they are to hold is done.
+_OUTPUTS = ("out", "html", "json", "csv")
+
+
+def check_files(args: argparse.Namespace, *read: str) -> None:
+    """Check the files to write, before the work that they are to hold is done.
 
     Args:
         args: The options.
@@ -183,14 +186,13 @@ def check_files(args: argparse.Namespace, *read: str) -> list[Path]:
     if "model" in args:
         file, _, workload = args.model.rpartition(":")
         found.append(file or workload)
-    wanted = (getattr(args, name, None) for name in ("out", "html", "json", "csv"))
-    return check_outputs(*wanted, read=found)
+    check_outputs(*(getattr(args, name, None) for name in _OUTPUTS), read=found)
 
 
 def write_outputs(
-    args: argparse.Namespace, shown: Any, title: str, data: Any = None
+    args: argparse.Namespace, shown: Any, title: str = "", data: Any = None
 ) -> None:
-    """Write a report to the files that options name.
+    """Write a report to the files that options name; say which have been written.
 
     Args:
         args: The options.
@@ -198,8 +200,13 @@ def write_outputs(
         title: Of its page.
         data: What the JSON holds; None: the report.
     """
+    files = {name: getattr(args, name, None) for name in _OUTPUTS}
     with phase("writing"):
-        if getattr(args, "html", None):
-            write_html(shown, args.html, title)
-        if args.json:
-            write_whole(args.json, json_text(data or shown.to_json()))
+        if files["html"]:
+            write_html(shown, files["html"], title)
+        if files["json"]:
+            write_whole(files["json"], json_text(data or shown.to_json()))
+        if files["csv"]:
+            write_whole(files["csv"], shown.to_csv())
+    for path in filter(None, files.values()):
+        print(f"wrote {path}")

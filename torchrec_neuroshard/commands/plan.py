@@ -31,7 +31,6 @@ from torchrec_neuroshard.commands.options import (
     write_outputs,
 )
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.files import write_whole
 from torchrec_neuroshard.planner.options.groups import group_topology
 from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
@@ -39,7 +38,7 @@ from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.plans.plan_files import save_plan
 from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.progress import phase
-from torchrec_neuroshard.report import PlanComparison, Sweep, SweepCell
+from torchrec_neuroshard.report import PlanComparison, Rehearsal, Sweep, SweepCell
 from torchrec_neuroshard.search import SEARCHES, SearchConfig
 from torchrec_neuroshard.search.base import BOUNDS
 
@@ -78,7 +77,7 @@ def run_plan(args: argparse.Namespace) -> int:
     """
     if args.batch_size == 0:  # TorchRec's planner takes its default for it
         raise ConfigError("--batch-size is the samples per rank, at least 1; got 0")
-    outputs = check_files(args, "profiles", "constraints", "placement")
+    check_files(args, "profiles", "constraints", "placement")
     is_default = args.search == "default"
     if args.seconds is not None and not (is_default or args.compare):
         raise ConfigError(f"--seconds is for the default search, not '{args.search}'")
@@ -89,7 +88,9 @@ def run_plan(args: argparse.Namespace) -> int:
         given = read_model(args.model)
     placement = None if args.placement is None else read_placement(args.placement)
     start = time.monotonic()
-    compared, rehearsed, note = None, None, ""
+    compared: PlanComparison | None = None
+    rehearsed: Rehearsal | None = None
+    note = ""
     with planning(args.model):
         with phase("loading the cost model"):
             planner = NeuroShardPlanner(
@@ -126,17 +127,14 @@ def run_plan(args: argparse.Namespace) -> int:
                 )
     print(f"{args.model}: planned for {args.ranks} x {args.card} in {seconds:.1f} s")
     print(report)
-    found: dict[str, Any] = {"plan": report, "compared": compared}
-    found["rehearsed"] = rehearsed
+    found = {"plan": report, "compared": compared, "rehearsed": rehearsed}
     for text in (compared or note, rehearsed):
         if text:
             print(f"\n{text}")
     if args.out:
         save_plan(plan, args.out, model=given.module, planner=planner)
-    data = {name: made.to_json() for name, made in found.items() if made is not None}
+    data = {name: made.to_json() for name, made in found.items() if made}
     write_outputs(args, compared or report, f"Plan of {args.model}", data)
-    for path in outputs:
-        print(f"wrote {path}")
     return 0 if rehearsed is None or rehearsed.runs else 1
 
 
@@ -189,7 +187,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     Raises:
         NeuroShardError: Something that is given cannot be used.
     """
-    outputs = check_files(args, "profiles", "constraints")
+    check_files(args, "profiles", "constraints")
     with phase("reading the model"):
         given = read_model(args.model)
     cells = list(_cells(args))
@@ -219,10 +217,7 @@ def run_sweep(args: argparse.Namespace) -> int:
                 found.append(SweepCell.of(planner.report(), **where))
     swept = Sweep(cells=tuple(found))
     print(swept)
-    if args.csv:
-        write_whole(args.csv, swept.to_csv())
-    for path in outputs:
-        print(f"wrote {path}")
+    write_outputs(args, swept)
     return 0 if any(cell.fits for cell in swept.cells) else 1
 
 

@@ -120,7 +120,7 @@ def run_rehearse(args: argparse.Namespace) -> int:
             pipeline_type=args.pipeline or made_for.pipeline_type,
         )
     print(report)
-    write_outputs(args, report, "")
+    write_outputs(args, report)
     return 0 if report.runs else 1
 
 
