@@ -36,6 +36,7 @@ from tests.builders import (
 from torchrec_neuroshard import group_topology, rehearse
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.plans.plan_files import save_plan
+from torchrec_neuroshard.profiles import uniform_profile
 
 
 def plan_for(model: nn.Module, sharders: list[Any], world: int, **only: Any) -> Any:
@@ -186,3 +187,32 @@ def test_the_command_takes_what_the_plan_was_made_for(
     assert "table 't0'" in fault
     assert main(["rehearse", str(path), "nothing"]) == 2
     assert "package.module:function" in capsys.readouterr().err
+
+
+def make_namesakes() -> nn.ModuleDict:
+    """Two modules have a table t0, read by other features."""
+    return nn.ModuleDict(
+        {path: bags(bag_config(0, feature_names=[path])) for path in ("busy", "idle")}
+    )
+
+
+def test_the_command_counts_the_busiest_table_of_a_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    profiles = {
+        path: uniform_profile(batch_size=64, pooling_factor=n, num_embeddings=1000)
+        for path, n in (("busy", 50.0), ("idle", 1.0))
+    }
+    model, sharders = make_namesakes(), bag_sharders()
+    planner = make_planner(1, "cuda", profiles=profiles)
+    plan, path = planner.plan(model, sharders), tmp_path / "plan.json"
+    save_plan(plan, path, model=model, planner=planner)
+    told = rehearse(
+        model, plan, planner.topology, sharders, batch_size=64, profiles=profiles
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    out = tmp_path / "report.json"
+    names = str(path), f"{__name__}:make_namesakes"
+    assert main(["rehearse", *names, "--json", str(out)]) == 0
+    [rank] = json.loads(out.read_text())["ranks"]
+    assert rank["activation_bytes"] >= told.ranks[0].activation_bytes

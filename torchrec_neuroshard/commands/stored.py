@@ -145,19 +145,21 @@ def _devices(made_for: PlanFingerprint, memory_gb: float | None) -> Topology:
 def _constraints(
     made_for: PlanFingerprint, batch_size: int
 ) -> dict[str, ParameterConstraints]:
-    """Return ids per sample and samples of each table, as the plan was made for."""
+    """Return ids per sample and samples of each table, as the plan was made for.
+
+    TorchRec's constraints are by a table's name alone: of several tables of one name,
+    in different modules, all count as the one that looks up most.
+    """
     found: dict[str, ParameterConstraints] = {}
-    for table in made_for.tables:
-        factor = (made_for.pooling_factors or {}).get(table.full_name)
-        sizes = (made_for.batch_sizes or {}).get(table.full_name)
+    factors, samples = made_for.pooling_factors or {}, made_for.batch_sizes or {}
+    known = [t for t in made_for.tables if t.full_name in factors]
+    for table in sorted(known, key=lambda t: factors[t.full_name]):
         shares = [1.0] * max(1, len(table.feature_names))
+        sizes = samples.get(table.full_name) if made_for.batch_size else None
         if sizes and made_for.batch_size:
             shares = [size / made_for.batch_size for size in sizes]
-        if factor is not None:
-            found[table.name] = ParameterConstraints(
-                pooling_factors=[factor / sum(shares)] * len(shares),
-                batch_sizes=[max(1, round(s * batch_size)) for s in shares]
-                if sizes and made_for.batch_size
-                else None,
-            )
+        found[table.name] = ParameterConstraints(
+            pooling_factors=[factors[table.full_name] / sum(shares)] * len(shares),
+            batch_sizes=sizes and [max(1, round(s * batch_size)) for s in shares],
+        )
     return found
