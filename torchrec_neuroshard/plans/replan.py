@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import ShardingOption, Storage
 from torchrec.distributed.sharding_plan import get_default_sharders, placement
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -46,7 +46,6 @@ from torchrec_neuroshard.placement import (
     ShardingTask,
     format_bytes,
 )
-from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.compat import (
     can_reshard,
     is_over_gloo,
@@ -189,7 +188,7 @@ def replan(
         raise ConfigError(f"budget_bytes must be at least 0, got {budget_bytes}")
     started = time.perf_counter()
     job = _Job(current_plan, planner, model, list(sharders or get_default_sharders()))
-    before, num_evaluated = job.predict(current_plan), 0
+    before, num_evaluated = job.before, 0
     changed: dict[int, Shards] = {}
     if job.options:
         changed, num_evaluated = _improve(
@@ -228,19 +227,23 @@ class _Job:
         self.costs: PlanCosts = planner.costs
         self.topology = planner.topology
         self._plan = plan
-        self._planner = planner
         check_profiles(model, planner.profiles)
-        reserved = planner.reserve(model, sharders)
+        memory = [d.storage for d in planner.reserve(model, sharders).devices]
         self._options = PlanOptions(model, sharders, planner.enumerator, self.costs)
         options = self._options.of(plan)
+        self.before = self._priced(options)
         self.options = [o for o in options if self._may_move(o)]
-        self._fixed = [o for o in options if not self._may_move(o)]
-        self.state: dict[int, Shards] = {
-            i: _shards_of(plan.plan[o.path][o.name]) for i, o in enumerate(self.options)
-        }
-        self._rules = self._rules_left(map(table_name, options))
+        self.state = [_shards_of(plan.plan[o.path][o.name]) for o in self.options]
+        fixed = [o for o in options if not self._may_move(o)]
+        self._rules = planner.placement_constraints.rules(
+            map(table_name, options), int(self.topology.world_size)
+        )
+        if self._rules:
+            self._rules = self._rules.restricted(ranks_by_table(fixed, self._rules))
+        for shard in (s for option in fixed for s in option.shards):
+            memory[shard.rank] = memory[shard.rank] - shard.storage
         if self.options:
-            self.task = self._task(reserved)
+            self.task = self._task(planner, memory)
         resharded = {s.module_type for s in sharders if can_reshard(s)}
         whys = {p: self._obstacle(p, resharded) for p in {o.path for o in self.options}}
         self.obstacles = {
@@ -254,20 +257,10 @@ class _Job:
             option, reader, self.topology
         )
 
-    def _rules_left(self, tables: Iterable[str]) -> PlacementRules:
-        """What placement constraints ask of the tables that may move."""
-        rules = self._planner.placement_constraints.rules(
-            tables, int(self.topology.world_size)
-        )
-        held = ranks_by_table(self._fixed, rules)
-        return rules.restricted(held) if rules else rules
-
-    def _task(self, reserved: Topology) -> ShardingTask:
-        """What the search would be asked to place, with its limits."""
-        memory = [device.storage for device in reserved.devices]
-        for option in self._fixed:
-            for shard in option.shards:
-                memory[shard.rank] = memory[shard.rank] - shard.storage
+    def _task(
+        self, planner: NeuroShardPlanner, memory: Sequence[Storage]
+    ) -> ShardingTask:
+        """Return what the search would be asked to place, with its limits."""
         # A plan at work may break the rules: tables that the rules leave no rank stay,
         # and sets that belong together move as one (see `budget`).
         rules = dataclasses.replace(
@@ -279,8 +272,8 @@ class _Job:
             [[option] for option in self.options],
             reader=self.costs.reader,
             topology=self.topology,
-            constraints=self._planner.constraints or {},
-            enumerator=self._planner.enumerator,
+            constraints=planner.constraints or {},
+            enumerator=planner.enumerator,
             memory=memory,
             rules=rules,
         ).task
@@ -297,22 +290,24 @@ class _Job:
         stuck = {t for table, t in index.items() if not rules.ranks(table)}
         odd = {
             t
-            for t, shards in self.state.items()
+            for t, shards in enumerate(self.state)
             if any(width % COLUMN_MULTIPLE for _, width, _ in shards)
         }
         sets = [[index[t] for t in tables if t in index] for tables in rules.together]
-        sizes = [self._bytes(t) for t in self.state]
+        column_bytes, shard_bytes = zip(*map(self._bytes, self.options), strict=True)
         return MoveBudget(
             self.task,
-            list(self.state.values()),
+            self.state,
             limit_bytes=limit_bytes,
-            column_bytes=[column for column, _ in sizes],
-            shard_bytes=[shard for _, shard in sizes],
+            column_bytes=column_bytes,
+            shard_bytes=shard_bytes,
             stay=stuck | odd | (self.obstacles.keys() if executable_only else set()),
             together=[tables for tables in sets if len(tables) > 1],
             equal_widths=executable_only,
             keep_cuts=[
-                t for t in self.state if executable_only and not self._state_is_cut(t)
+                t
+                for t, option in enumerate(self.options)
+                if executable_only and not self._state_is_cut(option)
             ],
             all_leave=executable_only and self._over_gloo,
             min_gain=_MIN_GAIN,
@@ -320,14 +315,15 @@ class _Job:
 
     def placement(self) -> Placement:
         """The shards at work."""
-        shards = [
-            ColumnShard(t, *s) for t, shards in self.state.items() for s in shards
-        ]
+        shards = [ColumnShard(t, *s) for t, held in enumerate(self.state) for s in held]
         return Placement(int(self.topology.world_size), tuple(shards))
 
     def predict(self, plan: ShardingPlan) -> PredictedCosts:
         """Cost of one iteration under a plan."""
-        return self.costs.evaluate(self.costs.lower(self._options.of(plan)))
+        return self._priced(self._options.of(plan))
+
+    def _priced(self, options: Sequence[ShardingOption]) -> PredictedCosts:
+        return self.costs.evaluate(self.costs.lower(options))
 
     def _obstacle(self, path: str, resharded: set[Any]) -> str | None:
         """Say why TorchRec can move no table of a module; None: it can."""
@@ -368,7 +364,8 @@ class _Job:
             return False
         if len({rank for *_, rank in shards}) < len(shards):
             return False
-        if not self._state_is_cut(table) and _cuts(old) != _cuts(shards):
+        cuts = [[shard[:2] for shard in held] for held in (old, shards)]
+        if cuts[0] != cuts[1] and not self._state_is_cut(self.options[table]):
             return False
         stays = any(a == b for *_, a, b in _overlaps(old, shards))
         return not (stays and self._over_gloo)
@@ -378,13 +375,12 @@ class _Job:
         """Whether a rank cannot send to itself."""
         return backend_of(self.topology.compute_device) == "gloo"
 
-    def _state_is_cut(self, table: int) -> bool:
+    def _state_is_cut(self, option: ShardingOption) -> bool:
         """Whether TorchRec moves the optimizer's state of parts of shards."""
-        return not any(self.costs.reader.state_bytes(self.options[table]))
+        return not any(self.costs.reader.state_bytes(option))
 
-    def _bytes(self, table: int) -> tuple[int, int]:
+    def _bytes(self, option: ShardingOption) -> tuple[int, int]:
         """Bytes that move with a column, and with every shard or part of one."""
-        option = self.options[table]
         rows = int(option.tensor.shape[0])
         per_value, per_row = self.costs.reader.state_bytes(option)
         return rows * (option.tensor.element_size() + per_value), rows * per_row
@@ -392,7 +388,7 @@ class _Job:
     def moves(self, table: int, shards: Shards) -> list[Move]:
         """List the moves that take a table to these shards."""
         option = self.options[table]
-        column_bytes, shard_bytes = self._bytes(table)
+        column_bytes, shard_bytes = self._bytes(option)
         return [
             Move(
                 path=option.path,
@@ -470,11 +466,6 @@ def _shards_of(sharding: ParameterSharding) -> Shards:
             )
         )
     )
-
-
-def _cuts(shards: Shards) -> list[tuple[int, int]]:
-    """Where the columns are split."""
-    return [(offset, width) for offset, width, _ in shards]
 
 
 def _overlaps(old: Shards, new: Shards) -> Iterator[tuple[int, int, int, int]]:
