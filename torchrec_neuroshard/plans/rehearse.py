@@ -34,6 +34,7 @@ from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Shard,
     ShardingOption,
+    Storage,
     Topology,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -54,6 +55,7 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     plan_entries,
     plan_options,
 )
+from torchrec_neuroshard.planner.costs.memory import RankMemory
 from torchrec_neuroshard.planner.options.checks import check_sharders
 from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.options.table_reader import (
@@ -150,26 +152,15 @@ def rehearse(
             faults[rank].append(f"table '{table_name(option)}': {fault}")
         for shard in option.shards:
             held[shard.rank].append((option, shard))
+    for rank, error in errors.items():
+        text = " ".join(str(error).split())[:400]
+        faults[rank].append(
+            f"DistributedModelParallel raises {type(error).__name__}: {text}"
+        )
     ranks = []
-    for found, device in zip(
-        storage.memory.ranks(options), topology.devices, strict=True
-    ):
-        rank, room = int(device.rank), int(getattr(device.storage, tier))
-        in_host = sum(s.storage.ddr for _, s in held[rank]) if tier != "ddr" else 0
-        if rank in errors:
-            text = " ".join(str(errors[rank]).split())[:400]
-            faults[rank].append(
-                f"DistributedModelParallel raises {type(errors[rank]).__name__}: {text}"
-            )
-        if found.peak > room:
-            text = found.overflow(rank, room, room)
-            faults[rank].append(text + _largest(held[rank], tier))
-        if in_host > device.storage.ddr:
-            faults[rank].append(
-                f"rank {rank} keeps {format_bytes(in_host)} in the host's memory, of "
-                f"which it has {format_bytes(device.storage.ddr)}"
-                + _largest(held[rank], "ddr")
-            )
+    for rank, found in enumerate(storage.memory.ranks(options)):
+        room = topology.devices[rank].storage
+        faults[rank] += _lacking(found, rank, held[rank], room, tier)
         ranks.append(
             RankRehearsal(
                 rank=rank,
@@ -179,7 +170,7 @@ def rehearse(
                 optimizer_bytes=found.static.optimizer,
                 cache_bytes=found.static.cache + found.static.index_tables,
                 activation_bytes=found.activations,
-                memory_bytes=room,
+                memory_bytes=int(getattr(room, tier)),
                 faults=tuple(faults[rank]),
             )
         )
@@ -215,14 +206,31 @@ def _fault(
     return None
 
 
-def _largest(shards: Sequence[tuple[ShardingOption, Shard]], tier: str) -> str:
-    """Name what takes most of a kind of memory, and the way out."""
-    text = ". Plan with this memory and batch_size, or raise world_size"
-    if not shards:
-        return text
-    option, shard = max(shards, key=lambda pair: getattr(pair[1].storage, tier))
-    size = format_bytes(getattr(shard.storage, tier))
-    return f"; table '{table_name(option)}' takes most, {size}{text}"
+def _lacking(
+    found: RankMemory,
+    rank: int,
+    shards: Sequence[tuple[ShardingOption, Shard]],
+    room: Storage,
+    tier: str,
+) -> Iterator[str]:
+    """Say which memory a rank lacks, what takes most of it, and the way out."""
+    host = sum(s.storage.ddr for _, s in shards) if tier != "ddr" else 0
+    has = int(getattr(room, tier))
+    texts = {}
+    if found.peak > has:
+        texts[tier] = found.overflow(rank, has, has)
+    if host > room.ddr:
+        texts["ddr"] = (
+            f"rank {rank} keeps {format_bytes(host)} in the host's memory, of which it "
+            f"has {format_bytes(room.ddr)}"
+        )
+    for kind, text in texts.items():
+        most = ""
+        if shards:
+            option, shard = max(shards, key=lambda pair: getattr(pair[1].storage, kind))
+            size = format_bytes(getattr(shard.storage, kind))
+            most = f"; table '{table_name(option)}' takes most, {size}"
+        yield f"{text}{most}. Plan with this memory and batch_size, or raise world_size"
 
 
 def _build(
