@@ -23,7 +23,7 @@ from torchrec_neuroshard.report import (
     TableReport,
     html_report,
 )
-from torchrec_neuroshard.report.plan_parts import RankReport, SplitReport
+from torchrec_neuroshard.report.parts import RankReport, SplitReport
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 HOSTILE = "</script><script>top.hacked = 1</script><img src=x onerror='top.hacked = 1'>"

@@ -108,8 +108,6 @@ def describe_plan(
         texts.append(full)
     texts += cautions(costs, selected, room)
     texts += notes
-    if fallback is not None:
-        texts.append(f"TorchRec's own plan was taken: {fallback}")
     result = SearchResult(
         placement=lowered.placement,
         predicted=predicted,

@@ -67,7 +67,7 @@ from torchrec_neuroshard.planner.options.groups import ShardingGroup, sharding_g
 from torchrec_neuroshard.planner.options.table_reader import TableReader, device_tier
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.report import PlanComparison, PlanReport
-from torchrec_neuroshard.report.plan_parts import rank_reports
+from torchrec_neuroshard.report.parts import rank_reports
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 __all__ = [

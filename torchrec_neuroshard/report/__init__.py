@@ -3,7 +3,7 @@
 from torchrec_neuroshard.report.comparison import PlanComparison, TableMove
 from torchrec_neuroshard.report.explain import explain
 from torchrec_neuroshard.report.page import html_report, write_html
-from torchrec_neuroshard.report.plan_parts import (
+from torchrec_neuroshard.report.parts import (
     Bottleneck,
     DeviceFigure,
     HostTable,
@@ -12,7 +12,7 @@ from torchrec_neuroshard.report.plan_parts import (
     TableReport,
     WeightSync,
 )
-from torchrec_neuroshard.report.plan_report import PlanReport
+from torchrec_neuroshard.report.plan import PlanReport
 from torchrec_neuroshard.report.rehearsal import (
     RankRehearsal,
     Rehearsal,

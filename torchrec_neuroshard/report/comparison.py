@@ -11,7 +11,7 @@ from typing import Any
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.placement import capitalised, format_bytes
 from torchrec_neuroshard.report.page import HtmlReport, html_table, paragraphs, view
-from torchrec_neuroshard.report.plan_report import PlanReport, plan_data, plan_page
+from torchrec_neuroshard.report.plan import PlanReport, plan_data, plan_page
 from torchrec_neuroshard.report.terminal import most, table
 from torchrec_neuroshard.simulator import PHASES
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.placement import Placement
-from torchrec_neuroshard.report.plan_parts import SplitReport
+from torchrec_neuroshard.report.parts import SplitReport
 from torchrec_neuroshard.simulator import PredictedCosts, Simulator, placed_arrays
 
 __all__ = ["explain"]

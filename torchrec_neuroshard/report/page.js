@@ -103,7 +103,7 @@
 
     for (const column of columns) {
       const press = () => {
-        const down = order && order.column === column ? !order.down : !!column.number;
+        const down = order.column === column ? !order.down : !!column.number;
         order = { column, down };
         update();
       };
@@ -149,20 +149,15 @@
       const text = (row) => columns.filter((c) => !c.number)
         .map((c) => String(c.get(row))).join(" ").toLowerCase();
       shown = all.filter((row) => ((t) => wanted.every((w) => t.includes(w)))(text(row)));
-      if (order) {
-        const { get } = order.column;
-        const sign = order.down ? -1 : 1;
-        const compare = (x, y) => {
-          if (x === null || y === null) return (x === null) - (y === null);
-          return sign * (typeof x === "string" ? naming.compare(x, y) : x - y);
-        };
-        shown.sort((a, b) => compare(get(a), get(b)));
-      }
+      const { column: { get }, down } = order;
+      const compare = (x, y) => {
+        if (x === null || y === null) return (x === null) - (y === null);
+        return (down ? -1 : 1) * (typeof x === "string" ? naming.compare(x, y) : x - y);
+      };
+      shown.sort((a, b) => compare(get(a), get(b)));
       for (const column of columns) {
-        column.head.removeAttribute("aria-sort");
-        if (order && order.column === column) {
-          column.head.setAttribute("aria-sort", order.down ? "descending" : "ascending");
-        }
+        if (column !== order.column) column.head.removeAttribute("aria-sort");
+        else column.head.setAttribute("aria-sort", down ? "descending" : "ascending");
       }
       count.textContent = shown.length === all.length
         ? `${whole(all.length)} ${label}`

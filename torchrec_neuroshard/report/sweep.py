@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchrec_neuroshard.report.plan_report import LOOSE_GAP, PlanReport
+from torchrec_neuroshard.report.plan import LOOSE_GAP, PlanReport
 from torchrec_neuroshard.report.terminal import gib, table
 
 __all__ = ["Sweep", "SweepCell"]

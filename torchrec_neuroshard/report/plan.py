@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.report.page import HtmlReport, bullets, paragraphs, view
-from torchrec_neuroshard.report.plan_parts import (
+from torchrec_neuroshard.report.parts import (
     Bottleneck,
     PlanBasis,
     RankReport,
