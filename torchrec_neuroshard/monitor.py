@@ -395,16 +395,16 @@ class PlanMonitor:
         self._count = self._in_window = 0
         self._intervals: list[float] = []
         self._spent = 0.0
-        failure = self._obstacle()
-        if failure is None:
-            try:
+        try:
+            failure = self._obstacle()
+            if failure is None:
                 self._sampler = InputSampler(
                     model.module, self._rank, self._world_size, self._fail
                 )
                 self._hooks.append(self._sampler)
                 self._time_phases()
-            except Exception as error:
-                failure = str(error)
+        except Exception as error:
+            failure = str(error)
         for rank, told in enumerate(self._all_tell((failure, every, timed))):
             if failure is None and told != (None, every, timed):
                 failure = told[0] or (

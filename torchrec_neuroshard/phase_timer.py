@@ -339,12 +339,12 @@ class InputSampler:
     ) -> None:
         input_dist, compute = module.input_dist, module.compute_and_output_dist
 
-        def seen_input_dist(ctx: Any, features: Any, *args: Any, **kwargs: Any) -> Any:
-            sent = input_dist(ctx, features, *args, **kwargs)
+        def seen_input_dist(ctx: Any, *inputs: Any, **named: Any) -> Any:
+            sent = input_dist(ctx, *inputs, **named)
             self._num_under_way[number] += 1
             try:
                 # Afterwards, when TorchRec has counted the ids of each feature.
-                self._see(number, features)
+                self._see(number, *inputs[:1])
             except Exception as error:
                 on_error(error)
             return sent
@@ -358,7 +358,7 @@ class InputSampler:
             _replaced(module, "compute_and_output_dist", seen_compute),
         ]
 
-    def _see(self, number: int, features: Any) -> None:
+    def _see(self, number: int, features: Any = None) -> None:
         """Copy this rank's share of a batch that enters a module."""
         if not isinstance(features, KeyedJaggedTensor):
             return
