@@ -13,7 +13,6 @@ from typing import Any
 
 from torchrec_neuroshard.files import check_outputs, json_text, write_whole
 from torchrec_neuroshard.progress import phase
-from torchrec_neuroshard.report import write_html
 from torchrec_neuroshard.schedules import SCHEDULES
 
 __all__ = [
@@ -203,6 +202,9 @@ def write_outputs(
     files = {name: getattr(args, name, None) for name in _OUTPUTS}
     with phase("writing"):
         if files["html"]:
+            # Only here: some subcommands do without torch.
+            from torchrec_neuroshard.report import write_html
+
             write_html(shown, files["html"], title)
         if files["json"]:
             write_whole(files["json"], json_text(data or shown.to_json()))
