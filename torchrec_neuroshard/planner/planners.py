@@ -543,7 +543,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 help_measure(found, pg.rank())
                 found = from_first(None, pg, _PLANNED)
             plan, self._known, error = found
-            self._plan = copied(plan)
+            self._plan = None if plan is None else copied(plan)
         if error is not None:
             raise error
         return plan
