@@ -3,7 +3,7 @@
 `Assessor` sets measured times beside predicted ones on rank 0, and `PlanMonitor` keeps
 the ranks together.
 
-Shapes: `W` ranks.
+Shapes: `W` ranks, `S` stages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.plans.replan import ReplanResult, apply_moves, replan
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts
 
 __all__ = ["MonitorReport", "PlanMonitor", "Replanned"]
@@ -68,15 +67,14 @@ class Phases:
             inside = "" if name == "model" else f"{name}."
             return any(f"{path}.".startswith(inside) for path in modules)
 
-        stages = [s for s in costs.stages if is_timed(s.name.rpartition(" (")[0])]
+        timed_S = [is_timed(s.name.rpartition(" (")[0]) for s in costs.stages]
+        phases_WS5 = costs.phases_WS6[:, timed_S, : len(PHASES)]
+        critical = phases_WS5.max(axis=0).sum(axis=0).tolist()
         return cls(
-            critical_ms={
-                p: sum(max(getattr(r, p) for r in s.ranks) for s in stages)
-                for p in PHASES
-            },
+            critical_ms=dict(zip(PHASES, critical, strict=True)),
             by_rank_ms=tuple(
-                {p: sum(getattr(s.ranks[rank], p) for s in stages) for p in _COMPUTE}
-                for rank in range(len(costs.ranks))
+                {p: row[PHASES.index(p)] for p in _COMPUTE}
+                for row in phases_WS5.sum(axis=1).tolist()
             ),
         )
 
@@ -305,15 +303,17 @@ class Assessor:
             drifts=drifts,
         )
 
-    def replan(self, plan: Any, budget_bytes: int, **wanted: Any) -> ReplanResult:
+    def replan(
+        self, plan: Any, budget_bytes: int | None, executable_only: bool
+    ) -> ReplanResult:
         """Call `replan` with inputs as they are now."""
         return replan(
             plan,
             planner=self._planner.relearned(self.profiles),
             model=self._model,
             sharders=self._sharders,
-            budget_bytes=budget_bytes,
-            **wanted,
+            budget_bytes=_UNLIMITED if budget_bytes is None else budget_bytes,
+            executable_only=executable_only,
         )
 
     def follow(self) -> None:
@@ -564,7 +564,6 @@ class PlanMonitor:
         *,
         budget_bytes: int | None = None,
         executable_only: bool = True,
-        config: SearchConfig | None = None,
     ) -> Replanned | None:
         """Look for better places and move tables; on every rank, between iterations.
 
@@ -578,7 +577,6 @@ class PlanMonitor:
         Args:
             budget_bytes: Most to move, as rank 0 gives it. None: whatever pays.
             executable_only: See `torchrec_neuroshard.replan`.
-            config: How hard to look.
 
         Returns:
             What was done. None where the monitor is off on any rank.
@@ -594,15 +592,9 @@ class PlanMonitor:
         found: Any = None
         if self._rank == 0:
             try:
-                found = (
-                    self._assessor.replan(
-                        self._model.plan,
-                        _UNLIMITED if budget_bytes is None else budget_bytes,
-                        executable_only=executable_only,
-                        config=config,
-                    ),
-                    None,
-                )
+                plan = self._model.plan
+                moved = self._assessor.replan(plan, budget_bytes, executable_only)
+                found = moved, None
             except BaseException as error:
                 found = None, portable(error)
         group = dist.group.WORLD
