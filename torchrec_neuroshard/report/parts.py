@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.report.terminal import listed_ranks
+from torchrec_neuroshard.report.terminal import listed_ranks, shortened
 from torchrec_neuroshard.schedules import SEQUENTIAL, TIMED
 from torchrec_neuroshard.simulator import PredictedCosts, RankCosts
 
@@ -64,12 +64,8 @@ class PlanBasis:
         if self.batch_size_is_default:
             texts.append(f"{self.batch_size:,} samples per rank (TorchRec's default)")
         if self.assumed_features:
-            first = ", ".join(self.assumed_features[:MAX_NAMES])
-            more = len(self.assumed_features) - MAX_NAMES
-            texts.append(
-                f"1 id per sample of {first}{f' and {more} more' if more > 0 else ''} "
-                "(TorchRec's default)"
-            )
+            names = shortened(self.assumed_features, MAX_NAMES)
+            texts.append(f"1 id per sample of {names} (TorchRec's default)")
         return tuple(texts)
 
     def lines(self, *, with_sources: bool = False) -> list[str]:
@@ -229,16 +225,16 @@ class SplitReport:
                 "any rank has free"
             )
         change = self.whole_ms / planned_ms - 1 if planned_ms > 0 else 0.0
-        then = (
-            f"the critical path would be {self.whole_ms:.3f} ms ({change:+.1%}: "
-            f"kernels {self.compute_change_ms:+.3f}, collectives "
-            f"{self.comms_change_ms:+.3f})"
-        )
-        if self.whole_ms > planned_ms:
-            return f"in one piece, at best on rank {self.whole_rank}, {then}"
+        where = f"in one piece, at best on rank {self.whole_rank},"
+        if self.whole_ms <= planned_ms:
+            where = (
+                "by itself the split does not pay: in one piece on rank "
+                f"{self.whole_rank}"
+            )
         return (
-            "by itself the split does not pay: in one piece on rank "
-            f"{self.whole_rank} {then}"
+            f"{where} the critical path would be {self.whole_ms:.3f} ms "
+            f"({change:+.1%}: kernels {self.compute_change_ms:+.3f}, collectives "
+            f"{self.comms_change_ms:+.3f})"
         )
 
 

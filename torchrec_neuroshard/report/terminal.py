@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torchrec_neuroshard.placement import capitalised
 
-__all__ = ["gib", "listed_ranks", "most", "sentence", "table"]
+__all__ = ["gib", "listed_ranks", "most", "sentence", "shortened", "table"]
 
 MAX_RUNS = 8
 """Runs of ranks in a line of text."""
@@ -60,5 +60,10 @@ def listed_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     texts = ["-".join(map(str, run)) for run in runs]
-    more = f" and {len(texts) - MAX_RUNS} more" if len(texts) > MAX_RUNS else ""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(texts[:MAX_RUNS])}{more}"
+    return f"rank{'s' * (len(ranks) != 1)} {shortened(texts, MAX_RUNS)}"
+
+
+def shortened(texts: Sequence[str], limit: int) -> str:
+    """Join the first texts by commas, and say how many there are more."""
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + more
