@@ -423,7 +423,7 @@ def planner_arguments(args: argparse.Namespace, given: GivenModel) -> dict[str, 
 
 @contextlib.contextmanager
 def planning(name: str) -> Iterator[None]:
-    """Plan without warnings and logs, which reports repeat; say which model fails.
+    """Silence warnings and logs, which the report repeats; name the model in errors.
 
     Raises:
         InfeasibleError: No plan fits.
@@ -435,7 +435,7 @@ def planning(name: str) -> Iterator[None]:
     except PlannerError as error:
         raise InfeasibleError(f"no plan for '{name}': {error}") from error
     except RuntimeError as error:
-        # What TorchRec's enumerator says of constraints that leave a table nothing.
+        # TorchRec's enumerator raises it where constraints leave a table no option.
         if not str(error).startswith("No available sharding type"):
             raise
         reason = str(error).partition(". Module:")[0]

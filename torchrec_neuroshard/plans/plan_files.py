@@ -94,7 +94,8 @@ _MAY_DIFFER = (
     "pipeline_type",
 )
 _NOT_STORED = ("sharding_spec", "stats")
-"""Shards have a form of their own; access statistics are the user's own object."""
+"""Fields left out: shards are stored in a form of their own, and access statistics
+are an object of the user's that only planners read."""
 _WAY_OUT = "Name a file that save_plan or neuroshard plan --out wrote, or plan anew"
 
 
@@ -108,7 +109,7 @@ class StalePlanWarning(UserWarning):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFingerprint:
-    """What a plan was made for."""
+    """The job that a plan was made for."""
 
     tables: tuple[PlanTable, ...]
     """Of the modules that the plan shards, sorted."""
@@ -120,10 +121,9 @@ class PlanFingerprint:
     memory_bytes: tuple[int, ...]
     """Memory of each rank that fused tables live in."""
     host_memory_bytes: tuple[int, ...] | None = None
-    """Host memory of each rank, beside that of its device; None: not known, or the
-    device is the host."""
+    """Host memory of each rank. None: unknown, or the ranks run on the host."""
     sharding_group: ShardingGroup | None = None
-    """What the ranks are a sharding group of; None: they are all, or not known."""
+    """The sharding group that the ranks form. None: they are all ranks, or unknown."""
     batch_size: int | None = None
     """Samples per rank; None: not known."""
     cost_model: str | None = None
@@ -135,8 +135,8 @@ class PlanFingerprint:
     pooling_factors: Mapping[str, float] | None = None
     """Full name of a table -> ids that a sample looks up in it; None: not known."""
     batch_sizes: Mapping[str, tuple[float, ...]] | None = None
-    """Full name of a table -> samples per rank that each of its features has, of tables
-    where they are others than the batch's; None: of none, or not known."""
+    """Full table name -> samples per rank of each feature, for tables whose features
+    have batch sizes of their own. None: no table has, or unknown."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Package -> version."""
 
@@ -170,7 +170,7 @@ class StoredPlan:
         )
 
     def report(self) -> PlanReport:
-        """Say what is stored of the plan; nothing is predicted anew.
+        """Return the report that is stored with the plan; predicts nothing.
 
         Raises:
             PlanFileError: The report is damaged.
@@ -208,7 +208,7 @@ class StoredPlan:
         return report
 
     def compared_to(self, other: StoredPlan, names: tuple[str, str]) -> PlanComparison:
-        """Say what lies elsewhere in another stored plan, and what that saves.
+        """Compare with another stored plan: which tables moved, and what that saves.
 
         Args:
             other: The second plan.
@@ -329,7 +329,7 @@ def _inputs(
 def _forbidden(
     plan: ShardingPlan, planner: EmbeddingPlannerBase, world_size: int
 ) -> Iterator[str]:
-    """Say which tables a planner's constraints would have elsewhere."""
+    """Say which tables of a plan break a planner's constraints."""
     constraints = planner_part(planner, "constraints") or {}
     ranks = {}
     for path, name, sharding in plan_entries(plan):
@@ -362,8 +362,7 @@ def save_plan(
 ) -> None:
     """Write a plan and what it was made for; call it on one rank.
 
-    Everything that `DistributedModelParallel` reads of a plan is stored. The access
-    statistics that a table's `cache_params` may carry are not: only planners read them.
+    Everything that `DistributedModelParallel` reads of a plan is stored.
 
     Args:
         plan: What a planner returned.
@@ -512,7 +511,7 @@ def _check_paths(
 
 
 def read_plan(path: str | Path) -> StoredPlan:
-    """Read a plan file without asking what it is wanted for.
+    """Read a plan file, whatever job it was made for.
 
     Raises:
         PlanFileError: The file is missing, damaged, or of a later version.
@@ -663,7 +662,7 @@ def _decode_sharding(data: Mapping[str, Any]) -> ParameterSharding:
     shards = values.pop("shards")
     known = {f.name for f in dataclasses.fields(ParameterSharding)}
     for name in sorted(values.keys() - known):
-        # Left at its default it says nothing that this TorchRec would not do anyway.
+        # A setting left at None changes nothing, so this TorchRec may lack it.
         if values.pop(name) is not None:
             raise PlanFileError(f"this TorchRec knows no setting '{name}'")
     spec = None

@@ -4,10 +4,10 @@
     print(report)
 
 TorchRec shards the model for one rank after another, on the "meta" device and with a
-process group that sends nothing: what `DistributedModelParallel` refuses on some rank,
-it refuses here. Of ranks that hold the same, as row-wise tables have them, one tells.
-No weight is allocated. What each rank takes of its device's memory is foretold by
-`memory`, at rest and at the peak of a step.
+process group that sends nothing. What `DistributedModelParallel` refuses on some rank,
+it refuses here. Ranks that hold shards of the same sizes are built once. No weight is
+allocated. `planner.costs.memory` predicts what each rank takes of its device's memory,
+at rest and at the peak of a step.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def rehearse(
     profiles: Mapping[str, FeatureProfile] | None = None,
     pipeline_type: Any = None,
 ) -> Rehearsal:
-    """Say of every rank of a plan what it holds, and whether it can run it.
+    """Report what each rank of a plan holds, and whether it can run the plan.
 
     Args:
         model: As it was before `DistributedModelParallel` took it, best on "meta"; it
@@ -193,7 +193,7 @@ def _fault(
     topology: Topology,
     reader: TableReader,
 ) -> str | None:
-    """Say what a table's kernels refuse, or get wrong, but only when they run."""
+    """Say what a table's kernels would refuse or get wrong once they run."""
     if fault := reader.run_fault(option, topology):
         return fault
     if pipeline_name(pipeline_type) == PREFETCHING and has_cache(option):
@@ -265,7 +265,7 @@ def _build(
 
 
 def _alike(plan: ShardingPlan, topology: Topology) -> list[list[int]]:
-    """Group ranks that hold shards of the same tables and sizes: one tells for all."""
+    """Group ranks that hold shards of the same tables and sizes."""
     held: list[list[Any]] = [[] for _ in topology.devices]
     for path, name, sharding in plan_entries(plan):
         if spec := sharding.sharding_spec:
@@ -308,7 +308,7 @@ def quietly(level: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rank(rank: int, topology: Topology) -> Iterator[None]:
-    """Be a rank, of a process group that sends nothing; leave nothing behind."""
+    """Act as one rank of a process group that sends nothing; restore all after it."""
     world_size, node = int(topology.world_size), int(topology.local_world_size)
     environment, hook = dict(os.environ), sys.excepthook
     os.environ |= {"LOCAL_RANK": str(rank % node), "LOCAL_WORLD_SIZE": str(node)}

@@ -159,9 +159,9 @@ def replan(
 ) -> ReplanResult:
     """Improve a plan by moving few bytes; call it on one rank.
 
-    Whole shards move or change places; column-wise tables are also split otherwise, and
-    their shards exchange columns. What stays on a rank is not moved. Sharding types and
-    kernels stay, and so do all tables but fused table-wise and column-wise ones.
+    Whole shards move or change places. Column-wise tables may also be split
+    differently, and their shards may exchange columns. Sharding types and kernels stay.
+    Only fused table-wise and column-wise tables move.
 
     Args:
         current_plan: The plan at work.
@@ -261,8 +261,8 @@ class _Job:
         self, planner: NeuroShardPlanner, memory: Sequence[Storage]
     ) -> ShardingTask:
         """Return what the search would be asked to place, with its limits."""
-        # A plan at work may break the rules: tables that the rules leave no rank stay,
-        # and sets that belong together move as one (see `budget`).
+        # The plan at work may break the rules. Tables without an allowed rank stay, and
+        # sets that belong together move as one (see `budget`).
         rules = dataclasses.replace(
             self._rules,
             allowed={t: ranks for t, ranks in self._rules.allowed.items() if ranks},
@@ -330,10 +330,10 @@ class _Job:
         options = [o for o in self.options if o.path == path]
         reader, module = self.costs.reader, options[0].module[1]
         if len({any(reader.state_bytes(o)) for o in options}) > 1:
-            # It moves the state of all tables of a module, or of none.
+            # TorchRec moves the state of all tables of a module, or of none.
             return "TorchRec moves no module where some tables have no state"
         for option in options:
-            # One tensor of each table is all that it moves.
+            # TorchRec moves one tensor of state for each table.
             if sum(reader.state_bytes(option)) > 4:
                 name = reader.optimizer_name(option)
                 return f"TorchRec does not move all of the state of {name}"
@@ -342,8 +342,8 @@ class _Job:
         for name, sharding in self._plan.plan[path].items():
             table = f"table '{name}' of the same module"
             if sharding.sharding_type not in (TABLE_WISE, COLUMN_WISE):
-                # Replicas would no longer be kept equal, and means of row-wise tables
-                # are taken over the wrong features.
+                # After a move, replicas would drift apart, and means of row-wise tables
+                # would be taken over the wrong features.
                 return (
                     f"{table} is {sharding.sharding_type}, which TorchRec does not set "
                     "up again after a move"
