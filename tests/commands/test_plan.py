@@ -165,6 +165,7 @@ def test_a_function_may_give_sharders_and_constraints(
         everything=everything,
         alone=lambda: make_ebc([(100, 16)]),
         nothing=lambda: 3,
+        twice=lambda: (make_ebc([(100, 16)]), make_ebc([(10, 16)])),
         broken=lambda: 1 / 0,
         others=lambda: (make_ebc([(100, 16)]), [EmbeddingCollectionSharder()]),
     )
@@ -176,6 +177,7 @@ def test_a_function_may_give_sharders_and_constraints(
     assert len(alone.sharders) > 1
     for name, message in (
         ("nothing", "must return a torch.nn.Module.*got int"),
+        ("twice", "must return a torch.nn.Module.*got Embed"),
         ("broken", "raises: ZeroDivisionError: division by zero.*NEUROSHARD_DEBUG=1"),
         ("brokn", "has no function 'brokn'; did you mean 'broken'"),
         ("others", "no sharder is for a module of the EmbeddingBagCollection"),

@@ -108,17 +108,17 @@ def read_model(name: str) -> GivenModel:
         except TableError as error:
             raise TableError(f"'{found['path']}': {error}") from error
     made = _call(name)
-    parts = made if isinstance(made, tuple) else (made,)
-    found_parts: dict[Any, Any] = {}
-    for part in (p for p in parts if p is not None):
-        kinds = (nn.Module, list, Mapping)
-        kind = next((k for k in kinds if isinstance(part, k)), None)
-        found_parts[kind] = part
-    if None in found_parts or nn.Module not in found_parts:
+    parts = [p for p in (made if isinstance(made, tuple) else [made]) if p is not None]
+    kinds = (nn.Module, list, Mapping)
+    found_parts: dict[Any, Any] = {
+        next((k for k in kinds if isinstance(part, k)), None): part for part in parts
+    }
+    odd = None in found_parts or len(found_parts) < len(parts)
+    if odd or nn.Module not in found_parts:
         raise ConfigError(
             f"'{name}' must return a torch.nn.Module, alone or in a tuple with a list "
             "of sharders and a dictionary of constraints, got "
-            + ", ".join(type(p).__name__ for p in parts)
+            + (", ".join(type(p).__name__ for p in parts) or "None")
         )
     module = found_parts[nn.Module]
     sharders = found_parts.get(list) or get_default_sharders()
@@ -322,7 +322,7 @@ def read_constraints(
             f"'{path}' holds no constraints: expected an object, table -> fields"
         )
     tables = {config.name for config in table_configs(model.module)}
-    for name in data.keys() - tables - {"*"}:
+    for name in (n for n in data if n not in tables | {"*"}):
         raise ConfigError(
             f"'{path}' names table '{name!s:.60}', which the model does not have; "
             + suggestion(str(name), tables, "tables")
