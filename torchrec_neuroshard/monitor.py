@@ -104,12 +104,9 @@ class Measured(Phases):
         *,
         one_clock: bool,
     ) -> Measured:
-        """Put together what ranks timed.
+        """Put together what `PhaseTimer.take_all` returned on each rank.
 
-        Args:
-            iterations_W: Of each rank: `PhaseTimer.take_all`, as many on all.
-            iteration_ms: Of a whole iteration.
-            one_clock: See `critical_times`.
+        All ranks have timed as many iterations; for the clock see `critical_times`.
         """
         median = statistics.median
         steps = [
@@ -236,13 +233,7 @@ class Assessor:
     def __init__(
         self, planner: NeuroShardPlanner, model: nn.Module, sharders: Sequence[Any]
     ) -> None:
-        """Take what plans are made with.
-
-        Args:
-            planner: Made the plan at work, or prices it.
-            model: As it was planned.
-            sharders: Of its modules.
-        """
+        """Take what plans are made with, the model as it was planned."""
         self._planner, self._model, self._sharders = planner, model, list(sharders)
         self.profiles: dict[str, FeatureProfile] = {}
         self._options: list[Any] = []
@@ -282,12 +273,8 @@ class Assessor:
     ) -> MonitorReport:
         """Set predicted beside measured.
 
-        Args:
-            plan: At work.
-            measured: What the ranks measured.
-            last_iteration: When.
-            seconds: What this may take; with less than the last time, inputs are taken
-                to be those that were planned for.
+        With fewer seconds left than pricing took the last time, inputs are taken to be
+        those that were planned for.
         """
         planned = predicted = Phases.of(self.planned(plan), measured.modules)
         drifts: tuple[Drift, ...] = ()
