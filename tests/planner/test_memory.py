@@ -11,6 +11,9 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import optim
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -32,6 +35,7 @@ from tests.builders import (
     sequences,
 )
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
+from torchrec_neuroshard.planner.parts.proposers import NeuroShardProposer
 
 CLASSES = [
     torch.optim.SGD,
@@ -241,3 +245,48 @@ def test_ranks_with_room_for_tables_but_not_for_outputs_are_full() -> None:
     planner = make_planner(topology=gpus(2, hbm_cap=2 * MIB), batch_size=65_536)
     with pytest.raises(PlannerError):
         planner.plan(make_ebc([(1000, 128)]), bag_sharders())
+
+
+def test_a_plan_that_overfills_a_rank_is_searched_again_with_less_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What tables take beside each other may be more than their bounds say."""
+    counted = MemoryModel.shard_bytes
+
+    def half(memory: MemoryModel, options: Any) -> list[Any]:
+        return [
+            {size: (device / 2, host) for size, (device, host) in sizes.items()}
+            for sizes in counted(memory, options)
+        ]
+
+    monkeypatch.setattr(MemoryModel, "shard_bytes", half)
+    feedback: list[bool] = []
+    told = NeuroShardProposer.feedback
+
+    def note(proposer: Any, partitionable: bool, *args: Any, **kwargs: Any) -> None:
+        feedback.append(partitionable)
+        told(proposer, partitionable, *args, **kwargs)
+
+    monkeypatch.setattr(NeuroShardProposer, "feedback", note)
+    module = make_ebc([(100_000, 64), (100_000, 128), (100_000, 32), (100_000, 64)])
+    constraints = by_table(
+        sharding_types=[["column_wise"]] * 4,
+        compute_kernels=[["fused", "fused_uvm"]] * 4,
+        pooling_factors=[[1.0], [20.0], [5.0], [8.0]],
+    )
+
+    def peak(hbm_cap: int) -> float:
+        planner = make_planner(
+            topology=gpus(2, hbm_cap=hbm_cap, ddr_cap=64 * GIB),
+            constraints=constraints,
+            batch_size=4096,
+            storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+            strict_memory=True,
+        )
+        planner.plan(module, bag_sharders())
+        options = planner.get_selected_options()
+        return max(m.peak for m in planner.enumerator.memory.ranks(options))
+
+    most = int(peak(8 * GIB))
+    assert peak(int(0.9 * most)) <= 0.9 * most
+    assert all(feedback)

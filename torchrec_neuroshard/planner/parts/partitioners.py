@@ -64,6 +64,8 @@ LATER_EFFORT = 0.3
 """Effort of the searches after a plan's first one, relative to it."""
 LATER_SHARE = 4.0
 """What all of them may take together, relative to the first one."""
+MOST_REPAIRS = 3
+"""Times that a plan which overfills a rank is searched anew, with less memory."""
 LEAST_SECONDS = 0.5
 """A first search that took less counts as this."""
 QUICK_SECONDS = 0.05
@@ -191,10 +193,10 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         """
         for option in proposal:
             note_sharders((option, *FreeOption.ways_of(option)), self._sharders)
-        rules, room = self.rules(proposal), storage_constraint
-        if self._memory is not None:
-            common = self._memory.common_bytes(proposal)
-            storage_constraint = without(storage_constraint, common)
+        rules, room, memory = self.rules(proposal), storage_constraint, self._memory
+        common = 0.0 if memory is None else memory.common_bytes(proposal)
+        if memory is not None:
+            storage_constraint = without(room, common)
         ways = [
             option.ways
             if isinstance(option, FreeOption)
@@ -204,10 +206,16 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         try:
             self._check_room(proposal, storage_constraint, room)
             plan = self._fitted(proposal, ways, storage_constraint, room, rules)
-            if self._memory is not None and full_rank(room, plan) is not None:
-                # What the sharding types of a module take beside each other shows now.
-                less = without(room, self._memory.common_bytes(plan, placed=True))
+            for _ in range(MOST_REPAIRS):
+                if memory is None or full_rank(room, plan) is None:
+                    break
+                # What tables take beside each other shows only in a plan.
+                over = max(-left.hbm for left in memory_left(room, plan))
+                beside = memory.common_bytes(plan, placed=True)
+                common = max(beside, common + max(0, over))
+                less = without(room, common)
                 plan = self._fitted(proposal, ways, less, room, rules)
+            if memory is not None:
                 check_memory(room, plan, "the search's plan")
         except PlannerError as error:
             num_ways = sum(map(len, ways))
