@@ -61,3 +61,32 @@ def test_parts_of_tables_stand_for_all_ranks(kind: str) -> None:
         own = place == table
         assert sorted(np.repeat(found[own], alike[own])) == sorted(every)
         assert len(set(found[own].tolist())) == len(set(every.tolist()))
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
+def test_each_type_is_tried_with_only_as_many_tables_in_the_host_as_needed(
+    kind: str,
+) -> None:
+    rng = np.random.default_rng(0)
+    rows = [int(10 ** rng.uniform(3, 6)) for _ in range(20)]
+    tables = [
+        {
+            "rows": n,
+            "dim": 64,
+            "pooling": float(rng.integers(1, 51)),
+            "module": 0,
+            "ways": [
+                (k, u) for k in ("column_wise", "row_wise") for u in (None, "uvm")
+            ],
+        }
+        for n in rows
+    ]
+    room = sum(rows) * 64 * 4 * 0.5 / 4
+    task = build({"ranks": 4, "node": 4, "tables": tables, "memory": [int(room)] * 4})
+    simulator = Simulator(task, load_cost_model("cpu"), AnalyticCommsModel(0.3))
+    starts = Choices(ShardBank(simulator)).starts(math.inf)
+    assert any(
+        {task.sharding_types[way] for way in ways} == {kind}
+        and {task.kernels[way] is None for way in ways} == {True, False}
+        for ways in starts
+    )

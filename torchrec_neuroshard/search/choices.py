@@ -52,9 +52,10 @@ MAX_STEPS = 40
 """Most switches on a path."""
 PRICE_STEPS = 32
 """Prices of memory that are tried: rising ones, then between two of them."""
-NUM_UNIFORM, MOST_UNIFORM = 4, 500
-"""Choices in which all tables take one kind of way, and the most tables for which they
-are starts, too: balanced ranks make mixed choices look better than they are."""
+NUM_UNIFORM, NUM_CHEAPEST, MOST_UNIFORM = 2, 3, 500
+"""Choices in which all tables take one kind of way, or the cheapest ways of one stage,
+and the most tables for which they are starts, too: balanced ranks make mixed choices
+look better than they are."""
 
 
 class Choices:
@@ -136,13 +137,17 @@ class Choices:
         """
         free = self._freest()
         uniform = self._uniform(free)
-        found = np.stack([free, *self._cheapest(), *uniform])
+        each = self._cheapest()
+        found = np.stack([free, *each, *uniform])
         cheapest = found[self.costs(found).argmin()]
         ends = [self.improved(start, deadline) for start in (cheapest, free)]
         ends += self._best_of_all()
-        if uniform and len(self.ways) <= MOST_UNIFORM:
-            order = np.argsort(self.costs(np.stack(uniform)), kind="stable")
-            ends += [uniform[n] for n in order[:NUM_UNIFORM]]
+        known = {c.tobytes() for c in ends}
+        for pool, most in ((uniform, NUM_UNIFORM), (each, NUM_CHEAPEST)):
+            new = [c for c in pool if c.tobytes() not in known]
+            if new and len(self.ways) <= MOST_UNIFORM:
+                order = np.argsort(self.costs(np.stack(new)), kind="stable")
+                ends += [new[n] for n in order[:most]]
         # The freest choice is as good as balanced ranks make it look.
         return list({c.tobytes(): c for c in (*ends[:2], free, *ends[2:])}.values())
 
