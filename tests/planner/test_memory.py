@@ -285,7 +285,7 @@ def test_a_plan_that_overfills_a_rank_is_searched_again_with_less_memory(
         )
         planner.plan(module, bag_sharders())
         options = planner.get_selected_options()
-        return max(m.peak for m in planner.enumerator.memory.ranks(options))
+        return float(max(m.peak for m in planner.enumerator.memory.ranks(options)))
 
     most = int(peak(8 * GIB))
     assert peak(int(0.9 * most)) <= 0.9 * most
