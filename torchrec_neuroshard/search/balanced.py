@@ -1,221 +1,330 @@
-"""A proof of how short a critical path can be, for costs that add up.
+"""The integer program behind the lower bound: how short ranks with equal work are.
 
-Some models, estimates of cards above all, say of what their times are a sum
-(`CostModel.additive`). By these a phase takes, on the slowest rank, no less than
+Whatever the placement, some rank has at least the average of a stage's work. So each
+phase of a stage takes no less than
 
-- a launch and the mean over all ranks, since some rank has that much to do;
-- what the largest shard of any table that is there takes alone;
+- the kernel's launch and the mean of all work over the ranks;
+- what the largest shard of any of its tables takes alone;
 
-and collectives no less than at even loads (`CommsModel.even_is_fastest`). What the
-tables' ways, and into how many shards they are split, then make of an iteration at
-least is an integer program. All that its solver rules out is ruled out, even where it
-stops early. What no rank can hold beside other tables, rules on ranks, and putting
-outputs in order are not looked at.
+and a collective no less than with the same total in equal parts on all ranks, nor than
+the largest shard's alone. Which way each table takes, and in how many shards, then
+decides how long an iteration takes at least. HiGHS finds the best choice; where it
+stops early, its own bound counts.
 
-Shapes: `O` options, each a way of a table split into some number of shards, `T` tables,
-one index for each way, `N` widths, `S` stages, `G` fusion groups, `2` forward and
+Three things are left out, without which no plan is slower: how shards fit beside each
+other into a rank's memory, rules on ranks, and putting outputs in order.
+
+Shapes: `O` options, each a way of a table in some number of shards, `N` shards, `K`
+rows of work (see `Work`), `M` memories, `G` fusion groups, `S` stages, `2` forward and
 backward, `3` loads of collectives (see `simulator.PricedShards`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize, sparse
 
-from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.search.shards import Bools, Floats, Ints, ShardBank, sum_by
+from torchrec_neuroshard.simulator import PricedShards
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["balanced_bound"]
+__all__ = ["Options", "Program", "Work", "list_options", "owners"]
 
-MAX_SHARDS = 100_000
-"""Shards of different tables and widths that are looked at; of more nothing is said."""
-LEAST_LOAD, NUM_PIECES, NUM_KNOTS = 1e-3, 4, 512
-"""Straight pieces under a collective's time over its load, from this share of the
-largest load on; knots at which a piece's time is looked up."""
-TINY = 1e-12
-"""Share of a load for which a collective is made at all."""
+MAX_WHOLE = 600
+"""Options up to which a table takes one of them whole; of more it may mix them."""
+MAX_ALONE = 64
+"""Tables of a stage whose largest shards are looked at, the costliest ones."""
+NUM_KNOTS = 128
+"""Loads at which a collective is looked up between two powers of two."""
 MIP_GAP = 1e-3
-"""How near the solver comes to the best bound of this kind."""
+"""How near HiGHS comes to the best choice."""
+LEAST_SECONDS = 1.0
+"""What the integer program has where time is up."""
 SLACK = 1e-6
 """What the solver's own tolerances may amount to."""
 
 
+class Work(Protocol):
+    """Work of kernels that adds up, so that its mean over ranks is known.
+
+    Some rank's kernels take at least their launch and the mean of all shards' work.
+    """
+
+    covers: Sequence[tuple[int, ...]]
+    """For each row of work, the phases it is part of together: forward 0, backward
+    1."""
+
+    def launch(self, groups: Sequence[int]) -> Floats:
+        """Return the launch of any kernels of these groups together, `K` [ms]."""
+
+    def of_shards(self, rows_N: Ints) -> Floats:
+        """Return the work of shards, `N x K` [ms]."""
+
+    def alone(self, rows_N: Ints) -> Floats:
+        """Return the least that any kernel with each shard takes, `N x 2` [ms]."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Options:
+class Options:
     """What options cost and hold at least."""
 
     own_O: Ints
     """The table proper, counting from 0."""
     way_O: Ints
-    mean_O2: Floats
-    """Compute of all shards, launches aside, over the number of ranks [ms]."""
-    alone_O2: Floats
-    """Compute of the largest shard alone [ms]."""
+    mean_OK: Floats
+    """Work of all shards over the number of ranks [ms]."""
     loads_O3: Floats
     """Loads of all ranks together."""
-    bytes_O: Floats
+    bytes_OM: Floats
+    """Memory of all ranks together."""
+    alone_O5: Floats
+    """Phases of a rank with the largest shard alone [ms]."""
+
+    def pick(self, index: Ints | Bools) -> Self:
+        """Return some of them."""
+        return type(self)(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def useful(self, group_O: Ints, *, in_memory: bool) -> Self:
+        """Leave out options that are never better than another of the same table.
+
+        Args:
+            group_O: Their fusion groups; options of different ones are not compared.
+            in_memory: Whether one that takes less memory counts as better.
+        """
+        costs = [self.mean_OK, self.loads_O3, self.alone_O5]
+        cost_OX = np.concatenate([*costs, *[self.bytes_OM] * in_memory], axis=1)
+        # Where costs are the same, the one of less memory comes first.
+        order = np.lexsort((self.bytes_OM.sum(axis=1), cost_OX.sum(axis=1)))
+        key_O = self.own_O * (int(group_O.max()) + 1) + group_O
+        kept: list[int] = []
+        for held in _alike(key_O[order]):
+            left = order[held]
+            while len(left):
+                kept.append(int(left[0]))
+                left = left[(cost_OX[left] < cost_OX[left[0]]).any(axis=1)]
+        return self.pick(np.sort(np.array(kept)))
 
 
-def balanced_bound(bank: ShardBank, *, seconds: float, nodes: int) -> float:
-    """Bound the critical path of every placement from below.
+def list_options(bank: ShardBank, work: Work) -> Options:
+    """List the options of every table that some rank has room for.
 
     Args:
         bank: The task's shards, each table for itself.
-        seconds: For the solver.
-        nodes: Of the solver's tree.
+        work: What kernels take.
+    """
+    task = bank.task
+    counts = [(w, *c) for w in range(len(bank.dims_T)) for c in _counts(bank, w)]
+    way_O, few_O, many_O = np.array(counts, dtype=np.int64).T
+    # The widest shard is no narrower than the mean of the most shards.
+    width_O = -(-bank.dims_T[way_O] // (many_O * COLUMN_MULTIPLE)) * COLUMN_MULTIPLE
+    fits_O = (bank.sizes(way_O, width_O) <= bank.caps_MW.max(axis=1)[:, None]).all(0)
+    way_O, few_O, many_O, width_O = (v[fits_O] for v in (way_O, few_O, many_O, width_O))
+    dim_O, size_O = bank.dims_T[way_O], bank.block_T[way_O]
+    place_N, rank_N, alike_N = bank.parts(way_O)
+    row_N = bank.rows(way_O[place_N], width_O[place_N], rank_N)
+    times_N1 = (alike_N * dim_O[place_N] / width_O[place_N])[:, None]
+    work_OK, loads_O3 = (
+        sum_by(place_N, values * times_N1, len(way_O))
+        for values in (work.of_shards(row_N), bank.loads_of(row_N))
+    )
+    # All shards of a table are sent its ids, however few columns they have.
+    loads_O3[:, 0] *= few_O * width_O / dim_O
+    first_O = np.flatnonzero(np.diff(place_N, prepend=-1))
+    compute_O2, comms_O3 = (
+        work.alone(row_N[first_O]),
+        _comms_alone(bank, way_O, width_O),
+    )
+    varied_O = few_O < dim_O / width_O
+    for way in np.unique(way_O[varied_O]).tolist():
+        own = np.flatnonzero(varied_O & (way_O == way))
+        work_OK[own], compute_O2[own] = _uneven(
+            bank, work, way, few_O[own], many_O[own]
+        )
+    _, fixed_MT, column_MT = task.memory
+    bytes_MO = fixed_MT[:, way_O] * few_O + column_MT[:, way_O] * dim_O
+    return Options(
+        own_O=owners(task)[way_O],
+        way_O=way_O,
+        mean_OK=work_OK / task.world_size,
+        loads_O3=loads_O3,
+        bytes_OM=(size_O * bytes_MO).T,
+        alone_O5=np.concatenate([compute_O2, comms_O3], axis=1),
+    )
+
+
+def owners(task: ShardingTask) -> Ints:
+    """Return the table proper that each way is of, counting from 0."""
+    number_T = np.zeros(len(task.tables), dtype=np.int64)
+    for number, ways in enumerate(task.ways):
+        number_T[list(ways)] = number
+    return number_T
+
+
+def _counts(bank: ShardBank, way: int) -> Iterator[tuple[int, int]]:
+    """Yield the fewest and the most shards of columns of a way's options."""
+    splits = bank.splits(way)
+    if not bank.moves_T[way]:
+        splits = (int(bank.num_blocks_T[way]),)
+    if not (bank.task.uneven and bank.moves_T[way]):
+        yield from ((k, k) for k in splits)
+        return
+    few = 1
+    while few <= splits[-1]:
+        many = min(few + few // 2, splits[-1])
+        yield few, many
+        few = many + 1
+
+
+def _uneven(
+    bank: ShardBank, work: Work, way: int, few_O: Ints, many_O: Ints
+) -> tuple[Floats, Floats]:
+    """Bound the work and the largest shard of a table in shards of any widths.
+
+    No sum over shards is below a straight line under all of them, whatever its slope.
 
     Returns:
-        Milliseconds: a proof; 0 where costs do not add up or tables are too many.
+        Work of all shards, `O x K`, and the largest one alone, `O x 2` [ms].
     """
-    simulator = bank.simulator
-    additive = simulator.cost_model.additive
-    most = bank.dims_T.sum() // COLUMN_MULTIPLE
-    if (
-        additive is None
-        or not simulator.comms_model.even_is_fastest
-        or most > MAX_SHARDS
-    ):
-        return 0.0
-    options = _options(bank, additive[1:])
-    program = _Program(bank, options, additive[0])
-    found = optimize.milp(
-        np.array(program.cost),
-        integrality=np.array(program.whole, dtype=np.int64),
-        bounds=optimize.Bounds(0.0, np.array(program.most)),
-        constraints=program.rules(),
-        options={"mip_rel_gap": MIP_GAP, "node_limit": nodes, "time_limit": seconds},
+    dim, narrowest = int(bank.dims_T[way]), int(bank.narrowest_T[way])
+    width_N = np.arange(narrowest, dim - narrowest + 1, COLUMN_MULTIPLE)
+    row_N = bank.rows(np.full(len(width_N), way), width_N)
+    each_NK = work.of_shards(row_N)
+    slope_XK = np.diff(each_NK, axis=0, prepend=0.0) / COLUMN_MULTIPLE
+    under_XK = (each_NK - slope_XK[:, None] * width_N[:, None]).min(axis=1)
+    ends_2OXK = np.stack([few_O, many_O])[:, :, None, None] * under_XK + slope_XK * dim
+    total_OK = np.maximum(ends_2OXK.min(axis=0).max(axis=1), 0.0)
+    wide_ON1 = (width_N * many_O[:, None] >= dim)[..., None]
+    return total_OK, np.where(wide_ON1, work.alone(row_N), np.inf).min(axis=1)
+
+
+def _comms_alone(bank: ShardBank, way_O: Ints, width_O: Ints) -> Floats:
+    """Predict the collectives of one shard, or block, of each option alone.
+
+    Returns:
+        `O x 3` [ms], by the load they move; 0 for ways that are alike on all ranks.
+    """
+    size_O = np.where(
+        bank.block_T[way_O] < bank.task.world_size, bank.block_T[way_O], 0
     )
-    bound = found.mip_dual_bound
-    if bound is None or not math.isfinite(bound):
-        return 0.0
-    return max(0.0, float(bound)) * (1 - SLACK)
+    place_N = np.repeat(np.arange(len(way_O)), size_O)
+    rank_N = np.arange(len(place_N)) - np.repeat(np.cumsum(size_O) - size_O, size_O)
+    row_N = bank.rows(way_O[place_N], width_O[place_N], rank_N)
+    rows, which_N = np.unique(row_N, return_inverse=True)
+    shards = PricedShards(
+        bank.encoding(rows), which_N, bank.extra(row_N), bank.loads_of(row_N)
+    )
+    ms_N3 = bank.simulator.single_comms(shards, way_O[place_N], rank_N, place_N)
+    most_O3 = np.zeros((len(way_O), 3))
+    np.maximum.at(most_O3, place_N, ms_N3)
+    return _by_load(most_O3, bank.loads_of(bank.whole_T[way_O])[:, 2] > 0)
 
 
-def _options(bank: ShardBank, weights_E2: Floats) -> _Options:
-    """List the options of every table that some rank has room for."""
-    task, num_ranks = bank.task, bank.task.world_size
-    room = float(bank.caps_W.max())
-    found: list[tuple[int, int, Floats, Floats, Floats, float]] = []
-    for own, ways in enumerate(task.ways):
-        for way in ways:
-            blocks = task.num_blocks(way)
-            if bank.moves_T[way]:
-                found += [
-                    (own, way, *costs) for costs in _splits(bank, way, weights_E2)
-                ]
-                continue
-            width = -(-int(bank.dims_T[way]) // blocks)
-            size = float(bank.bytes(np.array([way]), np.array([width]))[0])
-            if size > room:
-                continue
-            _, rank, alike = bank.parts(np.array([way]))
-            rows = bank.rows(np.full(len(rank), way), np.full(len(rank), width), rank)
-            times = (alike * blocks)[:, None]
-            mean = (_additive(bank, rows, weights_E2) * times).sum(axis=0) / num_ranks
-            loads = (bank.loads_of(rows) * times).sum(axis=0)
-            size *= int(bank.block_T[way]) * blocks
-            found.append((own, way, mean, _alone(bank, rows)[0], loads, size))
-    return _Options(*(np.array(column) for column in zip(*found, strict=True)))
+def _by_load(ms_N3: Floats, replicated_N: npt.ArrayLike) -> Floats:
+    """Turn ids, forward and backward into times of ids, columns and gradients."""
+    both_N, replicated_N = ms_N3[:, 1:].sum(axis=1), np.asarray(replicated_N)
+    return np.stack(
+        [ms_N3[:, 0], both_N * ~replicated_N, both_N * replicated_N], axis=1
+    )
 
 
-def _splits(
-    bank: ShardBank, way: int, weights_E2: Floats
-) -> Iterable[tuple[Floats, Floats, Floats, float]]:
-    """Costs of a table in columns: whole, in 2 or 3 shards, 4 to 7, 8 to 15, ..."""
-    task, dim = bank.task, int(bank.dims_T[way])
-    rows = bank.whole_T[[way]]
-    mean = _additive(bank, rows, weights_E2)[0] / task.world_size
-    [loads] = bank.loads_of(rows)
-    [size] = bank.bytes(np.array([way]), np.array([dim]))
-    room = float(bank.caps_W.max())
-    if size <= room:
-        yield mean, _alone(bank, rows)[0], loads, float(size)
-    most = bank.splits(way)[-1]
-    if most < 2:
-        return
-    least = -(-max(1, task.min_widths[way]) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-    width_N = np.arange(least, dim - least + 1, COLUMN_MULTIPLE)
-    rows = bank.rows(np.full(len(width_N), way), width_N)
-    each_N2, alone_N2 = _additive(bank, rows, weights_E2), _alone(bank, rows)
-    fits_N = bank.bytes(np.full(len(width_N), way), width_N) <= room
-    # No sum over shards is below a straight line under all of them, whatever its slope.
-    slopes_K2 = np.diff(each_N2, axis=0, prepend=0.0) / COLUMN_MULTIPLE
-    under_K2 = (each_N2 - slopes_K2[:, None] * width_N[:, None]).min(axis=1)
-    few = 2
-    while few <= most:
-        many = min(2 * few - 1, most)
-        # The widest of so many shards is no narrower than their mean.
-        wide_N = width_N * many >= dim
-        if (wide_N & fits_N).any():
-            number_1 = np.arange(few, many + 1)[:, None, None]
-            total_2 = (number_1 * under_K2 + slopes_K2 * dim).max(axis=1).min(axis=0)
-            yield (
-                np.maximum(total_2, 0.0) / task.world_size,
-                alone_N2[wide_N & fits_N].min(axis=0),
-                loads * [few, 1, 1],
-                float(size + (few - 1) * task.fixed_bytes[way]),
-            )
-        few *= 2
+class Program:
+    """Which option each table takes, and how long phases then are."""
 
+    def __init__(
+        self,
+        bank: ShardBank,
+        work: Work,
+        options: Options,
+        *,
+        in_memory: bool,
+    ) -> None:
+        """State it.
 
-def _additive(bank: ShardBank, rows_N: Ints, weights_E2: Floats) -> Floats:
-    """What shards add to any set at least, `N x 2` [ms]."""
-    added: Floats = bank.encoding(rows_N) @ weights_E2 + bank.extra(rows_N)
-    return added
-
-
-def _alone(bank: ShardBank, rows_N: Ints) -> Floats:
-    """What shards take alone, `N x 2` [ms]."""
-    alone: Floats = bank.predict(bank.encoding(rows_N)) + bank.extra(rows_N)
-    return alone
-
-
-class _Program:
-    """The integer program: which option each table takes, and what phases then take."""
-
-    def __init__(self, bank: ShardBank, options: _Options, launch_2: Floats) -> None:
-        """State it."""
-        self.cost: list[float] = []
-        self.most: list[float] = []
-        self.whole: list[bool] = []
+        Args:
+            bank: The task's shards, each table for itself.
+            work: What kernels take.
+            options: All that tables may be.
+            in_memory: Whether all that is taken has to fit into all ranks' memory
+                together.
+        """
+        options = options.useful(bank.groups_T[options.way_O], in_memory=in_memory)
+        self._bank, self._work, self._options = bank, work, options
+        num_stages = bank.task.num_stages
+        self._cost: list[float] = []
+        self._whole: list[bool] = []
         self._cells: list[tuple[npt.ArrayLike, npt.ArrayLike]] = []
         self._most: list[float] = []
-        self._bank, self._launch_2 = bank, launch_2
-        num_options = len(options.own_O)
-        self._takes: Ints = np.array(
-            [self._add(whole=True) for _ in range(num_options)]
-        )
-        for own in range(int(options.own_O.max()) + 1):
-            taken = self._takes[options.own_O == own]
-            self._rule(taken, np.full(len(taken), -1.0), -1.0)
-        room = max(1.0, float(bank.caps_W.sum()))  # ranks may have no memory at all
-        if math.isfinite(room):
-            self._rule(self._takes, options.bytes_O / room, 1.0)
-        for stage in np.unique(bank.stages_T[options.way_O]).tolist():
-            self._add_stage(stage, options)
+        whole = len(options.own_O) <= MAX_WHOLE
+        self._takes: Ints = np.array([self._add(whole=whole) for _ in options.own_O])
+        self._time_S5: Ints = np.full((num_stages, 5), -1)
+        """The variable of each phase; -1: there is none."""
+        for own in _alike(options.own_O):
+            self._rule(self._takes[own], np.full(len(own), -1.0), -1.0)
+        room_M = bank.caps_MW.sum(axis=1)
+        for room, bytes_O in zip(room_M, options.bytes_OM.T, strict=True):
+            if in_memory and math.isfinite(room):
+                self._rule(self._takes, bytes_O / max(room, 1.0), 1.0)
+        for held in _alike(bank.stages_T[options.way_O]):
+            self._add_stage(int(bank.stages_T[options.way_O[held[0]]]), held)
 
-    def rules(self) -> optimize.LinearConstraint:
-        """All that the variables have to keep to."""
-        line = np.repeat(
-            np.arange(len(self._cells)), [np.size(column) for column, _ in self._cells]
+    def solve(self, seconds: float) -> tuple[float, Floats]:
+        """Return the least time of an iteration [ms], and the memory it takes, `M`.
+
+        Args:
+            seconds: For the integer program. Where nothing is left, only tasks of few
+                options are solved so, others as a linear program.
+        """
+        sizes = [np.size(column) for column, _ in self._cells]
+        line = np.repeat(np.arange(len(sizes)), sizes)
+        column, value = (
+            np.concatenate([np.ravel(cell) for cell in cells])
+            for cells in zip(*self._cells, strict=True)
         )
-        column = np.concatenate([np.ravel(c) for c, _ in self._cells])
-        value = np.concatenate([np.ravel(v) for _, v in self._cells])
-        shape = (len(self._cells), len(self.cost))
+        shape = (len(sizes), len(self._cost))
         matrix = sparse.csr_matrix((value, (line, column)), shape=shape)
-        return optimize.LinearConstraint(matrix, ub=np.array(self._most))
+        cost, most_C = np.array(self._cost), np.array(self._most)
+        # Times have no limit; all else is a share or whether something is so.
+        most = np.where(cost > 0, np.inf, 1.0)
+        num_options = len(self._takes)
+        linear = optimize.linprog(
+            cost,
+            A_ub=matrix,
+            b_ub=most_C,
+            bounds=np.column_stack([np.zeros(len(cost)), most]),
+            method="highs-ds",
+        )
+        assert linear.status == 0, linear.message
+        bound, share_O = float(linear.fun), linear.x[:num_options]
+        if seconds > 0 or num_options <= MAX_WHOLE:
+            found = optimize.milp(
+                cost,
+                integrality=np.array(self._whole, dtype=np.int64),
+                bounds=optimize.Bounds(0.0, most),
+                constraints=optimize.LinearConstraint(matrix, ub=most_C),
+                options={
+                    "mip_rel_gap": MIP_GAP,
+                    "time_limit": max(seconds, LEAST_SECONDS),
+                },
+            )
+            if found.mip_dual_bound is not None:
+                bound = max(bound, float(found.mip_dual_bound))
+            if found.x is not None:
+                share_O = found.x[:num_options]
+        bytes_M: Floats = share_O @ self._options.bytes_OM
+        return max(0.0, bound) * (1 - SLACK), bytes_M
 
     def _add(self, cost: float = 0.0, *, whole: bool = False) -> int:
-        """Add a variable: a time, an amount, or whether something is so."""
-        self.cost.append(cost)
-        self.most.append(1.0 if whole else np.inf)
-        self.whole.append(whole)
-        return len(self.cost) - 1
+        """Add a variable: a time, a share, or whether something is so."""
+        self._cost.append(cost)
+        self._whole.append(whole)
+        return len(self._cost) - 1
 
     def _rule(
         self, columns: npt.ArrayLike, values: npt.ArrayLike, most: float = 0.0
@@ -224,71 +333,96 @@ class _Program:
         self._cells.append((columns, values))
         self._most.append(most)
 
-    def _add_stage(self, stage: int, options: _Options) -> None:
-        """Add the phases of a stage."""
-        bank = self._bank
-        times = [self._add(1.0), self._add(1.0)]
-        held = np.flatnonzero(bank.stages_T[options.way_O] == stage)
-        group_O, is_used = bank.groups_T[options.way_O], self._add(whole=True)
-        for group in np.unique(group_O[held]).tolist():
-            own = held[group_O[held] == group]
-            runs = self._add(whole=True)
-            self._rule([runs, is_used], [1.0, -1.0])
-            for option in own.tolist():
-                self._rule([self._takes[option], runs], [1.0, -1.0])
-            for phase, time in enumerate(times):
-                columns = [time, runs, *self._takes[own]]
-                launch = self._launch_2[phase]
-                self._rule(columns, [-1.0, launch, *options.mean_O2[own, phase]])
-                for option in own.tolist():
-                    alone = options.alone_O2[option, phase]
-                    self._rule([time, self._takes[option]], [-1.0, alone])
-        for phase, time in enumerate(times):
-            columns = [time, *self._takes[held]]
-            self._rule(columns, [-1.0, *options.mean_O2[held, phase]])
-        for load in range(3):
-            if options.loads_O3[held, load].any():
-                self._add_collective(stage, load, is_used, held, options)
+    def _add_stage(self, stage: int, held: Ints) -> None:
+        """Add the phases of a stage and its options."""
+        options = self._options
+        loads = options.loads_O3[held].any(axis=0)
+        for phase in np.flatnonzero(np.append([True, True], loads)).tolist():
+            self._time_S5[stage, phase] = self._add(1.0)
+            self._add_alone(stage, phase, held)
+        used = self._uses(held)
+        self._add_work(stage, held, used)
+        groups = _alike(self._bank.groups_T[options.way_O[held]])
+        for group in groups if len(groups) > 1 else ():
+            self._add_work(stage, held[group], self._uses(held[group]))
+        for load in np.flatnonzero(loads).tolist():
+            self._add_collective(stage, load, used, held)
 
-    def _add_collective(
-        self, stage: int, load: int, is_used: int, held: Ints, options: _Options
-    ) -> None:
-        """Add what moves one of a stage's loads: straight pieces under its time."""
-        each = options.loads_O3[held, load]
-        total = float(each.sum())
-        ends = np.concatenate([[0.0], np.geomspace(LEAST_LOAD, 1.0, NUM_PIECES)])
+    def _uses(self, held: Ints) -> int:
+        """Add whether any of these options is taken."""
+        used = self._add(whole=True)
+        for own in _alike(self._options.own_O[held]):
+            columns = [*self._takes[held[own]], used]
+            self._rule(columns, [*[1.0] * len(own), -1.0])
+        return used
+
+    def _add_work(self, stage: int, held: Ints, runs: int) -> None:
+        """Ask that kernels take as long as their launch and the mean of their work."""
+        groups = np.unique(self._bank.groups_T[self._options.way_O[held]])
+        launch_K = self._work.launch(groups.tolist())
+        for k, covers in enumerate(self._work.covers):
+            times = self._time_S5[stage, list(covers)]
+            mean = self._options.mean_OK[held, k]
+            columns = [*times, runs, *self._takes[held]]
+            self._rule(columns, [*[-1.0] * len(times), launch_K[k], *mean])
+
+    def _add_alone(self, stage: int, phase: int, held: Ints) -> None:
+        """Ask that a phase take as long as the largest shard of each table."""
+        options, time = self._options, int(self._time_S5[stage, phase])
+        alone_N = options.alone_O5[held, phase]
+        tables = _alike(options.own_O[held])
+        most = np.array([alone_N[own].max() for own in tables])
+        for table in np.argsort(-most, kind="stable")[:MAX_ALONE].tolist():
+            own = tables[table]
+            self._rule([time, *self._takes[held[own]]], [-1.0, *alone_N[own]])
+
+    def _add_collective(self, stage: int, load: int, used: int, held: Ints) -> None:
+        """Add what moves one of a stage's loads: straight pieces under its time.
+
+        Pieces lie between powers of two, the same ones for all tasks.
+        """
+        options, each = self._options, self._options.loads_O3[held, load]
+        tables = _alike(options.own_O[held])
+        most = sum(float(each[own].max()) for own in tables)
+        num_ways = np.bincount(options.own_O)
+        least = sum(
+            float(each[own].min())
+            for own in tables
+            if len(own) == num_ways[options.own_O[held[own[0]]]]
+        )
+        low = math.floor(math.log2(max(least, float(each[each > 0].min()))))
+        ends = 2.0 ** np.arange(low, max(low + 1, math.ceil(math.log2(most))) + 1)
         knots = np.linspace(ends[:-1], ends[1:], NUM_KNOTS, axis=1)
-        knots[0, 0] = TINY if each.all() else 0.0
-        time = self._add(1.0)
-        first, pieces, amounts = [time], [], []
-        values = [-1.0]
-        even_ms = self._even_ms(stage, load, knots * total)
-        for share_N, ms_N in zip(knots, even_ms, strict=True):
-            rise = (ms_N[-1] - ms_N[0]) / (share_N[-1] - share_N[0])
-            line_N = ms_N[0] + rise * (share_N - share_N[0])
+        even_ms = self._even_ms(stage, load, knots)
+        columns, values = [int(self._time_S5[stage, 2 + load])], [-1.0]
+        pieces, amounts = [], [*(-each / most)]
+        for load_N, ms_N in zip(knots, even_ms, strict=True):
+            line_N = np.linspace(ms_N[0], ms_N[-1], NUM_KNOTS)
             # Between two knots the time is no less than at the first.
             over = float((line_N[1:] - ms_N[:-1]).max(initial=0.0))
-            piece, amount = self._add(whole=True), self._add()
-            self._rule([amount, piece], [1.0, -share_N[-1]])
-            self._rule([amount, piece], [-1.0, share_N[0]])
-            pieces.append(piece)
-            amounts.append(amount)
-            first += [piece, amount]
-            values += [ms_N[0] - rise * share_N[0] - over, rise]
-        self._rule(first, values)
-        for sign in (1.0, -1.0):
-            self._rule([*pieces, is_used], [sign] * len(pieces) + [-sign])
-            columns = [*amounts, *self._takes[held]]
-            shares = [sign] * len(amounts) + list(-sign * each / total)
-            self._rule(columns, shares)
+            piece, above = self._add(whole=True), self._add()
+            self._rule([above, piece], [1.0, -1.0])
+            pieces += [piece, above]
+            amounts += [load_N[0] / most, (load_N[-1] - load_N[0]) / most]
+            columns += [piece, above]
+            values += [ms_N[0] - over, ms_N[-1] - ms_N[0]]
+        self._rule(columns, values)
+        starts = np.ones(len(knots))
+        self._rule([*pieces[::2], used], [*starts, -1.0])
+        self._rule([used, *pieces[::2]], [1.0, *np.negative(starts).tolist()])
+        self._rule([*self._takes[held], *pieces], -np.array(amounts))
 
-    def _even_ms(self, stage: int, load: int, total_PN: Floats) -> Floats:
-        """Time of a stage's collectives at even loads, of the phases of one load."""
-        bank, num_ranks = self._bank, self._bank.task.world_size
-        loads = np.zeros((total_PN.size, num_ranks, 3))
-        # As of a stage in use, however little is sent.
-        loads[..., load] = np.maximum(total_PN.reshape(-1, 1), TINY) / num_ranks
-        ms = bank.simulator.stage_comms(stage, loads).max(axis=1)
-        own = ms[:, :1] if load == 0 else ms[:, 1:]
-        total: Floats = own.sum(axis=1).reshape(total_PN.shape)
+    def _even_ms(self, stage: int, load: int, load_PN: Floats) -> Floats:
+        """Predict a stage's collectives of one load in equal parts [ms]."""
+        num_ranks = self._bank.task.world_size
+        loads = np.zeros((load_PN.size, num_ranks, 3))
+        loads[..., load] = load_PN.reshape(-1, 1) / num_ranks
+        ms_N3 = self._bank.simulator.stage_comms(stage, loads).max(axis=1)
+        total: Floats = _by_load(ms_N3, load == 2)[:, load].reshape(load_PN.shape)
         return total
+
+
+def _alike(key_N: Ints) -> list[Ints]:
+    """Return the places of each value that there is."""
+    order = np.argsort(key_N, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(key_N[order])) + 1)

@@ -42,7 +42,7 @@ MAX_REPAIRS = 8
 """Times that a choice which does not fit is changed to one that takes less."""
 LEAST_PACK_SECONDS = 0.5
 """Time for exact packing where greedy placing has used up the budget."""
-BOUND_SHARE = 0.25
+BOUND_SHARE = 0.2
 """Time for a quick bound, relative to the search before it."""
 MAX_WARNINGS = 20
 """Range warnings told one by one; the rest are counted."""
@@ -175,9 +175,8 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         if task.together:
             each = ShardBank(bank.simulator)
             plan_TW = follow(task, width_TW.copy())
-        bound = lower_bound(
-            each, [plan_TW], best_ms, seed=self.config.seed, deadline=deadline
-        )
+        quick = self.config.bound == "quick"
+        bound = lower_bound(each, plan_TW, best_ms, deadline=deadline, quick=quick)
         if each is not bank:
             bank.num_evaluated += each.num_evaluated
         return bound

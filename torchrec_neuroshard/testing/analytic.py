@@ -29,6 +29,13 @@ class AnalyticCostModel(CostModel):
         self._weights = np.array([launch_ms, lookup_ns * 1e-6, byte_ns * 1e-6])
 
     @property
+    def additive(self) -> npt.NDArray[np.float64] | None:
+        """All of it; see `CostModel.additive`."""
+        launch, lookup, byte = self._weights
+        forward = np.array([launch, 0.0, lookup, byte])
+        return np.stack([forward, 2 * forward], axis=1)
+
+    @property
     def encoding_dim(self) -> int:
         """Tables, lookups and bytes."""
         return 3
