@@ -50,7 +50,7 @@ from torchrec_neuroshard.planner.options.spread_options import (
     SpreadOption,
     sample_shards,
 )
-from torchrec_neuroshard.planner.parts.search_space import MANY_TABLES, other_caches
+from torchrec_neuroshard.planner.parts.search_space import other_caches
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -187,15 +187,14 @@ def test_shards_are_listed_as_torchrec_would_when_they_are_read(rows: int) -> No
         assert option.is_listed and option.num_shards == 64
 
 
-@pytest.mark.parametrize("num_tables", [2, 10_000])
-def test_caches_of_other_sizes_list_no_shards(num_tables: int) -> None:
+def test_caches_of_other_sizes_list_no_shards() -> None:
     costs = PlanCosts(NODE, **analytic())
     constraints = each(1, "row_wise", compute_kernels=["fused_uvm_caching"])
     enumerator = NeuroShardEnumerator(NODE, 64, constraints, costs=costs)
     ebc = make_ebc([(1_000_001, 64)])
     (option,) = enumerator.enumerate(ebc, bag_sharders())
-    found = other_caches(option, NODE, costs.reader, num_tables)
-    assert len(found) == (3 if num_tables > MANY_TABLES else 9)
+    found = other_caches(option, NODE, costs.reader)
+    assert len(found) == 3
     enumerator.populate_estimates(found)
     for other in (option, *found):
         assert isinstance(other, SpreadOption) and not other.is_listed

@@ -119,12 +119,12 @@ class NeuroShardProposer(CostedPart, Proposer):
         others = []
         if self._enumerator is not None:
             reader, topology = self.costs.reader, self._topology
-            least, num_tables = self.costs.least_columns, len({o.fqn for o in options})
+            least = self.costs.least_columns
             others += [e for o in options for e in even_rows(o, reader, topology)]
             self._even |= set(map(id, others))
             for option in (*options, *others):
                 others += other_grids(option, topology, self._constraints, least)
-                others += other_caches(option, topology, reader, num_tables)
+                others += other_caches(option, topology, reader)
             self._enumerator.populate_estimates(others)
         for option in (*options, *others):
             self._by_table.setdefault(option.fqn, []).append(option)

@@ -64,32 +64,27 @@ __all__ = ["SearchSpace", "other_caches"]
 _TIERS = ("hbm", "ddr", "ssd")
 _JOINT_SHARES = (1.0, 0.75, 0.5, 0.25)
 """Parts of the freest rank that tables which lie together may fill, in other ways."""
-CACHED_BATCHES = tuple(2.0**n for n in range(9))
-MANY_TABLES, FEW_BATCHES = 4000, CACHED_BATCHES[::4]
-"""Batches whose rows the caches that a search chooses from hold; of more tables than
-that, one of which is next to nothing, fewer. The sizes are adjusted afterwards."""
+CACHED_BATCHES = (1.0, 16.0, 256.0)
+"""Batches whose rows the caches that a search chooses from hold. The sizes are adjusted
+afterwards."""
 MAX_CACHE_LOAD, MIN_CACHE_GROWTH = 0.8, 1.2
 """Share of a table's rows above which a cache is as good as the table, and how much
 larger the next cache must be."""
 
 
 def other_caches(
-    option: ShardingOption,
-    topology: Topology,
-    reader: TableReader,
-    num_tables: int,
+    option: ShardingOption, topology: Topology, reader: TableReader
 ) -> list[ShardingOption]:
     """Return copies of an option with caches of other sizes.
 
     TorchRec offers one size, `UVM_CACHING_RATIO` of the rows. Tables of one kernel
     share its cache, where a row stays for so many batches whatever its table: each
-    copy's cache holds the rows that one of `CACHED_BATCHES`, or `FEW_BATCHES`, has.
+    copy's cache holds the rows that one of `CACHED_BATCHES` has.
 
     Args:
         option: Any; where it has no cache, or was given its size, there is no other.
         topology: The devices to plan for.
         reader: Knows how tables are accessed.
-        num_tables: Tables to plan.
 
     Returns:
         Options without estimates.
@@ -97,8 +92,7 @@ def other_caches(
     if not has_open_cache(option) or not reader.has_cost(option):
         return []
     curve = miss_curve(option, topology, reader)
-    batches = CACHED_BATCHES if num_tables <= MANY_TABLES else FEW_BATCHES
-    loads = curve.load_factors(batches)
+    loads = curve.load_factors(CACHED_BATCHES)
     loads = np.maximum(loads, ASSOCIATIVITY / int(option.tensor.shape[0]))
     kept: list[float] = []
     for load in loads[loads <= MAX_CACHE_LOAD].tolist():
