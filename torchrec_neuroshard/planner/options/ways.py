@@ -101,14 +101,14 @@ def is_placeable(
     size = kind.block_size(int(topology.world_size), node_size(topology))
     # Rows of a bucket stay together, and of ranks with unlike memory are unlike.
     rows, shards = int(option.tensor.shape[0]), sample_shards(option)
+    block = [kind.rows_at(place, rows, size)[1] for place in range(size)]
     listed = len(shards) == option.num_shards
     return (
         option.num_shards % size == 0
         and 0 < option.num_shards <= int(topology.world_size)
         and int(shards[0].size[1]) == int(shards[-1].size[1])
-        and all(
-            int(shard.size[0]) == kind.rows_at(place % size, rows, size)[1]
-            for place, shard in enumerate(shards if listed else ())
+        and not (
+            listed and [int(s.size[0]) for s in shards] != block * (len(shards) // size)
         )
     )
 
