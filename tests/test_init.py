@@ -24,7 +24,7 @@ rehearse replan save_plan topology_for write_html
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("torchrec_neuroshard", "torch torchrec fbgemm_gpu numpy scipy pyarrow rich"),
+        ("torchrec_neuroshard", "torch torchrec fbgemm_gpu numpy scipy pyarrow"),
         ("torchrec_neuroshard.testing", "pytest _pytest torchrec fbgemm_gpu"),
     ],
 )
