@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from scipy import optimize
 
 from tests.builders import make_tables, make_task, search
 from tests.fuzz import against_truth
 from tests.fuzz.campaign import Case
 from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.search import SearchConfig
+from torchrec_neuroshard.search import SearchConfig, balanced
 from torchrec_neuroshard.search.bounds import lower_bound
 from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.shards import Ints, ShardBank
@@ -30,7 +34,9 @@ class NoSums(AnalyticCostModel):
         """Not told."""
 
 
-def balanced(num_tables: int, model: type[AnalyticCostModel]) -> tuple[ShardBank, Ints]:
+def even_ranks(
+    num_tables: int, model: type[AnalyticCostModel]
+) -> tuple[ShardBank, Ints]:
     """Equal tables on four ranks; half of a rank's time is the launch."""
     task = make_task(make_tables([16] * num_tables, pooling=5.0), 4, 4096)
     launch_ms = num_tables / 4 * 4096 * 5.0 * (1.0 + 6.4) * 1e-6
@@ -42,7 +48,7 @@ def balanced(num_tables: int, model: type[AnalyticCostModel]) -> tuple[ShardBank
 
 @pytest.mark.parametrize("model", [AnalyticCostModel, NoSums])
 def test_every_rank_pays_for_its_launch(model: type[AnalyticCostModel]) -> None:
-    bank, width_TW = balanced(40, model)
+    bank, width_TW = even_ranks(40, model)
     [optimum] = Lanes.of(bank, [width_TW]).critical_L
     found = lower_bound(bank, width_TW, 1.01 * optimum)
     assert found.ms == pytest.approx(optimum, rel=0.01)
@@ -91,10 +97,28 @@ def test_prices_of_a_net_are_near_the_plan_and_do_not_depend_on_the_clock() -> N
 
 
 def test_a_bound_is_told_where_no_time_is_left() -> None:
-    bank, width_TW = balanced(40, NoSums)
+    bank, width_TW = even_ranks(40, NoSums)
     [optimum] = Lanes.of(bank, [width_TW]).critical_L
     found_ms = lower_bound(bank, width_TW, optimum, deadline=time.monotonic()).ms
     assert 0.9 * optimum < found_ms <= optimum
+
+
+def test_nothing_is_told_where_the_solver_finds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nothing(*_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(status=4, fun=None, x=None, mip_dual_bound=None)
+
+    fake = SimpleNamespace(
+        linprog=nothing,
+        milp=nothing,
+        Bounds=optimize.Bounds,
+        LinearConstraint=optimize.LinearConstraint,
+    )
+    monkeypatch.setattr(balanced, "optimize", fake)
+    result = search(dlrm_task(), SearchConfig(bound="quick"))
+    assert (result.lower_bound_ms, result.gap) == (0.0, math.inf)
+    assert not result.bound_is_proven
 
 
 def proof_of(case: Case) -> float:

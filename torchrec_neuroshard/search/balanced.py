@@ -7,9 +7,9 @@ phase of a stage takes no less than
 - what the largest shard of any of its tables takes alone;
 
 and a collective no less than with the same total in equal parts on all ranks, nor than
-the largest shard's alone. Which way each table takes, and in how many shards, then
-decides how long an iteration takes at least. HiGHS finds the best choice; where it
-stops early, its own bound counts.
+the largest shard's alone (more to move never takes less). Which way each table takes,
+and in how many shards, then decides how long an iteration takes at least. HiGHS finds
+the best choice; where it stops early, its own bound counts.
 
 Three things are left out, without which no plan is slower: how shards fit beside each
 other into a rank's memory, rules on ranks, and putting outputs in order.
@@ -45,8 +45,8 @@ NUM_KNOTS = 128
 """Loads at which a collective is looked up between two powers of two."""
 MIP_GAP = 1e-3
 """How near HiGHS comes to the best choice."""
-LEAST_SECONDS = 1.0
-"""What the integer program has where time is up."""
+LEAST_SECONDS = 3.0
+"""What HiGHS has where time is up."""
 SLACK = 1e-6
 """What the solver's own tolerances may amount to."""
 
@@ -277,6 +277,8 @@ class Program:
     def solve(self, seconds: float) -> tuple[float, Floats]:
         """Return the least time of an iteration [ms], and the memory it takes, `M`.
 
+        Both are 0 where HiGHS finds nothing in time, or for its rounding.
+
         Args:
             seconds: For the integer program. Where nothing is left, only tasks of few
                 options are solved so, others as a linear program.
@@ -299,9 +301,11 @@ class Program:
             b_ub=most_C,
             bounds=np.column_stack([np.zeros(len(cost)), most]),
             method="highs-ds",
+            options={"time_limit": max(seconds, LEAST_SECONDS)},
         )
-        assert linear.status == 0, linear.message
-        bound, share_O = float(linear.fun), linear.x[:num_options]
+        bound, share_O = 0.0, np.zeros(num_options)
+        if linear.status == 0:
+            bound, share_O = float(linear.fun), linear.x[:num_options]
         if seconds > 0 or num_options <= MAX_WHOLE:
             found = optimize.milp(
                 cost,

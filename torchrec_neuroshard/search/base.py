@@ -39,7 +39,7 @@ class SearchConfig:
     time_budget_seconds: float = 20.0
     """The best plan so far is returned after this."""
     bound: str = "none"
-    """Lower bound of all plans: "none" is computed; "quick" takes at most a fifth of
+    """Lower bound of all plans: "none" is computed; "quick" takes about a fifth of
     the search's time; "thorough" what is left of the budget."""
     seed: int = 0
     progress: Callable[[float], None] | None = None

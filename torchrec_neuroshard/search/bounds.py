@@ -82,7 +82,7 @@ def lower_bound(
         quick: Whether a proof, or prices that were changed a few times, are enough.
 
     Returns:
-        Milliseconds, at most `critical_ms`.
+        Milliseconds, at most `critical_ms`; 0 where the solver finds nothing.
     """
     simulator = bank.simulator
     additive = simulator.cost_model.additive
@@ -91,9 +91,9 @@ def lower_bound(
     if additive is not None and simulator.comms_model.even_is_fastest:
         proven_ms = _solved(bank, _Sums(bank, additive), end)
         if quick or proven_ms >= critical_ms * (1 - PROOF_WORTH):
-            return Bound(min(proven_ms, critical_ms), True)
+            return Bound(min(proven_ms, critical_ms), proven_ms > 0)
     rounds = NUM_QUICK_ROUNDS if quick else NUM_ROUNDS
-    prices = _Prices(bank, plan_TW.astype(np.int64), rounds, deadline)
+    prices = _Prices(bank, plan_TW, rounds, deadline)
     found_ms = min(_solved(bank, prices, end), critical_ms)
     if 0 < proven_ms >= found_ms * (1 - PROOF_WORTH):
         return Bound(proven_ms, True)
