@@ -19,6 +19,7 @@ order of `PHASES`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -172,12 +173,15 @@ class PredictedCosts:
 class PricedShards:
     """Shards in the terms that costs are made of; rows of different shards add up."""
 
+    table_N: Ints
     encoding_RE: Floats
     """Encodings for the fused kernel, of equal shards one."""
     row_N: Ints
     """Which of them is the shard's."""
     extra_N2: Floats
     """Forward and backward beside what the fused kernel takes [ms]."""
+    host_N2: Floats
+    """What of that is due to rows in the host's memory [ms]."""
     loads_N3: Floats
     """Bytes of ids and lengths that the shard is sent, of all samples; its output
     columns, width times features; bytes of gradients that are added up."""
@@ -198,6 +202,8 @@ class RankLoads:
     """Sums of what kernels take beside the fused ones' time [ms]."""
     loads_CWS3: Floats
     """Sums of the shards' `loads_N3`."""
+    cache_CWS: Floats
+    """What loading caches takes of the forward kernels [ms]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +340,7 @@ class Simulator:
         loads[:, 1] = width_N * (self._columns_T[table_N] * share)
         num_rows = self._rows_T[table_N] * share_N
         loads[:, 2] = self._gradient_bytes_T[table_N] * width_N * num_rows
-        extra = np.zeros((len(table_N), 2))
+        extra, host = np.zeros((2, len(table_N), 2))
         if self._estimated_T[table_N].any():
             alone = self.cost_model.predict_sums(encoding_RE)
             # What is not a time shows in the kernel's own cost.
@@ -345,8 +351,9 @@ class Simulator:
             if factors_N3[:, 2].any():
                 weights = num_rows * width_N * self._value_bytes_T[table_N]
                 extra[:, 1] += weights * factors_N3[:, 2] * self.encoder.stream_ms
-            extra += self.host_ms(table_N, width_N, rows_N)
-        return PricedShards(encoding_RE, row_N, extra, loads)
+            host = self._host_ms(table_N, width_N, rows_N)
+            extra += host
+        return PricedShards(table_N, encoding_RE, row_N, extra, host, loads)
 
     def _numbered(self, table_N: Ints, rows_N: Ints) -> Ints:
         """Return the numbers of some rows of tables in the encoder."""
@@ -370,19 +377,8 @@ class Simulator:
         share_N[cut] = rows_N[cut] / self._rows_T[table_N[cut]]
         return part_N, share_N
 
-    def host_ms(
-        self, table_N: Ints, width_N: Ints, rows_N: Ints | None = None
-    ) -> Floats:
-        """Predict what rows in the host's memory take beside the fused kernel.
-
-        Args:
-            table_N: Tables of shards.
-            width_N: Columns.
-            rows_N: Rows; see `price`.
-
-        Returns:
-            `N x 2` [ms], forward and backward; 0 for rows on the device.
-        """
+    def _host_ms(self, table_N: Ints, width_N: Ints, rows_N: Ints | None) -> Floats:
+        """What rows in the host's memory take beside the fused kernel, `N x 2` [ms]."""
         out = np.zeros((len(table_N), 2))
         gb_per_s_N, missed_N = self._host_T2[table_N].T
         for cached in (False, True):
@@ -398,28 +394,6 @@ class Simulator:
                 )
         return out
 
-    def cache_loads(
-        self, table_N: Ints, width_N: Ints, rows_N: Ints, rank_N: Ints
-    ) -> Floats:
-        """Predict what loading caches takes of the ranks' forward kernels.
-
-        Args:
-            table_N: Tables of shards.
-            width_N: Columns.
-            rows_N: Rows.
-            rank_N: Ranks.
-
-        Returns:
-            `W x S` [ms].
-        """
-        loads = np.zeros((self.task.world_size, self.task.num_stages))
-        held = np.flatnonzero(~np.isnan(self._host_T2[table_N, 1]))
-        if len(held):
-            table_N = table_N[held]
-            ms_N = self.host_ms(table_N, width_N[held], rows_N[held])[:, 0]
-            np.add.at(loads, (rank_N[held], self.stages_T[table_N]), ms_N)
-        return loads
-
     def balanced_phases(self, table_N: Ints, num_shards_N: Ints) -> Floats:
         """Predict tables of which every rank holds an equal part.
 
@@ -433,13 +407,14 @@ class Simulator:
         world_size = self.task.world_size
         priced = self.price(table_N, self.dims_T[table_N])
         share_N1 = (num_shards_N / world_size)[:, None]
-        shares = PricedShards(
-            priced.encoding_NE * share_N1,
-            np.arange(len(table_N)),
-            priced.extra_N2 * share_N1,
-            priced.loads_N3 * share_N1,
+        shares = dataclasses.replace(
+            priced,
+            encoding_RE=priced.encoding_NE * share_N1,
+            row_N=np.arange(len(table_N)),
+            extra_N2=priced.extra_N2 * share_N1,
+            loads_N3=priced.loads_N3 * share_N1,
         )
-        one = self.add_up(shares, table_N, np.zeros_like(table_N))
+        one = self.add_up(shares, np.zeros_like(table_N))
         compute = self.stage_compute(self.compute_costs(one.sums_CWGE[0]))
         comms = self.comms_costs(np.tile(one.loads_CWS3[0], (1, world_size, 1, 1)))
         return _in_phases(compute + one.extra_CWS2[0], comms[0].max(axis=0))
@@ -461,32 +436,34 @@ class Simulator:
 
     # Ranks.
 
-    def add_up(self, shards: PricedShards, table_N: Ints, rank_N: Ints) -> RankLoads:
+    def add_up(self, shards: PricedShards, rank_N: Ints) -> RankLoads:
         """Add up the shards of each rank.
 
         Args:
             shards: `N` shards.
-            table_N: Their tables.
             rank_N: Their ranks.
 
         Returns:
             Sums over ranks, kernels and stages, without the axis `C`.
         """
-        task = self.task
-        group_N, stage_N = self.groups_T[table_N], self.stages_T[table_N]
-        num_ranks = task.world_size
-        sums = np.zeros((num_ranks, task.num_groups, self.cost_model.encoding_dim))
-        extra = np.zeros((num_ranks, task.num_stages, 2))
-        loads = np.zeros((num_ranks, task.num_stages, 3))
+        num_ranks, num_stages = self.task.world_size, self.task.num_stages
+        group_N = self.groups_T[shards.table_N]
+        stage_N = self.stages_T[shards.table_N]
+        cached_N = ~np.isnan(self._host_T2[shards.table_N, 1])
+        sums = np.zeros((num_ranks, self.task.num_groups, self.cost_model.encoding_dim))
         np.add.at(sums, (rank_N, group_N), shards.encoding_NE)
+        extra = np.zeros((num_ranks, num_stages, 2))
         np.add.at(extra, (rank_N, stage_N), shards.extra_N2)
+        loads = np.zeros((num_ranks, num_stages, 3))
         np.add.at(loads, (rank_N, stage_N), shards.loads_N3)
-        return RankLoads(sums, extra, loads)
+        cache = np.zeros((num_ranks, num_stages))
+        np.add.at(cache, (rank_N, stage_N), shards.host_N2[:, 0] * cached_N)
+        return RankLoads(sums, extra, loads, cache)
 
     def rank_loads(self, placement: Placement) -> RankLoads:
         """Return what each rank holds under one placement (no axis `C`)."""
         table_N, width_N, rank_N, rows_N = placed_arrays(placement)
-        return self.add_up(self.price(table_N, width_N, rows_N), table_N, rank_N)
+        return self.add_up(self.price(table_N, width_N, rows_N), rank_N)
 
     def compute_costs(self, sums_CWGE: Floats) -> Floats:
         """Predict the fused kernels of rank sets.
@@ -606,21 +583,20 @@ class Simulator:
         return np.where(samples_C1[..., None] > 0, coding + launches, 0.0)
 
     def single_comms(
-        self, shards: PricedShards, table_N: Ints, rank_N: Ints, block_N: Ints
+        self, table_N: Ints, loads_N3: Floats, rank_N: Ints, block_N: Ints
     ) -> Floats:
         """Predict the collectives of each shard beside only those of its block.
 
         Args:
-            shards: `N` shards.
-            table_N: Their tables.
+            table_N: Tables of shards.
+            loads_N3: See `PricedShards`.
             rank_N: Ranks; only those of shards of one block must differ.
             block_N: Rising from 0; shards of equal values are priced together.
 
         Returns:
             `N x 3` [ms]: index exchange, forward and backward.
         """
-        out = np.zeros(shards.loads_N3.shape)
-        stage_N = self.stages_T[table_N]
+        out, stage_N = np.zeros(loads_N3.shape), self.stages_T[table_N]
         for collective, used in self._collectives:
             own = np.flatnonzero(np.isin(stage_N, used))
             if not len(own):
@@ -633,7 +609,7 @@ class Simulator:
                 rank = rank_N[some]
                 count = min(step, len(blocks) - start)
                 loads = np.zeros((count, self.task.world_size, 3))
-                loads[line, rank] = shards.loads_N3[some]
+                loads[line, rank] = loads_N3[some]
                 out[some] = self._collective(collective, loads)[line, rank]
         return out
 
@@ -703,17 +679,16 @@ class Simulator:
         """
         compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
         compute += loads.extra_CWS2
-        phases_SW5 = _in_phases(
-            compute, self.collectives(loads, num_shards_T)
-        ).swapaxes(0, 1)
+        phases = _in_phases(compute, self.collectives(loads, num_shards_T))
+        phases_WS6 = np.concatenate([phases, loads.cache_CWS[..., None]], axis=-1)
         flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
         return PredictedCosts(
             stages=tuple(
-                StageCosts(name, tuple(RankCosts(*row) for row in phases_W5))
-                for name, phases_W5 in zip(
-                    self.task.stage_names, phases_SW5.tolist(), strict=True
+                StageCosts(
+                    name, tuple(RankCosts(*row) for row in phases_WS6[:, s].tolist())
                 )
+                for s, name in enumerate(self.task.stage_names)
             ),
             uncertainty=float(uncertainty.max(initial=0.0)),
             compute_source=self.cost_model.source,

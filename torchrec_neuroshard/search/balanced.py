@@ -32,7 +32,6 @@ from scipy import optimize, sparse
 
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.shards import Bools, Floats, Ints, ShardBank, sum_by
-from torchrec_neuroshard.simulator import PricedShards
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["Options", "Program", "Work", "list_options", "owners"]
@@ -216,11 +215,8 @@ def _comms_alone(bank: ShardBank, way_O: Ints, width_O: Ints) -> Floats:
     place_N = np.repeat(np.arange(len(way_O)), size_O)
     rank_N = np.arange(len(place_N)) - np.repeat(np.cumsum(size_O) - size_O, size_O)
     row_N = bank.rows(way_O[place_N], width_O[place_N], rank_N)
-    rows, which_N = np.unique(row_N, return_inverse=True)
-    shards = PricedShards(
-        bank.encoding(rows), which_N, bank.extra(row_N), bank.loads_of(row_N)
-    )
-    ms_N3 = bank.simulator.single_comms(shards, way_O[place_N], rank_N, place_N)
+    loads_N3 = bank.loads_of(row_N)
+    ms_N3 = bank.simulator.single_comms(way_O[place_N], loads_N3, rank_N, place_N)
     most_O3 = np.zeros((len(way_O), 3))
     np.maximum.at(most_O3, place_N, ms_N3)
     return _by_load(most_O3, bank.loads_of(bank.whole_T[way_O])[:, 2] > 0)

@@ -510,7 +510,7 @@ class PlanCosts:
         priced = self.price(options)
         ms_TW = np.zeros((len(options), self.topology.world_size))
         where = priced.found.table_N, priced.found.rank_N
-        np.add.at(ms_TW, where, priced.host_ms())
+        np.add.at(ms_TW, where, priced.shards.host_N2.sum(axis=1))
         found = {}
         for option, kernel, ms in zip(
             options, priced.found.task.kernels, ms_TW.max(axis=1).tolist(), strict=True
@@ -655,37 +655,8 @@ class PricedOptions:
 
     def predicted(self) -> PredictedCosts:
         """Predict one iteration of placed options."""
-        found = self.found
-        loads = self.simulator.add_up(self.shards, found.table_N, found.rank_N)
-        predicted = self.simulator.predict(loads, self._num_shards())
-        cache_WS = self._cache_loads()
-        if not cache_WS.any():
-            return predicted
-        stages = tuple(
-            replace(
-                stage,
-                ranks=tuple(
-                    replace(costs, cache=ms)
-                    for costs, ms in zip(stage.ranks, cache_W.tolist(), strict=True)
-                ),
-            )
-            for stage, cache_W in zip(predicted.stages, cache_WS.T, strict=True)
-        )
-        return replace(predicted, stages=stages)
-
-    def host_ms(self) -> Floats:
-        """What rows in the host's memory add to each shard's kernels, `N` [ms]."""
-        found = self.found
-        ms_N2 = self.simulator.host_ms(found.table_N, found.width_N, found.rows_N)
-        total_N: Floats = ms_N2.sum(axis=1)
-        return total_N
-
-    def _cache_loads(self) -> Floats:
-        """What loading caches takes, `W x S` [ms]."""
-        found = self.found
-        return self.simulator.cache_loads(
-            found.table_N, found.width_N, found.rows_N, found.rank_N
-        )
+        loads = self.simulator.add_up(self.shards, self.found.rank_N)
+        return self.simulator.predict(loads, self._num_shards())
 
     def ordered_columns(self) -> Floats:
         """Count the output columns that TorchRec puts in order in each stage: `S`."""
@@ -712,7 +683,9 @@ class PricedOptions:
         size_T = np.array([found.task.block_size(t) for t in range(len(found.options))])
         rank_N = found.place_N % size_T[found.table_N]
         block_N = np.cumsum(rank_N == 0) - 1
-        return self.simulator.single_comms(self.shards, found.table_N, rank_N, block_N)
+        return self.simulator.single_comms(
+            found.table_N, self.shards.loads_N3, rank_N, block_N
+        )
 
     def attributed(self) -> tuple[Floats, Floats]:
         """Share the ranks' costs out to placed shards: `N x 2` and `N x 3` [ms].
@@ -721,7 +694,7 @@ class PricedOptions:
         """
         found, simulator, shards = self.found, self.simulator, self.shards
         task, rank_N = found.task, found.rank_N
-        loads = simulator.add_up(shards, found.table_N, rank_N)
+        loads = simulator.add_up(shards, rank_N)
         alone = simulator.single_compute(shards) - shards.extra_N2
         fused_WG2 = simulator.compute_costs(loads.sums_CWGE)
         group_N = rank_N * task.num_groups + simulator.groups_T[found.table_N]
