@@ -117,7 +117,7 @@ CASES = {
             (3, 8, 1),
         ],
         types=(COLUMN, COLUMN, TABLE, TABLE),
-        only={3: TABLE},
+        only={2: TABLE, 3: TABLE},
     ),
     "empty rank": Case(
         dims=(16, 8),

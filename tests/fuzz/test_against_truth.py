@@ -124,6 +124,6 @@ def test_a_sample(numbers: range) -> None:
     outcomes, figures = zip(*solved, strict=True)
     assert [o for o in outcomes if o.startswith("failure")] == []
     assert sum(o == "best" for o in outcomes) > len(numbers) / 3
-    # Sums know of even ranks alone, which so few tables do not make.
-    for name, most in (("every set", 0.01), ("some sets", 0.01), ("sums", 0.08)):
+    # Prices know of even ranks alone, which so few tables do not make.
+    for name, most in (("quick", 0.01), ("thorough", 0.01), ("prices", 0.08)):
         assert np.median([found[name] for found in figures if found]) < most

@@ -26,6 +26,7 @@ from torchrec_neuroshard import DenseMs, NeuroShardPlanner, rehearse
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import Placement
 from torchrec_neuroshard.plans.plan_files import StalePlanWarning, load_plan, save_plan
+from torchrec_neuroshard.search.balanced import MIP_GAP
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 TABLES = ((128, 50.0), (256, 200.0), (128, 200.0))
@@ -103,7 +104,7 @@ def test_the_search_finds_the_shortest_path_of_the_schedule(pipeline: str) -> No
     best = min(paths, key=lambda p: p.critical_path_ms).critical_path_ms
     assert result.predicted.critical_path_ms == pytest.approx(best)
     if pipeline != "train_semi_sync":
-        assert result.gap == pytest.approx(0.0, abs=1e-6)
+        assert 0 <= result.gap <= MIP_GAP
 
 
 def test_reports_say_what_is_hidden() -> None:
