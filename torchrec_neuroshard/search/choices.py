@@ -138,16 +138,17 @@ class Choices:
         free = self._freest()
         uniform = self._uniform(free)
         each = self._cheapest()
-        found = np.stack([free, *each, *uniform])
-        cheapest = found[self.costs(found).argmin()]
+        found = [free, *each, *uniform]
+        cost_C = self.costs(np.stack(found)).tolist()
+        ms = {c.tobytes(): cost for c, cost in zip(found, cost_C, strict=True)}
+        cheapest = min(found, key=lambda c: ms[c.tobytes()])
         ends = [self.improved(start, deadline) for start in (cheapest, free)]
         ends += self._best_of_all()
         known = {c.tobytes() for c in ends}
         for pool, most in ((uniform, NUM_UNIFORM), (each, NUM_CHEAPEST)):
             new = [c for c in pool if c.tobytes() not in known]
-            if new and len(self.ways) <= MOST_UNIFORM:
-                order = np.argsort(self.costs(np.stack(new)), kind="stable")
-                ends += [new[n] for n in order[:most]]
+            if len(self.ways) <= MOST_UNIFORM:
+                ends += sorted(new, key=lambda c: ms[c.tobytes()])[:most]
         # The freest choice is as good as balanced ranks make it look.
         return list({c.tobytes(): c for c in (*ends[:2], free, *ends[2:])}.values())
 
