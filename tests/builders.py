@@ -39,6 +39,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from torchrec_neuroshard.collect.timing import PassCounts
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.options.table_reader import table_configs
@@ -244,7 +245,7 @@ class FixedSearcher(Searcher):
             gap=1.0,
             search_seconds=0.25,
             num_evaluated=7,
-            warnings=("from the search",),
+            notes=(Note("search", "from the search"),),
         )
 
 

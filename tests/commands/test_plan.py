@@ -86,7 +86,9 @@ def test_tables_are_planned_shown_and_compared(
     assert "of GiB  index_comms" in printed.out
     assert "TorchRec's own plan" in printed.out
     assert "every rank can run it" in printed.out
-    assert printed.out.count("- no cost model was measured on NVIDIA H100") == 1
+    assert (
+        printed.out.count("- warning: no cost model was measured on NVIDIA H100") == 1
+    )
     found = json.loads(Path("a.report.json").read_text())
     assert {t["table"] for t in found["plan"]["tables"]} == {"user", "item", "shop"}
     saved = found["compared"]["saved_ms"]
@@ -127,6 +129,19 @@ def test_tables_are_planned_shown_and_compared(
     assert (
         f"both take {paths[0]:.3f} ms" in out and "all 3 tables are placed alike" in out
     )
+
+
+def test_a_plan_that_lacks_memory_is_shown_and_not_done(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It fits by TorchRec's count of memory alone."""
+    Path("c.json").write_text('{"*": {"compute_kernels": ["fused"]}}')
+    files = ["--constraints", "c.json", "--json", "a.json"]
+    assert main(["plan", "t.csv", *QUICK, "--memory-gb", "0.041", *files]) == 1
+    assert "- error: out of memory ahead: rank " in capsys.readouterr().out
+    notes = json.loads(Path("a.json").read_text())["plan"]["notes"]
+    severe = [n["code"] for n in notes if n["severity"] == "error"]
+    assert severe == ["memory"]
 
 
 def test_torchrecs_plan_is_asked_for_the_same_seconds(

@@ -155,7 +155,7 @@ def _compared(
         return f"failure, not whole: {error}"
     full = _full_rank(planner, module, planner.get_selected_options())
     if full is not None:
-        warned = any("out of memory ahead" in text for text in result.warnings)
+        warned = any(note.severity == "error" for note in result.notes)
         return f"{'warned' if warned else 'failure'}, over memory: rank {full}"
     if theirs is None:
         return "ours alone plans"

@@ -351,8 +351,10 @@ def test_tables_and_constraints_that_nothing_takes_are_named() -> None:
         with pytest.warns(UserWarning, match=message):
             plan = planner.plan(module, bag_sharders())
         assert set(plan.plan) == {"a"} and set(plan.plan["a"]) == {"t0", "t1"}
-        found = last_result(planner).warnings
-        assert any(re.search(message, text) for text in found)
+        noted = {n.code: n for n in last_result(planner).notes}
+        [code] = noted.keys() & {"constraints", "unsharded"}
+        assert re.search(message, noted[code].text)
+        assert noted[code].table == (None if code == "unsharded" else name)
 
 
 def test_check_profiles() -> None:

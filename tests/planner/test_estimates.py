@@ -54,7 +54,7 @@ def test_estimates_split_no_table_below_32_columns_unless_told(
     )
     narrowest = min(width for _, width, _ in shards_of(plan)["t0"])
     assert narrowest == 32 if least is None else 8 <= narrowest < 32
-    cautioned = [w for w in last_result(planner).warnings if "estimate is unch" in w]
+    cautioned = [n for n in last_result(planner).notes if n.code == "unusual"]
     assert len(cautioned) == (narrowest < 32)
 
 
@@ -66,7 +66,7 @@ def test_a_rank_much_fuller_than_the_others_is_pointed_out() -> None:
         constraints=each(1, "table_wise"),
     )
     planner.plan(make_ebc([(10_000_000, 64), (1_000, 64)]), bag_sharders())
-    [found] = [w for w in last_result(planner).warnings if "times the mean" in w]
+    [found] = [n.text for n in last_result(planner).notes if n.code == "unusual"]
     assert found.startswith("rank 1 holds 2.") and "4.0 times the mean" in found
 
 

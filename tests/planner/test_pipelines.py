@@ -136,8 +136,8 @@ def test_plan_files_say_the_pipeline(tmp_path: Path) -> None:
 def test_what_does_not_count_is_noted_and_what_cannot_be_is_refused() -> None:
     for dense, is_noted in ((None, True), (1.0, False)):
         planner, _ = planned("train_sparse_dist", dense)
-        notes = "\n".join(last_result(planner).warnings)
-        assert ("'train_sparse_dist' without dense_ms" in notes) == is_noted
+        codes = [note.code for note in last_result(planner).notes]
+        assert ("dense-time" in codes) == is_noted
 
     with pytest.raises(ConfigError, match="pipeline_type 'sparse' has no schedule"):
         planner_for("sparse")

@@ -26,6 +26,7 @@ from tests.builders import (
     types_of,
 )
 from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner import NeuroShardPlanner, PlacementConstraints
 from torchrec_neuroshard.profiles import uniform_profile
@@ -83,7 +84,8 @@ def test_what_the_host_lacks_room_for_stays_on_the_device() -> None:
     assert kernels[2] in ("fused_uvm", "fused_uvm_caching")
     result = last_result(planner)
     assert result.fallback is None
-    assert any("in the host's memory: 't2'" in w for w in result.warnings)
+    [hosted] = [n.text for n in result.notes if n.code == "host-memory"]
+    assert "in the host's memory: 't2'" in hosted
     assert result.predicted.compute_source == "analytic; estimated for 1 of 3 tables"
 
 
@@ -152,7 +154,7 @@ def test_result_describes_the_plan_after_callbacks() -> None:
     assert result.lower_bound_ms == pytest.approx(0.5 * cost_of(planner))
     assert result.gap == pytest.approx(1.0)
     assert (result.search_seconds, result.num_evaluated) == (0.25, 7)
-    assert result.warnings == ("from the search",)
+    assert result.notes == (Note("search", "from the search"),)
 
 
 class LoadedPlan(PlanLoader):

@@ -22,6 +22,7 @@ from torchrec_neuroshard import topology_for
 from torchrec_neuroshard.cost_models import PhysicalCostModel
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.gpu_cards import GPU_CARDS
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner import NeuroShardPlanner, PlanCosts
 from torchrec_neuroshard.planner.options.topologies import PlannedDevices
 from torchrec_neuroshard.profiles import zipf_profile
@@ -52,7 +53,7 @@ def costs_of(topology: Topology, cost_model: str) -> tuple[PlanCosts, list[str]]
         costs = PlanCosts(topology, cost_model=cost_model)
     [warning] = caught  # all that there is to know, at once
     texts = str(warning.message).splitlines()
-    assert costs.warnings == tuple(texts)
+    assert costs.notes == tuple(Note("devices", text) for text in texts)
     return costs, [t for t in texts if "physical estimate" not in t]
 
 

@@ -137,7 +137,9 @@ def test_tables_are_planned_stored_and_loaded_that_torchrec_plans(
     second = planner_of(**settings)
     assert load_plan(path, model=ebc, planner=second) == plan
     for each_of in (planner, second):
-        assert any("out of memory ahead" in w for w in last_result(each_of).warnings)
+        severe = [n for n in last_result(each_of).notes if n.severity == "error"]
+        assert [n.code for n in severe] == ["memory"] and not each_of.report().fits
+        assert severe[0].text.startswith("out of memory ahead")
     with pytest.raises(PlannerError, match=r"every rank needs .* Lower batch_size"):
         planner_of(**settings, strict_memory=True).plan(ebc, bag_sharders())
 
@@ -152,7 +154,7 @@ def test_a_plan_that_fits_is_preferred_to_one_that_torchrec_would_take() -> None
     )
     plan = planner.plan(make_ebc(SMALL), bag_sharders())
     assert set(types_of(plan).values()) == {"data_parallel"}
-    assert not any("out of memory" in w for w in last_result(planner).warnings)
+    assert planner.report().fits
 
 
 def test_one_table_that_fits_no_rank_whole_fits_in_rows() -> None:

@@ -101,7 +101,7 @@ def test_text_and_json_hold_the_figures() -> None:
     for table in TABLES:
         place = "row_wise, 3 shards on ranks 0-2"
         assert f"{table.table} (999 x 64): {place}\n" in text
-    assert "- from the search" in text and "t0: 32 on rank" in text
+    assert "- warning: from the search" in text and "t0: 32 on rank" in text
     data = json.loads(json.dumps(report.to_json()))
     assert data["gap"] == 1.0
     assert data["ranks"][1]["costs"] == report.ranks[1].costs.to_json()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from harness.browser import find_browser, open_page
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.report import (
     PlanComparison,
     PlanReport,
@@ -116,7 +117,7 @@ REPORT = PlanReport(
         table("whole", 8),
     ),
     fallback=None,
-    warnings=("rows < 10 & so on",),
+    notes=(Note("out-of-range", "rows < 10 & so on", "b"),),
 )
 
 
@@ -131,7 +132,7 @@ def comparison() -> PlanComparison:
             TableMove(table="little", before="", after="here", moved_bytes=2**20),
             TableMove(table=HOSTILE, before="row_wise", after="", moved_bytes=2**30),
         ),
-        notes=("batch <differs>",),
+        notes=(Note("comparison", "batch <differs>"),),
     )
 
 
@@ -176,13 +177,13 @@ def test_plan_without_splits_limits_or_bound() -> None:
         ranks=(rank(0, 0.0, 1.0, 0.0, 0.0, 1.0, memory=None),),
         splits=(),
         tables=(table("whole", 8),),
-        warnings=(),
+        notes=(),
         lower_bound_ms=0.0,
         fallback="it is <faster>",
     )
     page = html_report(plain)
     text = shown_of(page)
-    assert "on 1 ranks, none split" in text and "Warnings" not in text
+    assert "on 1 ranks, none split" in text and "Notes" not in text
     assert "not known bound not computed" in text
     assert "TorchRec's own plan was taken: it is <faster>" in text
     (plan,) = data_of(page)["plans"]
@@ -205,8 +206,10 @@ def test_two_plans_are_shown_side_by_side() -> None:
     assert data["moves"][1] == [HOSTILE, "row_wise", "", 2**30]
     assert [p["name"] for p in data["plans"]] == ["theirs <1>", "ours"]
     assert "little: not there -> here, 1.00 MiB" in str(found)
-    assert "- batch <differs>" in str(found)
+    assert "- warning: batch <differs>" in str(found)
     saved = found.to_json()
+    noted = {"code": "comparison", "table": None, "severity": "warning"}
+    assert saved["notes"] == [{**noted, "text": "batch <differs>"}]
     assert (saved["saved_ms"], saved["moved_bytes"]) == (3.0, 2**30 + 2**20)
     unknown = dataclasses.replace(
         found, first=dataclasses.replace(found.first, critical_path_ms=math.nan)

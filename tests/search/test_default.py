@@ -20,6 +20,7 @@ from tests.builders import (
 from torchrec_neuroshard.cost_models.base import RangeWarning
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import FEATURE_NAMES
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,
@@ -106,6 +107,6 @@ class NarrowModel(AnalyticCostModel):
 def test_warnings_name_table_and_feature_once() -> None:
     task = make_task(make_tables([128, 16], 100), min_widths=(128, 16))
     result = search(task, cost_model=NarrowModel())
-    assert result.warnings == (
-        "table 't0': log2_width 7 is outside the cost model's range 2 to 6",
-    )
+    text = "table 't0': log2_width 7 is outside the cost model's range 2 to 6"
+    assert result.notes == (Note("out-of-range", text, "t0"),)
+    assert result.warnings == (text,)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import nn
 
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
@@ -74,7 +75,7 @@ def finish(
         simulator: Of the task and the models that the search was given.
         start: `time.monotonic()` when the search began.
         num_evaluated: Rank sets costed.
-        warnings: As in `SearchResult`.
+        warnings: Texts of notes.
         fallback: As in `SearchResult`.
     """
     return SearchResult(
@@ -84,6 +85,6 @@ def finish(
         gap=math.inf,
         search_seconds=time.monotonic() - start,
         num_evaluated=num_evaluated,
-        warnings=tuple(warnings),
+        notes=tuple(Note("search", text) for text in warnings),
         fallback=fallback,
     )

@@ -39,7 +39,11 @@ from torchrec_neuroshard.errors import (
 )
 from torchrec_neuroshard.files import read_fields
 from torchrec_neuroshard.gpu_cards import GPU_CARDS, card_named
-from torchrec_neuroshard.planner.compat import accepted_arguments, sharders_by_type
+from torchrec_neuroshard.planner.compat import (
+    accepted_arguments,
+    no_options_reason,
+    sharders_by_type,
+)
 from torchrec_neuroshard.planner.options.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.options.table_reader import table_configs
@@ -435,10 +439,9 @@ def planning(name: str) -> Iterator[None]:
     except PlannerError as error:
         raise InfeasibleError(f"no plan for '{name}': {error}") from error
     except RuntimeError as error:
-        # TorchRec's enumerator raises it where constraints leave a table no option.
-        if not str(error).startswith("No available sharding type"):
+        reason = no_options_reason(error)
+        if reason is None:
             raise
-        reason = str(error).partition(". Module:")[0]
         raise ConfigError(
             f"no plan for '{name}': {reason}. No kernel of those that its constraints "
             "allow runs a sharding type that they allow: leave one of both out"

@@ -31,6 +31,7 @@ from torchrec_neuroshard.commands.options import (
     write_outputs,
 )
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.options.groups import group_topology
 from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
@@ -69,7 +70,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Plan; 1 where some rank cannot run the plan as rehearsed.
+    """Plan; 1 where a rank lacks memory for the plan, or cannot run it as rehearsed.
 
     Raises:
         InfeasibleError: No plan fits.
@@ -90,7 +91,7 @@ def run_plan(args: argparse.Namespace) -> int:
     start = time.monotonic()
     compared: PlanComparison | None = None
     rehearsed: Rehearsal | None = None
-    note = ""
+    why_not = ""
     with planning(args.model):
         with phase("loading the cost model"):
             planner = NeuroShardPlanner(
@@ -112,7 +113,7 @@ def run_plan(args: argparse.Namespace) -> int:
             "constraints": planner.constraints,
         }
         if args.compare:
-            compared, note = _compared(
+            compared, why_not = _compared(
                 planner, given, inputs, limits.time_budget_seconds
             )
         if args.rehearse:
@@ -128,14 +129,15 @@ def run_plan(args: argparse.Namespace) -> int:
     print(f"{args.model}: planned for {args.ranks} x {args.card} in {seconds:.1f} s")
     print(report)
     found = {"plan": report, "compared": compared, "rehearsed": rehearsed}
-    for text in (compared or note, rehearsed):
+    for text in (compared or why_not, rehearsed):
         if text:
             print(f"\n{text}")
     if args.out:
         save_plan(plan, args.out, model=given.module, planner=planner)
     data = {name: made.to_json() for name, made in found.items() if made}
     write_outputs(args, compared or report, f"Plan of {args.model}", data)
-    return 0 if rehearsed is None or rehearsed.runs else 1
+    runs = rehearsed is None or rehearsed.runs
+    return 0 if report.fits and runs else 1
 
 
 def _compared(
@@ -157,12 +159,13 @@ def _compared(
     except PlannerError as error:
         reason = str(error).strip().splitlines()[0]
         return None, f"TorchRec's own planner has no plan: {reason}"
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     if time.monotonic() - start > seconds:
-        notes = (
+        text = (
             f"TorchRec's planner was stopped after {seconds:g} s: this is the best "
-            "plan that it had; --seconds gives it longer",
+            "plan that it had; --seconds gives it longer"
         )
+        notes = (Note("comparison", text),)
     with phase("pricing TorchRec's plan"):
         compared = planner.compare(
             theirs, given.module, given.sharders, "TorchRec's own plan"

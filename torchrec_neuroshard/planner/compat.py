@@ -394,6 +394,18 @@ class HookedEnumerator(EmbeddingEnumerator):
         )
 
 
+def no_options_reason(error: RuntimeError) -> str | None:
+    """Say which table has no sharding option left; None for any other error.
+
+    TorchRec's enumerator raises a bare RuntimeError for it, in all releases; its text
+    alone tells it from others.
+    """
+    text = str(error)
+    if not text.startswith("No available sharding type"):
+        return None
+    return text.partition(". Module:")[0]
+
+
 def enumerator_constraints(enumerator: EmbeddingEnumerator) -> Mapping[str, Any]:
     """Return table -> constraints of TorchRec's enumerator: a private attribute."""
     return enumerator._constraints or {}

@@ -36,6 +36,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.scaled import RelievedCommsModel
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.compat import (
     enumerator_constraints,
@@ -115,8 +116,8 @@ class _Run:
     """The searches made."""
     fallback: str | None = None
     """Why TorchRec's plan was taken, if it was."""
-    notes: list[str] = field(default_factory=list)
-    """Warnings for the plan's result."""
+    notes: list[Note] = field(default_factory=list)
+    """For the plan's result."""
     selected: list[ShardingOption] | None = None
     """The options of the plan returned; None until there is one."""
 
@@ -440,7 +441,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             memory.attribute(run.selected)
             room = self._reserved(module, sharders)
             if text := memory.overflow(run.selected, room):
-                run.notes.append(_LENIENT)
+                run.notes.append(Note("memory", _LENIENT))
                 warnings.warn(f"{text}. {_LENIENT}", stacklevel=2)
         return run, plan
 
@@ -818,7 +819,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     def _check_inputs(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
-    ) -> tuple[str, ...]:
+    ) -> tuple[Note, ...]:
         """Hold profiles, constraints and sharders against the model; returns notes."""
         check_kind("model", module, nn.Module)
         check_profiles(module, self._profiles)
@@ -826,8 +827,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             *unsharded_notes(module, sharders),
             *unmatched_constraints(module, self.constraints),
         )
-        for text in notes:
-            warnings.warn(text, stacklevel=3)
+        for note in notes:
+            warnings.warn(note.text, stacklevel=3)
         return notes
 
     def _explain(self, known: KnownPlan) -> PlanReport:

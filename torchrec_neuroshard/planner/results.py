@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.costs.cautions import cautions
@@ -64,7 +65,7 @@ def describe_plan(
     costs: PlanCosts,
     records: Sequence[SearchRecord],
     fallback: str | None = None,
-    notes: Sequence[str] = (),
+    notes: Sequence[Note] = (),
     batch_size_is_default: bool = False,
     reserved: Topology | None = None,
     memory: MemoryModel | None = None,
@@ -76,7 +77,7 @@ def describe_plan(
         costs: What plans cost.
         records: The searches that were made for it.
         fallback: Why another planner's plan was taken, if it was.
-        notes: More warnings.
+        notes: What else to know of it.
         batch_size_is_default: Whether the caller gave no batch size.
         reserved: Devices with the memory that is left for shards; None: all of it.
         memory: What ranks allocate; None: not known.
@@ -84,13 +85,14 @@ def describe_plan(
     lowered = costs.lower(selected)
     predicted = costs.evaluate(lowered)
     path_ms = predicted.critical_path_ms
-    texts = [*costs.warnings]
+    known = [*costs.notes]
     kernels = {table_name(o): o.compute_kernel for o in selected}
     if hosted := [t for t, k in kernels.items() if k in OFFLOADED_KERNELS]:
-        texts.append(
+        text = (
             f"tables in the host's memory: {quoted(hosted)}; compute_kernels=['fused'] "
             "in their constraints keeps them on the devices, if these have the room"
         )
+        known.append(Note("host-memory", text, severity="info"))
     own = [r for r in records if _covers(r.task, selected)]
     best = min(own, key=lambda r: r.result.predicted.critical_path_ms, default=None)
     bound, proven = 0.0, False
@@ -100,14 +102,14 @@ def describe_plan(
         if bound < best.result.lower_bound_ms and any(map(has_cache, selected)):
             bound = 0.0  # it is of other sizes of caches
         proven = proven and math.isclose(bound, best.result.lower_bound_ms)
-        texts += best.result.warnings if fallback is None else ()
-    texts += costs.range_warnings(lowered)
-    texts += costs.optimizer_warnings(selected)
+        known += best.result.notes if fallback is None else ()
+    known += costs.range_notes(lowered)
+    known += costs.optimizer_notes(selected)
     room = reserved or costs.topology
     if memory is not None and (full := memory.overflow(selected, room)):
-        texts.append(full)
-    texts += cautions(costs, selected, room)
-    texts += notes
+        known.append(Note("memory", full, severity="error"))
+    known += cautions(costs, selected, room)
+    known += notes
     result = SearchResult(
         placement=lowered.placement,
         predicted=predicted,
@@ -116,7 +118,7 @@ def describe_plan(
         bound_is_proven=proven,
         search_seconds=sum(r.result.search_seconds for r in records),
         num_evaluated=sum(r.result.num_evaluated for r in records),
-        warnings=tuple(dict.fromkeys(texts)),
+        notes=tuple(dict.fromkeys(known)),
         fallback=fallback,
     )
     hosts = costs.host_tables(selected)

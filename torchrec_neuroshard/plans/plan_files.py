@@ -47,6 +47,7 @@ from torchrec_neuroshard.files import (
     to_fields,
     write_whole,
 )
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import (
     SETTING_TYPES,
@@ -192,9 +193,12 @@ class StoredPlan:
                 splits=(),
                 tables=tuple(sorted(tables, key=lambda t: -t.used_bytes)),
                 fallback=None,
-                warnings=(
-                    "what the plan costs was not known when it was stored; memory is "
-                    "that of the weights alone",
+                notes=(
+                    Note(
+                        "stored",
+                        "what the plan costs was not known when it was stored; memory "
+                        "is that of the weights alone",
+                    ),
                 ),
             )
         try:
@@ -246,7 +250,7 @@ class StoredPlan:
                 first.tables,
                 (first.world_size, second.world_size),
             ),
-            notes=tuple(notes),
+            notes=tuple(Note("comparison", text) for text in notes),
         )
 
 

@@ -41,6 +41,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
 
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import (
@@ -182,7 +183,7 @@ def rehearse(
         ranks=tuple(ranks),
         num_built=num_built,
         seconds=time.monotonic() - start,
-        notes=tuple(notes),
+        notes=tuple(Note("rehearsal", text, severity="info") for text in notes),
     )
 
 

@@ -9,10 +9,17 @@ from html import escape
 from typing import Any
 
 from torchrec_neuroshard.files import to_fields
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import capitalised, format_bytes
-from torchrec_neuroshard.report.page import HtmlReport, html_table, paragraphs, view
+from torchrec_neuroshard.report.page import (
+    HtmlReport,
+    html_table,
+    note_list,
+    paragraphs,
+    view,
+)
 from torchrec_neuroshard.report.plan import PlanReport, plan_data, plan_page
-from torchrec_neuroshard.report.terminal import most, table
+from torchrec_neuroshard.report.terminal import most, note_lines, table
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PlanComparison", "TableMove"]
@@ -49,7 +56,7 @@ class PlanComparison(HtmlReport):
     second: PlanReport
     moves: tuple[TableMove, ...]
     """Most bytes first."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     """What to know of the comparison."""
 
     @property
@@ -120,7 +127,7 @@ class PlanComparison(HtmlReport):
         ]
         lines += [self.moved + ":" * bool(self.moves)]
         lines += most([str(move) for move in self.moves], MAX_MOVES)
-        lines += ["", *(f"- {note}" for note in self.notes)] * bool(self.notes)
+        lines += ["", *note_lines(self.notes)] * bool(self.notes)
         return "\n".join(lines)
 
     def page(self) -> tuple[str, dict[str, Any]]:
@@ -145,12 +152,11 @@ class PlanComparison(HtmlReport):
             f"predicted; compute: {self.second.compute_source}; collectives: "
             f"{self.second.comms_source}"
         )
-        notes = "".join(f"<p class='note'>{escape(note)}</p>" for note in self.notes)
         body = f"""{paragraphs([self.verdict])}{paragraphs([sources], "note")}
 <div class='pair'>{boxes}</div>{view("legend")}
 {html_table(self.rows)}
 <h2>Tables that are placed differently</h2>
-{paragraphs([self.moved])}{view("moves") if self.moves else ""}{notes}
+{paragraphs([self.moved])}{view("moves") if self.moves else ""}{note_list(self.notes)}
 {plans}"""
         return body, data
 
@@ -163,5 +169,5 @@ class PlanComparison(HtmlReport):
             "saved_ms": self.saved_ms if known else None,
             "moved_bytes": self.moved_bytes,
             "moves": [to_fields(move) for move in self.moves],
-            "notes": list(self.notes),
+            "notes": [to_fields(note) for note in self.notes],
         }

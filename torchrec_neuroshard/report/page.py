@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_neuroshard.files import write_whole
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.report.terminal import sentence
 from torchrec_neuroshard.simulator import PHASES
 
@@ -109,10 +110,16 @@ def paragraphs(texts: Iterable[str], kind: str = "") -> str:
     return "".join(f"<p class='{kind}'>{escape(sentence(t))}</p>" for t in texts)
 
 
-def bullets(title: str, texts: Sequence[str], kind: str = "") -> str:
+def bullets(title: str, texts: Iterable[str]) -> str:
     """Return a list below a heading; nothing where it is empty."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    return items and f"<h2>{title}</h2><ul class='{kind}'>{items}</ul>"
+    return items and f"<h2>{title}</h2><ul>{items}</ul>"
+
+
+def note_list(notes: Iterable[Note]) -> str:
+    """Return a plan's notes below a heading; nothing where there are none."""
+    items = "".join(f"<li class='{n.severity}'>{escape(n.text)}</li>" for n in notes)
+    return items and f"<h2>Notes</h2><ul class='notes'>{items}</ul>"
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:

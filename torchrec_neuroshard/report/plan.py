@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.files import to_fields
-from torchrec_neuroshard.report.page import HtmlReport, bullets, paragraphs, view
+from torchrec_neuroshard.notes import Note
+from torchrec_neuroshard.report.page import (
+    HtmlReport,
+    bullets,
+    note_list,
+    paragraphs,
+    view,
+)
 from torchrec_neuroshard.report.parts import (
     Bottleneck,
     PlanBasis,
@@ -20,7 +27,7 @@ from torchrec_neuroshard.report.parts import (
     WeightSync,
     rank_reports,
 )
-from torchrec_neuroshard.report.terminal import gib, most, sentence, table
+from torchrec_neuroshard.report.terminal import gib, most, note_lines, sentence, table
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.simulator import PHASES
 
@@ -57,7 +64,8 @@ class PlanReport(HtmlReport):
     bottleneck: Bottleneck | None = None
     """None where costs are not known or 0."""
     fallback: str | None
-    warnings: tuple[str, ...]
+    notes: tuple[Note, ...]
+    """What to know of it: each has a code, and maybe a table."""
     basis: PlanBasis | None = None
     """None where only a search is reported."""
     weight_sync: WeightSync | None = None
@@ -96,7 +104,7 @@ class PlanReport(HtmlReport):
             splits=(),
             tables=tuple(sorted(tables, key=lambda t: (-t.path_ms, -t.used_bytes))),
             fallback=result.fallback,
-            warnings=result.warnings,
+            notes=result.notes,
             schedule=ScheduleReport.of(predicted),
             **known,
         )
@@ -106,6 +114,11 @@ class PlanReport(HtmlReport):
         """How far the plan is above the bound, relative to it; infinite without one."""
         bound_ms = self.lower_bound_ms
         return self.critical_path_ms / bound_ms - 1 if bound_ms > 0 else math.inf
+
+    @property
+    def fits(self) -> bool:
+        """Whether no note says that a rank cannot run it."""
+        return not any(note.severity == "error" for note in self.notes)
 
     @property
     def num_split(self) -> int:
@@ -174,8 +187,8 @@ class PlanReport(HtmlReport):
             parts.append(_table_lines(self))
         if self.splits:
             parts.append(["Tables split by columns, and why:", *_split_lines(self)])
-        if self.warnings:
-            parts.append(["Warnings:", *(f"- {text}" for text in self.warnings)])
+        if self.notes:
+            parts.append(["Notes:", *note_lines(self.notes)])
         return "\n\n".join(map("\n".join, parts))
 
     def page(self) -> tuple[str, dict[str, Any]]:
@@ -299,7 +312,7 @@ def plan_page(report: PlanReport, number: int) -> str:
 {view("ranks", number)}
 {bullets("Tables split by columns, and why", [*_split_lines(report)])}
 {bullets("What the costs rest on", basis)}
-{bullets("Warnings", report.warnings, "warning")}
+{note_list(report.notes)}
 """
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.files import to_fields
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.report.terminal import listed_ranks, table
+from torchrec_neuroshard.report.terminal import listed_ranks, note_lines, table
 
 __all__ = ["RankRehearsal", "Rehearsal"]
 
@@ -55,7 +56,7 @@ class Rehearsal:
     num_built: int
     """Ranks whose sharded model was built; 0 where that is not possible."""
     seconds: float
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
 
     @property
     def runs(self) -> bool:
@@ -110,4 +111,4 @@ def _lines(report: Rehearsal) -> Iterator[str]:
     for fault in dict.fromkeys(fault for rank in faulty for fault in rank.faults):
         where = [rank.rank for rank in faulty if fault in rank.faults]
         yield f"- {listed_ranks(where)}: {fault}"
-    yield from (f"- {text}" for text in report.notes)
+    yield from note_lines(report.notes)

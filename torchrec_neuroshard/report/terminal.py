@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import capitalised
 
-__all__ = ["gib", "listed_ranks", "most", "sentence", "shortened", "table"]
+__all__ = [
+    "gib",
+    "listed_ranks",
+    "most",
+    "note_lines",
+    "sentence",
+    "shortened",
+    "table",
+]
 
 MAX_RUNS = 8
 """Runs of ranks in a line of text."""
@@ -39,6 +48,11 @@ def most(lines: Sequence[str], limit: int) -> Iterable[str]:
     yield from lines[:limit]
     if len(lines) > limit:
         yield f"... and {len(lines) - limit:,} more"
+
+
+def note_lines(notes: Iterable[Note]) -> Iterable[str]:
+    """Return a line for each note, with its severity."""
+    return (f"- {note.severity}: {note}" for note in notes)
 
 
 def gib(num_bytes: float | None) -> str:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.simulator import PredictedCosts
 
@@ -79,9 +80,15 @@ class SearchResult:
     search_seconds: float
     num_evaluated: int
     """Candidate rank sets whose cost was evaluated."""
-    warnings: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
+    """What to know of it."""
     fallback: str | None = None
     """Why another planner's plan was taken, if it was."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The texts of its notes."""
+        return tuple(note.text for note in self.notes)
 
 
 class _Budgeted(Protocol):

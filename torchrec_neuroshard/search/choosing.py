@@ -68,7 +68,7 @@ class ChoosingSearcher(Searcher):
             gap=math.inf,
             search_seconds=time.monotonic() - start,
             num_evaluated=evaluated,
-            warnings=found.warnings if found else (),
+            notes=found.notes if found else (),
             fallback=found.fallback if found else None,
         )
 

@@ -12,7 +12,8 @@ from typing import Self
 
 import numpy as np
 
-from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel, RangeWarning
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.progress import phase, shown
 from torchrec_neuroshard.search.base import (
@@ -34,7 +35,13 @@ from torchrec_neuroshard.search.rules import check_constraints, follow
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator, placed_arrays
 
-__all__ = ["NeuroShardSearcher", "finish_result", "range_messages", "telling"]
+__all__ = [
+    "NeuroShardSearcher",
+    "finish_result",
+    "range_note",
+    "range_notes",
+    "telling",
+]
 
 CHOICE_SHARE = 0.25
 """Share of the time for choices of ways on balanced ranks."""
@@ -218,26 +225,31 @@ def finish_result(
         gap=gap,
         search_seconds=time.monotonic() - start,
         num_evaluated=bank.num_evaluated + bank.task.world_size,
-        warnings=range_messages(bank.simulator, placement),
+        notes=range_notes(bank.simulator, placement),
     )
 
 
-def range_messages(simulator: Simulator, placement: Placement) -> tuple[str, ...]:
+def range_notes(simulator: Simulator, placement: Placement) -> tuple[Note, ...]:
     """Say which placed shards lie outside the cost model's training range."""
     arrays = np.stack(placed_arrays(placement))[[0, 1, 3]]
     table_N, width_N, rows_N = np.unique(arrays, axis=1)
     features = simulator.shard_features(table_N, width_N, rows_N)
-    found: dict[tuple[int, str], str] = {}
+    found: dict[tuple[int, str], Note] = {}
     for warning in simulator.cost_model.range_warnings(features):
         index = int(table_N[warning.shard])
-        found.setdefault(
-            (index, warning.feature),
-            f"table '{simulator.task.tables[index].name}': {warning.feature} "
-            f"{warning.value:.4g} is outside the cost model's range "
-            f"{warning.low:.4g} to {warning.high:.4g}",
-        )
-    messages = list(found.values())
-    if len(messages) > MAX_WARNINGS:
-        more = len(messages) - MAX_WARNINGS
-        messages = [*messages[:MAX_WARNINGS], f"... and {more} more like these"]
-    return tuple(messages)
+        note = range_note(simulator.task.tables[index].name, warning)
+        found.setdefault((index, warning.feature), note)
+    notes = list(found.values())
+    if len(notes) > MAX_WARNINGS:
+        text = f"... and {len(notes) - MAX_WARNINGS} more like these"
+        notes[MAX_WARNINGS:] = [Note("out-of-range", text)]
+    return tuple(notes)
+
+
+def range_note(table: str, warning: RangeWarning) -> Note:
+    """Say which feature of a table's shard is outside the training range."""
+    text = (
+        f"table '{table}': {warning.feature} {warning.value:.4g} is outside the cost "
+        f"model's range {warning.low:.4g} to {warning.high:.4g}"
+    )
+    return Note("out-of-range", text, table)

@@ -16,6 +16,7 @@ import torch
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.simulator import PHASES, Simulator
@@ -209,7 +210,7 @@ class SearcherContract(ABC):
             )
 
     def test_result_is_filled_in(self) -> None:
-        """Gap, seconds, count and warnings are what their names say."""
+        """Gap, seconds, count and notes are what their names say."""
         start = time.monotonic()
         result = self._search(self._tasks()[0])
         seconds = time.monotonic() - start
@@ -224,9 +225,9 @@ class SearcherContract(ABC):
             f"search_seconds is {result.search_seconds}, the call took {seconds}"
         )
         assert result.num_evaluated >= 1, "num_evaluated is 0: nothing was costed"
-        assert isinstance(result.warnings, tuple) and all(
-            isinstance(w, str) and w for w in result.warnings
-        ), f"warnings are to be a tuple of texts, not {result.warnings!r}"
+        assert isinstance(result.notes, tuple) and all(
+            isinstance(note, Note) and note.text for note in result.notes
+        ), f"notes are to be a tuple of Note, not {result.notes!r}"
 
     def test_bound_holds(self) -> None:
         """No plan there is costs less than the bound, or than the best plan."""

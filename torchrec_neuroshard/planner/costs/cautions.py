@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.costs.plan_costs import ESTIMATED_COLUMNS, PlanCosts
@@ -22,7 +23,7 @@ LEAST_FILLED = 0.05
 
 def cautions(
     costs: PlanCosts, plan: Sequence[ShardingOption], topology: Topology
-) -> tuple[str, ...]:
+) -> tuple[Note, ...]:
     """Say what is unusual about a GPU plan that only an estimate recommends.
 
     Args:
@@ -55,4 +56,4 @@ def cautions(
             f"{used_W[fullest] / mean:.1f} times the mean of all ranks: the estimate "
             "finds that fastest, and memory does not count as long as it suffices"
         )
-    return tuple(texts)
+    return tuple(Note("unusual", text) for text in texts)

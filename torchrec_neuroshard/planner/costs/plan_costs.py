@@ -31,6 +31,7 @@ from torchrec_neuroshard.cost_models import (
 )
 from torchrec_neuroshard.cost_models.scaled import JoinedCostModel, RelievedCommsModel
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import pipeline_name
@@ -63,7 +64,7 @@ from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import Bottleneck, HostTable, PlanBasis, WeightSync
 from torchrec_neuroshard.schedules import DenseMs, find_schedule
 from torchrec_neuroshard.search.base import SearchResult
-from torchrec_neuroshard.search.default import MAX_WARNINGS, range_messages
+from torchrec_neuroshard.search.default import MAX_WARNINGS, range_note, range_notes
 from torchrec_neuroshard.shard_encoder import ShardEncoder
 from torchrec_neuroshard.simulator import (
     PHASES,
@@ -110,7 +111,7 @@ class PlanCosts:
         encoder: Keeps the encodings of all shards.
         schedule: Of the training loop.
         dense: What the rest of the model takes in it.
-        warnings: What to know of all this; part of every result.
+        notes: What to know of all this; part of every result.
     """
 
     def __init__(
@@ -209,13 +210,15 @@ class PlanCosts:
             found = texts
         if found:
             warnings.warn("\n".join(dict.fromkeys(found)), stacklevel=4)
+        notes = [Note("devices", text) for text in dict.fromkeys(texts)]
         overlaps = not self.schedule.adds_up(self.dense)
         if overlaps and not self.dense.total_ms:
-            texts.append(
+            text = (
                 f"pipeline_type '{self._pipeline}' without dense_ms: the rest of the "
                 "model counts 0 ms, and what would run beside it counts in full"
             )
-        self.warnings: tuple[str, ...] = tuple(dict.fromkeys(texts))
+            notes.append(Note("dense-time", text))
+        self.notes: tuple[Note, ...] = tuple(notes)
         self.encoder = ShardEncoder(self.cost_model)
 
     def simulator(self, task: ShardingTask) -> Simulator:
@@ -481,18 +484,19 @@ class PlanCosts:
             source=self._replicas.source,
         )
 
-    def optimizer_warnings(self, options: Iterable[ShardingOption]) -> tuple[str, ...]:
+    def optimizer_notes(self, options: Iterable[ShardingOption]) -> tuple[Note, ...]:
         """Say which tables have an optimizer of which nobody knows what it keeps."""
         odd: dict[str, dict[str, None]] = {}
         for option in options:
             if not self.reader.knows_optimizer(option):
                 name = self.reader.optimizer_name(option)
                 odd.setdefault(name, {})[table_name(option)] = None
-        return tuple(
+        texts = (
             f"tables {quoted([*tables])}: what optimizer {name} keeps is not known; "
             "memory and time are counted as Adam's, with two values for each weight"
             for name, tables in sorted(odd.items())
         )
+        return tuple(Note("optimizer", text) for text in texts)
 
     def host_tables(self, plan: Sequence[ShardingOption]) -> dict[str, HostTable]:
         """Say what tables in the host's memory take, by name.
@@ -621,23 +625,20 @@ class PlanCosts:
             table_ms=ms,
         )
 
-    def range_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
+    def range_notes(self, lowered: LoweredPlan) -> tuple[Note, ...]:
         """Name tables whose shards lie outside what the cost model was trained on."""
-        texts: tuple[str, ...] = ()
+        notes: tuple[Note, ...] = ()
         if lowered.task is not None:
-            texts = range_messages(self.simulator(lowered.task), lowered.placement)
+            notes = range_notes(self.simulator(lowered.task), lowered.placement)
         others = [o for o in lowered.others if self.reader.has_cost(o)]
         if not others:
-            return texts
+            return notes
         names = [table_name(o) for o in others for _ in o.shards]
         found = self.cost_model.range_warnings(self.price(others).features())
         more = {
-            (names[w.shard], w.feature): f"table '{names[w.shard]}': {w.feature} "
-            f"{w.value:.4g} is outside the cost model's range {w.low:.4g} to "
-            f"{w.high:.4g}"
-            for w in found
+            (names[w.shard], w.feature): range_note(names[w.shard], w) for w in found
         }
-        return texts + tuple(list(more.values())[:MAX_WARNINGS])
+        return notes + tuple(list(more.values())[:MAX_WARNINGS])
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from torchrec_neuroshard.errors import (
     NeuroShardError,
     RankFailureError,
 )
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import group_timeout_seconds
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.launch.from_first import LostRankError, from_first
@@ -352,7 +353,7 @@ class FirstLaunch:
     def _tell(self, text: str) -> None:
         """Warn, and in every plan's result, too."""
         warnings.warn(text, stacklevel=4)
-        self._costs.warnings += (text,)
+        self._costs.notes += (Note("first-launch", text),)
 
 
 def check_patience(request: LaunchRequest, pg: dist.ProcessGroup) -> float:

@@ -18,6 +18,7 @@ from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import CommOp, ModuleSharder, ShardingType
 
 from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
+from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import (
     can_remove_repeats,
@@ -165,7 +166,7 @@ def _check_cache(
 
 def unmatched_constraints(
     module: nn.Module, constraints: Mapping[str, ParameterConstraints]
-) -> tuple[str, ...]:
+) -> tuple[Note, ...]:
     """Return notes on constraints that do not fit the model's tables.
 
     TorchRec leaves those of tables that are not there unread, and reads the pooling
@@ -177,19 +178,21 @@ def unmatched_constraints(
     notes = []
     for name, constraint in constraints.items():
         if name not in features:
-            notes.append(
+            text = (
                 f"constraints name table '{name}', which the model does not have; "
                 + suggestion(name, features, "tables")
             )
+            notes.append(Note("constraints", text, name))
             continue
         count = len(constraint.pooling_factors or ())
         if count > 1 and count not in features[name]:
             (*_, known) = sorted(features[name])
-            notes.append(
+            text = (
                 f"constraints of table '{name}': pooling_factors has {count} values "
                 f"for {known} feature{'' if known == 1 else 's'}; each feature is "
                 "taken to have their mean. Give one value per feature"
             )
+            notes.append(Note("constraints", text, name))
     return tuple(notes)
 
 
@@ -217,15 +220,16 @@ def unsharded_tables(
 
 def unsharded_notes(
     module: nn.Module, sharders: Iterable[ModuleSharder[Any]]
-) -> tuple[str, ...]:
+) -> tuple[Note, ...]:
     """Return notes on tables that TorchRec leaves out of its plans without a word."""
     modules = dict(module.named_modules(remove_duplicate=False))
-    return tuple(
+    texts = (
         f"tables {quoted(tables)} are in no plan, and every rank keeps them whole: no "
         f"sharder is for the class of module '{path}', {type(modules[path]).__name__}; "
         "a class derived from one that is counts as another. Pass a sharder for it"
         for path, tables in sorted(unsharded_tables(module, sharders).items())
     )
+    return tuple(Note("unsharded", text) for text in texts)
 
 
 def check_sharders(sharders: Iterable[ModuleSharder[Any]], compute_device: str) -> None:

@@ -350,7 +350,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
             result = searcher.search(task, cost_model, comms_model)
         except InfeasibleError as error:
-            odd = self.costs.optimizer_warnings(space.options)
+            odd = map(str, self.costs.optimizer_notes(space.options))
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
                 message="\n".join([self._explained(str(error), memory), *odd]),
