@@ -362,7 +362,6 @@ def run(config: RaceConfig, ranks: Ranks) -> None:
                 batches,
                 trial,
                 control=ranks.control,
-                one_clock=ranks.one_machine,
                 reference=reference.read,
             )
             entries[name]["rounds"].append(found.to_json())

@@ -290,7 +290,6 @@ class Comparison:
                     seed=config.seed,
                 ),
                 control=self._ranks.control,
-                one_clock=self._ranks.one_machine,
                 reference=self._reference.read,
             )
         except (TrialError, RunError) as error:

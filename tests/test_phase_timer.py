@@ -40,14 +40,20 @@ def test_collectives_count_from_the_last_arrival_and_compute_on_the_slowest() ->
         }
     )
     # Without a common clock, the last to arrive is shortest in a collective.
-    moved = [
-        PhaseTimes(
-            t.module, {n: [(a + 9, b + 9) for a, b in s] for n, s in t.spans.items()}
-        )
-        for t in LATE
-    ]
-    (other,) = critical_times([EARLY, moved, EMPTY], one_clock=False)
+    (other,) = critical_times([EARLY, elsewhere(LATE), EMPTY])
     assert other == pytest.approx(found)
+
+
+def elsewhere(times: list[PhaseTimes]) -> list[PhaseTimes]:
+    """The same, by a clock that is ahead by nine seconds."""
+    return [
+        PhaseTimes(
+            t.module,
+            {n: [(a + 9, b + 9) for a, b in s] for n, s in t.spans.items()},
+            "another",
+        )
+        for t in times
+    ]
 
 
 def test_embedding_lasts_from_the_last_start_to_the_last_end() -> None:
@@ -55,3 +61,6 @@ def test_embedding_lasts_from_the_last_start_to_the_last_end() -> None:
     assert embedding_ms([EARLY, LATE, EMPTY]) == pytest.approx(13 + 7)
     two = [[*r, *r] for r in (EARLY, LATE, EMPTY)]
     assert embedding_ms(two) == pytest.approx(2 * (13 + 7))
+    # Without a common clock, the phases added up.
+    ranks = [EARLY, elsewhere(LATE), EMPTY]
+    assert embedding_ms(ranks) == pytest.approx(3 + 7 + 3 + 3 + 4)

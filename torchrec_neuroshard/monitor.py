@@ -101,18 +101,13 @@ class Measured(Phases):
         cls,
         iterations_W: Sequence[Sequence[Sequence[PhaseTimes]]],
         iteration_ms: float,
-        *,
-        one_clock: bool,
     ) -> Measured:
         """Put together what `PhaseTimer.take_all` returned on each rank.
 
-        All ranks have timed as many iterations; for the clock see `critical_times`.
+        All ranks have timed as many iterations.
         """
         median = statistics.median
-        steps = [
-            critical_times(by_rank, one_clock=one_clock)
-            for by_rank in zip(*iterations_W, strict=True)
-        ]
+        steps = list(map(critical_times, zip(*iterations_W, strict=True)))
         times = [t for rank in iterations_W for step in rank for t in step]
         timed = [p for p in PHASES if any(t.spans[p] for t in times)]
         return cls(
@@ -522,13 +517,8 @@ class PlanMonitor:
     def _report(self, iterations_W: Any, interval_ms_W: Any, profiles_W: Any) -> None:
         for profiles in profiles_W:
             self._assessor.profiles.update(profiles)
-        topology = self._planner.topology
-        is_one_node = topology.local_world_size >= topology.world_size
-        measured = Measured.put_together(
-            iterations_W,
-            statistics.median(interval_ms_W),
-            one_clock=is_one_node and self._model.device.type == "cpu",
-        )
+        interval_ms = statistics.median(interval_ms_W)
+        measured = Measured.put_together(iterations_W, interval_ms)
         self.last_report = self._assessor.assess(
             self._model.plan,
             measured,

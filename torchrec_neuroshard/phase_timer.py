@@ -11,10 +11,13 @@
 
 from __future__ import annotations
 
+import platform
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,20 +42,24 @@ __all__ = [
 
 _KERNEL = "SplitTableBatchedEmbeddingBagsCodegen"
 _KERNEL_NODE = "SplitLookup"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Names this boot of the machine. Its processes share one monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
     """One rank's phases of one iteration in one sharded module.
 
-    Each phase is a start and an end on the machine's monotonic clock [s]; several
-    fused kernels of a phase are several spans. A phase that did not run has no span.
+    Each phase is a start and an end [s]; several fused kernels of a phase are several
+    spans. A phase that did not run has no span.
     """
 
     module: str
     """Path of the sharded module."""
     spans: Mapping[str, Sequence[tuple[float, float]]]
     """By the names of `PHASES`."""
+    clock: str = ""
+    """What read the times. Times of different clocks have no common zero."""
 
     def duration_ms(self, phase: str) -> float:
         """Time that this rank spent in a phase, waiting for others included [ms]."""
@@ -112,6 +119,7 @@ class PhaseTimer:
         self._device, self._on_error = device, on_error
         self._uses_events = is_accelerator(device.type) and not wait
         self._origin: Any = None
+        self._clock = uuid.uuid4().hex if self._uses_events else _machine()
         self._marks: dict[str, _Marks] = {}
         self._held: list[dict[str, _Marks]] = []
         self._removers: list[Callable[[], None]] = []
@@ -151,6 +159,7 @@ class PhaseTimer:
                         name: tuple((self._seconds(a), self._seconds(b)) for a, b in of)
                         for name, of in marks.spans.items()
                     },
+                    self._clock,
                 )
                 for path, marks in iteration.items()
             ]
@@ -405,20 +414,26 @@ def _replaced(module: Any, name: str, function: Any) -> Callable[[], None]:
     return restore
 
 
-def critical_times(
-    by_rank: Sequence[Sequence[PhaseTimes]], *, one_clock: bool = True
-) -> list[dict[str, float]]:
+def _machine() -> str:
+    """Name the machine, whose processes share one clock."""
+    return _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
+
+
+def _share_clock(ranks: Sequence[PhaseTimes]) -> bool:
+    return len({times.clock for times in ranks}) == 1
+
+
+def critical_times(by_rank: Sequence[Sequence[PhaseTimes]]) -> list[dict[str, float]]:
     """What each phase of one iteration took over all ranks.
 
     Compute takes as long as on the slowest rank. A collective takes from the last
     rank's arrival to the last rank's end, so that waiting for compute is not counted
-    twice.
+    twice. Ranks on several machines, and GPUs timed by events (`wait=False`), share no
+    clock: there a collective takes as long as on the rank that spends least in it,
+    which arrived last.
 
     Args:
         by_rank: What `PhaseTimer.take` returned on each rank.
-        one_clock: Whether all ranks read one clock: they are on one machine, and marks
-            are not a GPU's events (`wait=False`). Else a collective is taken to be as
-            long as on the rank that spends least in it, which arrived last.
 
     Returns:
         Phase -> milliseconds, for each sharded module.
@@ -430,7 +445,7 @@ def critical_times(
             taken_ms = [r.duration_ms(phase) for r in ranks]
             if phase.endswith("compute"):
                 phases[phase] = max(taken_ms)
-            elif not one_clock:
+            elif not _share_clock(ranks):
                 phases[phase] = min(taken_ms)
             else:
                 spans = [s for r in ranks for s in r.spans[phase]]
@@ -445,11 +460,14 @@ def embedding_ms(by_rank: Sequence[Sequence[PhaseTimes]]) -> float:
     """What one iteration's embedding part took over all ranks [ms].
 
     From the last rank's start to the last rank's end, forward and backward, added up
-    over sharded modules. All ranks must share one clock.
+    over sharded modules. Of ranks without a common clock: the phases of
+    `critical_times`, added up.
 
     Args:
         by_rank: What `PhaseTimer.take` returned on each rank.
     """
+    if not all(map(_share_clock, zip(*by_rank, strict=True))):
+        return sum(sum(phases.values()) for phases in critical_times(by_rank))
     total = 0.0
     for ranks in zip(*by_rank, strict=True):
         for half in (PHASES[:3], PHASES[3:]):

@@ -72,11 +72,6 @@ class Ranks:
             backend="gloo", timeout=datetime.timedelta(hours=2)
         )
 
-    @property
-    def one_machine(self) -> bool:
-        """Whether all ranks share a clock."""
-        return self.local_world_size == self.world_size
-
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value."""
         values: list[Any] = [None] * self.world_size

@@ -109,7 +109,6 @@ def run_trial(
     config: TrialConfig,
     *,
     control: dist.ProcessGroup,
-    one_clock: bool = True,
     reference: Callable[[], float] | None = None,
 ) -> TrialResult:
     """Train a `ConcatDLRM` of the tables under a plan; call it on every rank.
@@ -123,7 +122,6 @@ def run_trial(
             go.
         config: How long.
         control: A gloo group of all ranks, for what is not part of training.
-        one_clock: Whether all ranks are on one machine; see `critical_times`.
         reference: Told before and after; on a CPU, what its speed just is.
 
     Raises:
@@ -150,7 +148,7 @@ def run_trial(
         mine["reference_ms"] = (before + after) / 2
     finally:
         trial.close()  # else a failed plan's tables take the next one's memory
-    return _summarise(_gather(mine, control), one_clock)
+    return _summarise(_gather(mine, control))
 
 
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -298,19 +296,15 @@ class _Trial:
             torch.cuda.empty_cache()
 
 
-def _summarise(everyone: Sequence[dict[str, Any]], one_clock: bool) -> TrialResult:
+def _summarise(everyone: Sequence[dict[str, Any]]) -> TrialResult:
     """Put the ranks together."""
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
     embedding = []
     for by_rank in zip(*(m["steps"] for m in everyone), strict=True):
-        critical = critical_times(by_rank, one_clock=one_clock)
+        critical = critical_times(by_rank)
         for name in PHASES:
             phases[name].append(sum(c[name] for c in critical))
-        embedding.append(
-            embedding_ms(by_rank)
-            if one_clock
-            else sum(sum(c.values()) for c in critical)
-        )
+        embedding.append(embedding_ms(by_rank))
     losses = zip(*(m["losses"] for m in everyone), strict=True)
 
     def each(name: str) -> tuple[Any, ...]:

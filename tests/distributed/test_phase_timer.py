@@ -6,18 +6,18 @@ import dataclasses
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import KeyedJaggedTensor
-from torchrec.distributed import DistributedModelParallel
 from torchrec.modules.embedding_configs import PoolingType
 
 from tests.builders import CPU, bag_config, bag_sharders, bags, make_planner
 from tests.distributed.ranks import ONE_NODE, Jobs, OfJob
-from tests.distributed.unsharded import draw_batch
+from tests.distributed.unsharded import draw_batch, shard_model
 from torchrec_neuroshard import PhaseTimer
 from torchrec_neuroshard.simulator import PHASES
 
@@ -42,12 +42,55 @@ class Model(nn.Module):
         return torch.cat(pooled, dim=1).square().mean()
 
 
-def train_two_collections() -> dict[str, Any]:
+def shard() -> tuple[Any, Any]:
+    """A sharded model and its planner."""
     torch.manual_seed(0)
     model, sharders = Model(), bag_sharders()
     planner = make_planner(batch_size=BATCH)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
+    return shard_model(model, plan, sharders), planner
+
+
+class Event:
+    """Stands in for a mark in a GPU's stream."""
+
+    at = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Event) -> float:
+        return (later.at - self.at) * 1e3
+
+
+def time_by_events() -> dict[str, Any]:
+    """The clocks of a timer that waits, and of one whose marks are events."""
+    sharded, _ = shard()
+    device = mock.Mock(Event=Event)
+    with (
+        mock.patch("torchrec_neuroshard.phase_timer.is_accelerator", lambda _: True),
+        mock.patch("torchrec_neuroshard.phase_timer.accelerator", lambda _: device),
+    ):
+        by_events = PhaseTimer(sharded, CPU, wait=False)
+    waiting = PhaseTimer(sharded, CPU)
+    with mock.patch("torchrec_neuroshard.phase_timer.accelerator", lambda _: device):
+        sharded(draw_batch(["f0", "f1", "f2", "f3"], BATCH, 50, 0)).backward()
+    found = {}
+    for name, timer in (("waiting", waiting), ("by events", by_events)):
+        times = timer.take()
+        found[name] = {t.clock for t in times}.pop()
+        assert all(t.duration_ms("fwd_comms") > 0 for t in times)
+    return found
+
+
+def train_two_collections() -> dict[str, Any]:
+    sharded, planner = shard()
     timer = PhaseTimer(sharded, CPU)
     steps = []
     for step in range(NUM_STEPS):
@@ -69,7 +112,18 @@ def train_two_collections() -> dict[str, Any]:
 
 
 def rank_jobs(num_nodes: int, _: int, __: Path) -> Jobs:
-    return {"train": train_two_collections} if num_nodes == ONE_NODE else {}
+    if num_nodes != ONE_NODE:
+        return {}
+    return {"train": train_two_collections, "events": time_by_events}
+
+
+def test_ranks_of_a_machine_share_a_clock_unless_devices_mark_the_times(
+    results: OfJob,
+) -> None:
+    first, second = results("events")
+    assert first["waiting"] == second["waiting"]
+    clocks = {first["by events"], second["by events"], first["waiting"]}
+    assert len(clocks) == 3
 
 
 def test_phases_of_the_plans_stages_follow_each_other(results: OfJob) -> None:

@@ -93,7 +93,7 @@ def test_ranks_are_put_together() -> None:
         return [PhaseTimes("ebc", {**spans, "index_comms": []})]
 
     ranks = [[step(1.0), step(3.0), step(2.0)], [step(4.0), step(4.0), step(4.0)]]
-    found = Measured.put_together(ranks, 20.0, one_clock=True)
+    found = Measured.put_together(ranks, 20.0)
     assert found.by_rank_ms[0]["fwd_compute"] == pytest.approx(2.0)
     assert found.critical_ms["fwd_compute"] == pytest.approx(4.0)
     assert "index_comms" not in found.critical_ms  # hidden by a pipeline
