@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from tests.distributed.unsharded import (
     weights_of,
     whole_weights,
 )
+from torchrec_neuroshard.planner.costs.given_plans import copied
 from torchrec_neuroshard.plans.replan import apply_moves, replan
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -216,6 +218,15 @@ def run_refusals(rank: int) -> dict[str, Any]:
         init_data_parallel=False,
     )
     seen["no dense part"] = message_of(lambda: apply_moves(late, result))
+    # The second rank alone has another model, and the first one must not wait for it.
+    others: dict[str, Any] = {"no model": nn.Linear(1, 1), "replicas": mock.Mock()}
+    others["replicas"].plan = copied(sharded.plan)
+    tables = others["replicas"].plan.plan["sparse.ebc"]
+    for name, sharding in tables.items():
+        tables[name] = dataclasses.replace(sharding, sharding_spec=None)
+    for name, other in others.items():
+        model = other if rank else sharded
+        seen[name] = message_of(functools.partial(apply_moves, model, result))
     seen["still"] = str(before == widths_here(sharded))
     apply_moves(sharded, result)
     seen["again"] = message_of(lambda: apply_moves(sharded, result))
@@ -258,6 +269,8 @@ def test_refusals_reach_all_ranks(results: OfJob) -> None:
         "impossible": "ConfigError: the new plan needs moves that TorchRec cannot",
         "hashes": "ConfigError: over gloo TorchRec moves tables only where",
         "no dense part": "ConfigError: TorchRec moves tables only of a model",
+        "no model": "ConfigError: rank 1 cannot move tables: AttributeError: 'Linear'",
+        "replicas": "ConfigError: table 'sparse.ebc.t",
         "again": "ConfigError: table 'sparse.ebc.t",
         "nothing": "no error",
         "still": "True",

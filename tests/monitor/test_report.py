@@ -16,6 +16,7 @@ from tests.builders import (
     bag_config,
     bag_sharders,
     bags,
+    by_table,
     each,
     fused_bags,
     gpus,
@@ -85,6 +86,25 @@ def test_drift_is_priced_and_named() -> None:
     assert Phases.of(result.before, {MODULE}) == report.predicted
     assert result.moves
     assert result.after.critical_path_ms < result.before.critical_path_ms
+
+
+@pytest.mark.parametrize("with_replicas", [False, True])
+def test_moves_are_searched_for_before_inputs_are_known(with_replicas: bool) -> None:
+    model = Nested(bags(*map(bag_config, range(4))))
+    last = "data_parallel" if with_replicas else "table_wise"
+    kinds = [*[["table_wise"]] * 3, [last]]
+    planner = make_planner(
+        constraints=by_table(sharding_types=kinds),
+        cost_model=AnalyticCostModel(launch_ms=0.0, byte_ns=10.0),
+        search=FixedSearcher([(i, 32, 0) for i in range(4 - with_replicas)]),
+    )
+    plan = planner.plan(model, bag_sharders())
+    assessor = Assessor(planner, model, bag_sharders())
+    assert not assessor.profiles
+    result = assessor.replan(plan, None, executable_only=True)
+    # TorchRec does not set replicas up again after a move.
+    assert bool(result.moves) is not with_replicas
+    assert bool(result.obstacles) == with_replicas
 
 
 def test_ranks_are_put_together() -> None:

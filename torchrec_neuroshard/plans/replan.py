@@ -458,6 +458,9 @@ def _improve(
 
 
 def _shards_of(sharding: ParameterSharding) -> Shards:
+    """Return the column shards of a table; of replicas there are none."""
+    if sharding.sharding_spec is None:
+        return ()
     return tuple(
         sorted(
             (int(m.shard_offsets[1]), int(m.shard_sizes[1]), int(rank))
@@ -512,7 +515,11 @@ def apply_moves(
     if not changed:
         return
     told: list[Any] = [None] * dist.get_world_size()
-    obstacle = _move_obstacle(model, replaced, executable)
+    try:
+        obstacle = _move_obstacle(model, replaced, executable)
+    except Exception as error:  # the other ranks wait to hear of it
+        kind = type(error).__name__
+        obstacle = f"rank {dist.get_rank()} cannot move tables: {kind}: {error}"
     # Over gloo TorchRec numbers its messages by a hash of the table's name.
     dist.all_gather_object(told, (obstacle, is_over_gloo(group) and hash("torchrec")))
     for text in (text for text, _ in told if text is not None):
