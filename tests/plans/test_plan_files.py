@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import (
     BoundsCheckMode,
@@ -152,6 +154,20 @@ def test_a_plan_that_was_resharded_is_not_stored_with_the_costs_of_the_first(
     compared = planner.compare(plan, model, bag_sharders())
     assert compared.second.critical_path_ms == before.critical_path_ms
     assert [m.table for m in compared.moves] == ["sparse.ebc.t0"]
+
+
+def test_a_loaded_plan_is_reported_on_with_the_sharders_that_were_given(
+    stored: Stored,
+) -> None:
+    path, model, planner, plan = stored
+    params = {"optimizer": EmbOptimType.ADAM}
+    adam = [EmbeddingBagCollectionSharder(fused_params=params)]
+    load_plan(path, model=model, planner=planner, sharders=adam)
+    assert planner.report().ranks == planner.evaluate(plan, model, adam).ranks
+    # The planner knows them by now.
+    load_plan(path, model=model, planner=planner)
+    assert planner.report().ranks == planner.evaluate(plan, model, adam).ranks
+    assert planner.report().ranks != planner.evaluate(plan, model).ranks
 
 
 def test_plans_for_other_inputs_are_told_apart(stored: Stored) -> None:

@@ -457,7 +457,7 @@ def load_plan(
         sharders = planner.last_model[1] if planner.last_model else None
     _check_paths(stored.plan, model, sharders, path)
     if isinstance(planner, NeuroShardPlanner):
-        planner.adopt(stored.plan, model)
+        planner.adopt(stored.plan, model, sharders)
     return stored.plan
 
 
