@@ -8,6 +8,7 @@ Shapes: `W` ranks, `S` stages.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import time
@@ -20,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.phase_timer import (
@@ -28,7 +30,7 @@ from torchrec_neuroshard.phase_timer import (
     PhaseTimes,
     critical_times,
 )
-from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
+from torchrec_neuroshard.planner.costs.given_plans import PlanOptions, copied
 from torchrec_neuroshard.planner.launch.from_first import from_first, portable
 from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
@@ -232,13 +234,14 @@ class Assessor:
         self._planner, self._model, self._sharders = planner, model, list(sharders)
         self.profiles: dict[str, FeatureProfile] = {}
         self._options: list[Any] = []
+        self._plan: ShardingPlan | None = None
         self._planned: PredictedCosts | None = None
         self._seconds = 0.0
 
     def planned(self, plan: Any) -> PredictedCosts:
-        """Price a plan with the inputs that the planner was given; kept."""
-        if self._planned is None:
-            planner = self._planner
+        """Price a plan with the inputs that the planner was given; the last is kept."""
+        if self._planned is None or plan != self._plan:
+            planner, self._plan = self._planner, copied(plan)
             self._options = PlanOptions(
                 self._model, self._sharders, planner.enumerator, planner.costs
             ).of(plan)
@@ -373,7 +376,7 @@ class PlanMonitor:
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._error: str | None = None
         self._is_over = False
-        self._hooks: list[PhaseTimer | InputSampler] = []
+        self._hooks = contextlib.ExitStack()
         self._count = self._in_window = 0
         self._intervals: list[float] = []
         self._spent = 0.0
@@ -383,8 +386,10 @@ class PlanMonitor:
                 self._sampler = InputSampler(
                     model.module, self._rank, self._world_size, self._fail
                 )
-                self._hooks.append(self._sampler)
-                self._time_phases()
+                self._hooks.callback(self._sampler.remove)
+                self._timer = self._new_timer()
+                self._timer.remove()
+                self._hooks.callback(lambda: self._timer.remove())
         except Exception as error:
             failure = str(error)
         for rank, told in enumerate(self._all_tell((failure, every, timed))):
@@ -431,13 +436,11 @@ class PlanMonitor:
             )
         return None
 
-    def _time_phases(self) -> None:
-        """Install a timer of the model's present kernels."""
-        self._timer = PhaseTimer(
+    def _new_timer(self) -> PhaseTimer:
+        """Hook a timer into the kernels that the model has now."""
+        return PhaseTimer(
             self._model.module, self._model.device, wait=False, on_error=self._fail
         )
-        self._timer.enabled = False
-        self._hooks.append(self._timer)
 
     def _all_tell(self, message: Any) -> list[Any]:
         """Give every rank's message to all ranks; they wait for each other."""
@@ -478,10 +481,9 @@ class PlanMonitor:
             self._intervals.append(now - self._left)
         first = self._every - _LAG - self._timed
         if self._in_window == first:
-            self._timer.take()
-            self._timer.enabled = True
+            self._timer = self._new_timer()
         elif self._in_window == first + self._timed:
-            self._timer.enabled = False
+            self._timer.remove()
 
     def _message(self) -> Any:
         """Return what this rank measured since the last report."""
@@ -534,7 +536,7 @@ class PlanMonitor:
             warnings.warn(
                 f"PlanMonitor is off, training goes on: {self._error}", stacklevel=3
             )
-            self._remove_hooks()
+            self._hooks.close()
 
     def replan(
         self,
@@ -598,17 +600,12 @@ class PlanMonitor:
             return str(error)
         self._in_window = 0
         self._intervals.clear()
-        self._hooks.pop().remove()  # the timer
-        self._time_phases()
+        self._timer.remove()
         if self._rank == 0:
             self._assessor.follow()
         return None
 
-    def _remove_hooks(self) -> None:
-        while self._hooks:  # the last to come is the first to go
-            self._hooks.pop().remove()
-
     def close(self) -> None:
         """End it, on every rank: take the hooks out of the model."""
         self._error, self._is_over = self._error or "closed", True
-        self._remove_hooks()
+        self._hooks.close()

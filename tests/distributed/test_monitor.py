@@ -20,10 +20,17 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.builders import CPU, bag_config, bags, by_table, make_planner
+from tests.builders import (
+    CPU,
+    FixedSearcher,
+    bag_config,
+    bags,
+    by_table,
+    make_planner,
+)
 from tests.distributed.ranks import ONE_NODE, Jobs, OfJob, message_of
 from tests.distributed.unsharded import shard_model
-from torchrec_neuroshard import PlanMonitor
+from torchrec_neuroshard import PlanMonitor, apply_moves, replan
 from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -64,16 +71,20 @@ class Model(nn.Module):
         return loss, loss.detach()
 
 
-def shard() -> tuple[Any, Any]:
-    """A sharded model, the same weights each time, and its planner."""
-    model = Model()
+def planner_by(search: Any) -> Any:
+    """A planner that moves all tables but the last."""
     kinds = [*["table_wise"] * (len(FEATURES) - 1), "data_parallel"]
-    planner = make_planner(
+    return make_planner(
         batch_size=LOCAL_BATCH,
         constraints=by_table(sharding_types=[[kind] for kind in kinds]),
         cost_model=AnalyticCostModel(launch_ms=0.0, byte_ns=10.0),
-        search="default",
+        search=search,
     )
+
+
+def shard(search: Any = "default") -> tuple[Any, Any]:
+    """A sharded model, the same weights each time, and its planner."""
+    model, planner = Model(), planner_by(search)
     sharders = get_default_sharders()
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     return shard_model(model, plan, sharders), planner
@@ -170,6 +181,35 @@ def described(done: Any) -> Any:
     }
 
 
+def run_moved_by_others(rank: int) -> dict[str, Any]:
+    """All tables are on rank 0 at first, and then moved without the monitor."""
+    sharded, planner = shard(FixedSearcher([(i, DIM, 0) for i in range(4)]))
+    monitor = PlanMonitor(sharded, planner, **EAGER)
+    batch = drifting(sharded, rank)(0)
+    found: dict[str, Any] = {}
+    for when in ("before", "after"):
+        for _ in range(EVERY):
+            sharded(batch)[0].backward()
+            monitor.step()
+        report = monitor.last_report
+        found[when] = report and [
+            [each["fwd_compute"] for each in phases.by_rank_ms]
+            for phases in (report.planned, report.measured)
+        ]
+        if when == "before":
+            result = replan(
+                sharded.plan,
+                planner=planner_by("default"),
+                model=Model(),
+                budget_bytes=2**40,
+            )
+            apply_moves(sharded, result)
+            found["moved"] = len(result.moves)
+            found["priced"] = [r.fwd_compute for r in result.after.ranks]
+    monitor.close()
+    return found
+
+
 def run_failures(rank: int) -> dict[str, Any]:
     """Something of the monitor breaks on one rank; both train on."""
 
@@ -226,6 +266,7 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
         return {}
     return {
         "drift": lambda: run_drift(rank),
+        "moved by others": lambda: run_moved_by_others(rank),
         "failures": lambda: run_failures(rank),
         "refusals": lambda: run_refusals(rank),
     }
@@ -259,6 +300,16 @@ def test_tables_that_have_become_popular_are_spread(results: OfJob) -> None:
     # The pipeline hides the index exchange, and nothing else.
     assert {*last["phases"]} == {*PHASES} - {"index_comms"}
     assert last["predicted"][0] == pytest.approx(last["predicted"][1])
+
+
+def test_moves_that_others_made_are_seen(results: OfJob) -> None:
+    found = results("moved by others")[0]
+    assert found["moved"]
+    before, measured = found["before"]
+    assert measured[0] > measured[1] == 0.0  # nothing but replicas, which have no times
+    planned, measured = found["after"]
+    assert planned == pytest.approx(found["priced"]) and planned != before
+    assert min(measured) > 0.0
 
 
 def test_failure_ends_the_monitor_and_not_the_job(results: OfJob) -> None:
