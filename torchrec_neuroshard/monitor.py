@@ -606,6 +606,9 @@ class PlanMonitor:
         return None
 
     def close(self) -> None:
-        """End it, on every rank: take the hooks out of the model."""
-        self._error, self._is_over = self._error or "closed", True
+        """Take the hooks out of the model, on every rank.
+
+        Where `step` is called on, all ranks hear of it at the next report and end.
+        """
+        self._error = self._error or "closed"
         self._hooks.close()

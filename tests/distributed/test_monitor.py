@@ -246,6 +246,25 @@ def run_failures(rank: int) -> dict[str, Any]:
     return found
 
 
+def run_closed_on_one_rank(rank: int) -> dict[str, Any]:
+    """The first rank closes its monitor; both go on to call `step`."""
+    sharded, planner = shard()
+    monitor = PlanMonitor(sharded, planner, **EAGER)
+    batch = drifting(sharded, rank)(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2 * EVERY):
+            sharded(batch)[0].backward()
+            if (step, rank) == (EVERY // 2, 0):
+                monitor.close()
+            monitor.step()
+    texts = [str(w.message) for w in caught]
+    return {
+        "warnings": [text for text in texts if "PlanMonitor" in text],
+        "is_on": monitor.is_on,
+    }
+
+
 def run_refusals(rank: int) -> dict[str, str]:
     """Settings that cannot be, as each rank sees them."""
     sharded, planner = shard()
@@ -267,6 +286,7 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
     return {
         "drift": lambda: run_drift(rank),
         "moved by others": lambda: run_moved_by_others(rank),
+        "closed": lambda: run_closed_on_one_rank(rank),
         "failures": lambda: run_failures(rank),
         "refusals": lambda: run_refusals(rank),
     }
@@ -317,6 +337,14 @@ def test_failure_ends_the_monitor_and_not_the_job(results: OfJob) -> None:
         assert not found["replanned"] and not found["is_on"]
         (text,) = found["warnings"]
         assert "training goes on" in text and "RuntimeError: injected" in text
+
+
+def test_a_rank_that_closes_its_monitor_ends_it_everywhere(results: OfJob) -> None:
+    first, second = results("closed")
+    assert not first["is_on"] and not second["is_on"]
+    assert not first["warnings"]
+    (text,) = second["warnings"]
+    assert text.endswith("training goes on: NeuroShardError: rank 0: closed")
 
 
 def test_bad_settings_are_errors_on_all_ranks(results: OfJob) -> None:
