@@ -85,10 +85,13 @@ def test_shards_add_up_to_what_ranks_take_and_the_search_counts_no_less(
     memory = planner.enumerator.memory
     bounds = [memory.common_bytes(options)] * 4
     held: list[list[float]] = [[] for _ in bounds]
-    for option, sizes in zip(options, memory.shard_bytes(options), strict=True):
-        for shard in option.shards:
-            held[shard.rank].append(shard.storage.hbm)
-            bounds[shard.rank] += sizes[tuple(shard.size)][0]
+    shards = [(n, s) for n, o in enumerate(options) for s in o.shards]
+    bytes_N2 = memory.shard_bytes(
+        options, [n for n, _ in shards], *zip(*(s.size for _, s in shards), strict=True)
+    )
+    for (_, shard), bound in zip(shards, bytes_N2[:, 0].tolist(), strict=True):
+        held[shard.rank].append(shard.storage.hbm)
+        bounds[shard.rank] += bound
     for own, bound, found in zip(held, bounds, memory.ranks(options), strict=True):
         assert bound >= found.peak
         if own:
@@ -254,11 +257,8 @@ def test_a_plan_that_overfills_a_rank_is_searched_again_with_less_memory(
     """What tables take beside each other may be more than their bounds say."""
     counted = MemoryModel.shard_bytes
 
-    def half(memory: MemoryModel, options: Any) -> list[Any]:
-        return [
-            {size: (device / 2, host) for size, (device, host) in sizes.items()}
-            for sizes in counted(memory, options)
-        ]
+    def half(memory: MemoryModel, *shards: Any) -> Any:
+        return counted(memory, *shards) / (2, 1)
 
     monkeypatch.setattr(MemoryModel, "shard_bytes", half)
     feedback: list[bool] = []

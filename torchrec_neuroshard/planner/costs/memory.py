@@ -27,7 +27,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -64,6 +63,8 @@ from torchrec_neuroshard.schedules import PREFETCHING
 __all__ = ["INSTANTS", "MemoryModel", "RankMemory", "StaticMemory"]
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 INSTANTS = ("forward", "arrival", "outputs", "exchange", "kernel", "replicas")
 """When memory may be at its peak, in the order of a step."""
@@ -87,6 +88,7 @@ _SORT_TEMPORARY = 12.2
 """Bytes for each lookup that the radix sort itself takes (measured: 12.18)."""
 _ALLOCATOR = 2 << 20
 """What torch's allocator adds by rounding, in all."""
+_ALWAYS = (1,) * len(INSTANTS)
 _NUM_CAME = 3.0
 """Batches that a TorchRec pipeline holds on the device as they came."""
 _NUM_SENT: Mapping[str, tuple[int, ...]] = {
@@ -161,6 +163,94 @@ class RankMemory:
         )
 
 
+_STATIC = ("weights", "optimizer", "cache", "index_tables")
+"""Columns of arrays of memory at rest: the fields of `StaticMemory`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """What sets the memory of options, `T` of them; one number each."""
+
+    lookups: Floats
+    """That a rank's kernel gets of the table."""
+    bags: Floats
+    weight_bytes: Floats
+    """Of a lookup's weight."""
+    output_bytes: Floats
+    """Of a value of the outputs."""
+    element_size: Floats
+    """Bytes of a weight."""
+    state_bytes: Floats
+    """Of the optimizer, for each weight."""
+    row_state_bytes: Floats
+    row_parts: Floats
+    """Ranks that share the table's rows."""
+    load_factor: Floats
+    """Share of the rows that a cache holds; 0 without one."""
+    is_pooled: Bools
+    is_dense: Bools
+    is_offloaded: Bools
+    is_lfu: Bools
+    by_rows: Bools
+    by_columns: Bools
+    in_two_steps: Bools
+    """Whether nodes add up outputs before they send them on."""
+
+    @classmethod
+    def of(cls, options: Sequence[ShardingOption], model: MemoryModel) -> _Ways:
+        """Describe options that the model knows."""
+        rows = [model.way(option) for option in options]
+        columns = np.array(rows, dtype=np.float64).reshape(-1, 16).T
+        return cls(*columns[:9], *(columns[9:] > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """Shards of options, `N` of them, as arrays."""
+
+    ways: _Ways
+    option: Ints
+    rows: Ints
+    width: Ints
+
+    @property
+    def slots(self) -> Floats:
+        """Rows that caches have room for."""
+        cached = self.rows * self.ways.load_factor[self.option]
+        return np.ceil(cached / ASSOCIATIVITY) * ASSOCIATIVITY
+
+    def host_bytes(self) -> Floats:
+        """What shards take of the host's memory, `N`."""
+        w, t = self.ways, self.option
+        value = w.element_size[t] + w.state_bytes[t]
+        return np.where(w.is_offloaded[t], value * self.rows * self.width, 0.0)
+
+    def static(self, cache_width_N: Ints) -> Floats:
+        """What shards take of the device at rest, `N x 4`; see `_STATIC`.
+
+        Args:
+            cache_width_N: Columns of the cache that each shard's kernel has.
+        """
+        w, t, rows = self.ways, self.option, self.rows
+        values = rows * self.width
+        weights = values * w.element_size[t]
+        dense, on_device = w.is_dense[t], ~w.is_offloaded[t]
+        row_state = rows * w.row_state_bytes[t]
+        has_cache = w.load_factor[t] > 0
+        ages = np.where(w.is_lfu[t], rows, self.slots)
+        return np.stack(
+            [
+                # The gradients of all replicated rows lie in buckets of their own.
+                np.where(on_device, weights * np.where(dense, 2, 1), 0),
+                # Even tables in the host's memory keep the state of rows here.
+                np.where(on_device, values * w.state_bytes[t], 0) + row_state,
+                has_cache * self.slots * cache_width_N * w.element_size[t],
+                has_cache * (4 * rows + 8 * self.slots + 8 * ages),
+            ],
+            axis=1,
+        )
+
+
 class MemoryModel:
     """Foretells what shards and ranks allocate on CUDA devices.
 
@@ -190,7 +280,7 @@ class MemoryModel:
         self._constraints = constraints or {}
         name = torchrec_pipeline(pipeline_type).value
         self._is_pipelined = name in _NUM_SENT
-        self._num_sent = np.array(_NUM_SENT.get(name, (0,) * len(INSTANTS)))
+        self._num_sent = _NUM_SENT.get(name, (0,) * len(INSTANTS))
         self._prefetches = name == PREFETCHING
         self.is_lenient = False
 
@@ -209,43 +299,79 @@ class MemoryModel:
         known = is_fused(option) or is_dense(option)
         return counted and known and self._reader.has_cost(option)
 
+    def way(self, option: ShardingOption) -> tuple[float, ...]:
+        """Return what sets the memory of an option that it knows: fields of `_Ways`."""
+        kind, dense, reader = option.sharding_type, is_dense(option), self._reader
+        local, world = float(option.batch_size), 1 if dense else self._world_size
+        by_rows, by_node = kind in _BY_ROWS, kind in _BY_NODE
+        parts = (self._node if by_node else world) if by_rows else 1
+        table, offloaded = reader.table(option), _is_offloaded(option)
+        return (
+            table.pooling_factor * local * world / parts,
+            reader.bags_per_sample(option) * local * world,
+            _WEIGHT if table.weighted else 0,
+            output_bytes(option),
+            option.tensor.element_size(),
+            *reader.state_bytes(option),
+            parts,
+            load_factor(option) if has_cache(option) else 0.0,
+            is_pooled(option),
+            dense,
+            offloaded,
+            offloaded and is_lfu(option),
+            by_rows,
+            kind in _BY_COLUMNS,
+            by_node and not self._is_reduced_at_once(option),
+        )
+
     def shard_bytes(
-        self, options: Sequence[ShardingOption]
-    ) -> list[dict[tuple[int, ...], tuple[float, float]]]:
+        self,
+        options: Sequence[ShardingOption],
+        option_N: npt.ArrayLike,
+        rows_N: npt.ArrayLike,
+        width_N: npt.ArrayLike,
+    ) -> Floats:
         """Bound the memory of shards, one by one, so that sums bound that of ranks.
 
         Args:
-            options: That it `knows`; kernels are taken to be as wide as the widest
-                table that may share their cache.
+            options: That it `knows`.
+            option_N: Of each shard, the option. A cache is taken to be as wide as the
+                widest of these shards that may share it.
+            rows_N: Rows of each shard.
+            width_N: Columns.
 
         Returns:
-            Of each option, size of a shard -> bytes of the device and of the host.
+            `N x 2`: bytes of the device and of the host.
         """
-        widest: dict[tuple[Any, ...], int] = defaultdict(int)
-        for option in options:
-            if has_cache(option):
-                key = option.path, self._element_size(option)
-                width = max(int(s.size[1]) for s in sample_shards(option))
-                widest[key] = max(widest[key], width)
-        found = []
-        for option in options:
-            width = widest.get((option.path, self._element_size(option)), 0)
-            # Shards of one size are many, and take the same.
-            by_size = {tuple(s.size): s for s in sample_shards(option)}
-            found.append(
-                {
-                    size: (self._bound(option, s, width), self._host_bytes(option, s))
-                    for size, s in by_size.items()
-                }
-            )
-        return found
+        shards = _Shards(
+            _Ways.of(options, self), *map(np.asarray, (option_N, rows_N, width_N))
+        )
+        cached_N = shards.ways.load_factor[shards.option] > 0
+        numbers: dict[tuple[str, int], int] = {}
+        sharing_T = np.array(
+            [
+                numbers.setdefault((o.path, o.tensor.element_size()), len(numbers))
+                for o in options
+            ]
+        )
+        width_N = _widest(sharing_T[shards.option], shards.width, cached_N)
+        held_N6, passing_N6 = self._activations(shards, cached_N)
+        at_rest_N = shards.static(width_N).sum(axis=1)
+        device_N = at_rest_N + (held_N6 + passing_N6).max(axis=1)
+        return np.stack([device_N, shards.host_bytes()], axis=1)
 
     def estimate(self, options: Sequence[ShardingOption]) -> None:
         """Set the storage of shards by `shard_bytes`, in place."""
-        for option, sizes in zip(options, self.shard_bytes(options), strict=True):
-            for shard in sample_shards(option):
-                device, host = sizes[tuple(shard.size)]
-                shard.storage = Storage(hbm=math.ceil(device), ddr=math.ceil(host))
+        shards = [(n, s) for n, o in enumerate(options) for s in sample_shards(o)]
+        if not shards:
+            return
+        index_N = [n for n, _ in shards]
+        size_N2 = np.array([s.size for _, s in shards])
+        bytes_N2 = np.ceil(self.shard_bytes(options, index_N, *size_N2.T))
+        for (_, shard), (device, host) in zip(
+            shards, bytes_N2.astype(np.int64).tolist(), strict=True
+        ):
+            shard.storage = Storage(hbm=device, ddr=host)
 
     def common_bytes(
         self, options: Sequence[ShardingOption], *, placed: bool = False
@@ -260,7 +386,7 @@ class MemoryModel:
         known = [o for o in options if self.knows(o)]
         if not known:
             return 0.0
-        total = sum((self._common(o) for o in known), np.zeros(len(INSTANTS)))
+        total = self._common(known)
         if placed:
             total += self._of_modules(known)
         return float(total.max()) + _ALLOCATOR
@@ -273,29 +399,66 @@ class MemoryModel:
                 the memory that their shards carry.
         """
         known = [o for o in options if self.knows(o)]
-        common = sum((self._common(o) for o in known), np.zeros(len(INSTANTS)))
-        common += self._of_modules(known)
+        others = [o for o in options if not self.knows(o)]
+        static_W4 = np.zeros((self._world_size, len(_STATIC)))
+        for shard in (s for o in others for s in o.shards if s.storage):
+            static_W4[shard.rank, 0] += getattr(shard.storage, self._tier)
+        shards, rank_N, kernel_N = self._placed(known)
+        cached_N = shards.ways.load_factor[shards.option] > 0
+        width_N = _widest(kernel_N, shards.width, cached_N)
+        np.add.at(static_W4, rank_N, shards.static(width_N))
+        # Of a kernel with a cache all lookups are given places in it.
+        held_N6, passing_N6 = self._activations(shards, width_N > 0)
         first = {o.path: is_dense(o) for o in reversed(known)}
-        kernels: list[dict[tuple[Any, ...], list[tuple[ShardingOption, Shard]]]] = [
-            defaultdict(list) for _ in range(self._world_size)
-        ]
-        others = [0.0] * self._world_size
-        for option in options:
-            if not self.knows(option):
-                for shard in filter(attrgetter("storage"), option.shards):
-                    others[shard.rank] += getattr(shard.storage, self._tier)
-                continue
-            key = fusion_key(option, self._reader, option.sharding_type)
-            for shard in option.shards:
-                if shard.size[0] or option.sharding_type in _BY_ROWS:
-                    kernels[shard.rank][key].append((option, shard))
-        seen: dict[tuple[Any, ...], tuple[StaticMemory, Floats, Floats]] = {}
+        waits_T = np.array([first[o.path] > is_dense(o) for o in known])
+        # Autograd begins with the last, the replicated tables.
+        waits_N = waits_T.astype(np.bool_)[shards.option]
+        held_N6[waits_N, -1] = held_N6[waits_N, 0]
+        held_W6 = np.zeros((self._world_size, len(INSTANTS)))
+        if known:
+            held_W6 += self._common(known) + self._of_modules(known)
+            held_W6 += _ALLOCATOR
+        np.add.at(held_W6, rank_N, held_N6)
+        passing_K6 = np.zeros((int(kernel_N.max(initial=-1)) + 1, len(INSTANTS)))
+        np.add.at(passing_K6, kernel_N, passing_N6)
+        rank_K = np.zeros(len(passing_K6), dtype=np.int64)
+        rank_K[kernel_N] = rank_N
+        passing_W6 = np.zeros_like(held_W6)
+        np.maximum.at(passing_W6, rank_K, passing_K6)
+        total_W6 = held_W6 + passing_W6
+        num_kernels_W = np.bincount(rank_K, minlength=self._world_size)
         return tuple(
-            self._rank(
-                kernels[r], common if known else common * 0, others[r], first, seen
+            RankMemory(
+                static=StaticMemory(**dict(zip(_STATIC, static, strict=True))),
+                activations=max(total),
+                instant=INSTANTS[total.index(max(total))] if any(total) else "",
+                num_kernels=num_kernels,
             )
-            for r in range(self._world_size)
+            for static, total, num_kernels in zip(
+                static_W4.tolist(),
+                total_W6.tolist(),
+                num_kernels_W.tolist(),
+                strict=True,
+            )
         )
+
+    def _placed(self, plan: Sequence[ShardingOption]) -> tuple[_Shards, Ints, Ints]:
+        """Return shards that run, their ranks, and the numbers of their kernels."""
+        keys = [fusion_key(o, self._reader, o.sharding_type) for o in plan]
+        numbers: dict[tuple[Any, ...], int] = {}
+        placed = [
+            (
+                number,
+                *shard.size,
+                shard.rank,
+                numbers.setdefault((shard.rank, keys[number]), len(numbers)),
+            )
+            for number, option in enumerate(plan)
+            for shard in option.shards
+            if shard.size[0] or option.sharding_type in _BY_ROWS
+        ]
+        arrays = np.array(placed, dtype=np.int64).reshape(-1, 5).T
+        return _Shards(_Ways.of(plan, self), *arrays[:3]), arrays[3], arrays[4]
 
     def overflow(self, options: Sequence[ShardingOption], room: Topology) -> str | None:
         """Warn of the rank that a plan overfills most; None where all have room.
@@ -323,29 +486,21 @@ class MemoryModel:
         """Return the slots of each shard's cache, and what one more slot takes [bytes].
 
         Args:
-            cached: Tables with caches.
+            cached: Tables with caches, all of the plan's.
             plan: All placed options: kernels' slots are as wide as their widest table.
 
         Returns:
             Both of all shards of `cached`, one table after the other.
         """
-        widest: dict[tuple[Any, ...], int] = defaultdict(int)
-        shards: list[tuple[tuple[Any, ...], ShardingOption, Shard]] = []
-        for option in plan:
-            if has_cache(option) and self.knows(option):
-                key = fusion_key(option, self._reader, option.sharding_type)
-                for shard in option.shards:
-                    place = (shard.rank, key)
-                    widest[place] = max(widest[place], int(shard.size[1]))
-        for option in cached:
-            key = fusion_key(option, self._reader, option.sharding_type)
-            shards += [((s.rank, key), option, s) for s in option.shards]
-        slots = [_slots(int(s.size[0]), o) for _, o, s in shards]
-        slot_bytes = [
-            widest[place] * self._element_size(o) + (8.0 if is_lfu(o) else 16.0)
-            for place, o, _ in shards
-        ]
-        return np.array(slots, dtype=np.float64), np.array(slot_bytes)
+        every = [o for o in plan if has_cache(o) and self.knows(o)]
+        shards, _, kernel_N = self._placed(every)
+        width_N = _widest(kernel_N, shards.width, kernel_N >= 0)
+        ways, option_N = shards.ways, shards.option
+        age_N = np.where(ways.is_lfu[option_N], 8.0, 16.0)
+        bytes_N = width_N * ways.element_size[option_N] + age_N
+        asked = set(map(id, cached))
+        asked_N = np.array([id(every[n]) in asked for n in option_N.tolist()])
+        return shards.slots[asked_N], bytes_N[asked_N]
 
     def attribute(self, options: Sequence[ShardingOption]) -> None:
         """Make the storage of each rank's shards add up to what it allocates, in place.
@@ -368,154 +523,84 @@ class MemoryModel:
                     hbm=math.ceil(bound * scale), ddr=shard.storage.ddr
                 )
 
-    def _rank(
-        self,
-        kernels: Mapping[Any, Sequence[tuple[ShardingOption, Shard]]],
-        common: Floats,
-        other: float,
-        replicated_first: Mapping[str, bool],
-        seen: dict[tuple[Any, ...], tuple[StaticMemory, Floats, Floats]],
-    ) -> RankMemory:
-        static = StaticMemory(weights=other)
-        held = common + (_ALLOCATOR if common.any() else 0)
-        passing = np.zeros(len(INSTANTS))
-        for shards in kernels.values():
-            cached = [(o, s) for o, s in shards if has_cache(o)]
-            width = max((int(s.size[1]) for _, s in cached), default=0)
-            kernel_passing = np.zeros(len(INSTANTS))
-            for option, shard in shards:
-                # Shards of one size are many, and take the same.
-                key = id(option), tuple(shard.size), width
-                if key not in seen:
-                    holds, passes = self._activations(option, shard, bool(cached))
-                    if replicated_first[option.path] and not is_dense(option):
-                        holds[-1] = holds[0]  # autograd begins with the last
-                    both = np.array([holds, passes])
-                    seen[key] = self._static(option, shard, width), *both
-                at_rest, holding, pass_by = seen[key]
-                static += at_rest
-                held = held + holding
-                kernel_passing = kernel_passing + pass_by
-            passing = np.maximum(passing, kernel_passing)
-        total = held + passing
-        instant = int(total.argmax())
-        return RankMemory(
-            static=static,
-            activations=float(total[instant]),
-            instant=INSTANTS[instant] if total[instant] else "",
-            num_kernels=len(kernels),
-        )
-
-    def _bound(self, option: ShardingOption, shard: Shard, cache_width: int) -> float:
-        cached = has_cache(option)
-        static = self._static(option, shard, max(cache_width, int(shard.size[1])))
-        held, passing = self._activations(option, shard, cached)
-        return static.total + max(h + p for h, p in zip(held, passing, strict=True))
-
-    def _element_size(self, option: ShardingOption) -> int:
-        return int(option.tensor.element_size())
-
-    def _host_bytes(self, option: ShardingOption, shard: Shard) -> float:
-        if option.compute_kernel not in OFFLOADED_KERNELS:
-            return 0.0
-        values = float(shard.size[0]) * int(shard.size[1])
-        per_value, _ = self._reader.state_bytes(option)
-        return values * (self._element_size(option) + per_value)
-
-    def _static(
-        self, option: ShardingOption, shard: Shard, cache_width: int
-    ) -> StaticMemory:
-        rows, width = int(shard.size[0]), int(shard.size[1])
-        per_value, per_row = self._reader.state_bytes(option)
-        state, row_state = float(per_value * rows * width), float(per_row * rows)
-        weights = float(rows * width * self._element_size(option))
-        if is_dense(option):
-            # The gradients of all rows, in DistributedDataParallel's buckets.
-            return StaticMemory(weights=2 * weights, optimizer=state + row_state)
-        if option.compute_kernel not in OFFLOADED_KERNELS:
-            return StaticMemory(weights=weights, optimizer=state + row_state)
-        if not has_cache(option):
-            return StaticMemory(optimizer=row_state)  # even of tables in the host
-        slots = _slots(rows, option)
-        ages = rows if is_lfu(option) else slots
-        return StaticMemory(
-            optimizer=row_state,
-            cache=float(slots * cache_width * self._element_size(option)),
-            index_tables=float(4 * rows + 8 * slots + 8 * ages),
-        )
-
     def _activations(
-        self, option: ShardingOption, shard: Shard, is_cached: bool
-    ) -> tuple[list[float], list[float]]:
-        """What a shard adds to each instant: held by all kernels, passing in one."""
-        table, local = self._reader.table(option), float(option.batch_size)
-        world = 1 if is_dense(option) else self._world_size
-        parts = 1  # ranks that share the table's rows
-        if option.sharding_type in _BY_ROWS:
-            parts = self._node if option.sharding_type in _BY_NODE else world
-        n = table.pooling_factor * local * world / parts
-        f = self._reader.bags_per_sample(option) * local * world
-        num_rows, width = int(shard.size[0]), int(shard.size[1])
-        weight = _WEIGHT if table.weighted else 0
-        location = _LOCATION if is_cached else 0
-        saved = (_INDEX + weight + location) * n + _OFFSET * f
-        if self._is_pipelined and not is_dense(option):
-            ahead = location if self._prefetches else 0
-            saved += (_INDEX + weight + ahead) * n + _LENGTH * f
-        output = f * width if is_pooled(option) else n * width
-        gradient = output_bytes(option) * output
-        sorting = (_SORTING if is_pooled(option) else _SORTING_SEQUENCE) * n
-        if weight or location:
-            sorting = (_SORTING + weight + location + _SORT_TEMPORARY) * n
-        if is_dense(option):
-            rows = num_rows * width * self._element_size(option)
-            passing = [_OFFSET * f, 0, 0, 0, 0, sorting - 8 * n + rows]
-            return [saved] * len(INSTANTS), passing
-        if not is_pooled(option):
-            # Lengths as they arrived and as they are sent back, until the step ends.
-            before = saved + 2 * _LENGTH * f
-            after = saved + (2 * _LENGTH * f + gradient)
-            permuted = gradient + 12 * f
-            if option.sharding_type in _BY_ROWS:  # where each id came from
-                before += _INDEX * n * parts / self._world_size
-                after += _INDEX * n * parts / self._world_size
-            passing = [gradient + permuted, 0, 0, 0, max(sorting, permuted), 0]
-            return [before] * 3 + [after] * 3, passing
-        after = saved + gradient
-        if option.sharding_type in _BY_NODE and not self._is_reduced_at_once(option):
-            reduced = gradient / parts
-            forward = gradient + 2 * reduced + _OFFSET * f
-            passing = [forward, 0, 0, reduced, max(sorting, reduced), 0]
-            return [saved] * 4 + [after] * 2, passing
-        copied = gradient if option.sharding_type in _BY_COLUMNS else 0.0
-        passing = [gradient + copied + _OFFSET * f, 0, 0, 0, sorting, 0]
-        return [saved] * 3 + [after] * 3, passing
+        self, shards: _Shards, is_cached_N: Bools
+    ) -> tuple[Floats, Floats]:
+        """What shards add to each instant: held by all kernels, passing in one.
 
-    def _common(self, option: ShardingOption) -> Floats:
-        """What every rank holds at each instant of the outputs of its own samples."""
-        table, local = self._reader.table(option), float(option.batch_size)
-        repeats = self._reader.repeats(option)
-        lookups = table.pooling_factor * repeats * local
-        bags = self._reader.bags_per_sample(option) * local
-        outputs = bags if is_pooled(option) else lookups
-        size = output_bytes(option) * outputs * int(option.tensor.shape[1])
-        batches = np.zeros(len(INSTANTS))
+        Returns:
+            Both `N x 6`.
+        """
+        w, t = shards.ways, shards.option
+        n, f, pooled, dense = w.lookups[t], w.bags[t], w.is_pooled[t], w.is_dense[t]
+        weight, parts = w.weight_bytes[t], w.row_parts[t]
+        location = np.where(is_cached_N, _LOCATION, 0)
+        saved = (_INDEX + weight + location) * n + _OFFSET * f
         if self._is_pipelined:
-            ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * lookups
-            copies, pieces = self._num_pieces(option)
-            sent = copies * ids + pieces * _LENGTH * bags
-            num_sent = np.ones(1) if is_dense(option) else self._num_sent
-            batches = _NUM_CAME * (ids + _LENGTH * bags) + num_sent * sent
-        if is_dense(option):
-            parts = [1, 1, 1, 1, 1, 1]
-        elif not is_pooled(option) or self._is_reduced_at_once(option):
-            parts = [1, 1, 2, 1, 0, 0]
-        else:  # gradients, cut by rank, lie beside what they are put together from
-            parts = [1, 2, 3, 2, 0, 0]
-        if repeats > 1:  # where each id is among the distinct ones, and their rows
-            batches += 2 * _INDEX * lookups
-            batches += size / repeats * np.array([0, 1, 1, 1, 0, 0])
-        return size * np.array(parts) + batches
+            ahead = location if self._prefetches else 0
+            saved += np.where(dense, 0, (_INDEX + weight + ahead) * n + _LENGTH * f)
+        gradient = w.output_bytes[t] * np.where(pooled, f, n) * shards.width
+        sorting = np.where(pooled, _SORTING, _SORTING_SEQUENCE) * n
+        sorting = np.where(
+            weight + location > 0,
+            (_SORTING + weight + location + _SORT_TEMPORARY) * n,
+            sorting,
+        )
+        sequence, two_steps = ~pooled & ~dense, w.in_two_steps[t] & pooled & ~dense
+        # Of sequences, lengths as they arrived and as they are sent back, until the
+        # step ends; of those cut by rows, also where each id came from.
+        extra = 2 * _LENGTH * f
+        extra += np.where(w.by_rows[t], _INDEX * n * parts / self._world_size, 0)
+        before = saved + np.where(sequence, extra, 0)
+        after = before + np.where(dense, 0, gradient)
+        held = np.repeat(after[:, None], len(INSTANTS), axis=1)
+        held[:, :3] = before[:, None]
+        held[two_steps, 3] = before[two_steps]
+        passing, offsets = np.zeros_like(held), _OFFSET * f
+        copied = np.where(w.by_columns[t], gradient, 0)
+        reduced, permuted = gradient / parts, gradient + 12 * f
+        passing[:, 0] = np.select(
+            [dense, sequence, two_steps],
+            [offsets, gradient + permuted, gradient + 2 * reduced + offsets],
+            gradient + copied + offsets,
+        )
+        passing[:, 3] = np.where(two_steps, reduced, 0)
+        beside = np.select([sequence, two_steps], [permuted, reduced], 0)
+        passing[:, 4] = np.where(dense, 0, np.maximum(sorting, beside))
+        rows = shards.rows * shards.width * w.element_size[t]
+        passing[:, 5] = np.where(dense, sorting - 8 * n + rows, 0)
+        return held, passing
+
+    def _common(self, options: Sequence[ShardingOption]) -> Floats:
+        """What every rank holds at each instant of the outputs of its own samples."""
+        held: dict[tuple[float, ...], float] = defaultdict(float)
+        """Copies of something at each instant -> its bytes."""
+        for option in options:
+            table, local = self._reader.table(option), float(option.batch_size)
+            repeats = self._reader.repeats(option)
+            lookups = table.pooling_factor * repeats * local
+            bags = self._reader.bags_per_sample(option) * local
+            outputs = bags if is_pooled(option) else lookups
+            size = output_bytes(option) * outputs * int(option.tensor.shape[1])
+            if is_dense(option):
+                held[_ALWAYS] += size
+            elif not is_pooled(option) or self._is_reduced_at_once(option):
+                held[1, 1, 2, 1, 0, 0] += size
+            else:  # gradients, cut by rank, lie beside what they are put together from
+                held[1, 2, 3, 2, 0, 0] += size
+            if repeats > 1:  # where each id is among the distinct ones, and their rows
+                held[_ALWAYS] += 2 * _INDEX * lookups
+                held[0, 1, 1, 1, 0, 0] += size / repeats
+            if self._is_pipelined:
+                ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * lookups
+                copies, pieces = self._num_pieces(option)
+                held[_ALWAYS] += _NUM_CAME * (ids + _LENGTH * bags)
+                num_sent = _ALWAYS if is_dense(option) else self._num_sent
+                held[num_sent] += copies * ids + pieces * _LENGTH * bags
+        total = np.zeros(len(INSTANTS))
+        for copies_6, size in held.items():
+            total += np.array(copies_6) * size
+        return total
 
     def _is_reduced_at_once(self, option: ShardingOption) -> bool:
         """Whether a reduce-scatter alone brings the outputs to their samples."""
@@ -571,7 +656,7 @@ class MemoryModel:
             )
             there = 2 if self._is_pipelined else 1
             is_sent = option.sharding_type in _BY_COLUMNS
-            found += one * (there - self._num_sent * is_sent)
+            found += one * (there - np.array(self._num_sent) * is_sent)
         return found
 
     def _output_bytes(self, option: ShardingOption) -> float:
@@ -579,6 +664,12 @@ class MemoryModel:
         return output_bytes(option) * bags * int(option.tensor.shape[1])
 
 
-def _slots(rows: int, option: ShardingOption) -> int:
-    """Rows of a shard that its cache has room for."""
-    return math.ceil(rows * load_factor(option) / ASSOCIATIVITY) * ASSOCIATIVITY
+def _is_offloaded(option: ShardingOption) -> bool:
+    return option.compute_kernel in OFFLOADED_KERNELS
+
+
+def _widest(kernel_N: Ints, width_N: Ints, cached_N: Bools) -> Ints:
+    """Return the columns of the widest cached shard of each shard's kernel, `N`."""
+    widest = np.zeros(int(kernel_N.max(initial=-1)) + 1, dtype=np.int64)
+    np.maximum.at(widest, kernel_N[cached_N], width_N[cached_N])
+    return widest[kernel_N]

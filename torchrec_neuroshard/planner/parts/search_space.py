@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -61,6 +62,8 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["SearchSpace", "other_caches"]
 
+Floats = npt.NDArray[np.float64]
+
 _TIERS = ("hbm", "ddr", "ssd")
 _JOINT_SHARES = (1.0, 0.75, 0.5, 0.25)
 """Parts of the freest rank that tables which lie together may fill, in other ways."""
@@ -102,20 +105,30 @@ def other_caches(
 
 
 @dataclass(frozen=True, slots=True)
-class _ShardStorage:
-    """Memory of a table's shards, as TorchRec estimates it: linear in the width."""
+class _ShardBytes:
+    """Memory of shards of options, `T` of them: linear in their width.
 
-    fixed: Mapping[str, float]
-    per_column: Mapping[str, float]
+    Columns are `_TIERS`.
+    """
 
-    def at(self, width: int) -> Storage:
-        """Memory of a shard of `width` columns."""
-        return Storage(
-            **{
-                tier: math.ceil(self.fixed[tier] + self.per_column[tier] * width)
-                for tier in _TIERS
-            }
-        )
+    fixed_T3: Floats
+    column_T3: Floats
+    """For each column of a shard."""
+
+    def at(self, option: int, width: int) -> Storage:
+        """Memory of an option's shard of `width` columns."""
+        bytes_3 = self.fixed_T3[option] + self.column_T3[option] * width
+        return Storage(*map(math.ceil, bytes_3.tolist()))
+
+    def of(self, options: Sequence[int]) -> _ShardBytes:
+        """The same of some options alone."""
+        return _ShardBytes(self.fixed_T3[options], self.column_T3[options])
+
+    def largest(self, tier: str, widths: Sequence[int]) -> Floats:
+        """Bytes of shards of these columns in one memory, `T`."""
+        place, width_T = _TIERS.index(tier), np.array(widths)
+        found: Floats = self.fixed_T3[:, place] + self.column_T3[:, place] * width_T
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +138,7 @@ class SearchSpace:
     options: tuple[ShardingOption, ...]
     """Of each index of the task."""
     task: ShardingTask
-    _storages: tuple[_ShardStorage, ...]
+    _bytes: _ShardBytes
     _may_be_table_wise: tuple[bool, ...]
 
     @classmethod
@@ -161,11 +174,17 @@ class SearchSpace:
         tables = [_useful(w, whole, by_node, rules, topology) for w in tables]
         listed = [option for ways in tables for option in ways]
         tier = device_tier(topology)
-        known = _storages(listed, reader, enumerator, tier)
-        tables = _joint_ways(tables, known, rules, memory, tier)
+        known = _shard_bytes(listed, reader, enumerator, tier)
+        if rules.together:
+            width = [int(o.tensor.shape[1]) for o in listed]
+            size = np.ceil(known.largest(tier, width)).tolist()
+            sizes = {id(o): size for o, size in zip(listed, size, strict=True)}
+            tables = _joint_ways(
+                tables, sizes, rules, [getattr(m, tier) for m in memory]
+            )
         number = {id(option): n for n, option in enumerate(listed)}
         options = [option for ways in tables for option in ways]
-        storages = [known[number[id(option)]] for option in options]
+        shard_bytes = known.of([number[id(option)] for option in options])
         kernels = [kernel_factors(o, topology, reader) for o in options]
         task = task_of(options, reader, topology, kernels)
         most = [1 if o.sharding_type == TABLE_WISE else len(memory) for o in options]
@@ -173,8 +192,8 @@ class SearchSpace:
             options=tuple(options),
             task=dataclasses.replace(
                 task,
-                **_memory_fields(tier, storages, memory),
-                **_host_fields(tier, tables, storages, memory),
+                **_memory_fields(tier, shard_bytes, memory),
+                **_host_fields(tier, tables, shard_bytes, memory),
                 min_widths=tuple(
                     narrowest_shard(o, constraints, least_columns) for o in options
                 ),
@@ -182,7 +201,7 @@ class SearchSpace:
                 uneven=not is_accelerator(topology.compute_device),
                 **_placement_fields(options, rules, node_size(topology)),
             ),
-            _storages=tuple(storages),
+            _bytes=shard_bytes,
             _may_be_table_wise=tuple(
                 _may_be_table_wise(constraints.get(o.name)) for o in options
             ),
@@ -250,7 +269,7 @@ class SearchSpace:
                     Shard(
                         size=[rows, s.width],
                         offset=[0, s.offset],
-                        storage=self._storages[way].at(s.width),
+                        storage=self._bytes.at(way, s.width),
                         rank=s.rank,
                     )
                     for s in held[way]
@@ -349,25 +368,23 @@ def _useful(
 
 def _joint_ways(
     tables: Sequence[Sequence[ShardingOption]],
-    storages: Sequence[_ShardStorage],
+    size: Mapping[int, float],
     rules: PlacementRules,
-    memory: Sequence[Storage],
-    tier: str,
+    memory: Sequence[int],
 ) -> list[list[ShardingOption]]:
     """Return the ways of each table; those that lie together have as many, in step.
 
     From the fastest way of each on, one table after another takes a way of less memory,
     first the one that loses least time for it. Of these steps the search is given the
     first, the last, and the first that fits each of `_JOINT_SHARES`.
+
+    Args:
+        tables: The ways of each table.
+        size: `id` of a way -> bytes of its largest shard.
+        rules: Which tables lie together.
+        memory: Bytes that each rank has left.
     """
-    found, known = [list(ways) for ways in tables], iter(storages)
-    if not rules.together:
-        return found
-    size = {
-        id(o): float(getattr(next(known).at(int(o.tensor.shape[1])), tier))
-        for ways in tables
-        for o in ways
-    }
+    found = [list(ways) for ways in tables]
     place = {rules.index[table_name(ways[0])]: n for n, ways in enumerate(tables)}
     for members in rules.together:
         own = [place[table] for table in members if table in place]
@@ -380,7 +397,7 @@ def _joint_ways(
             for loss, option in _smaller_ways(first, found[own[n]], size)
         ]
         left = sum(size[id(option)] for option in now)
-        room = max(getattr(memory[r], tier) for r in rules.ranks(members[0]))
+        room = max(memory[r] for r in rules.ranks(members[0]))
         fitting = [room * share for share in _JOINT_SHARES if room * share < left]
         joint = [list(now)]
         for count, (_, n, option) in enumerate(sorted(steps, key=lambda s: s[:2]), 1):
@@ -430,109 +447,127 @@ def _node_modules(tables: Sequence[Sequence[ShardingOption]]) -> set[str]:
     }
 
 
-def _storages(
+def _shard_bytes(
     options: Sequence[ShardingOption],
     reader: TableReader,
     enumerator: Enumerator | None,
     tier: str,
-) -> list[_ShardStorage]:
+) -> _ShardBytes:
     """Memory of each option's shards as a function of their width."""
-    found: dict[int, _ShardStorage] = {}
-    probes, probed = [], []
-    for index, option in enumerate(options):
-        if option.sharding_type not in COLUMN_SHARDED_TYPES:
-            found[index] = _largest_storage(option)
-        elif enumerator is None:
-            found[index] = _bounded_storage(option)
-        else:
-            rows, width = (int(n) for n in option.tensor.shape)
-            probe = copy.copy(option)
-            probe.sharding_type = COLUMN_WISE
-            # The narrow one first; a table of four columns cannot be split.
-            widths = (COLUMN_MULTIPLE, max(width, 2 * COLUMN_MULTIPLE))
-            probe.shards = [Shard(size=[rows, w], offset=[0, 0]) for w in widths]
-            probes.append(probe)
-            probed.append(index)
+    fixed_T3 = np.zeros((len(options), len(_TIERS)))
+    column_T3 = np.zeros_like(fixed_T3)
     counts_all = isinstance(enumerator, NeuroShardEnumerator)
     memory = enumerator.memory if isinstance(enumerator, NeuroShardEnumerator) else None
-    if memory is not None and all(map(memory.knows, probes)):
-        memory.estimate(probes)  # what they cost is not asked
-    elif enumerator is not None and probes:
-        enumerator.populate_estimates(probes)
-    for index, probe in zip(probed, probes, strict=True):
-        option = options[index]
-        narrow, wide = probe.shards
-        fixed, per_column = {}, {}
-        for name in _TIERS:
-            low, high = getattr(narrow.storage, name), getattr(wide.storage, name)
-            slope = (high - low) / (wide.size[1] - narrow.size[1])
-            per_column[name] = slope
-            fixed[name] = max(0.0, low - slope * narrow.size[1])
-        counted = has_own_optimizer(option) or counts_all
-        if not is_fused(option) or (
-            memory is not None and (memory.is_lenient or memory.knows(option))
+    known, probed = [], []
+    for index, option in enumerate(options):
+        if option.sharding_type not in COLUMN_SHARDED_TYPES:
+            fixed_T3[index] = _largest_bytes(sample_shards(option))
+        elif memory is not None and memory.knows(option):
+            known.append(index)
+        elif enumerator is not None:
+            probed.append(index)
+        else:
+            fixed_T3[index], column_T3[index] = _bounded_bytes(option)
+    some = np.array([*known, *probed], dtype=np.int64)
+    rows_N, whole_N = np.array([options[n].tensor.shape for n in some]).reshape(-1, 2).T
+    # A table of four columns cannot be split.
+    widths_N2 = np.stack(
+        [
+            np.full_like(whole_N, COLUMN_MULTIPLE),
+            np.maximum(whole_N, 2 * COLUMN_MULTIPLE),
+        ],
+        axis=1,
+    )
+    bytes_N23 = np.zeros((len(some), 2, len(_TIERS)))
+    if known:
+        assert memory is not None, "it knows them"
+        first, count = [options[n] for n in known], len(known)
+        found = memory.shard_bytes(
+            first,
+            np.repeat(np.arange(count), 2),
+            np.repeat(rows_N[:count], 2),
+            widths_N2[:count].ravel(),
+        )
+        bytes_N23[:count, :, :2] = np.ceil(found).reshape(count, 2, 2)
+    if probed:
+        assert enumerator is not None, "it is asked"
+        probes = [copy.copy(options[n]) for n in probed]
+        for probe, rows, widths in zip(
+            probes,
+            rows_N[len(known) :].tolist(),
+            widths_N2[len(known) :].tolist(),
+            strict=True,
         ):
+            probe.sharding_type = COLUMN_WISE
+            probe.shards = [Shard(size=[rows, w], offset=[0, 0]) for w in widths]
+        enumerator.populate_estimates(probes)
+        bytes_N23[len(known) :] = [
+            [_bytes_3(s) for s in probe.shards] for probe in probes
+        ]
+    slope_N3 = (bytes_N23[:, 1] - bytes_N23[:, 0]) / np.diff(widths_N2)
+    column_T3[some] = slope_N3
+    fixed_T3[some] = np.maximum(0.0, bytes_N23[:, 0] - slope_N3 * widths_N2[:, :1])
+    for index in probed:
+        option = options[index]
+        counted = has_own_optimizer(option) or counts_all
+        if not is_fused(option) or (memory is not None and memory.is_lenient):
             counted = False  # it counts what each shard keeps, or the rows are on disk
         if counted and reader.optimizer(option) == "rowwise_adagrad":
             # TorchRec spreads one value per row over the columns; in truth each
             # shard keeps its own.
             where = "ddr" if option.compute_kernel in OFFLOADED_KERNELS else tier
             rows, width = (int(n) for n in option.tensor.shape)
-            fixed[where] += 4.0 * rows
-            per_column[where] -= 4.0 * rows / width
-        found[index] = _ShardStorage(fixed, per_column)
-    return [found[index] for index in range(len(options))]
+            fixed_T3[index, _TIERS.index(where)] += 4.0 * rows
+            column_T3[index, _TIERS.index(where)] -= 4.0 * rows / width
+    return _ShardBytes(fixed_T3, column_T3)
 
 
-def _largest_storage(option: ShardingOption) -> _ShardStorage:
+def _bytes_3(shard: Shard) -> list[float]:
+    return [float(getattr(shard.storage, tier)) for tier in _TIERS]
+
+
+def _largest_bytes(shards: Sequence[Shard]) -> Floats:
     """Memory of the largest shard, whatever its width."""
-    return _ShardStorage(
-        {t: max(getattr(s.storage, t) for s in sample_shards(option)) for t in _TIERS},
-        dict.fromkeys(_TIERS, 0.0),
-    )
+    largest_3: Floats = np.max([_bytes_3(shard) for shard in shards], axis=0)
+    return largest_3
 
 
-def _bounded_storage(option: ShardingOption) -> _ShardStorage:
+def _bounded_bytes(option: ShardingOption) -> tuple[Floats, Floats]:
     """Upper bound on a shard's memory from the storage of the whole table."""
     rows, width = (int(n) for n in option.tensor.shape)
-    weights = rows * option.tensor.element_size()
-    fixed, per_column = {}, {}
-    for tier in _TIERS:
-        # Equal in all shards; of one whole table it is the table's.
-        total = sum(getattr(s.storage, tier) for s in option.shards)
-        per_column[tier] = min(weights, total / width)
-        fixed[tier] = total - per_column[tier] * width
-    return _ShardStorage(fixed, per_column)
+    # Equal in all shards; of one whole table it is the table's.
+    total_3 = np.sum([_bytes_3(shard) for shard in option.shards], axis=0)
+    column_3 = np.minimum(rows * option.tensor.element_size(), total_3 / width)
+    return total_3 - column_3 * width, column_3
 
 
 def _memory_fields(
-    tier: str, storages: Sequence[_ShardStorage], memory: Sequence[Storage]
+    tier: str, shards: _ShardBytes, memory: Sequence[Storage]
 ) -> dict[str, Any]:
     """Fields of a task that say what ranks have of some memory, and tables take."""
+    place = _TIERS.index(tier)
     return {
         "memory_bytes": tuple(max(0, getattr(m, tier)) for m in memory),
-        "fixed_bytes": tuple(math.ceil(s.fixed[tier]) for s in storages),
-        "column_bytes": tuple(s.per_column[tier] for s in storages),
+        "fixed_bytes": tuple(np.ceil(shards.fixed_T3[:, place]).astype(int).tolist()),
+        "column_bytes": tuple(shards.column_T3[:, place].tolist()),
     }
 
 
 def _host_fields(
     tier: str,
     tables: Sequence[Sequence[ShardingOption]],
-    storages: Sequence[_ShardStorage],
+    shards: _ShardBytes,
     memory: Sequence[Storage],
 ) -> dict[str, Any]:
     """The same of the host's memory, where tables could fill that of a rank."""
     if tier == "ddr":
         return {}
-    most, known = 0.0, iter(storages)
-    for ways in tables:
-        width = int(ways[0].tensor.shape[1])
-        own = [next(known) for _ in ways]
-        most += max(s.fixed["ddr"] + s.per_column["ddr"] * width for s in own)
-    if most <= min(m.ddr for m in memory):
+    width_T = [int(ways[0].tensor.shape[1]) for ways in tables for _ in ways]
+    starts = np.cumsum([0, *map(len, tables[:-1])])
+    most_T = np.maximum.reduceat(shards.largest("ddr", width_T), starts)
+    if most_T.sum() <= min(m.ddr for m in memory):
         return {}
-    fields = _memory_fields("ddr", storages, memory)
+    fields = _memory_fields("ddr", shards, memory)
     return {f"host_{name}": value for name, value in fields.items()}
 
 
