@@ -34,7 +34,7 @@ from torchrec_neuroshard.planner import (
 from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
-    max_columns,
+    TableReader,
 )
 from torchrec_neuroshard.planner.parts.greedy import full_rank
 from torchrec_neuroshard.planner.parts.torchrec_plan import is_even
@@ -116,7 +116,7 @@ def _failed(
     except (NeuroShardError, RuntimeError) as unpriced:
         # The same error keeps plans from being priced: widths that kernels refuse.
         dims = [t["dim"] for m in case["modules"] for t in m["tables"]]
-        most = max_columns(cases.topology_of(case))
+        most = TableReader(cases.topology_of(case)).max_columns
         is_odd = max(dims) > most or any(dim % COLUMN_MULTIPLE for dim in dims)
         never = any(map(_never_runs, case["constraints"].values()))
         known = never or (is_odd and str(unpriced) == str(failure))
@@ -178,8 +178,7 @@ def _obstacle(
     planner: NeuroShardPlanner, module: nn.Module, options: list[ShardingOption]
 ) -> str | None:
     """Say why a plan of TorchRec's is none, if so."""
-    reader, topology = planner.costs.reader, planner.topology
-    faulty = any(reader.run_fault(option, topology) for option in options)
+    faulty = any(map(planner.costs.reader.run_fault, options))
     if faulty or not is_even(options):
         return "cannot run"
     is_full = _full_rank(planner, module, options) is not None

@@ -193,7 +193,7 @@ def test_caches_of_other_sizes_list_no_shards() -> None:
     enumerator = NeuroShardEnumerator(NODE, 64, constraints, costs=costs)
     ebc = make_ebc([(1_000_001, 64)])
     (option,) = enumerator.enumerate(ebc, bag_sharders())
-    found = other_caches(option, NODE, costs.reader)
+    found = other_caches(option, costs.reader)
     assert len(found) == 3
     enumerator.populate_estimates(found)
     for other in (option, *found):

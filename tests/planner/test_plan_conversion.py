@@ -39,7 +39,7 @@ def options_of(
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params or None)
     enumerator = EmbeddingEnumerator(gpus(), 32, constraints=constraints)
     options = enumerator.enumerate(module, [sharder])
-    reader = TableReader(world_size=2, constraints=constraints, profiles=None)
+    reader = TableReader(gpus(), constraints)
     note_sharders(options, sharders_by_type([sharder]))
     return reader, {(o.name, o.sharding_type, o.compute_kernel): o for o in options}
 
@@ -83,13 +83,14 @@ def test_what_is_column_sharded_and_placeable() -> None:
     columns = {k: o for k, o in options.items() if reader.is_column_sharded(o)}
     types = ("table_wise", "column_wise", "table_column_wise")
     assert columns.keys() == {("t0", kind, "fused") for kind in types}
-    assert all(is_placeable(o, reader, gpus()) for o in columns.values())
+    assert all(is_placeable(o, reader) for o in columns.values())
     # Which of two nodes is left open.
-    by_node, nodes = columns[("t0", "table_column_wise", "fused")], gpus(2, 1)
-    assert not is_placeable(by_node, reader, nodes)
+    by_node = columns[("t0", "table_column_wise", "fused")]
+    nodes = TableReader(gpus(2, 1))
+    assert not is_placeable(by_node, nodes)
     copies = on_nodes(by_node, nodes, 3)
-    assert all(is_placeable(o, reader, nodes) for o in copies)
-    assert [node_ranks(o, 1, 2) for o in copies] == [range(1, 2), range(1)]
+    assert all(is_placeable(o, nodes) for o in copies)
+    assert [node_ranks(o, nodes) for o in copies] == [range(1, 2), range(1)]
     # No kernel is known for them.
     reader, options = options_of(make_ebc([(9, 16)], data_types={0: DataType.INT4}))
     assert not any(reader.is_column_sharded(o) for o in options.values())
@@ -123,7 +124,7 @@ def test_lower_plan_keeps_shards_of_one_rank_apart() -> None:
     ]
     for rank, shard in enumerate(other.shards):
         shard.rank = rank
-    lowered = lower_plan([other, split], reader, gpus())
+    lowered = lower_plan([other, split], reader)
     both = ColumnShard(0, 0, 16, 1), ColumnShard(0, 16, 16, 1)
     assert lowered.placement.shards == both
     assert lowered.column_sharded == (split,) and lowered.others == (other,)

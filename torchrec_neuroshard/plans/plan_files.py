@@ -316,9 +316,7 @@ def _inputs(
         }
     else:
         reader = TableReader(
-            world_size=int(planner_part(planner, "topology").world_size),
-            constraints=planner_part(planner, "constraints"),
-            profiles=None,
+            planner_part(planner, "topology"), planner_part(planner, "constraints")
         )
     sizes = {t.full_name: reader.batch_sizes(t.name) for t in tables}
     return known | {

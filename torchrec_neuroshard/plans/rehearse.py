@@ -125,9 +125,7 @@ def rehearse(
     given = list(sharders or get_default_sharders())
     check_sharders(given, str(topology.compute_device))
     world_size, tier = int(topology.world_size), device_tier(topology)
-    reader = TableReader(
-        world_size=world_size, constraints=constraints, profiles=profiles
-    )
+    reader = TableReader(topology, constraints, profiles)
     storage = StorageEstimator(
         topology, constraints, reader=reader, pipeline_type=pipeline_type
     )
@@ -148,7 +146,7 @@ def rehearse(
     held: list[list[tuple[ShardingOption, Shard]]] = [[] for _ in topology.devices]
     faults: list[list[str]] = [[] for _ in topology.devices]
     for option in options:
-        fault = _fault(option, given, pipeline_type, topology, reader)
+        fault = _fault(option, given, pipeline_type, reader)
         for rank in {shard.rank for shard in option.shards} if fault else ():
             faults[rank].append(f"table '{table_name(option)}': {fault}")
         for shard in option.shards:
@@ -191,11 +189,10 @@ def _fault(
     option: ShardingOption,
     sharders: Sequence[ModuleSharder[Any]],
     pipeline_type: Any,
-    topology: Topology,
     reader: TableReader,
 ) -> str | None:
     """Say what a table's kernels would refuse or get wrong once they run."""
-    if fault := reader.run_fault(option, topology):
+    if fault := reader.run_fault(option):
         return fault
     if pipeline_name(pipeline_type) == PREFETCHING and has_cache(option):
         params = sharder_params(sharders_by_type(sharders))[option.module_type_key]

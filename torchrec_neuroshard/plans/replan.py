@@ -253,9 +253,7 @@ class _Job:
     def _may_move(self, option: ShardingOption) -> bool:
         """Whether the search may give an option's columns to other ranks."""
         reader = self.costs.reader
-        return reader.is_column_sharded(option) and is_placeable(
-            option, reader, self.topology
-        )
+        return reader.is_column_sharded(option) and is_placeable(option, reader)
 
     def _task(
         self, planner: NeuroShardPlanner, memory: Sequence[Storage]
@@ -271,8 +269,6 @@ class _Job:
         return SearchSpace.of(
             [[option] for option in self.options],
             reader=self.costs.reader,
-            topology=self.topology,
-            constraints=planner.constraints or {},
             enumerator=planner.enumerator,
             memory=memory,
             rules=rules,

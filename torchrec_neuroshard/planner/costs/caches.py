@@ -96,7 +96,7 @@ class _Caches:
         self._rows_N = np.array([float(s.size[0]) for _, s in shards])
         slots_N, self._slot_bytes_N = memory.cache_slots(cached, plan)
         self._log_batches = np.linspace(0.0, np.log(MOST_BATCHES), _NUM_KNOTS)
-        curves = [miss_curve(o, costs.topology, costs.reader) for o in cached]
+        curves = [miss_curve(o, costs.reader) for o in cached]
         loads_TK = np.stack([c.load_factors(np.exp(self._log_batches)) for c in curves])
         least_T = np.array([ASSOCIATIVITY / o.tensor.shape[0] for o in cached])
         self._loads_TK = np.clip(loads_TK, least_T[:, None], MAX_LOAD)

@@ -94,17 +94,14 @@ def is_estimated(option: ShardingOption) -> bool:
     return bool(option.compute_kernel != _FUSED)
 
 
-def kernel_factors(
-    option: ShardingOption, topology: Topology, reader: TableReader
-) -> KernelFactors | None:
+def kernel_factors(option: ShardingOption, reader: TableReader) -> KernelFactors | None:
     """Return what an option's kernel takes beside the fused one.
 
     Loading a cache counts into the forward, also where it is loaded ahead.
 
     Args:
         option: An option that has a cost (`TableReader.has_cost`).
-        topology: Device and bandwidths.
-        reader: Knows how tables are accessed.
+        reader: Knows the devices, and how tables are accessed.
 
     Returns:
         None where the kernel is the fused one itself.
@@ -112,6 +109,7 @@ def kernel_factors(
     Raises:
         PlannerError: TorchRec has no such kernel for the device.
     """
+    topology = reader.topology
     if is_dense(option):
         known = _MEASURED_DENSE.get(topology.compute_device)
         if known is not None:
@@ -124,7 +122,7 @@ def kernel_factors(
         return KernelFactors(
             host=HostRows(
                 gb_per_s=float(topology.hbm_to_ddr_mem_bw) * GB_PER_S,
-                missed=_missed(option, topology, reader),
+                missed=_missed(option, reader),
             )
         )
     if is_estimated(option):
@@ -134,15 +132,15 @@ def kernel_factors(
 
 
 def priced_codecs(
-    option: ShardingOption, topology: Topology
+    option: ShardingOption, reader: TableReader
 ) -> tuple[WireCodec, WireCodec]:
     """Return an option's codecs, forward and backward, with what their kernels take.
 
     Args:
         option: Noted by its sharder (`note_sharders`).
-        topology: The devices.
+        reader: Knows the devices.
     """
-    device = str(topology.compute_device)
+    device = str(reader.topology.compute_device)
     forward, backward = (_priced(c, device) for c in option_codecs(option))
     if is_summed(option):
         sums = _MEASURED_SUMS.get((device, forward.name), 0.0)
@@ -169,9 +167,7 @@ def _priced(codec: WireCodec, device_type: str) -> WireCodec:
     )
 
 
-def _missed(
-    option: ShardingOption, topology: Topology, reader: TableReader
-) -> float | None:
+def _missed(option: ShardingOption, reader: TableReader) -> float | None:
     """Share of a batch's distinct rows that the option's cache lacks.
 
     By the statistics that TorchRec was given, else by how the table is accessed.
@@ -182,7 +178,7 @@ def _missed(
     stats = params.stats if params else None
     if stats is not None:
         return float(stats.expected_miss_rate(ratio))
-    return float(miss_curve(option, topology, reader).misses([ratio])[0])
+    return float(miss_curve(option, reader).misses([ratio])[0])
 
 
 def load_factor(option: ShardingOption) -> float:
@@ -190,17 +186,14 @@ def load_factor(option: ShardingOption) -> float:
     return cache_load(option) or UVM_CACHING_RATIO
 
 
-def miss_curve(
-    option: ShardingOption, topology: Topology, reader: TableReader
-) -> MissCurve:
+def miss_curve(option: ShardingOption, reader: TableReader) -> MissCurve:
     """Return what caches of an option's table lack, whatever their size.
 
     Args:
         option: One that has a cost; its cache parameters say which rows go.
-        topology: The devices to plan for.
-        reader: Knows how tables are accessed.
+        reader: Knows the devices, and how tables are accessed.
     """
-    samples = int(option.batch_size) * int(topology.world_size)
+    samples = int(option.batch_size) * reader.world_size
     return _curve(reader.table(option), samples, is_lfu(option))
 
 

@@ -15,7 +15,6 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import (
     Shard,
     ShardingOption,
-    Topology,
 )
 
 from torchrec_neuroshard.placement import (
@@ -34,7 +33,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     loads_ahead,
     table_name,
 )
-from torchrec_neuroshard.planner.options.topologies import node_size, whole_nodes
+from torchrec_neuroshard.planner.options.topologies import whole_nodes
 
 __all__ = [
     "FusionGroups",
@@ -118,15 +117,13 @@ class FusionGroups:
 def task_of(
     options: Sequence[ShardingOption],
     reader: TableReader,
-    topology: Topology,
     kernels: Sequence[KernelFactors | None],
 ) -> ShardingTask:
     """Describe options, with or without ranks, as ways to shard their tables.
 
     Args:
         options: Costed ones; several may be of one table.
-        reader: Describes their tables.
-        topology: The devices to plan for.
+        reader: Describes their tables and the devices.
         kernels: Of each option; see `ShardingTask`.
     """
     fused = FusionGroups.from_keys(
@@ -135,20 +132,20 @@ def task_of(
     ways: dict[str, list[int]] = {}
     for index, option in enumerate(options):
         ways.setdefault(table_name(option), []).append(index)
-    world_size = int(topology.world_size)
+    world_size = reader.world_size
     return ShardingTask(
         tables=tuple(reader.table(o) for o in options),
         world_size=world_size,
         batch_size=int(options[0].batch_size) * world_size,
-        local_world_size=whole_nodes(world_size, topology.local_world_size),
-        node_size=node_size(topology),
+        local_world_size=whole_nodes(world_size, reader.topology.local_world_size),
+        node_size=reader.node_size,
         groups=fused.groups,
         stages=fused.stages,
         stage_names=fused.stage_names,
         alternatives=tuple(tuple(w) for w in ways.values()),
         sharding_types=tuple(o.sharding_type for o in options),
         pooled=tuple(is_pooled(o) for o in options),
-        codecs=tuple(priced_codecs(o, topology) for o in options),
+        codecs=tuple(priced_codecs(o, reader) for o in options),
         repeats=tuple(reader.repeats(o) for o in options),
         kernels=tuple(kernels),
     )
@@ -177,7 +174,6 @@ class OptionShards:
         cls,
         options: Sequence[ShardingOption],
         reader: TableReader,
-        topology: Topology,
         kernels: Sequence[KernelFactors | None],
     ) -> OptionShards:
         """Describe options and their shards; see `task_of`."""
@@ -186,7 +182,7 @@ class OptionShards:
         first_row = [s.offset[0] for o in options for s in o.shards]
         return cls(
             options=tuple(options),
-            task=task_of(options, reader, topology, kernels),
+            task=task_of(options, reader, kernels),
             table_N=np.repeat(np.arange(len(options)), counts),
             place_N=np.concatenate([np.arange(n) for n in counts]),
             width_N=size_N2[:, 1],
@@ -218,9 +214,7 @@ class LoweredPlan:
     """Options outside the placement."""
 
 
-def lower_plan(
-    plan: Sequence[ShardingOption], reader: TableReader, topology: Topology
-) -> LoweredPlan:
+def lower_plan(plan: Sequence[ShardingOption], reader: TableReader) -> LoweredPlan:
     """Describe a plan whose shards have ranks.
 
     Shards of one table on one rank stay apart, as TorchRec runs them. Memory limits
@@ -231,7 +225,7 @@ def lower_plan(
     for option in plan:
         (column_sharded if reader.is_column_sharded(option) else others).append(option)
     if not column_sharded:
-        return LoweredPlan(None, Placement(topology.world_size, ()), (), tuple(others))
+        return LoweredPlan(None, Placement(reader.world_size, ()), (), tuple(others))
     shards = []
     for index, option in enumerate(column_sharded):
         for shard in option.shards:
@@ -241,6 +235,6 @@ def lower_plan(
                     index, int(shard.offset[1]), int(shard.size[1]), int(shard.rank)
                 )
             )
-    task = task_of(column_sharded, reader, topology, [None] * len(column_sharded))
-    placement = Placement(topology.world_size, tuple(sorted(shards)))
+    task = task_of(column_sharded, reader, [None] * len(column_sharded))
+    placement = Placement(reader.world_size, tuple(sorted(shards)))
     return LoweredPlan(task, placement, tuple(column_sharded), tuple(others))

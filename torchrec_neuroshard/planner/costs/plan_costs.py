@@ -51,11 +51,12 @@ from torchrec_neuroshard.planner.costs.plan_conversion import (
     lower_plan,
 )
 from torchrec_neuroshard.planner.options.checks import check_constraints
-from torchrec_neuroshard.planner.options.groups import sharding_group, synced_bytes
+from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.options.table_reader import (
     DEFAULT_INPUTS,
     OFFLOADED_KERNELS,
     TableReader,
+    is_fused,
     is_quantised,
     table_name,
 )
@@ -152,9 +153,7 @@ class PlanCosts:
             comms_are_given=comms_model is not None,
         )
         self.topology = topology = self.devices.topology
-        self.reader = TableReader(
-            world_size=topology.world_size, constraints=constraints, profiles=profiles
-        )
+        self.reader = TableReader(topology, constraints, profiles)
         self._given_comms = comms_model
         self.cost_model: CostModel
         self.dense = DenseMs.of(dense_ms)
@@ -302,8 +301,8 @@ class PlanCosts:
             options: Options that have a cost (`TableReader.has_cost`), with or without
                 ranks.
         """
-        kernels = [kernel_factors(o, self.topology, self.reader) for o in options]
-        found = OptionShards.of(options, self.reader, self.topology, kernels)
+        kernels = [kernel_factors(o, self.reader) for o in options]
+        found = OptionShards.of(options, self.reader, kernels)
         simulator = self.simulator(found.task)
         priced = simulator.price(found.table_N, found.width_N, found.rows_N)
         return PricedOptions(found, simulator, priced)
@@ -389,7 +388,7 @@ class PlanCosts:
 
     def lower(self, plan: Sequence[ShardingOption]) -> LoweredPlan:
         """Describe a plan whose shards have ranks."""
-        return lower_plan(plan, self.reader, self.topology)
+        return lower_plan(plan, self.reader)
 
     def evaluate(self, lowered: LoweredPlan) -> PredictedCosts:
         """Predict one iteration.
@@ -472,7 +471,7 @@ class PlanCosts:
         group = sharding_group(self.topology)
         if group is None or group.num_replicas == 1:
             return None
-        bytes_WK = synced_bytes(plan, self.reader, self.topology.world_size)
+        bytes_WK = _synced_bytes(plan, self.reader)
         sent = np.repeat(bytes_WK.reshape(-1, 1), group.num_replicas, axis=1)
         ms_WK = self._replicas.all_reduce(sent).max(axis=1).reshape(bytes_WK.shape)
         slowest = int(ms_WK.sum(axis=1).argmax())
@@ -746,6 +745,35 @@ class CostedPart:
         **model: Any,
     ) -> None:
         self.costs = costs or PlanCosts(topology, constraints, **model)
+
+
+def _synced_bytes(
+    options: Sequence[ShardingOption], reader: TableReader
+) -> npt.NDArray[np.float64]:
+    """Return what each rank of a group averages with its replicas.
+
+    TorchRec averages the weights of each type, then the optimizers' state, of fused
+    kernels alone: data-parallel tables never drift apart.
+
+    Args:
+        options: Placed, one of each table.
+        reader: Knows the tables' optimizers and the ranks.
+
+    Returns:
+        `W x K` bytes, for each of `K` collectives.
+    """
+    sent: dict[str, npt.NDArray[np.float64]] = {}
+    for option in filter(is_fused, options):
+        per_value, per_row = reader.state_bytes(option)
+        for shard in option.shards:
+            rows, width = (int(n) for n in shard.size)
+            for kind, num_bytes in (
+                (str(option.tensor.dtype), rows * width * option.tensor.element_size()),
+                ("state", rows * (width * per_value + per_row)),
+            ):
+                bytes_W = sent.setdefault(kind, np.zeros(reader.world_size))
+                bytes_W[shard.rank] += num_bytes
+    return np.stack([*sent.values()] or [np.zeros(reader.world_size)], axis=1)
 
 
 def _stock_phases(perf: Perf) -> tuple[float, ...]:

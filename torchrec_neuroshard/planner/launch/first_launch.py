@@ -256,7 +256,7 @@ class FirstLaunch:
         names: dict[str, int] = {}
         found: dict[TableConfig, tuple[int, int]] = {}
         for option in options:
-            if is_dense(option) or not is_placeable(option, reader, topology):
+            if is_dense(option) or not is_placeable(option, reader):
                 continue
             table = reader.table(option)
             if not is_measurable(table, on_cpu):
@@ -271,7 +271,7 @@ class FirstLaunch:
             )
             own = int(sample_shards(option)[0].size[1])
             widest = part.embedding_dim if whole else own
-            narrowest = narrowest_shard(option, self._constraints)
+            narrowest = narrowest_shard(option, reader)
             for parts in range(1, _MOST_PARTS + 1):
                 width = widest // parts // COLUMN_MULTIPLE * COLUMN_MULTIPLE
                 if width >= narrowest:

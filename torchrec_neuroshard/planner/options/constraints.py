@@ -18,7 +18,7 @@ from torchrec_neuroshard.placement_rules import (
     quoted,
 )
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
-from torchrec_neuroshard.planner.options.table_reader import table_name
+from torchrec_neuroshard.planner.options.table_reader import TableReader, table_name
 from torchrec_neuroshard.planner.options.ways import node_ranks
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
@@ -166,20 +166,20 @@ def ranks_by_table(
     return {rules.index[table_name(o)]: {int(s.rank) for s in o.shards} for o in plan}
 
 
-def permits(rules: PlacementRules, option: ShardingOption, node_size: int) -> bool:
+def permits(rules: PlacementRules, option: ShardingOption, reader: TableReader) -> bool:
     """Say whether the ranks that an option needs are open to its table.
 
     Args:
         rules: Of the model.
         option: One of a table's options, with or without ranks.
-        node_size: Ranks that a table-row-wise table is spread over.
+        reader: Knows the devices.
     """
-    table = rules.index[table_name(option)]
+    table, node_size = rules.index[table_name(option)], reader.node_size
     if any(table in tables for tables in rules.together):
         whole = option.tensor.shape[0] == sample_shards(option)[0].size[0]
         if not whole or option.sharding_type in _EVERY_RANK:
             return False
-    node = node_ranks(option, node_size, rules.world_size)
+    node = node_ranks(option, reader)
     if node is not None and len(node) < rules.world_size:
         # Tables that lie together would all have to be for the same node.
         joined = any(table in tables for tables in rules.together)

@@ -16,21 +16,18 @@ import numpy as np
 import numpy.typing as npt
 from torchrec.distributed.planner.types import (
     Perf,
-    ShardingOption,
     Storage,
     Topology,
 )
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.compat import with_ranks
-from torchrec_neuroshard.planner.options.table_reader import TableReader, is_fused
 
 __all__ = [
     "ShardingGroup",
     "divisors",
     "group_topology",
     "sharding_group",
-    "synced_bytes",
     "with_sharding_group",
 ]
 
@@ -145,36 +142,6 @@ def sharding_group(topology: Topology) -> ShardingGroup | None:
     """Return what `group_topology` knew; None where the topology is of all ranks."""
     group: ShardingGroup | None = vars(topology).get(_GROUP)
     return group
-
-
-def synced_bytes(
-    options: Sequence[ShardingOption], reader: TableReader, num_ranks: int
-) -> npt.NDArray[np.float64]:
-    """Return what each rank of a group averages with its replicas.
-
-    TorchRec averages the weights of each type, then the optimizers' state, of fused
-    kernels alone: data-parallel tables never drift apart.
-
-    Args:
-        options: Placed, one of each table.
-        reader: Knows the tables' optimizers.
-        num_ranks: Of the group.
-
-    Returns:
-        `W x K` bytes, for each of `K` collectives.
-    """
-    sent: dict[str, npt.NDArray[np.float64]] = {}
-    for option in filter(is_fused, options):
-        per_value, per_row = reader.state_bytes(option)
-        for shard in option.shards:
-            rows, width = (int(n) for n in shard.size)
-            for kind, num_bytes in (
-                (str(option.tensor.dtype), rows * width * option.tensor.element_size()),
-                ("state", rows * (width * per_value + per_row)),
-            ):
-                bytes_W = sent.setdefault(kind, np.zeros(num_ranks))
-                bytes_W[shard.rank] += num_bytes
-    return np.stack([*sent.values()] or [np.zeros(num_ranks)], axis=1)
 
 
 def _least(storages: Sequence[Storage]) -> Storage:

@@ -51,6 +51,7 @@ from torchrec_neuroshard.planner.compat import (
     wire_codecs,
 )
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
+from torchrec_neuroshard.planner.options.topologies import node_size
 from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES
 from torchrec_neuroshard.tables import (
@@ -79,7 +80,6 @@ __all__ = [
     "is_quantised",
     "is_summed",
     "loads_ahead",
-    "max_columns",
     "note_sharders",
     "option_codecs",
     "output_bytes",
@@ -304,15 +304,6 @@ def is_summed(option: ShardingOption) -> bool:
     return _SCATTER in _used_codecs(option)
 
 
-def max_columns(topology: Topology) -> int:
-    """Return the most columns of a shard that the devices' kernels take.
-
-    On GPUs those of replicated tables and of tables in the host's memory do not take
-    more, either.
-    """
-    return MAX_CUDA_COLUMNS if is_accelerator(topology.compute_device) else sys.maxsize
-
-
 def has_own_optimizer(option: ShardingOption) -> bool:
     """Whether `apply_optimizer_in_backward` gave the table an optimizer."""
     return bool(optimizer_classes(option.tensor))
@@ -449,18 +440,31 @@ class TableReader:
 
     An option's optimizer is the one of its parameter or module, else what
     `note_sharders` left on it, else TorchRec's default.
+
+    Attributes:
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it.
+        world_size: Ranks.
+        node_size: Ranks that TorchRec spreads a table-row-wise table over.
+        on_gpu: Whether the devices are GPUs.
+        max_columns: The most columns of a shard that the devices' kernels take. On GPUs
+            those of replicated tables and of tables in the host's memory do not take
+            more, either.
     """
 
     def __init__(
         self,
-        *,
-        world_size: int,
-        constraints: Mapping[str, ParameterConstraints] | None,
-        profiles: Mapping[str, FeatureProfile] | None,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        profiles: Mapping[str, FeatureProfile] | None = None,
     ) -> None:
         """Take what the tables' inputs are described by."""
-        self._world_size = world_size
-        self._constraints = constraints or {}
+        self.topology = topology
+        self.constraints = constraints or {}
+        self.world_size = int(topology.world_size)
+        self.node_size = node_size(topology)
+        self.on_gpu = is_accelerator(topology.compute_device)
+        self.max_columns = MAX_CUDA_COLUMNS if self.on_gpu else sys.maxsize
         self._profiles = profiles or {}
         self._modules: weakref.WeakKeyDictionary[nn.Module, _Module] = (
             weakref.WeakKeyDictionary()
@@ -550,14 +554,12 @@ class TableReader:
         """Return TorchRec's configuration of the option's table, if it has one."""
         return self._facts(option).config
 
-    def run_fault(self, option: ShardingOption, topology: Topology) -> str | None:
+    def run_fault(self, option: ShardingOption) -> str | None:
         """Say what cannot run of an option, whatever its ranks; None: nothing known.
 
         On GPUs FBGEMM's kernels of replicas want the same widths as fused ones.
         """
-        any_width = is_quantised(option)
-        if not is_accelerator(topology.compute_device):
-            any_width |= is_dense(option)
+        any_width = is_quantised(option) or (not self.on_gpu and is_dense(option))
         widths = {0} if any_width else {int(s.size[1]) for s in sample_shards(option)}
         if odd := [w for w in widths if w % COLUMN_MULTIPLE]:
             return (
@@ -565,7 +567,7 @@ class TableReader:
                 f"{COLUMN_MULTIPLE}, got {min(odd)}. Pad embedding_dim "
                 f"({option.tensor.shape[-1]}), or cut its columns at such multiples"
             )
-        if (widest := max(widths)) > (most := max_columns(topology)):
+        if (widest := max(widths)) > (most := self.max_columns):
             return (
                 f"a GPU's kernels take at most {most:,} columns, got {widest:,}. Allow "
                 f"column_wise sharding for it, with a min_partition of at most {most}"
@@ -695,7 +697,7 @@ class TableReader:
         )
         # Of each feature, samples over those of the batch.
         shares = self._batch_shares(option.name, len(features), option.batch_size)
-        batch_size = option.batch_size * self._world_size
+        batch_size = option.batch_size * self.world_size
         weighted = self._is_weighted(option)
         distinct = self.looks_up_distinct(option)
         total = sum(p * s for p, s in zip(pooling, shares, strict=True))
@@ -708,7 +710,7 @@ class TableReader:
                 ]
             )
             if distinct:
-                profile = profile.distinct_in_parts(self._world_size, rows)
+                profile = profile.distinct_in_parts(self.world_size, rows)
             total = profile.pooling_factor
         num_features, outputs = len(features), None
         if not is_pooled(option):
@@ -738,7 +740,7 @@ class TableReader:
         """
         config = self.config(option)
         features = list(config.feature_names or []) if config else []
-        constraint = self._constraints.get(option.name)
+        constraint = self.constraints.get(option.name)
         found = {}
         for feature in features or [option.name]:
             known = self._profiles.get(feature)
@@ -765,7 +767,7 @@ class TableReader:
             batch_size: Samples per rank; None: not known.
         """
         features = features or [name]
-        constraint = self._constraints.get(name)
+        constraint = self.constraints.get(name)
         lengths = constraint.pooling_factors if constraint else [POOLING_FACTOR]
         pooling = self._pooling_factors(name, lengths, len(features))
         shares = self._batch_shares(name, len(features), batch_size)
@@ -780,7 +782,7 @@ class TableReader:
 
     def batch_sizes(self, name: str) -> tuple[float, ...]:
         """Return the samples of each feature of a table; empty where those of all."""
-        constraint = self._constraints.get(name)
+        constraint = self.constraints.get(name)
         return tuple(map(float, constraint.batch_sizes or ())) if constraint else ()
 
     def _batch_shares(
@@ -802,7 +804,7 @@ class TableReader:
     ) -> list[float]:
         """Ids in each feature's samples, by the constraints."""
         lengths = [float(v) for v in input_lengths]
-        constraint = self._constraints.get(name)
+        constraint = self.constraints.get(name)
         repeats = num_poolings or (constraint.num_poolings if constraint else None)
         if repeats and len(repeats) == len(lengths):
             lengths = [a * b for a, b in zip(lengths, repeats, strict=True)]

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    Shard,
-    ShardingOption,
-    Topology,
-)
+from torchrec.distributed.planner.types import Shard, ShardingOption
 
 from torchrec_neuroshard.planner.options.spread_options import (
     SpreadOption,
@@ -21,10 +16,8 @@ from torchrec_neuroshard.planner.options.spread_options import (
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     is_pooled,
-    max_columns,
     option_codecs,
 )
-from torchrec_neuroshard.planner.options.topologies import node_size
 from torchrec_neuroshard.sharding_types import (
     COLUMN_SHARDED_TYPES,
     SHARDING_TYPES,
@@ -80,9 +73,7 @@ class FreeOption(ShardingOption):
         return option.ways if isinstance(option, FreeOption) else (option,)
 
 
-def is_placeable(
-    option: ShardingOption, reader: TableReader, topology: Topology
-) -> bool:
+def is_placeable(option: ShardingOption, reader: TableReader) -> bool:
     """Whether a search may choose the option's shards and ranks.
 
     It may where the cost model has a price and shards are cut as `sharding_types` says.
@@ -90,22 +81,21 @@ def is_placeable(
     kind = SHARDING_TYPES.get(option.sharding_type)
     if kind is None or option.dependency is not None or not reader.has_cost(option):
         return False
-    if reader.run_fault(option, topology):
+    if reader.run_fault(option):
         return False
     if kind.in_columns:  # a search may leave them whole
         whole = int(option.tensor.shape[1])
-        size, world_size = node_size(topology), int(topology.world_size)
         anywhere = option.sharding_type != TABLE_COLUMN_WISE
-        is_free = anywhere or node_ranks(option, size, world_size) is not None
-        return is_free and whole <= max_columns(topology)
-    size = kind.block_size(int(topology.world_size), node_size(topology))
+        is_free = anywhere or node_ranks(option, reader) is not None
+        return is_free and whole <= reader.max_columns
+    size = kind.block_size(reader.world_size, reader.node_size)
     # Rows of a bucket stay together, and of ranks with unlike memory are unlike.
     rows, shards = int(option.tensor.shape[0]), sample_shards(option)
     block = [kind.rows_at(place, rows, size)[1] for place in range(size)]
     listed = len(shards) == option.num_shards
     return (
         option.num_shards % size == 0
-        and 0 < option.num_shards <= int(topology.world_size)
+        and 0 < option.num_shards <= reader.world_size
         and int(shards[0].size[1]) == int(shards[-1].size[1])
         and not (
             listed and [int(s.size[0]) for s in shards] != block * (len(shards) // size)
@@ -114,18 +104,18 @@ def is_placeable(
 
 
 def on_nodes(
-    option: ShardingOption, topology: Topology, number: int
+    option: ShardingOption, reader: TableReader, number: int
 ) -> list[ShardingOption]:
     """Return copies of a table-column-wise option, each for a node of its own.
 
     Args:
         option: Any; of another type there are none, nor where all ranks are one node.
-        topology: The devices to plan for.
+        reader: Knows the devices.
         number: Of the table. Where nodes are alike, a search takes the first copy:
             that of the next table is for the next node. Of many nodes, a table is
             offered the first `MOST_NODES` from there.
     """
-    num_nodes = int(topology.world_size) // node_size(topology)
+    num_nodes = reader.world_size // reader.node_size
     if option.sharding_type != TABLE_COLUMN_WISE or num_nodes == 1:
         return []
     found = []
@@ -135,24 +125,22 @@ def on_nodes(
     return found
 
 
-def node_ranks(option: ShardingOption, node_size: int, world_size: int) -> range | None:
+def node_ranks(option: ShardingOption, reader: TableReader) -> range | None:
     """Return the ranks of the node that an option's shards are for.
 
     Args:
         option: Any.
-        node_size: Ranks of a node.
-        world_size: Ranks.
+        reader: Knows the devices.
 
     Returns:
         None where no node is said: of several, see `on_nodes`.
     """
-    node = vars(option).get(_NODE, 0 if node_size == world_size else None)
-    return None if node is None else range(node * node_size, (node + 1) * node_size)
+    size = reader.node_size
+    node = vars(option).get(_NODE, 0 if size == reader.world_size else None)
+    return None if node is None else range(node * size, (node + 1) * size)
 
 
-def even_rows(
-    option: ShardingOption, reader: TableReader, topology: Topology
-) -> list[ShardingOption]:
+def even_rows(option: ShardingOption, reader: TableReader) -> list[ShardingOption]:
     """Return a copy of a row-wise option with as many rows on each rank.
 
     TorchRec cuts rows in proportion to the memory of ranks where a topology says that
@@ -161,8 +149,7 @@ def even_rows(
     Args:
         option: Any; of another type there is none, nor where rows are even or come in
             buckets.
-        reader: Knows the table.
-        topology: The devices to plan for.
+        reader: Knows the table and the devices.
 
     Returns:
         Options without estimates.
@@ -174,7 +161,7 @@ def even_rows(
     if config is None or config.use_virtual_table or isinstance(option, SpreadOption):
         return []
     rows, width = (int(n) for n in option.tensor.shape)
-    world_size = int(topology.world_size)
+    world_size = reader.world_size
     parts = [kind.rows_at(rank, rows, world_size) for rank in range(world_size)]
     if [int(s.size[0]) for s in option.shards] == [count for _, count in parts]:
         return []
@@ -185,8 +172,7 @@ def even_rows(
 
 def other_grids(
     option: ShardingOption,
-    topology: Topology,
-    constraints: Mapping[str, ParameterConstraints],
+    reader: TableReader,
     least_columns: int = COLUMN_MULTIPLE,
 ) -> list[ShardingOption]:
     """Return copies of a grid-sharded option with its columns in other equal blocks.
@@ -197,8 +183,7 @@ def other_grids(
 
     Args:
         option: Any; of what is no grid there is no other.
-        topology: The devices to plan for.
-        constraints: Table name -> TorchRec's constraints on it (`min_partition`).
+        reader: Knows the devices and the constraints (`min_partition`).
         least_columns: `min_partition` where no constraint gives one.
 
     Returns:
@@ -207,12 +192,12 @@ def other_grids(
     kind = SHARDING_TYPES.get(option.sharding_type)
     if kind is None or kind.in_columns or not kind.splits_columns:
         return []
-    size = kind.block_size(int(topology.world_size), node_size(topology))
+    size = kind.block_size(reader.world_size, reader.node_size)
     width, own = int(option.tensor.shape[1]), int(option.shards[0].size[1])
-    narrowest = _min_partition(option, constraints, least_columns)
-    widest = max_columns(topology)
+    narrowest = _min_partition(option, reader, least_columns)
+    widest = reader.max_columns
     found = []
-    for count in range(2, int(topology.world_size) // size + 1):
+    for count in range(2, reader.world_size // size + 1):
         block, rest = divmod(width, count)
         if rest or block % COLUMN_MULTIPLE or not narrowest <= block <= widest:
             continue
@@ -229,26 +214,24 @@ def other_grids(
 
 
 def _min_partition(
-    option: ShardingOption,
-    constraints: Mapping[str, ParameterConstraints],
-    least_columns: int,
+    option: ShardingOption, reader: TableReader, least_columns: int
 ) -> int:
     """Columns of the narrowest shard that a constraint allows, a multiple of four."""
-    constraint = constraints.get(option.name)
+    constraint = reader.constraints.get(option.name)
     asked = (constraint.min_partition if constraint else None) or least_columns
     return math.ceil(asked / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def narrowest_shard(
     option: ShardingOption,
-    constraints: Mapping[str, ParameterConstraints],
+    reader: TableReader,
     least_columns: int = COLUMN_MULTIPLE,
 ) -> int:
     """Return the columns of the narrowest shard that a table may be cut to.
 
     Args:
         option: An option of the table; its sharding type decides.
-        constraints: Table name -> TorchRec's constraints on it (`min_partition`).
+        reader: Knows the constraints (`min_partition`).
         least_columns: `min_partition` where no constraint gives one; see
             `PlanCosts.least_columns`.
     """
@@ -260,5 +243,5 @@ def narrowest_shard(
     least = COLUMN_MULTIPLE * int(option.batch_size)
     if any(least % codec.row_values for codec in option_codecs(option)):
         return int(option.tensor.shape[1])
-    least = _min_partition(option, constraints, least_columns)
+    least = _min_partition(option, reader, least_columns)
     return min(int(option.tensor.shape[1]), least)

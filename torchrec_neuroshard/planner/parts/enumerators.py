@@ -44,7 +44,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     has_cache,
     is_modelled_config,
-    max_columns,
     note_sharders,
     table_configs,
     table_name,
@@ -159,13 +158,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._compute_device = str(topology.compute_device)
         self._topology = topology
         self._reader = (
-            costs.reader
-            if costs is not None
-            else TableReader(
-                world_size=int(topology.world_size),
-                constraints=constraints,
-                profiles=None,
-            )
+            costs.reader if costs is not None else TableReader(topology, constraints)
         )
         self._wide: set[str] = set()
         asked = [c.sharding_types or () for c in (constraints or {}).values()]
@@ -200,7 +193,7 @@ class NeuroShardEnumerator(HookedEnumerator):
             known[config.name] = known.get(config.name, True) and modelled
             size = 4 * config.num_embeddings * config.embedding_dim
             sizes.append((config.name, size))
-            if modelled and config.embedding_dim > max_columns(self._topology):
+            if modelled and config.embedding_dim > self._reader.max_columns:
                 self._wide.add(config.name)
         self._modelled = {name for name, modelled in known.items() if modelled}
         self._offloadable = self._short_of_memory(sizes) if self._on_gpus else set()
@@ -308,7 +301,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         faults: dict[str, str] = {}
         kept, running = [], set()
         for option in options:
-            fault = self._reader.run_fault(option, self._topology)
+            fault = self._reader.run_fault(option)
             if fault and option.name in tables:
                 faults.setdefault(table_name(option), fault)
             else:

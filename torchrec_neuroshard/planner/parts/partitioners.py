@@ -154,7 +154,6 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     ) -> None:
         super().__init__(topology, constraints, **kwargs)
         self._topology = topology
-        self._constraints = constraints or {}
         self.placement = placement or PlacementConstraints()
         self.searcher = make_searcher(search)
         self._enumerator = enumerator
@@ -200,7 +199,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         ways = [
             option.ways
             if isinstance(option, FreeOption)
-            else (option,) * self._is_placeable(option)
+            else (option,) * is_placeable(option, self.costs.reader)
             for option in proposal
         ]
         try:
@@ -287,9 +286,6 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if self._memory is not None:
             self._memory.attribute(plan)
 
-    def _is_placeable(self, option: ShardingOption) -> bool:
-        return is_placeable(option, self.costs.reader, self._topology)
-
     def _place(
         self,
         proposal: Sequence[ShardingOption],
@@ -333,8 +329,6 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         space = SearchSpace.of(
             tables,
             reader=self.costs.reader,
-            topology=self._topology,
-            constraints=self._constraints,
             enumerator=self._enumerator,
             memory=memory,
             rules=rules,

@@ -27,7 +27,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_pooled,
     table_name,
 )
-from torchrec_neuroshard.planner.options.topologies import node_size
 from torchrec_neuroshard.planner.options.ways import (
     FreeOption,
     even_rows,
@@ -79,7 +78,6 @@ class NeuroShardProposer(CostedPart, Proposer):
         super().__init__(topology, constraints, **kwargs)
         self._placement = placement or PlacementConstraints()
         self._topology = topology
-        self._constraints = constraints or {}
         self._tier = device_tier(topology)
         self._queue: list[list[ShardingOption]] = []
 
@@ -118,18 +116,17 @@ class NeuroShardProposer(CostedPart, Proposer):
         """Add options, and their like in other grids and caches, to their tables."""
         others = []
         if self._enumerator is not None:
-            reader, topology = self.costs.reader, self._topology
-            least = self.costs.least_columns
-            others += [e for o in options for e in even_rows(o, reader, topology)]
+            reader, least = self.costs.reader, self.costs.least_columns
+            others += [e for o in options for e in even_rows(o, reader)]
             self._even |= set(map(id, others))
             for option in (*options, *others):
-                others += other_grids(option, topology, self._constraints, least)
-                others += other_caches(option, topology, reader)
+                others += other_grids(option, reader, least)
+                others += other_caches(option, reader)
             self._enumerator.populate_estimates(others)
         for option in (*options, *others):
             self._by_table.setdefault(option.fqn, []).append(option)
         for number, own in enumerate(self._by_table.values()):
-            own += [c for o in own for c in on_nodes(o, self._topology, number)]
+            own += [c for o in own for c in on_nodes(o, self.costs.reader, number)]
 
     def propose(self) -> list[ShardingOption] | None:
         """Return the next proposal, None after the last one."""
@@ -165,8 +162,8 @@ class NeuroShardProposer(CostedPart, Proposer):
         """Options that can be where placement constraints allow the table."""
         if self._rules.is_free(self._rules.index[table_name(options[0])]):
             return options
-        size = node_size(self._topology)
-        kept = [o for o in options if permits(self._rules, o, size)]
+        reader = self.costs.reader
+        kept = [o for o in options if permits(self._rules, o, reader)]
         if not kept:
             raise ConfigError(too_few_ranks(options))
         return kept
@@ -198,7 +195,7 @@ class NeuroShardProposer(CostedPart, Proposer):
     def _ways(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return the options whose shards a search can place."""
         reader = self.costs.reader
-        return [o for o in options if is_placeable(o, reader, self._topology)]
+        return [o for o in options if is_placeable(o, reader)]
 
     def _share_ms(self, option: ShardingOption) -> float:
         """Return what a rank takes for the option, or for all tables if they were so.
@@ -218,7 +215,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         faulty = not may_be_split and self._is_faulty(option)
         if may_be_split:
             narrowest = narrowest_shard(
-                option, self._constraints, self.costs.least_columns
+                option, self.costs.reader, self.costs.least_columns
             )
             size *= narrowest / max(int(s.size[1]) for s in sample_shards(option))
         elif option.is_pooled:  # no search chooses another
@@ -242,7 +239,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         return (self._is_faulty(option), is_even, scarce, other, *_name_order(option))
 
     def _is_faulty(self, option: ShardingOption) -> bool:
-        return self.costs.reader.run_fault(option, self._topology) is not None
+        return self.costs.reader.run_fault(option) is not None
 
 
 def _least(

@@ -19,11 +19,9 @@ from torchrec.distributed.planner.types import (
     Shard,
     ShardingOption,
     Storage,
-    Topology,
 )
 
 from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
-from torchrec_neuroshard.devices import is_accelerator
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.costs.caches import with_load
@@ -49,7 +47,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_pooled,
     table_name,
 )
-from torchrec_neuroshard.planner.options.topologies import node_size
 from torchrec_neuroshard.planner.options.ways import narrowest_shard, node_ranks
 from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.sharding_types import (
@@ -75,9 +72,7 @@ MAX_CACHE_LOAD, MIN_CACHE_GROWTH = 0.8, 1.2
 larger the next cache must be."""
 
 
-def other_caches(
-    option: ShardingOption, topology: Topology, reader: TableReader
-) -> list[ShardingOption]:
+def other_caches(option: ShardingOption, reader: TableReader) -> list[ShardingOption]:
     """Return copies of an option with caches of other sizes.
 
     TorchRec offers one size, `UVM_CACHING_RATIO` of the rows. Tables of one kernel
@@ -86,15 +81,14 @@ def other_caches(
 
     Args:
         option: Any; where it has no cache, or was given its size, there is no other.
-        topology: The devices to plan for.
-        reader: Knows how tables are accessed.
+        reader: Knows the devices, and how tables are accessed.
 
     Returns:
         Options without estimates.
     """
     if not has_open_cache(option) or not reader.has_cost(option):
         return []
-    curve = miss_curve(option, topology, reader)
+    curve = miss_curve(option, reader)
     loads = curve.load_factors(CACHED_BATCHES)
     loads = np.maximum(loads, ASSOCIATIVITY / int(option.tensor.shape[0]))
     kept: list[float] = []
@@ -147,8 +141,6 @@ class SearchSpace:
         tables: Sequence[Sequence[ShardingOption]],
         *,
         reader: TableReader,
-        topology: Topology,
-        constraints: Mapping[str, ParameterConstraints],
         enumerator: Enumerator | None,
         memory: Sequence[Storage],
         rules: PlacementRules,
@@ -158,9 +150,7 @@ class SearchSpace:
 
         Args:
             tables: The ways of each table, all placeable.
-            reader: Describes them.
-            topology: The devices to plan for.
-            constraints: Table name -> TorchRec's constraints on it.
+            reader: Describes them, the devices and the constraints.
             enumerator: Says how much memory a split takes. None: what a table needs
                 beside its weights is counted in full for each of its shards.
             memory: What each rank has left.
@@ -171,9 +161,9 @@ class SearchSpace:
             PlannerError: A table is left no rank, or too few for any of its ways.
         """
         whole, by_node = _whole_modules(tables), _node_modules(tables)
-        tables = [_useful(w, whole, by_node, rules, topology) for w in tables]
+        tables = [_useful(w, whole, by_node, rules, reader) for w in tables]
         listed = [option for ways in tables for option in ways]
-        tier = device_tier(topology)
+        tier = device_tier(reader.topology)
         known = _shard_bytes(listed, reader, enumerator, tier)
         if rules.together:
             width = [int(o.tensor.shape[1]) for o in listed]
@@ -185,8 +175,8 @@ class SearchSpace:
         number = {id(option): n for n, option in enumerate(listed)}
         options = [option for ways in tables for option in ways]
         shard_bytes = known.of([number[id(option)] for option in options])
-        kernels = [kernel_factors(o, topology, reader) for o in options]
-        task = task_of(options, reader, topology, kernels)
+        kernels = [kernel_factors(o, reader) for o in options]
+        task = task_of(options, reader, kernels)
         most = [1 if o.sharding_type == TABLE_WISE else len(memory) for o in options]
         return cls(
             options=tuple(options),
@@ -195,15 +185,15 @@ class SearchSpace:
                 **_memory_fields(tier, shard_bytes, memory),
                 **_host_fields(tier, tables, shard_bytes, memory),
                 min_widths=tuple(
-                    narrowest_shard(o, constraints, least_columns) for o in options
+                    narrowest_shard(o, reader, least_columns) for o in options
                 ),
                 max_shards=tuple(most),
-                uneven=not is_accelerator(topology.compute_device),
-                **_placement_fields(options, rules, node_size(topology)),
+                uneven=not reader.on_gpu,
+                **_placement_fields(options, rules, reader),
             ),
             _bytes=shard_bytes,
             _may_be_table_wise=tuple(
-                _may_be_table_wise(constraints.get(o.name)) for o in options
+                _may_be_table_wise(reader.constraints.get(o.name)) for o in options
             ),
         )
 
@@ -320,7 +310,7 @@ def _useful(
     whole_modules: Collection[str],
     node_modules: Collection[str],
     rules: PlacementRules,
-    topology: Topology,
+    reader: TableReader,
 ) -> list[ShardingOption]:
     """Leave out ways that others include, and those that rules have no ranks for.
 
@@ -328,8 +318,7 @@ def _useful(
     another table of the module can be nothing else, so that both share a kernel. So
     are table-column-wise ones of a table that may be column-wise.
     """
-    size = node_size(topology)
-    kept = [o for o in ways if permits(rules, o, size)] if rules else list(ways)
+    kept = [o for o in ways if permits(rules, o, reader)] if rules else list(ways)
     if not kept:
         raise PlannerError(
             error_type=PlannerErrorType.PARTITION,
@@ -572,10 +561,10 @@ def _host_fields(
 
 
 def _placement_fields(
-    options: Sequence[ShardingOption], rules: PlacementRules, node_size: int
+    options: Sequence[ShardingOption], rules: PlacementRules, reader: TableReader
 ) -> dict[str, Any]:
     """Fields of a task that say which ranks its tables may be on, and with whom."""
-    nodes = [node_ranks(o, node_size, rules.world_size) for o in options]
+    nodes = [node_ranks(o, reader) for o in options]
     if not rules:
         return {"allowed_ranks": tuple(tuple(node or ()) for node in nodes)}
     tables = [rules.index[table_name(o)] for o in options]

@@ -32,7 +32,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
     SPLITTING_TYPES,
     TableReader,
     is_pooled,
-    max_columns,
     note_sharders,
     table_configs,
     table_name,
@@ -182,7 +181,7 @@ def _every_option(
     estimators = None
     if not is_lenient:
         for config in table_configs(module):
-            if config.embedding_dim > max_columns(topology):
+            if config.embedding_dim > reader.max_columns:
                 own = constraints.get(config.name) or ParameterConstraints()
                 kinds = own.sharding_types or SPLITTING_TYPES
                 constraints[config.name] = dataclasses.replace(
@@ -209,7 +208,7 @@ def _obstacle(
             "which its all-to-all cannot run"
         )
     for option in options:
-        if fault := reader.run_fault(option, topology):
+        if fault := reader.run_fault(option):
             return (
                 f"TorchRec's own plan cannot run table '{table_name(option)}': {fault}"
             )
