@@ -147,11 +147,7 @@ class PlanCosts:
             BundleError: The bundle cannot be used.
         """
         check_constraints(constraints or {})
-        self.devices = PlannedDevices.of(
-            topology,
-            cost_model,
-            comms_are_given=comms_model is not None,
-        )
+        self.devices = PlannedDevices.of(topology, cost_model)
         self.topology = topology = self.devices.topology
         self.reader = TableReader(topology, constraints, profiles)
         self._given_comms = comms_model
@@ -200,16 +196,11 @@ class PlanCosts:
                 )
         self.comms_model: CommsModel = comms
         self.cost_model = ConcurrentCostModel.of(compute, comms)
-        found = [str(w.message) for w in caught]
-        texts = [*found, *self.devices.impossible, *self.devices.left_out]
-        if isinstance(cost_model, CostModel):
-            # Whoever makes models of their own is told by the result alone.
-            found = [*found, *self.devices.impossible]
-        else:
-            found = texts
-        if found:
-            warnings.warn("\n".join(dict.fromkeys(found)), stacklevel=4)
-        notes = [Note("devices", text) for text in dict.fromkeys(texts)]
+        texts = list(dict.fromkeys([str(w.message) for w in caught]))
+        texts += self.devices.notes
+        if texts:
+            warnings.warn("\n".join(texts), stacklevel=4)
+        notes = [Note("devices", text) for text in texts]
         overlaps = not self.schedule.adds_up(self.dense)
         if overlaps and not self.dense.total_ms:
             text = (

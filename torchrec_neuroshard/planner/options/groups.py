@@ -9,23 +9,17 @@ group: TorchRec moves the plan to the ranks of each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from torchrec.distributed.planner.types import (
-    Perf,
-    Storage,
-    Topology,
-)
+from torchrec.distributed.planner.types import Storage, Topology
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.compat import with_ranks
 
 __all__ = [
     "ShardingGroup",
-    "divisors",
     "group_topology",
     "sharding_group",
     "with_sharding_group",
@@ -94,31 +88,25 @@ def group_topology(
     if size < 1 or num_ranks % size:
         raise ConfigError(
             f"sharding_group_size={size} does not divide the {num_ranks} ranks of the "
-            f"topology; take one of {', '.join(map(str, divisors(num_ranks)))}, or "
+            f"topology; take one of {', '.join(map(str, _divisors(num_ranks)))}, or "
             "other ranks"
         )
     if sync_interval < 1:
         raise ConfigError(f"sync_interval must be at least 1, got {sync_interval}")
-    ranks = np.arange(num_ranks)
-    replicas_GR = (
-        ranks.reshape(-1, size).T
-        if use_inter_host_allreduce
-        else ranks.reshape(size, -1)
-    )
-    per_node = int(topology.local_world_size)
-    in_node = _side_by_side(replicas_GR.T, per_node)
-    in_pod = _side_by_side(replicas_GR.T, int(topology.intra_group_size))
+    follow, ranks = use_inter_host_allreduce, np.arange(num_ranks)
+    groups_GR = ranks.reshape(-1, size) if follow else ranks.reshape(size, -1).T
+    replicas_RG, per_node = groups_GR.T, int(topology.local_world_size)
+    devices = []
+    for rank, replicas in enumerate(replicas_RG):
+        held = [dataclasses.astuple(topology.devices[r].storage) for r in replicas]
+        least = Storage(*map(min, zip(*held, strict=True)))
+        device = topology.devices[replicas[0]]
+        devices.append(dataclasses.replace(device, rank=rank, storage=least))
+    in_node = _side_by_side(groups_GR, per_node)
+    in_pod = _side_by_side(groups_GR, int(topology.intra_group_size))
     found = with_ranks(
         topology,
-        [
-            dataclasses.replace(
-                topology.devices[replicas[0]],
-                rank=rank,
-                storage=_least([topology.devices[r].storage for r in replicas]),
-                perf=Perf(fwd_compute=0, fwd_comms=0, bwd_compute=0, bwd_comms=0),
-            )
-            for rank, replicas in enumerate(replicas_GR)
-        ],
+        devices,
         ranks_per_node=in_node,
         nodes_per_pod=in_pod // in_node if in_pod > in_node else None,
     )
@@ -126,7 +114,7 @@ def group_topology(
         num_ranks=num_ranks,
         ranks_per_node=per_node,
         num_replicas=num_ranks // size,
-        replicas_per_node=_side_by_side(replicas_GR, per_node),
+        replicas_per_node=_side_by_side(replicas_RG, per_node),
         sync_interval=sync_interval,
     )
     return with_sharding_group(found, group)
@@ -144,24 +132,15 @@ def sharding_group(topology: Topology) -> ShardingGroup | None:
     return group
 
 
-def _least(storages: Sequence[Storage]) -> Storage:
-    """What all have, of each kind of memory."""
-    return Storage(
-        *map(min, zip(*(dataclasses.astuple(s) for s in storages), strict=True))
-    )
-
-
-def divisors(number: int) -> list[int]:
-    """Return what divides a number, ascending."""
+def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _side_by_side(groups_NR: Ranks, node_size: int) -> int:
     """Most ranks that whole groups can be cut into, each part inside one node."""
     nodes_NR = groups_NR // node_size
-    fitting = [
+    return max(
         n
-        for n in divisors(nodes_NR.shape[1])
+        for n in _divisors(nodes_NR.shape[1])
         if (np.ptp(nodes_NR.reshape(-1, n), axis=1) == 0).all()
-    ]
-    return fitting[-1]
+    )
