@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.types import CacheParams
+from torchrec.distributed.types import CacheAlgorithm, CacheParams
 from torchrec.modules.embedding_configs import DataType
 
 from tests.builders import (
@@ -122,10 +122,11 @@ def test_caches_are_made_ready_for_being_loaded_ahead() -> None:
         given = module, plan, gpus(), sharders
         found = rehearse(*given, batch_size=64, pipeline_type=pipeline)
         assert text in str(found)
-    never = only(cache_params=CacheParams(prefetch_pipeline=False))
-    planner_of(never)
-    with pytest.raises(ConfigError, match=r"t0.*train_prefetch_sparse_dist"):
-        make_planner(topology=gpus(), constraints=never, pipeline_type=ahead)
+    for forbids in ({"prefetch_pipeline": False}, {"algorithm": CacheAlgorithm.LFU}):
+        never = only(cache_params=CacheParams(**forbids))
+        planner_of(never)
+        with pytest.raises(ConfigError, match=r"t0.*train_prefetch_sparse_dist"):
+            make_planner(topology=gpus(), constraints=never, pipeline_type=ahead)
 
 
 # --- prices ---

@@ -29,8 +29,6 @@ from torchrec.distributed.planner.types import CustomTopologyData, PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
     BoundsCheckMode,
-    CacheAlgorithm,
-    CacheParams,
     ShardingPlan,
 )
 from torchrec.modules.embedding_configs import DataType
@@ -283,21 +281,10 @@ SIZES = [(1000, 64)] * 2
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pooling_factors": [1.0, math.nan]}, r"'t0': pooling_factors\[1\] is nan"),
-        ({"num_poolings": [-3.0]}, r"'t0': num_poolings\[0\] is -3.0"),
-        ({"min_partition": -4}, "'t0': min_partition is -4"),
+        ({"pooling_factors": [1.0, math.nan]}, "'t0': pooling_factors has nan"),
+        ({"num_poolings": [-3.0]}, "'t0': num_poolings has -3.0"),
         ({"sharding_types": "row_wise"}, "'t0': sharding_types is 'row_wise'"),
-        ({"batch_sizes": [8, 8]}, "'t0': batch_sizes has 2 values"),
-        ({"cache_params": CacheParams(load_factor=1.0)}, r"'t0'.*load_factor is 1\.0"),
         ({"enforce_hbm": True}, "'t0'.*enforce_hbm is True"),
-        (
-            {
-                "cache_params": CacheParams(
-                    algorithm=CacheAlgorithm.LFU, prefetch_pipeline=True
-                )
-            },
-            "'t0'.*LFU, and caches are loaded ahead",
-        ),
     ],
 )
 def test_values_that_cannot_be(fields: dict[str, Any], message: str) -> None:
@@ -314,7 +301,7 @@ def test_things_of_another_kind_are_named() -> None:
         ("profiles", [3.0], "profiles is a list"),
         ("placement_constraints", odd, "placement_constraints is a dict"),
         ("topology", "h100", "topology is a str, 'h100'"),
-        *(("batch_size", size, "samples per rank") for size in (-1, math.nan, "512")),
+        ("batch_size", "512", "batch_size is a str, '512'"),
     ]
     for name, value, message in given:
         with pytest.raises(ConfigError, match=message):

@@ -104,22 +104,13 @@ def test_a_codec_changes_the_plan(
         assert plan.plan[""]["t0"].sharding_type.startswith(expected)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"qcomm_codecs_registry": {"POOLED_ALL_TO_ALL": None}},
-            "did you mean 'POOLED_EMBEDDINGS_ALL_TO_ALL'",
-        ),
-        (
-            {"fused_params": {"use_index_dedup": True}},
-            r"EmbeddingCollectionSharder\(use_index_dedup=True\)",
-        ),
-    ],
-)
-def test_sharders_that_cannot_be_meant(arguments: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        planned(make_ebc([(1000, 64)]), EmbeddingBagCollectionSharder(**arguments))
+def test_codecs_of_no_collective_are_refused() -> None:
+    codecs: Any = {"POOLED_ALL_TO_ALL": None}
+    with pytest.raises(ConfigError, match="mean 'POOLED_EMBEDDINGS_ALL_TO_ALL'"):
+        planned(
+            make_ebc([(1000, 64)]),
+            EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs),
+        )
 
 
 def test_sums_of_codes_are_no_codes() -> None:

@@ -65,7 +65,6 @@ __all__ = [
     "SharingOption",
     "accepted_arguments",
     "all_lookups",
-    "can_remove_repeats",
     "can_reshard",
     "codec_registry",
     "enumerator_constraints",
@@ -596,16 +595,6 @@ def grids_vary_batches() -> bool:
     """Whether grids take features with batch sizes of their own: since 1.9."""
     part = "_preprocess_batch_size_per_rank_per_feature"
     return hasattr(GridPooledEmbeddingDist, part)
-
-
-def can_remove_repeats(device_type: str) -> bool:
-    """Whether FBGEMM has the kernel that finds the distinct ids of a batch.
-
-    Of what there is to run on a device only the dispatcher's private table knows.
-    """
-    key = device_type.upper()
-    name = "fbgemm::jagged_unique_indices"
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def removes_repeats(sharder: Any) -> bool:

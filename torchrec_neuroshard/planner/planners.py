@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,6 @@ from torchrec_neuroshard.planner.launch.from_first import (
     portable,
 )
 from torchrec_neuroshard.planner.options.checks import (
-    check_batch_size,
     check_kind,
     check_profiles,
     unmatched_constraints,
@@ -238,13 +238,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         topology = default_topology() if topology is None else topology
         for name, value, kind in (
             ("topology", topology, Topology),
+            ("batch_size", batch_size, numbers.Real),
             ("constraints", constraints, Mapping),
             ("profiles", profiles, Mapping),
             ("placement_constraints", placement_constraints, PlacementConstraints),
         ):
             if value is not None:
                 check_kind(name, value, kind)
-        check_batch_size(batch_size)
         if not constraints and isinstance(enumerator, EmbeddingEnumerator):
             constraints = enumerator_constraints(enumerator)
         constraints = dict(constraints) if constraints else None

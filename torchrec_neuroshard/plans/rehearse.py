@@ -123,7 +123,7 @@ def rehearse(
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     start = time.monotonic()
     given = list(sharders or get_default_sharders())
-    check_sharders(given, str(topology.compute_device))
+    check_sharders(given)
     world_size, tier = int(topology.world_size), device_tier(topology)
     reader = TableReader(topology, constraints, profiles)
     storage = StorageEstimator(

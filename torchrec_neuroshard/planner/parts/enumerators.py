@@ -183,7 +183,7 @@ class NeuroShardEnumerator(HookedEnumerator):
             ConfigError: A table has no way to be sharded that could run, or a sharder
                 asks for what there is not.
         """
-        check_sharders(sharders, self._compute_device)
+        check_sharders(sharders)
         self._sharders = sharders_by_type(sharders)
         known: dict[str, bool] = {}
         self._wide = set()
