@@ -51,8 +51,9 @@ def keeps(plan: ShardingPlan, placement: PlacementConstraints, world_size: int) 
     [
         ({"pin": {"t33": [0]}}, "'t33'"),
         ({"pin": {"t0": [0, 4]}}, r"pin\['t0'\] has rank 4"),
-        ({"forbid_ranks": range(4)}, "forbids all 4 ranks"),
-        ({"pin": {"t0": [1, 2]}, "forbid_ranks": [2, 1]}, "'t0'.* ranks 1, 2"),
+        ({"forbid_ranks": range(4)}, "forbid_ranks leave no rank for table 't0'"),
+        ({"pin": {"t1": [1, 2]}, "forbid_ranks": [2, 1]}, "no rank for table 't1'"),
+        ({"pin": {"t2": []}}, "pin.* no rank for table 't2'"),
         (
             {"pin": {"t0": [0], "t1": [1, 2]}, "together": [["t1", "t0"]]},
             "'t0' and 't1' belong together",

@@ -14,7 +14,6 @@ from torchrec_neuroshard.errors import ConfigError, suggestion
 from torchrec_neuroshard.placement_rules import (
     PlacementRules,
     joined_sets,
-    listed,
     quoted,
 )
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
@@ -23,9 +22,6 @@ from torchrec_neuroshard.planner.options.ways import node_ranks
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
 __all__ = ["PlacementConstraints", "permits", "ranks_by_table", "too_few_ranks"]
-
-_EVERY_RANK = frozenset(n for n, t in SHARDING_TYPES.items() if t.block == "world")
-_WHOLE_NODES = frozenset(n for n, t in SHARDING_TYPES.items() if t.block == "node")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,20 +57,14 @@ class PlacementConstraints:
     """Ranks that hold no table at all."""
 
     def __post_init__(self) -> None:
-        pin = {}
-        for name, ranks in self.pin.items():
-            pin[name] = _ranks(ranks, f"pin['{name}']")
-            if not pin[name]:
-                raise ConfigError(
-                    f"pin['{name}'] lists no rank: give at least one, or leave the "
-                    "table out"
-                )
-        object.__setattr__(self, "pin", pin)
-        object.__setattr__(
-            self, "forbid_ranks", _ranks(self.forbid_ranks, "forbid_ranks")
-        )
-        for name in ("together", "apart"):
-            object.__setattr__(self, name, _sets(getattr(self, name), name))
+        pin = {name: _ranks(r, f"pin['{name}']") for name, r in self.pin.items()}
+        for name, value in (
+            ("pin", pin),
+            ("forbid_ranks", _ranks(self.forbid_ranks, "forbid_ranks")),
+            ("together", _sets(self.together, "together")),
+            ("apart", _sets(self.apart, "apart")),
+        ):
+            object.__setattr__(self, name, value)
 
     def __bool__(self) -> bool:
         return bool(self.pin or self.together or self.apart or self.forbid_ranks)
@@ -96,26 +86,6 @@ class PlacementConstraints:
         """
         return _resolved(self, tuple(tables), world_size)
 
-    def check_ranks(self, world_size: int) -> None:
-        """Check that all ranks exist and some are left.
-
-        Raises:
-            ConfigError: One does not, or none is.
-        """
-        named = {f"pin['{name}']": ranks for name, ranks in self.pin.items()}
-        for where, ranks in (named | {"forbid_ranks": self.forbid_ranks}).items():
-            odd = [r for r in ranks if not 0 <= r < world_size]
-            if odd:
-                raise ConfigError(
-                    f"{where} has rank {odd[0]}, which is not in 0 to {world_size - 1} "
-                    f"(world_size {world_size})"
-                )
-        if len(self.forbid_ranks) == world_size:
-            raise ConfigError(
-                f"forbid_ranks forbids all {world_size} ranks; leave at least one for "
-                "the tables"
-            )
-
 
 @functools.lru_cache(maxsize=4)
 def _resolved(
@@ -124,38 +94,41 @@ def _resolved(
     """Resolve the names once for a model, whoever asks."""
     if not constraints:
         return PlacementRules(tables, world_size)
-    names = _Names(tables)
-    constraints.check_ranks(world_size)
-    forbidden = constraints.forbid_ranks
+    forbidden, by_name = constraints.forbid_ranks, _indices(tables)
+    pins = {f"pin['{name}']": ranks for name, ranks in constraints.pin.items()}
+    for where, ranks in {**pins, "forbid_ranks": forbidden}.items():
+        for rank in ranks:
+            if not 0 <= rank < world_size:
+                raise ConfigError(
+                    f"{where} has rank {rank}, which is not in 0 to {world_size - 1} "
+                    f"(world_size {world_size})"
+                )
     left = tuple(r for r in range(world_size) if r not in forbidden)
     allowed = dict.fromkeys(range(len(tables)), left) if forbidden else {}
     for name, ranks in constraints.pin.items():
-        kept = tuple(r for r in ranks if r in left)
-        if not kept:
-            raise ConfigError(
-                f"table '{name}' is pinned to {listed(ranks)}, all of which "
-                "forbid_ranks forbids. Take one out of forbid_ranks or pin the table "
-                "elsewhere"
-            )
-        for table in names.all(name, "pin"):
-            both = set(kept).intersection(allowed.get(table, kept))
+        for table in _meant(name, "pin", by_name):
+            both = set(ranks).intersection(allowed.get(table, left))
             allowed[table] = tuple(sorted(both))
+    sets: dict[str, list[tuple[int, ...]]] = {"together": [], "apart": []}
+    for where, found in sets.items():
+        for names in getattr(constraints, where):
+            found.append(_each(names, where, by_name, tables))
     rules = PlacementRules(
         tables,
         world_size,
         {t: r for t, r in allowed.items() if len(r) < world_size},
-        joined_sets(names.each(s, "together") for s in constraints.together),
-        tuple(sorted({names.each(s, "apart") for s in constraints.apart})),
+        joined_sets(sets["together"]),
+        tuple(sorted(set(sets["apart"]))),
     )
     rules.check()
     propagated = rules.propagated()
-    stuck = [tables[t] for t, ranks in propagated.allowed.items() if not ranks]
-    if stuck:
-        raise ConfigError(
-            f"pin, together, apart and forbid_ranks leave no rank for table "
-            f"'{min(stuck)}': others that it belongs apart from can be nowhere else. "
-            "Allow some of them more ranks"
-        )
+    for table, open_ranks in propagated.allowed.items():
+        if not open_ranks:
+            raise ConfigError(
+                f"pin, together, apart and forbid_ranks leave no rank for table "
+                f"'{tables[table]}'. Allow it, or the tables that it belongs apart "
+                "from, more ranks"
+            )
     return propagated
 
 
@@ -175,20 +148,18 @@ def permits(rules: PlacementRules, option: ShardingOption, reader: TableReader) 
         reader: Knows the devices.
     """
     table, node_size = rules.index[table_name(option)], reader.node_size
-    if any(table in tables for tables in rules.together):
-        whole = option.tensor.shape[0] == sample_shards(option)[0].size[0]
-        if not whole or option.sharding_type in _EVERY_RANK:
-            return False
+    block = SHARDING_TYPES[option.sharding_type].block
+    is_joined = any(table in tables for tables in rules.together)
+    is_whole = option.tensor.shape[0] == sample_shards(option)[0].size[0]
+    if is_joined and (block == "world" or not is_whole):
+        return False
     node = node_ranks(option, reader)
     if node is not None and len(node) < rules.world_size:
         # Tables that lie together would all have to be for the same node.
-        joined = any(table in tables for tables in rules.together)
-        return not joined and not set(node).isdisjoint(rules.ranks(table))
-    if option.sharding_type in _EVERY_RANK:
-        return table not in rules.allowed and not any(
-            table in tables for tables in rules.apart
-        )
-    if option.sharding_type in _WHOLE_NODES:
+        return not is_joined and not set(node).isdisjoint(rules.ranks(table))
+    if block == "world":
+        return rules.is_free(table)
+    if block == "node":
         ranks = set(rules.ranks(table))
         starts = range(0, rules.world_size, node_size)
         free = sum(ranks.issuperset(range(s, s + node_size)) for s in starts)
@@ -208,39 +179,38 @@ def too_few_ranks(
     )
 
 
-class _Names:
-    """The tables of a model, by every name that may be used for them."""
+def _indices(tables: Sequence[str]) -> dict[str, list[int]]:
+    """Return full or bare name -> the tables that it means."""
+    bare: dict[str, list[int]] = {}
+    for index, table in enumerate(tables):
+        bare.setdefault(table.rpartition(".")[2], []).append(index)
+    return bare | {table: [index] for index, table in enumerate(tables)}
 
-    def __init__(self, tables: Sequence[str]) -> None:
-        self.tables = tables
-        self._by_bare_name: dict[str, list[int]] = {}
-        for index, table in enumerate(tables):
-            bare = table.rpartition(".")[2]
-            self._by_bare_name.setdefault(bare, []).append(index)
-        self._known = {table: [index] for index, table in enumerate(tables)}
 
-    def all(self, name: str, where: str) -> list[int]:
-        """Return all tables that a name means."""
-        found = self._known.get(name) or self._by_bare_name.get(name)
-        if found is None:
+def _meant(name: str, where: str, by_name: Mapping[str, list[int]]) -> list[int]:
+    """Return all tables that a name means."""
+    if name not in by_name:
+        raise ConfigError(
+            f"{where} names table '{name:.60}', which is not there; "
+            + suggestion(name, by_name, "tables")
+        )
+    return by_name[name]
+
+
+def _each(
+    names: Iterable[str],
+    where: str,
+    by_name: Mapping[str, list[int]],
+    tables: Sequence[str],
+) -> tuple[int, ...]:
+    """Return the tables of a set, in which each name means one table."""
+    for name in names:
+        if len(found := _meant(name, where, by_name)) > 1:
             raise ConfigError(
-                f"{where} names table '{name:.60}', which is not there; "
-                + suggestion(name, [*self._by_bare_name, *self.tables], "tables")
+                f"{where} names table '{name}', which several modules have; say "
+                f"which: {quoted(sorted(tables[t] for t in found), ' or ')}"
             )
-        return found
-
-    def each(self, names: Iterable[str], where: str) -> tuple[int, ...]:
-        """Return the tables of a set, in which each name means one table."""
-        tables = set()
-        for name in names:
-            found = self.all(name, where)
-            if len(found) > 1:
-                raise ConfigError(
-                    f"{where} names table '{name}', which several modules have; say "
-                    f"which: {quoted(sorted(self.tables[t] for t in found), ' or ')}"
-                )
-            tables.add(found[0])
-        return tuple(sorted(tables))
+    return tuple(sorted({by_name[name][0] for name in names}))
 
 
 def _ranks(value: Any, where: str) -> tuple[int, ...]:
@@ -256,16 +226,16 @@ def _ranks(value: Any, where: str) -> tuple[int, ...]:
 
 def _sets(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
     """Sets of table names, each in order and without repeats."""
-    sets = []
+    sets = set()
     for names in value:
-        if isinstance(names, str) or not all(isinstance(n, str) for n in names):
+        if (
+            isinstance(names, str)
+            or not all(isinstance(n, str) for n in names)
+            or len(set(names)) < 2
+        ):
             raise ConfigError(
-                f"{where} takes lists of tables, such as [['a', 'b']]; one of them is "
-                f"{names!r:.60}"
+                f"{where} takes sets of at least two tables, such as [['a', 'b']]; one "
+                f"of them is {names!r:.60}"
             )
-        if len(set(names)) < 2:
-            raise ConfigError(
-                f"a set of {where} needs at least two tables, got {list(names)!s:.60}"
-            )
-        sets.append(tuple(sorted(set(names))))
-    return tuple(sorted(set(sets)))
+        sets.add(tuple(sorted(set(names))))
+    return tuple(sorted(sets))
