@@ -14,7 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import CollectiveType, GeneralizedCommsBandwidth
+from torchrec.distributed.planner.constants import INTRA_NODE_BANDWIDTH
+from torchrec.distributed.planner.types import (
+    CollectiveType,
+    CustomTopologyData,
+    GeneralizedCommsBandwidth,
+)
 
 from tests.builders import GIB, analytic, bag_sharders, make_ebc, make_planner, only
 from torchrec_neuroshard import topology_for
@@ -118,7 +123,7 @@ def test_a_card_that_is_named_stands_in_for_torchrecs_defaults_alone() -> None:
     # Values given are left alone.
     topology = Topology(8, "cuda", hbm_cap=GIB, hbm_mem_bw=2.4e9, intra_host_bw=3e8)
     costs, [text] = costs_of(topology, "h100")
-    assert text.startswith("the topology does not give hbm_to_ddr_mem_bw; planned")
+    assert text.startswith("the topology does not give hbm_to_ddr_mem_bw, or gives")
     assert costs.topology.hbm_mem_bw == 2.4e9
     assert costs.topology.intra_host_bw == 3e8
     assert costs.topology.devices[0].storage.hbm == GIB
@@ -128,6 +133,30 @@ def test_a_card_that_is_named_stands_in_for_torchrecs_defaults_alone() -> None:
     assert "TorchRec's defaults, which are no card's" in text
     assert "hbm_cap 34.36 GB, hbm_mem_bw 963.1 GB/s" in text
     assert memory_gb_per_s(costs) == pytest.approx(963.1, abs=0.1)
+
+
+def test_figures_that_equal_torchrecs_defaults_can_be_given() -> None:
+    wanted = 32 * GIB, INTRA_NODE_BANDWIDTH
+    plain = Topology(8, "cuda", hbm_cap=wanted[0], intra_host_bw=wanted[1])
+    costs, [text] = costs_of(plain, "h100")
+    assert "or gives TorchRec's default, which counts as left out; planned" in text
+    assert costs.topology.intra_host_bw < wanted[1]
+    # The ways out.
+    named = topology_for(
+        "h100", memory_gb=wanted[0] / 1e9, intra_gb_per_s=wanted[1] / 1e6
+    )
+    costs, none = costs_of(named, "h100")
+    assert none == [] and costs.devices.given == {"hbm_cap", "intra_host_bw"}
+    assert costs.topology.intra_host_bw == pytest.approx(wanted[1])
+    assert costs.topology.devices[0].storage.hbm == wanted[0]
+    by_rank = CustomTopologyData({"hbm_cap": [wanted[0]] * 8}, 8)
+    custom = Topology(
+        8, "cuda", custom_topology_data=by_rank, intra_host_bw=wanted[1] + 1
+    )
+    costs, [text] = costs_of(custom, "h100")
+    assert costs.devices.given == {"hbm_cap", "intra_host_bw"}
+    assert costs.topology.devices[0].storage.hbm == wanted[0]
+    assert "hbm_cap" not in text
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.types import (
     BasicCommsBandwidths,
+    CustomTopologyData,
     DeviceHardware,
     PlannerError,
     PlannerErrorType,
@@ -67,6 +68,7 @@ __all__ = [
     "all_lookups",
     "can_reshard",
     "codec_registry",
+    "custom_data",
     "enumerator_constraints",
     "grids_vary_batches",
     "group_timeout_seconds",
@@ -431,6 +433,11 @@ def with_ranks(
     other._intra_group_size = ranks_per_node * (nodes_per_pod or 1)
     other._custom_topology_data = None  # a list of the ranks that there were
     return other
+
+
+def custom_data(topology: Topology) -> CustomTopologyData | None:
+    """Return what the caller said of each rank's memory: a private attribute."""
+    return topology._custom_topology_data
 
 
 def with_bandwidths(topology: Topology, values: Mapping[str, float]) -> Topology:

@@ -33,6 +33,7 @@ from torchrec_neuroshard.gpu_cards import (
 )
 from torchrec_neuroshard.planner.compat import (
     accepted_arguments,
+    custom_data,
     planner_part,
     with_bandwidths,
     with_devices,
@@ -119,6 +120,8 @@ def topology_for(
 ) -> Topology:
     """Return TorchRec's topology of nodes of one card, by its published figures.
 
+    A figure that is passed counts as given, also where it equals TorchRec's default.
+
     Args:
         card: A name of `torchrec_neuroshard.gpu_cards.GPU_CARDS`, such as "h100".
         num_nodes: Nodes.
@@ -203,6 +206,11 @@ class PlannedDevices:
 
         The card is that of `topology_for`, else the one whose costs are asked for, else
         the one of this machine, with the memory that it really has.
+
+        A figure that equals TorchRec's default counts as left out: `Topology` does not
+        tell the two apart. To plan with it all the same, give it to `topology_for`,
+        which takes every argument as given, or memory to `custom_topology_data`.
+        Without a card, change a bandwidth by one byte per millisecond.
 
         Args:
             topology: The caller's, or `default_topology`; stays as it is.
@@ -290,10 +298,17 @@ def _value(name: str, topology: Topology) -> float:
 
 
 def _is_given(name: str, topology: Topology) -> bool:
-    """Whether a figure is the caller's: it is not TorchRec's default."""
+    """Whether a figure is the caller's: `topology_for`'s argument, or no default.
+
+    A `Topology` does not tell an argument that equals TorchRec's default from one left
+    out, except in its `custom_topology_data`.
+    """
     if isinstance(topology, CardTopology):
         return name in topology.given
     if name in _TIERS:
+        custom = custom_data(topology)
+        if custom is not None and custom.has_data(name):
+            return True
         caps = {getattr(d.storage, _TIERS[name]) for d in topology.devices}
         return caps != {_SETTINGS[name].default}
     by_collective = not isinstance(topology.comms_bandwidths, BasicCommsBandwidths)
@@ -347,8 +362,9 @@ def _left_out(card: GpuCard | None, figures: Mapping[str, DeviceFigure]) -> list
         f"the {card.title}'s" if card else "TorchRec's defaults, which are no card's"
     )
     return [
-        f"the topology does not give {', '.join(names)}; planned with {whose}: "
-        f"{taken}. Name the card and give what differs: "
+        f"the topology does not give {', '.join(names)}, or gives TorchRec's default, "
+        f"which counts as left out; planned with {whose}: {taken}. Name the card and "
+        "give what differs: "
         f"topology_for('{card.name if card else 'h100'}', ...), "
         f"with one of {', '.join(GPU_CARDS)}"
     ]
