@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.monitor import PlanMonitor
     from torchrec_neuroshard.phase_timer import PhaseTimer
     from torchrec_neuroshard.placement import Placement
-    from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
-    from torchrec_neuroshard.planner.options.groups import group_topology
-    from torchrec_neuroshard.planner.options.topologies import topology_for
+    from torchrec_neuroshard.planner.constraints import PlacementConstraints
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
     from torchrec_neuroshard.planner.provider import NeuroShardPlannerProvider
+    from torchrec_neuroshard.planner.topology import group_topology, topology_for
     from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
     from torchrec_neuroshard.plans.rehearse import rehearse
     from torchrec_neuroshard.plans.replan import apply_moves, replan
@@ -68,20 +67,20 @@ _LOCATIONS = {
     "PaperSearcher": "torchrec_neuroshard.baselines.neuroshard",
     "PhaseTimer": "torchrec_neuroshard.phase_timer",
     "Placement": "torchrec_neuroshard.placement",
-    "PlacementConstraints": "torchrec_neuroshard.planner.options.constraints",
+    "PlacementConstraints": "torchrec_neuroshard.planner.constraints",
     "PlanMonitor": "torchrec_neuroshard.monitor",
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",
     "TableConfig": "torchrec_neuroshard.tables",
     "apply_moves": "torchrec_neuroshard.plans.replan",
-    "group_topology": "torchrec_neuroshard.planner.options.groups",
+    "group_topology": "torchrec_neuroshard.planner.topology",
     "load_cost_model": "torchrec_neuroshard.cost_models",
     "load_plan": "torchrec_neuroshard.plans.plan_files",
     "profile_inputs": "torchrec_neuroshard.profiles",
     "rehearse": "torchrec_neuroshard.plans.rehearse",
     "replan": "torchrec_neuroshard.plans.replan",
     "save_plan": "torchrec_neuroshard.plans.plan_files",
-    "topology_for": "torchrec_neuroshard.planner.options.topologies",
+    "topology_for": "torchrec_neuroshard.planner.topology",
     "write_html": "torchrec_neuroshard.report.page",
 }
 

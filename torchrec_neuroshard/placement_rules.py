@@ -1,7 +1,7 @@
 """Rules on ranks, by index: where tables may lie, and with which others or not.
 
 The one description and the one check of them. What a caller says of a model by names
-is resolved into these once (`planner.options.constraints`); a `ShardingTask` gives its
+is resolved into these once (`planner.constraints`); a `ShardingTask` gives its
 own. Shapes: `N` shards, `T` tables, `W` ranks, `K` most sets that lie apart and have
 one table in common.
 """

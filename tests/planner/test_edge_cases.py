@@ -55,7 +55,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.options.checks import check_profiles
+from torchrec_neuroshard.planner.checks import check_profiles
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.testing import AnalyticCostModel

@@ -26,7 +26,7 @@ from tests.builders import (
 from torchrec_neuroshard import group_topology
 from torchrec_neuroshard.cost_models.rank_groups import RankGroups
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.options.groups import sharding_group
+from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.plans.plan_files import (
     PlanMismatchError,
     StalePlanWarning,

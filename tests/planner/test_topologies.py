@@ -28,7 +28,7 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.gpu_cards import GPU_CARDS
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner import NeuroShardPlanner, PlanCosts
-from torchrec_neuroshard.planner.options.topologies import PlannedDevices
+from torchrec_neuroshard.planner.topology import PlannedDevices
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.report import html_report
 from torchrec_neuroshard.testing import AnalyticCostModel

@@ -39,15 +39,15 @@ from torchrec_neuroshard.errors import (
 )
 from torchrec_neuroshard.files import read_fields
 from torchrec_neuroshard.gpu_cards import GPU_CARDS, card_named
+from torchrec_neuroshard.planner.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.compat import (
     accepted_arguments,
     no_options_reason,
     sharders_by_type,
 )
-from torchrec_neuroshard.planner.options.checks import KNOWN_VALUES
-from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.options.table_reader import table_configs
-from torchrec_neuroshard.planner.options.topologies import topology_for
+from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.plans.rehearse import quietly
 from torchrec_neuroshard.profiles import FeatureProfile, load_profiles
 from torchrec_neuroshard.tables import TableConfig

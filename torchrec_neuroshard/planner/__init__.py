@@ -8,9 +8,9 @@ itself).
 Beside it only `phase_timer` imports torchrec.
 """
 
+from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.costs.given_plans import PlanFileError
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.parts.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.planner.parts.perf_models import NeuroShardPerfModel

@@ -39,12 +39,22 @@ from torchrec_neuroshard.cost_models.scaled import RelievedCommsModel
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.planner.checks import (
+    check_kind,
+    check_profiles,
+    unmatched_constraints,
+    unsharded_notes,
+)
 from torchrec_neuroshard.planner.compat import (
     enumerator_constraints,
     nothing_collected,
     planner_part,
     replaced_parts,
     report_full,
+)
+from torchrec_neuroshard.planner.constraints import (
+    PlacementConstraints,
+    ranks_by_table,
 )
 from torchrec_neuroshard.planner.costs.given_plans import (
     PlanOptions,
@@ -64,19 +74,7 @@ from torchrec_neuroshard.planner.launch.from_first import (
     from_first,
     portable,
 )
-from torchrec_neuroshard.planner.options.checks import (
-    check_kind,
-    check_profiles,
-    unmatched_constraints,
-    unsharded_notes,
-)
-from torchrec_neuroshard.planner.options.constraints import (
-    PlacementConstraints,
-    ranks_by_table,
-)
-from torchrec_neuroshard.planner.options.more_ranks import enough_ranks
 from torchrec_neuroshard.planner.options.table_reader import table_name
-from torchrec_neuroshard.planner.options.topologies import default_topology
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.parts.greedy import check_memory
@@ -90,6 +88,7 @@ from torchrec_neuroshard.planner.parts.proposers import (
 )
 from torchrec_neuroshard.planner.parts.torchrec_plan import last_resort
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
+from torchrec_neuroshard.planner.topology import default_topology, enough_ranks
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.schedules import DenseMs

@@ -28,8 +28,8 @@ from torchrec_neuroshard.planner.compat import (
     with_overrides,
     without_provider,
 )
-from torchrec_neuroshard.planner.options.topologies import GB_PER_S
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.planner.topology import GB_PER_S
 
 __all__ = ["NeuroShardPlannerProvider"]
 

@@ -49,6 +49,7 @@ from torchrec_neuroshard.files import (
 )
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement_rules import quoted
+from torchrec_neuroshard.planner.checks import unsharded_tables
 from torchrec_neuroshard.planner.compat import (
     SETTING_TYPES,
     planner_part,
@@ -63,10 +64,9 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     plan_tables,
     table_moves,
 )
-from torchrec_neuroshard.planner.options.checks import unsharded_tables
-from torchrec_neuroshard.planner.options.groups import ShardingGroup, sharding_group
 from torchrec_neuroshard.planner.options.table_reader import TableReader, device_tier
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.planner.topology import ShardingGroup, sharding_group
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.parts import rank_reports
 from torchrec_neuroshard.simulator import PHASES, RankCosts

@@ -44,6 +44,7 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.placement_rules import quoted
+from torchrec_neuroshard.planner.checks import check_sharders
 from torchrec_neuroshard.planner.compat import (
     pipeline_name,
     sharder_params,
@@ -57,8 +58,6 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     plan_options,
 )
 from torchrec_neuroshard.planner.costs.memory import RankMemory
-from torchrec_neuroshard.planner.options.checks import check_sharders
-from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     device_tier,
@@ -68,6 +67,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
 )
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
+from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal
 from torchrec_neuroshard.schedules import PREFETCHING

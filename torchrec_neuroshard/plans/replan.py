@@ -46,17 +46,17 @@ from torchrec_neuroshard.placement import (
     ShardingTask,
     format_bytes,
 )
+from torchrec_neuroshard.planner.checks import check_profiles
 from torchrec_neuroshard.planner.compat import (
     can_reshard,
     is_over_gloo,
     is_wrapped_by_ddp,
     permute_features_again,
 )
+from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.costs.given_plans import PlanOptions, copied
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.launch.from_first import from_first
-from torchrec_neuroshard.planner.options.checks import check_profiles
-from torchrec_neuroshard.planner.options.constraints import ranks_by_table
 from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.options.ways import is_placeable
 from torchrec_neuroshard.planner.parts.search_space import SearchSpace

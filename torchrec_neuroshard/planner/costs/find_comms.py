@@ -18,11 +18,11 @@ from torchrec_neuroshard.cost_models import (
 )
 from torchrec_neuroshard.cost_models.rank_groups import RankGroups
 from torchrec_neuroshard.cost_models.scaled import RelievedCommsModel
-from torchrec_neuroshard.planner.options.groups import sharding_group
-from torchrec_neuroshard.planner.options.topologies import (
+from torchrec_neuroshard.planner.topology import (
     GB_PER_S,
     PlannedDevices,
     node_size,
+    sharding_group,
     whole_nodes,
 )
 

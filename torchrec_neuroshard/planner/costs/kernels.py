@@ -45,7 +45,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     option_codecs,
     table_name,
 )
-from torchrec_neuroshard.planner.options.topologies import GB_PER_S
+from torchrec_neuroshard.planner.topology import GB_PER_S
 from torchrec_neuroshard.tables import TableConfig
 
 __all__ = [

@@ -57,7 +57,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_pooled,
     output_bytes,
 )
-from torchrec_neuroshard.planner.options.topologies import node_size
+from torchrec_neuroshard.planner.topology import node_size
 from torchrec_neuroshard.schedules import PREFETCHING
 
 __all__ = ["INSTANTS", "MemoryModel", "RankMemory", "StaticMemory"]

@@ -33,7 +33,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     loads_ahead,
     table_name,
 )
-from torchrec_neuroshard.planner.options.topologies import whole_nodes
+from torchrec_neuroshard.planner.topology import whole_nodes
 
 __all__ = [
     "FusionGroups",

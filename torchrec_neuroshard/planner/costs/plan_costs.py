@@ -34,6 +34,7 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.placement_rules import quoted
+from torchrec_neuroshard.planner.checks import check_constraints
 from torchrec_neuroshard.planner.compat import pipeline_name
 from torchrec_neuroshard.planner.costs.find_comms import (
     find_comms_model,
@@ -50,8 +51,6 @@ from torchrec_neuroshard.planner.costs.plan_conversion import (
     fusion_key,
     lower_plan,
 )
-from torchrec_neuroshard.planner.options.checks import check_constraints
-from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.options.table_reader import (
     DEFAULT_INPUTS,
     OFFLOADED_KERNELS,
@@ -60,7 +59,11 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_quantised,
     table_name,
 )
-from torchrec_neuroshard.planner.options.topologies import GB_PER_S, PlannedDevices
+from torchrec_neuroshard.planner.topology import (
+    GB_PER_S,
+    PlannedDevices,
+    sharding_group,
+)
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import Bottleneck, HostTable, PlanBasis, WeightSync
 from torchrec_neuroshard.schedules import DenseMs, find_schedule

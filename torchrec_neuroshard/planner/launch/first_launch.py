@@ -42,8 +42,8 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_pooled,
     table_name,
 )
-from torchrec_neuroshard.planner.options.topologies import GB_PER_S, whole_nodes
 from torchrec_neuroshard.planner.options.ways import is_placeable, narrowest_shard
+from torchrec_neuroshard.planner.topology import GB_PER_S, whole_nodes
 from torchrec_neuroshard.records import utc_now
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, row_shard
 

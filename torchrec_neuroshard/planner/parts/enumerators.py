@@ -20,6 +20,10 @@ from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingType
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.devices import is_accelerator
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.checks import (
+    check_constraints,
+    check_sharders,
+)
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
     SharingOption,
@@ -27,13 +31,9 @@ from torchrec_neuroshard.planner.compat import (
     pipeline_name,
     sharders_by_type,
 )
+from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.options.checks import (
-    check_constraints,
-    check_sharders,
-)
-from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.options.spread_options import (
     SpreadOption,
     without_estimates,

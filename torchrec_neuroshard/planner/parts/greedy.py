@@ -19,7 +19,7 @@ from torchrec.distributed.planner.types import (
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.placement_rules import PlacementRules, quoted
 from torchrec_neuroshard.planner.compat import with_devices
-from torchrec_neuroshard.planner.options.constraints import ranks_by_table
+from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.options.table_reader import table_name
 
 __all__ = [

@@ -26,14 +26,14 @@ from torchrec_neuroshard.errors import InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.compat import sharders_by_type
+from torchrec_neuroshard.planner.constraints import (
+    PlacementConstraints,
+    ranks_by_table,
+)
 from torchrec_neuroshard.planner.costs.caches import size_caches
 from torchrec_neuroshard.planner.costs.kernels import is_estimated
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
-from torchrec_neuroshard.planner.options.constraints import (
-    PlacementConstraints,
-    ranks_by_table,
-)
 from torchrec_neuroshard.planner.options.table_reader import (
     device_tier,
     has_cache,

@@ -15,12 +15,12 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
-from torchrec_neuroshard.planner.options.constraints import (
+from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
     permits,
     too_few_ranks,
 )
+from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import (
     device_tier,

@@ -24,6 +24,7 @@ from torchrec.distributed.planner.types import (
 from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.planner.constraints import permits, too_few_ranks
 from torchrec_neuroshard.planner.costs.caches import with_load
 from torchrec_neuroshard.planner.costs.kernels import (
     is_estimated,
@@ -31,7 +32,6 @@ from torchrec_neuroshard.planner.costs.kernels import (
     miss_curve,
 )
 from torchrec_neuroshard.planner.costs.plan_conversion import task_of
-from torchrec_neuroshard.planner.options.constraints import permits, too_few_ranks
 from torchrec_neuroshard.planner.options.spread_options import (
     sample_shards,
     unpriced_shards,

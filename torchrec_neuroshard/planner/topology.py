@@ -4,21 +4,30 @@ TorchRec counts memory in bytes and bandwidth in bytes per millisecond, data she
 GB and GB/s: `GB_PER_S` and `GB` are the only conversions. A figure that the caller
 leaves out has TorchRec's default, which is of no card in particular. The figure of the
 card that is planned for replaces it, where the card is known.
+
+With 2D parallelism (`DMPCollection`) a *sharding group* shares the tables out among its
+ranks; every other group holds a replica of them. The ranks of one number in their
+groups average their weights every so many iterations. A plan is made for the topology
+of one group: TorchRec moves it to the ranks of each.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Set
+import time
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 from torchrec.distributed.planner import constants
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.types import BasicCommsBandwidths, Topology
+from torchrec.distributed.planner.types import BasicCommsBandwidths, Storage, Topology
 
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.loading import find_named_card
@@ -37,18 +46,23 @@ from torchrec_neuroshard.planner.compat import (
     planner_part,
     with_bandwidths,
     with_devices,
+    with_ranks,
 )
-from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.report import DeviceFigure
 
 __all__ = [
     "GB_PER_S",
     "CardTopology",
     "PlannedDevices",
+    "ShardingGroup",
     "default_topology",
+    "enough_ranks",
+    "group_topology",
     "node_size",
+    "sharding_group",
     "topology_for",
     "whole_nodes",
+    "with_sharding_group",
 ]
 
 GB = 1e9
@@ -90,6 +104,15 @@ _LINKS = ("intra_host_bw", "inter_host_bw")
 _PLAUSIBLE = (1e-4, 300.0)
 """Least and most that a bandwidth can be, in TorchRec's defaults. Real devices have
 1/3000 (ranks over gloo) to 26 of them (a GPU's link to the host in one package)."""
+
+
+_GROUP = "sharding_group"
+"""Attribute of a topology: see `group_topology`."""
+
+_MOST_TIMES, _SECONDS = 64, 2.0
+"""Ranks that `enough_ranks` tries, relative to those there are, and for how long."""
+
+Ranks = npt.NDArray[np.int64]
 
 
 class CardTopology(Topology):
@@ -183,6 +206,121 @@ def topology_for(
     for device in topology.devices if host_memory_gb == 0 else ():
         device.storage.ddr = 0  # for which torchrec 1.6 takes its default
     return topology
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingGroup:
+    """What a sharding group's topology does not say: the job around it."""
+
+    num_ranks: int
+    """Of all groups."""
+    ranks_per_node: int
+    """Of all groups."""
+    num_replicas: int
+    """Sharding groups: ranks of a replica group."""
+    replicas_per_node: int
+    """Ranks of a replica group that lie in one node."""
+    sync_interval: int
+    """Iterations from one average of the weights to the next."""
+
+    def __str__(self) -> str:
+        """Return it as part of a sentence."""
+        return (
+            f"one of {self.num_replicas} sharding groups of {self.num_ranks} ranks, "
+            f"{self.ranks_per_node} per node, whose weights are averaged every "
+            f"{self.sync_interval} iterations, {self.replicas_per_node} in a node"
+        )
+
+
+def group_topology(
+    topology: Topology,
+    sharding_group_size: int,
+    *,
+    sync_interval: int = 1,
+    use_inter_host_allreduce: bool = False,
+) -> Topology:
+    """Return the topology of one sharding group, to plan in and to rehearse.
+
+    A plan for it is what `DMPCollection(plan=...)` takes, with the same
+    `sharding_group_size` and `use_inter_host_allreduce`, and the topology's
+    `intra_group_size` as `node_group_size`. A device has what the least of its
+    replicas has.
+
+    Args:
+        topology: All ranks.
+        sharding_group_size: Ranks that the tables are shared out among; divides all.
+        sync_interval: Iterations between two calls of `DMPCollection.sync`.
+        use_inter_host_allreduce: As in TorchRec: whether a group's ranks follow one
+            another; else those of a replica group do.
+
+    Raises:
+        ConfigError: The size does not divide the ranks, the interval is below 1, or
+            the topology is a group's already.
+    """
+    num_ranks, size = int(topology.world_size), sharding_group_size
+    if sharding_group(topology) is not None:
+        raise ConfigError(
+            "the topology is one of a sharding group already; pass that of all ranks"
+        )
+    if size < 1 or num_ranks % size:
+        raise ConfigError(
+            f"sharding_group_size={size} does not divide the {num_ranks} ranks of the "
+            f"topology; take one of {', '.join(map(str, _divisors(num_ranks)))}, or "
+            "other ranks"
+        )
+    if sync_interval < 1:
+        raise ConfigError(f"sync_interval must be at least 1, got {sync_interval}")
+    follow, ranks = use_inter_host_allreduce, np.arange(num_ranks)
+    groups_GR = ranks.reshape(-1, size) if follow else ranks.reshape(size, -1).T
+    replicas_RG, per_node = groups_GR.T, int(topology.local_world_size)
+    devices = []
+    for rank, replicas in enumerate(replicas_RG):
+        held = [dataclasses.astuple(topology.devices[r].storage) for r in replicas]
+        least = Storage(*map(min, zip(*held, strict=True)))
+        device = topology.devices[replicas[0]]
+        devices.append(dataclasses.replace(device, rank=rank, storage=least))
+    in_node = _side_by_side(groups_GR, per_node)
+    in_pod = _side_by_side(groups_GR, int(topology.intra_group_size))
+    found = with_ranks(
+        topology,
+        devices,
+        ranks_per_node=in_node,
+        nodes_per_pod=in_pod // in_node if in_pod > in_node else None,
+    )
+    group = ShardingGroup(
+        num_ranks=num_ranks,
+        ranks_per_node=per_node,
+        num_replicas=num_ranks // size,
+        replicas_per_node=_side_by_side(replicas_RG, per_node),
+        sync_interval=sync_interval,
+    )
+    return with_sharding_group(found, group)
+
+
+def with_sharding_group(topology: Topology, group: ShardingGroup | None) -> Topology:
+    """Note on the topology of a sharding group, in place, what is around it."""
+    setattr(topology, _GROUP, group)
+    return topology
+
+
+def sharding_group(topology: Topology) -> ShardingGroup | None:
+    """Return what `group_topology` knew; None where the topology is of all ranks."""
+    group: ShardingGroup | None = vars(topology).get(_GROUP)
+    return group
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _side_by_side(groups_NR: Ranks, node_size: int) -> int:
+    """Most ranks that whole groups can be cut into, each part inside one node."""
+    nodes_NR = groups_NR // node_size
+    return max(
+        n
+        for n in _divisors(nodes_NR.shape[1])
+        if (np.ptp(nodes_NR.reshape(-1, n), axis=1) == 0).all()
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -406,3 +544,44 @@ def _visible_card(device_type: str) -> tuple[str, int] | None:
         return None
     found = module.get_device_properties(module.current_device())
     return str(found.name), int(found.total_memory)
+
+
+def enough_ranks(fits: Callable[[Topology], bool], topology: Topology) -> int:
+    """Double the ranks until a model fits, then look for fewer.
+
+    Args:
+        fits: Whether the model has a plan on these devices.
+        topology: The devices that it has none on.
+
+    Returns:
+        Ranks, in whole nodes where there are several; 0 where none are found in time.
+    """
+    num_ranks, node = int(topology.world_size), int(topology.local_world_size)
+    step = node if node < num_ranks else 1
+    too_few, enough = num_ranks // step, 0
+    most, end = _MOST_TIMES * too_few, time.monotonic() + _SECONDS
+    while enough != too_few + 1 and time.monotonic() < end:
+        count = (too_few + enough) // 2 if enough else 2 * too_few
+        if count > most:
+            break
+        if fits(_more_ranks(topology, count * step)):
+            enough = count
+        else:
+            too_few = count
+    return enough * step
+
+
+def _more_ranks(topology: Topology, count: int) -> Topology:
+    """Return a copy with so many ranks, each new one as the last one is."""
+    given, node = topology.devices, int(topology.local_world_size)
+    more = [
+        dataclasses.replace(copy.deepcopy(given[-1]), rank=r)
+        for r in range(len(given), count)
+    ]
+    pod = topology.intra_group_size // node
+    return with_ranks(
+        topology,
+        [*given, *more],
+        ranks_per_node=node if node < len(given) else count,
+        nodes_per_pod=pod if pod > 1 else None,
+    )
