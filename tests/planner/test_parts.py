@@ -246,6 +246,22 @@ def test_the_same_model_is_estimated_again_when_something_changed() -> None:
         assert all(b[0] < a[0] for a, b in zip(larger, estimates(), strict=True))
 
 
+def test_an_error_of_an_estimator_is_raised_at_once() -> None:
+    class Refusing(EmbeddingStorageEstimator):
+        num_asked = 0
+
+        def estimate(self, *_args: Any, **_named: Any) -> None:
+            self.num_asked += 1
+            raise ValueError("a table without a name")
+
+    refusing = Refusing(gpus())
+    enumerator = NeuroShardEnumerator(gpus(), 64, estimator=refusing)
+    with pytest.raises(ValueError, match="a table without a name"):
+        enumerator.enumerate(make_ebc([(1000, 64)]), bag_sharders())
+    assert refusing.num_asked == 1
+    assert enumerator._world_size == 2
+
+
 def test_shards_are_priced_when_somebody_asks() -> None:
     class Counting(AnalyticCostModel):
         num_asked = 0

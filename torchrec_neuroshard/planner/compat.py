@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import gc
 import inspect
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -46,9 +45,14 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
-from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, PipelineType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
+from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
+)
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import WireCodec
@@ -103,8 +107,6 @@ __all__ = [
     "without_other_ranks",
     "without_provider",
 ]
-
-logger = logging.getLogger(__name__)
 
 SETTING_TYPES: Mapping[str, Any] = {
     name: getattr(torchrec_types, name)
@@ -264,16 +266,15 @@ def report_full(reservation: StorageReservation) -> Iterator[None]:
 class HookedEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator, with a say in the options that it lists.
 
-    Nothing public keeps options from being estimated, or shards from being listed: one
-    by one, for each rank, of every row-wise and data-parallel option.
+    Nothing public keeps options from being estimated, or from being listed with a shard
+    for each rank: those of row-wise and data-parallel options are millions.
     """
 
     _world_size: int
-    _true_world_size = 0
-    """While options are listed: TorchRec is told of one rank."""
-    _num_buckets: dict[tuple[int, str], int]
     _listed: list[ShardingOption] | None = None
-    """Options that TorchRec's part has listed; None at other times."""
+    """Options listed so far; None unless `enumerate` is running."""
+    _has_buckets = False
+    """Whether a table of the model may have rows in buckets, which no ranks share."""
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -284,83 +285,41 @@ class HookedEnumerator(EmbeddingEnumerator):
             module: The model, or the part of it to shard.
             sharders: TorchRec's sharders of its embedding modules.
         """
-        self._bucketed: dict[int, bool] = {}
-        self._num_buckets = {}
-        if self._device_memory_sizes is None:  # else rows are cut by what ranks have
-            self._true_world_size, self._world_size = self._world_size, 1
-            try:
-                return self._enumerated(module, sharders)
-            except ConfigError:
-                raise
-            except ValueError:
-                logger.debug("listing all shards", exc_info=True)
-            finally:
-                self._world_size = self._true_world_size or self._world_size
-                self._true_world_size = 0
-        return self._enumerated(module, sharders)
-
-    def _enumerated(
-        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
-    ) -> list[ShardingOption]:
-        self._listed = []
-        super().enumerate(module, sharders)
-        # TorchRec would copy all of them, and return the copies for the same module,
-        # whatever became of costs and optimizers since.
-        self._last_stored_module, self._last_stored_search_space = None, self._listed
-        options, self._listed = self._listed, None
+        self._has_buckets = any(map(_may_have_buckets, module.modules()))
+        self._true_world_size = self._world_size
+        options: list[ShardingOption] = []
+        self._listed = options
+        try:
+            if self._lists_one_rank:
+                self._world_size = 1
+            super().enumerate(module, sharders)
+        finally:
+            self._world_size, self._listed = self._true_world_size, None
+        # Of a module that it knows, TorchRec would return copies of these options,
+        # whatever has become of costs and optimizers since.
+        self._last_stored_module, self._last_stored_search_space = None, options
         return options
+
+    @property
+    def _lists_one_rank(self) -> bool:
+        """Whether options are listed as if for one rank, and spread afterwards."""
+        return self._device_memory_sizes is None and not self._has_buckets
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Set storage and perf of all shards, in place."""
-        if self._true_world_size:
-            self._world_size, self._true_world_size = self._true_world_size, 0
+        listed = self._listed
+        if listed is not None and self._lists_one_rank:
+            self._world_size = self._true_world_size
             sharding_options[:] = [
-                self._spread(o)
+                self.spread(o, self._world_size)
                 if o.sharding_type in ("row_wise", "data_parallel")
                 else o
                 for o in sharding_options
             ]
         super().populate_estimates(sharding_options)
-        if self._listed is not None:
-            self._listed += sharding_options
+        if listed is not None:  # TorchRec copies what is left in its own list
+            listed += sharding_options
             sharding_options.clear()
-
-    def _spread(self, option: ShardingOption) -> ShardingOption:
-        buckets = self._num_buckets.get((id(option.module[1]), option.name))
-        if buckets is None:
-            return self.spread(option, self._world_size)
-        boxes = calculate_shard_sizes_and_offsets(
-            option.tensor,
-            self._world_size,
-            self._local_world_size,
-            option.sharding_type,
-            num_buckets=buckets,
-        )
-        option.shards = [Shard(*box) for box in zip(*boxes, strict=True)]
-        return option
-
-    def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
-        # TorchRec walks over all tables of a module for each of them.
-        if not self._has_buckets(module):
-            return None
-        told = self._world_size
-        self._world_size = self._true_world_size or told
-        try:
-            buckets: int | None = super()._get_num_buckets(parameter, module)
-        finally:
-            self._world_size = told
-        if buckets is not None:
-            self._num_buckets[id(module), parameter] = buckets
-        return buckets
-
-    def _has_buckets(self, module: nn.Module) -> bool:
-        if not isinstance(module, EmbeddingBagCollection):
-            return True
-        if id(module) not in self._bucketed:
-            self._bucketed[id(module)] = any(
-                c.use_virtual_table for c in module.embedding_bag_configs()
-            )
-        return self._bucketed[id(module)]
 
     def spread(self, option: ShardingOption, world_size: int) -> ShardingOption:
         """Return an option that is listed for one rank, spread over all of them."""
@@ -368,30 +327,25 @@ class HookedEnumerator(EmbeddingEnumerator):
 
     def narrowed_types(self, table: str, types: list[str]) -> list[str]:
         """Return the sharding types to list of those that TorchRec would."""
-        del table
-        return types
+        raise NotImplementedError
 
     def narrowed_kernels(self, table: str, kernels: list[str]) -> list[str]:
         """Return the kernels to list of those that TorchRec would."""
-        del table
-        return kernels
+        raise NotImplementedError
 
-    def _filter_sharding_types(
-        self, name: str, allowed_sharding_types: list[str], sharder_key: str = ""
-    ) -> list[str]:
-        return self.narrowed_types(
-            name,
-            super()._filter_sharding_types(name, allowed_sharding_types, sharder_key),
-        )
+    def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
+        # TorchRec walks over all tables of a module for each of them.
+        if not self._has_buckets:
+            return None
+        found: int | None = super()._get_num_buckets(parameter, module)
+        return found
 
-    def _filter_compute_kernels(
-        self, name: str, allowed_compute_kernels: list[str], sharding_type: str
-    ) -> list[str]:
+    def _filter_sharding_types(self, name: str, *given: Any) -> list[str]:
+        return self.narrowed_types(name, super()._filter_sharding_types(name, *given))
+
+    def _filter_compute_kernels(self, name: str, *given: Any) -> list[str]:
         return self.narrowed_kernels(
-            name,
-            super()._filter_compute_kernels(
-                name, allowed_compute_kernels, sharding_type
-            ),
+            name, super()._filter_compute_kernels(name, *given)
         )
 
 
@@ -405,6 +359,18 @@ def no_options_reason(error: RuntimeError) -> str | None:
     if not text.startswith("No available sharding type"):
         return None
     return text.partition(". Module:")[0]
+
+
+def _may_have_buckets(module: nn.Module) -> bool:
+    """Whether TorchRec may cut rows of a module's tables in whole buckets."""
+    configs: Sequence[Any] = ()
+    if isinstance(module, EmbeddingBagCollection):
+        configs = module.embedding_bag_configs()
+    elif isinstance(module, EmbeddingCollection):
+        configs = module.embedding_configs()
+    return isinstance(module, BaseManagedCollisionEmbeddingCollection) or any(
+        c.use_virtual_table for c in configs
+    )
 
 
 def enumerator_constraints(enumerator: EmbeddingEnumerator) -> Mapping[str, Any]:
