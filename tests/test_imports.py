@@ -34,5 +34,39 @@ def test_only_one_module_asks_what_torchrec_has() -> None:
         if isinstance(node, ast.Call)
         if ast.unparse(node.func) in ("hasattr", "inspect.signature")
         or (ast.unparse(node.func) == "getattr" and len(node.args) > 2)
-        if path.startswith(("planner/", "phase_timer")) and path != "planner/compat.py"
+        if path.startswith(("planner/", "phase_timer", "monitor"))
+        if path != "planner/compat.py"
     ]
+
+
+def test_only_one_module_knows_torchrecs_privates_and_releases() -> None:
+    """Private names that are read off objects are found by ruff (SLF)."""
+    assert not [
+        f"{path}:{ast.unparse(node)}"
+        for path, node in nodes()
+        if is_private_import(node) or is_of_a_release(node)
+        if path != "planner/compat.py"
+    ]
+
+
+def torchrec_names(node: ast.AST) -> list[str]:
+    """Return the full names that an import takes from TorchRec."""
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in names if name.split(".")[0] == "torchrec"]
+
+
+def is_private_import(node: ast.AST) -> bool:
+    return any("._" in name for name in torchrec_names(node))
+
+
+def is_of_a_release(node: ast.AST) -> bool:
+    """Whether it asks for TorchRec's version, or for a module that it may not have."""
+    if isinstance(node, ast.Try):
+        return any(torchrec_names(n) for part in node.body for n in ast.walk(part))
+    return isinstance(node, ast.Attribute) and (
+        ast.unparse(node) == "torchrec.__version__"
+    )

@@ -1,8 +1,8 @@
 """TorchRec's private attributes, and what differs between its releases 1.6 to 1.9.
 
-No other module reads or sets a private attribute of TorchRec's, or asks which release
-it is or which names it has. Each function says why there is no other way; one without
-releases is about all four.
+No other module of this package reads or sets a private attribute of TorchRec's, or asks
+which release it is or which names it has. A function that names no release is needed
+with all of them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
-from typing import Any, Literal, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchrec
 from torch import nn
 from torchrec.distributed import DistributedModelParallel, collective_utils
 from torchrec.distributed import comm as torchrec_comm
 from torchrec.distributed import embedding_tower_sharding as towers
-from torchrec.distributed import types as torchrec_types
 from torchrec.distributed.embedding import (
     EmbeddingCollectionSharder,
     ShardedEmbeddingCollection,
@@ -38,7 +37,6 @@ from torchrec.distributed.planner.types import (
     DeviceHardware,
     PlannerError,
     PlannerErrorType,
-    Shard,
     ShardingOption,
     StorageReservation,
     Topology,
@@ -61,68 +59,7 @@ from torchrec_neuroshard.schedules import DenseMs, find_schedule
 try:
     from torchrec.distributed.planner.provider import DefaultPlannerProvider
 except ImportError:  # before 1.9
-    DefaultPlannerProvider = None
-
-__all__ = [
-    "SETTING_TYPES",
-    "HookedEnumerator",
-    "PlannerProviderBase",
-    "SharingOption",
-    "accepted_arguments",
-    "all_lookups",
-    "can_reshard",
-    "codec_registry",
-    "custom_data",
-    "enumerator_constraints",
-    "grids_vary_batches",
-    "group_timeout_seconds",
-    "is_over_gloo",
-    "is_sharder",
-    "is_wrapped_by_ddp",
-    "kernel_settings",
-    "lookups",
-    "nothing_collected",
-    "optimizer_arguments",
-    "optimizer_attributes",
-    "optimizer_classes",
-    "permute_features_again",
-    "pipeline_name",
-    "pipeline_of",
-    "planner_part",
-    "removes_repeats",
-    "replaced_parts",
-    "report_full",
-    "requested_parts",
-    "sharder_params",
-    "sharders_by_type",
-    "torchrec_pipeline",
-    "wait_through",
-    "wire_codec",
-    "wire_codecs",
-    "with_bandwidths",
-    "with_devices",
-    "with_optimizer",
-    "with_overrides",
-    "with_ranks",
-    "without_other_ranks",
-    "without_provider",
-]
-
-SETTING_TYPES: Mapping[str, Any] = {
-    name: getattr(torchrec_types, name)
-    for name in (
-        "BoundsCheckMode",
-        "CacheAlgorithm",
-        "CacheParams",
-        "DataType",
-        "KVZCHTBEConfig",
-        "KeyValueParams",
-        "MultiPassPrefetchConfig",
-        "TBEStatsReporterConfig",
-    )
-    if hasattr(torchrec_types, name)
-}
-"""Types of settings that a table's sharding may carry; older releases lack some."""
+    DefaultPlannerProvider = object
 
 _KERNEL_SETTINGS = (
     "enforce_hbm",
@@ -132,38 +69,18 @@ _KERNEL_SETTINGS = (
     "stash_weights",  # since 1.9
 )
 
-_PLAIN = (str, int, float, type(None))
-"""Types of values that copies of options share, whatever becomes of them."""
-
-PlannerPart = Literal[
-    "topology",
-    "batch_size",
-    "constraints",
-    "enumerator",
-    "storage_reservation",
-    "proposers",
-    "partitioner",
-    "perf_model",
-    "callbacks",
-    "stats",
-]
+PlannerProviderBase: type[Any] = DefaultPlannerProvider
+"""TorchRec's provider of planners; before 1.9 `object`, see `has_planning_api`."""
 
 
-PlannerProviderBase: type[Any] = DefaultPlannerProvider or object
-"""TorchRec's provider of planners; before 1.9 nothing, see `without_provider`."""
+def torchrec_version() -> str:
+    """Return the installed release of TorchRec."""
+    return str(torchrec.__version__)
 
 
-def without_provider() -> str | None:
-    """Say which release lacks TorchRec's planning API; None where it is there."""
-    if DefaultPlannerProvider is not None:
-        return None
-    return f"torchrec {version('torchrec')} has no PlannerProvider (since 1.9)"
-
-
-def pipeline_of(config: Any) -> Any:
-    """Return the pipeline that a request's `PlannerConfig` names; None: none."""
-    name = config.pipeline_type
-    return None if name is None else torchrec_types.PipelineType(name)
+def has_planning_api() -> bool:
+    """Whether TorchRec asks providers for planners: since 1.9."""
+    return DefaultPlannerProvider is not object
 
 
 def requested_parts(provider: Any, request: Any, topology: Topology) -> dict[str, Any]:
@@ -180,28 +97,18 @@ def requested_parts(provider: Any, request: Any, topology: Topology) -> dict[str
     return {name: part for name, part in found.items() if part is not None}
 
 
-def with_overrides(request: Any, sku: str) -> tuple[Any, dict[str, float]]:
-    """Return a request with the memory that a dry run overrides for a SKU; the links.
+def sku_overrides(request: Any, sku: str) -> dict[str, float]:
+    """Return field -> value that a dry run asks for on one SKU; {} of other requests.
 
-    Only dry runs have such overrides.
-
-    Returns:
-        The request, and arguments of `Topology` -> GB/s.
+    Fields are those of the request (memory) and of `Topology` (links, in GB/s).
     """
     override = (getattr(request, "per_sku_overrides", None) or {}).get(sku)
-    if override is None:
-        return request, {}
-    given = {n: v for n, v in dataclasses.asdict(override).items() if v is not None}
-    links = {n: v for n, v in given.items() if n.endswith("_host_bw")}
-    memory = {n: v for n, v in given.items() if n not in links}
-    return dataclasses.replace(request, **memory), links
+    given = dataclasses.asdict(override) if override else {}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def pipeline_name(pipeline_type: Any) -> str:
-    """Return the value of a member of `PipelineType`, or the name that it is; "none".
-
-    Where the class is has changed between releases.
-    """
+    """Return the name of a pipeline, given so or as a `PipelineType`; None: "none"."""
     return str(getattr(pipeline_type, "value", pipeline_type) or "none")
 
 
@@ -219,27 +126,39 @@ def torchrec_pipeline(pipeline_type: Any) -> PipelineType:
     return own.get(name, PipelineType.TRAIN_SPARSE_DIST)
 
 
-def planner_part(planner: EmbeddingPlannerBase, name: PlannerPart) -> Any:
-    """Return a part of one of TorchRec's planners, which has no property for it."""
+def planner_part(planner: EmbeddingPlannerBase, name: str) -> Any:
+    """Return a part of one of TorchRec's planners, which has no property for it.
+
+    Args:
+        planner: The planner.
+        name: An argument of its constructor, or "proposers", "perf_model".
+    """
     return getattr(planner, f"_{name}")
 
 
 @contextlib.contextmanager
-def replaced_parts(planner: EmbeddingPlannerBase, **parts: Any) -> Iterator[None]:
+def _with_attributes(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes (owner, name, value) for a while."""
+    before = [(owner, name, getattr(owner, name, None)) for owner, name, _ in values]
+    try:
+        for owner, name, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def replaced_parts(
+    planner: EmbeddingPlannerBase, **parts: Any
+) -> contextlib.AbstractContextManager[None]:
     """Give a planner's loop other parts for a while: it reads them off `self`.
 
     Args:
         planner: One of TorchRec's.
         parts: By the names of `planner_part`.
     """
-    before = {name: getattr(planner, f"_{name}") for name in parts}
-    try:
-        for name, part in parts.items():
-            setattr(planner, f"_{name}", part)
-        yield
-    finally:
-        for name, part in before.items():
-            setattr(planner, f"_{name}", part)
+    return _with_attributes([(planner, f"_{n}", part) for n, part in parts.items()])
 
 
 @contextlib.contextmanager
@@ -505,9 +424,6 @@ def sharder_params(sharders: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-_CODEC_ROWS = 2**10
-
-
 def wire_codec(codec: Any) -> WireCodec:
     """Describe a codec; which one it is only a private attribute says."""
     context = codec.create_context()
@@ -518,7 +434,7 @@ def wire_codec(codec: Any) -> WireCodec:
         row_values = int(context.row_dim)
     dtype = codec.quantized_dtype
     size = torch.empty(0, dtype=dtype() if callable(dtype) else dtype).element_size()
-    values = _CODEC_ROWS * row_values
+    values = 2**10 * row_values
     precision = getattr(codec, "_comm_precision", None)
     return WireCodec(
         name=str(getattr(precision, "value", type(codec).__name__)).lower(),
@@ -534,29 +450,21 @@ def wire_codecs(sharder: Any) -> Mapping[str, tuple[WireCodec, WireCodec]]:
         sharder: A sharder, or what TorchRec gives estimators of it, which knows
             neither names nor scales of rows.
     """
-    registry = codec_registry(sharder)
-    if not registry:
-        sizes = getattr(sharder, "qcomm_dtype_sizes", None) or {}
+    if registry := codec_registry(sharder):
         return {
-            name: (WireCodec(name="", wire_bytes=f), WireCodec(name="", wire_bytes=b))
-            for name, (f, b) in sizes.items()
+            name: (wire_codec(codecs.forward), wire_codec(codecs.backward))
+            for name, codecs in registry.items()
         }
+    sizes = getattr(sharder, "qcomm_dtype_sizes", None) or {}
     return {
-        name: (wire_codec(forward), wire_codec(backward))
-        for name, (forward, backward) in registry.items()
+        name: (WireCodec(name="", wire_bytes=f), WireCodec(name="", wire_bytes=b))
+        for name, (f, b) in sizes.items()
     }
 
 
-def codec_registry(sharder: Any) -> Mapping[str, tuple[Any, Any]]:
-    """Collective -> TorchRec's codecs of a sharder, forward and backward.
-
-    In place of what codes nothing both are whatever is given.
-    """
-    registry = getattr(sharder, "qcomm_codecs_registry", None) or {}
-    return {
-        name: tuple(getattr(codecs, way, codecs) for way in ("forward", "backward"))
-        for name, codecs in registry.items()
-    }
+def codec_registry(sharder: Any) -> Mapping[str, Any]:
+    """Collective -> TorchRec's `QuantizedCommCodecs` of a sharder."""
+    return getattr(sharder, "qcomm_codecs_registry", None) or {}
 
 
 def is_sharder(given: Any) -> bool:
@@ -580,8 +488,7 @@ def removes_repeats(sharder: Any) -> bool:
     return bool(getattr(inner, "_use_index_dedup", False) or everywhere)
 
 
-@contextlib.contextmanager
-def without_other_ranks() -> Iterator[None]:
+def without_other_ranks() -> contextlib.AbstractContextManager[None]:
     """Let modules be sharded where no other rank answers.
 
     TorchRec keeps the groups of a node for good, the first model of a process asks rank
@@ -590,22 +497,20 @@ def without_other_ranks() -> Iterator[None]:
     themselves with other ranks'. None of it can be had otherwise.
     """
     groups = towers.intra_and_cross_node_pg
-    replaced: list[tuple[Any, str, Any]] = [
-        (torchrec_comm, "_INTRA_PG", None),
-        (torchrec_comm, "_CROSS_PG", None),
-        (collective_utils, "_INITIALIZED", True),  # since 1.8
-        (ShardedEmbeddingCollection, "_initialize_torch_state", lambda *a, **k: None),
-        (towers, "intra_and_cross_node_pg", lambda device=None: groups()),
-        (towers, "DistributedDataParallel", lambda module, **_: module),
-    ]
-    before = [(owner, name, getattr(owner, name, False)) for owner, name, _ in replaced]
-    try:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+    return _with_attributes(
+        [
+            (torchrec_comm, "_INTRA_PG", None),
+            (torchrec_comm, "_CROSS_PG", None),
+            (collective_utils, "_INITIALIZED", True),  # since 1.7
+            (ShardedEmbeddingCollection, "_initialize_torch_state", _do_nothing),
+            (towers, "intra_and_cross_node_pg", lambda device=None: groups()),
+            (towers, "DistributedDataParallel", lambda module, **_: module),
+        ]
+    )
+
+
+def _do_nothing(*_args: Any, **_named: Any) -> None:
+    pass
 
 
 @contextlib.contextmanager
@@ -620,42 +525,6 @@ def nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-class SharingOption(ShardingOption):
-    """An option whose copies share with it what nobody changes in place.
-
-    TorchRec copies the whole search space and every best plan; of thousands of tables
-    on hundreds of ranks that takes longer than all else.
-    """
-
-    @classmethod
-    def of(cls, option: ShardingOption) -> Self:
-        """Return an option with all that another one holds, shards included."""
-        new = cls.__new__(cls)
-        new.__dict__.update(vars(option))
-        return new
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharingOption:
-        new = copy.copy(self)
-        new.__dict__.update(
-            {
-                name: copy.deepcopy(value, memo)
-                for name, value in vars(self).items()
-                if name not in ("_tensor", "_module", "shards", "samples")
-                and not isinstance(value, _PLAIN)
-            }
-        )
-        if "shards" in vars(self):
-            new.shards = [self._copied(shard) for shard in self.shards]
-        return new
-
-    @staticmethod
-    def _copied(shard: Shard) -> Shard:
-        new = copy.copy(shard)
-        if (perf := vars(shard).get("perf")) is not None:
-            new.perf = copy.copy(perf)
-        return new
-
-
 def can_reshard(sharder: ModuleSharder[Any]) -> bool:
     """Whether TorchRec moves tables of a sharder's modules; some have no `reshard`."""
     return hasattr(sharder, "reshard")
@@ -666,29 +535,18 @@ def is_wrapped_by_ddp(model: DistributedModelParallel) -> bool:
     return hasattr(model._dmp_wrapped_module, "module")
 
 
-def permute_features_again(sharded: nn.Module) -> None:
+def permute_features_again(sharded: Any) -> None:
     """Make a resharded module bring its features into the order of its tables.
 
     Left at False by a first plan that needed no permutation, `_has_features_permute`
     would feed the wrong features to the tables; TorchRec sets it only once.
     """
-    sharded._has_features_permute = True  # type: ignore[assignment]
+    sharded._has_features_permute = True
 
 
-def lookups(sharded: nn.Module) -> Sequence[nn.Module]:
+def lookups(sharded: Any) -> list[nn.Module]:
     """Return the parts of a sharded module that hold its kernels."""
-    found: Any = sharded._lookups
-    return list(found)
-
-
-def all_lookups(model: nn.Module) -> list[nn.Module]:
-    """Return the parts that hold kernels of all sharded modules of a model.
-
-    TorchRec keeps them in lists, where `modules` does not find them, and sharded towers
-    hide their modules from it.
-    """
-    own = list(getattr(model, "_lookups", ()))
-    return own + [m for child in model.children() for m in all_lookups(child)]
+    return list(sharded._lookups)
 
 
 def is_over_gloo(pg: dist.ProcessGroup) -> bool:

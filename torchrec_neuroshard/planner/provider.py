@@ -10,6 +10,7 @@ planner, runs that, and reads costs and memory off its selected options.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.gpu_cards import GPU_CARDS, find_card
 from torchrec_neuroshard.planner.compat import (
     PlannerProviderBase,
-    pipeline_of,
+    has_planning_api,
     requested_parts,
+    sku_overrides,
+    torchrec_version,
     with_bandwidths,
-    with_overrides,
-    without_provider,
 )
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.topology import GB_PER_S
@@ -60,10 +61,11 @@ class NeuroShardPlannerProvider(PlannerProviderBase):
         cost_models: Mapping[str, str | Path | CostModel] | None = None,
         **arguments: Any,
     ) -> None:
-        if missing := without_provider():
+        if not has_planning_api():
             raise ConfigError(
-                f"{missing}: install torchrec 1.9.2, or plan with NeuroShardPlanner, "
-                "which takes what the request holds as arguments"
+                f"torchrec {torchrec_version()} has no PlannerProvider (since 1.9): "
+                "install torchrec 1.9.2, or plan with NeuroShardPlanner, which takes "
+                "what the request holds as arguments"
             )
         self._cost_models = dict(cost_models or {})
         self._arguments = arguments
@@ -76,10 +78,12 @@ class NeuroShardPlannerProvider(PlannerProviderBase):
             request: TorchRec's `ShardingPlanRequest`.
             ctx: TorchRec's `PlannerSessionContext`.
         """
-        request, links_gb_per_s = with_overrides(request, sku)
+        memory = sku_overrides(request, sku)
+        links_gb_per_s = {n: memory.pop(n) for n in [*memory] if n.endswith("_bw")}
+        request = dataclasses.replace(request, **memory)
         topology: Topology = super().build_topology(sku, request, ctx)
-        values = {n: value / GB_PER_S for n, value in links_gb_per_s.items()}
-        return with_bandwidths(topology, values) if values else topology
+        links = {n: value / GB_PER_S for n, value in links_gb_per_s.items()}
+        return with_bandwidths(topology, links) if links else topology
 
     def build_planner(
         self,
@@ -119,7 +123,7 @@ class NeuroShardPlannerProvider(PlannerProviderBase):
                 "stats": ctx.stats,
                 "debug": config.debug,
                 "timeout_seconds": config.timeout_seconds,
-                "pipeline_type": pipeline_of(config),
+                "pipeline_type": config.pipeline_type,
                 "cost_model": card.name if card else "auto",
                 **requested_parts(self, request, topology),
                 **self._arguments,

@@ -22,8 +22,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import torchrec
 from torch import nn
+from torchrec.distributed import types as torchrec_types
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.planner.utils import sharder_name
@@ -51,9 +51,9 @@ from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.checks import unsharded_tables
 from torchrec_neuroshard.planner.compat import (
-    SETTING_TYPES,
     planner_part,
     sharders_by_type,
+    torchrec_version,
 )
 from torchrec_neuroshard.planner.costs.given_plans import (
     PlanFileError,
@@ -97,6 +97,20 @@ _MAY_DIFFER = (
 _NOT_STORED = ("sharding_spec", "stats")
 """Fields left out: shards are stored in a form of their own, and access statistics
 are an object of the user's that only planners read."""
+_SETTING_TYPES: Mapping[str, Any] = {
+    name: getattr(torchrec_types, name)
+    for name in (
+        "BoundsCheckMode",
+        "CacheAlgorithm",
+        "CacheParams",
+        "DataType",
+        "KVZCHTBEConfig",
+        "KeyValueParams",
+        "MultiPassPrefetchConfig",
+        "TBEStatsReporterConfig",
+    )
+}
+"""Types of settings that a table's sharding may carry."""
 _WAY_OUT = "Name a file that save_plan or neuroshard plan --out wrote, or plan anew"
 
 
@@ -296,7 +310,7 @@ def _made_for(
         batch_size=batch_size,
         versions={
             "torchrec_neuroshard": __version__,
-            "torchrec": torchrec.__version__,
+            "torchrec": torchrec_version(),
         },
         **known,
     )
@@ -642,9 +656,9 @@ def _encode(value: Any) -> Any:
     if isinstance(value, list):
         return [_encode(v) for v in value]
     name = type(value).__name__
-    if isinstance(value, Enum) and name in SETTING_TYPES:
+    if isinstance(value, Enum) and name in _SETTING_TYPES:
         return {"enum": name, "member": value.name}
-    if name in SETTING_TYPES:
+    if name in _SETTING_TYPES:
         return {"record": name, "fields": _fields(value)}
     if isinstance(value, tuple):
         return {"tuple": [_encode(v) for v in value]}
@@ -691,9 +705,9 @@ def _decode(value: Any) -> Any:
     if "tuple" in value:
         return tuple(_decode(v) for v in value["tuple"])
     name = value["enum"] if "enum" in value else value["record"]
-    if name not in SETTING_TYPES:
+    if name not in _SETTING_TYPES:
         raise PlanFileError(f"this TorchRec knows no setting of type '{name}'")
-    kind = SETTING_TYPES[name]
+    kind = _SETTING_TYPES[name]
     if "enum" in value:
         return kind[value["member"]]
     return kind(**{name: _decode(v) for name, v in value["fields"].items()})

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -38,7 +37,12 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import (
+    EnumerableShardingSpec,
+    ModuleSharder,
+    ShardingEnv,
+    ShardingPlan,
+)
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note

@@ -14,7 +14,6 @@ from typing import Any
 
 from torchrec.distributed.planner.types import Perf, Shard, ShardingOption
 
-from torchrec_neuroshard.planner.compat import SharingOption
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
 __all__ = [
@@ -83,7 +82,7 @@ def _fields(shard: Shard) -> tuple[Any, ...]:
     return shard.size, shard.offset, shard.storage, shard.perf, shard.rank
 
 
-class SpreadOption(SharingOption):
+class SpreadOption(ShardingOption):
     """A row-wise or data-parallel option that lists its shards when they are read.
 
     Attributes:
@@ -98,7 +97,8 @@ class SpreadOption(SharingOption):
     @classmethod
     def spread(cls, option: ShardingOption, world_size: int) -> SpreadOption:
         """Return an option that was listed for one rank, spread over so many."""
-        new = cls.of(option)
+        new = cls.__new__(cls)
+        new.__dict__.update(vars(option))
         del new.__dict__["shards"]
         new._world_size = world_size
         rows, width = (int(n) for n in new.tensor.shape)
@@ -106,13 +106,6 @@ class SpreadOption(SharingOption):
         ranks = (0, min(rows // part, world_size - 1), world_size - 1)
         sizes = dict.fromkeys(new._rows(rank)[1] for rank in ranks)
         new.samples = tuple(Shard(size=[n, width], offset=[0, 0]) for n in sizes)
-        return new
-
-    def __deepcopy__(self, memo: dict[int, object]) -> SpreadOption:
-        """Copy the option; shards that nobody has read stay so."""
-        new = super().__deepcopy__(memo)
-        assert isinstance(new, SpreadOption)
-        new.samples = tuple(map(copy.copy, self.samples))
         return new
 
     def __hash__(self) -> int:

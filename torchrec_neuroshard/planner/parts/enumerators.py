@@ -26,7 +26,6 @@ from torchrec_neuroshard.planner.checks import (
 )
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
-    SharingOption,
     enumerator_constraints,
     pipeline_name,
     sharders_by_type,
@@ -237,15 +236,11 @@ class NeuroShardEnumerator(HookedEnumerator):
         return {name for name, size in sizes if size > small}
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Set storage and perf of all shards; afterwards options are cheap to copy.
+        """Set storage and perf of all shards.
 
         Args:
             sharding_options: Changed in place.
         """
-        sharding_options[:] = [
-            SharingOption.of(o) if type(o) is ShardingOption else o
-            for o in sharding_options
-        ]
         # Estimators are told less of sharders.
         note_sharders(sharding_options, self._sharders)
         for option in filter(has_cache, sharding_options if self._prefetches else ()):
