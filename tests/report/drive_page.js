@@ -5,73 +5,70 @@ window.addEventListener("load", () => {
     const frame = document.getElementById(id);
     const { contentDocument: page, contentWindow: at } = frame;
     const all = (what, where = page) => [...where.querySelectorAll(what)];
-    const view = (name) => page.querySelector(`[data-view=${name}]`);
-    const names = (name) => all("tbody tr:not(.detail)", view(name))
-      .map((row) => row.cells[0].textContent);
-    const press = (name, number) => all("th button", view(name))[number].click();
-    const fire = (node, type, more = {}) =>
-      node.dispatchEvent(new at.MouseEvent(type, { bubbles: true, ...more }));
     const words = (node) => node.textContent.replace(/\s+/g, " ").trim();
-    return { page, at, all, view, names, press, fire, words };
+    const grid = (label) => page.querySelector(`[data-tables].${label}`);
+    const charts = (part = page) => all("[data-charts] .chart", part);
+    const column = (label, title) =>
+      all("th", grid(label)).findIndex((head) => words(head) === title);
+    const cells = (label, title) => all("tbody tr", grid(label))
+      .map((row) => words(row.cells[column(label, title)]));
+    const press = (label, title) =>
+      all("th button", grid(label))[column(label, title)].click();
+    const status = (label) => words(grid(label).querySelector("[role=status]"));
+    return { page, at, all, words, grid, charts, cells, press, status };
   };
   try {
     {
-      const { all, view, names, fire, words } = inside("plan");
-      const bars = all(".col", view("phases"));
+      const { all, charts, cells, grid, words } = inside("plan");
+      const bars = all(".col", charts()[0]);
       const parts = all("i", bars[0]);
-      const plan = { tables: names("tables"), heights: [] };
+      const plan = { tables: cells("tables", "table") };
       plan.heights = parts.map((part) => parseFloat(part.style.height));
-      fire(parts[4], "mousemove", { clientX: 9, clientY: 9 });
-      const lines = all(".tip div").map((line) =>
-        [...line.children].map(words).join(" "));
-      plan.tip = lines.join("; ");
-      bars[0].click();
-      plan.rank = words(view("tables").querySelector(".note"));
-      view("tables").querySelector("td button").click();
-      plan.shards = all(".shards span").map(words);
+      plan.hint = bars[0].title;
+      plan.path = all(".path i").map((part) => part.title);
+      plan.peaks = all(".worst", grid("ranks")).map(words);
+      plan.notes = all("li[class=warning]").map(words);
+      bars[1].click();
+      plan["of rank 1"] = cells("shards", "table");
+      bars[1].click();
+      plan.shards = cells("shards", "rank").length;
       found.plan = plan;
     }
     {
-      const { all, view, names, press } = inside("compared");
-      const compared = { moves: names("moves") };
-      press("moves", 0);
-      press("moves", 0);
-      compared["by name, down"] = names("moves");
-      compared.tops = all("[data-view=phases]").slice(0, 2).map((host) => {
+      const { all, cells, charts, press } = inside("compared");
+      const compared = { moves: cells("moves", "table") };
+      press("moves", "table");
+      press("moves", "table");
+      compared["by name, down"] = cells("moves", "table");
+      compared.tops = charts().slice(0, 2).map((host) => {
         const parts = all("i", all(".col", host)[1]);
         return parts.reduce((sum, part) => sum + parseFloat(part.style.height), 0);
       });
       found.compared = compared;
     }
     {
-      const { at, all, view, names, press, words } = inside("large");
-      const large = { "laid out": names("tables").length };
-      const scroll = view("tables").querySelector(".scroll");
-      large.costliest = names("tables")[0];
+      const { at, all, cells, charts, grid, press, status } = inside("large");
+      const names = () => cells("tables", "table");
+      const large = { "laid out": names().length };
+      const scroll = grid("tables").querySelector(".scroll");
+      large.costliest = names()[0];
       scroll.scrollTop = scroll.scrollHeight;
       scroll.dispatchEvent(new at.Event("scroll"));
-      large["after scrolling"] = names("tables").length;
-      press("tables", 0);
-      large["by name"] = names("tables").slice(0, 3);
-      const input = view("tables").querySelector("input");
-      const status = view("tables").querySelector("[role=status]");
+      large["after scrolling"] = names().length;
+      press("tables", "table");
+      large["by name"] = names().slice(0, 3);
+      const input = grid("tables").querySelector("input");
       input.value = "1777 WISE";
       input.dispatchEvent(new at.Event("input"));
-      large.filtered = [...names("tables"), status.textContent];
-      input.value = "";
-      input.dispatchEvent(new at.Event("input"));
-      const select = view("tables").querySelector("select");
-      select.value = "5";
-      select.dispatchEvent(new at.Event("change"));
-      large["on rank 5"] = status.textContent;
-      const heads = all("th", view("ranks"));
-      heads[1].querySelector("button").click();
-      large.sorted = heads.map((head) => head.getAttribute("aria-sort"));
-      view("ranks").querySelector("td button").click();
-      large["by the list"] = words(view("tables").querySelector(".note"));
+      large.filtered = [...names(), status("tables")];
+      all(".col", charts()[1])[5].click();
+      large["on rank 5"] = status("shards");
+      press("ranks", "all");
+      large.sorted = all("th", grid("ranks")).map((head) => head.getAttribute("aria-sort"));
+      large.slowest = cells("ranks", "rank")[0];
       found.large = large;
     }
-    found.notebook = inside("notebook").names("tables");
+    found.notebook = inside("notebook").cells("tables", "table");
   } catch (error) {
     found.error = `${error}\n${error.stack}`;
   }

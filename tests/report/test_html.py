@@ -19,12 +19,15 @@ from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.report import (
     PlanComparison,
     PlanReport,
-    ShardReport,
     TableMove,
-    TableReport,
     html_report,
 )
-from torchrec_neuroshard.report.parts import RankReport, SplitReport
+from torchrec_neuroshard.report.parts import (
+    RankReport,
+    ShardReport,
+    SplitReport,
+    TableReport,
+)
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 HOSTILE = "</script><script>top.hacked = 1</script><img src=x onerror='top.hacked = 1'>"
@@ -41,6 +44,12 @@ def shown_of(page: str) -> str:
     """What a page says, without its tags."""
     bare = re.sub(r"<(style|script).*?</\1>|<[^>]+>", " ", page, flags=re.DOTALL)
     return " ".join(html.unescape(bare).split())
+
+
+def rows_of(table: Any) -> list[dict[str, Any]]:
+    """A table of the page's data: each row by the columns' titles."""
+    _, columns, rows = table
+    return [dict(zip((c[0] for c in columns), r, strict=True)) for r in rows]
 
 
 def rank(number: int, *ms: float, memory: int | None = 4 * 2**30) -> RankReport:
@@ -148,24 +157,35 @@ def test_page_holds_the_report_and_needs_nothing_else() -> None:
     assert f"script-src 'sha256-{digest}'" in policy
     # Names and figures.
     text, data = shown_of(page), data_of(page)
-    (plan,) = data["plans"]
     assert text.startswith("Plan of <mine> Plan of <mine>")  # its title and heading
     assert "<img" not in page and "user<b>" not in page
-    assert data["phases"] == list(PHASES)
-    assert (plan["path_ms"], plan["bound_ms"]) == (17.0, 16.0)
-    assert plan["ranks"] == [
-        [0, 1, 1_000, 2**30, 4 * 2**30, [1, 2, 3, 4, 5, 0]],
-        [1, 2, 2_000, 2 * 2**30, 4 * 2**30, [1, 4, 3, 4, 2, 0]],
-    ]
-    shards = [[r, 2_000, 8, 2**28, 1.0, 0.25, 0.5] for r in (0, 1)]
-    assert plan["tables"][0] == [HOSTILE, "row_wise", "fused", 4_000, 8, shards, ""]
-    assert f"user<b>&co: 48 on rank 0, 16 on rank 1 {SPLIT.reason(17.0)}" in text
+    path, phases, memory = data["charts"]
+    assert path["phases"] == dict(zip(PHASES, [1, 4, 3, 4, 5], strict=True))
+    assert path["bound_ms"] == 16.0 and phases["names"] == list(PHASES)
+    assert phases["rows"] == [[0, 1, 2, 3, 4, 5], [1, 1, 4, 3, 4, 2]]
+    assert memory["rows"] == [[0, 1, 3], [1, 2, 2]]  # GiB: used, free
+    ranks, tables, shards = (rows_of(table) for table in data["tables"])
+    assert ranks[1] == {
+        **{"rank": 1, "shards": 2, "columns": 2_000, "GiB": 2 * 2**30, "all": 14},
+        **{"of GiB": 4 * 2**30},
+        **dict(zip(PHASES, [1, 4, 3, 4, 2], strict=True)),
+    }
+    assert tables[0] == {
+        **{"path": 1.0, "kernels": 1.0, "collectives": 0.25, "GiB": 2**29},
+        **{"table": HOSTILE, "rows": 4_000, "columns": 8, "sharding": "row_wise"},
+        **{"kernel": "fused", "shards": 2, "on": "ranks 0-1"},
+    }
+    assert shards[1] == {
+        **{"path": 0.5, "kernels": 1.0, "collectives": 0.25, "GiB": 2**28},
+        **{"table": HOSTILE, "rank": 1, "rows": 2_000, "columns": 8},
+    }
     for shown in (
+        SPLIT.line(17.0),
         "rows < 10 & so on",
-        "... and 2 more",
-        "17.000 ms estimated bound 16.000 ms, gap 6.2%",
-        "on 2 ranks, 3 split by columns, 1 split by rows",
-        "2.00 GiB of 4.00 GiB, rank 1",
+        "and 2 more",
+        "Critical path 17.000 ms, estimated bound 16.000 ms, gap 6.2%.",
+        "7 tables on 2 ranks, 4 of them split.",
+        "Fullest: rank 1, 2.00 GiB of 4.00 GiB.",
     ):
         assert shown in text
 
@@ -183,12 +203,14 @@ def test_plan_without_splits_limits_or_bound() -> None:
     )
     page = html_report(plain)
     text = shown_of(page)
-    assert "on 1 ranks, none split" in text and "Notes" not in text
-    assert "not known bound not computed" in text
-    assert "TorchRec's own plan was taken: it is <faster>" in text
-    (plan,) = data_of(page)["plans"]
-    assert plan["ranks"][0][4] is None
-    assert plan["path_ms"] is None  # JSON has no NaN
+    assert "on 1 ranks, 0 of them split" in text
+    assert "Notes" not in text and "Tables split" not in text
+    assert "Critical path not known. " in text
+    ranks, tables, _ = (rows_of(table) for table in data_of(page)["tables"])
+    assert "of GiB" not in ranks[0] and not {"path", "kernels"} & tables[0].keys()
+    known = dataclasses.replace(plain, critical_path_ms=17.0)
+    assert "17.000 ms, bound not computed" in str(known)
+    assert "TorchRec's own plan was taken: it is <faster>" in str(known)
 
 
 def test_two_plans_are_shown_side_by_side() -> None:
@@ -197,16 +219,28 @@ def test_two_plans_are_shown_side_by_side() -> None:
     text, data = shown_of(page), data_of(page)
     for shown in (
         "Ours takes 17.000 ms of 20.000 (-15.0%): it saves 3.000 ms",
-        "theirs <1> ours change critical path [ms] 20.000 17.000 -15.0%",
-        "fwd_compute, slowest rank [ms] 8.000 4.000 -50.0%",
         "2 of 7 tables are placed differently; ranks would fetch 1.00 GiB of weights.",
         "batch <differs>",
+        "Theirs <1> Critical path 20.000 ms",
+        "Ours Critical path 17.000 ms",
     ):
         assert shown in text
-    assert data["moves"][1] == [HOSTILE, "row_wise", "", 2**30]
-    assert [p["name"] for p in data["plans"]] == ["theirs <1>", "ours"]
-    assert "little: not there -> here, 1.00 MiB" in str(found)
-    assert "- warning: batch <differs>" in str(found)
+    figures, moves = (rows_of(table) for table in data["tables"][:2])
+    assert figures[2] == {
+        **{"figure": "fwd_compute [ms]", "theirs <1>": 8.0, "ours": 4.0},
+        **{"change": -0.5},
+    }
+    assert moves[1] == {
+        **{"GiB to fetch": 2**30, "table": HOSTILE, "theirs <1>": "row_wise"},
+        **{"ours": "not there"},
+    }
+    assert [c.get("title") for c in data["charts"][:3]] == ["theirs <1>", "ours", None]
+    lines = str(found).splitlines()
+    assert [line.split() for line in lines if "little" in line] == [
+        ["0.00", "little", "not", "there", "here"]
+    ]
+    assert "- warning: batch <differs>" in lines
+    assert not any("Critical path 20" in line for line in lines)
     saved = found.to_json()
     noted = {"code": "comparison", "table": None, "severity": "warning"}
     assert saved["notes"] == [{**noted, "text": "batch <differs>"}]
@@ -273,25 +307,28 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     # Rank 0's phases, upwards, on the scale of the highest bar.
     heights = plan["heights"]
     assert [h / heights[0] for h in heights] == pytest.approx([1, 2, 3, 4, 5], rel=1e-3)
-    assert plan["tip"].startswith("rank 0 15.000 ms")
-    assert "bwd_compute 5.000 ms, slowest" in plan["tip"]
-    assert "1 shards, 1.00 of 4.00 GiB (25%), 15.000 ms" in plan["rank"]
-    assert plan["shards"] == ["rank 0: 2,000 \u00d7 8, 0.25 GiB, 1.250 ms"]
+    assert plan["hint"].startswith("rank 0\nindex_comms: 1.000 ms\nfwd_compute: 2.000")
+    assert plan["path"][1] == "fwd_compute: 4.000 ms, 23.5% of the path"
+    assert plan["peaks"] == ["5.000", "4.000"]  # of both ranks, where one is slower
+    assert plan["notes"] == ["rows < 10 & so on"]
+    # A click on a bar narrows the shards to its rank, another one shows all again.
+    assert plan["of rank 1"] == [HOSTILE, "user<b>&co", "b", "c"]
+    assert plan["shards"] == 9
 
     compared = found["compared"]
-    assert compared["moves"] == [HOSTILE, "little"]  # most bytes first
+    assert compared["moves"] == ["little", HOSTILE]  # as given
     assert compared["by name, down"] == ["little", HOSTILE]
     first, second = compared["tops"]  # rank 1's 28 ms and 14 ms on one scale
     assert first / second == pytest.approx(2, rel=1e-3)
 
     large = found["large"]
     assert large["laid out"] == 100 and large["after scrolling"] == 200
-    assert large["costliest"] == "table_1999"
+    assert large["costliest"] == "table_0"  # as given
     assert large["by name"] == ["table_0", "table_1", "table_2"]  # 2 before 10
     assert large["filtered"] == ["table_1777", "1 of 2,000 tables"]
-    held = sum(5 in t.ranks for t in large_report().tables)
-    assert large["on rank 5"] == f"{held} tables" and 0 < held < 100
-    assert large["sorted"][:3] == [None, "descending", None]
-    assert large["by the list"].startswith("Rank 127 alone: ")  # the slowest
+    held = sum(s.rank == 5 for t in large_report().tables for s in t.shards)
+    assert large["on rank 5"] == f"{held} of 8,000 shards" and 0 < held < 100
+    assert large["sorted"][5] == "descending" and large["sorted"].count(None) == 10
+    assert large["slowest"] == "127"
 
     assert found["notebook"] == plan["tables"]

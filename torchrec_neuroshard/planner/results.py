@@ -23,13 +23,8 @@ from torchrec_neuroshard.planner.options.table_reader import (
     table_name,
 )
 from torchrec_neuroshard.planner.parts.partitioners import SearchRecord
-from torchrec_neuroshard.report import (
-    HostTable,
-    PlanReport,
-    ShardReport,
-    TableReport,
-    explain,
-)
+from torchrec_neuroshard.report import PlanReport, explain
+from torchrec_neuroshard.report.parts import HostTable, ShardReport, TableReport
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
 from torchrec_neuroshard.simulator import Simulator

@@ -48,7 +48,7 @@ from torchrec_neuroshard.planner.compat import (
     with_devices,
     with_ranks,
 )
-from torchrec_neuroshard.report import DeviceFigure
+from torchrec_neuroshard.report.parts import DeviceFigure
 
 __all__ = [
     "GB_PER_S",

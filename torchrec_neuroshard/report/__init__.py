@@ -3,37 +3,18 @@
 from torchrec_neuroshard.report.comparison import PlanComparison, TableMove
 from torchrec_neuroshard.report.explain import explain
 from torchrec_neuroshard.report.page import html_report, write_html
-from torchrec_neuroshard.report.parts import (
-    Bottleneck,
-    DeviceFigure,
-    HostTable,
-    PlanBasis,
-    ShardReport,
-    TableReport,
-    WeightSync,
-)
 from torchrec_neuroshard.report.plan import PlanReport
-from torchrec_neuroshard.report.rehearsal import (
-    RankRehearsal,
-    Rehearsal,
-)
+from torchrec_neuroshard.report.rehearsal import RankRehearsal, Rehearsal
 from torchrec_neuroshard.report.sweep import Sweep, SweepCell
 
 __all__ = [
-    "Bottleneck",
-    "DeviceFigure",
-    "HostTable",
-    "PlanBasis",
     "PlanComparison",
     "PlanReport",
     "RankRehearsal",
     "Rehearsal",
-    "ShardReport",
     "Sweep",
     "SweepCell",
     "TableMove",
-    "TableReport",
-    "WeightSync",
     "explain",
     "html_report",
     "write_html",

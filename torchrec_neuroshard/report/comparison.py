@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import capitalised, format_bytes
-from torchrec_neuroshard.report.page import (
-    HtmlReport,
-    html_table,
-    note_list,
-    paragraphs,
-    view,
-)
-from torchrec_neuroshard.report.plan import PlanReport, plan_data, plan_page
-from torchrec_neuroshard.report.terminal import most, note_lines, table
+from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.report.page import Report
+from torchrec_neuroshard.report.plan import PlanReport
+from torchrec_neuroshard.report.sections import Column, Section, Table
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PlanComparison", "TableMove"]
-
-MAX_MOVES = 50
-"""Tables that the text lists one by one; the JSON and the page have all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,14 +29,9 @@ class TableMove:
     moved_bytes: float
     """Weights that ranks of the second plan hold and did not hold before."""
 
-    def __str__(self) -> str:
-        """Return it as a line of text."""
-        before, after = self.before or "not there", self.after or "not there"
-        return f"{self.table}: {before} -> {after}, {format_bytes(self.moved_bytes)}"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanComparison(HtmlReport):
+class PlanComparison(Report):
     """Two plans by the same costs, or by those stored; `print` shows it as text."""
 
     first_name: str
@@ -58,6 +42,11 @@ class PlanComparison(HtmlReport):
     """Most bytes first."""
     notes: tuple[Note, ...] = ()
     """What to know of the comparison."""
+
+    @property
+    def is_costed(self) -> bool:
+        """Whether the costs of both plans are known."""
+        return self.first.is_costed and self.second.is_costed
 
     @property
     def saved_ms(self) -> float:
@@ -72,7 +61,7 @@ class PlanComparison(HtmlReport):
     @property
     def verdict(self) -> str:
         """What the second plan saves, in a sentence without a full stop."""
-        if math.isnan(self.saved_ms):
+        if not self.is_costed:
             return "what the second saves is not known: a cost is not stored"
         path_ms, saved = self.second.critical_path_ms, self.saved_ms
         if f"{abs(saved):.3f}" == "0.000":
@@ -85,89 +74,72 @@ class PlanComparison(HtmlReport):
             f"{effect} per iteration"
         )
 
-    @property
-    def rows(self) -> list[list[str]]:
-        """What is set side by side, as text: a heading, then one figure in a row."""
-        plans = self.first, self.second
-        rows = [["", self.first_name, self.second_name, "change"]]
-
-        def add(name: str, a: float, b: float) -> None:
-            rows.append(
-                [name, f"{a:.3f}", f"{b:.3f}", f"{b / a - 1:+.1%}" if a else ""]
-            )
-
-        if not math.isnan(self.saved_ms):
-            add("critical path [ms]", *(p.critical_path_ms for p in plans))
-            for phase in PHASES:
-                add(f"{phase}, slowest rank [ms]", *(p.worst_ms[phase] for p in plans))
-        add(
-            "memory, fullest rank [GiB]", *(p.fullest.used_bytes / 2**30 for p in plans)
-        )
-        a, b = (p.num_split for p in plans)
-        return [*rows, ["tables split", f"{a:,}", f"{b:,}", f"{b - a:+,}"]]
-
-    @property
-    def moved(self) -> str:
-        """How many tables are placed differently, in words."""
-        if not self.moves:
-            return f"all {self.second.num_tables} tables are placed alike"
-        return (
-            f"{len(self.moves)} of {self.second.num_tables} tables are placed "
-            f"differently; ranks would fetch {format_bytes(self.moved_bytes)} of "
-            "weights"
-        )
-
-    def __str__(self) -> str:
-        """Return the comparison as text."""
-        lines = [
-            self.verdict,
-            "",
-            *table([[*row, ""] for row in self.rows], left=1),
-            "",
-        ]
-        lines += [self.moved + ":" * bool(self.moves)]
-        lines += most([str(move) for move in self.moves], MAX_MOVES)
-        lines += ["", *note_lines(self.notes)] * bool(self.notes)
-        return "\n".join(lines)
-
-    def page(self) -> tuple[str, dict[str, Any]]:
-        """See `HtmlReport`: both plans side by side, then each by itself."""
-        both = (self.first_name, self.first), (self.second_name, self.second)
-        data = {
-            "plans": [plan_data(report, name) for name, report in both],
-            "moves": [dataclasses.astuple(move) for move in self.moves],
-        }
-        titles = [capitalised(escape(name)) for name, _ in both]
-        boxes = "".join(
-            f"<div class='box'><h3>{title}</h3>{view('phases', number)}</div>"
-            for number, title in enumerate(titles)
-        )
-        plans = "".join(
-            f"<h1 class='plan'>{title}</h1>{plan_page(report, number)}"
-            for number, (title, (_, report)) in enumerate(
-                zip(titles, both, strict=True)
-            )
-        )
+    def sections(self) -> Sequence[Section]:
+        """See `Report`."""
         sources = (
-            f"predicted; compute: {self.second.compute_source}; collectives: "
+            f"compute: {self.second.compute_source}; collectives: "
             f"{self.second.comms_source}"
         )
-        body = f"""{paragraphs([self.verdict])}{paragraphs([sources], "note")}
-<div class='pair'>{boxes}</div>{view("legend")}
-{html_table(self.rows)}
-<h2>Tables that are placed differently</h2>
-{paragraphs([self.moved])}{view("moves") if self.moves else ""}{note_list(self.notes)}
-{plans}"""
-        return body, data
+        moved = f"all {self.second.num_tables} tables are placed alike"
+        if self.moves:
+            moved = (
+                f"{len(self.moves)} of {self.second.num_tables} tables are placed "
+                "differently; ranks would fetch "
+                f"{format_bytes(self.moved_bytes)} of weights"
+            )
+        charts = [
+            {"title": self.first_name, **self.first.phase_chart},
+            {"title": self.second_name, **self.second.phase_chart},
+        ]
+        return [
+            Section(lines=[self.verdict, f"predicted; {sources}"]),
+            Section(title="each rank", charts=charts),
+            Section(title="on the slowest ranks", table=self._figures()),
+            Section(
+                title="tables that move",
+                lines=[moved],
+                table=self._moves() if self.moves else None,
+            ),
+            Section(title="notes", bullets=self.notes),
+            Section(title=self.first_name, is_part=True),
+            *self.first.sections(),
+            Section(title=self.second_name, is_part=True),
+            *self.second.sections(),
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        known = not math.isnan(self.saved_ms)
         return {
             "first": {"name": self.first_name, **self.first.to_json()},
             "second": {"name": self.second_name, **self.second.to_json()},
-            "saved_ms": self.saved_ms if known else None,
+            "saved_ms": self.saved_ms if self.is_costed else None,
             "moved_bytes": self.moved_bytes,
             "moves": [to_fields(move) for move in self.moves],
             "notes": [to_fields(note) for note in self.notes],
         }
+
+    def _figures(self) -> Table:
+        """What plans take, a figure in a row."""
+        a, b = self.first, self.second
+        full = (plan.fullest.used_bytes / 2**30 for plan in (a, b))
+        figures = [("fullest rank [GiB]", *full)]
+        if self.is_costed:
+            paths = "critical path [ms]", a.critical_path_ms, b.critical_path_ms
+            phases = ((f"{p} [ms]", a.worst_ms[p], b.worst_ms[p]) for p in PHASES)
+            figures = [paths, *phases, *figures]
+        columns: list[Column] = [
+            ("figure", "text", lambda row: row[0]),
+            (self.first_name, "ms", lambda row: row[1]),
+            (self.second_name, "ms", lambda row: row[2]),
+            ("change", "change", lambda row: row[2] / row[1] - 1 if row[1] else None),
+        ]
+        return Table.of("figures", figures, columns)
+
+    def _moves(self) -> Table:
+        columns: list[Column] = [
+            ("GiB to fetch", "gib", lambda move: move.moved_bytes),
+            ("table", "text", lambda move: move.table),
+            (self.first_name, "text", lambda move: move.before or "not there"),
+            (self.second_name, "text", lambda move: move.after or "not there"),
+        ]
+        return Table.of("moves", self.moves, columns)

@@ -1,44 +1,41 @@
 """A report as one HTML page that needs nothing else, not even a network.
 
-A report says itself what is prose; charts and tables are drawn by `page.js` from its
-figures, which the page holds once, as JSON.
+Charts and tables are drawn by `page.js` from figures that the page holds as JSON.
 """
 
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import json
 import math
+import string
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from torchrec_neuroshard.files import write_whole
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.report.terminal import sentence
-from torchrec_neuroshard.simulator import PHASES
+from torchrec_neuroshard.placement import capitalised
+from torchrec_neuroshard.report.sections import Section, as_text
 
-__all__ = ["HtmlReport", "html_report", "write_html"]
-
-
-@functools.cache
-def _part(name: str) -> str:
-    """Return a file that lies beside this module."""
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+__all__ = ["Report", "html_report", "write_html"]
 
 
-class HtmlReport(ABC):
-    """What can be laid out as a page."""
+class Report(ABC):
+    """A report: `print` shows it as text, `write_html` and notebooks as a page."""
 
     __slots__ = ()
 
     @abstractmethod
-    def page(self) -> tuple[str, dict[str, Any]]:
-        """Return the page's own elements, and the `plans` and `moves` to draw."""
+    def sections(self) -> Sequence[Section]:
+        """Return what text and page are made from."""
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        return as_text(self.sections())
 
     def _repr_html_(self) -> str:
         """Return the report as notebooks show it: out of reach of what is around it."""
@@ -49,44 +46,62 @@ class HtmlReport(ABC):
         )
 
 
-def html_report(report: HtmlReport, title: str = "Sharding plan") -> str:
+def html_report(report: Report, title: str = "Sharding plan") -> str:
     """Lay a report out as a page.
 
     Args:
         report: What `NeuroShardPlanner.report`, `evaluate` or `compare` returned.
         title: Of the page.
     """
-    script, name = _part("page.js"), escape(title)
+    frame, style, script = (
+        Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
+        for kind in ("html", "css", "js")
+    )
+    drawn: dict[str, list[Any]] = {"charts": [], "tables": []}
+    body = [part for s in report.sections() for part in _elements(s, drawn)]
+    data = json.dumps(_brief(drawn), separators=(",", ":"))
     # The page's own script runs, no other; and nothing is fetched, whatever it says.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    body, data = report.page()
-    text = json.dumps(_brief({"phases": PHASES, **data}), separators=(",", ":"))
-    text = text.replace("<", "\\u003c")  # so that it ends no element of the page
-    return f"""<!DOCTYPE html>
-<html lang='en'><head><meta charset='utf-8'>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
-base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; \
-script-src 'sha256-{digest}'">
-<meta name='viewport' content='width=device-width'>
-<title>{name}</title>
-<style>{_part("page.css")}</style></head>
-<body>
-<header><h1>{name}</h1>
-<button id='theme' type='button'>Dark</button></header>
-<noscript><p class='warning'>Charts and tables need JavaScript, which is off here.</p>
-</noscript>
-{body}
-<script type='application/json' id='data'>{text}</script>
-<script>{script}</script>
-</body></html>
-"""
+    return string.Template(frame).substitute(
+        title=escape(title),
+        style=style,
+        body="\n".join(body),
+        data=data.replace("<", "\\u003c"),  # so that it ends no element of the page
+        script=script,
+        digest=digest,
+    )
 
 
-def write_html(
-    report: HtmlReport, path: str | Path, title: str = "Sharding plan"
-) -> None:
+def write_html(report: Report, path: str | Path, title: str = "Sharding plan") -> None:
     """Write `html_report` to a file, which appears whole or not at all."""
     write_whole(path, html_report(report, title))
+
+
+def _elements(section: Section, drawn: dict[str, list[Any]]) -> Iterator[str]:
+    """Return a section's elements; adds what the script draws to the page's data."""
+    title = escape(capitalised(section.title))
+    if section.is_part:
+        yield f"</section><section><h1>{title}</h1>"
+        return
+    items = [
+        f"<li class='{b.severity if isinstance(b, Note) else ''}'>{escape(str(b))}</li>"
+        for b in section.bullets
+    ]
+    table = section.table if section.table and section.table.rows else None
+    if title and (items or table or section.charts or section.lines):
+        yield f"<h2>{title}</h2>"
+    yield from (f"<p>{escape(capitalised(line))}.</p>" for line in section.lines)
+    if items:
+        yield f"<ul>{''.join(items)}</ul>"
+    if section.charts:
+        first = len(drawn["charts"])
+        drawn["charts"] += section.charts
+        numbers = range(first, len(drawn["charts"]))
+        boxes = "".join(f"<div data-charts='{number}'></div>" for number in numbers)
+        yield f"<div class='charts'>{boxes}</div>"
+    if table:
+        yield f"<div data-tables='{len(drawn['tables'])}'></div>"
+        drawn["tables"].append([table.label, table.columns, table.rows])
 
 
 def _brief(value: Any) -> Any:
@@ -98,34 +113,3 @@ def _brief(value: Any) -> Any:
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def view(name: str, plan: int = 0) -> str:
-    """Return the place of what `page.js` draws."""
-    return f"<div data-view='{name}' data-plan='{plan}'></div>"
-
-
-def paragraphs(texts: Iterable[str], kind: str = "") -> str:
-    """Return sentences without their full stops as paragraphs."""
-    return "".join(f"<p class='{kind}'>{escape(sentence(t))}</p>" for t in texts)
-
-
-def bullets(title: str, texts: Iterable[str]) -> str:
-    """Return a list below a heading; nothing where it is empty."""
-    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    return items and f"<h2>{title}</h2><ul>{items}</ul>"
-
-
-def note_list(notes: Iterable[Note]) -> str:
-    """Return a plan's notes below a heading; nothing where there are none."""
-    items = "".join(f"<li class='{n.severity}'>{escape(n.text)}</li>" for n in notes)
-    return items and f"<h2>Notes</h2><ul class='notes'>{items}</ul>"
-
-
-def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows of `terminal.table` with figures in all columns but the first."""
-    lines = []
-    for tag, (name, *cells) in zip(["th", *["td"] * len(rows)], rows, strict=False):
-        others = "".join(f"<{tag} class='number'>{escape(c)}</{tag}>" for c in cells)
-        lines.append(f"<tr><{tag}>{escape(name)}</{tag}>{others}</tr>")
-    return f"<div class='scroll'><table>{''.join(lines)}</table></div>"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.report.terminal import listed_ranks, shortened
+from torchrec_neuroshard.report.sections import listed_ranks, shortened
 from torchrec_neuroshard.schedules import SEQUENTIAL, TIMED
 from torchrec_neuroshard.simulator import PredictedCosts, RankCosts
 
@@ -32,9 +33,10 @@ class DeviceFigure:
         """Return value and unit."""
         return f"{self.value:,.4g} {self.unit}"
 
-    def described(self, *, with_source: bool = False) -> str:
-        """Return name, value and basis; with the source as well, where there is one."""
-        source = f": {self.source}" if with_source and self.source else ""
+    @property
+    def described(self) -> str:
+        """Name, value, basis and, where there is one, the source."""
+        source = f": {self.source}" if self.source else ""
         return f"{self.name} {self} ({self.basis}{source})"
 
 
@@ -60,7 +62,7 @@ class PlanBasis:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What was neither given nor published nor measured."""
-        texts = [f.described() for f in self.figures if f.basis in ASSUMED_BASES]
+        texts = [f.described for f in self.figures if f.basis in ASSUMED_BASES]
         if self.batch_size_is_default:
             texts.append(f"{self.batch_size:,} samples per rank (TorchRec's default)")
         if self.assumed_features:
@@ -68,19 +70,17 @@ class PlanBasis:
             texts.append(f"1 id per sample of {names} (TorchRec's default)")
         return tuple(texts)
 
-    def lines(self, *, with_sources: bool = False) -> list[str]:
+    def lines(self) -> list[str]:
         """Say what costs rest on, in sentences without a full stop."""
         card = self.card or "cards that are not named"
         lines = [f"planned for {card}, {self.batch_size:,} samples per rank"]
         if self.estimate_error is not None:
             lines.append(f"the estimate of kernels may be off: {self.estimate_error}")
-        if self.figures:
-            described = (f.described(with_source=with_sources) for f in self.figures)
-            lines.append(", ".join(described))
         ids = (
             f"{source} ({count} feature{'s' * (count != 1)})"
             for source, count in self.ids_per_sample
         )
+        lines += [figure.described for figure in self.figures]
         lines.append(f"ids per sample: {', '.join(ids)}")
         if self.assumptions:
             lines.append(f"assumed: {'; '.join(self.assumptions)}")
@@ -194,6 +194,11 @@ class RankReport:
     costs: RankCosts
     """Over all stages [ms]."""
 
+    @property
+    def total_ms(self) -> float:
+        """All of its phases together."""
+        return sum(self.costs.to_json().values())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitReport:
@@ -213,26 +218,24 @@ class SplitReport:
     comms_change_ms: float
     """How much longer the collectives would then take."""
 
-    def reason(self, planned_ms: float) -> str:
-        """Say in a sentence what the split is good for.
+    def line(self, planned_ms: float) -> str:
+        """Say where it lies and what the split is good for.
 
         Args:
             planned_ms: Critical path of the plan.
         """
+        shards = ", ".join(f"{width} on rank {rank}" for width, rank in self.shards)
         if self.whole_ms is None:
+            whole_bytes = format_bytes(self.whole_bytes)
             return (
-                f"in one piece it needs {format_bytes(self.whole_bytes)}, more than "
-                "any rank has free"
+                f"{self.table}: {shards}; in one piece it needs {whole_bytes}, more "
+                "than any rank has free"
             )
         change = self.whole_ms / planned_ms - 1 if planned_ms > 0 else 0.0
-        where = f"in one piece, at best on rank {self.whole_rank},"
-        if self.whole_ms <= planned_ms:
-            where = (
-                "by itself the split does not pay: in one piece on rank "
-                f"{self.whole_rank}"
-            )
+        verdict = "" if change > 0 else "by itself the split does not pay: "
         return (
-            f"{where} the critical path would be {self.whole_ms:.3f} ms "
+            f"{self.table}: {shards}; {verdict}in one piece, at best on rank "
+            f"{self.whole_rank}, the critical path would be {self.whole_ms:.3f} ms "
             f"({change:+.1%}: kernels {self.compute_change_ms:+.3f}, collectives "
             f"{self.comms_change_ms:+.3f})"
         )
@@ -318,6 +321,13 @@ class TableReport:
     def path_ms(self) -> float:
         """Its part of the critical path; 0 where its ranks are never the slowest."""
         return sum(shard.path_ms for shard in self.shards)
+
+    def slowest_ms(self, name: str) -> float:
+        """Return a time of its shards, by name, on the rank where it is longest."""
+        by_rank: dict[int, float] = defaultdict(float)
+        for shard in self.shards:
+            by_rank[shard.rank] += getattr(shard, name)
+        return max(by_rank.values(), default=0.0)
 
     @property
     def is_split_by_columns(self) -> bool:

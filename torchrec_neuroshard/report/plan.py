@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.report.page import (
-    HtmlReport,
-    bullets,
-    note_list,
-    paragraphs,
-    view,
-)
+from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.parts import (
     Bottleneck,
     PlanBasis,
@@ -27,22 +22,55 @@ from torchrec_neuroshard.report.parts import (
     WeightSync,
     rank_reports,
 )
-from torchrec_neuroshard.report.terminal import gib, most, note_lines, sentence, table
+from torchrec_neuroshard.report.sections import Column, Section, Table, listed_ranks
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.simulator import PHASES
 
-__all__ = ["PlanReport", "plan_data", "plan_page"]
+__all__ = ["PlanReport"]
 
 MAX_RANKS = 32
-"""Ranks shown one by one; of more, those that set a phase and the least loaded."""
-MAX_TABLES = 50
-"""Tables that the text lists one by one; pages and JSON have all."""
+"""Ranks that the text lists; of more, those that set a phase and the slowest."""
 LOOSE_GAP = 1.0
 """A bound this far below the plan says nothing about it."""
 
 
+_RANK_COLUMNS: tuple[Column, ...] = (
+    ("rank", "count", lambda rank: rank.rank),
+    ("shards", "count", lambda rank: rank.num_shards),
+    ("columns", "count", lambda rank: rank.columns),
+    ("GiB", "gib", lambda rank: rank.used_bytes),
+    ("of GiB", "gib", lambda rank: rank.memory_bytes),
+    ("all", "ms", lambda rank: rank.total_ms),
+    *((phase, "peak", attrgetter(f"costs.{phase}")) for phase in PHASES),
+)
+_TABLE_COLUMNS: tuple[Column, ...] = (
+    ("path", "ms", lambda table: table.path_ms or None),
+    ("kernels", "ms", lambda table: table.slowest_ms("compute_ms") or None),
+    ("collectives", "ms", lambda table: table.slowest_ms("comms_ms") or None),
+    ("GiB", "gib", lambda table: table.used_bytes),
+    ("table", "text", lambda table: table.table),
+    ("rows", "count", lambda table: table.num_embeddings),
+    ("columns", "count", lambda table: table.embedding_dim),
+    ("sharding", "text", lambda table: table.sharding_type),
+    ("kernel", "text", lambda table: table.compute_kernel),
+    ("shards", "count", lambda table: table.num_shards),
+    ("on", "text", lambda table: listed_ranks(table.ranks)),
+    ("in the host's memory", "text", lambda table: table.host and str(table.host)),
+)
+_SHARD_COLUMNS: tuple[Column, ...] = (
+    ("path", "ms", lambda pair: pair[1].path_ms or None),
+    ("kernels", "ms", lambda pair: pair[1].compute_ms or None),
+    ("collectives", "ms", lambda pair: pair[1].comms_ms or None),
+    ("GiB", "gib", lambda pair: pair[1].used_bytes),
+    ("table", "text", lambda pair: pair[0].table),
+    ("rank", "count", lambda pair: pair[1].rank),
+    ("rows", "count", lambda pair: pair[1].num_embeddings),
+    ("columns", "count", lambda pair: pair[1].embedding_dim),
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanReport(HtmlReport):
+class PlanReport(Report):
     """A plan, for people to look at; `print` shows it as text."""
 
     critical_path_ms: float
@@ -121,14 +149,14 @@ class PlanReport(HtmlReport):
         return not any(note.severity == "error" for note in self.notes)
 
     @property
+    def is_costed(self) -> bool:
+        """Whether its costs are known."""
+        return not math.isnan(self.critical_path_ms)
+
+    @property
     def num_split(self) -> int:
         """Tables split by columns, by rows or both."""
         return sum(t.is_split_by_columns or t.is_split_by_rows for t in self.tables)
-
-    @property
-    def num_split_by_columns(self) -> int:
-        """Tables split by columns, and maybe by rows too."""
-        return sum(t.is_split_by_columns for t in self.tables)
 
     @property
     def worst_ms(self) -> dict[str, float]:
@@ -140,60 +168,34 @@ class PlanReport(HtmlReport):
         """The rank with the most memory in use."""
         return max(self.ranks, key=lambda rank: rank.used_bytes)
 
-    @property
-    def layout(self) -> str:
-        """How many tables are split, and how, in words."""
-        by_rows = self.num_split - self.num_split_by_columns
-        kinds = {"by columns": self.num_split_by_columns, "by rows": by_rows}
-        split = [f"{count:,} split {kind}" for kind, count in kinds.items() if count]
-        return ", ".join(split) or "none split"
-
-    @property
-    def bound(self) -> str:
-        """How far the plan may be from the best one, in words."""
-        if not self.lower_bound_ms > 0:
-            return "bound not computed"
-        kind = "lower" if self.bound_is_proven else "estimated"
-        known = f"{kind} bound {self.lower_bound_ms:.3f} ms"
-        if self.gap > LOOSE_GAP:
-            return f"{known}, too low to judge the plan by"
-        return f"{known}, gap {self.gap:.1%}"
-
-    @property
-    def spread(self) -> str:
-        """How uncertain the costs are, in words; empty where that is not known."""
-        kind = "the ensemble's nets differ by up to"
-        if self.basis is not None and self.basis.estimate_error is not None:
-            kind = "the estimate of kernels has a standard deviation of"
-        return f"{kind} {self.uncertainty:.1%} on a rank" if self.uncertainty else ""
-
-    @property
-    def facts(self) -> list[str]:
-        """What costs are made of, in sentences without a full stop."""
-        facts = [
-            self.bottleneck,
-            f"compute: {self.compute_source}; collectives: {self.comms_source}",
-            self.spread,
-            self.weight_sync,
-            self.schedule,
-            self.fallback and f"TorchRec's own plan was taken: {self.fallback}",
+    def sections(self) -> Sequence[Section]:
+        """See `Report`."""
+        by_columns = sum(t.is_split_by_columns for t in self.tables)
+        splits: list[str] = [s.line(self.critical_path_ms) for s in self.splits]
+        if self.splits and (more := by_columns - len(self.splits)) > 0:
+            splits.append(f"and {more:,} more")
+        ranks = Table.of("ranks", self._shown_ranks(), _RANK_COLUMNS, MAX_RANKS)
+        tables = Table.of("tables", self.tables, _TABLE_COLUMNS)
+        pairs = [(t, s) for t in self.tables for s in t.shards]
+        shards = Table.of("shards", pairs, _SHARD_COLUMNS, limit=0)
+        basis = self.basis.lines() if self.basis else []
+        return [
+            Section(lines=self._facts()),
+            self._path_section(),
+            Section(title="each rank", charts=[self.phase_chart, self._memory_chart()]),
+            Section(title="ranks [ms]", table=ranks),
+            Section(title="tables [ms]", table=tables),
+            Section(title="shards [ms]", table=shards),
+            Section(title="tables split by columns, and why", bullets=splits),
+            Section(title="what the costs rest on", bullets=basis),
+            Section(title="notes", bullets=self.notes),
         ]
-        return [str(fact) for fact in facts if fact]
 
-    def __str__(self) -> str:
-        """Return the report as text."""
-        parts: list[Iterable[str]] = [_head_lines(self), _rank_lines(self)]
-        if self.tables:
-            parts.append(_table_lines(self))
-        if self.splits:
-            parts.append(["Tables split by columns, and why:", *_split_lines(self)])
-        if self.notes:
-            parts.append(["Notes:", *note_lines(self.notes)])
-        return "\n\n".join(map("\n".join, parts))
-
-    def page(self) -> tuple[str, dict[str, Any]]:
-        """See `HtmlReport`."""
-        return plan_page(self, 0), {"plans": [plan_data(self, "")], "moves": []}
+    @property
+    def phase_chart(self) -> dict[str, Any]:
+        """What the page draws of each rank's phases."""
+        rows = [[r.rank, *r.costs.to_json().values()] for r in self.ranks]
+        return {"kind": "bars", "unit": "ms", "names": PHASES, "rows": rows}
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -206,126 +208,76 @@ class PlanReport(HtmlReport):
             data["basis"]["assumptions"] = list(self.basis.assumptions)
         return data
 
-
-def _head_lines(report: PlanReport) -> Iterator[str]:
-    head = f"{report.num_tables} tables on {len(report.ranks)} ranks, {report.layout}"
-    if report.num_evaluated:
-        head += f"; {report.num_evaluated:,} rank sets evaluated in "
-        head += f"{report.search_seconds:.1f} s"
-    yield head
-    if math.isnan(report.critical_path_ms):
-        yield "critical path not known"
-        return
-    yield f"critical path {report.critical_path_ms:.3f} ms, {report.bound}"
-    yield from report.facts
-    if report.basis is not None:
-        yield from report.basis.lines()
-
-
-def _rank_lines(report: PlanReport) -> Iterator[str]:
-    """Phases of each rank; a star marks the slowest of a column."""
-    worst = report.worst_ms
-    limited = any(r.memory_bytes is not None for r in report.ranks)
-    limit = ["of GiB"] * limited
-    rows = [["rank", "shards", "columns", "GiB", *limit, *PHASES, "[ms]"]]
-    for rank in _shown_ranks(report):
-        counts = str(rank.rank), str(rank.num_shards), f"{rank.columns:,}"
-        memory = [gib(rank.used_bytes), gib(rank.memory_bytes)][: 1 + limited]
-        phases = (
-            f"{ms:.3f}{'*' if 0 < worst[p] == ms else ' '}"
-            for p, ms in rank.costs.to_json().items()
+    def _facts(self) -> list[str]:
+        """What costs are, and what they are made of, in sentences."""
+        place = f"{self.num_tables:,} tables on {len(self.ranks)} ranks"
+        facts = [f"{place}, {self.num_split:,} of them split"]
+        full = self.fullest
+        room = full.memory_bytes and f" of {format_bytes(full.memory_bytes)}"
+        facts.append(
+            f"fullest: rank {full.rank}, {format_bytes(full.used_bytes)}{room or ''}"
         )
-        rows.append([*counts, *memory, *phases, ""])
-    yield from table(rows)
-    if len(report.ranks) > MAX_RANKS:
-        yield (
-            f"... of {len(report.ranks)} ranks, those that are slowest and least loaded"
-        )
+        if not self.is_costed:
+            return ["critical path not known", *facts]
+        if self.num_evaluated:
+            facts.append(
+                f"{self.num_evaluated:,} rank sets evaluated in "
+                f"{self.search_seconds:.1f} s"
+            )
+        kind = "the ensemble's nets differ by up to"
+        if self.basis is not None and self.basis.estimate_error is not None:
+            kind = "the estimate of kernels has a standard deviation of"
+        more = [
+            self.bottleneck,
+            f"compute: {self.compute_source}; collectives: {self.comms_source}",
+            self.uncertainty and f"{kind} {self.uncertainty:.1%} on a rank",
+            self.weight_sync,
+            self.schedule,
+            self.fallback and f"TorchRec's own plan was taken: {self.fallback}",
+        ]
+        path = f"critical path {self.critical_path_ms:.3f} ms, {self._bound()}"
+        return [path, *facts, *(str(fact) for fact in more if fact)]
 
+    def _bound(self) -> str:
+        """How far the plan may be from the best one, in words."""
+        if not self.lower_bound_ms > 0:
+            return "bound not computed"
+        kind = "lower" if self.bound_is_proven else "estimated"
+        known = f"{kind} bound {self.lower_bound_ms:.3f} ms"
+        if self.gap > LOOSE_GAP:
+            return f"{known}, too low to judge the plan by"
+        return f"{known}, gap {self.gap:.1%}"
 
-def _shown_ranks(report: PlanReport) -> list[RankReport]:
-    """Return the ranks to show one by one: see `MAX_RANKS`."""
-    ranks, worst = report.ranks, report.worst_ms.items()
-    if len(ranks) <= MAX_RANKS:
-        return [*ranks]
-    by_load = sorted(ranks, key=lambda r: sum(r.costs.to_json().values()))
-    slowest = (next(r for r in ranks if getattr(r.costs, p) == ms) for p, ms in worst)
-    shown = {r.rank for r in (*slowest, *by_load[:2], *by_load[-6:])}
-    return [r for r in ranks if r.rank in shown]
+    def _path_section(self) -> Section:
+        lines = ["each phase is as long as on its slowest rank: the others wait for it"]
+        if self.lower_bound_ms > 0:
+            lines.append(f"dashed: the {self._bound()}")
+        worst = self.worst_ms
+        total = sum(worst.values())
+        if self.is_costed and abs(total - self.critical_path_ms) > 1e-3 * total:
+            lines.append(
+                f"together {total:.3f} ms; by stages, other layers and what runs at "
+                f"the same time, the path is {self.critical_path_ms:.3f} ms"
+            )
+        chart = {"kind": "path", "phases": worst, "bound_ms": self.lower_bound_ms}
+        return Section(title="critical path", lines=lines, charts=[chart])
 
+    def _memory_chart(self) -> dict[str, Any]:
+        rows = []
+        for r in self.ranks:
+            free = max(0.0, (r.memory_bytes or 0) - r.used_bytes)
+            rows.append([r.rank, r.used_bytes / 2**30, free / 2**30])
+        names = ("used", "free")
+        return {"kind": "bars", "unit": "GiB", "names": names, "rows": rows}
 
-def _table_lines(report: PlanReport) -> Iterator[str]:
-    known = any(t.path_ms for t in report.tables)
-    first = " part of the critical path first [ms, GiB]" if known else " first [GiB]"
-    yield f"Tables, the largest{first}:"
-    rows = [
-        (
-            f"{t.path_ms:.3f}" if known else "",
-            gib(t.used_bytes),
-            f"{t.table} ({t.num_embeddings:,} x {t.embedding_dim}): {t.place}"
-            + (f"; {t.host}" if t.host is not None else ""),
-        )
-        for t in report.tables
-    ]
-    yield from most(table(rows), MAX_TABLES)
+    def _shown_ranks(self) -> Sequence[RankReport]:
+        """All ranks; of many, those first that set the path: the text ends early."""
+        if len(self.ranks) <= MAX_RANKS:
+            return self.ranks
+        worst = self.worst_ms.items()
 
+        def order(rank: RankReport) -> tuple[int, float]:
+            num_set = sum(getattr(rank.costs, phase) == ms for phase, ms in worst)
+            return -num_set, -rank.total_ms
 
-def _split_lines(report: PlanReport) -> Iterator[str]:
-    for split in report.splits:
-        shards = ", ".join(f"{width} on rank {rank}" for width, rank in split.shards)
-        yield f"{split.table}: {shards}\n    {split.reason(report.critical_path_ms)}"
-    if report.splits and (more := report.num_split_by_columns - len(report.splits)):
-        yield f"... and {more:,} more"
-
-
-def plan_page(report: PlanReport, number: int) -> str:
-    """Lay out one of a page's plans.
-
-    Args:
-        report: Of the plan.
-        number: The plan's place in the page's data.
-    """
-    path_ms, full = report.critical_path_ms, report.fullest
-    room = f"of {gib(full.memory_bytes)} GiB, " if full.memory_bytes else ""
-    path = "not known" if math.isnan(path_ms) else f"{path_ms:.3f} ms"
-    where = f"on {len(report.ranks)} ranks, {report.layout}"
-    cards = "".join(
-        f"<div><span>{title}</span><b>{value}</b><span>{more}</span></div>"
-        for title, value, more in (
-            ("critical path, predicted", path, report.bound),
-            ("tables", f"{report.num_tables:,}", where),
-            ("fullest rank", f"{gib(full.used_bytes)} GiB", f"{room}rank {full.rank}"),
-        )
-    )
-    basis = report.basis.lines(with_sources=True) if report.basis else []
-    return f"""<div class='cards'>{cards}</div>
-{paragraphs(report.facts)}
-<div class='box'><h2>Critical path</h2>{view("path", number)}
-<h2>What each rank does in an iteration</h2>
-{view("legend")}{view("phases", number)}
-<h2>Memory of each rank</h2>
-{view("memory", number)}</div>
-<h2>Tables</h2>
-{view("tables", number)}
-<h2>Ranks</h2>
-<p class='note'>Milliseconds; the slowest rank of a phase stands out.</p>
-{view("ranks", number)}
-{bullets("Tables split by columns, and why", [*_split_lines(report)])}
-{bullets("What the costs rest on", basis)}
-{note_list(report.notes)}
-"""
-
-
-def plan_data(report: PlanReport, name: str) -> dict[str, Any]:
-    """Return what `page.js` draws of a plan, under the name that the page gives it."""
-    return {
-        "name": name,
-        "path_ms": report.critical_path_ms,
-        "bound_ms": report.lower_bound_ms,
-        "bound_is_proven": report.bound_is_proven,
-        "ranks": [dataclasses.astuple(rank) for rank in report.ranks],
-        "tables": [
-            [*dataclasses.astuple(t)[:-1], sentence(str(t.host)) if t.host else ""]
-            for t in report.tables
-        ],
-    }
+        return sorted(self.ranks, key=order)

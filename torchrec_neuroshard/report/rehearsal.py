@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.report.terminal import listed_ranks, note_lines, table
+from torchrec_neuroshard.report.page import Report
+from torchrec_neuroshard.report.sections import Column, Section, Table, listed_ranks
 
 __all__ = ["RankRehearsal", "Rehearsal"]
 
 MAX_RANKS = 32
-"""Ranks shown one by one; of more, the fullest ones."""
+"""Ranks that the text lists; of more, those at fault and the fullest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,7 @@ class RankRehearsal:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rehearsal:
+class Rehearsal(Report):
     """A plan on all of its ranks; `print` shows it as text."""
 
     world_size: int
@@ -68,47 +69,48 @@ class Rehearsal:
         """The rank that takes the most of its memory."""
         return max(self.ranks, key=lambda r: r.peak_bytes / max(1, r.memory_bytes))
 
-    def __str__(self) -> str:
-        """Return the report as text."""
-        return "\n".join(_lines(self))
+    def sections(self) -> Sequence[Section]:
+        """See `Report`."""
+        ranks, full = [*self.ranks], self.fullest
+        at_fault: dict[str, list[int]] = {}
+        for rank in ranks:
+            for fault in rank.faults:
+                at_fault.setdefault(fault, []).append(rank.rank)
+        count = sum(bool(rank.faults) for rank in ranks)
+        verdict = f"{count} ranks cannot" if count else "every rank can"
+        lines = [
+            f"{self.num_tables} tables on {self.world_size} ranks, {self.batch_size} "
+            f"samples each, pipeline {self.pipeline}: {verdict} run it",
+            f"{self.num_built} ranks built without a device in {self.seconds:.1f} s; "
+            "memory is predicted, of the embedding part alone",
+            f"fullest: rank {full.rank}, {format_bytes(full.peak_bytes)} of "
+            f"{format_bytes(full.memory_bytes)}",
+        ]
+        if len(ranks) > MAX_RANKS:
+            ranks.sort(key=lambda r: (not r.faults, -r.peak_bytes))
+        columns: list[Column] = [
+            ("rank", "count", lambda r: r.rank),
+            ("shards", "count", lambda r: r.num_shards),
+            ("kernels", "count", lambda r: r.num_kernels),
+            ("weights", "gib", lambda r: r.weights_bytes),
+            ("optimizer", "gib", lambda r: r.optimizer_bytes),
+            ("cache", "gib", lambda r: r.cache_bytes),
+            ("activation", "gib", lambda r: r.activation_bytes),
+            ("peak", "gib", lambda r: r.peak_bytes),
+            ("memory", "gib", lambda r: r.memory_bytes),
+            ("", "text", lambda r: "at fault" if r.faults else None),
+        ]
+        faults = [f"{listed_ranks(at)}: {fault}" for fault, at in at_fault.items()]
+        return [
+            Section(lines=lines),
+            Section(
+                title="ranks [GiB]",
+                table=Table.of("ranks", ranks, columns, MAX_RANKS),
+            ),
+            Section(title="faults", bullets=faults),
+            Section(title="notes", bullets=self.notes),
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         return to_fields(self)
-
-
-def _lines(report: Rehearsal) -> Iterator[str]:
-    ranks, full = report.ranks, report.fullest
-    faulty = [r for r in ranks if r.faults]
-    verdict = f"{len(faulty)} ranks cannot" if faulty else "every rank can"
-    yield (
-        f"{report.num_tables} tables on {report.world_size} ranks, {report.batch_size} "
-        f"samples each, pipeline {report.pipeline}: {verdict} run it"
-    )
-    yield (
-        f"{report.num_built} ranks built without a device in {report.seconds:.1f} s; "
-        "memory is predicted, of the embedding part alone"
-    )
-    yield (
-        f"fullest: rank {full.rank}, {format_bytes(full.peak_bytes)} of "
-        f"{format_bytes(full.memory_bytes)}"
-    )
-    yield ""
-    names = ("weights", "optimizer", "cache", "activation", "peak", "memory")
-    chosen = sorted(ranks, key=lambda r: (not r.faults, -r.peak_bytes))[:MAX_RANKS]
-    rows = [["rank", "shards", "kernels", *names, "[GiB]"]]
-    rows += [
-        [
-            *map(str, (rank.rank, rank.num_shards, rank.num_kernels)),
-            *(f"{getattr(rank, f'{name}_bytes') / 2**30:.3f}" for name in names),
-            "*" if rank.faults else "",
-        ]
-        for rank in sorted(chosen, key=lambda r: r.rank)
-    ]
-    yield from table(rows)
-    if len(ranks) > MAX_RANKS:
-        yield f"... of {len(ranks)} ranks, those at fault and the fullest"
-    for fault in dict.fromkeys(fault for rank in faulty for fault in rank.faults):
-        where = [rank.rank for rank in faulty if fault in rank.faults]
-        yield f"- {listed_ranks(where)}: {fault}"
-    yield from note_lines(report.notes)

@@ -6,15 +6,15 @@ import csv
 import dataclasses
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.plan import LOOSE_GAP, PlanReport
-from torchrec_neuroshard.report.terminal import gib, table
+from torchrec_neuroshard.report.sections import Column, Section, Table
 
 __all__ = ["Sweep", "SweepCell"]
-
-_HEAD = "card|ranks|group|batch|ms|+-|gap|samples/s|GiB|of GiB|limit".split("|")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,28 +28,28 @@ class SweepCell:
     group_size: int
     """Ranks that share the tables out; all, without replicas."""
     obstacle: str = ""
-    """Why nothing fits; NaN then stands for what is not known."""
-    iteration_ms: float = math.nan
+    """Why nothing fits; what is not known is None then."""
+    iteration_ms: float | None = None
     """With its part of the replicas' average."""
-    kernels_ms: float = math.nan
+    kernels_ms: float | None = None
     """Of kernels, on the slowest ranks."""
-    links_ms: float = math.nan
+    links_ms: float | None = None
     """Of collectives, the replicas' average included."""
-    gap: float = math.nan
-    """Of the plan to the lower bound; infinite where none is known."""
-    memory_bytes: float = math.nan
+    gap: float | None = None
+    """Of the plan to the lower bound; None where none is known."""
+    memory_bytes: float | None = None
     """Of the fullest rank."""
-    memory_limit_bytes: float = math.nan
+    memory_limit_bytes: float | None = None
     """What that rank has for tables."""
     num_in_host_memory: int = 0
     """Tables for which the devices have no room."""
-    uncertainty: float = math.nan
+    uncertainty: float | None = None
     """Relative standard deviation of the iteration."""
     kernels_source: str = ""
     links_source: str = ""
 
     @classmethod
-    def of(cls, report: PlanReport, **where: object) -> SweepCell:
+    def of(cls, report: PlanReport, **where: Any) -> SweepCell:
         """Describe a plan.
 
         Args:
@@ -60,13 +60,13 @@ class SweepCell:
         kernels_ms = sum(ms for p, ms in worst.items() if p.endswith("compute"))
         sync_ms = report.weight_sync.ms_per_iteration if report.weight_sync else 0.0
         return cls(
-            **where,  # type: ignore[arg-type]
+            **where,
             iteration_ms=report.critical_path_ms + sync_ms,
             kernels_ms=kernels_ms,
             links_ms=sum(worst.values()) - kernels_ms + sync_ms,
-            gap=report.gap,
+            gap=report.gap if math.isfinite(report.gap) else None,
             memory_bytes=fullest.used_bytes,
-            memory_limit_bytes=float(fullest.memory_bytes or math.nan),
+            memory_limit_bytes=fullest.memory_bytes,
             num_in_host_memory=sum("uvm" in t.compute_kernel for t in report.tables),
             uncertainty=report.uncertainty,
             kernels_source=report.compute_source,
@@ -79,35 +79,10 @@ class SweepCell:
         return not self.obstacle
 
     @property
-    def name(self) -> str:
-        """What it is for, in words."""
-        groups = f", groups of {self.group_size}" * (self.group_size != self.num_ranks)
-        return (
-            f"{self.num_ranks} x {self.card}, {self.batch_size:,} samples per "
-            f"rank{groups}"
-        )
-
-    @property
-    def row(self) -> list[str]:
-        """It as text, in the columns of a sweep's table."""
-        where = [self.card, str(self.num_ranks), str(self.group_size)]
-        where.append(f"{self.batch_size:,}")
-        if not self.fits:
-            return [*where, f"does not fit: {self.obstacle}"]
-        return [
-            *where,
-            f"{self.iteration_ms:.3f}",
-            f"{self.uncertainty:.0%}",
-            f"{self.gap:.0%}" if self.gap <= LOOSE_GAP else "?",
-            f"{self.samples_per_s:,.0f}",
-            gib(self.memory_bytes),
-            gib(self.memory_limit_bytes),
-            self.limit,
-        ]
-
-    @property
-    def samples_per_s(self) -> float:
+    def samples_per_s(self) -> float | None:
         """Of all ranks."""
+        if self.iteration_ms is None:
+            return None
         return self.num_ranks * self.batch_size / self.iteration_ms * 1e3
 
     @property
@@ -115,31 +90,53 @@ class SweepCell:
         """What it would take more of to be quicker: kernels, links or memory."""
         if not self.fits or self.num_in_host_memory:
             return "memory"
-        return "kernels" if self.kernels_ms >= self.links_ms else "links"
+        return "kernels" if (self.kernels_ms or 0) >= (self.links_ms or 0) else "links"
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("card", "text", lambda c: c.card),
+    ("ranks", "count", lambda c: c.num_ranks),
+    ("group", "count", lambda c: c.group_size),
+    ("batch", "count", lambda c: c.batch_size),
+    ("ms", "ms", lambda c: c.iteration_ms),
+    ("+-", "percent", lambda c: c.uncertainty),
+    ("gap", "percent", lambda c: c.gap if (c.gap or 0) <= LOOSE_GAP else None),
+    ("samples/s", "rate", lambda c: c.samples_per_s),
+    ("GiB", "gib", lambda c: c.memory_bytes),
+    ("of GiB", "gib", lambda c: c.memory_limit_bytes),
+    (
+        "limit",
+        "text",
+        lambda c: f"does not fit: {c.obstacle}" if c.obstacle else c.limit,
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sweep:
+class Sweep(Report):
     """Plans of one model for many devices; `print` shows a table."""
 
     cells: tuple[SweepCell, ...]
 
-    def __str__(self) -> str:
-        """Return a table; below it the best of it, and what the costs rest on."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield from table([_HEAD, *(cell.row for cell in self.cells)], left=1)
+    def sections(self) -> Sequence[Section]:
+        """See `Report`: all cells, the best of them, and what the costs rest on."""
         fitting = [cell for cell in self.cells if cell.fits]
-        if not fitting:
-            yield "nothing fits; each line says what would help"
-            return
-        fastest = max(fitting, key=lambda cell: cell.samples_per_s)
-        yield f"most samples per second: {fastest.name}"
-        yield from dict.fromkeys(
+        lines = ["nothing fits; each line says what would help"]
+        if fitting:
+            best = max(fitting, key=lambda cell: cell.samples_per_s or 0.0)
+            groups = f", groups of {best.group_size}"
+            lines = [
+                f"most samples per second: {best.num_ranks} x {best.card}, "
+                f"{best.batch_size:,} samples per rank"
+                + groups
+                * (best.group_size != best.num_ranks)
+            ]
+        lines += dict.fromkeys(
             f"{c.card}: compute: {c.kernels_source}; collectives: {c.links_source}"
             for c in fitting
         )
+        table = Table.of("cells", self.cells, _COLUMNS, limit=len(self.cells))
+        return [Section(table=table), Section(lines=lines)]
 
     def to_csv(self) -> str:
         """Return all cells as CSV, with what each rests on."""
@@ -148,10 +145,5 @@ class Sweep:
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(names)
-        for cell in self.cells:
-            values = [getattr(cell, name) for name in names]
-            writer.writerow(
-                "" if isinstance(v, float) and not math.isfinite(v) else v
-                for v in values
-            )
+        writer.writerows([getattr(cell, n) for n in names] for cell in self.cells)
         return out.getvalue()

@@ -33,7 +33,8 @@ from torchrec_neuroshard.planner.options.table_reader import (
     note_sharders,
     table_configs,
 )
-from torchrec_neuroshard.report import ShardReport, TableMove, TableReport
+from torchrec_neuroshard.report import TableMove
+from torchrec_neuroshard.report.parts import ShardReport, TableReport
 from torchrec_neuroshard.tables import DATA_TYPE_BYTES
 
 __all__ = [

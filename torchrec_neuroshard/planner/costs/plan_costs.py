@@ -65,7 +65,12 @@ from torchrec_neuroshard.planner.topology import (
     sharding_group,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import Bottleneck, HostTable, PlanBasis, WeightSync
+from torchrec_neuroshard.report.parts import (
+    Bottleneck,
+    HostTable,
+    PlanBasis,
+    WeightSync,
+)
 from torchrec_neuroshard.schedules import DenseMs, find_schedule
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.default import MAX_WARNINGS, range_note, range_notes
