@@ -106,8 +106,8 @@ def test_tables_are_planned_shown_and_compared(
     out = capsys.readouterr().out
     assert "made for 2 ranks, 2 per node (cuda); samples per rank: 256" in out
     assert f"critical path {path_ms:.3f} ms" in out
-    [row] = [line.split() for line in out.splitlines() if " user " in line][-1:]
-    assert row[4:8] == ["user", "200,000", "64", "table_wise"]
+    [shown_row] = [x.split() for x in out.splitlines() if " user " in x][-1:]
+    assert shown_row[4:8] == ["user", "200,000", "64", "table_wise"]
     shown = json.loads(Path("shown.json").read_text())
     assert shown["ranks"] == found["plan"]["ranks"]
 

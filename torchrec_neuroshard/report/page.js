@@ -43,7 +43,7 @@
     });
     const words = make("input", {
       type: "search",
-      placeholder: "Filter: words that a row has, or rank:3",
+      placeholder: "Filter: words, or column:value",
       aria: { "aria-label": `Filter ${label}` },
       on: { input: () => update() },
     });
