@@ -316,6 +316,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 costs=self.costs,
                 placement=self.placement_constraints,
                 pipeline_type=pipeline_type,
+                for_search=proposer is None and partitioner is None,
             )
         if partitioner is None:
             partitioner = NeuroShardPartitioner(

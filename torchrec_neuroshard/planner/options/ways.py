@@ -20,8 +20,10 @@ from torchrec_neuroshard.planner.options.table_reader import (
 )
 from torchrec_neuroshard.sharding_types import (
     COLUMN_SHARDED_TYPES,
+    COLUMN_WISE,
     SHARDING_TYPES,
     TABLE_COLUMN_WISE,
+    TABLE_WISE,
 )
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -33,6 +35,7 @@ __all__ = [
     "node_ranks",
     "on_nodes",
     "other_grids",
+    "useful_ways",
 ]
 
 
@@ -101,6 +104,49 @@ def is_placeable(option: ShardingOption, reader: TableReader) -> bool:
             listed and [int(s.size[0]) for s in shards] != block * (len(shards) // size)
         )
     )
+
+
+def useful_ways(
+    tables: Sequence[Sequence[ShardingOption]],
+) -> list[list[ShardingOption]]:
+    """Leave out, of each table, ways that its other ways include for a search.
+
+    A table that may be split may stay whole: table-wise shards are of use only where
+    another table of the module can be nothing else, so that both share a kernel. So
+    are table-column-wise ones of a table that may be column-wise. Sequences are not
+    split: of them the table-wise ones stay.
+
+    Args:
+        tables: The ways of each table, all placeable.
+    """
+    kinds = [(ways[0].path, {o.sharding_type for o in ways}) for ways in tables if ways]
+    whole_modules = {
+        path for path, own in kinds if own & COLUMN_SHARDED_TYPES == {TABLE_WISE}
+    }
+    node_modules = {
+        path
+        for path, own in kinds
+        if TABLE_COLUMN_WISE in own and COLUMN_WISE not in own
+    }
+    found = []
+    for ways in tables:
+        columns = {o.compute_kernel for o in ways if o.sharding_type == COLUMN_WISE}
+        whole = {o.compute_kernel for o in ways if o.sharding_type == TABLE_WISE}
+        included = {TABLE_COLUMN_WISE: columns, TABLE_WISE: columns}
+        if ways and not is_pooled(ways[0]):
+            included = {TABLE_COLUMN_WISE: columns, COLUMN_WISE: whole}
+        elif ways and ways[0].path in whole_modules:
+            included.pop(TABLE_WISE)
+        if ways and ways[0].path in node_modules:
+            included.pop(TABLE_COLUMN_WISE)
+        found.append(
+            [
+                o
+                for o in ways
+                if o.compute_kernel not in included.get(o.sharding_type, ())
+            ]
+        )
+    return found
 
 
 def on_nodes(

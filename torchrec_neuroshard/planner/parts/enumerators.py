@@ -47,13 +47,18 @@ from torchrec_neuroshard.planner.options.table_reader import (
     table_configs,
     table_name,
 )
+from torchrec_neuroshard.planner.options.ways import is_placeable, useful_ways
 from torchrec_neuroshard.planner.parts.shard_estimators import (
     NeuroShardEstimator,
     StorageEstimator,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.schedules import PREFETCHING
-from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_COLUMN_WISE
+from torchrec_neuroshard.sharding_types import (
+    COLUMN_SHARDED_TYPES,
+    COLUMN_WISE,
+    TABLE_COLUMN_WISE,
+)
 
 __all__ = ["NeuroShardEnumerator"]
 
@@ -106,6 +111,8 @@ class NeuroShardEnumerator(HookedEnumerator):
         pipeline_type: TorchRec's, of the training loop: what it keeps on the device
             counts as memory, unless there is an `estimator`, and caches are made ready
             for being loaded ahead. None: no pipeline.
+        for_search: Whether `NeuroShardPartitioner` alone places the options: then those
+            that others include for it are left out, too (`useful_ways`).
         kwargs: Passed to `EmbeddingEnumerator`.
     """
 
@@ -122,6 +129,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         costs: PlanCosts | None = None,
         placement: PlacementConstraints | None = None,
         pipeline_type: Any = None,
+        for_search: bool = False,
         **kwargs: Any,
     ) -> None:
         constraints = dict(constraints) if constraints else None
@@ -168,6 +176,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._offloadable: set[str] = set()
         self._withheld: dict[str, frozenset[str]] = {}
         self._placement = placement or PlacementConstraints()
+        self._for_search = for_search
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -243,12 +252,27 @@ class NeuroShardEnumerator(HookedEnumerator):
         """
         # Estimators are told less of sharders.
         note_sharders(sharding_options, self._sharders)
+        if self._for_search and self._listed is not None:
+            sharding_options[:] = self._useful(sharding_options)
         for option in filter(has_cache, sharding_options if self._prefetches else ()):
             # TorchRec leaves it to the caller; without it rows come out wrong.
             option.cache_params = dataclasses.replace(
                 option.cache_params or CacheParams(), prefetch_pipeline=True
             )
         super().populate_estimates(sharding_options)
+
+    def _useful(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """Leave out options that others include for a search."""
+        self._reader.share_facts(options)
+        tables: dict[tuple[str, str], list[ShardingOption]] = {}
+        for option in options:
+            in_columns = option.sharding_type in COLUMN_SHARDED_TYPES
+            if in_columns and is_placeable(option, self._reader):
+                tables.setdefault((option.path, option.name), []).append(option)
+        useful = useful_ways([*tables.values()])
+        left_out = {id(o) for ways in tables.values() for o in ways}
+        left_out -= {id(o) for ways in useful for o in ways}
+        return [o for o in options if id(o) not in left_out]
 
     def withheld(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return, of listed options, those by kernels that were left out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +44,17 @@ from torchrec_neuroshard.planner.options.table_reader import (
     has_open_cache,
     has_own_optimizer,
     is_fused,
-    is_pooled,
     table_name,
 )
-from torchrec_neuroshard.planner.options.ways import narrowest_shard, node_ranks
+from torchrec_neuroshard.planner.options.ways import (
+    narrowest_shard,
+    node_ranks,
+    useful_ways,
+)
 from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
-    TABLE_COLUMN_WISE,
     TABLE_WISE,
 )
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
@@ -160,8 +162,7 @@ class SearchSpace:
         Raises:
             PlannerError: A table is left no rank, or too few for any of its ways.
         """
-        whole, by_node = _whole_modules(tables), _node_modules(tables)
-        tables = [_useful(w, whole, by_node, rules, reader) for w in tables]
+        tables = [_permitted(ways, rules, reader) for ways in useful_ways(tables)]
         listed = [option for ways in tables for option in ways]
         tier = device_tier(reader.topology)
         known = _shard_bytes(listed, reader, enumerator, tier)
@@ -305,49 +306,16 @@ def _may_be_table_wise(constraint: ParameterConstraints | None) -> bool:
     return not allowed or TABLE_WISE in allowed
 
 
-def _useful(
-    ways: Sequence[ShardingOption],
-    whole_modules: Collection[str],
-    node_modules: Collection[str],
-    rules: PlacementRules,
-    reader: TableReader,
+def _permitted(
+    ways: Sequence[ShardingOption], rules: PlacementRules, reader: TableReader
 ) -> list[ShardingOption]:
-    """Leave out ways that others include, and those that rules have no ranks for.
-
-    A table that may be split may stay whole: table-wise shards are of use only where
-    another table of the module can be nothing else, so that both share a kernel. So
-    are table-column-wise ones of a table that may be column-wise.
-    """
+    """Leave out ways that rules have no ranks for."""
     kept = [o for o in ways if permits(rules, o, reader)] if rules else list(ways)
     if not kept:
         raise PlannerError(
             error_type=PlannerErrorType.PARTITION,
             message=too_few_ranks(ways, "is proposed"),
         )
-    columns = {o.compute_kernel for o in kept if o.sharding_type == COLUMN_WISE}
-    kept = [
-        o
-        for o in kept
-        if o.sharding_type != TABLE_COLUMN_WISE
-        or o.compute_kernel not in columns
-        or o.path in node_modules
-    ]
-    if not is_pooled(ways[0]):
-        # Sequences are not split: table-wise shards are the same.
-        whole = {o.compute_kernel for o in kept if o.sharding_type == TABLE_WISE}
-        kept = [
-            o
-            for o in kept
-            if o.sharding_type != COLUMN_WISE or o.compute_kernel not in whole
-        ]
-    else:
-        kept = [
-            o
-            for o in kept
-            if o.sharding_type != TABLE_WISE
-            or o.compute_kernel not in columns
-            or o.path in whole_modules
-        ]
     if rules and len(rules.colocated_with(rules.index[table_name(ways[0])])) > 1:
         # Those that lie together are moved as one.
         alone = [o for o in kept if o.sharding_type in COLUMN_SHARDED_TYPES]
@@ -414,26 +382,6 @@ def _smaller_ways(
         way = min(smaller, key=loss)
         yield loss(way), way
         option = way
-
-
-def _whole_modules(tables: Sequence[Sequence[ShardingOption]]) -> set[str]:
-    """Modules with a table that can lie in column shards only in one piece."""
-    return {
-        ways[0].path
-        for ways in tables
-        if {o.sharding_type for o in ways if o.sharding_type in COLUMN_SHARDED_TYPES}
-        == {TABLE_WISE}
-    }
-
-
-def _node_modules(tables: Sequence[Sequence[ShardingOption]]) -> set[str]:
-    """Modules with a table that can be split by columns only inside a node."""
-    kinds = [(ways[0].path, {o.sharding_type for o in ways}) for ways in tables]
-    return {
-        path
-        for path, own in kinds
-        if TABLE_COLUMN_WISE in own and COLUMN_WISE not in own
-    }
 
 
 def _shard_bytes(
