@@ -250,7 +250,7 @@ class Assessor:
 
     def _price(self, planner: NeuroShardPlanner) -> PredictedCosts:
         started = time.perf_counter()
-        priced = planner.costs.evaluate(planner.costs.lower(self._options))
+        priced = planner.costs.placed(self._options).predicted
         self._seconds = time.perf_counter() - started
         return priced
 

@@ -265,18 +265,22 @@ def expected_kernels(planner: Any, plan: Sequence[Any]) -> Any:
     kernels: list[dict[int, list[list[int]]]] = [
         {} for _ in range(dist.get_world_size())
     ]
-    index_N = priced.found.table_N
+    index_N = priced.table_N
     group_N = priced.simulator.groups_T[index_N]
-    for index, group, shard in zip(index_N, group_N, priced.found.shards, strict=True):
+    for index, group, shard in zip(index_N, group_N, priced.shards, strict=True):
         if fused[index]:
             held = kernels[shard.rank].setdefault(int(group), [])
             held.append([int(n) for n in shard.size])
-    stages_T = priced.simulator.stages_T
+    simulator = priced.simulator
+    stages_T = simulator.stages_T
+    columns_S = simulator.ordered_columns(
+        priced.num_shards_T, simulator.columns_per_table
+    )
     kind_of = {s: o.sharding_type for o, s in zip(options, stages_T, strict=True)}
     return (
         [sorted(map(sorted, k.values())) for k in kernels],
-        len(priced.found.task.stage_names),
-        [kind_of[stage] for stage in np.flatnonzero(priced.ordered_columns())],
+        len(priced.task.stage_names),
+        [kind_of[stage] for stage in np.flatnonzero(columns_S)],
     )
 
 

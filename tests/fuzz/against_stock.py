@@ -163,7 +163,7 @@ def _compared(
         return f"failure, bound: {result.lower_bound_ms} ms above {cost}"
     try:
         options = options_of(planner, module, theirs)
-        known_ms = planner.costs.evaluate(planner.costs.lower(options)).critical_path_ms
+        known_ms = planner.costs.placed(options).predicted.critical_path_ms
         obstacle = _obstacle(planner, module, options)
     except Exception as error:
         return f"failure, pricing TorchRec's {type(error).__name__}: {error}"

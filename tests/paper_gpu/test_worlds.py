@@ -114,7 +114,7 @@ def test_ranks_hold_the_shards_and_kernels_of_the_plan() -> None:
             for shard, rank in places:
                 shards[rank].append((name, *shard.shard_offsets, *shard.shard_sizes))
     # Tables share kernels as the simulator assumed.
-    priced = planner.costs.price(chosen.options).found
+    priced = planner.costs.price(chosen.options)
     groups: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for table, rank in zip(
         priced.table_N.tolist(), priced.rank_N.tolist(), strict=True

@@ -23,7 +23,7 @@ from tests.builders import (
     sequences,
 )
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
-from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key
+from torchrec_neuroshard.planner.costs.placed import PlacedPlan, fusion_key
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.simulator import PHASES
@@ -67,7 +67,7 @@ def placed(
 
 def phases_of(costs: PlanCosts, plan: list[ShardingOption]) -> dict[str, list[Any]]:
     """Stage -> phases of each rank."""
-    predicted = costs.evaluate(costs.lower(plan))
+    predicted = costs.placed(plan).predicted
     return {
         stage.name: [[getattr(r, p) for p in PHASES] for r in stage.ranks]
         for stage in predicted.stages
@@ -238,8 +238,7 @@ def test_sums_over_shards_agree_with_the_stages(everywhere: bool) -> None:
     kinds = uniform if everywhere else MIXED
     sizes = [(1000, 32), (500, 16), *[(100, 32)] * (len(kinds) - 2)]
     costs, plan = placed(make_ebc(sizes), topology_of(4, 2), kinds)
-    lowered = costs.lower(plan)
-    predicted = costs.evaluate(lowered)
+    predicted = PlacedPlan(plan, costs).predicted
     assert {s.name.split()[1] for s in predicted.stages} == {
         f"({kind})" for kind, _ in kinds.values()
     }
@@ -257,7 +256,7 @@ def test_sums_over_shards_agree_with_the_stages(everywhere: bool) -> None:
             if everywhere or "compute" in name:
                 assert total == pytest.approx(expected)
     costs.attribute(plan)
-    assert costs.evaluate(costs.lower(plan)) == predicted
+    assert PlacedPlan(plan, costs).predicted == predicted
     # Kernels that were not measured are counted.
     unmeasured = 1 if everywhere else 2
     source = f"analytic; estimated for {unmeasured} of {len(kinds)} tables"

@@ -330,7 +330,7 @@ def test_launches_of_fused_stock_tables_count_once() -> None:
     enumerator = NeuroShardEnumerator(gpus(), 64, constraints, costs=costs)
     partitioner = NeuroShardPartitioner(gpus(), constraints, costs=costs)
     plan = partitioner.partition(enumerator.enumerate(tables, bag_sharders()), gpus())
-    ranks = costs.evaluate(costs.lower(plan)).ranks
+    ranks = costs.placed(plan).predicted.ranks
     shards = [o.shards[0].perf for o in theirs]
     stock = sum(perf.fwd_compute for perf in shards)
     assert ranks[0].fwd_compute == pytest.approx(0.5 + stock)

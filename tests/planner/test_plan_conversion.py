@@ -17,13 +17,15 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from tests.builders import ATTACHES_OPTIMIZERS, gpus, make_ebc, only
 from torchrec_neuroshard.placement import ColumnShard
 from torchrec_neuroshard.planner.compat import sharders_by_type
-from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key, lower_plan
+from torchrec_neuroshard.planner.costs.placed import PlacedPlan, fusion_key
+from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.options.table_reader import TableReader, note_sharders
 from torchrec_neuroshard.planner.options.ways import (
     is_placeable,
     node_ranks,
     on_nodes,
 )
+from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = ATTACHES_OPTIMIZERS
 
@@ -113,9 +115,9 @@ def test_fusion_key_separates_what_torchrec_separates() -> None:
     assert column != keys[0]
 
 
-def test_lower_plan_keeps_shards_of_one_rank_apart() -> None:
+def test_placed_plan_keeps_shards_of_one_rank_apart() -> None:
     # TorchRec's own plans may put two shards of a table on one rank; it runs both.
-    reader, options = options_of(make_ebc([(100, 32), (50, 16)]))
+    _, options = options_of(make_ebc([(100, 32), (50, 16)]))
     split = options[("t0", "column_wise", "fused")]
     other = options[("t1", "row_wise", "fused")]
     split.shards = [
@@ -124,9 +126,10 @@ def test_lower_plan_keeps_shards_of_one_rank_apart() -> None:
     ]
     for rank, shard in enumerate(other.shards):
         shard.rank = rank
-    lowered = lower_plan([other, split], reader)
+    costs = PlanCosts(gpus(), cost_model=AnalyticCostModel())
+    placed = PlacedPlan([other, split], costs)
     both = ColumnShard(0, 0, 16, 1), ColumnShard(0, 16, 16, 1)
-    assert lowered.placement.shards == both
-    assert lowered.column_sharded == (split,) and lowered.others == (other,)
-    assert lowered.task is not None
-    assert (lowered.task.batch_size, lowered.task.num_groups) == (64, 1)
+    assert placed.placement.shards == both
+    assert placed.costed is not None and placed.costed.options == (split, other)
+    assert placed.task is not None
+    assert (placed.task.batch_size, placed.task.num_groups) == (64, 1)

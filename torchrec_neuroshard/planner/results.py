@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.placement_rules import quoted
-from torchrec_neuroshard.planner.costs.cautions import cautions
+from torchrec_neuroshard.planner.costs.cautions import cautions, optimizer_notes
 from torchrec_neuroshard.planner.costs.kernels import is_estimated
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.options.table_reader import (
+    DEFAULT_INPUTS,
     OFFLOADED_KERNELS,
+    TableReader,
     device_tier,
     has_cache,
+    is_fused,
     table_name,
 )
 from torchrec_neuroshard.planner.parts.partitioners import SearchRecord
+from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.report import PlanReport, explain
-from torchrec_neuroshard.report.parts import HostTable, ShardReport, TableReport
+from torchrec_neuroshard.report.parts import (
+    HostTable,
+    PlanBasis,
+    ShardReport,
+    TableReport,
+    WeightSync,
+)
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
 from torchrec_neuroshard.simulator import Simulator
@@ -77,8 +90,8 @@ def describe_plan(
         reserved: Devices with the memory that is left for shards; None: all of it.
         memory: What ranks allocate; None: not known.
     """
-    lowered = costs.lower(selected)
-    predicted = costs.evaluate(lowered)
+    placed = costs.placed(selected)
+    predicted = placed.predicted
     path_ms = predicted.critical_path_ms
     known = [*costs.notes]
     kernels = {table_name(o): o.compute_kernel for o in selected}
@@ -98,15 +111,15 @@ def describe_plan(
             bound = 0.0  # it is of other sizes of caches
         proven = proven and math.isclose(bound, best.result.lower_bound_ms)
         known += best.result.notes if fallback is None else ()
-    known += costs.range_notes(lowered)
-    known += costs.optimizer_notes(selected)
+    known += placed.range_notes()
+    known += optimizer_notes(selected, costs.reader)
     room = reserved or costs.topology
     if memory is not None and (full := memory.overflow(selected, room)):
         known.append(Note("memory", full, severity="error"))
     known += cautions(costs, selected, room)
     known += notes
     result = SearchResult(
-        placement=lowered.placement,
+        placement=placed.placement,
         predicted=predicted,
         lower_bound_ms=bound,
         gap=path_ms / bound - 1 if bound > 0 else math.inf,
@@ -116,31 +129,115 @@ def describe_plan(
         notes=tuple(dict.fromkeys(known)),
         fallback=fallback,
     )
-    hosts = costs.host_tables(selected)
+    hosts = placed.host_tables(selected)
     devices, tier = room.devices, device_tier(costs.topology)
-    task = lowered.task
+    task = placed.task
     if task is not None and best is not None:
         task = _with_limits(task, best.task)
-    path_ms_of, bottleneck = costs.on_path(lowered, predicted)
+    shards_ms, bottleneck = placed.on_path()
     return KnownPlan(
         result=result,
         task=task,
         shown=PlanReport.of(
             result,
-            _table_reports(selected, tier, hosts, path_ms_of),
+            _table_reports(selected, tier, hosts, shards_ms),
             [int(getattr(d.storage, tier)) for d in devices],
-            basis=costs.basis(selected, batch_size_is_default),
-            weight_sync=costs.weight_sync(selected),
+            basis=_basis(selected, costs, batch_size_is_default),
+            weight_sync=_weight_sync(selected, costs),
             bottleneck=bottleneck,
         ),
     )
+
+
+def _basis(
+    plan: Sequence[ShardingOption], costs: PlanCosts, batch_size_is_default: bool
+) -> PlanBasis:
+    """Say what a plan's costs rest on.
+
+    Args:
+        plan: Its options.
+        costs: What plans cost.
+        batch_size_is_default: Whether the caller gave no batch size.
+    """
+    inputs: dict[str, str] = {}
+    for option in plan:
+        inputs.update(costs.reader.inputs_from(option))
+    counts = Counter(inputs.values())
+    error = costs.cost_model.error
+    devices = costs.devices
+    return PlanBasis(
+        card=devices.card.title if devices.card else None,
+        figures=tuple(devices.figures.values()),
+        batch_size=int(plan[0].batch_size) if plan else 0,
+        batch_size_is_default=batch_size_is_default,
+        ids_per_sample=tuple(counts.most_common()),
+        assumed_features=tuple(
+            f for f, source in inputs.items() if source == DEFAULT_INPUTS
+        ),
+        estimate_error=None if error is None else str(error),
+    )
+
+
+def _weight_sync(plan: Sequence[ShardingOption], costs: PlanCosts) -> WeightSync | None:
+    """Predict how replicas of a sharding group's plan are kept alike.
+
+    Args:
+        plan: Placed options, one of each table.
+        costs: What plans cost.
+
+    Returns:
+        None where there is one replica: of all ranks; see `group_topology`.
+    """
+    group = sharding_group(costs.topology)
+    if group is None or group.num_replicas == 1:
+        return None
+    bytes_WK = _synced_bytes(plan, costs.reader)
+    sent = np.repeat(bytes_WK.reshape(-1, 1), group.num_replicas, axis=1)
+    ms_WK = costs.replicas.all_reduce(sent).max(axis=1).reshape(bytes_WK.shape)
+    slowest = int(ms_WK.sum(axis=1).argmax())
+    return WeightSync(
+        num_replicas=group.num_replicas,
+        interval=group.sync_interval,
+        rank_bytes=float(bytes_WK[slowest].sum()),
+        sync_ms=float(ms_WK[slowest].sum()),
+        source=costs.replicas.source,
+    )
+
+
+def _synced_bytes(
+    options: Sequence[ShardingOption], reader: TableReader
+) -> npt.NDArray[np.float64]:
+    """Return what each rank of a group averages with its replicas.
+
+    TorchRec averages the weights of each type, then the optimizers' state, of fused
+    kernels alone: data-parallel tables never drift apart.
+
+    Args:
+        options: Placed, one of each table.
+        reader: Knows the tables' optimizers and the ranks.
+
+    Returns:
+        `W x K` bytes, for each of `K` collectives.
+    """
+    sent: dict[str, npt.NDArray[np.float64]] = {}
+    for option in filter(is_fused, options):
+        per_value, per_row = reader.state_bytes(option)
+        for shard in option.shards:
+            rows, width = (int(n) for n in shard.size)
+            for kind, num_bytes in (
+                (str(option.tensor.dtype), rows * width * option.tensor.element_size()),
+                ("state", rows * (width * per_value + per_row)),
+            ):
+                bytes_W = sent.setdefault(kind, np.zeros(reader.world_size))
+                bytes_W[shard.rank] += num_bytes
+    return np.stack([*sent.values()] or [np.zeros(reader.world_size)], axis=1)
 
 
 def _table_reports(
     selected: Sequence[ShardingOption],
     tier: str,
     hosts: Mapping[str, HostTable],
-    path_ms_of: Mapping[int, float],
+    shards_ms: Sequence[Sequence[float]],
 ) -> tuple[TableReport, ...]:
     """Describe every table of a plan, placed and estimated."""
     return tuple(
@@ -152,13 +249,13 @@ def _table_reports(
             embedding_dim=int(option.tensor.shape[1]),
             # Ranks may be more than rows.
             shards=tuple(
-                _shard_report(s, tier, path_ms_of.get(id(s), 0.0))
-                for s in option.shards
+                _shard_report(s, tier, ms)
+                for s, ms in zip(option.shards, own_ms, strict=True)
                 if s.size[0]
             ),
             host=hosts.get(table_name(option)),
         )
-        for option in selected
+        for option, own_ms in zip(selected, shards_ms, strict=True)
     )
 
 

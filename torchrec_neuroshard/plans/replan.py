@@ -319,7 +319,7 @@ class _Job:
         return self._priced(self._options.of(plan))
 
     def _priced(self, options: Sequence[ShardingOption]) -> PredictedCosts:
-        return self.costs.evaluate(self.costs.lower(options))
+        return self.costs.placed(options).predicted
 
     def _obstacle(self, path: str, resharded: set[Any]) -> str | None:
         """Say why TorchRec can move no table of a module; None: it can."""

@@ -60,9 +60,7 @@ def size_caches(
     found = list(plan)
     for number, load in zip(numbers, caches.fill().tolist(), strict=True):
         found[number] = with_load(plan[number], load)
-    before, after = (
-        costs.evaluate(costs.lower(p)).critical_path_ms for p in (plan, found)
-    )
+    before, after = (costs.placed(p).predicted.critical_path_ms for p in (plan, found))
     return found if after < before else list(plan)
 
 

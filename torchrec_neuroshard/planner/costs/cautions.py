@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption, Topology
@@ -11,9 +11,9 @@ from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.costs.plan_costs import ESTIMATED_COLUMNS, PlanCosts
-from torchrec_neuroshard.planner.options.table_reader import table_name
+from torchrec_neuroshard.planner.options.table_reader import TableReader, table_name
 
-__all__ = ["cautions"]
+__all__ = ["cautions", "optimizer_notes"]
 
 FULLEST = 3.0
 """Times the mean memory that the fullest rank may hold without a caution."""
@@ -57,3 +57,20 @@ def cautions(
             "finds that fastest, and memory does not count as long as it suffices"
         )
     return tuple(Note("unusual", text) for text in texts)
+
+
+def optimizer_notes(
+    options: Iterable[ShardingOption], reader: TableReader
+) -> tuple[Note, ...]:
+    """Say which tables have an optimizer of which nobody knows what it keeps."""
+    odd: dict[str, dict[str, None]] = {}
+    for option in options:
+        if not reader.knows_optimizer(option):
+            name = reader.optimizer_name(option)
+            odd.setdefault(name, {})[table_name(option)] = None
+    texts = (
+        f"tables {quoted([*tables])}: what optimizer {name} keeps is not known; "
+        "memory and time are counted as Adam's, with two values for each weight"
+        for name, tables in sorted(odd.items())
+    )
+    return tuple(Note("optimizer", text) for text in texts)

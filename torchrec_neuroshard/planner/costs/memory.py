@@ -44,7 +44,7 @@ from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.planner.compat import torchrec_pipeline
 from torchrec_neuroshard.planner.costs.kernels import load_factor
-from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key
+from torchrec_neuroshard.planner.costs.placed import fusion_key
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,

@@ -406,7 +406,7 @@ class _Module:
     """Samples of features, by the constraints: their number varies."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Facts:
     """What a reader knows of an option's table, however it is sharded."""
 
@@ -500,10 +500,11 @@ class TableReader:
         for option in options:
             key = option.path, option.name, is_dense(option)
             if key not in found:
-                found[key] = self._facts(option)
+                found[key] = self.facts(option)
             vars(option)[_FACTS] = found[key]
 
-    def _facts(self, option: ShardingOption) -> _Facts:
+    def facts(self, option: ShardingOption) -> _Facts:
+        """Return what is known of the option's table; equal for its copies alone."""
         known: _Facts | None = vars(option).get(_FACTS)
         if (
             known is None
@@ -552,7 +553,7 @@ class TableReader:
 
     def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
         """Return TorchRec's configuration of the option's table, if it has one."""
-        return self._facts(option).config
+        return self.facts(option).config
 
     def run_fault(self, option: ShardingOption) -> str | None:
         """Say what cannot run of an option, whatever its ranks; None: nothing known.
@@ -572,7 +573,7 @@ class TableReader:
                 f"a GPU's kernels take at most {most:,} columns, got {widest:,}. Allow "
                 f"column_wise sharding for it, with a min_partition of at most {most}"
             )
-        samples = self._facts(option).module.batch_sizes - {option.batch_size}
+        samples = self.facts(option).module.batch_sizes - {option.batch_size}
         if samples and option.sharding_type == _GRID and not grids_vary_batches():
             return (
                 "before torchrec 1.9 grid_shard takes one batch size for all features "
@@ -605,7 +606,7 @@ class TableReader:
         return kind.is_replicated == is_dense(option) and not is_quantised(option)
 
     def _is_modelled(self, option: ShardingOption) -> bool:
-        if not self._facts(option).is_modelled:
+        if not self.facts(option).is_modelled:
             return False
         widths = {s.size[1] for s in sample_shards(option)}
         return all(width > 0 and width % COLUMN_MULTIPLE == 0 for width in widths)
@@ -616,7 +617,7 @@ class TableReader:
 
     def optimizer_name(self, option: ShardingOption) -> str:
         """Return what TorchRec or FBGEMM calls the table's optimizer."""
-        return self._facts(option).optimizer
+        return self.facts(option).optimizer
 
     def knows_optimizer(self, option: ShardingOption) -> bool:
         """Whether it is known what the table's optimizer keeps."""
@@ -624,7 +625,7 @@ class TableReader:
 
     def state_bytes(self, option: ShardingOption) -> tuple[int, int]:
         """Return the optimizer's state for each weight, and each row of a shard."""
-        return self._facts(option).state_bytes
+        return self.facts(option).state_bytes
 
     def table(self, option: ShardingOption) -> TableConfig:
         """Describe the option's table, whatever its shards.
@@ -636,14 +637,14 @@ class TableReader:
         Args:
             option: One that has a cost.
         """
-        facts = self._facts(option)
+        facts = self.facts(option)
         if facts.table is None:
             facts.table = self._described(option)
         return facts.table
 
     def kernel_key(self, option: ShardingOption) -> tuple[Any, ...]:
         """Return what sets the option's table apart from those of other kernels."""
-        return self._facts(option).kernel
+        return self.facts(option).kernel
 
     def looks_up_distinct(self, option: ShardingOption) -> bool:
         """Whether repeated ids of a local batch are sent and looked up once."""
@@ -778,7 +779,7 @@ class TableReader:
 
     def bags_per_sample(self, option: ShardingOption) -> float:
         """Return the bags of an option's table per sample, over its features."""
-        return self._facts(option).bags
+        return self.facts(option).bags
 
     def batch_sizes(self, name: str) -> tuple[float, ...]:
         """Return the samples of each feature of a table; empty where those of all."""

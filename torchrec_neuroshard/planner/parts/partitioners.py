@@ -31,6 +31,7 @@ from torchrec_neuroshard.planner.constraints import (
     ranks_by_table,
 )
 from torchrec_neuroshard.planner.costs.caches import size_caches
+from torchrec_neuroshard.planner.costs.cautions import optimizer_notes
 from torchrec_neuroshard.planner.costs.kernels import is_estimated
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
@@ -344,7 +345,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
             result = searcher.search(task, cost_model, comms_model)
         except InfeasibleError as error:
-            odd = map(str, self.costs.optimizer_notes(space.options))
+            odd = map(str, optimizer_notes(space.options, self.costs.reader))
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
                 message="\n".join([self._explained(str(error), memory), *odd]),

@@ -21,4 +21,4 @@ class NeuroShardPerfModel(CostedPart, PerfModel):
         Raises:
             ConfigError: The cost model predicts something that is not a time.
         """
-        return self.costs.evaluate(self.costs.lower(plan)).critical_path_ms
+        return self.costs.placed(plan).predicted.critical_path_ms

@@ -28,10 +28,9 @@ from torchrec_neuroshard.planner.constraints import permits, too_few_ranks
 from torchrec_neuroshard.planner.costs.caches import with_load
 from torchrec_neuroshard.planner.costs.kernels import (
     is_estimated,
-    kernel_factors,
     miss_curve,
 )
-from torchrec_neuroshard.planner.costs.plan_conversion import task_of
+from torchrec_neuroshard.planner.costs.placed import task_of
 from torchrec_neuroshard.planner.options.spread_options import (
     sample_shards,
     unpriced_shards,
@@ -176,8 +175,7 @@ class SearchSpace:
         number = {id(option): n for n, option in enumerate(listed)}
         options = [option for ways in tables for option in ways]
         shard_bytes = known.of([number[id(option)] for option in options])
-        kernels = [kernel_factors(o, reader) for o in options]
-        task = task_of(options, reader, kernels)
+        task = task_of(options, reader)
         most = [1 if o.sharding_type == TABLE_WISE else len(memory) for o in options]
         return cls(
             options=tuple(options),

@@ -1,0 +1,511 @@
+"""Options as a sharding task, and a placed plan as arrays that are priced once.
+
+Which options the cost model has a price for is for `table_reader`.
+
+Shapes: `N` shards, `W` ranks, `S` stages, `T` options.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.types import Perf, Shard, ShardingOption
+
+from torchrec_neuroshard.notes import Note
+from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.planner.compat import kernel_settings
+from torchrec_neuroshard.planner.costs.kernels import (
+    is_estimated,
+    kernel_factors,
+    load_factor,
+    priced_codecs,
+)
+from torchrec_neuroshard.planner.options.table_reader import (
+    OFFLOADED_KERNELS,
+    TableReader,
+    has_cache,
+    is_fused,
+    is_pooled,
+    loads_ahead,
+    table_name,
+)
+from torchrec_neuroshard.planner.topology import whole_nodes
+from torchrec_neuroshard.report.parts import Bottleneck, HostTable
+from torchrec_neuroshard.search.default import MAX_WARNINGS, range_note, range_notes
+from torchrec_neuroshard.simulator import (
+    PHASES,
+    PredictedCosts,
+    PricedShards,
+    RankCosts,
+    Simulator,
+    StageCosts,
+)
+
+if TYPE_CHECKING:
+    from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+
+__all__ = ["PlacedPlan", "PricedOptions", "fusion_key", "task_of"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_FUSED = EmbeddingComputeKernel.FUSED.value
+
+
+def fusion_key(
+    option: ShardingOption, reader: TableReader, sharding_type: str
+) -> tuple[Any, ...]:
+    """Key of the fused kernel that TorchRec puts the option's shards into.
+
+    Tables of one module and sharding type fuse when weight type, pooling, optimizer,
+    kernel and its parameters agree; where a fused kernel's rows are does not matter.
+    """
+    return (
+        option.path,
+        sharding_type,
+        reader.kernel_key(option),
+        kernel_settings(option),
+        _cache_key(option),
+        _FUSED if is_fused(option) else option.compute_kernel,
+    )
+
+
+def _cache_key(option: ShardingOption) -> tuple[Any, ...]:
+    """How the cache of an offloaded table keeps it out of others' kernels.
+
+    Neither where a table lives nor how much of it is cached does; prefetching does, and
+    then every width has a kernel of its own.
+    """
+    params = option.cache_params
+    if params is None:
+        return ()
+    names = ("algorithm", "reserved_memory", "precision", "prefetch_pipeline")
+    values = ((name, getattr(params, name)) for name in names)
+    key = tuple((name, repr(value)) for name, value in values if value is not None)
+    if not (has_cache(option) and loads_ahead(option)):
+        return key
+    return (*key, *sorted({int(s.size[1]) for s in option.shards}))
+
+
+def task_of(options: Sequence[ShardingOption], reader: TableReader) -> ShardingTask:
+    """Describe options, with or without ranks, as ways to shard their tables.
+
+    Groups and stages are numbered in the order of options; a module's tables of one
+    sharding type share a stage. Memory and ranks are left open.
+
+    Args:
+        options: Costed ones; several may be of one table.
+        reader: Describes their tables and the devices.
+    """
+    groups: dict[tuple[Any, ...], int] = {}
+    stages: dict[tuple[Any, ...], int] = {}
+    ways: dict[str, list[int]] = {}
+    group_T = []
+    for index, option in enumerate(options):
+        key = fusion_key(option, reader, option.sharding_type)
+        group_T.append(groups.setdefault(key, len(groups)))
+        stages.setdefault(key[:2], len(stages))
+        ways.setdefault(table_name(option), []).append(index)
+    world_size, local_size = reader.world_size, reader.topology.local_world_size
+    return ShardingTask(
+        tables=tuple(reader.table(o) for o in options),
+        world_size=world_size,
+        batch_size=int(options[0].batch_size) * world_size,
+        local_world_size=whole_nodes(world_size, local_size),
+        node_size=reader.node_size,
+        groups=tuple(group_T),
+        stages=tuple(stages[key[:2]] for key in groups),
+        stage_names=tuple(f"{path or 'model'} ({kind})" for path, kind in stages),
+        alternatives=tuple(map(tuple, ways.values())),
+        sharding_types=tuple(o.sharding_type for o in options),
+        pooled=tuple(is_pooled(o) for o in options),
+        codecs=tuple(priced_codecs(o, reader) for o in options),
+        repeats=tuple(reader.repeats(o) for o in options),
+        kernels=tuple(kernel_factors(o, reader) for o in options),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PricedOptions:
+    """Options that the cost model has a price for, as arrays, and what shards cost."""
+
+    options: tuple[ShardingOption, ...]
+    simulator: Simulator
+    """Of a task whose tables are the options, in their order."""
+    table_N: Ints
+    """Option of each shard."""
+    place_N: Ints
+    """Which of its option's shards it is."""
+    width_N: Ints
+    """Columns."""
+    rows_N: Ints
+    """Rows."""
+    is_first_N: npt.NDArray[np.bool_]
+    """Whether a shard begins at the first row."""
+    prices: PricedShards
+
+    @classmethod
+    def of(cls, options: Sequence[ShardingOption], costs: PlanCosts) -> PricedOptions:
+        """Price options, with or without ranks."""
+        simulator = costs.simulator(task_of(options, costs.reader))
+        counts = [len(o.shards) for o in options]
+        size_N2 = np.array([s.size for o in options for s in o.shards], dtype=np.int64)
+        first_row = [s.offset[0] for o in options for s in o.shards]
+        table_N = np.repeat(np.arange(len(options)), counts)
+        rows_N, width_N = size_N2.T
+        return cls(
+            options=tuple(options),
+            simulator=simulator,
+            table_N=table_N,
+            place_N=np.concatenate([np.arange(n) for n in counts]),
+            width_N=width_N,
+            rows_N=rows_N,
+            is_first_N=np.array(first_row) == 0,
+            prices=simulator.price(table_N, width_N, rows_N),
+        )
+
+    @property
+    def task(self) -> ShardingTask:
+        """Its tables are the options."""
+        return self.simulator.task
+
+    @property
+    def shards(self) -> list[Shard]:
+        """TorchRec's records of the shards."""
+        return [shard for option in self.options for shard in option.shards]
+
+    @property
+    def rank_N(self) -> Ints:
+        """Rank of each shard; only of placed options."""
+        return np.array([shard.rank for shard in self.shards], dtype=np.int64)
+
+    @property
+    def num_shards_T(self) -> Ints:
+        """Parts that the columns of each option's table lie in."""
+        count: Ints = np.bincount(
+            self.table_N[self.is_first_N], minlength=len(self.options)
+        )
+        return count
+
+    def predicted(self) -> PredictedCosts:
+        """Predict one iteration of placed options."""
+        loads = self.simulator.add_up(self.prices, self.rank_N)
+        return self.simulator.predict(loads, self.num_shards_T)
+
+    def single_perfs(self) -> list[Perf]:
+        """Predict each shard as if its table were alone.
+
+        Shards that TorchRec places one by one are alone, those of a node or of all
+        ranks are together.
+        """
+        size_T = np.array([self.task.block_size(t) for t in range(len(self.options))])
+        rank_N = self.place_N % size_T[self.table_N]
+        block_N = np.cumsum(rank_N == 0) - 1
+        comms_N3 = self.simulator.single_comms(
+            self.table_N, self.prices.loads_N3, rank_N, block_N
+        )
+        return _perfs(self.simulator.single_compute(self.prices), comms_N3)
+
+    def attributed(self) -> tuple[Floats, Floats]:
+        """Share the ranks' costs out to placed shards.
+
+        A shard's part of a set is in proportion to its cost alone.
+
+        Returns:
+            `N x 2` [ms]: forward, loading of caches included, and backward; `N x 3`
+            [ms]: index exchange, collectives forward and backward.
+        """
+        simulator, prices, task, rank_N = (
+            self.simulator,
+            self.prices,
+            self.task,
+            self.rank_N,
+        )
+        loads = simulator.add_up(prices, rank_N)
+        alone = simulator.single_compute(prices) - prices.extra_N2
+        fused_WG2 = simulator.compute_costs(loads.sums_CWGE)
+        group_N = rank_N * task.num_groups + simulator.groups_T[self.table_N]
+        compute_N2 = prices.extra_N2 + _share(alone, group_N, fused_WG2.reshape(-1, 2))
+        comms_WS3 = simulator.collectives(loads, self.num_shards_T)
+        index_N, columns_N, gradients_N = prices.loads_N3.T
+        weights = np.stack([index_N, columns_N, columns_N + gradients_N], axis=1)
+        stage_N = rank_N * task.num_stages + simulator.stages_T[self.table_N]
+        return compute_N2, _share(weights, stage_N, comms_WS3.reshape(-1, 3))
+
+
+class PlacedPlan:
+    """A plan whose shards have ranks, as arrays, priced once.
+
+    Shards of one table on one rank stay apart, as TorchRec runs them.
+
+    Attributes:
+        costed: The options that the cost model has a price for, priced; None where it
+            has one for none. Those of whole columns in fused kernels come first.
+        stock: The others. They count with the costs that their shards carry.
+
+    Args:
+        plan: Placed options, one of each table.
+        costs: What plans cost.
+    """
+
+    def __init__(self, plan: Sequence[ShardingOption], costs: PlanCosts) -> None:
+        reader = costs.reader
+        columns: list[int] = []
+        others: list[int] = []
+        stock: list[int] = []
+        for place, option in enumerate(plan):
+            if reader.is_column_sharded(option):
+                columns.append(place)
+            else:
+                (others if reader.has_cost(option) else stock).append(place)
+        self._costs, self._costed_at, self._stock_at = costs, [*columns, *others], stock
+        self._num_columns = len(columns)
+        self.stock = [plan[place] for place in stock]
+        costed = [plan[place] for place in self._costed_at]
+        self.costed = PricedOptions.of(costed, costs) if costed else None
+
+    @functools.cached_property
+    def task(self) -> ShardingTask | None:
+        """The tables that `placement` counts, in its order; None without any.
+
+        Memory limits and widths are left open: the task says what is there, not what
+        is allowed.
+        """
+        if self.costed is None or not self._num_columns:
+            return None
+        if self._num_columns == len(self.costed.options):
+            return self.costed.task
+        return task_of(self.costed.options[: self._num_columns], self._costs.reader)
+
+    @functools.cached_property
+    def placement(self) -> Placement:
+        """Shards of whole columns in fused kernels on devices."""
+        options = self.costed.options[: self._num_columns] if self.costed else ()
+        shards = [
+            ColumnShard(table, int(s.offset[1]), int(s.size[1]), int(s.rank))
+            for table, option in enumerate(options)
+            for s in option.shards
+        ]
+        return Placement(self._costs.reader.world_size, tuple(sorted(shards)))
+
+    @functools.cached_property
+    def predicted(self) -> PredictedCosts:
+        """Predict one iteration."""
+        costs, costed = self._costs, self.costed
+        stages: list[StageCosts] = []
+        uncertainty = 0.0
+        if costed is not None:
+            found = costed.predicted()
+            stages += found.stages
+            uncertainty = found.uncertainty
+        if self.stock:
+            phases_W6 = np.zeros((costs.reader.world_size, len(PHASES) + 1))
+            for shard in (s for o in self.stock for s in o.shards):
+                phases_W6[shard.rank] += _stock_phases(shard.perf)
+            ranks = tuple(RankCosts(*row) for row in phases_W6.tolist())
+            stages.append(StageCosts("others (TorchRec's estimate)", ranks))
+        options = costed.options if costed else ()
+        estimated = sum(map(is_estimated, options)) + len(self.stock)
+        total = len(options) + len(self.stock)
+        source = costs.cost_model.source
+        if estimated:
+            source = f"{source}; estimated for {estimated} of {total} tables"
+        return PredictedCosts(
+            stages=tuple(stages),
+            uncertainty=uncertainty,
+            compute_source=source,
+            comms_source=costs.comms_model.source,
+            schedule=costs.schedule,
+            dense=costs.dense,
+        )
+
+    @functools.cached_property
+    def _attributed(self) -> tuple[Floats, Floats]:
+        assert self.costed is not None, "something has a price"
+        return self.costed.attributed()
+
+    def attribute(self, plan: Sequence[ShardingOption]) -> None:
+        """Share each rank's cost out to its shards, in place.
+
+        Afterwards the shards' `Perf` of a rank add up to the cost of the set, so that
+        TorchRec's own sums over shards (its stats, its default performance model)
+        agree with it. A shard's part is in proportion to its cost alone. `Perf` knows
+        no index all-to-all: it is part of `fwd_comms`.
+
+        Args:
+            plan: The plan, or a copy of it.
+        """
+        if self.costed is None:
+            return
+        shards = [s for place in self._costed_at for s in plan[place].shards]
+        for shard, perf in zip(shards, _perfs(*self._attributed), strict=True):
+            shard.perf = perf
+
+    def on_path(self) -> tuple[list[list[float]], Bottleneck | None]:
+        """Say how much of the critical path is due to each shard of the plan.
+
+        A shard counts in the phases in which its rank is the slowest of a stage, less
+        what of them runs beside something longer.
+
+        Returns:
+            Of each option of the plan, its shards' parts [ms]; and the shard's table,
+            rank and phase that matter most, None where nothing takes time.
+        """
+        stock_shards = [s for option in self.stock for s in option.shards]
+        stages = self.predicted.stages
+        phases_N5 = np.array([_stock_phases(s.perf)[:5] for s in stock_shards])
+        phases_N5 = phases_N5.reshape(-1, 5)
+        rank_N = np.array([int(s.rank) for s in stock_shards], dtype=np.int64)
+        stage_N = np.full(len(stock_shards), len(stages) - 1, dtype=np.int64)
+        if (costed := self.costed) is not None:
+            compute_N2, comms_N3 = self._attributed
+            own_N5 = np.column_stack(
+                [comms_N3[:, 0], compute_N2[:, 0], comms_N3[:, 1:], compute_N2[:, 1]]
+            )
+            phases_N5 = np.concatenate([own_N5, phases_N5])
+            rank_N = np.concatenate([costed.rank_N, rank_N])
+            own_N = costed.simulator.stages_T[costed.table_N]
+            stage_N = np.concatenate([own_N, stage_N])
+        options = [*(costed.options if costed else ()), *self.stock]
+        found: list[list[float]] = [[] for _ in options]
+        if not len(rank_N):
+            return found, None
+        phases_WS5 = self.predicted.phases_WS6[..., : len(PHASES)]
+        worst_S5, slowest_S5 = phases_WS5.max(axis=0), phases_WS5.argmax(axis=0)
+        visible_5 = np.ones(len(PHASES))
+        schedule = self._costs.schedule
+        if not schedule.adds_up(self._costs.dense):
+            hidden = [*self.predicted.hidden_ms(schedule).values()]
+            hidden[1] += hidden.pop()  # loading caches is a part of fwd_compute
+            total_5 = worst_S5.sum(axis=0)
+            visible_5 -= np.divide(hidden, total_5, where=total_5 > 0, out=0 * total_5)
+        part_N5 = phases_N5 * visible_5
+        part_N5[rank_N[:, None] != slowest_S5[stage_N]] = 0.0
+        counts = [len(option.shards) for option in options]
+        ends = np.cumsum(counts)[:-1]
+        parts = np.split(part_N5.sum(axis=1), ends)
+        for place, own in zip([*self._costed_at, *self._stock_at], parts, strict=True):
+            found[place] = own.tolist()
+        longest = np.unravel_index((worst_S5 * visible_5).argmax(), worst_S5.shape)
+        stage, phase = map(int, longest)
+        phase_N = np.where(stage_N == stage, part_N5[:, phase], 0.0)
+        table_ms = [float(own.sum()) for own in np.split(phase_N, ends)]
+        most = int(np.argmax(table_ms))
+        if not table_ms[most] > 0:
+            return found, None
+        return found, Bottleneck(
+            table=table_name(options[most]),
+            rank=int(slowest_S5[stage, phase]),
+            phase=PHASES[phase],
+            phase_ms=float(worst_S5[stage, phase] * visible_5[phase]),
+            table_ms=table_ms[most],
+        )
+
+    def host_tables(self, plan: Sequence[ShardingOption]) -> dict[str, HostTable]:
+        """Say what tables in the host's memory take, by name.
+
+        Args:
+            plan: The plan, or a copy of it, with estimates of memory.
+        """
+        if (costed := self.costed) is None:
+            return {}
+        ms_TW = np.zeros((len(costed.options), self._costs.reader.world_size))
+        where = costed.table_N, costed.rank_N
+        np.add.at(ms_TW, where, costed.prices.host_N2.sum(axis=1))
+        found = {}
+        for place, factors, ms in zip(
+            self._costed_at,
+            costed.task.kernels,
+            ms_TW.max(axis=1).tolist(),
+            strict=True,
+        ):
+            option = plan[place]
+            if option.compute_kernel not in OFFLOADED_KERNELS:
+                continue
+            assert factors is not None and factors.host is not None
+            held: Counter[int] = Counter()
+            for shard in option.shards:
+                held[int(shard.rank)] += shard.storage.ddr if shard.storage else 0
+            missed = factors.host.missed
+            found[table_name(option)] = HostTable(
+                ms_per_iteration=ms,
+                rank_bytes=tuple(sorted(held.items())),
+                load_factor=None if missed is None else load_factor(option),
+                missed=missed,
+            )
+        return found
+
+    def range_notes(self) -> tuple[Note, ...]:
+        """Name tables whose shards lie outside what the cost model was trained on."""
+        if (costed := self.costed) is None:
+            return ()
+        notes: tuple[Note, ...] = ()
+        if self.task is not None:
+            simulator = self._costs.simulator(self.task)
+            notes = range_notes(simulator, self.placement)
+        rest = costed.table_N >= self._num_columns
+        if not rest.any():
+            return notes
+        table_N = costed.table_N[rest]
+        features = costed.simulator.shard_features(
+            table_N, costed.width_N[rest], costed.rows_N[rest]
+        )
+        names = [table_name(costed.options[t]) for t in table_N.tolist()]
+        found = self._costs.cost_model.range_warnings(features)
+        more = {
+            (names[w.shard], w.feature): range_note(names[w.shard], w) for w in found
+        }
+        return notes + tuple(list(more.values())[:MAX_WARNINGS])
+
+
+def _perfs(compute_N2: Floats, comms_N3: Floats) -> list[Perf]:
+    """Return TorchRec's record of each shard's costs; see `attributed`."""
+    return [
+        Perf(
+            fwd_compute=forward,
+            fwd_comms=index + fwd_comms,
+            bwd_compute=backward,
+            bwd_comms=bwd_comms,
+        )
+        for (forward, backward), (index, fwd_comms, bwd_comms) in zip(
+            compute_N2.tolist(), comms_N3.tolist(), strict=True
+        )
+    ]
+
+
+def _stock_phases(perf: Perf) -> tuple[float, ...]:
+    """TorchRec's estimate as phases, and what loading caches takes of the second."""
+    return (
+        0.0,
+        perf.fwd_compute + perf.prefetch_compute,
+        perf.fwd_comms,
+        perf.bwd_comms,
+        perf.bwd_compute,
+        perf.prefetch_compute,
+    )
+
+
+def _share(
+    weights_NP: npt.NDArray[np.float64],
+    set_N: npt.NDArray[np.int64],
+    totals_SP: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float64]:
+    """Split each set's totals over its members in proportion to their weights."""
+    sums = np.zeros_like(totals_SP)
+    counts = np.zeros(len(totals_SP))
+    np.add.at(sums, set_N, weights_NP)
+    np.add.at(counts, set_N, 1.0)
+    equal = 1 / counts[set_N]
+    known = sums[set_N]
+    share = np.where(
+        known > 0, weights_NP / np.where(known > 0, known, 1), equal[:, None]
+    )
+    out: npt.NDArray[np.float64] = share * totals_SP[set_N]
+    return out
