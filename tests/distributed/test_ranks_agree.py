@@ -138,6 +138,14 @@ class OfFirst:
         return refuse_elsewhere, ()
 
 
+def odd_offer(at: Rank) -> Any:
+    """The first rank's wish to measure is one that the others cannot read."""
+    at.patch.setattr(
+        f"{PACKAGE}.planner.launch.first_launch.find_address", lambda _: OfFirst()
+    )
+    return at.plan(**MEASURES)
+
+
 def odd_plan(at: Rank, odd: Any) -> Any:
     """A callback raises an error, or puts what is odd into the plan."""
 
@@ -190,6 +198,9 @@ CASES = {
     "cannot be read": Case(
         lambda at: odd_plan(at, OfFirst()), "NeuroShardError|rank 1 cannot read"
     ),
+    "cannot read what to measure": Case(
+        odd_offer, "NeuroShardError|rank 1 cannot read", seconds=SHORT_SECONDS
+    ),
     "breaks midway": Case(one_breaks_midway, warned=UNMEASURED),
     "nothing fits": Case(
         lambda at: at.plan(topology_arguments={"ddr_cap": 1000, "hbm_cap": 1000}),
@@ -207,6 +218,7 @@ DAILY = (
     "other arguments",
     "first planned alone",
     "cannot be read",
+    "cannot read what to measure",
     "nothing fits",
     "unknown error",
 )

@@ -70,7 +70,7 @@ from torchrec_neuroshard.planner.launch.first_launch import (
     help_measure,
 )
 from torchrec_neuroshard.planner.launch.from_first import (
-    LostRankError,
+    ExchangeError,
     from_first,
     portable,
 )
@@ -504,7 +504,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             Exception: What `plan` raised on the first rank; where that cannot be sent,
                 an error of the same kind that quotes it.
             RankFailureError: A rank died, or was silent for as long as the group waits.
-            NeuroShardError: The plan cannot be sent.
+                Or the plan cannot be sent, or a rank cannot read it.
             RuntimeError: There is no process group.
         """
         if pg is None:
@@ -532,7 +532,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             try:
                 self._first_launch.on_all_ranks(options, pg)
                 plan = self.plan(module, sharders)
-            except LostRankError:
+            except ExchangeError:
                 raise
             except BaseException as caught:
                 error = caught

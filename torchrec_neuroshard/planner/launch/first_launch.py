@@ -35,7 +35,7 @@ from torchrec_neuroshard.errors import (
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import group_timeout_seconds
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.launch.from_first import LostRankError, from_first
+from torchrec_neuroshard.planner.launch.from_first import ExchangeError, from_first
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import (
     is_dense,
@@ -166,7 +166,7 @@ class FirstLaunch:
         The first rank calls it and decides; the others wait to `help_measure`.
 
         Raises:
-            LostRankError: A rank is not there; nothing else is raised.
+            ExchangeError: Ranks could not be told; nothing else is raised.
         """
         topology = self._costs.topology
         if self._is_off or self._is_through or not self.seconds:
@@ -180,7 +180,7 @@ class FirstLaunch:
                 if offer is not None:
                     from_first(offer, pg, "looked for measured costs")
                     self._measure(offer, True)
-        except LostRankError:
+        except ExchangeError:
             raise
         except Exception as error:
             self._warn(error_text(error))

@@ -9,14 +9,17 @@ import torch.distributed as dist
 
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
 
-__all__ = ["LostRankError", "from_first", "portable"]
+__all__ = ["ExchangeError", "from_first", "portable"]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 
-class LostRankError(RankFailureError):
-    """A rank is not there, which all others have heard: nobody waits for more."""
+class ExchangeError(RankFailureError):
+    """A rank is not there, or cannot read what the first one says.
+
+    Every rank that is there raises it, so that none waits for another.
+    """
 
 
 def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
@@ -28,8 +31,8 @@ def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
         doing: What the first rank did before, for the error.
 
     Raises:
-        LostRankError: A rank died, or was silent for as long as the group waits.
-        NeuroShardError: The value cannot be sent, or not be read by a rank; on all.
+        ExchangeError: A rank died, or was silent for as long as the group waits. Or the
+            value cannot be sent, or not be read by a rank. All ranks raise it.
     """
     if pg.size() == 1:
         return value
@@ -46,14 +49,14 @@ def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
         text = failure and f"{type(failure).__name__}: {failure}"
         dist.all_gather_object(told, text, group=pg)
     except RuntimeError as error:
-        raise LostRankError(
+        raise ExchangeError(
             f"a rank died or fell silent, rank {root}, which {doing}, or another; "
             f"restart the job: {' '.join(str(error).split()):.300}"
         ) from error
     for rank, said in enumerate(told):
         if said is not None:
             verb, where = "read" if rank else "send", dist.get_global_rank(pg, rank)
-            raise NeuroShardError(
+            raise ExchangeError(
                 f"rank {root} {doing}, but rank {where} cannot {verb} what came of it: "
                 f"{said}"
             )
