@@ -516,13 +516,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 )
             pg = dist.group.WORLD
             assert pg is not None, "there is one once it is initialised"
-        if pg.size() % self.topology.world_size:
-            warnings.warn(
-                f"the topology has {self.topology.world_size} ranks, the process group "
-                f"{pg.size()}, which cannot train by the plan. Give the topology as "
-                "many, or call plan() for the plan of another job",
-                stacklevel=2,
-            )
         if sharders is None:
             sharders = get_default_sharders()
         plan: ShardingPlan | None = None
@@ -530,6 +523,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         if pg.rank() == 0:
             options = partial(self._options, module, sharders)
             try:
+                if pg.size() % self.topology.world_size:
+                    warnings.warn(
+                        f"the topology has {self.topology.world_size} ranks, the "
+                        f"process group {pg.size()}, which cannot train by the plan. "
+                        "Give the topology as many, or call plan() for the plan of "
+                        "another job",
+                        stacklevel=2,
+                    )
                 self._first_launch.on_all_ranks(options, pg)
                 plan = self.plan(module, sharders)
             except ExchangeError:
@@ -540,11 +541,16 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         else:
             self._selected, self._planned = [], None
             found: Any = from_first(None, pg, _PLANNED)
+            trouble: str | None = None
             while isinstance(found, Offer):
-                help_measure(found, pg.rank())
+                trouble = help_measure(found, pg.rank())
                 found = from_first(None, pg, _PLANNED)
             plan, self._known, error = found
             self._plan = None if plan is None else copied(plan)
+            if (
+                trouble is not None
+            ):  # told last: where warnings are errors, nobody waits
+                warnings.warn(trouble, stacklevel=2)
         if error is not None:
             raise error
         return plan

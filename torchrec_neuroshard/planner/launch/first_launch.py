@@ -373,8 +373,8 @@ def check_patience(request: LaunchRequest, pg: dist.ProcessGroup) -> float:
     return limit_s
 
 
-def help_measure(offer: Offer, rank: int) -> None:
-    """Measure with the first rank, on another one; it hears of a failure itself."""
+def help_measure(offer: Offer, rank: int) -> str | None:
+    """Measure with the first rank, on another one; return what failed, if it did."""
     from torchrec_neuroshard.training.first_launch import Member, take_part
 
     member = Member(rank=rank, address=offer.address, port=offer.port)
@@ -382,8 +382,8 @@ def help_measure(offer: Offer, rank: int) -> None:
         with tempfile.TemporaryDirectory(prefix="neuroshard-") as scratch:
             take_part(offer.request, member, Path(scratch))
     except Exception as error:
-        text = f"measuring failed on rank {rank} ({error_text(error)})"
-        warnings.warn(text, stacklevel=3)
+        return f"measuring failed on rank {rank} ({error_text(error)})"
+    return None
 
 
 def error_text(error: Exception) -> str:
