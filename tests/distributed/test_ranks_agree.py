@@ -143,7 +143,7 @@ class OfFirst:
 def odd_offer(at: Rank) -> Any:
     """The first rank's wish to measure is one that the others cannot read."""
     at.patch.setattr(
-        f"{PACKAGE}.planner.launch.first_launch.find_address", lambda _: OfFirst()
+        f"{PACKAGE}.planner.launch.first_launch.meeting_place", lambda _: OfFirst()
     )
     return at.plan(**MEASURES)
 

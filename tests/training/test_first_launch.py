@@ -108,7 +108,7 @@ def test_what_the_search_may_place_is_what_is_drawn() -> None:
             return list(super().sharding_types("cuda"))
 
     options = planner.enumerator.enumerate(model, [Sharder()])
-    launch = FirstLaunch(planner.costs, "measure", 3.0, constraints)
+    launch = FirstLaunch(planner.costs, "measure", 3.0)
     request = launch.request(options, 2)
     found = {(t.name[-2:], t.num_embeddings, t.embedding_dim) for t in request.shards}
     columns = {("t0", 1000, 64), ("t1", 1000, 64), ("t1", 1000, 32)}
@@ -131,11 +131,11 @@ def test_without_measuring_there_is_a_warning_and_the_estimate() -> None:
     assert any("cache holds none" in w for w in planner.last_result.warnings)
     settings: list[tuple[str, Any, str]] = [
         ("auto", "often", "must be 'auto', 'never' or a number of seconds"),
-        ("cpu", 5.0, "measures for cost_model 'auto' or 'measure', got another"),
+        ("cpu", 5.0, "needs cost_model 'auto' or 'measure', got 'cpu'"),
     ]
     for cost_model, calibrate, message in settings:
         with pytest.raises(ConfigError, match=message):
-            FirstLaunch(planner.costs, cost_model, calibrate, None)
+            FirstLaunch(planner.costs, cost_model, calibrate)
 
 
 def test_disturbed_sets_are_measured_again_later(

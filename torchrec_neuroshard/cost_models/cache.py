@@ -35,7 +35,6 @@ __all__ = [
     "clear",
     "entries",
     "find",
-    "is_locked",
     "lock",
     "store",
 ]
@@ -238,11 +237,6 @@ def clear() -> int:
 
 def _lock_path(key: CacheKey) -> Path:
     return cache_folder() / f".lock-{key.name()}"
-
-
-def is_locked(key: CacheKey) -> bool:
-    """Whether some job measures under a key, or died doing so."""
-    return _lock_path(key).exists()
 
 
 @contextlib.contextmanager

@@ -256,7 +256,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             pipeline_type=pipeline_type,
             dense_ms=dense_ms,
         )
-        self._first_launch = FirstLaunch(self.costs, cost_model, calibrate, constraints)
+        self._first_launch = FirstLaunch(self.costs, cost_model, calibrate)
         topology = self.costs.topology
         for name, given in (
             ("consider_stock", consider_stock),

@@ -1,37 +1,32 @@
 """When a planner measures: a first launch calibrates, the launches after it remember.
 
 What is measured, and how, is `training.first_launch`'s; this module says when, gathers
-what the search may put on a rank, and sees to it that no failure reaches the job.
+what the search may put on a rank, and sees to it that no failure reaches the job. The
+first rank decides alone, and `from_first` tells the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
 import socket
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
-from torchrec.distributed.planner.types import (
-    ParameterConstraints,
-    ShardingOption,
-    Topology,
-)
+from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from torchrec_neuroshard.cost_models import ConcurrentCostModel, CostModel, cache
 from torchrec_neuroshard.cost_models.cache import CacheKey
 from torchrec_neuroshard.cost_models.compute import PhysicalCostModel
 from torchrec_neuroshard.devices import current_device_name, is_accelerator
-from torchrec_neuroshard.errors import (
-    ConfigError,
-    NeuroShardError,
-    RankFailureError,
-)
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RankFailureError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import group_timeout_seconds
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
@@ -47,23 +42,12 @@ from torchrec_neuroshard.planner.topology import GB_PER_S, whole_nodes
 from torchrec_neuroshard.records import utc_now
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, row_shard
 
-if TYPE_CHECKING:
-    from torchrec_neuroshard.training.first_launch import LaunchRequest
+if TYPE_CHECKING:  # it loads FBGEMM and pyarrow, which only measuring needs
+    from torchrec_neuroshard.training.first_launch import LaunchRequest, Member
 
-__all__ = [
-    "GRACE_S",
-    "USUAL_SECONDS",
-    "FirstLaunch",
-    "Offer",
-    "check_patience",
-    "error_text",
-    "find_address",
-    "free_port",
-    "help_measure",
-    "is_measurable",
-]
+__all__ = ["GRACE_S", "FirstLaunch", "Offer", "help_measure", "meeting_place"]
 
-USUAL_SECONDS = 60.0
+_USUAL_SECONDS = 60.0
 """Budget unless another one is asked for."""
 _MEASURED_TYPES = ("fp32", "fp16")
 _MOST_PARTS = 4
@@ -80,8 +64,8 @@ class Offer(NamedTuple):
     """What rank 0 has all ranks measure, and where they meet."""
 
     request: LaunchRequest
-    address: str
-    port: int
+    first: Member
+    """Rank 0."""
 
 
 Options = Callable[[], Sequence[ShardingOption]]
@@ -99,7 +83,6 @@ class FirstLaunch:
         costs: PlanCosts,
         cost_model: str | Path | CostModel,
         calibrate: str | float,
-        constraints: Mapping[str, ParameterConstraints] | None,
     ) -> None:
         """Take the planner's settings.
 
@@ -107,58 +90,48 @@ class FirstLaunch:
             costs: Gets the models that were measured.
             cost_model: The planner's.
             calibrate: "auto", "never" or seconds.
-            constraints: Table name -> TorchRec's constraints on it.
 
         Raises:
             ConfigError: `calibrate` is none of these, or contradicts `cost_model`.
         """
-        self._costs, self._constraints = costs, constraints or {}
-        self._must = isinstance(cost_model, str) and cost_model == "measure"
-        applies = self._must or (
-            isinstance(cost_model, str | Path) and str(cost_model) == "auto"
-        )
-        self.seconds = self._budget(calibrate)
-        if not (isinstance(calibrate, str) or applies):
+        self._costs = costs
+        name = None if isinstance(cost_model, CostModel) else str(cost_model)
+        self._must = name == "measure"
+        on_gpu = is_accelerator(costs.topology.compute_device)
+        usual = _USUAL_SECONDS if on_gpu or self._must else 0.0
+        seconds = {"auto": usual, "never": 0.0}.get(str(calibrate), calibrate)
+        if isinstance(seconds, str) or not seconds >= 0:
             raise ConfigError(
-                f"calibrate={calibrate:g} measures for cost_model 'auto' or 'measure', "
-                f"got another one ({cost_model!r}); leave one of them out"
-            )
-        self._is_off = not applies or (calibrate == "never" and not self._must)
-        self._is_through = False
-
-    def _budget(self, calibrate: str | float) -> float:
-        if calibrate == "never":
-            return 0.0
-        if calibrate == "auto":
-            on_gpu = is_accelerator(self._costs.topology.compute_device)
-            return USUAL_SECONDS if on_gpu or self._must else 0.0
-        if isinstance(calibrate, str) or not calibrate > 0:
-            raise ConfigError(
-                "calibrate must be 'auto', 'never' or a number of seconds above 0, got "
+                "calibrate must be 'auto', 'never' or a number of seconds, got "
                 f"{calibrate!r}"
             )
-        return float(calibrate)
+        if not isinstance(calibrate, str) and name not in ("auto", "measure"):
+            raise ConfigError(
+                f"calibrate={calibrate:g} needs cost_model 'auto' or 'measure', got "
+                f"{cost_model!r}; leave one of them out"
+            )
+        self.seconds = float(seconds)
+        self._is_done = not self._must and (name != "auto" or calibrate == "never")
 
     def on_one_rank(self, options: Options) -> None:
         """Before a plan: take measured costs from the cache.
 
         With `cost_model="measure"` kernels are measured here where there are none.
         """
-        if self._is_off or self._is_through:
+        if self._is_done:
             return
+        options = functools.cache(options)
         try:
             if self._find(options) or not self._must:
                 return
-            self._is_through = True
-            if self.seconds:
-                request = self.request(options(), ranks=1)
-                alone = int(self._costs.topology.world_size) == 1
-                self._measure(Offer(request, "127.0.0.1", free_port()), alone)
-                return
-            reason = "calibrate='never', and the cache holds none"
+            self._is_done = True
+            if not self.seconds:
+                raise ConfigError("calibrate='never', and the cache holds none")
+            topology = self._costs.topology
+            offer = Offer(self.request(options(), ranks=1), meeting_place(topology))
+            self._measure(offer, stores=int(topology.world_size) == 1)
         except Exception as error:
-            reason = error_text(error)
-        self._warn(reason)
+            self._warn(error)
 
     def on_all_ranks(self, options: Options, pg: dist.ProcessGroup) -> None:
         """Before a collective plan: have all ranks measure where nothing was.
@@ -168,51 +141,61 @@ class FirstLaunch:
         Raises:
             ExchangeError: Ranks could not be told; nothing else is raised.
         """
-        topology = self._costs.topology
-        if self._is_off or self._is_through or not self.seconds:
+        if self._is_done or not self.seconds:
             return
+        topology, options = self._costs.topology, functools.cache(options)
         try:
             is_here = current_device_name(topology.compute_device) is not None
             if pg.size() != int(topology.world_size) or not is_here:
                 return
             with contextlib.ExitStack() as locked:
-                offer = self._offer(options, pg, locked)
-                if offer is not None:
+                request = self._wanted(options, pg, locked)
+                if request is not None:
+                    offer = Offer(request, meeting_place(topology))
                     from_first(offer, pg, "looked for measured costs")
-                    self._measure(offer, True)
+                    self._measure(offer, stores=True)
         except ExchangeError:
             raise
         except Exception as error:
-            self._warn(error_text(error))
-        self._is_through = True
+            self._warn(error)
+        self._is_done = True
 
-    def _offer(
+    def _wanted(
         self, options: Options, pg: dist.ProcessGroup, locked: contextlib.ExitStack
-    ) -> Offer | None:
-        """Decide on rank 0 what to measure; None: costs are known, and in use."""
-        if self._find(options) or (not self._must and self._is_shipped()):
-            return None
-        topology = self._costs.topology
-        request = self.request(options(), ranks=int(topology.world_size))
-        key = self._key(request.shards)
-        limit_s = check_patience(request, pg)
-        if not locked.enter_context(cache.lock(key, limit_s)):
-            end = time.monotonic() + limit_s
-            while cache.is_locked(key) and time.monotonic() < end:
-                time.sleep(_POLL_S)
-            if self._find(options):
-                return None
-            raise RankFailureError(
-                "another job measured this device at the same time, in vain"
-            )
-        # Another job may have been through since.
-        if self._find(options):
-            return None
-        return Offer(request, find_address(topology), free_port())
+    ) -> LaunchRequest | None:
+        """Decide on rank 0 what to measure; None: costs are known, and in use.
 
-    def _is_shipped(self) -> bool:
-        """Whether a shipped bundle was measured on this very device."""
-        return not isinstance(self._alone(), PhysicalCostModel)
+        Where another job measures the same, it is waited for.
+
+        Args:
+            options: Of the model.
+            pg: The ranks.
+            locked: Keeps other jobs from measuring while it is open.
+
+        Raises:
+            ConfigError: The ranks do not wait for each other for so long.
+            RankFailureError: Another job takes too long.
+        """
+        is_estimated = isinstance(self._alone(), PhysicalCostModel)
+        if self._find(options) or not (self._must or is_estimated):
+            return None
+        request = self.request(options(), ranks=pg.size())
+        limit_s = 2 * request.seconds + request.grace_seconds
+        timeout_s = group_timeout_seconds(pg)
+        if pg.size() > 1 and limit_s > _PATIENCE_SHARE * timeout_s:
+            raise ConfigError(
+                f"it may take {limit_s:.0f} s, and the ranks of the process group wait "
+                f"{timeout_s:.0f} s for each other, planning included; give "
+                f"init_process_group a timeout of {limit_s / _PATIENCE_SHARE:.0f} s"
+            )
+        key, end = self._key(request.shards), time.monotonic() + limit_s
+        while not locked.enter_context(cache.lock(key, limit_s)):
+            if time.monotonic() > end:
+                raise RankFailureError(
+                    f"another job has measured this device for {limit_s:.0f} s, in vain"
+                )
+            time.sleep(_POLL_S)
+        return None if self._find(options) else request
 
     def _alone(self) -> CostModel:
         """Costs of kernels that run by themselves, as they are measured."""
@@ -223,11 +206,11 @@ class FirstLaunch:
         """Use a bundle of the cache, if one serves these tables here."""
         if not cache.entries():
             return False
-        entry = cache.find(self._key(self._shards(options())[0]))
+        entry = cache.find(self._key(list(self._shards(options()))))
         if entry is None:
             return False
         self._costs.use(entry.folder)
-        self._is_through = True
+        self._is_done = True
         return True
 
     def _key(self, shards: Sequence[TableConfig]) -> CacheKey:
@@ -247,37 +230,36 @@ class FirstLaunch:
 
     def _shards(
         self, options: Sequence[ShardingOption]
-    ) -> tuple[list[TableConfig], list[int], list[int]]:
-        """What the search may put on a rank: shards, their kernels, their tables."""
+    ) -> dict[TableConfig, tuple[int, int]]:
+        """Return what the search may put on a rank -> its kernel, its table."""
         topology, reader = self._costs.topology, self._costs.reader
-        batch = int(options[0].batch_size) * int(topology.world_size) if options else 0
-        on_cpu = topology.compute_device == "cpu"
         kernels: dict[tuple[object, ...], int] = {}
-        names: dict[str, int] = {}
+        tables: dict[str, int] = {}
         found: dict[TableConfig, tuple[int, int]] = {}
         for option in options:
             if is_dense(option) or not is_placeable(option, reader):
                 continue
             table = reader.table(option)
-            if not is_measurable(table, on_cpu):
+            on_cpu = topology.compute_device == "cpu"
+            if table.data_type not in _MEASURED_TYPES or (
+                on_cpu and table.optimizer == "adam"
+            ):
                 continue
-            rows = int(sample_shards(option)[0].size[0])
-            whole = rows >= table.num_embeddings
+            rows, columns = (int(n) for n in sample_shards(option)[0].size)
+            is_whole = rows >= table.num_embeddings
+            batch = int(option.batch_size) * int(topology.world_size)
             part = row_shard(table, rows, batch, pooled=is_pooled(option))
-            key = (option.path, whole, table.optimizer, table.data_type, table.weighted)
+            kernel = option.path, is_whole, table.optimizer, table.data_type
             place = (
-                kernels.setdefault(key, len(kernels)),
-                names.setdefault(table_name(option), len(names)),
+                kernels.setdefault((*kernel, table.weighted), len(kernels)),
+                tables.setdefault(table_name(option), len(tables)),
             )
-            own = int(sample_shards(option)[0].size[1])
-            widest = part.embedding_dim if whole else own
-            narrowest = narrowest_shard(option, reader)
+            widest = part.embedding_dim if is_whole else columns
             for parts in range(1, _MOST_PARTS + 1):
                 width = widest // parts // COLUMN_MULTIPLE * COLUMN_MULTIPLE
-                if width >= narrowest:
+                if width >= narrowest_shard(option, reader):
                     found.setdefault(part.with_width(width), place)
-        places = list(found.values())
-        return list(found), [k for k, _ in places], [t for _, t in places]
+        return found
 
     def request(self, options: Sequence[ShardingOption], ranks: int) -> LaunchRequest:
         """Say what is to be measured.
@@ -292,13 +274,14 @@ class FirstLaunch:
         from torchrec_neuroshard.training.first_launch import LaunchRequest
 
         topology = self._costs.topology
-        shards, kernels, tables = self._shards(options)
+        shards = self._shards(options)
         if not shards:
             raise ConfigError("no table runs a kernel that can be measured")
+        kernels, tables = zip(*shards.values(), strict=True)
         return LaunchRequest(
             shards=tuple(shards),
-            kernels=tuple(kernels),
-            tables=tuple(tables),
+            kernels=kernels,
+            tables=tables,
             batch_size=int(options[0].batch_size) * int(topology.world_size),
             device_type=topology.compute_device,
             world_size=ranks,
@@ -308,20 +291,27 @@ class FirstLaunch:
             hbm_gb_per_s=topology.hbm_mem_bw * GB_PER_S,
         )
 
-    def _measure(self, offer: Offer, stores: bool) -> None:
+    def _measure(self, offer: Offer, *, stores: bool) -> None:
         """Measure with the others as rank 0; use what comes of it, and keep it."""
-        from torchrec_neuroshard.training.first_launch import Member, judge, take_part
+        from torchrec_neuroshard.training.first_launch import judge, take_part
 
-        request = offer.request
-        member = Member(rank=0, address=offer.address, port=offer.port)
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="neuroshard-") as scratch:
-            bundle = take_part(request, member, Path(scratch))
+            bundle = take_part(*offer, Path(scratch))
             assert bundle is not None, "rank 0 gets one"
             verdict = judge(bundle, self._alone())
             is_sound = verdict is None or verdict.is_sound
             if stores and is_sound:
-                bundle = self._kept(bundle, request, time.monotonic() - begin)
+                key, seconds = self._key(offer.request.shards), time.monotonic() - begin
+                try:
+                    bundle = cache.store(
+                        bundle, key, created=utc_now(), seconds=seconds
+                    )
+                except OSError as error:
+                    self._tell(
+                        f"what was measured could not be kept ({error}); "
+                        "NEUROSHARD_CACHE names another folder"
+                    )
             if verdict is None or not verdict.is_worse:
                 self._costs.use(bundle)
             if not is_sound:
@@ -331,21 +321,9 @@ class FirstLaunch:
                     "again; calibrate='never' does not"
                 )
 
-    def _kept(self, bundle: Path, request: LaunchRequest, seconds: float) -> Path:
-        """Store a bundle; where that cannot be, go on with it for this launch."""
-        try:
-            key = self._key(request.shards)
-            return cache.store(bundle, key, created=utc_now(), seconds=seconds)
-        except OSError as error:
-            self._tell(
-                f"what was measured could not be kept ({error}); NEUROSHARD_CACHE "
-                "names another folder"
-            )
-            return bundle
-
-    def _warn(self, reason: str) -> None:
+    def _warn(self, error: Exception) -> None:
         self._tell(
-            f"measuring at the first launch failed ({reason}): costs are "
+            f"measuring at the first launch failed ({_text_of(error)}): costs are "
             f"'{self._costs.cost_model.source}'. calibrate='never' plans without, "
             "'neuroshard calibrate' measures beforehand"
         )
@@ -356,57 +334,32 @@ class FirstLaunch:
         self._costs.notes += (Note("first-launch", text),)
 
 
-def check_patience(request: LaunchRequest, pg: dist.ProcessGroup) -> float:
-    """Return what measuring takes at most [s], if the others wait so long.
-
-    Raises:
-        ConfigError: They do not.
-    """
-    limit_s = 2 * request.seconds + request.grace_seconds
-    timeout_s = group_timeout_seconds(pg)
-    if pg.size() > 1 and limit_s > _PATIENCE_SHARE * timeout_s:
-        raise ConfigError(
-            f"it may take {limit_s:.0f} s, and the ranks of the process group wait "
-            f"{timeout_s:.0f} s for each other, planning included; give "
-            f"init_process_group a timeout of {limit_s / _PATIENCE_SHARE:.0f} s"
-        )
-    return limit_s
-
-
 def help_measure(offer: Offer, rank: int) -> str | None:
     """Measure with the first rank, on another one; return what failed, if it did."""
-    from torchrec_neuroshard.training.first_launch import Member, take_part
+    from torchrec_neuroshard.training.first_launch import take_part
 
-    member = Member(rank=rank, address=offer.address, port=offer.port)
     try:
         with tempfile.TemporaryDirectory(prefix="neuroshard-") as scratch:
+            member = dataclasses.replace(offer.first, rank=rank)
             take_part(offer.request, member, Path(scratch))
     except Exception as error:
-        return f"measuring failed on rank {rank} ({error_text(error)})"
+        return f"measuring failed on rank {rank} ({_text_of(error)})"
     return None
 
 
-def error_text(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     """Say in a line what went wrong."""
     kind = "" if isinstance(error, NeuroShardError) else f"{type(error).__name__}: "
     return kind + (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def is_measurable(table: TableConfig, on_cpu: bool) -> bool:
-    """Whether fused kernels over a table can be measured."""
-    runs = not (on_cpu and table.optimizer == "adam")
-    return runs and table.data_type in _MEASURED_TYPES
+def meeting_place(topology: Topology) -> Member:
+    """Return rank 0 of the group that measures, with an address and a free port."""
+    from torchrec_neuroshard.training.first_launch import Member
 
-
-def find_address(topology: Topology) -> str:
-    """Where the ranks find the first one's process."""
-    if int(topology.local_world_size) >= int(topology.world_size):
-        return "127.0.0.1"
-    return os.environ.get("MASTER_ADDR") or socket.gethostname()
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at."""
+    address = "127.0.0.1"
+    if int(topology.local_world_size) < int(topology.world_size):
+        address = os.environ.get("MASTER_ADDR") or socket.gethostname()
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+        return Member(rank=0, address=address, port=int(probe.getsockname()[1]))
