@@ -31,7 +31,7 @@ from torchrec_neuroshard.phase_timer import (
     critical_times,
 )
 from torchrec_neuroshard.planner.costs.given_plans import PlanOptions, copied
-from torchrec_neuroshard.planner.launch.from_first import from_first, portable
+from torchrec_neuroshard.planner.first_launch import from_first, portable
 from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.plans.replan import ReplanResult, apply_moves, replan

@@ -78,7 +78,7 @@ def in_cache(folder: Path, program: str | None, action: Any) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEUROSHARD_CACHE", str(folder))
         # However busy and noisy the machine is under the tests.
-        patch.setattr("torchrec_neuroshard.planner.launch.first_launch.GRACE_S", 600.0)
+        patch.setattr("torchrec_neuroshard.planner.first_launch.GRACE_S", 600.0)
         part = "torchrec_neuroshard.training.first_launch"
         if program is None:
             patch.setattr(f"{part}.judge", lambda *_: None)

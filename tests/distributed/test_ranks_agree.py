@@ -143,7 +143,7 @@ class OfFirst:
 def odd_offer(at: Rank) -> Any:
     """The first rank's wish to measure is one that the others cannot read."""
     at.patch.setattr(
-        f"{PACKAGE}.planner.launch.first_launch.meeting_place", lambda _: OfFirst()
+        f"{PACKAGE}.planner.first_launch.meeting_place", lambda _: OfFirst()
     )
     return at.plan(**MEASURES)
 
@@ -238,7 +238,7 @@ def in_group(case: Case, folder: Path) -> dict[str, Any]:
         warnings.simplefilter("always")
         patch.setenv("NEUROSHARD_CACHE", str(folder / "cache"))
         grace = 0.0 if case.seconds == SHORT_SECONDS else 30.0
-        patch.setattr(f"{PACKAGE}.planner.launch.first_launch.GRACE_S", grace)
+        patch.setattr(f"{PACKAGE}.planner.first_launch.GRACE_S", grace)
         try:
             plan, result = case.act(Rank(pg, pg.rank(), folder, patch))
             found["plan"] = repr((plan.plan, result))

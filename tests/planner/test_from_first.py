@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from torchrec_neuroshard.errors import RankFailureError
-from torchrec_neuroshard.planner.launch.from_first import from_first
+from torchrec_neuroshard.planner.first_launch import from_first
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

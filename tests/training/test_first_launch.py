@@ -33,7 +33,7 @@ from torchrec_neuroshard.cost_models import cache, load_bundle
 from torchrec_neuroshard.cost_models.loading import PRETRAINED, physical_estimate
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import from_fields, to_fields
-from torchrec_neuroshard.planner.launch.first_launch import FirstLaunch
+from torchrec_neuroshard.planner.first_launch import FirstLaunch
 from torchrec_neuroshard.tables import DATA_TYPE_BYTES
 from torchrec_neuroshard.training import first_launch
 

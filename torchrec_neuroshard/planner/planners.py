@@ -64,14 +64,12 @@ from torchrec_neuroshard.planner.costs.given_plans import (
 )
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.launch.first_launch import (
+from torchrec_neuroshard.planner.first_launch import (
+    ExchangeError,
     FirstLaunch,
     Offer,
-    help_measure,
-)
-from torchrec_neuroshard.planner.launch.from_first import (
-    ExchangeError,
     from_first,
+    help_measure,
     portable,
 )
 from torchrec_neuroshard.planner.options.table_reader import table_name

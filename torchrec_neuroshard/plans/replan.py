@@ -56,7 +56,7 @@ from torchrec_neuroshard.planner.compat import (
 from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.costs.given_plans import PlanOptions, copied
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.launch.from_first import from_first
+from torchrec_neuroshard.planner.first_launch import from_first
 from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.options.ways import is_placeable
 from torchrec_neuroshard.planner.parts.search_space import SearchSpace
