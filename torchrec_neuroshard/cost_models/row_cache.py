@@ -127,15 +127,23 @@ def _states(rate_G: Floats) -> tuple[Floats, Floats]:
         Both `K x G`; the second is of ids that a batch meets.
     """
     met_G = -np.expm1(-rate_G)
-    # Chance that a missing row of some number finds a slot: fewer than a set's
-    # slots go to rows of lower numbers.
-    lower_KU = ASSOCIATIVITY * np.divide.outer(1 / _PARTS, 1 / _NUMBERS)
-    found_KU1 = special.pdtr(ASSOCIATIVITY - 1, lower_KU)[..., None]
+    found_KU1 = _found_slots()[..., None]
     leaves_KUG = 1.0 - met_G + met_G * found_KU1 + _NEVER
     there_KG = met_G * (found_KU1 / leaves_KUG).mean(axis=1)
     absent_KG = np.exp(-rate_G * _BATCHES[:, None])
     held_KG = np.concatenate([there_KG, 1.0 - absent_KG])
     return held_KG, met_G * (1.0 - held_KG)
+
+
+@functools.cache
+def _found_slots() -> Floats:
+    """Chances that a missing row of some number finds a slot: `K x U`.
+
+    It does where fewer than a set's slots go to rows of lower numbers.
+    """
+    lower_KU = ASSOCIATIVITY * np.divide.outer(1 / _PARTS, 1 / _NUMBERS)
+    found_KU: Floats = special.pdtr(ASSOCIATIVITY - 1, lower_KU)
+    return found_KU
 
 
 @functools.cache

@@ -15,6 +15,8 @@ from torchrec_neuroshard.planner.compat import optimizer_attributes
 
 __all__ = ["outline_of"]
 
+_HOLDING = (torch.Tensor, nn.Module, dict, list, tuple)
+
 
 def outline_of(module: nn.Module) -> nn.Module:
     """Return a copy whose parameters and buffers are on the "meta" device.
@@ -31,8 +33,13 @@ def _outline(value: Any, known: dict[int, Any]) -> Any:
     if isinstance(value, nn.Module):
         new: Any = type(value).__new__(type(value))
         known[id(value)] = new
+        new.__dict__.update(vars(value))
         for name, held in vars(value).items():
-            new.__dict__[name] = _outline(held, known)
+            # Most of what a module has are numbers and empty dictionaries.
+            if isinstance(held, (dict, list, tuple)) and not held:
+                continue
+            if isinstance(held, _HOLDING):
+                new.__dict__[name] = _outline(held, known)
         return new
     if isinstance(value, torch.Tensor):
         known[id(value)] = _weightless(value)
@@ -47,7 +54,7 @@ def _outline(value: Any, known: dict[int, Any]) -> Any:
 
 
 def _is_held(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | nn.Module)
+    return isinstance(value, (torch.Tensor, nn.Module))
 
 
 def _weightless(tensor: torch.Tensor) -> torch.Tensor:

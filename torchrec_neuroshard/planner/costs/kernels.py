@@ -148,6 +148,7 @@ def priced_codecs(
     return forward, backward
 
 
+@lru_cache
 def _priced(codec: WireCodec, device_type: str) -> WireCodec:
     known = _MEASURED_CODING.get((device_type, codec.name))
     if known is None:

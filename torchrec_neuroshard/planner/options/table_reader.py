@@ -10,6 +10,7 @@ TorchRec's own costs. Which of those with a cost a search may place, `ways` says
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -273,11 +274,12 @@ def _used_codecs(
         return {}
     name = kind.pooled if is_pooled(option) else kind.sequences
     ops = _COMM_OPS[name][0 if is_pooled(option) else 1]
-    return {op: known.get(op, _uncoded(option)) for op in ops}
+    return {op: known.get(op, _uncoded(output_bytes(option))) for op in ops}
 
 
-def _uncoded(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
-    return (WireCodec(wire_bytes=output_bytes(option)),) * 2
+@functools.cache
+def _uncoded(value_bytes: float) -> tuple[WireCodec, WireCodec]:
+    return (WireCodec(wire_bytes=value_bytes),) * 2
 
 
 def output_bytes(option: ShardingOption) -> float:
@@ -291,7 +293,9 @@ def output_bytes(option: ShardingOption) -> float:
 
 def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
     """Return how an option's output values travel, and its gradients."""
-    used = _used_codecs(option).values() or [_uncoded(option)]
+    used = _used_codecs(option).values()
+    if not used:
+        return _uncoded(output_bytes(option))
     # Of two collectives one after the other, the larger.
     forward, backward = (
         max((codecs[i] for codecs in used), key=lambda c: c.wire_bytes) for i in (0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,7 +79,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         self._placement = placement or PlacementConstraints()
         self._topology = topology
         self._tier = device_tier(topology)
-        self._queue: list[list[ShardingOption]] = []
+        self._proposal: list[ShardingOption] | None = None
 
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
@@ -102,15 +102,9 @@ class NeuroShardProposer(CostedPart, Proposer):
         self._add(search_space)
         names = [table_name(options[0]) for options in self._by_table.values()]
         self._rules = self._placement.rules(names, int(self._topology.world_size))
-        tables = list(map(self._permitted, self._by_table.values()))
-        ways = list(map(self._ways, tables))
-        self._num_others = sum(not own for own in ways)
         self._room: dict[tuple[int, ...], int] = {}
-        self._queue = [list(map(self._free, tables, ways))]
-        least = [_least(options, self._memory_order) for options in tables]
-        few = sum(o.num_shards for o in least) <= MOST_LISTED_SHARDS
-        if few and any(a is not b for a, b in zip(least, self._queue[0], strict=True)):
-            self._queue.append(least)
+        self._proposals = self._proposed()
+        self._proposal = next(self._proposals)
 
     def _add(self, options: Sequence[ShardingOption]) -> None:
         """Add options, and their like in other grids and caches, to their tables."""
@@ -128,9 +122,28 @@ class NeuroShardProposer(CostedPart, Proposer):
         for number, own in enumerate(self._by_table.values()):
             own += [c for o in own for c in on_nodes(o, self.costs.reader, number)]
 
+    def _proposed(self) -> Iterator[list[ShardingOption]]:
+        """Yield proposals, each for where none before it fits; see the class."""
+        tables = [list(self._permitted(own)) for own in self._by_table.values()]
+        ways = list(map(self._ways, tables))
+        self._num_others = sum(not own for own in ways)
+        first = list(map(self._free, tables, ways))
+        yield first
+        if isinstance(self._enumerator, NeuroShardEnumerator):
+            withheld = self._enumerator.withheld(self._search_space)
+            if withheld:
+                self._add(withheld)
+                more = list(map(self._permitted, self._by_table.values()))
+                free = partial(self._free, order=self._memory_order)
+                yield list(map(free, more, map(self._ways, more)))
+        least = [_least(options, self._memory_order) for options in tables]
+        few = sum(o.num_shards for o in least) <= MOST_LISTED_SHARDS
+        if few and any(a is not b for a, b in zip(least, first, strict=True)):
+            yield least
+
     def propose(self) -> list[ShardingOption] | None:
         """Return the next proposal, None after the last one."""
-        return self._queue[0] if self._queue else None
+        return self._proposal
 
     def feedback(
         self,
@@ -148,15 +161,7 @@ class NeuroShardProposer(CostedPart, Proposer):
             storage_constraint: Not needed.
         """
         del plan, perf_rating, storage_constraint
-        self._queue = [] if partitionable else self._queue[1:]
-        if not partitionable and isinstance(self._enumerator, NeuroShardEnumerator):
-            spare = self._enumerator.withheld(self._search_space)
-            self._search_space = []
-            if spare:
-                self._add(spare)
-                tables = list(map(self._permitted, self._by_table.values()))
-                free = partial(self._free, order=self._memory_order)
-                self._queue.insert(0, list(map(free, tables, map(self._ways, tables))))
+        self._proposal = None if partitionable else next(self._proposals, None)
 
     def _permitted(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """Options that can be where placement constraints allow the table."""

@@ -161,8 +161,11 @@ class StorageEstimator(EmbeddingStorageEstimator):
             kwargs: As in TorchRec.
         """
         _note_sharders(sharding_options, *args, *kwargs.values())
-        known = [o for o in sharding_options if self.memory.knows(o)]
-        others = [sampled(o) for o in sharding_options if not self.memory.knows(o)]
+        known: list[ShardingOption] = []
+        others: list[ShardingOption] = []
+        for option in sharding_options:
+            (known if self.memory.knows(option) else others).append(option)
+        others = list(map(sampled, others))
         if others:
             if not self.memory.is_lenient:
                 others = [self._with_optimizer(option) for option in others]
