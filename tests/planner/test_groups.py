@@ -141,8 +141,8 @@ def test_plans_are_rehearsed_in_a_group_and_fit_any_number_of_replicas(
     assert str(load_plan(path, model=model, planner=planner)) == str(plan)
     # Four replicas, dealt out such that a group's nodes are the same.
     more = make_planner(topology=group_topology(two_nodes(8), 2))
-    with pytest.warns(StalePlanWarning, match="sharding_group: expected one of 4"):
+    with pytest.warns(StalePlanWarning, match=r"sharding_group .* and one of 4"):
         assert str(load_plan(path, model=model, planner=more)) == str(plan)
     whole = make_planner(topology=two_nodes(4))
-    with pytest.raises(PlanMismatchError, match=r"world_size.*4.*2"):
+    with pytest.raises(PlanMismatchError, match=r"world_size is 2 .* and 4"):
         load_plan(path, model=model, planner=whole)

@@ -185,18 +185,25 @@ def test_plans_for_other_inputs_are_told_apart(stored: Stored) -> None:
 @pytest.mark.parametrize(
     ("sizes", "fields", "topology", "message"),
     [
-        ([*SIZES[:2], (31, 8)], {}, CPUS, "num_emb.*t2': expected 31, found 30"),
-        (SIZES, HALF, CPUS, "data_type.*ebc.t0': expected fp16, found fp32"),
-        ([*SIZES, (5, 4)], {}, CPUS, "'sparse.ebc.t3': expected a table, found no"),
-        (SIZES, {}, Topology(4, "cpu"), "world_size: expected 4, found 2"),
-        (SIZES, {}, gpus(), "compute_device: expected cuda, found cpu"),
+        (
+            [*SIZES[:2], (31, 8)],
+            {},
+            CPUS,
+            "t2': num_embeddings is 30 in the file and 31 here",
+        ),
+        (SIZES, HALF, CPUS, "ebc.t0': data_type is fp32 in the file and fp16 here"),
+        ([*SIZES, (5, 4)], {}, CPUS, "'sparse.ebc.t3' is only here"),
+        (SIZES, {}, Topology(4, "cpu"), "world_size is 2 in the file and 4 here"),
+        (SIZES, {}, gpus(), "compute_device is cpu in the file and cuda here"),
     ],
 )
 def test_other_jobs_are_refused(
     stored: Stored, sizes: Any, fields: Any, topology: Topology, message: str
 ) -> None:
     model = Nested(make_ebc(sizes, **fields))
-    with pytest.raises(PlanMismatchError, match=f"another job: .*{message}.*Plan anew"):
+    with pytest.raises(
+        PlanMismatchError, match=f"not fit this job: .*{message}.*Plan anew"
+    ):
         load_plan(stored[0], model=model, topology=topology)
 
 
@@ -206,12 +213,11 @@ def test_a_plan_of_what_is_around_the_tables_is_told(tmp_path: Path) -> None:
     planner = make_planner(2, "cpu")
     save_plan(planner.plan(model, bag_sharders()), path, model=model, planner=planner)
     deeper = nn.ModuleDict({"inner": model})
-    message = "shards module '', a ModuleDict, which no .* tables are in 'inner'"
-    with pytest.raises(PlanMismatchError, match=message):
-        load_plan(path, model=deeper, planner=planner)
+    message = "no sharder is for module '', a ModuleDict; .* or a plan of 'inner'"
     topology = planner.costs.topology
-    with pytest.warns(UserWarning, match=message):
-        load_plan(path, model=deeper, topology=topology)
+    for known in ({"planner": planner}, {"topology": topology}):
+        with pytest.raises(PlanMismatchError, match=message):
+            load_plan(path, model=deeper, **known)
     assert load_plan(path, model=model, topology=topology).plan
 
 
@@ -219,11 +225,11 @@ def test_other_circumstances_are_warned_of(stored: Stored) -> None:
     path, model, _, plan = stored
     edit_json(path, lambda d: d["fingerprint"]["versions"].update(torchrec="1.2.3"))
     topology = Topology(world_size=2, compute_device="cpu", ddr_cap=2**30)
-    with pytest.warns(StalePlanWarning, match="version of torchrec") as warned:
+    with pytest.warns(StalePlanWarning, match="torchrec is 1.2.3 in") as warned:
         assert load_plan(path, model=model, topology=topology, batch_size=32) == plan
     text = str(warned[0].message)
-    assert "batch_size: expected 32, found 64" in text
-    assert f"memory_bytes: expected 2 x {2**30}, found 2 x " in text
+    assert "batch_size is 64 in the file and 32 here" in text
+    assert f" in the file and 2 x {2**30} here" in text
     assert warned[0].filename == __file__
 
 
@@ -238,19 +244,25 @@ def test_files_of_earlier_versions_are_read(stored: Stored) -> None:
         del data["report"]
         stored_entry(data)["setting_of_a_newer_torchrec"] = None
 
-    edit_json(path, change)
-    assert load_plan(path, model=model, planner=planner) == plan
-    assert "memory is that of the weights alone" in str(read_plan(path).report())
+    for edit in (lambda d: d["report"].update(field_of_another_version=1), change):
+        edit_json(path, edit)
+        assert load_plan(path, model=model, planner=planner) == plan
+        report = read_plan(path).report()
+        assert [note.code for note in report.notes] == ["stored"]
+        assert "memory is that of the weights alone" in str(report)
 
 
 def test_what_constraints_forbid_is_refused(stored: Stored) -> None:
     path, model, _, _ = stored
     for kind, message in (
-        ({"sharding_types": ["table_wise"]}, "expected table_wise, found column_wise"),
-        ({"compute_kernels": ["dense"]}, "expected dense, found fused"),
+        (
+            {"sharding_types": ["table_wise"]},
+            "is column_wise in the file, and .* allow table_wise",
+        ),
+        ({"compute_kernels": ["dense"]}, "is fused in the file, and .* allow dense"),
     ):
         planner = make_planner(constraints=each(1, **kind))
-        with pytest.raises(PlanMismatchError, match=rf"'sparse\.ebc\.t0': {message}"):
+        with pytest.raises(PlanMismatchError, match=rf"'sparse\.ebc\.t0' {message}"):
             load_plan(path, model=model, planner=planner)
 
 
@@ -282,5 +294,5 @@ def test_damaged_contents_are_refused(
         read_plan(path)
     assert str(path) in str(caught.value)
     path.write_text(path.read_text()[:-40])
-    with pytest.raises(PlanFileError, match="is damaged: it is not JSON"):
+    with pytest.raises(PlanFileError, match="or is damaged: Expecting"):
         read_plan(path)

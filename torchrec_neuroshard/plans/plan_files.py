@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 from torchrec.distributed import types as torchrec_types
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
-from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
@@ -93,10 +93,12 @@ _MAY_DIFFER = (
     "batch_size",
     "cost_model",
     "pipeline_type",
+    "torchrec",
 )
+_DECIDES_COSTS = ("world_size", "batch_size", "cost_model", "hardware", "pipeline_type")
 _NOT_STORED = ("sharding_spec", "stats")
-"""Fields left out: shards are stored in a form of their own, and access statistics
-are an object of the user's that only planners read."""
+"""Fields of a table's sharding that are left out: shards have a form of their own, and
+only planners read access statistics, an object of the user's."""
 _SETTING_TYPES: Mapping[str, Any] = {
     name: getattr(torchrec_types, name)
     for name in (
@@ -111,7 +113,8 @@ _SETTING_TYPES: Mapping[str, Any] = {
     )
 }
 """Types of settings that a table's sharding may carry."""
-_WAY_OUT = "Name a file that save_plan or neuroshard plan --out wrote, or plan anew"
+_WHERE = ("in the file", "here")
+_UNKNOWN = (None, "")
 
 
 class PlanMismatchError(PlanFileError):
@@ -155,6 +158,11 @@ class PlanFingerprint:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Package -> version."""
 
+    @property
+    def torchrec(self) -> str:
+        """Version of TorchRec; empty: not known."""
+        return self.versions.get("torchrec", "")
+
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "host_memory_bytes"):
             sizes = getattr(self, name)
@@ -181,49 +189,43 @@ class StoredPlan:
             f"({made.compute_device}); samples per rank: {batch}; cost model: "
             f"{made.cost_model or 'not known'} ({made.hardware or 'not known'}); by "
             f"torchrec_neuroshard {made.versions.get('torchrec_neuroshard', '?')}, "
-            f"torchrec {made.versions.get('torchrec', '?')}"
+            f"torchrec {made.torchrec or '?'}"
         )
 
     def report(self) -> PlanReport:
         """Return the report that is stored with the plan; predicts nothing.
 
-        Raises:
-            PlanFileError: The report is damaged.
+        Where there is none that this version reads, costs are NaN, memory is that of
+        the weights, and a note says so.
         """
-        made = self.fingerprint
-        if self.shown is None:
-            tables = plan_tables(self.plan, made.tables, made.world_size)
-            costs = [RankCosts(*[0.0] * len(PHASES))] * made.world_size
-            return PlanReport(
-                critical_path_ms=math.nan,
-                lower_bound_ms=0.0,
-                uncertainty=0.0,
-                compute_source="not known",
-                comms_source="not known",
-                search_seconds=0.0,
-                num_evaluated=0,
-                num_tables=len(tables),
-                ranks=rank_reports(tables, costs, made.memory_bytes),
-                splits=(),
-                tables=tuple(sorted(tables, key=lambda t: -t.used_bytes)),
-                fallback=None,
-                notes=(
-                    Note(
-                        "stored",
-                        "what the plan costs was not known when it was stored; memory "
-                        "is that of the weights alone",
-                    ),
-                ),
-            )
+        num_ranks = self.fingerprint.world_size
         try:
             report = from_fields(PlanReport, self.shown)
-            if len(report.ranks) != made.world_size:
-                raise ValueError(f"{len(report.ranks)} ranks, not {made.world_size}")
-        except (TypeError, ValueError) as error:
-            raise PlanFileError(
-                f"the report stored with the plan is damaged: {error}. Store it again"
-            ) from error
-        return report
+            if len(report.ranks) == num_ranks:
+                return report
+        except (TypeError, ValueError):
+            pass
+        tables = plan_tables(self.plan, self.fingerprint.tables, num_ranks)
+        costs = [RankCosts(*[0.0] * len(PHASES))] * num_ranks
+        text = (
+            "the plan file does not say what the plan costs, or says it as another "
+            "version does; memory is that of the weights alone"
+        )
+        return PlanReport(
+            critical_path_ms=math.nan,
+            lower_bound_ms=0.0,
+            uncertainty=0.0,
+            compute_source="not known",
+            comms_source="not known",
+            search_seconds=0.0,
+            num_evaluated=0,
+            num_tables=len(tables),
+            ranks=rank_reports(tables, costs, self.fingerprint.memory_bytes),
+            splits=(),
+            tables=tuple(sorted(tables, key=lambda t: -t.used_bytes)),
+            fallback=None,
+            notes=(Note("stored", text),),
+        )
 
     def compared_to(self, other: StoredPlan, names: tuple[str, str]) -> PlanComparison:
         """Compare with another stored plan: which tables moved, and what that saves.
@@ -233,26 +235,20 @@ class StoredPlan:
             names: What the comparison calls this one and the other.
 
         Raises:
-            PlanFileError: The plans are of other tables.
+            PlanFileError: The plans are of different tables.
         """
-        first, second = self.fingerprint, other.fingerprint
+        made = first, second = self.fingerprint, other.fingerprint
         if first.tables != second.tables:
-            odd = sorted(t.full_name for t in {*first.tables} ^ {*second.tables})
+            odd = min(t.full_name for t in {*first.tables} ^ {*second.tables})
             raise PlanFileError(
-                f"'{names[0]}' and '{names[1]}' are plans of other tables: '{odd[0]}' "
-                "is not the same in both. Compare plans of one model"
+                f"'{names[0]}' and '{names[1]}' are plans of different tables: "
+                f"'{odd}' is not the same in both. Compare plans of one model"
             )
-        fields = ("world_size", "batch_size", "cost_model", "hardware", "pipeline_type")
-        notes = [
-            f"{field} differs ({_show(a)}, {_show(b)}): the costs do not compare"
-            for field in fields
-            if (a := getattr(first, field)) != (b := getattr(second, field))
-        ]
-        ids, other_ids = (f.pooling_factors or {} for f in (first, second))
-        if odd := [t for t, n in ids.items() if other_ids.get(t, n) != n]:
-            notes.append(
-                f"ids per sample differ for {quoted(odd)}: the costs do not compare"
-            )
+        where = f"in '{names[0]}'", f"in '{names[1]}'"
+        texts = [*_differences(first, second, _DECIDES_COSTS, where)]
+        ids, other_ids = (m.pooling_factors or {} for m in made)
+        if odd_ids := [t for t, n in ids.items() if other_ids.get(t, n) != n]:
+            texts.append(f"ids per sample differ for {quoted(odd_ids)}")
         return PlanComparison(
             first_name=names[0],
             first=self.report(),
@@ -264,7 +260,10 @@ class StoredPlan:
                 first.tables,
                 (first.world_size, second.world_size),
             ),
-            notes=tuple(Note("comparison", text) for text in notes),
+            notes=tuple(
+                Note("comparison", f"{text}: the costs do not compare")
+                for text in texts
+            ),
         )
 
 
@@ -289,7 +288,7 @@ def _made_for(
             )
         topology = planner_part(planner, "topology")
         batch_size = planner_part(planner, "batch_size")
-        known = _inputs(planner, tables, batch_size)
+        known = _costs_and_inputs(planner, tables, batch_size)
     if topology is None:
         raise ConfigError(
             "a plan belongs to its ranks: pass the planner or the topology"
@@ -316,7 +315,7 @@ def _made_for(
     )
 
 
-def _inputs(
+def _costs_and_inputs(
     planner: EmbeddingPlannerBase, tables: Sequence[PlanTable], batch_size: int | None
 ) -> dict[str, Any]:
     """Return what a planner knows of costs and inputs, as a fingerprint has it."""
@@ -340,31 +339,6 @@ def _inputs(
         },
         "batch_sizes": {name: each for name, each in sizes.items() if each} or None,
     }
-
-
-def _forbidden(
-    plan: ShardingPlan, planner: EmbeddingPlannerBase, world_size: int
-) -> Iterator[str]:
-    """Say which tables of a plan break a planner's constraints."""
-    constraints = planner_part(planner, "constraints") or {}
-    ranks = {}
-    for path, name, sharding in plan_entries(plan):
-        full_name = f"{path}.{name}" if path else name
-        ranks[full_name] = sharding.ranks
-        asked = constraints.get(name) or ParameterConstraints()
-        for field, allowed, found in (
-            ("sharding_types", asked.sharding_types, sharding.sharding_type),
-            ("compute_kernels", asked.compute_kernels, sharding.compute_kernel),
-        ):
-            if allowed and found not in allowed:
-                yield _mismatch(
-                    f"{field} of table '{full_name}'", tuple(allowed), found
-                )
-    if isinstance(planner, NeuroShardPlanner):
-        rules = planner.placement_constraints.rules(ranks, world_size)
-        held = {rules.index[name]: found for name, found in ranks.items()}
-        if rules and (violation := rules.violation(held)):
-            yield f"placement: {violation}"
 
 
 def save_plan(
@@ -444,7 +418,8 @@ def load_plan(
             package reports on the plan afterwards, by the costs that it knows now.
         topology: The ranks to run on.
         batch_size: Samples per rank. None: not compared.
-        sharders: Of the model. None: those that the planner last planned with, if any.
+        sharders: Of the model. None: those that the planner last planned with, else
+            TorchRec's defaults.
 
     Returns:
         The plan, equal to the one stored.
@@ -456,74 +431,103 @@ def load_plan(
         PlanFileError: The file is missing, damaged, or of a later version.
 
     Warns:
-        UserWarning: Where the sharders are not known, modules that TorchRec's do not
-            take.
         StalePlanWarning: Memory, batch size, cost model, pipeline, sharding group or
             TorchRec's release are not those of the plan: it works, but a new one may
             be better.
     """
     stored = read_plan(path)
-    current = _made_for(stored.plan, model, planner, topology, batch_size)
-    _check_job(stored, current, planner, path)
-    if sharders is None and isinstance(planner, NeuroShardPlanner):
-        sharders = planner.last_model[1] if planner.last_model else None
-    _check_paths(stored.plan, model, sharders, path)
-    if isinstance(planner, NeuroShardPlanner):
-        planner.adopt(stored.plan, model, sharders)
-    return stored.plan
-
-
-def _check_job(
-    stored: StoredPlan,
-    current: PlanFingerprint,
-    planner: EmbeddingPlannerBase | None,
-    path: str | Path,
-) -> None:
-    """Refuse a plan that cannot be right; warn of one that may not be the best."""
-    if found := "; ".join(_invalid(stored.fingerprint, current)):
+    plan, made = stored.plan, stored.fingerprint
+    current = _made_for(plan, model, planner, topology, batch_size)
+    ours = planner if isinstance(planner, NeuroShardPlanner) else None
+    if sharders is None and ours is not None and ours.last_model:
+        sharders = ours.last_model[1]
+    wrong = [*_other_job(made, current)]
+    if not wrong and planner is not None:
+        wrong = [*_forbidden(plan, planner, current.world_size)]
+    taken = sharders or get_default_sharders()
+    if wrong := wrong or [*_unsharded_modules(plan, model, taken)]:
         raise PlanMismatchError(
-            f"plan file '{path}' was made for another job: {found}. Plan anew, or "
-            "start the job that the plan belongs to"
+            f"plan file '{path}' does not fit this job: {'; '.join(wrong)}. Plan anew, "
+            "or start the job that the plan belongs to"
         )
-    forbidden: Iterable[str] = ()
-    if planner is not None:
-        forbidden = _forbidden(stored.plan, planner, current.world_size)
-    if found := "; ".join(forbidden):
-        raise PlanMismatchError(
-            f"plan file '{path}' holds what the planner's constraints forbid: "
-            f"{found}. Plan anew, or change the constraints"
-        )
-    if found := "; ".join(_stale(stored.fingerprint, current)):
+    if stale := "; ".join(_differences(made, current, _MAY_DIFFER)):
         warnings.warn(
             f"plan file '{path}' still works, but was made under other "
-            f"circumstances: {found}. A new plan may be faster",
+            f"circumstances: {stale}. A new plan may be faster",
             StalePlanWarning,
-            stacklevel=3,
+            stacklevel=2,
         )
+    if ours is not None:
+        ours.adopt(plan, model, sharders)
+    return plan
 
 
-def _check_paths(
-    plan: ShardingPlan,
-    model: nn.Module,
-    sharders: Sequence[ModuleSharder[Any]] | None,
-    path: str | Path,
-) -> None:
-    """Refuse a plan of modules around those that are sharded; warn where unsure."""
-    taken = sharders_by_type(sharders or get_default_sharders())
-    inside = unsharded_tables(model, [])
+def _other_job(made: PlanFingerprint, current: PlanFingerprint) -> Iterator[str]:
+    """Say what makes a plan wrong for another job than the one it was made for."""
+    theirs, ours = ({t.full_name: t for t in m.tables} for m in (made, current))
+    for name in sorted(theirs.keys() | ours.keys()):
+        if name in theirs and name in ours:
+            fields = [f.name for f in dataclasses.fields(PlanTable)]
+            for text in _differences(theirs[name], ours[name], fields):
+                yield f"table '{name}': {text}"
+        else:
+            yield f"table '{name}' is only {_WHERE[name in ours]}"
+    yield from _differences(made, current, _MUST_BE_EQUAL)
+
+
+def _differences(
+    first: Any, second: Any, fields: Iterable[str], where: Sequence[str] = _WHERE
+) -> Iterator[str]:
+    """Name the fields that differ, of those that both know."""
+    for field in fields:
+        a, b = getattr(first, field), getattr(second, field)
+        if a != b and a not in _UNKNOWN and b not in _UNKNOWN:
+            yield f"{field} is {_show(a)} {where[0]} and {_show(b)} {where[1]}"
+
+
+def _show(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    if len(value) > 1 and len(set(value)) == 1:
+        return f"{len(value)} x {value[0]}"
+    return ", ".join(map(str, value)) or "none"
+
+
+def _forbidden(
+    plan: ShardingPlan, planner: EmbeddingPlannerBase, world_size: int
+) -> Iterator[str]:
+    """Say which tables of a plan break a planner's constraints."""
+    constraints = planner_part(planner, "constraints") or {}
+    ranks = {}
+    for path, name, sharding in plan_entries(plan):
+        full_name = f"{path}.{name}" if path else name
+        ranks[full_name] = sharding.ranks
+        for field in ("sharding_type", "compute_kernel"):
+            allowed = getattr(constraints.get(name), f"{field}s", None)
+            if allowed and (value := getattr(sharding, field)) not in allowed:
+                yield (
+                    f"table '{full_name}' is {value} in the file, and constraints "
+                    f"allow {', '.join(allowed)}"
+                )
+    if isinstance(planner, NeuroShardPlanner):
+        rules = planner.placement_constraints.rules(ranks, world_size)
+        held = {rules.index[name]: found for name, found in ranks.items()}
+        if rules and (violation := rules.violation(held)):
+            yield f"placement_constraints: {violation}"
+
+
+def _unsharded_modules(
+    plan: ShardingPlan, model: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+) -> Iterator[str]:
+    """Say which modules of a plan no sharder is for, as where tables are deeper."""
+    taken, inside = sharders_by_type(sharders), unsharded_tables(model, [])
     for name in plan.plan:
-        module = model.get_submodule(name)
-        if name in inside or sharder_name(type(module)) in taken:
-            continue
-        found = [p for p in inside if not name or p.startswith(f"{name}.")]
-        text = (
-            f"plan file '{path}' shards module '{name}', a {type(module).__name__}, "
-            f"which no sharder is for; the tables are in {quoted(sorted(found))}. Plan "
-            "this model itself, such as by neuroshard plan package.module:function"
-        )
-        if sharders is not None:
-            raise PlanMismatchError(text)
-        warnings.warn(f"{text}, or pass the sharders", stacklevel=3)
+        kind = type(model.get_submodule(name))
+        if name not in inside and sharder_name(kind) not in taken:
+            yield (
+                f"no sharder is for module '{name}', a {kind.__name__}; pass the "
+                f"sharders, or a plan of {quoted(sorted(inside))}"
+            )
 
 
 def read_plan(path: str | Path) -> StoredPlan:
@@ -534,28 +538,13 @@ def read_plan(path: str | Path) -> StoredPlan:
     """
     try:
         data = read_json(path)
-    except OSError as error:
-        raise PlanFileError(
-            f"cannot read the plan file '{path}': {error.strerror}. Plan anew and "
-            "store the result with save_plan"
-        ) from error
-    except ValueError as error:
-        raise PlanFileError(
-            f"'{path}' is not a plan file, or is damaged: it is not JSON "
-            f"({error!s:.500}). {_WAY_OUT}"
-        ) from error
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise PlanFileError(
-            f"'{path}' is not a plan file: its format is not '{_FORMAT}'. {_WAY_OUT}"
-        )
-    schema = data.get("schema")
-    if schema != PLAN_SCHEMA_VERSION:
-        raise PlanFileError(
-            f"plan file '{path}' has schema {schema!r}, this version reads "
-            f"{PLAN_SCHEMA_VERSION}. Use the torchrec_neuroshard that wrote it, or "
-            "plan anew"
-        )
-    try:
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise PlanFileError(f"its format is not '{_FORMAT}'")
+        if data["schema"] != PLAN_SCHEMA_VERSION:
+            raise PlanFileError(
+                f"it has schema {data['schema']!r}, this version reads "
+                f"{PLAN_SCHEMA_VERSION}"
+            )
         fields = {f.name for f in dataclasses.fields(PlanFingerprint)}
         made_for = {k: v for k, v in data["fingerprint"].items() if k in fields}
         fingerprint = from_fields(PlanFingerprint, made_for)
@@ -568,109 +557,53 @@ def read_plan(path: str | Path) -> StoredPlan:
             }
         )
         check_plan(plan, fingerprint.tables, fingerprint.world_size)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = error if isinstance(error, PlanFileError) else repr(error)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        is_text = isinstance(error, ValueError | OSError)
+        reason = getattr(error, "strerror", None) or (error if is_text else repr(error))
         raise PlanFileError(
-            f"plan file '{path}' is damaged: {reason!s:.500}. {_WAY_OUT}"
+            f"'{path}' is not a plan file, or is damaged: {reason!s:.500}. Name a file "
+            "that save_plan or neuroshard plan --out wrote, or plan anew"
         ) from error
     return StoredPlan(plan=plan, fingerprint=fingerprint, shown=data.get("report"))
 
 
-def _invalid(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[str]:
-    """Differences that make a plan wrong."""
-    theirs = {t.full_name: t for t in stored.tables}
-    ours = {t.full_name: t for t in current.tables}
-    for name in sorted(theirs.keys() | ours.keys()):
-        if name in theirs and name in ours:
-            fields = [f.name for f in dataclasses.fields(PlanTable)]
-            of = f" of table '{name}'"
-            yield from _differences(ours[name], theirs[name], fields, of)
-        else:
-            here, there = (
-                "a table" if name in known else "no such table"
-                for known in (ours, theirs)
-            )
-            yield _mismatch(f"table '{name}'", here, there)
-    yield from _differences(current, stored, _MUST_BE_EQUAL)
-
-
-def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[str]:
-    """Differences under which another plan may be better."""
-    yield from _differences(current, stored, _MAY_DIFFER)
-    a, b = (f.versions.get("torchrec", "none") for f in (current, stored))
-    if a != b:
-        yield _mismatch("version of torchrec", a, b)
-
-
-def _differences(
-    expected: Any, found: Any, fields: Iterable[str], of: str = ""
-) -> Iterator[str]:
-    """Name the fields that differ, of those that both know."""
-    for field in fields:
-        a, b = getattr(expected, field), getattr(found, field)
-        if a != b and a is not None and b is not None:
-            yield _mismatch(f"{field}{of}", a, b)
-
-
-def _mismatch(field: str, expected: Any, found: Any) -> str:
-    return f"{field}: expected {_show(expected)}, found {_show(found)}"
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if not isinstance(value, tuple):
-        return str(value)
-    if len(value) > 1 and len(set(value)) == 1:
-        return f"{len(value)} x {value[0]}"
-    return ", ".join(map(str, value)) or "none"
-
-
 def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:
     spec = sharding.sharding_spec
-    if spec is not None and not isinstance(spec, EnumerableShardingSpec):
-        raise PlanFileError(
-            f"table '{where}': only shards listed one by one can be stored, not "
-            f"{type(spec).__name__}"
-        )
-    shards = None
-    if spec is not None:
-        shards = [
-            {
-                "offset": list(meta.shard_offsets),
-                "size": list(meta.shard_sizes),
-                "placement": None if meta.placement is None else str(meta.placement),
-            }
-            for meta in spec.shards
-        ]
-    try:
-        return _fields(sharding) | {"shards": shards}
-    except PlanFileError as error:
-        raise PlanFileError(f"table '{where}': {error}") from None
+    shards = spec and [
+        {
+            "offset": list(meta.shard_offsets),
+            "size": list(meta.shard_sizes),
+            "placement": None if meta.placement is None else str(meta.placement),
+        }
+        for meta in spec.shards
+    ]
+    return _fields(where, sharding) | {"shards": shards}
 
 
-def _encode(value: Any) -> Any:
+def _encode(where: str, value: Any) -> Any:
     """Turn a setting of a table into JSON, with the type's name where it has one."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    name = type(value).__name__
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [_encode(v) for v in value]
-    name = type(value).__name__
-    if isinstance(value, Enum) and name in _SETTING_TYPES:
+        return [_encode(where, v) for v in value]
+    if name in _SETTING_TYPES and isinstance(value, Enum):
         return {"enum": name, "member": value.name}
     if name in _SETTING_TYPES:
-        return {"record": name, "fields": _fields(value)}
+        return {"record": name, "fields": _fields(where, value)}
     if isinstance(value, tuple):
-        return {"tuple": [_encode(v) for v in value]}
-    raise PlanFileError(f"a setting of type {name} cannot be stored: {value!r}")
+        return {"tuple": [_encode(where, v) for v in value]}
+    raise PlanFileError(
+        f"table '{where}': a setting of type {name} cannot be stored: {value!r}"
+    )
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(where: str, value: Any) -> dict[str, Any]:
     """Encode the fields of a dataclass or named tuple."""
     names = getattr(value, "_fields", None) or [
         field.name for field in dataclasses.fields(value)
     ]
-    return {n: _encode(getattr(value, n)) for n in names if n not in _NOT_STORED}
+    return {n: _encode(where, getattr(value, n)) for n in names if n not in _NOT_STORED}
 
 
 def _decode_sharding(data: Mapping[str, Any]) -> ParameterSharding:
@@ -681,20 +614,18 @@ def _decode_sharding(data: Mapping[str, Any]) -> ParameterSharding:
         # A setting left at None changes nothing, so this TorchRec may lack it.
         if values.pop(name) is not None:
             raise PlanFileError(f"this TorchRec knows no setting '{name}'")
-    spec = None
-    if shards is not None:
-        spec = EnumerableShardingSpec(
-            [
-                ShardMetadata(
-                    shard_offsets=[int(v) for v in shard["offset"]],
-                    shard_sizes=[int(v) for v in shard["size"]],
-                    placement=shard["placement"],
-                )
-                for shard in shards
-            ]
+    metas = [
+        ShardMetadata(
+            shard_offsets=[int(v) for v in shard["offset"]],
+            shard_sizes=[int(v) for v in shard["size"]],
+            placement=shard["placement"],
         )
-    decoded = {name: _decode(value) for name, value in values.items()}
-    return ParameterSharding(**decoded, sharding_spec=spec)
+        for shard in shards or ()
+    ]
+    return ParameterSharding(
+        **{name: _decode(value) for name, value in values.items()},
+        sharding_spec=None if shards is None else EnumerableShardingSpec(metas),
+    )
 
 
 def _decode(value: Any) -> Any:
