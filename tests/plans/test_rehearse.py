@@ -119,8 +119,8 @@ def test_ranks_without_the_memory_and_what_torchrec_refuses_are_named() -> None:
     (fault,) = report.ranks[1].faults
     assert 100_000 * 128 * 4 < room < report.ranks[1].peak_bytes
     assert fault.startswith("rank 1 needs 0.05 GiB at the peak of a step (0.05 GiB we")
-    assert "too little; table 't" in fault
-    assert "raise world_size" in fault and f"- rank 1: {fault}" in str(report)
+    assert "too little. Plan with" in fault and "raise world_size" in fault
+    assert f"- rank 1: {fault}" in str(report)
 
     # Offsets of columns in a table that has rows cut: TorchRec cannot tell its ranks.
     plan.plan[""]["t1"].sharding_spec = None
@@ -184,7 +184,6 @@ def test_the_command_takes_what_the_plan_was_made_for(
     assert main(command) == 1
     fault = capsys.readouterr().out
     assert "in the host's memory, of which it has" in fault
-    assert "table 't0'" in fault
     assert main(["rehearse", str(path), "nothing"]) == 2
     assert "package.module:function" in capsys.readouterr().err
 

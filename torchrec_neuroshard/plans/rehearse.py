@@ -13,7 +13,6 @@ at rest and at the peak of a step.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import logging
 import os
@@ -126,8 +125,8 @@ def rehearse(
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     start = time.monotonic()
-    given = list(sharders or get_default_sharders())
-    check_sharders(given)
+    sharders = list(sharders or get_default_sharders())
+    check_sharders(sharders)
     world_size, tier = int(topology.world_size), device_tier(topology)
     reader = TableReader(topology, constraints, profiles)
     storage = StorageEstimator(
@@ -139,40 +138,34 @@ def rehearse(
         dict(constraints) if constraints else None,
         estimator=[storage],
     )
-    offered = offered_options(model, given, enumerator)
+    offered = offered_options(model, sharders, enumerator)
     options = plan_options(plan, model, offered, world_size)
     enumerator.populate_estimates(options)
-    num_built, errors, notes = _build(model, plan, given, topology)
+    num_built, faults, texts = _build(model, plan, sharders, topology)
     if group := sharding_group(topology):
-        notes.append(f"the ranks are {group}; those of the others hold the same")
+        texts.append(f"the ranks are {group}; those of the others hold the same")
     if unknown := [table_name(o) for o in options if not storage.memory.knows(o)]:
-        notes.append(f"memory by TorchRec's estimate: {quoted(unknown)}")
-    held: list[list[tuple[ShardingOption, Shard]]] = [[] for _ in topology.devices]
-    faults: list[list[str]] = [[] for _ in topology.devices]
+        texts.append(f"memory by TorchRec's estimate: {quoted(unknown)}")
     for option in options:
-        fault = _fault(option, given, pipeline_type, reader)
-        for rank in {shard.rank for shard in option.shards} if fault else ():
-            faults[rank].append(f"table '{table_name(option)}': {fault}")
-        for shard in option.shards:
-            held[shard.rank].append((option, shard))
-    for rank, error in errors.items():
-        text = " ".join(str(error).split())[:400]
-        faults[rank].append(
-            f"DistributedModelParallel raises {type(error).__name__}: {text}"
-        )
+        if fault := _kernel_fault(option, sharders, pipeline_type, reader):
+            for rank in {shard.rank for shard in option.shards}:
+                faults[rank].append(f"table '{table_name(option)}': {fault}")
+    held: list[list[Shard]] = [[] for _ in topology.devices]
+    for shard in (s for option in options for s in option.shards):
+        held[shard.rank].append(shard)
     ranks = []
-    for rank, found in enumerate(storage.memory.ranks(options)):
+    for rank, memory in enumerate(storage.memory.ranks(options)):
         room = topology.devices[rank].storage
-        faults[rank] += _lacking(found, rank, held[rank], room, tier)
+        faults[rank] += _memory_faults(memory, rank, held[rank], room, tier)
         ranks.append(
             RankRehearsal(
                 rank=rank,
-                num_shards=sum(bool(s.size[0]) for _, s in held[rank]),
-                num_kernels=found.num_kernels,
-                weights_bytes=found.static.weights,
-                optimizer_bytes=found.static.optimizer,
-                cache_bytes=found.static.cache + found.static.index_tables,
-                activation_bytes=found.activations,
+                num_shards=sum(bool(shard.size[0]) for shard in held[rank]),
+                num_kernels=memory.num_kernels,
+                weights_bytes=memory.static.weights,
+                optimizer_bytes=memory.static.optimizer,
+                cache_bytes=memory.static.cache + memory.static.index_tables,
+                activation_bytes=memory.activations,
                 memory_bytes=int(getattr(room, tier)),
                 faults=tuple(faults[rank]),
             )
@@ -185,11 +178,11 @@ def rehearse(
         ranks=tuple(ranks),
         num_built=num_built,
         seconds=time.monotonic() - start,
-        notes=tuple(Note("rehearsal", text, severity="info") for text in notes),
+        notes=tuple(Note("rehearsal", text, severity="info") for text in texts),
     )
 
 
-def _fault(
+def _kernel_fault(
     option: ShardingOption,
     sharders: Sequence[ModuleSharder[Any]],
     pipeline_type: Any,
@@ -208,31 +201,19 @@ def _fault(
     return None
 
 
-def _lacking(
-    found: RankMemory,
-    rank: int,
-    shards: Sequence[tuple[ShardingOption, Shard]],
-    room: Storage,
-    tier: str,
+def _memory_faults(
+    memory: RankMemory, rank: int, shards: Sequence[Shard], room: Storage, tier: str
 ) -> Iterator[str]:
-    """Say which memory a rank lacks, what takes most of it, and the way out."""
-    host = sum(s.storage.ddr for _, s in shards) if tier != "ddr" else 0
-    has = int(getattr(room, tier))
-    texts = {}
-    if found.peak > has:
-        texts[tier] = found.overflow(rank, has, has)
-    if host > room.ddr:
-        texts["ddr"] = (
-            f"rank {rank} keeps {format_bytes(host)} in the host's memory, of which it "
-            f"has {format_bytes(room.ddr)}"
+    """Say which memory a rank lacks, and the way out."""
+    way_out = "Plan with this memory and batch_size, or raise world_size"
+    if memory.peak > (has := int(getattr(room, tier))):
+        yield f"{memory.overflow(rank, has, has)}. {way_out}"
+    host_bytes = sum(shard.storage.ddr for shard in shards)
+    if tier != "ddr" and host_bytes > room.ddr:
+        yield (
+            f"rank {rank} keeps {format_bytes(host_bytes)} in the host's memory, of "
+            f"which it has {format_bytes(room.ddr)}. {way_out}"
         )
-    for kind, text in texts.items():
-        most = ""
-        if shards:
-            option, shard = max(shards, key=lambda pair: getattr(pair[1].storage, kind))
-            size = format_bytes(getattr(shard.storage, kind))
-            most = f"; table '{table_name(option)}' takes most, {size}"
-        yield f"{text}{most}. Plan with this memory and batch_size, or raise world_size"
 
 
 def _build(
@@ -240,16 +221,17 @@ def _build(
     plan: ShardingPlan,
     sharders: Sequence[ModuleSharder[Any]],
     topology: Topology,
-) -> tuple[int, dict[int, Exception], list[str]]:
+) -> tuple[int, list[list[str]], list[str]]:
     """Shard the model as each rank does.
 
     Returns:
-        Ranks that were built, rank -> what was raised, and what to know.
+        Ranks that were built, each rank's faults, and what to know.
     """
-    kernels = {p.compute_kernel for *_, p in plan_entries(plan)}
+    faults: list[list[str]] = [[] for _ in topology.devices]
+    kernels = {sharding.compute_kernel for *_, sharding in plan_entries(plan)}
     if others := sorted(kernels - _BUILDABLE):
-        return 0, {}, [f"not built: {', '.join(others)} tables need their devices"]
-    errors: dict[int, Exception] = {}
+        return 0, faults, [f"not built: {', '.join(others)} tables need their devices"]
+    num_built = 0
     for ranks in _alike(plan, topology):
         with _rank(ranks[0], topology):
             try:
@@ -261,9 +243,12 @@ def _build(
                     sharders=list(sharders),
                     init_data_parallel=False,
                 )
+                num_built += len(ranks)
             except Exception as error:
-                errors.update(dict.fromkeys(ranks, error))
-    return int(topology.world_size) - len(errors), errors, []
+                text = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+                for rank in ranks:
+                    faults[rank].append(f"DistributedModelParallel raises {text}")
+    return num_built, faults, []
 
 
 def _alike(plan: ShardingPlan, topology: Topology) -> list[list[int]]:
@@ -283,15 +268,15 @@ def _on_meta(plan: ShardingPlan) -> ShardingPlan:
     """Return the plan with shards on "meta", where TorchRec compares devices."""
     found = copied(plan)
     for path, name, sharding in plan_entries(plan):
-        found.plan[path][name] = entry = copy.copy(sharding)
-        if sharding.sharding_spec is not None:
-            shards = zip(sharding.sharding_spec.shards, sharding.ranks, strict=True)
-            entry.sharding_spec = EnumerableShardingSpec(
+        spec = sharding.sharding_spec
+        if spec is not None:
+            spec = EnumerableShardingSpec(
                 [
                     dataclasses.replace(shard, placement=f"rank:{rank}/meta")
-                    for shard, rank in shards
+                    for shard, rank in zip(spec.shards, sharding.ranks, strict=True)
                 ]
             )
+        found.plan[path][name] = dataclasses.replace(sharding, sharding_spec=spec)
     return found
 
 
