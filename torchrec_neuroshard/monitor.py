@@ -288,9 +288,7 @@ class Assessor:
             drifts=drifts,
         )
 
-    def replan(
-        self, plan: Any, budget_bytes: int | None, executable_only: bool
-    ) -> ReplanResult:
+    def replan(self, plan: Any, budget_bytes: int | None) -> ReplanResult:
         """Call `replan` with inputs as they are now."""
         return replan(
             plan,
@@ -298,7 +296,6 @@ class Assessor:
             model=self._model,
             sharders=self._sharders,
             budget_bytes=_UNLIMITED if budget_bytes is None else budget_bytes,
-            executable_only=executable_only,
         )
 
     def follow(self) -> None:
@@ -538,12 +535,7 @@ class PlanMonitor:
             )
             self._hooks.close()
 
-    def replan(
-        self,
-        *,
-        budget_bytes: int | None = None,
-        executable_only: bool = True,
-    ) -> Replanned | None:
+    def replan(self, *, budget_bytes: int | None = None) -> Replanned | None:
         """Look for better places and move tables; on every rank, between iterations.
 
         Rank 0 calls `torchrec_neuroshard.replan` while the others wait. Costs are the
@@ -555,7 +547,6 @@ class PlanMonitor:
 
         Args:
             budget_bytes: Most to move, as rank 0 gives it. None: whatever pays.
-            executable_only: See `torchrec_neuroshard.replan`.
 
         Returns:
             What was done. None where the monitor is off on any rank.
@@ -572,7 +563,7 @@ class PlanMonitor:
         if self._rank == 0:
             try:
                 plan = self._model.plan
-                moved = self._assessor.replan(plan, budget_bytes, executable_only)
+                moved = self._assessor.replan(plan, budget_bytes)
                 found = moved, None
             except BaseException as error:
                 found = None, portable(error)

@@ -204,8 +204,6 @@ def run_refusals(rank: int) -> dict[str, Any]:
     before = widths_here(sharded)
     result = new_plan(case, planner, sharded.plan)
     seen = {"none": message_of(lambda: apply_moves(sharded))}
-    impossible = result and dataclasses.replace(result, executable=False)
-    seen["impossible"] = message_of(lambda: apply_moves(sharded, impossible))
     module: Any = sys.modules["torchrec_neuroshard.plans.replan"]
     module.hash = lambda text: rank
     seen["hashes"] = message_of(lambda: apply_moves(sharded, result))
@@ -266,7 +264,6 @@ def test_training_goes_on_as_without_the_move(results: OfJob, name: str) -> None
 def test_refusals_reach_all_ranks(results: OfJob) -> None:
     messages = {
         "none": "ConfigError: rank 0 carries out its result",
-        "impossible": "ConfigError: the new plan needs moves that TorchRec cannot",
         "hashes": "ConfigError: over gloo TorchRec moves tables only where",
         "no dense part": "ConfigError: TorchRec moves tables only of a model",
         "no model": "ConfigError: rank 1 cannot move tables: AttributeError: 'Linear'",

@@ -82,7 +82,7 @@ def test_drift_is_priced_and_named() -> None:
     assert report.drifts[0].now.pooling_factor == pytest.approx(50.0)
     assert "largest drift: table 'sparse.ebc.t1'" in str(report)
     # Moves are searched for the inputs of now.
-    result = assessor.replan(plan, None, executable_only=True)
+    result = assessor.replan(plan, None)
     assert Phases.of(result.before, {MODULE}) == report.predicted
     assert result.moves
     assert result.after.critical_path_ms < result.before.critical_path_ms
@@ -101,7 +101,7 @@ def test_moves_are_searched_for_before_inputs_are_known(with_replicas: bool) -> 
     plan = planner.plan(model, bag_sharders())
     assessor = Assessor(planner, model, bag_sharders())
     assert not assessor.profiles
-    result = assessor.replan(plan, None, executable_only=True)
+    result = assessor.replan(plan, None)
     # TorchRec does not set replicas up again after a move.
     assert bool(result.moves) is not with_replicas
     assert bool(result.obstacles) == with_replicas

@@ -9,8 +9,8 @@ that moves few bytes.
     result = replan(plan, planner=planner, model=model, budget_bytes=2 * 2**30)
     apply_moves(sharded_model, result)
 
-TorchRec can move less than a plan can say; what it cannot move is not proposed unless
-`executable_only=False`, and `ReplanResult.obstacles` says why.
+TorchRec can move less than a plan can say. What it cannot move is not proposed, and
+`ReplanResult.obstacles` says why.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.options.ways import is_placeable
 from torchrec_neuroshard.planner.parts.search_space import SearchSpace
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.report.terminal import most
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.shards import ShardBank
@@ -96,6 +97,14 @@ class Move:
     num_bytes: int
     """Weights and the optimizer's state."""
 
+    def __str__(self) -> str:
+        """Return it as a line of text."""
+        return (
+            f"{_full_name(self.path, self.table)}: columns {self.offset} to "
+            f"{self.offset + self.width - 1} from rank {self.from_rank} to "
+            f"{self.to_rank}, {format_bytes(self.num_bytes)}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplanResult:
@@ -109,8 +118,6 @@ class ReplanResult:
     after: PredictedCosts
     obstacles: Mapping[str, str]
     """Table -> why TorchRec cannot move any of it."""
-    executable: bool
-    """Whether `apply_moves` can carry out these moves."""
     changed: Mapping[str, EmbeddingModuleShardingPlan]
     """Module -> its tables that change, as the new plan has them."""
     replaced: Mapping[str, EmbeddingModuleShardingPlan]
@@ -131,19 +138,10 @@ class ReplanResult:
         lines = [
             f"critical path {before:.3f} -> {after:.3f} ms{change}; "
             f"{len(self.moves)} moves of {format_bytes(self.moved_bytes)} in all, "
-            f"{format_bytes(self.budget_bytes)} allowed"
-            + ("" if self.executable else "; apply_moves cannot carry them out")
+            f"{format_bytes(self.budget_bytes)} allowed",
+            *most(list(map(str, self.moves)), _MAX_SHOWN),
+            *(f"{t} stays: {why}" for t, why in sorted(self.obstacles.items())),
         ]
-        for move in self.moves[:_MAX_SHOWN]:
-            name = f"{move.path}.{move.table}" if move.path else move.table
-            lines.append(
-                f"{name}: columns {move.offset} to {move.offset + move.width - 1} "
-                f"from rank {move.from_rank} to {move.to_rank}, "
-                f"{format_bytes(move.num_bytes)}"
-            )
-        if len(self.moves) > _MAX_SHOWN:
-            lines.append(f"... and {len(self.moves) - _MAX_SHOWN} more")
-        lines += [f"{t} stays: {why}" for t, why in sorted(self.obstacles.items())]
         return "\n".join(lines)
 
 
@@ -154,7 +152,6 @@ def replan(
     model: nn.Module,
     budget_bytes: int,
     sharders: Sequence[ModuleSharder[Any]] | None = None,
-    executable_only: bool = True,
     config: SearchConfig | None = None,
 ) -> ReplanResult:
     """Improve a plan by moving few bytes; call it on one rank.
@@ -171,8 +168,6 @@ def replan(
             applied; one on the "meta" device will do.
         budget_bytes: Weights and optimizer state that may be sent in all.
         sharders: None: TorchRec's defaults.
-        executable_only: Propose only what `apply_moves` can carry out with training
-            unchanged. The other moves need a restart from a checkpoint.
         config: How hard to look; no bound is computed. None: the defaults, with 8
             restarts.
 
@@ -191,9 +186,7 @@ def replan(
     before, num_evaluated = job.before, 0
     changed: dict[int, Shards] = {}
     if job.options:
-        changed, num_evaluated = _improve(
-            job, budget_bytes, executable_only, config or _SEARCH
-        )
+        changed, num_evaluated = _improve(job, budget_bytes, config or _SEARCH)
     plan = job.plan_with(changed)
     after = job.predict(plan) if changed else before
     if after.critical_path_ms >= before.critical_path_ms:
@@ -206,7 +199,6 @@ def replan(
         before=before,
         after=after,
         obstacles={table_name(job.options[t]): why for t, why in job.obstacles.items()},
-        executable=all(job.is_executable(t, s) for t, s in changed.items()),
         changed=job.subset(plan, changed),
         replaced=job.subset(current_plan, changed),
         num_evaluated=num_evaluated,
@@ -274,13 +266,8 @@ class _Job:
             rules=rules,
         ).task
 
-    def budget(self, limit_bytes: int, executable_only: bool) -> MoveBudget:
-        """Describe what may be moved.
-
-        Args:
-            limit_bytes: Weights and optimizer state that may be sent.
-            executable_only: Whether to keep to what TorchRec can carry out.
-        """
+    def budget(self, limit_bytes: int) -> MoveBudget:
+        """Describe what TorchRec can move, for so many bytes of weights and state."""
         rules = self._rules
         index = {rules.index[table_name(o)]: t for t, o in enumerate(self.options)}
         stuck = {t for table, t in index.items() if not rules.ranks(table)}
@@ -297,15 +284,17 @@ class _Job:
             limit_bytes=limit_bytes,
             column_bytes=column_bytes,
             shard_bytes=shard_bytes,
-            stay=stuck | odd | (self.obstacles.keys() if executable_only else set()),
+            stay=stuck | odd | self.obstacles.keys(),
             together=[tables for tables in sets if len(tables) > 1],
-            equal_widths=executable_only,
+            equal_widths=True,
+            # TorchRec does not move the optimizer's state of parts of shards.
             keep_cuts=[
                 t
                 for t, option in enumerate(self.options)
-                if executable_only and not self._state_is_cut(option)
+                if any(self.costs.reader.state_bytes(option))
             ],
-            all_leave=executable_only and self._over_gloo,
+            # Over gloo a rank cannot send to itself.
+            all_leave=backend_of(self.topology.compute_device) == "gloo",
             min_gain=_MIN_GAIN,
         )
 
@@ -352,28 +341,6 @@ class _Job:
                     "move as if all shards were as wide as the first"
                 )
         return None
-
-    def is_executable(self, table: int, shards: Shards) -> bool:
-        """Whether TorchRec can take a table to these shards, training unchanged."""
-        old = self.state[table]
-        if table in self.obstacles or len({w for _, w, _ in shards}) > 1:
-            return False
-        if len({rank for *_, rank in shards}) < len(shards):
-            return False
-        cuts = [[shard[:2] for shard in held] for held in (old, shards)]
-        if cuts[0] != cuts[1] and not self._state_is_cut(self.options[table]):
-            return False
-        stays = any(a == b for *_, a, b in _overlaps(old, shards))
-        return not (stays and self._over_gloo)
-
-    @property
-    def _over_gloo(self) -> bool:
-        """Whether a rank cannot send to itself."""
-        return backend_of(self.topology.compute_device) == "gloo"
-
-    def _state_is_cut(self, option: ShardingOption) -> bool:
-        """Whether TorchRec moves the optimizer's state of parts of shards."""
-        return not any(self.costs.reader.state_bytes(option))
 
     def _bytes(self, option: ShardingOption) -> tuple[int, int]:
         """Bytes that move with a column, and with every shard or part of one."""
@@ -433,10 +400,10 @@ class _Job:
 
 
 def _improve(
-    job: _Job, budget_bytes: int, executable_only: bool, config: SearchConfig
+    job: _Job, budget_bytes: int, config: SearchConfig
 ) -> tuple[dict[int, Shards], int]:
-    """Return the tables that change, their new shards, and what that took."""
-    budget = job.budget(budget_bytes, executable_only)
+    """Return the tables that change with their new shards, and rank sets costed."""
+    budget = job.budget(budget_bytes)
     bank = ShardBank(job.costs.searched_simulator(job.task))
     for shared in budget.doubled():
         bank.price_as(*shared)
@@ -451,6 +418,10 @@ def _improve(
     state = {t: budget.shards(t, width_W) for t, width_W in enumerate(width_TW)}
     changed = {t: shards for t, shards in state.items() if shards != job.state[t]}
     return changed, bank.num_evaluated
+
+
+def _full_name(path: str, table: str) -> str:
+    return f"{path}.{table}" if path else table
 
 
 def _shards_of(sharding: ParameterSharding) -> Shards:
@@ -503,16 +474,16 @@ def apply_moves(
     assert group is not None, "a sharded model has one"
     mine = None
     if isinstance(result, ReplanResult):
-        mine = result.changed, result.replaced, result.executable
+        mine = result.changed, result.replaced
     sent = from_first(mine, group, "came to apply moves")
     if sent is None:
         raise ConfigError("rank 0 carries out its result: pass it there")
-    changed, replaced, executable = sent
+    changed, replaced = sent
     if not changed:
         return
     told: list[Any] = [None] * dist.get_world_size()
     try:
-        obstacle = _move_obstacle(model, replaced, executable)
+        obstacle = _move_obstacle(model, replaced)
     except Exception as error:  # the other ranks wait to hear of it
         kind = type(error).__name__
         obstacle = f"rank {dist.get_rank()} cannot move tables: {kind}: {error}"
@@ -534,21 +505,15 @@ def apply_moves(
 def _move_obstacle(
     model: DistributedModelParallel,
     replaced: Mapping[str, EmbeddingModuleShardingPlan],
-    executable: bool,
 ) -> str | None:
     """Say why this rank cannot carry out moves, if so."""
-    if not executable:
-        return (
-            "the new plan needs moves that TorchRec cannot make: call replan with "
-            "executable_only=True, or start again from a checkpoint with the new plan"
-        )
     for path, tables in replaced.items():
         for name, sharding in tables.items():
             at_work = model.plan.plan.get(path, {}).get(name)
             if at_work is None or _shards_of(at_work) != _shards_of(sharding):
                 return (
-                    f"table '{f'{path}.{name}' if path else name}' is no longer where "
-                    "replan saw it: call replan with model.plan"
+                    f"table '{_full_name(path, name)}' is no longer where replan saw "
+                    "it: call replan with model.plan"
                 )
     if not is_wrapped_by_ddp(model):
         return (
