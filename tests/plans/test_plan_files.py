@@ -204,7 +204,7 @@ def test_other_jobs_are_refused(
     with pytest.raises(
         PlanMismatchError, match=f"not fit this job: .*{message}.*Plan anew"
     ):
-        load_plan(stored[0], model=model, topology=topology)
+        load_plan(stored[0], model=model, planner=stock_planner(topology))
 
 
 def test_a_plan_of_what_is_around_the_tables_is_told(tmp_path: Path) -> None:
@@ -214,19 +214,19 @@ def test_a_plan_of_what_is_around_the_tables_is_told(tmp_path: Path) -> None:
     save_plan(planner.plan(model, bag_sharders()), path, model=model, planner=planner)
     deeper = nn.ModuleDict({"inner": model})
     message = "no sharder is for module '', a ModuleDict; .* or a plan of 'inner'"
-    topology = planner.costs.topology
-    for known in ({"planner": planner}, {"topology": topology}):
+    for known in (planner, stock_planner(planner.topology)):
         with pytest.raises(PlanMismatchError, match=message):
-            load_plan(path, model=deeper, **known)
-    assert load_plan(path, model=model, topology=topology).plan
+            load_plan(path, model=deeper, planner=known)
+        assert load_plan(path, model=model, planner=known).plan
 
 
 def test_other_circumstances_are_warned_of(stored: Stored) -> None:
     path, model, _, plan = stored
     edit_json(path, lambda d: d["fingerprint"]["versions"].update(torchrec="1.2.3"))
     topology = Topology(world_size=2, compute_device="cpu", ddr_cap=2**30)
+    planner = stock_planner(topology, batch_size=32)
     with pytest.warns(StalePlanWarning, match="torchrec is 1.2.3 in") as warned:
-        assert load_plan(path, model=model, topology=topology, batch_size=32) == plan
+        assert load_plan(path, model=model, planner=planner) == plan
     text = str(warned[0].message)
     assert "batch_size is 64 in the file and 32 here" in text
     assert f" in the file and 2 x {2**30} here" in text

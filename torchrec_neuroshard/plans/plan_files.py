@@ -25,7 +25,6 @@ from typing import Any
 from torch import nn
 from torchrec.distributed import types as torchrec_types
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
-from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
@@ -38,7 +37,6 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_neuroshard import __version__
-from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import (
     from_fields,
     json_text,
@@ -268,57 +266,13 @@ class StoredPlan:
 
 
 def _made_for(
-    plan: ShardingPlan,
-    model: nn.Module,
-    planner: EmbeddingPlannerBase | None,
-    topology: Topology | None,
-    batch_size: int | None,
+    plan: ShardingPlan, model: nn.Module, planner: EmbeddingPlannerBase
 ) -> PlanFingerprint:
-    """Describe the job that a plan is stored or wanted for.
-
-    Raises:
-        ConfigError: Neither a planner nor a topology is given, or both are.
-    """
-    known: dict[str, Any] = {}
+    """Describe the job that a plan is stored or wanted for."""
     tables, unsharded = model_tables(plan.plan, model)
-    if planner is not None:
-        if topology is not None or batch_size is not None:
-            raise ConfigError(
-                "pass either planner or topology and batch_size: a planner has its own"
-            )
-        topology = planner_part(planner, "topology")
-        batch_size = planner_part(planner, "batch_size")
-        known = _costs_and_inputs(planner, tables, batch_size)
-    if topology is None:
-        raise ConfigError(
-            "a plan belongs to its ranks: pass the planner or the topology"
-        )
-    tier = device_tier(topology)
-    storages = [device.storage for device in topology.devices]
-    return PlanFingerprint(
-        tables=tables,
-        unsharded=unsharded,
-        world_size=int(topology.world_size),
-        local_world_size=int(topology.local_world_size),
-        compute_device=str(topology.compute_device),
-        memory_bytes=tuple(int(getattr(s, tier)) for s in storages),
-        host_memory_bytes=None
-        if tier == "ddr"
-        else tuple(int(s.ddr) for s in storages),
-        sharding_group=sharding_group(topology),
-        batch_size=batch_size,
-        versions={
-            "torchrec_neuroshard": __version__,
-            "torchrec": torchrec_version(),
-        },
-        **known,
+    topology, batch_size = (
+        planner_part(planner, n) for n in ("topology", "batch_size")
     )
-
-
-def _costs_and_inputs(
-    planner: EmbeddingPlannerBase, tables: Sequence[PlanTable], batch_size: int | None
-) -> dict[str, Any]:
-    """Return what a planner knows of costs and inputs, as a fingerprint has it."""
     known: dict[str, Any] = {}
     if isinstance(planner, NeuroShardPlanner):
         costs, reader = planner.costs, planner.costs.reader
@@ -328,17 +282,32 @@ def _costs_and_inputs(
             "pipeline_type": costs.schedule.name,
         }
     else:
-        reader = TableReader(
-            planner_part(planner, "topology"), planner_part(planner, "constraints")
-        )
+        reader = TableReader(topology, planner_part(planner, "constraints"))
     sizes = {t.full_name: reader.batch_sizes(t.name) for t in tables}
-    return known | {
-        "pooling_factors": {
+    tier = device_tier(topology)
+    storages = [device.storage for device in topology.devices]
+    hosts = None if tier == "ddr" else tuple(int(s.ddr) for s in storages)
+    return PlanFingerprint(
+        tables=tables,
+        unsharded=unsharded,
+        world_size=int(topology.world_size),
+        local_world_size=int(topology.local_world_size),
+        compute_device=str(topology.compute_device),
+        memory_bytes=tuple(int(getattr(s, tier)) for s in storages),
+        host_memory_bytes=hosts,
+        sharding_group=sharding_group(topology),
+        batch_size=batch_size,
+        pooling_factors={
             t.full_name: reader.pooling_factor(t.name, t.feature_names, batch_size)
             for t in tables
         },
-        "batch_sizes": {name: each for name, each in sizes.items() if each} or None,
-    }
+        batch_sizes={name: each for name, each in sizes.items() if each} or None,
+        versions={
+            "torchrec_neuroshard": __version__,
+            "torchrec": torchrec_version(),
+        },
+        **known,
+    )
 
 
 def save_plan(
@@ -346,9 +315,7 @@ def save_plan(
     path: str | Path,
     *,
     model: nn.Module,
-    planner: EmbeddingPlannerBase | None = None,
-    topology: Topology | None = None,
-    batch_size: int | None = None,
+    planner: EmbeddingPlannerBase,
 ) -> None:
     """Write a plan and what it was made for; call it on one rank.
 
@@ -358,17 +325,14 @@ def save_plan(
         plan: What a planner returned.
         path: The file; it is replaced whole or not at all.
         model: The model, as it was before `DistributedModelParallel` took it.
-        planner: The planner, TorchRec's or this package's; in place of the next two.
-            What its last plan costs is stored with that plan.
-        topology: The ranks that the plan is for.
-        batch_size: Samples per rank. None: not known.
+        planner: TorchRec's or this package's: says which ranks, batch size and inputs
+            the plan is for. What its last plan costs is stored with that plan.
 
     Raises:
-        ConfigError: Neither a planner nor a topology is given, or both are.
         PlanFileError: The plan does not belong to the model, or holds settings that
             cannot be stored.
     """
-    fingerprint = _made_for(plan, model, planner, topology, batch_size)
+    fingerprint = _made_for(plan, model, planner)
     check_plan(plan, fingerprint.tables, fingerprint.world_size)
     shown = None
     if isinstance(planner, NeuroShardPlanner) and plan == planner.last_plan:
@@ -399,9 +363,7 @@ def load_plan(
     path: str | Path,
     *,
     model: nn.Module,
-    planner: EmbeddingPlannerBase | None = None,
-    topology: Topology | None = None,
-    batch_size: int | None = None,
+    planner: EmbeddingPlannerBase,
     sharders: Sequence[ModuleSharder[Any]] | None = None,
 ) -> ShardingPlan:
     """Read a plan that `save_plan` wrote, if it fits this job.
@@ -414,10 +376,9 @@ def load_plan(
     Args:
         path: The file.
         model: The model, not yet in `DistributedModelParallel`.
-        planner: The planner that would plan; in place of the next two. One of this
-            package reports on the plan afterwards, by the costs that it knows now.
-        topology: The ranks to run on.
-        batch_size: Samples per rank. None: not compared.
+        planner: The one that would plan, TorchRec's or this package's: says which ranks
+            and batch size the job has. One of this package reports on the plan
+            afterwards, by the costs that it knows now.
         sharders: Of the model. None: those that the planner last planned with, else
             TorchRec's defaults.
 
@@ -425,7 +386,6 @@ def load_plan(
         The plan, equal to the one stored.
 
     Raises:
-        ConfigError: Neither a planner nor a topology is given, or both are.
         PlanMismatchError: Tables, ranks or devices are not those of the plan, the
             planner's constraints forbid it, or no sharder takes its modules.
         PlanFileError: The file is missing, damaged, or of a later version.
@@ -437,15 +397,16 @@ def load_plan(
     """
     stored = read_plan(path)
     plan, made = stored.plan, stored.fingerprint
-    current = _made_for(plan, model, planner, topology, batch_size)
+    current = _made_for(plan, model, planner)
     ours = planner if isinstance(planner, NeuroShardPlanner) else None
     if sharders is None and ours is not None and ours.last_model:
         sharders = ours.last_model[1]
-    wrong = [*_other_job(made, current)]
-    if not wrong and planner is not None:
-        wrong = [*_forbidden(plan, planner, current.world_size)]
-    taken = sharders or get_default_sharders()
-    if wrong := wrong or [*_unsharded_modules(plan, model, taken)]:
+    wrong = (
+        list(_other_job(made, current))
+        or list(_forbidden(plan, planner, current.world_size))
+        or list(_unsharded_modules(plan, model, sharders or get_default_sharders()))
+    )
+    if wrong:
         raise PlanMismatchError(
             f"plan file '{path}' does not fit this job: {'; '.join(wrong)}. Plan anew, "
             "or start the job that the plan belongs to"
