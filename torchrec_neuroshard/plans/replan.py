@@ -15,6 +15,7 @@ TorchRec can move less than a plan can say. What it cannot move is not proposed,
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,15 +28,14 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.types import ShardingOption, Storage
-from torchrec.distributed.sharding_plan import get_default_sharders, placement
+from torchrec.distributed.planner.planners import to_sharding_plan
+from torchrec.distributed.planner.types import Shard, ShardingOption, Storage
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
     ModuleSharder,
     ParameterSharding,
     ShardingPlan,
-    ShardMetadata,
 )
 
 from torchrec_neuroshard.devices import backend_of, is_accelerator
@@ -122,9 +122,6 @@ class ReplanResult:
     """Module -> its tables that change, as the new plan has them."""
     replaced: Mapping[str, EmbeddingModuleShardingPlan]
     """Module -> the same tables as they are now."""
-    num_evaluated: int
-    """Sets of shards on a rank that were costed."""
-    search_seconds: float
 
     @property
     def moved_bytes(self) -> int:
@@ -181,28 +178,22 @@ def replan(
     """
     if budget_bytes < 0:
         raise ConfigError(f"budget_bytes must be at least 0, got {budget_bytes}")
-    started = time.perf_counter()
     job = _Job(current_plan, planner, model, list(sharders or get_default_sharders()))
-    before, num_evaluated = job.before, 0
-    changed: dict[int, Shards] = {}
-    if job.options:
-        changed, num_evaluated = _improve(job, budget_bytes, config or _SEARCH)
-    plan = job.plan_with(changed)
-    after = job.predict(plan) if changed else before
-    if after.critical_path_ms >= before.critical_path_ms:
-        changed = {}
-        plan, after = job.plan_with(changed), before
+    changed = _improve(job, budget_bytes, config or _SEARCH) if job.options else {}
+    plan, after = job.plan_with(changed), job.before
+    if changed:
+        after = job.predict(plan)
+    if after.critical_path_ms >= job.before.critical_path_ms:
+        changed, plan, after = {}, job.plan_with({}), job.before
     return ReplanResult(
         plan=plan,
         moves=tuple(sorted(m for t in changed for m in job.moves(t, changed[t]))),
         budget_bytes=budget_bytes,
-        before=before,
+        before=job.before,
         after=after,
         obstacles={table_name(job.options[t]): why for t, why in job.obstacles.items()},
         changed=job.subset(plan, changed),
         replaced=job.subset(current_plan, changed),
-        num_evaluated=num_evaluated,
-        search_seconds=time.perf_counter() - started,
     )
 
 
@@ -223,7 +214,7 @@ class _Job:
         memory = [d.storage for d in planner.reserve(model, sharders).devices]
         self._options = PlanOptions(model, sharders, planner.enumerator, self.costs)
         options = self._options.of(plan)
-        self.before = self._priced(options)
+        self.before = self.costs.placed(options).predicted
         self.options = [o for o in options if self._may_move(o)]
         self.state = [_shards_of(plan.plan[o.path][o.name]) for o in self.options]
         fixed = [o for o in options if not self._may_move(o)]
@@ -305,10 +296,7 @@ class _Job:
 
     def predict(self, plan: ShardingPlan) -> PredictedCosts:
         """Cost of one iteration under a plan."""
-        return self._priced(self._options.of(plan))
-
-    def _priced(self, options: Sequence[ShardingOption]) -> PredictedCosts:
-        return self.costs.placed(options).predicted
+        return self.costs.placed(self._options.of(plan)).predicted
 
     def _obstacle(self, path: str, resharded: set[Any]) -> str | None:
         """Say why TorchRec can move no table of a module; None: it can."""
@@ -368,23 +356,19 @@ class _Job:
 
     def plan_with(self, changed: Mapping[int, Shards]) -> ShardingPlan:
         """Return the plan with other shards of some tables."""
-        plan, topology = copied(self._plan), self.topology
+        plan = copied(self._plan)
         for table, shards in changed.items():
-            option = self.options[table]
-            metas = [
-                ShardMetadata(
-                    shard_offsets=[0, offset],
-                    shard_sizes=[int(option.tensor.shape[0]), width],
-                    placement=placement(
-                        topology.compute_device, rank, topology.local_world_size
-                    ),
-                )
+            option = copy.copy(self.options[table])
+            rows = int(option.tensor.shape[0])
+            option.shards = [
+                Shard(size=[rows, width], offset=[0, offset], rank=rank)
                 for offset, width, rank in shards
             ]
+            made = to_sharding_plan([option], self.topology).plan[option.path]
             plan.plan[option.path][option.name] = dataclasses.replace(
                 plan.plan[option.path][option.name],
-                ranks=[rank for *_, rank in shards],
-                sharding_spec=EnumerableShardingSpec(metas),
+                ranks=made[option.name].ranks,
+                sharding_spec=made[option.name].sharding_spec,
             )
         return plan
 
@@ -399,10 +383,8 @@ class _Job:
         return found
 
 
-def _improve(
-    job: _Job, budget_bytes: int, config: SearchConfig
-) -> tuple[dict[int, Shards], int]:
-    """Return the tables that change with their new shards, and rank sets costed."""
+def _improve(job: _Job, budget_bytes: int, config: SearchConfig) -> dict[int, Shards]:
+    """Return the tables that change, with their new shards."""
     budget = job.budget(budget_bytes)
     bank = ShardBank(job.costs.searched_simulator(job.task))
     for shared in budget.doubled():
@@ -416,8 +398,7 @@ def _improve(
     deadline = time.monotonic() + config.time_budget_seconds
     width_TW = improve_within(bank, budget, config, deadline)
     state = {t: budget.shards(t, width_W) for t, width_W in enumerate(width_TW)}
-    changed = {t: shards for t, shards in state.items() if shards != job.state[t]}
-    return changed, bank.num_evaluated
+    return {t: shards for t, shards in state.items() if shards != job.state[t]}
 
 
 def _full_name(path: str, table: str) -> str:
