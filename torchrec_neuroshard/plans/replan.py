@@ -61,7 +61,6 @@ from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.options.ways import is_placeable
 from torchrec_neuroshard.planner.parts.search_space import SearchSpace
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.report.terminal import most
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.shards import ShardBank
@@ -132,11 +131,13 @@ class ReplanResult:
         """Return what moves, and what it brings, as text."""
         before, after = self.before.critical_path_ms, self.after.critical_path_ms
         change = f" ({after / before - 1:+.1%})" if before > 0 else ""
+        more = len(self.moves) - _MAX_SHOWN
         lines = [
             f"critical path {before:.3f} -> {after:.3f} ms{change}; "
             f"{len(self.moves)} moves of {format_bytes(self.moved_bytes)} in all, "
             f"{format_bytes(self.budget_bytes)} allowed",
-            *most(list(map(str, self.moves)), _MAX_SHOWN),
+            *map(str, self.moves[:_MAX_SHOWN]),
+            *([f"... and {more} more"] if more > 0 else []),
             *(f"{t} stays: {why}" for t, why in sorted(self.obstacles.items())),
         ]
         return "\n".join(lines)
