@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, suggestion
 
 __all__ = ["GPU_CARDS", "Figure", "GpuCard", "card_named", "find_card"]
 
@@ -110,6 +110,7 @@ def card_named(name: str) -> GpuCard:
         return GPU_CARDS[name.lower()]
     except KeyError:
         raise ConfigError(
-            f"unknown card '{name}'; known are {', '.join(GPU_CARDS)}. For another "
-            "one name the nearest and give its own figures beside it"
+            f"unknown card '{name:.60}'; {suggestion(name, GPU_CARDS, 'cards')} Known "
+            f"are {', '.join(GPU_CARDS)}. For another one name the nearest and give "
+            "its own figures beside it"
         ) from None

@@ -195,14 +195,17 @@ def test_a_function_may_give_sharders_and_constraints(
     for name, message in (
         ("nothing", "must return a torch.nn.Module.*got int"),
         ("twice", "must return a torch.nn.Module.*got Embed"),
-        ("broken", "raises: ZeroDivisionError: division by zero.*NEUROSHARD_DEBUG=1"),
+        ("broken", "broken': ZeroDivisionError: division by zero.*NEUROSHARD_DEBUG=1"),
         ("brokn", "has no function 'brokn'; did you mean 'broken'"),
         ("others", "no sharder is for a module of the EmbeddingBagCollection"),
     ):
         with pytest.raises(ValueError, match=message):
             read_model(f"my_models:{name}")
-    with pytest.raises(ValueError, match=r"did you mean 'a\.b:make'"):
-        read_model("./a/b.py:make")
+    Path("a").mkdir()
+    Path("a/b.py").write_text("import my_models\nmake = my_models.alone\n")
+    assert type(read_model("./a/b.py:make").module) is type(alone.module)
+    with pytest.raises(ValueError, match=r"A model is package\.module:function"):
+        read_model("table.jsn")
 
 
 def test_files_of_tables_say_what_profiles_do() -> None:
@@ -283,10 +286,15 @@ def test_what_cannot_be_is_named(
 def test_tables_that_cannot_be_built_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, rows in (("training", 10), ("huge", 10**30), ("a.b", 10)):
+    for name, rows, cause in (
+        ("training", 10, "attribute 'training' already exists"),
+        ("huge", 10**18, "overflowed with sizes=[1000000000000000000, 8]"),
+        ("huge", 10**30, "table 'huge'"),
+        ("a.b", 10, "got: a.b"),
+    ):
         Path("t.csv").write_text(f"{TABLES}{name},{rows},8,1\n")
         said = refused(capsys, "plan", "t.csv", *QUICK)
-        assert "'t.csv'" in said and f"table '{name}'" in said
+        assert "'t.csv'" in said and cause in said
     fields = "name,num_embeddings,embedding_dim,num_features\n"
     Path("t.csv").write_text(f"{fields}u,10,8,2\nu:0,10,8,1\n")
     said = refused(capsys, "plan", "t.csv", *QUICK)
@@ -403,9 +411,8 @@ def test_what_fits_nowhere_is_said_and_bad_options_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for option, message in (
-        # Spellings of earlier releases.
-        ("--cards=h100, h900", "unknown card 'h900'"),
-        ("--batch-sizes=0", "--batch-size must be above 0, got 0"),
+        ("--card=h100, h900", "unknown card 'h900'; did you mean 'h200'"),
+        ("--batch-size=0", "--batch-size must be above 0, got 0"),
         ("--group-sizes=3", "--group-sizes has 3, which is no part of any"),
     ):
         assert message in refused(capsys, "sweep", "t.csv", option)

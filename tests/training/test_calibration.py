@@ -202,7 +202,7 @@ def test_measures_and_trains(
     out = tmp_path / "mine"
     arguments = ["calibrate", "--out", str(out), "--max-gib", "0.001", "--steps", "4"]
     for option, value, message in (
-        ("--num-samples", "49", "--num-sets 49 is too few"),
+        ("--num-sets", "49", "--num-sets 49 is too few"),
         ("--from", "tpu", "no bundle 'tpu' to start from"),
     ):
         assert main([*arguments, option, value]) == 2

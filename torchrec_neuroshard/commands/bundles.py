@@ -44,14 +44,8 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("records", type=Path, nargs="+", help=text)
     add_bundle(parser)
     option(parser, "--epochs", int, "passes over records of kernels", known.epochs)
-    option(
-        parser,
-        "--members",
-        int,
-        "nets whose mean predicts kernels",
-        known.num_members,
-        dest="num_members",
-    )
+    text, members = "nets whose mean predicts kernels", known.num_members
+    option(parser, "--members", int, text, members, dest="num_members")
     text = "numbers of ranks of 'collect comms' to test on and not to train on"
     option(parser, "--test-world-sizes", int, text, nargs="+")
 
@@ -59,18 +53,13 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 def run_train(args: argparse.Namespace) -> int:
     """Train on records of kernels, or of collectives, and write a bundle."""
     check_folder(args.out)
-    name = args.name or args.out.name
-    if record_kind(args.records[0]) == "comms":
+    files, out = args.records, args.out
+    if record_kind(files[0]) == "comms":
+        sizes = args.test_world_sizes or ()
         config = CommsTrainConfig(seed=args.seed)
-        train_comms_bundle(
-            args.records,
-            args.out,
-            name,
-            config,
-            test_world_sizes=args.test_world_sizes or (),
-        )
+        train_comms_bundle(files, out, out.name, config, test_world_sizes=sizes)
     else:
-        train_bundle(args.records, args.out, name, from_options(TrainConfig, args))
+        train_bundle(files, out, out.name, from_options(TrainConfig, args))
     return 0
 
 
@@ -104,8 +93,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
         records = [args.out / RECORDS_NAME]
         measure_kernels(args, records[0])
     with phase("calibrating"):
-        name = args.name or args.out.name
-        found, evaluations = calibrate_bundle(source, records, args.out, name, config)
+        found, evaluations = calibrate_bundle(
+            source, records, args.out, args.out.name, config
+        )
     for line in (*(e.line() for e in evaluations), found.verdict()):
         print(line)
     print(f"wrote {args.out}")

@@ -1,7 +1,6 @@
 """Options that several subcommands share, and the files that they name.
 
-An option has the same name, unit and default in every subcommand. Spellings of earlier
-releases still work and are not shown.
+An option has the same name, unit and default in every subcommand.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ __all__ = [
     "add_planner",
     "check_files",
     "list_of",
-    "old_spelling",
     "option",
     "write_outputs",
 ]
@@ -32,7 +30,7 @@ __all__ = [
 
 def option(
     parser: Any, name: str, kind: Any, text: str, default: Any = None, **others: Any
-) -> argparse.Action:
+) -> None:
     """Declare an option; its help ends with its default.
 
     Args:
@@ -45,26 +43,7 @@ def option(
     """
     if default not in (None, (), []):
         text += " (%(default)s)"
-    action: argparse.Action = parser.add_argument(
-        name, type=kind, help=text, default=default, **others
-    )
-    return action
-
-
-def old_spelling(
-    parser: Any, action: argparse.Action, name: str, kind: Any = None
-) -> None:
-    """Let an option be given by another name, too, which help does not show.
-
-    Args:
-        parser: Of the subcommand, or a group of its options.
-        action: The option.
-        name: The other name.
-        kind: What reads its value; None: what reads the option's.
-    """
-    kind = kind or action.type
-    hidden = argparse.SUPPRESS
-    parser.add_argument(name, dest=action.dest, type=kind, default=hidden, help=hidden)
+    parser.add_argument(name, type=kind, help=text, default=default, **others)
 
 
 def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -127,15 +106,12 @@ def add_devices(
         if many
         else (str, int, "")
     )
-    card = option(parser, "--card", text, f"h100, a100, ... or cpu{like}", "h100")
+    option(parser, "--card", text, f"h100, a100, ... or cpu{like}", "h100")
     option(parser, "--ranks", number, f"ranks in all{like}", ranks)
     like_sold = "ranks of a node (as the card's nodes are sold; of CPUs all)"
     option(parser, "--ranks-per-node", int, like_sold)
     option(parser, "--memory-gb", float, "memory of a GPU [GB] (as sold)")
-    batch = option(parser, "--batch-size", number, f"samples per rank{like} (512)")
-    if many:
-        old_spelling(parser, card, "--cards")
-        old_spelling(parser, batch, "--batch-sizes")
+    option(parser, "--batch-size", number, f"samples per rank{like} (512)")
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -146,8 +122,7 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def add_bundle(parser: argparse.ArgumentParser) -> None:
     """Declare the bundle to write, and the seed of what makes it."""
-    option(parser, "--out", Path, "folder of the bundle", required=True)
-    option(parser, "--name", str, "name of the bundle (the folder's)")
+    option(parser, "--out", Path, "folder of the bundle, which names it", required=True)
     option(parser, "--seed", int, "of all that is drawn", 0)
 
 
@@ -159,8 +134,7 @@ def add_measuring(parser: Any, num_sets: int) -> None:
         num_sets: How many sets of tables by default.
     """
     text = "sets of tables to measure; a fifth are of tables held out to judge by"
-    sets = option(parser, "--num-sets", int, text, num_sets)
-    old_spelling(parser, sets, "--num-samples")
+    option(parser, "--num-sets", int, text, num_sets)
     option(parser, "--device", str, "cpu or cuda[:N] (the GPU where there is one)")
     text = "GiB of a set's weights and state, at most (by the device's memory)"
     option(parser, "--max-gib", float, text)

@@ -32,7 +32,6 @@ from torchrec_neuroshard.commands.options import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.topology import group_topology
@@ -40,6 +39,7 @@ from torchrec_neuroshard.plans.plan_files import save_plan
 from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.report import PlanComparison, Rehearsal, Sweep, SweepCell
+from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.search import SEARCHES, SearchConfig
 from torchrec_neuroshard.search.base import BOUNDS
 
@@ -88,10 +88,9 @@ def run_plan(args: argparse.Namespace) -> int:
     with phase("reading the model"):
         given = read_model(args.model)
     placement = None if args.placement is None else read_placement(args.placement)
-    start = time.monotonic()
-    compared: PlanComparison | None = None
+    compared: PlanComparison | str | None = None
     rehearsed: Rehearsal | None = None
-    why_not = ""
+    start = time.monotonic()
     with planning(args.model):
         with phase("loading the cost model"):
             planner = NeuroShardPlanner(
@@ -113,9 +112,7 @@ def run_plan(args: argparse.Namespace) -> int:
             "constraints": planner.constraints,
         }
         if args.compare:
-            compared, why_not = _compared(
-                planner, given, inputs, limits.time_budget_seconds
-            )
+            compared = _compared(planner, given, limits.time_budget_seconds, inputs)
         if args.rehearse:
             with phase("rehearsing every rank"):
                 rehearsed = rehearse(
@@ -127,50 +124,46 @@ def run_plan(args: argparse.Namespace) -> int:
                     **inputs,
                 )
     print(f"{args.model}: planned for {args.ranks} x {args.card} in {seconds:.1f} s")
-    print(report)
-    found = {"plan": report, "compared": compared, "rehearsed": rehearsed}
-    for text in (compared or why_not, rehearsed):
-        if text:
-            print(f"\n{text}")
+    print(*filter(None, (report, compared, rehearsed)), sep="\n\n")
     if args.out:
         save_plan(plan, args.out, model=given.module, planner=planner)
-    data = {name: made.to_json() for name, made in found.items() if made}
-    write_outputs(args, compared or report, f"Plan of {args.model}", data)
-    runs = rehearsed is None or rehearsed.runs
-    return 0 if report.fits and runs else 1
+    made = {"plan": report, "compared": compared, "rehearsed": rehearsed}
+    data = {name: r.to_json() for name, r in made.items() if isinstance(r, Report)}
+    shown = compared if isinstance(compared, PlanComparison) else report
+    write_outputs(args, shown, f"Plan of {args.model}", data)
+    return 0 if report.fits and (rehearsed is None or rehearsed.runs) else 1
 
 
 def _compared(
     planner: NeuroShardPlanner,
     given: GivenModel,
-    inputs: dict[str, Any],
     seconds: float,
-) -> tuple[PlanComparison | None, str]:
+    inputs: dict[str, Any],
+) -> PlanComparison | str:
     """Compare the plan with that of TorchRec's own planner; else say why not."""
     start = time.monotonic()
     try:
         with phase("comparing with TorchRec's planner"):
             theirs = stock_plan(given.module, given.sharders, seconds=seconds, **inputs)
-    except OutOfTimeError as error:
-        return None, (
-            f"TorchRec's planner has no plan to compare with after {seconds:g} s: "
-            f"{error}. Raise --seconds ({seconds:g}) to give it longer"
-        )
     except PlannerError as error:
-        reason = str(error).strip().splitlines()[0]
-        return None, f"TorchRec's own planner has no plan: {reason}"
-    notes: tuple[Note, ...] = ()
-    if time.monotonic() - start > seconds:
-        text = (
-            f"TorchRec's planner was stopped after {seconds:g} s: this is the best "
-            "plan that it had; --seconds gives it longer"
+        return (
+            f"TorchRec's planner has no plan after {seconds:g} s: {_first_line(error)}"
+            ". Raise --seconds where it gave up for want of time"
         )
-        notes = (Note("comparison", text),)
-    with phase("pricing TorchRec's plan"):
-        compared = planner.compare(
-            theirs, given.module, given.sharders, "TorchRec's own plan"
-        )
-    return dataclasses.replace(compared, notes=notes), ""
+    compared = planner.compare(
+        theirs, given.module, given.sharders, "TorchRec's own plan"
+    )
+    if time.monotonic() - start <= seconds:
+        return compared
+    text = (
+        f"TorchRec's planner was stopped after {seconds:g} s: this is the best plan "
+        "that it had; --seconds gives it longer"
+    )
+    return dataclasses.replace(compared, notes=(Note("comparison", text),))
+
+
+def _first_line(error: PlannerError) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:
@@ -214,8 +207,7 @@ def run_sweep(args: argparse.Namespace) -> int:
             try:
                 planner.plan(given.module, given.sharders)
             except PlannerError as error:
-                obstacle = str(error).strip().splitlines()[0]
-                found.append(SweepCell(obstacle=obstacle, **where))
+                found.append(SweepCell(obstacle=_first_line(error), **where))
             else:
                 found.append(SweepCell.of(planner.report(), **where))
     swept = Sweep(cells=tuple(found))

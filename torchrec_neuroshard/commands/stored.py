@@ -14,7 +14,6 @@ from torchrec_neuroshard.commands.options import (
     add_model,
     add_outputs,
     check_files,
-    old_spelling,
     option,
     write_outputs,
 )
@@ -87,8 +86,7 @@ def add_rehearse(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     option(parser, "--batch-size", int, "samples per rank (the plan's)")
     text = "memory of a device [GB] (the plan's)"
-    memory = option(parser, "--memory-gb", float, text)
-    old_spelling(parser, memory, "--hbm-gib", lambda gib: float(gib) * 2**30 / _GB)
+    option(parser, "--memory-gb", float, text)
     option(parser, "--json", Path, "write the report there, as JSON")
 
 

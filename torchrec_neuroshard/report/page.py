@@ -16,7 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from torchrec_neuroshard.files import write_whole
+from torchrec_neuroshard.files import to_fields, write_whole
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import capitalised
 from torchrec_neuroshard.report.sections import Section, as_text
@@ -36,6 +36,10 @@ class Report(ABC):
     def __str__(self) -> str:
         """Return the report as text."""
         return as_text(self.sections())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return to_fields(self)
 
     def _repr_html_(self) -> str:
         """Return the report as notebooks show it: out of reach of what is around it."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.report.page import Report
@@ -110,7 +108,3 @@ class Rehearsal(Report):
             Section(title="faults", bullets=faults),
             Section(title="notes", bullets=self.notes),
         ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary."""
-        return to_fields(self)
