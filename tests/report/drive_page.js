@@ -6,7 +6,7 @@ window.addEventListener("load", () => {
     const { contentDocument: page, contentWindow: at } = frame;
     const all = (what, where = page) => [...where.querySelectorAll(what)];
     const words = (node) => node.textContent.replace(/\s+/g, " ").trim();
-    const grid = (label) => page.querySelector(`[data-tables].${label}`);
+    const grid = (label) => page.querySelector(`[data-grids].${label}`);
     const charts = (part = page) => all("[data-charts] .chart", part);
     const column = (label, title) =>
       all("th", grid(label)).findIndex((head) => words(head) === title);

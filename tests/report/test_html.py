@@ -164,7 +164,7 @@ def test_page_holds_the_report_and_needs_nothing_else() -> None:
     assert path["bound_ms"] == 16.0 and phases["names"] == list(PHASES)
     assert phases["rows"] == [[0, 1, 2, 3, 4, 5], [1, 1, 4, 3, 4, 2]]
     assert memory["rows"] == [[0, 1, 3], [1, 2, 2]]  # GiB: used, free
-    ranks, tables, shards = (rows_of(table) for table in data["tables"])
+    ranks, tables, shards = (rows_of(table) for table in data["grids"])
     assert ranks[1] == {
         **{"rank": 1, "shards": 2, "columns": 2_000, "GiB": 2 * 2**30, "all": 14},
         **{"of GiB": 4 * 2**30},
@@ -206,7 +206,7 @@ def test_plan_without_splits_limits_or_bound() -> None:
     assert "on 1 ranks, 0 of them split" in text
     assert "Notes" not in text and "Tables split" not in text
     assert "Critical path not known. " in text
-    ranks, tables, _ = (rows_of(table) for table in data_of(page)["tables"])
+    ranks, tables, _ = (rows_of(table) for table in data_of(page)["grids"])
     assert "of GiB" not in ranks[0] and not {"path", "kernels"} & tables[0].keys()
     known = dataclasses.replace(plain, critical_path_ms=17.0)
     assert "17.000 ms, bound not computed" in str(known)
@@ -225,7 +225,7 @@ def test_two_plans_are_shown_side_by_side() -> None:
         "Ours Critical path 17.000 ms",
     ):
         assert shown in text
-    figures, moves = (rows_of(table) for table in data["tables"][:2])
+    figures, moves = (rows_of(table) for table in data["grids"][:2])
     assert figures[2] == {
         **{"figure": "fwd_compute [ms]", "theirs <1>": 8.0, "ours": 4.0},
         **{"change": -0.5},

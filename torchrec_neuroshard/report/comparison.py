@@ -11,7 +11,7 @@ from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.plan import PlanReport
-from torchrec_neuroshard.report.sections import Column, Section, Table
+from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PlanComparison", "TableMove"]
@@ -94,11 +94,11 @@ class PlanComparison(Report):
         return [
             Section(lines=[self.verdict, f"predicted; {sources}"]),
             Section(title="each rank", charts=charts),
-            Section(title="on the slowest ranks", table=self._figures()),
+            Section(title="on the slowest ranks", grid=self._figures()),
             Section(
                 title="tables that move",
                 lines=[moved],
-                table=self._moves() if self.moves else None,
+                grid=self._moves() if self.moves else None,
             ),
             Section(title="notes", bullets=self.notes),
             Section(title=self.first_name, is_part=True),
@@ -118,7 +118,7 @@ class PlanComparison(Report):
             "notes": [to_fields(note) for note in self.notes],
         }
 
-    def _figures(self) -> Table:
+    def _figures(self) -> Grid:
         """What plans take, a figure in a row."""
         a, b = self.first, self.second
         full = (plan.fullest.used_bytes / 2**30 for plan in (a, b))
@@ -127,19 +127,19 @@ class PlanComparison(Report):
             paths = "critical path [ms]", a.critical_path_ms, b.critical_path_ms
             phases = ((f"{p} [ms]", a.worst_ms[p], b.worst_ms[p]) for p in PHASES)
             figures = [paths, *phases, *figures]
-        columns: list[Column] = [
+        columns: list[GridColumn] = [
             ("figure", "text", lambda row: row[0]),
             (self.first_name, "ms", lambda row: row[1]),
             (self.second_name, "ms", lambda row: row[2]),
             ("change", "change", lambda row: row[2] / row[1] - 1 if row[1] else None),
         ]
-        return Table.of("figures", figures, columns)
+        return Grid.of("figures", figures, columns)
 
-    def _moves(self) -> Table:
-        columns: list[Column] = [
+    def _moves(self) -> Grid:
+        columns: list[GridColumn] = [
             ("GiB to fetch", "gib", lambda move: move.moved_bytes),
             ("table", "text", lambda move: move.table),
             (self.first_name, "text", lambda move: move.before or "not there"),
             (self.second_name, "text", lambda move: move.after or "not there"),
         ]
-        return Table.of("moves", self.moves, columns)
+        return Grid.of("moves", self.moves, columns)

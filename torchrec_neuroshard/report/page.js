@@ -174,7 +174,7 @@
       const column = make("div", {
         class: "col", title: [`rank ${rank}`, ...parts].join("\n"),
         on: {
-          click: () => host.closest("section").querySelector("[data-tables].shards")
+          click: () => host.closest("section").querySelector("[data-grids].shards")
             ?.filter(`rank:${rank}`),
         },
       });
@@ -192,10 +192,10 @@
     }, axis, area, ranks)];
   }
 
-  for (const host of document.querySelectorAll("[data-tables]")) {
-    const table = data.tables[host.dataset.tables];
-    host.className = table[0];
-    grid(host, table);
+  for (const host of document.querySelectorAll("[data-grids]")) {
+    const given = data.grids[host.dataset.grids];
+    host.className = given[0];
+    grid(host, given);
   }
   for (const host of document.querySelectorAll("[data-charts]")) {
     const chart = data.charts[host.dataset.charts];

@@ -61,7 +61,7 @@ def html_report(report: Report, title: str = "Sharding plan") -> str:
         Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
         for kind in ("html", "css", "js")
     )
-    drawn: dict[str, list[Any]] = {"charts": [], "tables": []}
+    drawn: dict[str, list[Any]] = {"charts": [], "grids": []}
     body = [part for s in report.sections() for part in _elements(s, drawn)]
     data = json.dumps(_brief(drawn), separators=(",", ":"))
     # The page's own script runs, no other; and nothing is fetched, whatever it says.
@@ -91,8 +91,8 @@ def _elements(section: Section, drawn: dict[str, list[Any]]) -> Iterator[str]:
         f"<li class='{b.severity if isinstance(b, Note) else ''}'>{escape(str(b))}</li>"
         for b in section.bullets
     ]
-    table = section.table if section.table and section.table.rows else None
-    if title and (items or table or section.charts or section.lines):
+    grid = section.grid if section.grid and section.grid.rows else None
+    if title and (items or grid or section.charts or section.lines):
         yield f"<h2>{title}</h2>"
     yield from (f"<p>{escape(capitalised(line))}.</p>" for line in section.lines)
     if items:
@@ -103,9 +103,9 @@ def _elements(section: Section, drawn: dict[str, list[Any]]) -> Iterator[str]:
         numbers = range(first, len(drawn["charts"]))
         boxes = "".join(f"<div data-charts='{number}'></div>" for number in numbers)
         yield f"<div class='charts'>{boxes}</div>"
-    if table:
-        yield f"<div data-tables='{len(drawn['tables'])}'></div>"
-        drawn["tables"].append([table.label, table.columns, table.rows])
+    if grid:
+        yield f"<div data-grids='{len(drawn['grids'])}'></div>"
+        drawn["grids"].append([grid.label, grid.columns, grid.rows])
 
 
 def _brief(value: Any) -> Any:

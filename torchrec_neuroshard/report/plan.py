@@ -22,19 +22,17 @@ from torchrec_neuroshard.report.parts import (
     WeightSync,
     rank_reports,
 )
-from torchrec_neuroshard.report.sections import Column, Section, Table, listed_ranks
+from torchrec_neuroshard.report.sections import Grid, GridColumn, Section, listed_ranks
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PlanReport"]
 
-MAX_RANKS = 32
-"""Ranks that the text lists; of more, those that set a phase and the slowest."""
 LOOSE_GAP = 1.0
 """A bound this far below the plan says nothing about it."""
 
 
-_RANK_COLUMNS: tuple[Column, ...] = (
+_RANK_COLUMNS: tuple[GridColumn, ...] = (
     ("rank", "count", lambda rank: rank.rank),
     ("shards", "count", lambda rank: rank.num_shards),
     ("columns", "count", lambda rank: rank.columns),
@@ -43,7 +41,7 @@ _RANK_COLUMNS: tuple[Column, ...] = (
     ("all", "ms", lambda rank: rank.total_ms),
     *((phase, "peak", attrgetter(f"costs.{phase}")) for phase in PHASES),
 )
-_TABLE_COLUMNS: tuple[Column, ...] = (
+_TABLE_COLUMNS: tuple[GridColumn, ...] = (
     ("path", "ms", lambda table: table.path_ms or None),
     ("kernels", "ms", lambda table: table.slowest_ms("compute_ms") or None),
     ("collectives", "ms", lambda table: table.slowest_ms("comms_ms") or None),
@@ -57,7 +55,7 @@ _TABLE_COLUMNS: tuple[Column, ...] = (
     ("on", "text", lambda table: listed_ranks(table.ranks)),
     ("in the host's memory", "text", lambda table: table.host and str(table.host)),
 )
-_SHARD_COLUMNS: tuple[Column, ...] = (
+_SHARD_COLUMNS: tuple[GridColumn, ...] = (
     ("path", "ms", lambda pair: pair[1].path_ms or None),
     ("kernels", "ms", lambda pair: pair[1].compute_ms or None),
     ("collectives", "ms", lambda pair: pair[1].comms_ms or None),
@@ -170,22 +168,28 @@ class PlanReport(Report):
 
     def sections(self) -> Sequence[Section]:
         """See `Report`."""
+        worst = self.worst_ms.items()
+
+        def setting_the_path(rank: RankReport) -> tuple[int, float]:
+            num_set = sum(getattr(rank.costs, phase) == ms for phase, ms in worst)
+            return -num_set, -rank.total_ms
+
         by_columns = sum(t.is_split_by_columns for t in self.tables)
         splits: list[str] = [s.line(self.critical_path_ms) for s in self.splits]
         if self.splits and (more := by_columns - len(self.splits)) > 0:
             splits.append(f"and {more:,} more")
-        ranks = Table.of("ranks", self._shown_ranks(), _RANK_COLUMNS, MAX_RANKS)
-        tables = Table.of("tables", self.tables, _TABLE_COLUMNS)
+        ranks = Grid.of("ranks", self.ranks, _RANK_COLUMNS, first=setting_the_path)
+        tables = Grid.of("tables", self.tables, _TABLE_COLUMNS)
         pairs = [(t, s) for t in self.tables for s in t.shards]
-        shards = Table.of("shards", pairs, _SHARD_COLUMNS, limit=0)
+        shards = Grid.of("shards", pairs, _SHARD_COLUMNS, limit=0)
         basis = self.basis.lines() if self.basis else []
         return [
             Section(lines=self._facts()),
             self._path_section(),
             Section(title="each rank", charts=[self.phase_chart, self._memory_chart()]),
-            Section(title="ranks [ms]", table=ranks),
-            Section(title="tables [ms]", table=tables),
-            Section(title="shards [ms]", table=shards),
+            Section(title="ranks [ms]", grid=ranks),
+            Section(title="tables [ms]", grid=tables),
+            Section(title="shards [ms]", grid=shards),
             Section(title="tables split by columns, and why", bullets=splits),
             Section(title="what the costs rest on", bullets=basis),
             Section(title="notes", bullets=self.notes),
@@ -269,15 +273,3 @@ class PlanReport(Report):
             rows.append([r.rank, r.used_bytes / 2**30, free / 2**30])
         names = ("used", "free")
         return {"kind": "bars", "unit": "GiB", "names": names, "rows": rows}
-
-    def _shown_ranks(self) -> Sequence[RankReport]:
-        """All ranks; of many, those first that set the path: the text ends early."""
-        if len(self.ranks) <= MAX_RANKS:
-            return self.ranks
-        worst = self.worst_ms.items()
-
-        def order(rank: RankReport) -> tuple[int, float]:
-            num_set = sum(getattr(rank.costs, phase) == ms for phase, ms in worst)
-            return -num_set, -rank.total_ms
-
-        return sorted(self.ranks, key=order)

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.report.page import Report
-from torchrec_neuroshard.report.sections import Column, Section, Table, listed_ranks
+from torchrec_neuroshard.report.sections import Grid, GridColumn, Section, listed_ranks
 
 __all__ = ["RankRehearsal", "Rehearsal"]
-
-MAX_RANKS = 32
-"""Ranks that the text lists; of more, those at fault and the fullest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +66,12 @@ class Rehearsal(Report):
 
     def sections(self) -> Sequence[Section]:
         """See `Report`."""
-        ranks, full = [*self.ranks], self.fullest
+        full = self.fullest
         at_fault: dict[str, list[int]] = {}
-        for rank in ranks:
+        for rank in self.ranks:
             for fault in rank.faults:
                 at_fault.setdefault(fault, []).append(rank.rank)
-        count = sum(bool(rank.faults) for rank in ranks)
+        count = sum(bool(rank.faults) for rank in self.ranks)
         verdict = f"{count} ranks cannot" if count else "every rank can"
         lines = [
             f"{self.num_tables} tables on {self.world_size} ranks, {self.batch_size} "
@@ -84,9 +81,7 @@ class Rehearsal(Report):
             f"fullest: rank {full.rank}, {format_bytes(full.peak_bytes)} of "
             f"{format_bytes(full.memory_bytes)}",
         ]
-        if len(ranks) > MAX_RANKS:
-            ranks.sort(key=lambda r: (not r.faults, -r.peak_bytes))
-        columns: list[Column] = [
+        columns: list[GridColumn] = [
             ("rank", "count", lambda r: r.rank),
             ("shards", "count", lambda r: r.num_shards),
             ("kernels", "count", lambda r: r.num_kernels),
@@ -98,13 +93,16 @@ class Rehearsal(Report):
             ("memory", "gib", lambda r: r.memory_bytes),
             ("", "text", lambda r: "at fault" if r.faults else None),
         ]
+        grid = Grid.of(
+            "ranks",
+            self.ranks,
+            columns,
+            first=lambda r: (not r.faults, -r.peak_bytes),
+        )
         faults = [f"{listed_ranks(at)}: {fault}" for fault, at in at_fault.items()]
         return [
             Section(lines=lines),
-            Section(
-                title="ranks [GiB]",
-                table=Table.of("ranks", ranks, columns, MAX_RANKS),
-            ),
+            Section(title="ranks [GiB]", grid=grid),
             Section(title="faults", bullets=faults),
             Section(title="notes", bullets=self.notes),
         ]

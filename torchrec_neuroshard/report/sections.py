@@ -10,8 +10,10 @@ from typing import Any
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import capitalised
 
-__all__ = ["Section", "Table", "as_text", "listed_ranks", "shortened"]
+__all__ = ["Grid", "Section", "as_text", "listed_ranks", "shortened"]
 
+MAX_ROWS = 50
+"""Rows of a grid that the text prints; the page and JSON have all."""
 MAX_RUNS = 8
 """Runs of ranks in a line of text."""
 FORMATS: Mapping[str, Callable[[Any], str]] = {
@@ -28,13 +30,13 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
 at the right. Of peaks [ms] the largest stands out."""
 
 
-Column = tuple[str, str, Callable[[Any], Any]]
+GridColumn = tuple[str, str, Callable[[Any], Any]]
 """Title, kind (see `FORMATS`), and what returns an item's value; None is not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """A table that the text prints, and that the page sorts and filters."""
+class Grid:
+    """Rows and columns that the text prints, and that the page sorts and filters."""
 
     label: str
     """What its rows are."""
@@ -43,20 +45,32 @@ class Table:
     rows: Sequence[Sequence[Any]]
     """A value for each column."""
     limit: int
-    """Rows that the text prints; 0: the table is for the page alone."""
+    """Rows that the text prints; 0: it is for the page alone."""
 
     @staticmethod
     def of(
-        label: str, items: Sequence[Any], columns: Sequence[Column], limit: int = 50
-    ) -> Table:
-        """Return a table with a row for each item.
+        label: str,
+        items: Sequence[Any],
+        columns: Sequence[GridColumn],
+        *,
+        limit: int = MAX_ROWS,
+        first: Callable[[Any], Any] | None = None,
+    ) -> Grid:
+        """Return a grid with a row for each item.
 
-        A column of which no value is known is left out.
+        Args:
+            label: What its rows are.
+            items: A row is made of each.
+            columns: One of which no value is known is left out.
+            limit: Rows that the text prints.
+            first: By what to sort items where the text has no room for all.
         """
+        if first is not None and len(items) > limit:
+            items = sorted(items, key=first)
         values = [[value_of(item) for item in items] for *_, value_of in columns]
         known = [i for i, held in enumerate(values) if any(v is not None for v in held)]
         rows = list(zip(*(values[i] for i in known), strict=True))
-        return Table(label, [columns[i][:2] for i in known], rows, limit)
+        return Grid(label, [columns[i][:2] for i in known], rows, limit)
 
     def lines(self) -> Iterator[str]:
         """Return its first rows as text, below a heading; a star marks a peak."""
@@ -85,7 +99,7 @@ class Section:
     lines: Sequence[str] = ()
     """Sentences without a full stop."""
     bullets: Sequence[str | Note] = ()
-    table: Table | None = None
+    grid: Grid | None = None
     charts: Sequence[Mapping[str, Any]] = ()
     """What `page.js` draws: `bars` of ranks, or the `path`. Such a section is for the
     page alone."""
@@ -95,8 +109,8 @@ class Section:
     def text(self) -> str:
         """Return it as text; empty where it is for the page alone."""
         lines = [*self.lines, *(f"- {_bullet(b)}" for b in self.bullets)]
-        if self.table is not None and self.table.limit:
-            lines += self.table.lines()
+        if self.grid is not None and self.grid.limit:
+            lines += self.grid.lines()
         if self.charts or not lines:
             return ""
         if self.title:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.plan import LOOSE_GAP, PlanReport
-from torchrec_neuroshard.report.sections import Column, Section, Table
+from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
 
 __all__ = ["Sweep", "SweepCell"]
 
@@ -93,7 +93,7 @@ class SweepCell:
         return "kernels" if (self.kernels_ms or 0) >= (self.links_ms or 0) else "links"
 
 
-_COLUMNS: tuple[Column, ...] = (
+_COLUMNS: tuple[GridColumn, ...] = (
     ("card", "text", lambda c: c.card),
     ("ranks", "count", lambda c: c.num_ranks),
     ("group", "count", lambda c: c.group_size),
@@ -135,8 +135,8 @@ class Sweep(Report):
             f"{c.card}: compute: {c.kernels_source}; collectives: {c.links_source}"
             for c in fitting
         )
-        table = Table.of("cells", self.cells, _COLUMNS, limit=len(self.cells))
-        return [Section(table=table), Section(lines=lines)]
+        cells = Grid.of("cells", self.cells, _COLUMNS, limit=len(self.cells))
+        return [Section(grid=cells), Section(lines=lines)]
 
     def to_csv(self) -> str:
         """Return all cells as CSV, with what each rests on."""
