@@ -104,15 +104,6 @@ def test_a_codec_changes_the_plan(
         assert plan.plan[""]["t0"].sharding_type.startswith(expected)
 
 
-def test_codecs_of_no_collective_are_refused() -> None:
-    codecs: Any = {"POOLED_ALL_TO_ALL": None}
-    with pytest.raises(ConfigError, match="mean 'POOLED_EMBEDDINGS_ALL_TO_ALL'"):
-        planned(
-            make_ebc([(1000, 64)]),
-            EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs),
-        )
-
-
 def test_sums_of_codes_are_no_codes() -> None:
     """Where another sharding type is left it is taken."""
     sharder = bag_sharder("int8", "fp32")

@@ -14,12 +14,12 @@ from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
-from torchrec.distributed.types import CommOp, ModuleSharder, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement_rules import quoted
-from torchrec_neuroshard.planner.compat import codec_registry, sharders_by_type
+from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
     TABLE_MODULES,
@@ -33,7 +33,6 @@ __all__ = [
     "check_constraints",
     "check_kind",
     "check_profiles",
-    "check_sharders",
     "unmatched_constraints",
     "unsharded_notes",
     "unsharded_tables",
@@ -177,22 +176,6 @@ def unsharded_notes(
         for path, tables in sorted(unsharded_tables(module, sharders).items())
     )
     return tuple(Note("unsharded", text) for text in texts)
-
-
-def check_sharders(sharders: Iterable[ModuleSharder[Any]]) -> None:
-    """Check that each codec of a sharder is for a collective that there is.
-
-    Raises:
-        ConfigError: One is for none, or something is no sharder.
-    """
-    for sharder in sharders_by_type(sharders).values():
-        for name in codec_registry(sharder):
-            if name not in CommOp.__members__:
-                raise ConfigError(
-                    f"{type(sharder).__name__}: qcomm_codecs_registry quantises "
-                    f"'{name}', which is no collective; "
-                    + suggestion(str(name), CommOp.__members__, "collectives")
-                )
 
 
 def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) -> None:

@@ -436,11 +436,9 @@ def portable(error: E | None) -> E | NeuroShardError | RuntimeError | None:
     """Return the first rank's error in a form that survives being sent."""
     if error is None:
         return None
-    try:
+    with contextlib.suppress(Exception):
         copied = pickle.loads(pickle.dumps(error))
-    except Exception:
-        copied = None
-    if type(copied) is type(error) and str(copied) == str(error):
-        return error
+        if type(copied) is type(error) and str(copied) == str(error):
+            return error
     kind = NeuroShardError if isinstance(error, NeuroShardError) else RuntimeError
     return kind(f"planning failed on rank 0: {type(error).__name__}: {error}")

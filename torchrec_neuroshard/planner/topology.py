@@ -102,9 +102,8 @@ _TIERS = {"hbm_cap": "hbm", "ddr_cap": "ddr"}
 _LINKS = ("intra_host_bw", "inter_host_bw")
 
 _PLAUSIBLE = (1e-4, 300.0)
-"""Least and most that a bandwidth can be, in TorchRec's defaults. Real devices have
-1/3000 (ranks over gloo) to 26 of them (a GPU's link to the host in one package)."""
-
+"""Least and most that a bandwidth can be, in TorchRec's defaults. The published cards
+have 0.07 to 8.3 of them; the least leaves room for ranks on one machine over gloo."""
 
 _GROUP = "sharding_group"
 """Attribute of a topology: see `group_topology`."""
@@ -499,12 +498,12 @@ def _left_out(card: GpuCard | None, figures: Mapping[str, DeviceFigure]) -> list
     whose = (
         f"the {card.title}'s" if card else "TorchRec's defaults, which are no card's"
     )
+    example = card.name if card else "h100"
     return [
         f"the topology does not give {', '.join(names)}, or gives TorchRec's default, "
         f"which counts as left out; planned with {whose}: {taken}. Name the card and "
-        "give what differs: "
-        f"topology_for('{card.name if card else 'h100'}', ...), "
-        f"with one of {', '.join(GPU_CARDS)}"
+        f"give what differs: topology_for('{example}', ...), with one of "
+        f"{', '.join(GPU_CARDS)}"
     ]
 
 

@@ -47,7 +47,6 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.placement_rules import quoted
-from torchrec_neuroshard.planner.checks import check_sharders
 from torchrec_neuroshard.planner.compat import (
     pipeline_name,
     sharder_params,
@@ -112,8 +111,8 @@ def rehearse(
         the batch come on top.
 
     Raises:
-        ConfigError: This process has a process group, `batch_size` is below 1, or a
-            sharder asks for what there is not.
+        ConfigError: This process has a process group, `batch_size` is below 1, or
+            something given is no sharder.
         PlanFileError: The plan is not one of this model on these ranks.
     """
     if dist.is_available() and dist.is_initialized():
@@ -126,7 +125,7 @@ def rehearse(
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     start = time.monotonic()
     sharders = list(sharders or get_default_sharders())
-    check_sharders(sharders)
+    sharders_by_type(sharders)  # refuses what is no sharder
     world_size, tier = int(topology.world_size), device_tier(topology)
     reader = TableReader(topology, constraints, profiles)
     storage = StorageEstimator(

@@ -22,7 +22,6 @@ from torchrec_neuroshard.devices import is_accelerator
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.checks import (
     check_constraints,
-    check_sharders,
 )
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
@@ -188,10 +187,9 @@ class NeuroShardEnumerator(HookedEnumerator):
             sharders: TorchRec's sharders of its embedding modules.
 
         Raises:
-            ConfigError: A table has no way to be sharded that could run, or a sharder
-                asks for what there is not.
+            ConfigError: A table has no way to be sharded that could run, or something
+                given is no sharder.
         """
-        check_sharders(sharders)
         self._sharders = sharders_by_type(sharders)
         known: dict[str, bool] = {}
         self._wide = set()
