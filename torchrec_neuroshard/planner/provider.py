@@ -67,7 +67,8 @@ class NeuroShardPlannerProvider(PlannerProviderBase):
                 "install torchrec 1.9.2, or plan with NeuroShardPlanner, which takes "
                 "what the request holds as arguments"
             )
-        self._cost_models = dict(cost_models or {})
+        models = (cost_models or {}).items()
+        self._cost_models = {sku: {"cost_model": model} for sku, model in models}
         self._arguments = arguments
 
     def build_topology(self, sku: str, request: Any, ctx: Any) -> Topology:
@@ -127,11 +128,7 @@ class NeuroShardPlannerProvider(PlannerProviderBase):
                 "cost_model": card.name if card else "auto",
                 **requested_parts(self, request, topology),
                 **self._arguments,
-                **(
-                    {"cost_model": self._cost_models[sku]}
-                    if sku in self._cost_models
-                    else {}
-                ),
+                **self._cost_models.get(sku, {}),
             }
         )
         figures = planner.costs.devices.figures.values()
