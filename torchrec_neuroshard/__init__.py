@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.phase_timer import PhaseTimer
     from torchrec_neuroshard.placement import Placement
     from torchrec_neuroshard.planner.constraints import PlacementConstraints
-    from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+    from torchrec_neuroshard.planner.planner import NeuroShardPlanner
     from torchrec_neuroshard.planner.provider import NeuroShardPlannerProvider
     from torchrec_neuroshard.planner.topology import group_topology, topology_for
     from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
@@ -62,7 +62,7 @@ __all__ = [
 _LOCATIONS = {
     "DenseMs": "torchrec_neuroshard.schedules",
     "FeatureProfile": "torchrec_neuroshard.profiles",
-    "NeuroShardPlanner": "torchrec_neuroshard.planner.planners",
+    "NeuroShardPlanner": "torchrec_neuroshard.planner.planner",
     "NeuroShardPlannerProvider": "torchrec_neuroshard.planner.provider",
     "PaperSearcher": "torchrec_neuroshard.baselines.neuroshard",
     "PhaseTimer": "torchrec_neuroshard.phase_timer",

@@ -16,7 +16,7 @@ from torchrec_neuroshard.planner.parts.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.planner.parts.perf_models import NeuroShardPerfModel
 from torchrec_neuroshard.planner.parts.proposers import NeuroShardProposer
 from torchrec_neuroshard.planner.parts.shard_estimators import NeuroShardEstimator
-from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 
 __all__ = [
     "NeuroShardEnumerator",

@@ -149,16 +149,9 @@ def _with_attributes(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def replaced_parts(
-    planner: EmbeddingPlannerBase, **parts: Any
-) -> contextlib.AbstractContextManager[None]:
-    """Give a planner's loop other parts for a while: it reads them off `self`.
-
-    Args:
-        planner: One of TorchRec's.
-        parts: By the names of `planner_part`.
-    """
-    return _with_attributes([(planner, f"_{n}", part) for n, part in parts.items()])
+def set_planner_part(planner: EmbeddingPlannerBase, name: str, part: Any) -> None:
+    """Replace a part that a planner's constructor made; it has no setter."""
+    setattr(planner, f"_{name}", part)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from torchrec_neuroshard.planner.compat import (
     torchrec_version,
     with_bandwidths,
 )
-from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.topology import GB_PER_S
 
 __all__ = ["NeuroShardPlannerProvider"]

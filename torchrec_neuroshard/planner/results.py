@@ -71,11 +71,12 @@ class KnownPlan:
 def describe_plan(
     selected: Sequence[ShardingOption],
     costs: PlanCosts,
-    records: Sequence[SearchRecord],
+    room: Topology,
+    *,
+    records: Sequence[SearchRecord] = (),
     fallback: str | None = None,
     notes: Sequence[Note] = (),
     batch_size_is_default: bool = False,
-    reserved: Topology | None = None,
     memory: MemoryModel | None = None,
 ) -> KnownPlan:
     """Describe a plan that was chosen.
@@ -83,11 +84,11 @@ def describe_plan(
     Args:
         selected: Its options, placed.
         costs: What plans cost.
+        room: Devices with the memory that is left for shards.
         records: The searches that were made for it.
-        fallback: Why another planner's plan was taken, if it was.
+        fallback: Why TorchRec's own planner was asked, if it was.
         notes: What else to know of it.
         batch_size_is_default: Whether the caller gave no batch size.
-        reserved: Devices with the memory that is left for shards; None: all of it.
         memory: What ranks allocate; None: not known.
     """
     placed = costs.placed(selected)
@@ -113,7 +114,6 @@ def describe_plan(
         known += best.result.notes if fallback is None else ()
     known += placed.range_notes()
     known += optimizer_notes(selected, costs.reader)
-    room = reserved or costs.topology
     if memory is not None and (full := memory.overflow(selected, room)):
         known.append(Note("memory", full, severity="error"))
     known += cautions(costs, selected, room)

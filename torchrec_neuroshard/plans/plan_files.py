@@ -63,7 +63,7 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     table_moves,
 )
 from torchrec_neuroshard.planner.options.table_reader import TableReader, device_tier
-from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.topology import ShardingGroup, sharding_group
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.parts import rank_reports

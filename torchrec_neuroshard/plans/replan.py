@@ -60,7 +60,7 @@ from torchrec_neuroshard.planner.first_launch import from_first
 from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.options.ways import is_placeable
 from torchrec_neuroshard.planner.parts.search_space import SearchSpace
-from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.shards import ShardBank

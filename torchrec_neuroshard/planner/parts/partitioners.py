@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -161,18 +160,16 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         self.log = SearchLog()
         self._sharders: Mapping[str, ModuleSharder[Any]] = {}
 
-    def for_run(
+    def start(
         self, log: SearchLog, sharders: Iterable[ModuleSharder[Any]] = ()
-    ) -> NeuroShardPartitioner:
-        """Return the same partitioner for one planning run.
+    ) -> None:
+        """Start a planning run.
 
         Args:
             log: Of the run.
             sharders: Of the run, for options whose estimators did not read them.
         """
-        other = copy.copy(self)
-        other.log, other._sharders = log, sharders_by_type(sharders)
-        return other
+        self.log, self._sharders = log, sharders_by_type(sharders)
 
     def partition(
         self, proposal: list[ShardingOption], storage_constraint: Topology

@@ -49,8 +49,8 @@ from torchrec_neuroshard.planner.compat import (
     enumerator_constraints,
     nothing_collected,
     planner_part,
-    replaced_parts,
     report_full,
+    set_planner_part,
 )
 from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
@@ -105,23 +105,27 @@ _LENIENT = (
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
-@dataclass(slots=True)
-class _Run:
-    """What is known of a run of TorchRec's loop, from its start to the plan."""
+@dataclass(kw_only=True, slots=True)
+class _Found:
+    """A plan that was found, before anything is said of it."""
 
-    log: SearchLog = field(default_factory=SearchLog)
-    """The searches made."""
+    plan: ShardingPlan
+    options: list[ShardingOption] | None
+    """Its options, as callbacks left them; None of a model without tables."""
     fallback: str | None = None
-    """Why TorchRec's plan was taken, if it was."""
-    notes: list[Note] = field(default_factory=list)
-    """For the plan's result."""
-    selected: list[ShardingOption] | None = None
-    """The options of the plan returned; None until there is one."""
+    """Why TorchRec's own planner was asked, if it was."""
+    notes: tuple[Note, ...] = ()
 
-    def select(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """Last of TorchRec's callbacks: sees the plan that is returned."""
-        self.selected = options
-        return options
+
+@dataclass(kw_only=True, slots=True)
+class _Last:
+    """The plan last returned or adopted, and what is known of it."""
+
+    plan: ShardingPlan | None = None
+    options: list[ShardingOption] = field(default_factory=list)
+    known: KnownPlan | None = None
+    model: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
+    """Without its weights, and its sharders."""
 
 
 class NeuroShardPlanner(EmbeddingShardingPlanner):
@@ -267,6 +271,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                     DeprecationWarning,
                     stacklevel=2,
                 )
+        parts = {
+            "enumerator": enumerator,
+            "proposer": proposer,
+            "partitioner": partitioner,
+            "performance_model": performance_model,
+        }
         shared: dict[str, Any] = {
             "topology": topology,
             "batch_size": batch_size,
@@ -278,34 +288,23 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "timeout_seconds": timeout_seconds,
             **kwargs,
         }
-        parts = {
-            "enumerator": enumerator,
-            "partitioner": partitioner,
-            "performance_model": performance_model,
-        }
-        self._arguments = {
-            **shared,
-            **parts,
-            "proposer": proposer,
+        own = {
             "search": search,
             "placement_constraints": placement_constraints,
             "pipeline_type": pipeline_type,
             "dense_ms": dense_ms,
             "strict_memory": strict_memory,
         }
+        self._arguments = {**shared, **parts, **own}
         self._torchrec_arguments = {
             **shared,
             **parts,
             "proposer": copy.deepcopy(proposer),
         }
         self.placement_constraints = placement_constraints or PlacementConstraints()
-        self._pipeline_type = pipeline_type
         self._profiles = dict(profiles or {})
-        self._batch_size_is_default = not batch_size
-        self._known: KnownPlan | None = None
-        self._selected: list[ShardingOption] = []
-        self._plan: ShardingPlan | None = None
-        self._planned: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
+        self._last, self._log = _Last(), SearchLog()
+        self._selected: list[ShardingOption] | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
                 topology,
@@ -316,35 +315,52 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 pipeline_type=pipeline_type,
                 for_search=proposer is None and partitioner is None,
             )
+        if proposer is None:
+            proposer = NeuroShardProposer(
+                topology,
+                constraints,
+                placement=self.placement_constraints,
+                costs=self.costs,
+            )
         if partitioner is None:
+            searcher = make_searcher(search)
+            if timeout_seconds is not None:
+                searcher = searcher.with_budget(float(timeout_seconds))
             partitioner = NeuroShardPartitioner(
                 topology,
                 constraints,
-                search=_searcher(search, timeout_seconds),
+                search=searcher,
                 enumerator=enumerator,
                 placement=self.placement_constraints,
                 costs=self.costs,
             )
+        if performance_model is None:
+            performance_model = NeuroShardPerfModel(
+                topology, constraints, costs=self.costs
+            )
         super().__init__(
-            **shared,
+            **{**shared, "callbacks": [*(callbacks or []), self._select]},
             enumerator=enumerator,
-            proposer=proposer
-            or NeuroShardProposer(
-                topology,
-                constraints,
-                placement=self.placement_constraints,
-                costs=self.costs,
-            ),
+            proposer=proposer,
             partitioner=partitioner,
-            performance_model=performance_model
-            or NeuroShardPerfModel(topology, constraints, costs=self.costs),
+            performance_model=performance_model,
         )
-        # Proposers of TorchRec forget nothing in `load`: each plan starts from here.
-        self._unused = [
-            (p, copy.deepcopy(vars(p)))
-            for p in planner_part(self, "proposers")
-            if type(p).__module__.startswith("torchrec.")
+        stats_of_plans = [
+            _StatsOfPlans(part, self._may_search_again)
+            for part in planner_part(self, "stats")
         ]
+        set_planner_part(self, "stats", stats_of_plans)
+        # Proposers of TorchRec forget nothing in `load`: each search starts from here.
+        self._unused = [
+            (part, copy.deepcopy(vars(part)))
+            for part in planner_part(self, "proposers")
+            if type(part).__module__.startswith("torchrec.")
+        ]
+
+    def _select(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Last of TorchRec's callbacks: sees the options of the plan returned."""
+        self._selected = options
+        return options
 
     @nothing_collected()
     def plan(
@@ -371,80 +387,82 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             RuntimeError: TorchRec lists no option for a table that it names.
             Exception: What a part that was given raises.
         """
-        self._known, self._selected, self._plan = None, [], None
-        unmatched = self._check_inputs(module, sharders)
+        self._last = _Last()
+        notes = self._check_inputs(module, sharders)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
-        run, plan = self._run(module, sharders)
-        if run.selected is not None and (broken := self._violation(run.selected)):
-            raise ConfigError(
-                f"the plan breaks placement_constraints: {broken}. A partitioner, "
-                "callback or plan loader that was given made it so"
-            )
+        found = self._found(module, sharders)
+        if found.options is not None:
+            self._check_rules(found.options)
+        self._last.plan = copied(found.plan)
         self._try_remember(module, sharders)
-        if run.selected is not None:
-            self._selected = run.selected
-            self._known = describe_plan(
-                run.selected,
-                self.costs,
-                run.log.records,
-                run.fallback,
-                [*unmatched, *run.notes],
-                batch_size_is_default=self._batch_size_is_default,
-                reserved=self._reserved(module, sharders),
-                memory=self._memory,
+        if found.options is not None:
+            self._last.options = found.options
+            self._last.known = self._known(
+                found.options,
+                self._reserved(module, sharders),
+                records=self._log.records,
+                fallback=found.fallback,
+                notes=[*notes, *found.notes],
             )
-        self._plan = copied(plan)
-        return plan
+        return found.plan
 
-    def _run(
-        self,
-        module: nn.Module,
-        sharders: list[ModuleSharder[Any]],
-        failed: SearchLog | None = None,
-    ) -> tuple[_Run, ShardingPlan]:
-        """Plan by TorchRec's loop.
+    def _found(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> _Found:
+        """Return the search's plan, else one that fits by TorchRec's count of memory.
 
-        Args:
-            module: The model.
-            sharders: Of its embedding modules.
-            failed: The searches of an earlier run that found no plan.
+        Where the search finds none by that count, either, it is TorchRec's own plan.
         """
-        run, parts = self._start(sharders)
-        if failed is not None:
-            run.log.is_crowded = failed.is_crowded
-            run.log.infeasible = None if failed.is_crowded else failed.infeasible
-        reservation = planner_part(self, "storage_reservation")
         try:
-            with replaced_parts(self, **parts), report_full(reservation):
-                return run, super().plan(module, sharders)
+            return self._searched(module, sharders)
         except PlannerError as error:
+            memory, is_crowded = self._strict, self._log.is_crowded
             if error.error_type not in _NO_PLAN:
                 raise
-            return self._last_resort(run, error, module, sharders)
-
-    def _by_torchrecs_count(
-        self,
-        memory: MemoryModel,
-        module: nn.Module,
-        sharders: list[ModuleSharder[Any]],
-        failed: SearchLog,
-    ) -> tuple[_Run, ShardingPlan]:
-        """Plan again by the memory that TorchRec counts, and warn of what is over."""
+            if memory is None:
+                return self._torchrecs(error, module, sharders, is_crowded)
         with memory.lenient():
-            run, plan = self._run(module, sharders, failed)
-        if run.selected is not None:
-            # From here on, estimates are by what ranks allocate.
-            self.enumerator.populate_estimates(run.selected)
-            self.costs.attribute(run.selected)
-            memory.attribute(run.selected)
-            room = self._reserved(module, sharders)
-            if text := memory.overflow(run.selected, room):
-                run.notes.append(Note("memory", _LENIENT))
-                warnings.warn(f"{text}. {_LENIENT}", stacklevel=2)
-        return run, plan
+            try:
+                found = self._searched(module, sharders)
+            except PlannerError as error:
+                found = self._torchrecs(error, module, sharders, is_crowded)
+        if found.options is None:
+            return found
+        # From here on, estimates are by what ranks allocate.
+        self.enumerator.populate_estimates(found.options)
+        self.costs.attribute(found.options)
+        memory.attribute(found.options)
+        if text := memory.overflow(found.options, self._reserved(module, sharders)):
+            found.notes += (Note("memory", _LENIENT, severity="warning"),)
+            warnings.warn(f"{text}. {_LENIENT}", stacklevel=2)
+        return found
+
+    def _searched(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> _Found:
+        """Plan by TorchRec's loop with the parts of this planner.
+
+        `EmbeddingShardingPlanner.plan` asks, in this order: the storage reservation
+        for the memory that is left, the enumerator for the options of every table, the
+        proposer for a proposal (every table in all its ways), the partitioner for a
+        plan of it (this is the search), the performance model for its milliseconds;
+        then the callbacks and the stats. All but the search is TorchRec's own loop, so
+        that parts of a caller's are used as TorchRec uses them.
+
+        Raises:
+            PlannerError: Of a type of `_NO_PLAN` where no plan was found.
+        """
+        for proposer, state in self._unused:
+            proposer.__dict__.update(copy.deepcopy(state))
+        partitioner = planner_part(self, "partitioner")
+        self._log = SearchLog()
+        if isinstance(partitioner, NeuroShardPartitioner):
+            partitioner.start(self._log, sharders)
+        self._selected = None
+        with report_full(planner_part(self, "storage_reservation")):
+            plan = super().plan(module, sharders)
+        return _Found(plan=plan, options=self._selected)
 
     @property
-    def _memory(self) -> MemoryModel | None:
+    def memory(self) -> MemoryModel | None:
         """What ranks allocate; None where a part that was given counts memory."""
         own = self.enumerator
         return own.memory if isinstance(own, NeuroShardEnumerator) else None
@@ -452,31 +470,20 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     @property
     def _strict(self) -> MemoryModel | None:
         """The count of memory that TorchRec's may take the place of; None: none may."""
-        memory = self._memory
+        memory = self.memory
         if memory is None or memory.is_lenient or self._arguments["strict_memory"]:
             return None
         return memory
+
+    def _may_search_again(self) -> bool:
+        """Whether a search without a plan is followed by one that counts less."""
+        return self._strict is not None
 
     def _options(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
         """List the options of every table."""
         return list(self.enumerator.enumerate(module, sharders))
-
-    def _start(self, sharders: list[ModuleSharder[Any]]) -> tuple[_Run, dict[str, Any]]:
-        """Begin a run, with the parts of TorchRec's loop that belong to it."""
-        for proposer, state in self._unused:
-            proposer.__dict__.update(copy.deepcopy(state))
-        run, partitioner = _Run(), planner_part(self, "partitioner")
-        if isinstance(partitioner, NeuroShardPartitioner):
-            partitioner = partitioner.for_run(run.log, sharders)
-        stats = planner_part(self, "stats")
-        return run, {
-            "partitioner": partitioner,
-            "callbacks": [*planner_part(self, "callbacks"), run.select],
-            # A run that another one follows is logged only where it has a plan.
-            "stats": stats if self._strict is None else list(map(_StatsOfPlans, stats)),
-        }
 
     def collective_plan(
         self,
@@ -535,16 +542,15 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 raise
             except BaseException as caught:
                 error = caught
-            from_first((plan, self._known, portable(error)), pg, _PLANNED)
+            from_first((plan, self._last.known, portable(error)), pg, _PLANNED)
         else:
-            self._selected, self._planned = [], None
             found: Any = from_first(None, pg, _PLANNED)
             trouble: str | None = None
             while isinstance(found, Offer):
                 trouble = help_measure(found, pg.rank())
                 found = from_first(None, pg, _PLANNED)
-            plan, self._known, error = found
-            self._plan = None if plan is None else copied(plan)
+            plan, known, error = found
+            self._last = _Last(plan=plan and copied(plan), known=known)
             if (
                 trouble is not None
             ):  # told last: where warnings are errors, nobody waits
@@ -619,7 +625,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
         Empty before the first plan, and on ranks that another rank planned for.
         """
-        return self._selected if self.last_known else []
+        return self._last.options if self.last_known else []
 
     def report(self) -> PlanReport:
         """Say what the last plan costs on each rank, and why tables were split.
@@ -654,27 +660,22 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             module: The model, before `DistributedModelParallel` took it.
             sharders: None: TorchRec's defaults.
         """
-        self._known, self._selected, self._planned = None, [], None
+        self._last = _Last(plan=copied(plan))
         self._try_remember(module, sharders)
-        self._plan = copied(plan)
 
     @property
     def last_plan(self) -> ShardingPlan | None:
         """The plan last returned or adopted; None before the first one."""
-        return self._plan
+        return self._last.plan
 
     @property
     def last_known(self) -> KnownPlan | None:
         """What is known of the last plan; None where there is none, or it is empty."""
-        plan, planned = self._plan, self._planned
-        if (
-            self._known is None
-            and planned is not None
-            and plan
-            and any(plan.plan.values())
-        ):
-            self._selected, self._known = self._describe(plan, *planned)
-        return self._known
+        last = self._last
+        if last.known is None and last.plan is not None and last.model is not None:
+            if any(last.plan.plan.values()):
+                last.options, last.known = self._describe(last.plan, *last.model)
+        return last.known
 
     @property
     def last_model(self) -> tuple[nn.Module, list[ModuleSharder[Any]]] | None:
@@ -682,7 +683,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
         None before the first plan, and on ranks that another rank planned for.
         """
-        return self._planned
+        return self._last.model
 
     def remember(
         self,
@@ -695,7 +696,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             module: The model, before `DistributedModelParallel` took it.
             sharders: None: TorchRec's defaults.
         """
-        self._planned = outline_of(module), list(sharders or get_default_sharders())
+        sharders = list(sharders or get_default_sharders())
+        self._last.model = outline_of(module), sharders
 
     def _try_remember(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None
@@ -784,7 +786,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             PlanFileError: A plan is not one of this model on these ranks.
         """
         ours = self.report()
-        assert self._plan is not None, "there is one that is reported on"
+        own = self._last.plan
+        assert own is not None, "there is one that is reported on"
         theirs = self.evaluate(plan, module, sharders)
         tables, _ = model_tables(plan.plan, module)
         world_size = int(self.topology.world_size)
@@ -793,7 +796,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             first=theirs,
             second_name="this plan",
             second=ours,
-            moves=table_moves(plan, self._plan, tables, (world_size, world_size)),
+            moves=table_moves(plan, own, tables, (world_size, world_size)),
         )
 
     def _describe(
@@ -803,23 +806,23 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         notes = self._check_inputs(module, sharders)
         options = PlanOptions(module, sharders, self.enumerator, self.costs).of(plan)
         self.costs.attribute(options)
-        self._attribute_memory(options)
-        return options, describe_plan(
+        if self.memory is not None:
+            self.memory.attribute(options)
+        room = self._reserved(module, sharders)
+        return options, self._known(options, room, notes=notes)
+
+    def _known(
+        self, options: Sequence[ShardingOption], room: Topology, **said: Any
+    ) -> KnownPlan:
+        """Describe a plan; see `describe_plan`."""
+        return describe_plan(
             options,
             self.costs,
-            (),
-            None,
-            notes,
-            batch_size_is_default=self._batch_size_is_default,
-            reserved=self._reserved(module, sharders),
-            memory=self._memory,
+            room,
+            memory=self.memory,
+            batch_size_is_default=not self._arguments["batch_size"],
+            **said,
         )
-
-    def _attribute_memory(self, options: Sequence[ShardingOption]) -> bool:
-        """Set what shards of a plan allocate, where that can be foretold."""
-        if self._memory is not None:
-            self._memory.attribute(options)
-        return self._memory is not None
 
     def _check_inputs(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
@@ -846,18 +849,34 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         )
         return rules.violation(ranks_by_table(options, rules))
 
-    def _last_resort(
+    def _check_rules(self, options: Sequence[ShardingOption]) -> None:
+        if broken := self._violation(options):
+            raise ConfigError(
+                f"the plan breaks placement_constraints: {broken}. A partitioner, "
+                "callback or plan loader that was given made it so"
+            )
+
+    def _torchrecs(
         self,
-        run: _Run,
         error: PlannerError,
         module: nn.Module,
         sharders: list[ModuleSharder[Any]],
-    ) -> tuple[_Run, ShardingPlan]:
-        """Count memory as TorchRec does; then let TorchRec's own planner try."""
-        ours = run.log.infeasible
-        if self._strict is not None:
-            return self._by_torchrecs_count(self._strict, module, sharders, run.log)
-        run.fallback = ours or str(error)
+        is_crowded: bool,
+    ) -> _Found:
+        """Ask TorchRec's own planner, where the search found no plan.
+
+        Args:
+            error: Why it found none.
+            module: The model.
+            sharders: Of its embedding modules.
+            is_crowded: Whether the outputs of a rank's own samples filled its memory.
+
+        Raises:
+            PlannerError: TorchRec has none, either, or none that can run.
+        """
+        if error.error_type not in _NO_PLAN:
+            raise error
+        ours, memory = self._log.infeasible, self.memory
         logger.warning(
             "the search found no plan (%s); asking TorchRec's planner", ours or error
         )
@@ -869,24 +888,24 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 enumerator=self.enumerator,
                 reader=self.costs.reader,
                 violation=self._violation,
-                pipeline_type=self._pipeline_type,
-                is_lenient=self._memory is not None and self._memory.is_lenient,
+                pipeline_type=self._arguments["pipeline_type"],
+                is_lenient=memory is not None and memory.is_lenient,
             )
-            if self._attribute_memory(options):
+            if memory is not None:
+                memory.attribute(options)
                 room = self.reserve(module, sharders)
                 check_memory(room, options, "TorchRec's own plan")
-            run.select(options)
         except Exception as failure:
             # It may fail in other ways, too; why there is no plan is known.
             if ours is None:
                 raise error from failure
-            if count := self._enough_ranks(module, sharders, not run.log.is_crowded):
+            if count := self._enough_ranks(module, sharders, strict=not is_crowded):
                 ours = f"{ours} {count} ranks of this kind are enough."
             # The reason first, TorchRec's general advice after it.
             raise PlannerError(
                 message=f"{ours}\n{error}", error_type=error.error_type
             ) from None
-        return run, plan
+        return _Found(plan=plan, options=options, fallback=ours or str(error))
 
     def _enough_ranks(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]], strict: bool
@@ -916,7 +935,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 debug=False,
                 plan_loader=None,
             )
-            memory = other._memory
+            memory = other.memory
             assert memory is not None, "no enumerator was given"
             try:
                 with contextlib.nullcontext() if strict else memory.lenient():
@@ -933,21 +952,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
 
 class _StatsOfPlans(Stats):
-    """Logs a run that has a plan as another does, and no other run."""
+    """Logs a search without a plan only where no other search follows it."""
 
-    def __init__(self, inner: Stats) -> None:
-        self._inner = inner
+    def __init__(self, inner: Stats, another_follows: Callable[[], bool]) -> None:
+        self._inner, self._another_follows = inner, another_follows
 
     def log(self, **kwargs: Any) -> None:
-        if kwargs["sharding_plan"].plan:
+        if kwargs["sharding_plan"].plan or not self._another_follows():
             self._inner.log(**kwargs)
-
-
-def _searcher(
-    search: str | SearchConfig | Searcher, timeout_seconds: int | None
-) -> Searcher:
-    """Keep a search to the planner's timeout."""
-    searcher = make_searcher(search)
-    if timeout_seconds is None:
-        return searcher
-    return searcher.with_budget(float(timeout_seconds))
