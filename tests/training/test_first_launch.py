@@ -124,18 +124,20 @@ def test_what_the_search_may_place_is_what_is_drawn() -> None:
 def test_without_measuring_there_is_a_warning_and_the_estimate() -> None:
     planner = make_planner(cost_model="measure", comms_model=None, calibrate="never")
     model = bags(bag_config(0, 100, 16), device=META)
-    with pytest.warns(UserWarning, match="'never', and the cache holds none"):
+    with pytest.warns(UserWarning, match="calibrate forbids it, and the cache"):
         planner.plan(model, bag_sharders())
     assert "not measured" in planner.costs.cost_model.source
     assert planner.last_result is not None
     assert any("cache holds none" in w for w in planner.last_result.warnings)
     settings: list[tuple[str, Any, str]] = [
         ("auto", "often", "must be 'auto', 'never' or a number of seconds"),
+        ("auto", -1.0, "must be 'auto', 'never' or a number of seconds"),
         ("cpu", 5.0, "needs cost_model 'auto' or 'measure', got 'cpu'"),
     ]
     for cost_model, calibrate, message in settings:
         with pytest.raises(ConfigError, match=message):
             FirstLaunch(planner.costs, cost_model, calibrate)
+    assert FirstLaunch(planner.costs, "auto", 0).seconds == 0.0
 
 
 def test_disturbed_sets_are_measured_again_later(

@@ -138,7 +138,7 @@ class FirstLaunch:
                 return
             self._is_done = True
             if not self.seconds:
-                raise ConfigError("calibrate='never', and the cache holds none")
+                raise ConfigError("calibrate forbids it, and the cache holds none")
             topology = self._costs.topology
             offer = Offer(self.request(options(), ranks=1), meeting_place(topology))
             self._measure(offer, stores=int(topology.world_size) == 1)
