@@ -30,10 +30,10 @@ from torchrec_neuroshard.phase_timer import (
     PhaseTimes,
     critical_times,
 )
-from torchrec_neuroshard.planner.costs.given_plans import PlanOptions, copied
 from torchrec_neuroshard.planner.first_launch import from_first, portable
-from torchrec_neuroshard.planner.options.table_reader import table_name
+from torchrec_neuroshard.planner.given_plans import PlanOptions, copied
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner.reader import table_name
 from torchrec_neuroshard.plans.replan import ReplanResult, apply_moves, replan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts

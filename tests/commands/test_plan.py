@@ -27,9 +27,9 @@ from torchrec_neuroshard.commands.inputs import (
     read_constraints,
     read_model,
 )
-from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
-from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
+from torchrec_neuroshard.planner.estimators import OutOfTimeError
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import Sweep, SweepCell
 from torchrec_neuroshard.tables import TableConfig

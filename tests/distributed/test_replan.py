@@ -39,7 +39,7 @@ from tests.distributed.unsharded import (
     weights_of,
     whole_weights,
 )
-from torchrec_neuroshard.planner.costs.given_plans import copied
+from torchrec_neuroshard.planner.given_plans import copied
 from torchrec_neuroshard.plans.replan import apply_moves, replan
 from torchrec_neuroshard.testing import AnalyticCostModel
 

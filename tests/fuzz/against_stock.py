@@ -31,13 +31,13 @@ from torchrec_neuroshard.planner import (
     NeuroShardPlanner,
     PlanFileError,
 )
-from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.greedy import full_rank
+from torchrec_neuroshard.planner.reader import (
     OFFLOADED_KERNELS,
     TableReader,
 )
-from torchrec_neuroshard.planner.parts.greedy import full_rank
-from torchrec_neuroshard.planner.parts.torchrec_plan import is_even
+from torchrec_neuroshard.planner.torchrec_plan import is_even
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 

@@ -23,7 +23,7 @@ from tests.builders import (
     sequences,
 )
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
-from torchrec_neuroshard.planner.costs.placed import PlacedPlan, fusion_key
+from torchrec_neuroshard.planner.placed import PlacedPlan, fusion_key
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.simulator import PHASES

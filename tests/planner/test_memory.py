@@ -34,8 +34,8 @@ from tests.builders import (
     only,
     sequences,
 )
-from torchrec_neuroshard.planner.costs.memory import MemoryModel
-from torchrec_neuroshard.planner.parts.proposers import NeuroShardProposer
+from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.proposer import NeuroShardProposer
 
 CLASSES = [
     torch.optim.SGD,

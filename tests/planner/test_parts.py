@@ -46,11 +46,11 @@ from torchrec_neuroshard.planner import (
     PlacementConstraints,
     PlanCosts,
 )
-from torchrec_neuroshard.planner.options.spread_options import (
+from torchrec_neuroshard.planner.search_space import other_caches
+from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,
     sample_shards,
 )
-from torchrec_neuroshard.planner.parts.search_space import other_caches
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 

@@ -33,10 +33,10 @@ from tests.builders import (
     types_of,
 )
 from torchrec_neuroshard import NeuroShardPlanner, rehearse, save_plan
-from torchrec_neuroshard.planner.options.spread_options import SpreadOption
-from torchrec_neuroshard.planner.parts import proposers, torchrec_plan
-from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
-from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
+from torchrec_neuroshard.planner import proposer, torchrec_plan
+from torchrec_neuroshard.planner.estimators import OutOfTimeError
+from torchrec_neuroshard.planner.spread_options import SpreadOption
+from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.plans.plan_files import load_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:out of memory ahead:UserWarning")
@@ -86,7 +86,7 @@ def test_shards_too_many_to_list_are_not_listed_to_say_that_nothing_fits(
 ) -> None:
     """Neither for TorchRec's message nor by its own planner, the last resort."""
     asked: list[Any] = []
-    monkeypatch.setattr(proposers, "MOST_LISTED_SHARDS", 10)
+    monkeypatch.setattr(proposer, "MOST_LISTED_SHARDS", 10)
     monkeypatch.setattr(torchrec_plan, "LEAST_SHARD_SECONDS", 1e3)
     monkeypatch.setattr(
         torchrec_plan, "EmbeddingShardingPlanner", lambda **given: asked.append(given)

@@ -31,7 +31,7 @@ from tests.builders import (
 from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.parts.partitioners import SearchLog, SearchRecord
+from torchrec_neuroshard.planner.partitioner import SearchLog, SearchRecord
 from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
 from torchrec_neuroshard.tables import MAX_CUDA_COLUMNS

@@ -16,9 +16,9 @@ from torchrec_neuroshard.placement_rules import (
     joined_sets,
     quoted,
 )
-from torchrec_neuroshard.planner.options.spread_options import sample_shards
-from torchrec_neuroshard.planner.options.table_reader import TableReader, table_name
-from torchrec_neuroshard.planner.options.ways import node_ranks
+from torchrec_neuroshard.planner.reader import TableReader, table_name
+from torchrec_neuroshard.planner.spread_options import sample_shards
+from torchrec_neuroshard.planner.ways import node_ranks
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
 __all__ = ["PlacementConstraints", "permits", "ranks_by_table", "too_few_ranks"]

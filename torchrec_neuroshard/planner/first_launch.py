@@ -30,15 +30,15 @@ from torchrec_neuroshard.devices import current_device_name, is_accelerator
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RankFailureError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import group_timeout_seconds
-from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.options.spread_options import sample_shards
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.reader import (
     is_dense,
     is_pooled,
     table_name,
 )
-from torchrec_neuroshard.planner.options.ways import is_placeable, narrowest_shard
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import GB_PER_S, whole_nodes
+from torchrec_neuroshard.planner.ways import is_placeable, narrowest_shard
 from torchrec_neuroshard.records import utc_now
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, row_shard
 

@@ -56,14 +56,7 @@ from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
     ranks_by_table,
 )
-from torchrec_neuroshard.planner.costs.given_plans import (
-    PlanOptions,
-    copied,
-    model_tables,
-    table_moves,
-)
-from torchrec_neuroshard.planner.costs.memory import MemoryModel
-from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.first_launch import (
     ExchangeError,
     FirstLaunch,
@@ -72,21 +65,28 @@ from torchrec_neuroshard.planner.first_launch import (
     help_measure,
     portable,
 )
-from torchrec_neuroshard.planner.options.table_reader import table_name
+from torchrec_neuroshard.planner.given_plans import (
+    PlanOptions,
+    copied,
+    model_tables,
+    table_moves,
+)
+from torchrec_neuroshard.planner.greedy import check_memory
+from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.outline import outline_of
-from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.parts.greedy import check_memory
-from torchrec_neuroshard.planner.parts.partitioners import (
+from torchrec_neuroshard.planner.partitioner import (
     NeuroShardPartitioner,
     SearchLog,
 )
-from torchrec_neuroshard.planner.parts.perf_models import NeuroShardPerfModel
-from torchrec_neuroshard.planner.parts.proposers import (
+from torchrec_neuroshard.planner.perf_model import NeuroShardPerfModel
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.proposer import (
     NeuroShardProposer,
 )
-from torchrec_neuroshard.planner.parts.torchrec_plan import last_resort
+from torchrec_neuroshard.planner.reader import table_name
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.planner.topology import default_topology, enough_ranks
+from torchrec_neuroshard.planner.torchrec_plan import last_resort
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.schedules import DenseMs

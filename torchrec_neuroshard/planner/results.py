@@ -15,11 +15,12 @@ from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.placement_rules import quoted
-from torchrec_neuroshard.planner.costs.cautions import cautions, optimizer_notes
-from torchrec_neuroshard.planner.costs.kernels import is_estimated
-from torchrec_neuroshard.planner.costs.memory import MemoryModel
-from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.cautions import cautions, optimizer_notes
+from torchrec_neuroshard.planner.kernels import is_estimated
+from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.partitioner import SearchRecord
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.reader import (
     DEFAULT_INPUTS,
     OFFLOADED_KERNELS,
     TableReader,
@@ -28,7 +29,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_fused,
     table_name,
 )
-from torchrec_neuroshard.planner.parts.partitioners import SearchRecord
 from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.report import PlanReport, explain
 from torchrec_neuroshard.report.parts import (

@@ -53,7 +53,7 @@ from torchrec_neuroshard.planner.compat import (
     sharders_by_type,
     torchrec_version,
 )
-from torchrec_neuroshard.planner.costs.given_plans import (
+from torchrec_neuroshard.planner.given_plans import (
     PlanFileError,
     PlanTable,
     check_plan,
@@ -62,8 +62,8 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     plan_tables,
     table_moves,
 )
-from torchrec_neuroshard.planner.options.table_reader import TableReader, device_tier
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner.reader import TableReader, device_tier
 from torchrec_neuroshard.planner.topology import ShardingGroup, sharding_group
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.parts import rank_reports

@@ -6,7 +6,7 @@
 TorchRec shards the model for one rank after another, on the "meta" device and with a
 process group that sends nothing. What `DistributedModelParallel` refuses on some rank,
 it refuses here. Ranks that hold shards of the same sizes are built once. No weight is
-allocated. `planner.costs.memory` predicts what each rank takes of its device's memory,
+allocated. `planner.memory` predicts what each rank takes of its device's memory,
 at rest and at the peak of a step.
 """
 
@@ -53,22 +53,22 @@ from torchrec_neuroshard.planner.compat import (
     sharders_by_type,
     without_other_ranks,
 )
-from torchrec_neuroshard.planner.costs.given_plans import (
+from torchrec_neuroshard.planner.estimators import StorageEstimator
+from torchrec_neuroshard.planner.given_plans import (
     copied,
     offered_options,
     plan_entries,
     plan_options,
 )
-from torchrec_neuroshard.planner.costs.memory import RankMemory
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.memory import RankMemory
+from torchrec_neuroshard.planner.outline import outline_of
+from torchrec_neuroshard.planner.reader import (
     TableReader,
     device_tier,
     has_cache,
     loads_ahead,
     table_name,
 )
-from torchrec_neuroshard.planner.outline import outline_of
-from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
 from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal

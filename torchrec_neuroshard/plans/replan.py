@@ -54,13 +54,13 @@ from torchrec_neuroshard.planner.compat import (
     permute_features_again,
 )
 from torchrec_neuroshard.planner.constraints import ranks_by_table
-from torchrec_neuroshard.planner.costs.given_plans import PlanOptions, copied
-from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.first_launch import from_first
-from torchrec_neuroshard.planner.options.table_reader import table_name
-from torchrec_neuroshard.planner.options.ways import is_placeable
-from torchrec_neuroshard.planner.parts.search_space import SearchSpace
+from torchrec_neuroshard.planner.given_plans import PlanOptions, copied
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner.reader import table_name
+from torchrec_neuroshard.planner.search_space import SearchSpace
+from torchrec_neuroshard.planner.ways import is_placeable
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.shards import ShardBank

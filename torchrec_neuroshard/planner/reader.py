@@ -51,7 +51,7 @@ from torchrec_neuroshard.planner.compat import (
     sharder_params,
     wire_codecs,
 )
-from torchrec_neuroshard.planner.options.spread_options import sample_shards
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import node_size
 from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES

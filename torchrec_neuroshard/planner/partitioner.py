@@ -24,27 +24,15 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.planner.caches import size_caches
+from torchrec_neuroshard.planner.cautions import optimizer_notes
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
     ranks_by_table,
 )
-from torchrec_neuroshard.planner.costs.caches import size_caches
-from torchrec_neuroshard.planner.costs.cautions import optimizer_notes
-from torchrec_neuroshard.planner.costs.kernels import is_estimated
-from torchrec_neuroshard.planner.costs.memory import MemoryModel
-from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
-from torchrec_neuroshard.planner.options.table_reader import (
-    device_tier,
-    has_cache,
-    has_open_cache,
-    is_dense,
-    note_sharders,
-    table_name,
-)
-from torchrec_neuroshard.planner.options.ways import FreeOption, is_placeable
-from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.parts.greedy import (
+from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
+from torchrec_neuroshard.planner.greedy import (
     check_memory,
     full_rank,
     memory_left,
@@ -52,7 +40,19 @@ from torchrec_neuroshard.planner.parts.greedy import (
     place_greedily,
     without,
 )
-from torchrec_neuroshard.planner.parts.search_space import SearchSpace
+from torchrec_neuroshard.planner.kernels import is_estimated
+from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.plan_costs import CostedPart
+from torchrec_neuroshard.planner.reader import (
+    device_tier,
+    has_cache,
+    has_open_cache,
+    is_dense,
+    note_sharders,
+    table_name,
+)
+from torchrec_neuroshard.planner.search_space import SearchSpace
+from torchrec_neuroshard.planner.ways import FreeOption, is_placeable
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choosing import ChoosingSearcher

@@ -27,8 +27,8 @@ from torchrec.quant.embedding_modules import (
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.compat import sharders_by_type
-from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.reader import (
     TABLE_MODULES,
     note_sharders,
     table_configs,

@@ -20,9 +20,9 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import CacheParams
 
 from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
-from torchrec_neuroshard.planner.costs.kernels import miss_curve
-from torchrec_neuroshard.planner.costs.memory import MemoryModel
-from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.kernels import miss_curve
+from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
 
 __all__ = ["size_caches", "with_load"]
 

@@ -24,19 +24,15 @@ from torchrec.distributed.planner.types import (
 from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.planner.caches import with_load
 from torchrec_neuroshard.planner.constraints import permits, too_few_ranks
-from torchrec_neuroshard.planner.costs.caches import with_load
-from torchrec_neuroshard.planner.costs.kernels import (
+from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
+from torchrec_neuroshard.planner.kernels import (
     is_estimated,
     miss_curve,
 )
-from torchrec_neuroshard.planner.costs.placed import task_of
-from torchrec_neuroshard.planner.options.spread_options import (
-    sample_shards,
-    unpriced_shards,
-    without_estimates,
-)
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.placed import task_of
+from torchrec_neuroshard.planner.reader import (
     OFFLOADED_KERNELS,
     TableReader,
     device_tier,
@@ -45,12 +41,16 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_fused,
     table_name,
 )
-from torchrec_neuroshard.planner.options.ways import (
+from torchrec_neuroshard.planner.spread_options import (
+    sample_shards,
+    unpriced_shards,
+    without_estimates,
+)
+from torchrec_neuroshard.planner.ways import (
     narrowest_shard,
     node_ranks,
     useful_ways,
 )
-from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,

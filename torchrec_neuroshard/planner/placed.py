@@ -1,6 +1,6 @@
 """Options as a sharding task, and a placed plan as arrays that are priced once.
 
-Which options the cost model has a price for is for `table_reader`.
+Which options the cost model has a price for is for `reader`.
 
 Shapes: `N` shards, `W` ranks, `S` stages, `T` options.
 """
@@ -21,13 +21,13 @@ from torchrec.distributed.planner.types import Perf, Shard, ShardingOption
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.planner.compat import kernel_settings
-from torchrec_neuroshard.planner.costs.kernels import (
+from torchrec_neuroshard.planner.kernels import (
     is_estimated,
     kernel_factors,
     load_factor,
     priced_codecs,
 )
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.reader import (
     OFFLOADED_KERNELS,
     TableReader,
     has_cache,
@@ -49,7 +49,7 @@ from torchrec_neuroshard.simulator import (
 )
 
 if TYPE_CHECKING:
-    from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+    from torchrec_neuroshard.planner.plan_costs import PlanCosts
 
 __all__ = ["PlacedPlan", "PricedOptions", "fusion_key", "task_of"]
 

@@ -43,10 +43,9 @@ from torchrec.distributed.types import ShardingType
 from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.planner.compat import torchrec_pipeline
-from torchrec_neuroshard.planner.costs.kernels import load_factor
-from torchrec_neuroshard.planner.costs.placed import fusion_key
-from torchrec_neuroshard.planner.options.spread_options import sample_shards
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.kernels import load_factor
+from torchrec_neuroshard.planner.placed import fusion_key
+from torchrec_neuroshard.planner.reader import (
     OFFLOADED_KERNELS,
     TableReader,
     device_tier,
@@ -57,6 +56,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_pooled,
     output_bytes,
 )
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import node_size
 from torchrec_neuroshard.schedules import PREFETCHING
 

@@ -33,7 +33,7 @@ from torchrec.distributed.planner.types import (
 
 from torchrec_neuroshard.cost_models.row_cache import MissCurve
 from torchrec_neuroshard.placement import HostRows, KernelFactors, WireCodec
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.reader import (
     OFFLOADED_KERNELS,
     TableReader,
     cache_load,

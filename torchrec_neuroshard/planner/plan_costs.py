@@ -34,16 +34,16 @@ from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.checks import check_constraints
 from torchrec_neuroshard.planner.compat import kernel_settings, pipeline_name
-from torchrec_neuroshard.planner.costs.find_comms import (
+from torchrec_neuroshard.planner.find_comms import (
     find_comms_model,
     find_rank_groups,
 )
-from torchrec_neuroshard.planner.costs.placed import (
+from torchrec_neuroshard.planner.placed import (
     PlacedPlan,
     PricedOptions,
     fusion_key,
 )
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.reader import (
     TableReader,
     is_quantised,
     table_name,

@@ -9,14 +9,14 @@ from typing import Any
 
 from torchrec.distributed.planner.types import Shard, ShardingOption
 
-from torchrec_neuroshard.planner.options.spread_options import (
-    SpreadOption,
-    sample_shards,
-)
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.reader import (
     TableReader,
     is_pooled,
     option_codecs,
+)
+from torchrec_neuroshard.planner.spread_options import (
+    SpreadOption,
+    sample_shards,
 )
 from torchrec_neuroshard.sharding_types import (
     COLUMN_SHARDED_TYPES,

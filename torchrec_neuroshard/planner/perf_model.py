@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchrec.distributed.planner.types import PerfModel, ShardingOption
 
-from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
+from torchrec_neuroshard.planner.plan_costs import CostedPart
 
 __all__ = ["NeuroShardPerfModel"]
 

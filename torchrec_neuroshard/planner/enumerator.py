@@ -30,13 +30,13 @@ from torchrec_neuroshard.planner.compat import (
     sharders_by_type,
 )
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.costs.memory import MemoryModel
-from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.options.spread_options import (
-    SpreadOption,
-    without_estimates,
+from torchrec_neuroshard.planner.estimators import (
+    NeuroShardEstimator,
+    StorageEstimator,
 )
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.reader import (
     OFFLOADED_KERNELS,
     SPLITTING_TYPES,
     TableReader,
@@ -46,11 +46,11 @@ from torchrec_neuroshard.planner.options.table_reader import (
     table_configs,
     table_name,
 )
-from torchrec_neuroshard.planner.options.ways import is_placeable, useful_ways
-from torchrec_neuroshard.planner.parts.shard_estimators import (
-    NeuroShardEstimator,
-    StorageEstimator,
+from torchrec_neuroshard.planner.spread_options import (
+    SpreadOption,
+    without_estimates,
 )
+from torchrec_neuroshard.planner.ways import is_placeable, useful_ways
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.schedules import PREFETCHING
 from torchrec_neuroshard.sharding_types import (

@@ -23,15 +23,15 @@ from torchrec_neuroshard.planner.compat import (
     torchrec_pipeline,
     with_optimizer,
 )
-from torchrec_neuroshard.planner.costs.memory import MemoryModel
-from torchrec_neuroshard.planner.costs.plan_costs import CostedPart, LaunchedPerf
-from torchrec_neuroshard.planner.options.spread_options import price_later, sampled
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.plan_costs import CostedPart, LaunchedPerf
+from torchrec_neuroshard.planner.reader import (
     TableReader,
     is_dense,
     is_quantised,
     note_sharders,
 )
+from torchrec_neuroshard.planner.spread_options import price_later, sampled
 
 __all__ = [
     "NeuroShardEstimator",

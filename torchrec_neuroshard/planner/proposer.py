@@ -20,14 +20,16 @@ from torchrec_neuroshard.planner.constraints import (
     permits,
     too_few_ranks,
 )
-from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
-from torchrec_neuroshard.planner.options.spread_options import sample_shards
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
+from torchrec_neuroshard.planner.plan_costs import CostedPart
+from torchrec_neuroshard.planner.reader import (
     device_tier,
     is_pooled,
     table_name,
 )
-from torchrec_neuroshard.planner.options.ways import (
+from torchrec_neuroshard.planner.search_space import other_caches
+from torchrec_neuroshard.planner.spread_options import sample_shards
+from torchrec_neuroshard.planner.ways import (
     FreeOption,
     even_rows,
     is_placeable,
@@ -35,8 +37,6 @@ from torchrec_neuroshard.planner.options.ways import (
     on_nodes,
     other_grids,
 )
-from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.parts.search_space import other_caches
 from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
 
 __all__ = ["NeuroShardProposer"]

@@ -28,17 +28,17 @@ from torchrec_neuroshard.planner.compat import (
     report_full,
     sharders_by_type,
 )
-from torchrec_neuroshard.planner.options.table_reader import (
+from torchrec_neuroshard.planner.estimators import (
+    OutOfTimeError,
+    StorageEstimator,
+)
+from torchrec_neuroshard.planner.reader import (
     SPLITTING_TYPES,
     TableReader,
     is_pooled,
     note_sharders,
     table_configs,
     table_name,
-)
-from torchrec_neuroshard.planner.parts.shard_estimators import (
-    OutOfTimeError,
-    StorageEstimator,
 )
 from torchrec_neuroshard.sharding_types import COLUMN_WISE
 

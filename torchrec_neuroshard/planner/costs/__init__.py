@@ -1,1 +1,0 @@
-"""What shards, kernels, collectives and whole plans take: time and memory."""

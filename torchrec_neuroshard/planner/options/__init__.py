@@ -1,1 +1,0 @@
-"""What a table may be: TorchRec's options, the devices and the rules on them."""

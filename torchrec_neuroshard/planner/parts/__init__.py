@@ -1,1 +1,0 @@
-"""What stands behind TorchRec's interfaces, and what these share."""
