@@ -130,7 +130,7 @@ def test_what_a_request_asks_for_reaches_the_planner() -> None:
     assert plan["t1"].sharding_type == "row_wise"
     [planner] = provider.built
     assert [type(p) for p in vars(planner)["_proposers"]] == [UniformProposer]
-    assert vars(planner)["_pipeline_type"] == "train_sparse_dist"
+    assert planner.costs.schedule.name == "train_sparse_dist"
 
 
 @needs_seam

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
@@ -34,7 +32,6 @@ from tests.builders import (
 )
 from torchrec_neuroshard import NeuroShardPlanner, rehearse, save_plan
 from torchrec_neuroshard.planner import proposer, torchrec_plan
-from torchrec_neuroshard.planner.estimators import OutOfTimeError
 from torchrec_neuroshard.planner.spread_options import SpreadOption
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.plans.plan_files import load_plan
@@ -60,25 +57,17 @@ STOCK: dict[str, Any] = {
 }
 
 
-def test_the_plan_to_compare_with_is_torchrecs_where_time_suffices(
+def test_the_plan_to_compare_with_is_torchrecs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = make_ebc([(10_000, 64), (300, 64), (2_000_000, 128)]), bag_sharders()
-    theirs = stock_planner(**STOCK).plan(*given)
-    assert str(stock_plan(*given, **STOCK, seconds=600)) == str(theirs)
-    # It stops within its estimates, here of a second each.
-    now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(torchrec_plan, "time", clock)
-    estimate = EmbeddingStorageEstimator.estimate
-
-    def slow(*arguments: Any, **named: Any) -> None:
-        now[0] += 1.0
-        estimate(*arguments, **named)
-
-    monkeypatch.setattr(EmbeddingStorageEstimator, "estimate", slow)
-    with pytest.raises(OutOfTimeError, match="it had estimated 2 of 3 tables"):
-        stock_plan(*given, **STOCK, seconds=1.5)
+    ebc = make_ebc([(10_000, 64), (300, 64), (2_000_000, 128)])
+    listed = make_planner(**STOCK).enumerator.enumerate(ebc, bag_sharders())
+    theirs = stock_planner(**STOCK).plan(ebc, bag_sharders())
+    settings: Any = {**STOCK, "storage_reservation": keep_nothing_back(), "stats": []}
+    assert str(stock_plan(ebc, bag_sharders(), listed, **settings)) == str(theirs)
+    monkeypatch.setattr(torchrec_plan, "MOST_SHARDS", 8)
+    with pytest.raises(PlannerError, match=r"would estimate 12 shards one by one"):
+        stock_plan(ebc, bag_sharders(), listed, **settings)
 
 
 def test_shards_too_many_to_list_are_not_listed_to_say_that_nothing_fits(
@@ -87,7 +76,7 @@ def test_shards_too_many_to_list_are_not_listed_to_say_that_nothing_fits(
     """Neither for TorchRec's message nor by its own planner, the last resort."""
     asked: list[Any] = []
     monkeypatch.setattr(proposer, "MOST_LISTED_SHARDS", 10)
-    monkeypatch.setattr(torchrec_plan, "LEAST_SHARD_SECONDS", 1e3)
+    monkeypatch.setattr(torchrec_plan, "MOST_SHARDS", 10)
     monkeypatch.setattr(
         torchrec_plan, "EmbeddingShardingPlanner", lambda **given: asked.append(given)
     )

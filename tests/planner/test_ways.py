@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner import torchrec_plan
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.partitioner import SearchLog, SearchRecord
 from torchrec_neuroshard.planner.topology import topology_for
@@ -181,6 +184,37 @@ def test_stock_plan_that_cannot_run_is_no_last_resort(widths: tuple[int, int]) -
     else:
         planner.plan(*given)
         assert last_result(planner).fallback is not None
+
+
+def test_the_last_resort_does_not_depend_on_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long TorchRec's planner takes, the same proposals are tried."""
+
+    def planned() -> str:
+        planner = make_planner(
+            topology=gpus(4, hbm_cap=2_300_000),
+            constraints=each(2, COLUMN, compute_kernels=["fused"], min_partition=32),
+            batch_size=1,
+            strict_memory=True,
+        )
+        plan = planner.plan(
+            sequences(64, 64, prefix="t"), [EmbeddingCollectionSharder()]
+        )
+        return str(plan)
+
+    at_once = planned()
+    clock = SimpleNamespace(time=itertools.count(step=1000).__next__)
+    monkeypatch.setattr("torchrec.distributed.planner.planners.time", clock)
+    assert planned() == at_once
+    # With no grid of options and no proposals of one type for all tables.
+    nothing = SimpleNamespace(load=lambda **_: None, propose=lambda: None)
+    for name in ("GridSearchProposer", "UniformProposer"):
+        monkeypatch.setattr(torchrec_plan, name, lambda: nothing)
+    assert planned() == at_once
+    monkeypatch.setattr(torchrec_plan, "MOST_PLACED", 3)
+    with pytest.raises(PlannerError, match=r"table 't0' .* needs 252\.14 KiB"):
+        planned()
 
 
 def test_more_choices_are_no_worse_where_collectives_take_long_to_begin() -> None:

@@ -144,7 +144,15 @@ def _compared(
     start = time.monotonic()
     try:
         with phase("comparing with TorchRec's planner"):
-            theirs = stock_plan(given.module, given.sharders, seconds=seconds, **inputs)
+            theirs = stock_plan(
+                given.module,
+                given.sharders,
+                planner.enumerator.last_stored_search_space or (),
+                timeout_seconds=seconds,
+                debug=False,
+                stats=[],
+                **inputs,
+            )
     except PlannerError as error:
         return (
             f"TorchRec's planner has no plan after {seconds:g} s: {_first_line(error)}"

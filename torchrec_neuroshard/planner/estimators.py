@@ -12,7 +12,6 @@ from torchrec.distributed.planner.shard_estimators import (
 )
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
-    PlannerError,
     ShardEstimator,
     ShardingOption,
     Topology,
@@ -35,7 +34,6 @@ from torchrec_neuroshard.planner.spread_options import price_later, sampled
 
 __all__ = [
     "NeuroShardEstimator",
-    "OutOfTimeError",
     "StorageEstimator",
 ]
 
@@ -45,10 +43,6 @@ _STATE_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
 }
 """Optimizers that keep state -> the class by which TorchRec knows how much."""
-
-
-class OutOfTimeError(PlannerError):
-    """A planner gives up, for want of time."""
 
 
 class NeuroShardEstimator(CostedPart, ShardEstimator):

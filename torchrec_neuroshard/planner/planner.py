@@ -888,8 +888,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 enumerator=self.enumerator,
                 reader=self.costs.reader,
                 violation=self._violation,
-                pipeline_type=self._arguments["pipeline_type"],
-                is_lenient=memory is not None and memory.is_lenient,
             )
             if memory is not None:
                 memory.attribute(options)
