@@ -136,19 +136,6 @@ def planner_part(planner: EmbeddingPlannerBase, name: str) -> Any:
     return getattr(planner, f"_{name}")
 
 
-@contextlib.contextmanager
-def _with_attributes(values: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes (owner, name, value) for a while."""
-    before = [(owner, name, getattr(owner, name, None)) for owner, name, _ in values]
-    try:
-        for owner, name, value in values:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-
 def set_planner_part(planner: EmbeddingPlannerBase, name: str, part: Any) -> None:
     """Replace a part that a planner's constructor made; it has no setter."""
     setattr(planner, f"_{name}", part)
@@ -481,7 +468,8 @@ def removes_repeats(sharder: Any) -> bool:
     return bool(getattr(inner, "_use_index_dedup", False) or everywhere)
 
 
-def without_other_ranks() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def without_other_ranks() -> Iterator[None]:
     """Let modules be sharded where no other rank answers.
 
     TorchRec keeps the groups of a node for good, the first model of a process asks rank
@@ -490,20 +478,22 @@ def without_other_ranks() -> contextlib.AbstractContextManager[None]:
     themselves with other ranks'. None of it can be had otherwise.
     """
     groups = towers.intra_and_cross_node_pg
-    return _with_attributes(
-        [
-            (torchrec_comm, "_INTRA_PG", None),
-            (torchrec_comm, "_CROSS_PG", None),
-            (collective_utils, "_INITIALIZED", True),  # since 1.7
-            (ShardedEmbeddingCollection, "_initialize_torch_state", _do_nothing),
-            (towers, "intra_and_cross_node_pg", lambda device=None: groups()),
-            (towers, "DistributedDataParallel", lambda module, **_: module),
-        ]
-    )
-
-
-def _do_nothing(*_args: Any, **_named: Any) -> None:
-    pass
+    replaced: list[tuple[Any, str, Any]] = [
+        (torchrec_comm, "_INTRA_PG", None),
+        (torchrec_comm, "_CROSS_PG", None),
+        (collective_utils, "_INITIALIZED", True),  # since 1.7
+        (ShardedEmbeddingCollection, "_initialize_torch_state", lambda *a, **k: None),
+        (towers, "intra_and_cross_node_pg", lambda device=None: groups()),
+        (towers, "DistributedDataParallel", lambda module, **_: module),
+    ]
+    before = [(owner, name, getattr(owner, name, None)) for owner, name, _ in replaced]
+    try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
