@@ -52,100 +52,49 @@ _LAG = 2
 """Iterations between the last timed one and the report, for a GPU to get there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Phases:
-    """Phases of one iteration, in the modules that are timed."""
-
-    critical_ms: Mapping[str, float]
-    """Phase -> what it takes over all ranks; see `critical_times`."""
-    by_rank_ms: tuple[Mapping[str, float], ...]
-    """The compute phases of each rank."""
-
-    @classmethod
-    def of(cls, costs: PredictedCosts, modules: Collection[str]) -> Phases:
-        """Return the predicted phases of these modules, and of what holds one."""
-
-        def is_timed(name: str) -> bool:
-            inside = "" if name == "model" else f"{name}."
-            return any(f"{path}.".startswith(inside) for path in modules)
-
-        timed_S = [is_timed(s.name.rpartition(" (")[0]) for s in costs.stages]
-        phases_WS5 = costs.phases_WS6[:, timed_S, : len(PHASES)]
-        critical = phases_WS5.max(axis=0).sum(axis=0).tolist()
-        return cls(
-            critical_ms=dict(zip(PHASES, critical, strict=True)),
-            by_rank_ms=tuple(
-                {p: row[PHASES.index(p)] for p in _COMPUTE}
-                for row in phases_WS5.sum(axis=1).tolist()
-            ),
-        )
+Phase = tuple[str, int | None]
+"""One of `PHASES`, and the rank that it is of. None: of all ranks together."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured(Phases):
-    """What all ranks measured in the timed iterations of a report.
+def predicted_phases(
+    costs: PredictedCosts, modules: Collection[str]
+) -> dict[Phase, float]:
+    """Return the predicted phases of modules, and of what holds one of them [ms]."""
 
-    A phase that was not timed is left out.
+    def is_timed(name: str) -> bool:
+        inside = "" if name == "model" else f"{name}."
+        return any(f"{path}.".startswith(inside) for path in modules)
+
+    timed_S = [is_timed(s.name.rpartition(" (")[0]) for s in costs.stages]
+    phases_WS5 = costs.phases_WS6[:, timed_S, : len(PHASES)]
+    critical = dict(zip(PHASES, phases_WS5.max(axis=0).sum(axis=0), strict=True))
+    found: dict[Phase, float] = {(p, None): float(ms) for p, ms in critical.items()}
+    for rank, phases in enumerate(phases_WS5.sum(axis=1)):
+        found |= {(p, rank): float(phases[PHASES.index(p)]) for p in _COMPUTE}
+    return found
+
+
+def measured_phases(
+    iterations_W: Sequence[Sequence[Sequence[PhaseTimes]]],
+) -> dict[Phase, float]:
+    """Return the medians of what ranks measured [ms].
+
+    Args:
+        iterations_W: What `PhaseTimer.take_all` returned on each rank, of as many
+            iterations each. Phases that none of them timed are left out.
     """
-
-    iteration_ms: float
-    """Of a whole iteration, as the ranks' loops took it without timing phases."""
-    modules: frozenset[str]
-    """Paths of the modules whose phases are timed."""
-
-    @property
-    def rest_ms(self) -> float:
-        """Of an iteration without a pipeline: what is not the embedding part."""
-        return max(self.iteration_ms - sum(self.critical_ms.values()), 0.0)
-
-    @classmethod
-    def put_together(
-        cls,
-        iterations_W: Sequence[Sequence[Sequence[PhaseTimes]]],
-        iteration_ms: float,
-    ) -> Measured:
-        """Put together what `PhaseTimer.take_all` returned on each rank.
-
-        All ranks have timed as many iterations.
-        """
-        median = statistics.median
-        steps = list(map(critical_times, zip(*iterations_W, strict=True)))
-        times = [t for rank in iterations_W for step in rank for t in step]
-        timed = [p for p in PHASES if any(t.spans[p] for t in times)]
-        return cls(
-            iteration_ms=iteration_ms,
-            modules=frozenset(t.module for t in times),
-            critical_ms={
-                p: median(sum(module[p] for module in step) for step in steps)
-                for p in timed
-            },
-            by_rank_ms=tuple(
-                {
-                    p: median(sum(t.duration_ms(p) for t in step) for step in rank)
-                    for p in _COMPUTE
-                }
-                for rank in iterations_W
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A phase that took other than predicted."""
-
-    phase: str
-    rank: int | None
-    """None: a collective, of all ranks."""
-    predicted_ms: float
-    measured_ms: float
-
-    def __str__(self) -> str:
-        """Return it as text."""
-        where = "all ranks" if self.rank is None else f"rank {self.rank}"
-        return (
-            f"{self.phase} of {where}: {self.predicted_ms:.3f} ms predicted, "
-            f"{self.measured_ms:.3f} measured"
-        )
+    median = statistics.median
+    steps = [critical_times(by_rank) for by_rank in zip(*iterations_W, strict=True)]
+    times = [t for rank in iterations_W for step in rank for t in step]
+    found: dict[Phase, float] = {
+        (p, None): median(sum(module[p] for module in step) for step in steps)
+        for p in PHASES
+        if any(t.spans[p] for t in times)
+    }
+    for rank, own in enumerate(iterations_W):
+        for p in _COMPUTE:
+            found[p, rank] = median(sum(t.duration_ms(p) for t in step) for step in own)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,45 +127,64 @@ class Drift:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorReport:
-    """Predicted beside measured, of one stretch of training."""
+    """Predicted beside measured, of one stretch of training.
+
+    Of the compute phases there is what each rank takes, and the slowest one; of
+    collectives, what they take over all ranks. Only modules that are timed count.
+    """
 
     last_iteration: int
     """Counted from the monitor's first."""
-    planned: Phases
-    """Predicted with the inputs that the plan was made for."""
-    predicted: Phases
+    iteration_ms: float
+    """Of a whole iteration, as the ranks' loops took it without timing phases."""
+    planned: Mapping[Phase, float]
+    """Predicted with the inputs that the plan was made for [ms]."""
+    predicted: Mapping[Phase, float]
     """With the inputs as they are now; `planned` while those are not known."""
-    measured: Measured
+    measured: Mapping[Phase, float]
+    """Phases that were not timed are left out."""
     drifts: tuple[Drift, ...]
     """Tables whose inputs changed, the most changed first."""
 
     @property
-    def differences(self) -> tuple[Difference, ...]:
-        """Each compute phase of each rank and each collective, the largest first."""
-        predicted, measured = self.predicted, self.measured
+    def rest_ms(self) -> float:
+        """Of an iteration without a pipeline: what is not the embedding part."""
+        phases = (ms for (_, rank), ms in self.measured.items() if rank is None)
+        return max(self.iteration_ms - sum(phases), 0.0)
+
+    @property
+    def differences(self) -> tuple[Phase, ...]:
+        """Compute phases of each rank, and collectives; the furthest off first."""
         found = [
-            Difference(p, None, predicted.critical_ms[p], ms)
-            for p, ms in measured.critical_ms.items()
-            if p not in _COMPUTE
+            (phase, rank)
+            for phase, rank in self.measured
+            if (rank is None) == (phase not in _COMPUTE)
         ]
-        ranks = zip(predicted.by_rank_ms, measured.by_rank_ms, strict=True)
-        for rank, (before, after) in enumerate(ranks):
-            found += [Difference(p, rank, before[p], after[p]) for p in _COMPUTE]
-        return tuple(sorted(found, key=lambda d: -abs(d.measured_ms - d.predicted_ms)))
+        return tuple(
+            sorted(found, key=lambda p: -abs(self.measured[p] - self.predicted[p]))
+        )
 
     def __str__(self) -> str:
         """Return it as text."""
-        planned, predicted = self.planned.critical_ms, self.predicted.critical_ms
-        lines = [
-            f"iteration {self.last_iteration}: {self.measured.iteration_ms:.3f} ms",
-            *(
-                f"{p}: {planned[p]:.3f} ms planned, {predicted[p]:.3f} with today's "
-                f"inputs, {ms:.3f} measured"
-                for p, ms in self.measured.critical_ms.items()
-            ),
-            *(f"largest difference: {found}" for found in self.differences[:1]),
-            *(f"largest drift: {found}" for found in self.drifts[:1]),
-        ]
+        lines = [f"iteration {self.last_iteration}: {self.iteration_ms:.3f} ms"]
+        for phase, rank in self.measured:
+            if rank is None:
+                planned, predicted, measured = (
+                    ms[phase, None]
+                    for ms in (self.planned, self.predicted, self.measured)
+                )
+                lines.append(
+                    f"{phase}: {planned:.3f} ms planned, {predicted:.3f} with today's "
+                    f"inputs, {measured:.3f} measured"
+                )
+        for phase, rank in self.differences[:1]:
+            where = "all ranks" if rank is None else f"rank {rank}"
+            lines.append(
+                f"largest difference: {phase} of {where}: "
+                f"{self.predicted[phase, rank]:.3f} ms predicted, "
+                f"{self.measured[phase, rank]:.3f} measured"
+            )
+        lines += [f"largest drift: {drift}" for drift in self.drifts[:1]]
         return "\n".join(lines)
 
 
@@ -267,26 +235,21 @@ class Assessor:
         return tuple(sorted(changed, key=lambda d: -d.factor))
 
     def assess(
-        self, plan: Any, measured: Measured, *, last_iteration: int, seconds: float
-    ) -> MonitorReport:
-        """Set predicted beside measured.
+        self, plan: Any, modules: Collection[str], seconds: float
+    ) -> tuple[dict[Phase, float], dict[Phase, float], tuple[Drift, ...]]:
+        """Predict the phases of modules with the inputs planned for and those of now.
 
         With fewer seconds left than pricing took the last time, inputs are taken to be
         those that were planned for.
+
+        Returns:
+            Both predictions, and how inputs drifted from the first to the second.
         """
-        planned = predicted = Phases.of(self.planned(plan), measured.modules)
-        drifts: tuple[Drift, ...] = ()
-        if self.profiles and self._seconds <= seconds:
-            now = self._planner.relearned(self.profiles)
-            predicted = Phases.of(self._price(now), measured.modules)
-            drifts = self._drifts(now)
-        return MonitorReport(
-            last_iteration=last_iteration,
-            planned=planned,
-            predicted=predicted,
-            measured=measured,
-            drifts=drifts,
-        )
+        planned = predicted_phases(self.planned(plan), modules)
+        if not self.profiles or self._seconds > seconds:
+            return planned, planned, ()
+        now = self._planner.relearned(self.profiles)
+        return planned, predicted_phases(self._price(now), modules), self._drifts(now)
 
     def replan(self, plan: Any, budget_bytes: int | None) -> ReplanResult:
         """Call `replan` with inputs as they are now."""
@@ -377,61 +340,64 @@ class PlanMonitor:
         self._count = self._in_window = 0
         self._intervals: list[float] = []
         self._spent = 0.0
+        failure = ""
         try:
-            failure = self._obstacle()
-            if failure is None:
-                self._sampler = InputSampler(
-                    model.module, self._rank, self._world_size, self._fail
-                )
-                self._hooks.callback(self._sampler.remove)
-                self._timer = self._new_timer()
-                self._timer.remove()
-                self._hooks.callback(lambda: self._timer.remove())
+            self._check()
+            self._sampler = InputSampler(
+                model.module, self._rank, self._world_size, self._fail
+            )
+            self._hooks.callback(self._sampler.remove)
+            self._timer = self._new_timer()
+            self._timer.remove()
+            self._hooks.callback(lambda: self._timer.remove())
         except Exception as error:
             failure = str(error)
         for rank, told in enumerate(self._all_tell((failure, every, timed))):
-            if failure is None and told != (None, every, timed):
-                failure = told[0] or (
-                    f"rank {rank} has every={told[1]} and timed={told[2]}, rank "
-                    f"{self._rank} {every} and {timed}: give all ranks the same"
+            if told != ("", every, timed):
+                failure = (
+                    failure
+                    or told[0]
+                    or (
+                        f"rank {rank} has every={told[1]} and timed={told[2]}, rank "
+                        f"{self._rank} {every} and {timed}: give all ranks the same"
+                    )
                 )
-        if failure is not None:
+        if failure:
             self.close()
             raise ConfigError(failure)
         self._began = self._entered = self._left = time.perf_counter()
         if self._rank == 0:
             try:
-                assert planner.last_model is not None, "_obstacle asks for one"
+                assert planner.last_model is not None, "_check asks for one"
                 self._assessor = Assessor(planner, *planner.last_model)
                 self._assessor.planned(model.plan)
             except Exception as error:
                 self._fail(error)
 
-    def _obstacle(self) -> str | None:
-        """Say why these cannot be watched, or not in this way."""
+    def _check(self) -> None:
+        """Check that this rank can watch the model, in this way."""
         every, timed, planned = self._every, self._timed, self._planner.topology
         if not isinstance(self._model, DistributedModelParallel):
-            return (
+            raise ConfigError(
                 "PlanMonitor takes what DistributedModelParallel returned, got a "
                 f"{type(self._model).__name__}"
             )
         if planned.world_size != self._world_size:
-            return (
+            raise ConfigError(
                 f"the planner is for {planned.world_size} ranks, training runs on "
                 f"{self._world_size}"
             )
         if self._rank == 0 and self._planner.last_model is None:
-            return (
+            raise ConfigError(
                 "the planner has planned no model: call planner.remember(model, "
                 "sharders) before DistributedModelParallel takes the model"
             )
         if not 1 <= timed < every - _LAG or not self._max_overhead > 0:
-            return (
+            raise ConfigError(
                 f"timed must be at least 1, every above timed + {_LAG} and "
                 f"max_overhead above 0, got timed={timed}, every={every} and "
                 f"max_overhead={self._max_overhead}"
             )
-        return None
 
     def _new_timer(self) -> PhaseTimer:
         """Hook a timer into the kernels that the model has now."""
@@ -457,33 +423,31 @@ class PlanMonitor:
         now = self._entered = time.perf_counter()
         self._count += 1
         self._in_window += 1
-        is_due = self._in_window == self._every
         message = None
         try:
             if self.is_on:
-                self._measure(now)
-                message = self._message() if is_due else None
+                message = self._measure(now)
         except Exception as error:
             self._fail(error)
-        if is_due:
+        if self._in_window == self._every:
             self._in_window = 0
             self._exchange(message)
         self._left = time.perf_counter()
         self._spent += self._left - now
 
-    def _measure(self, now: float) -> None:
+    def _measure(self, now: float) -> Any:
+        """Time what is due; return what to report, where that is due."""
         if self._timer.enabled:
             self._timer.end_iteration()
         elif self._count > 1:
             self._intervals.append(now - self._left)
-        first = self._every - _LAG - self._timed
-        if self._in_window == first:
+        left = self._every - self._in_window
+        if left == _LAG + self._timed:
             self._timer = self._new_timer()
-        elif self._in_window == first + self._timed:
+        elif left == _LAG:
             self._timer.remove()
-
-    def _message(self) -> Any:
-        """Return what this rank measured since the last report."""
+        if left:
+            return None
         intervals, self._intervals = self._intervals, []
         profiles = self._sampler.profile(lambda: self._seconds_left() > 0)
         return self._timer.take_all(), statistics.median(intervals) * 1e3, profiles
@@ -516,13 +480,18 @@ class PlanMonitor:
     def _report(self, iterations_W: Any, interval_ms_W: Any, profiles_W: Any) -> None:
         for profiles in profiles_W:
             self._assessor.profiles.update(profiles)
-        interval_ms = statistics.median(interval_ms_W)
-        measured = Measured.put_together(iterations_W, interval_ms)
-        self.last_report = self._assessor.assess(
+        planned, predicted, drifts = self._assessor.assess(
             self._model.plan,
-            measured,
+            {times.module for step in iterations_W[0] for times in step},
+            self._seconds_left(),
+        )
+        self.last_report = MonitorReport(
             last_iteration=self._count,
-            seconds=self._seconds_left(),
+            iteration_ms=statistics.median(interval_ms_W),
+            planned=planned,
+            predicted=predicted,
+            measured=measured_phases(iterations_W),
+            drifts=drifts,
         )
         logger.info("%s", self.last_report)
 

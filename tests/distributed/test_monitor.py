@@ -157,8 +157,11 @@ def run_drift(rank: int) -> dict[str, Any]:
             found["is_on"] = monitor.is_on
             found["last"] = report and {
                 "iteration": report.last_iteration,
-                "phases": sorted(report.measured.critical_ms),
-                "predicted": report.predicted.by_rank_ms,
+                "phases": sorted(p for p, r in report.measured if r is None),
+                "predicted": [
+                    [report.predicted[p, r] for p in ("fwd_compute", "bwd_compute")]
+                    for r in (0, 1)
+                ],
             }
             monitor.close()
             found["hooks left"] = sorted(
@@ -193,7 +196,7 @@ def run_moved_by_others(rank: int) -> dict[str, Any]:
             monitor.step()
         report = monitor.last_report
         found[when] = report and [
-            [each["fwd_compute"] for each in phases.by_rank_ms]
+            [phases["fwd_compute", r] for r in (0, 1)]
             for phases in (report.planned, report.measured)
         ]
         if when == "before":

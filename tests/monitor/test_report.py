@@ -25,9 +25,9 @@ from tests.builders import (
 )
 from torchrec_neuroshard.monitor import (
     Assessor,
-    Measured,
     MonitorReport,
-    Phases,
+    measured_phases,
+    predicted_phases,
 )
 from torchrec_neuroshard.phase_timer import PhaseTimes
 from torchrec_neuroshard.planner.outline import outline_of
@@ -51,19 +51,22 @@ def test_drift_is_priced_and_named() -> None:
     )
     plan = planner.plan(model, bag_sharders())
     assessor = Assessor(planner, model, bag_sharders())
-    planned = Phases.of(assessor.planned(plan), {MODULE})
+    planned = predicted_phases(assessor.planned(plan), {MODULE})
 
     def assess(factor: float, seconds: float = 60.0) -> MonitorReport:
         """Kernels that take so many times what is predicted."""
-        ranks = [{p: factor * r[p] for p in COMPUTE} for r in planned.by_rank_ms]
-        critical = {p: max(r[p] for r in ranks) for p in COMPUTE}
-        measured = Measured(
-            iteration_ms=sum(critical.values()),
-            modules=frozenset({MODULE}),
-            critical_ms={**planned.critical_ms, **critical},
-            by_rank_ms=tuple(ranks),
+        before, now, drifts = assessor.assess(plan, {MODULE}, seconds)
+        measured = {
+            p: (factor if p[0] in COMPUTE else 1.0) * planned[p] for p in planned
+        }
+        return MonitorReport(
+            last_iteration=1,
+            iteration_ms=20.0,
+            planned=before,
+            predicted=now,
+            measured=measured,
+            drifts=drifts,
         )
-        return assessor.assess(plan, measured, last_iteration=1, seconds=seconds)
 
     assessor.profiles.update(
         (f"f{i}", zipf_profile(batch_size=64, pooling_factor=p, num_embeddings=1000))
@@ -71,19 +74,19 @@ def test_drift_is_priced_and_named() -> None:
     )
     late = assess(1.0, seconds=-1.0)  # no time to price it
     assert late.predicted == late.planned == planned
-    largest = assess(2.0, seconds=-1.0).differences[0]
-    assert (largest.phase, largest.rank) == ("bwd_compute", 0)
-    assert largest.measured_ms > largest.predicted_ms
+    off = assess(2.0, seconds=-1.0)
+    assert off.differences[0] == ("bwd_compute", 0)
+    assert "largest difference: bwd_compute of rank 0" in str(off)
     report = assess(1.0)
     assert report.planned == planned
-    before, now = (p.critical_ms["fwd_compute"] for p in (planned, report.predicted))
-    assert now > 2 * before
+    slowest = ("fwd_compute", None)
+    assert report.predicted[slowest] > 2 * planned[slowest]
     assert [d.table for d in report.drifts[:2]] == [f"{MODULE}.t1", f"{MODULE}.t3"]
     assert report.drifts[0].now.pooling_factor == pytest.approx(50.0)
     assert "largest drift: table 'sparse.ebc.t1'" in str(report)
     # Moves are searched for the inputs of now.
     result = assessor.replan(plan, None)
-    assert Phases.of(result.before, {MODULE}) == report.predicted
+    assert predicted_phases(result.before, {MODULE}) == report.predicted
     assert result.moves
     assert result.after.critical_path_ms < result.before.critical_path_ms
 
@@ -113,11 +116,19 @@ def test_ranks_are_put_together() -> None:
         return [PhaseTimes("ebc", {**spans, "index_comms": []})]
 
     ranks = [[step(1.0), step(3.0), step(2.0)], [step(4.0), step(4.0), step(4.0)]]
-    found = Measured.put_together(ranks, 20.0)
-    assert found.by_rank_ms[0]["fwd_compute"] == pytest.approx(2.0)
-    assert found.critical_ms["fwd_compute"] == pytest.approx(4.0)
-    assert "index_comms" not in found.critical_ms  # hidden by a pipeline
-    assert found.rest_ms == pytest.approx(20.0 - 4 * 4.0)
+    found = measured_phases(ranks)
+    assert found["fwd_compute", 0] == pytest.approx(2.0)
+    assert found["fwd_compute", None] == pytest.approx(4.0)
+    assert ("index_comms", None) not in found  # hidden by a pipeline
+    report = MonitorReport(
+        last_iteration=3,
+        iteration_ms=20.0,
+        planned=found,
+        predicted=found,
+        measured=found,
+        drifts=(),
+    )
+    assert report.rest_ms == pytest.approx(20.0 - 4 * 4.0)
 
 
 # --- a planner that has learned of a job: other inputs, the same model ---
