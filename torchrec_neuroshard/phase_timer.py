@@ -11,12 +11,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,8 @@ class PhaseTimes:
         return sum(end - start for start, end in self.spans[phase]) * 1e3
 
 
-@dataclass(slots=True)
-class _Marks:
-    """Of one module in the iteration under way; times are as `PhaseTimer._now`'s."""
-
-    starts: dict[str, Any] = field(default_factory=dict)
-    spans: dict[str, list[tuple[Any, Any]]] = field(
-        default_factory=lambda: {name: [] for name in PHASES}
-    )
+_Spans = defaultdict[tuple[str, str], list[tuple[Any, Any]]]
+"""Module and phase -> starts and ends, as `PhaseTimer._now` marks them."""
 
 
 class PhaseTimer:
@@ -118,18 +113,20 @@ class PhaseTimer:
         """
         self._device, self._on_error = device, on_error
         self._uses_events = is_accelerator(device.type) and not wait
-        self._origin: Any = None
         self._clock = uuid.uuid4().hex if self._uses_events else _machine()
-        self._marks: dict[str, _Marks] = {}
-        self._held: list[dict[str, _Marks]] = []
-        self._removers: list[Callable[[], None]] = []
+        self._origin: Any = None
+        self._paths: list[str] = []
+        self._starts: dict[tuple[str, str], Any] = {}
+        self._spans: _Spans = defaultdict(list)
+        self._ended: list[_Spans] = []
+        self._hooks = contextlib.ExitStack()  # the last to come is the first to go
         self.enabled = True
         self.num_kernels = 0
         for path, module in model.named_modules():
             if isinstance(module, ShardedEmbeddingBagCollection):
-                self._marks[path] = _Marks()
+                self._paths.append(path)
                 self._hook(module, path)
-        if not self._marks:
+        if not self._paths:
             raise ConfigError(
                 "the model has no sharded EmbeddingBagCollection to time; pass what "
                 "DistributedModelParallel returned"
@@ -142,35 +139,30 @@ class PhaseTimer:
 
     def end_iteration(self) -> None:
         """Keep the phases since the last call for `take_all`; waits for nothing."""
-        self._held.append(self._marks)
-        self._marks = {path: _Marks() for path in self._marks}
+        self._ended.append(self._spans)
+        self._starts, self._spans = {}, defaultdict(list)
 
     def take_all(self) -> list[list[PhaseTimes]]:
         """Return the iterations that were ended, each a list over sharded modules.
 
         Where marks are events, it waits for the last of them.
         """
-        held, self._held = self._held, []
+        ended, self._ended = self._ended, []
         return [
-            [
-                PhaseTimes(
-                    path,
-                    {
-                        name: tuple((self._seconds(a), self._seconds(b)) for a, b in of)
-                        for name, of in marks.spans.items()
-                    },
-                    self._clock,
-                )
-                for path, marks in iteration.items()
-            ]
-            for iteration in held
+            [PhaseTimes(p, self._times(spans, p), self._clock) for p in self._paths]
+            for spans in ended
         ]
+
+    def _times(self, spans: _Spans, path: str) -> dict[str, list[tuple[float, float]]]:
+        return {
+            phase: [(self._seconds(a), self._seconds(b)) for a, b in spans[path, phase]]
+            for phase in PHASES
+        }
 
     def remove(self) -> None:
         """Take the hooks out of the model."""
         self.enabled = False
-        while self._removers:  # the last to come is the first to go
-            self._removers.pop()()
+        self._hooks.close()
 
     def _seconds(self, mark: Any) -> float:
         if not self._uses_events:
@@ -189,13 +181,12 @@ class PhaseTimer:
         return time.perf_counter()
 
     def _start(self, path: str, phase: str) -> None:
-        self._marks[path].starts[phase] = self._now()
+        self._starts[path, phase] = self._now()
 
     def _end(self, path: str, phase: str) -> None:
-        marks = self._marks[path]
-        start = marks.starts.pop(phase, None)
-        if start is not None:  # else it lies in an iteration that was not timed
-            marks.spans[phase].append((start, self._now()))
+        start = self._starts.pop((path, phase), None)
+        if start is not None:  # else it is in an iteration that was not timed
+            self._spans[path, phase].append((start, self._now()))
 
     def _mark(self, action: Callable[..., None], *arguments: Any) -> None:
         """Do something if enabled; what goes wrong in it is told to `on_error`."""
@@ -224,10 +215,12 @@ class PhaseTimer:
             self._mark(self._time_output, path, output)
             return output
 
-        self._removers += [
-            _replaced(module, "input_dist", timed_input_dist),
-            _replaced(module, "compute_and_output_dist", timed_compute),
-        ]
+        _replace(
+            self._hooks,
+            module,
+            input_dist=timed_input_dist,
+            compute_and_output_dist=timed_compute,
+        )
         for lookup in lookups(module):
             for kernel in lookup.modules():
                 if type(kernel).__name__ == _KERNEL:
@@ -241,10 +234,8 @@ class PhaseTimer:
         def after(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
             self._mark(self._after_lookup, path, output)
 
-        self._removers += [
-            kernel.register_forward_pre_hook(before).remove,
-            kernel.register_forward_hook(after).remove,
-        ]
+        self._hooks.callback(kernel.register_forward_pre_hook(before).remove)
+        self._hooks.callback(kernel.register_forward_hook(after).remove)
 
     def _after_lookup(self, path: str, output: torch.Tensor) -> None:
         self._end(path, "fwd_compute")
@@ -262,9 +253,8 @@ class PhaseTimer:
         node.register_hook(lambda *_: self._mark(self._end, path, "bwd_compute"))
 
     def _time_output(self, path: str, awaitable: Any) -> None:
-        marks = self._marks[path]
-        spans = marks.spans["fwd_compute"]
-        marks.starts["fwd_comms"] = spans[-1][1] if spans else self._now()
+        spans = self._spans[path, "fwd_compute"]
+        self._starts[path, "fwd_comms"] = spans[-1][1] if spans else self._now()
 
         def after(output: Any) -> None:
             self._end(path, "fwd_comms")
@@ -310,7 +300,7 @@ class InputSampler:
         self._num_under_way: Counter[int] = Counter()
         self._shares: dict[int, list[str]] = {}
         self._batches: dict[str, list[tuple[torch.Tensor, torch.Tensor, bool]]] = {}
-        self._removers: list[Callable[[], None]] = []
+        self._hooks = contextlib.ExitStack()
         for number, module in enumerate(_outermost(model)):
             self._hook(module, number, on_error)
 
@@ -340,8 +330,7 @@ class InputSampler:
     def remove(self) -> None:
         """Take the hooks out of the model."""
         self._num_batches = 0
-        while self._removers:
-            self._removers.pop()()
+        self._hooks.close()
 
     def _hook(
         self, module: Any, number: int, on_error: Callable[[Exception], None]
@@ -362,10 +351,12 @@ class InputSampler:
             self._num_under_way[number] -= 1
             return compute(*args, **kwargs)
 
-        self._removers += [
-            _replaced(module, "input_dist", seen_input_dist),
-            _replaced(module, "compute_and_output_dist", seen_compute),
-        ]
+        _replace(
+            self._hooks,
+            module,
+            input_dist=seen_input_dist,
+            compute_and_output_dist=seen_compute,
+        )
 
     def _see(self, number: int, features: Any = None) -> None:
         """Copy this rank's share of a batch that enters a module."""
@@ -396,22 +387,21 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
         yield from _outermost(child)
 
 
-def _replaced(module: Any, name: str, function: Any) -> Callable[[], None]:
-    """Put a function in the place of a module's method; return what undoes that.
+def _replace(hooks: contextlib.ExitStack, module: Any, **functions: Any) -> None:
+    """Put functions in the place of a module's methods, until `hooks` is closed.
 
-    It does nothing where somebody has wrapped the function in turn, which must then
-    hand through.
+    A function that somebody has wrapped in turn stays, and must then hand through.
     """
-    before = vars(module).get(name)
-    setattr(module, name, function)
 
-    def restore() -> None:
+    def restore(name: str, function: Any, before: Any) -> None:
         if vars(module).get(name) is function:
             delattr(module, name)
             if before is not None:
                 setattr(module, name, before)
 
-    return restore
+    for name, function in functions.items():
+        hooks.callback(restore, name, function, vars(module).get(name))
+        setattr(module, name, function)
 
 
 def _machine() -> str:
