@@ -312,7 +312,7 @@ def test_other_plans_are_not_compared(capsys: pytest.CaptureFixture[str]) -> Non
         assert main(["show", "a.json"]) == 0
         out = capsys.readouterr().out
         assert "critical path not known" in out and "path  kernels" not in out
-        assert "the plan file does not say what the plan costs" in out
+        assert "the plan file does not say what its plan costs" in out
 
 
 def test_the_page_names_the_options_and_fields(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,22 @@ def test_a_loaded_plan_is_reported_on_with_the_sharders_that_were_given(
     load_plan(path, model=model, planner=planner)
     assert planner.report().ranks == planner.evaluate(plan, model, adam).ranks
     assert planner.report().ranks != planner.evaluate(plan, model).ranks
+
+
+def test_a_plan_that_was_edited_is_not_shown_with_the_costs_of_the_first(
+    stored: Stored,
+) -> None:
+    path, *_ = stored
+
+    def edit(data: dict[str, Any]) -> None:
+        entry = data["plan"]["sparse.ebc"]["t1"]
+        entry["ranks"], entry["shards"][0]["placement"] = [0], "rank:0/cpu"
+
+    assert not math.isnan(read_plan(path).report().critical_path_ms)
+    edit_json(path, edit)
+    report = read_plan(path).report()
+    assert math.isnan(report.critical_path_ms)
+    assert [note.code for note in report.notes] == ["stored"]
 
 
 def test_plans_for_other_inputs_are_told_apart(stored: Stored) -> None:

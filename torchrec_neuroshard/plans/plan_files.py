@@ -66,7 +66,7 @@ from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.reader import TableReader, device_tier
 from torchrec_neuroshard.planner.topology import ShardingGroup, sharding_group
 from torchrec_neuroshard.report import PlanComparison, PlanReport
-from torchrec_neuroshard.report.parts import rank_reports
+from torchrec_neuroshard.report.parts import TableReport, rank_reports
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 __all__ = [
@@ -193,20 +193,21 @@ class StoredPlan:
     def report(self) -> PlanReport:
         """Return the report that is stored with the plan; predicts nothing.
 
-        Where there is none that this version reads, costs are NaN, memory is that of
-        the weights, and a note says so.
+        Where there is none of this plan that this version reads, costs are NaN, memory
+        is that of the weights, and a note says so.
         """
-        num_ranks = self.fingerprint.world_size
+        made, num_ranks = self.fingerprint, self.fingerprint.world_size
+        tables = plan_tables(self.plan, made.tables, num_ranks)
         try:
             report = from_fields(PlanReport, self.shown)
-            if len(report.ranks) == num_ranks:
+            is_whole = len(report.ranks) == num_ranks
+            if is_whole and _places(report.tables) == _places(tables):
                 return report
         except (TypeError, ValueError):
             pass
-        tables = plan_tables(self.plan, self.fingerprint.tables, num_ranks)
         costs = [RankCosts(*[0.0] * len(PHASES))] * num_ranks
         text = (
-            "the plan file does not say what the plan costs, or says it as another "
+            "the plan file does not say what its plan costs, or says it as another "
             "version does; memory is that of the weights alone"
         )
         return PlanReport(
@@ -218,7 +219,7 @@ class StoredPlan:
             search_seconds=0.0,
             num_evaluated=0,
             num_tables=len(tables),
-            ranks=rank_reports(tables, costs, self.fingerprint.memory_bytes),
+            ranks=rank_reports(tables, costs, made.memory_bytes),
             splits=(),
             tables=tuple(sorted(tables, key=lambda t: -t.used_bytes)),
             fallback=None,
@@ -263,6 +264,17 @@ class StoredPlan:
                 for text in texts
             ),
         )
+
+
+def _places(tables: Iterable[TableReport]) -> dict[str, Any]:
+    """Return table -> how it is sharded, and the rank and size of each shard."""
+    return {
+        t.table: [
+            t.place,
+            *((s.rank, s.num_embeddings, s.embedding_dim) for s in t.shards),
+        ]
+        for t in tables
+    }
 
 
 def _made_for(
