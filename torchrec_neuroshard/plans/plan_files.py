@@ -18,23 +18,14 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torchrec.distributed import types as torchrec_types
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
-    ModuleSharder,
-    ParameterSharding,
-    ShardingPlan,
-    ShardMetadata,
-)
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard import __version__
 from torchrec_neuroshard.files import (
@@ -65,6 +56,7 @@ from torchrec_neuroshard.planner.given_plans import (
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.reader import TableReader, device_tier
 from torchrec_neuroshard.planner.topology import ShardingGroup, sharding_group
+from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.parts import TableReport, rank_reports
 from torchrec_neuroshard.simulator import PHASES, RankCosts
@@ -94,23 +86,6 @@ _MAY_DIFFER = (
     "torchrec",
 )
 _DECIDES_COSTS = ("world_size", "batch_size", "cost_model", "hardware", "pipeline_type")
-_NOT_STORED = ("sharding_spec", "stats")
-"""Fields of a table's sharding that are left out: shards have a form of their own, and
-only planners read access statistics, an object of the user's."""
-_SETTING_TYPES: Mapping[str, Any] = {
-    name: getattr(torchrec_types, name)
-    for name in (
-        "BoundsCheckMode",
-        "CacheAlgorithm",
-        "CacheParams",
-        "DataType",
-        "KVZCHTBEConfig",
-        "KeyValueParams",
-        "MultiPassPrefetchConfig",
-        "TBEStatsReporterConfig",
-    )
-}
-"""Types of settings that a table's sharding may carry."""
 _WHERE = ("in the file", "here")
 _UNKNOWN = (None, "")
 
@@ -354,13 +329,7 @@ def save_plan(
         "format": _FORMAT,
         "schema": PLAN_SCHEMA_VERSION,
         "fingerprint": to_fields(fingerprint),
-        "plan": {
-            module_path: {
-                name: _encode_sharding(f"{module_path}.{name}", sharding)
-                for name, sharding in module_plan.items()
-            }
-            for module_path, module_plan in plan.plan.items()
-        },
+        "plan": plan_to_json(plan),
         "report": shown,
     }
     text = json_text(data)
@@ -521,14 +490,7 @@ def read_plan(path: str | Path) -> StoredPlan:
         fields = {f.name for f in dataclasses.fields(PlanFingerprint)}
         made_for = {k: v for k, v in data["fingerprint"].items() if k in fields}
         fingerprint = from_fields(PlanFingerprint, made_for)
-        plan = ShardingPlan(
-            {
-                module_path: EmbeddingModuleShardingPlan(
-                    {name: _decode_sharding(entry) for name, entry in tables.items()}
-                )
-                for module_path, tables in data["plan"].items()
-            }
-        )
+        plan = plan_from_json(data["plan"])
         check_plan(plan, fingerprint.tables, fingerprint.world_size)
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         is_text = isinstance(error, ValueError | OSError)
@@ -538,80 +500,3 @@ def read_plan(path: str | Path) -> StoredPlan:
             "that save_plan or neuroshard plan --out wrote, or plan anew"
         ) from error
     return StoredPlan(plan=plan, fingerprint=fingerprint, shown=data.get("report"))
-
-
-def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:
-    spec = sharding.sharding_spec
-    shards = spec and [
-        {
-            "offset": list(meta.shard_offsets),
-            "size": list(meta.shard_sizes),
-            "placement": None if meta.placement is None else str(meta.placement),
-        }
-        for meta in spec.shards
-    ]
-    return _fields(where, sharding) | {"shards": shards}
-
-
-def _encode(where: str, value: Any) -> Any:
-    """Turn a setting of a table into JSON, with the type's name where it has one."""
-    name = type(value).__name__
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [_encode(where, v) for v in value]
-    if name in _SETTING_TYPES and isinstance(value, Enum):
-        return {"enum": name, "member": value.name}
-    if name in _SETTING_TYPES:
-        return {"record": name, "fields": _fields(where, value)}
-    if isinstance(value, tuple):
-        return {"tuple": [_encode(where, v) for v in value]}
-    raise PlanFileError(
-        f"table '{where}': a setting of type {name} cannot be stored: {value!r}"
-    )
-
-
-def _fields(where: str, value: Any) -> dict[str, Any]:
-    """Encode the fields of a dataclass or named tuple."""
-    names = getattr(value, "_fields", None) or [
-        field.name for field in dataclasses.fields(value)
-    ]
-    return {n: _encode(where, getattr(value, n)) for n in names if n not in _NOT_STORED}
-
-
-def _decode_sharding(data: Mapping[str, Any]) -> ParameterSharding:
-    values = dict(data)
-    shards = values.pop("shards")
-    known = {f.name for f in dataclasses.fields(ParameterSharding)}
-    for name in sorted(values.keys() - known):
-        # A setting left at None changes nothing, so this TorchRec may lack it.
-        if values.pop(name) is not None:
-            raise PlanFileError(f"this TorchRec knows no setting '{name}'")
-    metas = [
-        ShardMetadata(
-            shard_offsets=[int(v) for v in shard["offset"]],
-            shard_sizes=[int(v) for v in shard["size"]],
-            placement=shard["placement"],
-        )
-        for shard in shards or ()
-    ]
-    return ParameterSharding(
-        **{name: _decode(value) for name, value in values.items()},
-        sharding_spec=None if shards is None else EnumerableShardingSpec(metas),
-    )
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(v) for v in value]
-    if not isinstance(value, dict):
-        return value
-    if "tuple" in value:
-        return tuple(_decode(v) for v in value["tuple"])
-    name = value["enum"] if "enum" in value else value["record"]
-    if name not in _SETTING_TYPES:
-        raise PlanFileError(f"this TorchRec knows no setting of type '{name}'")
-    kind = _SETTING_TYPES[name]
-    if "enum" in value:
-        return kind[value["member"]]
-    return kind(**{name: _decode(v) for name, v in value["fields"].items()})

@@ -1,0 +1,152 @@
+"""Sharding plans as JSON, with all settings of a table that TorchRec's plans carry.
+
+A setting of a type of TorchRec's is stored with the type's name, and only types that
+are listed here are made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from torchrec.distributed import types as torchrec_types
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingPlan,
+    ShardMetadata,
+)
+
+from torchrec_neuroshard.planner.given_plans import PlanFileError
+
+__all__ = ["plan_from_json", "plan_to_json"]
+
+_NOT_STORED = ("sharding_spec", "stats")
+"""Fields of a table's sharding that are left out: shards have a form of their own, and
+only planners read access statistics, an object of the user's."""
+_SETTING_TYPES: Mapping[str, Any] = {
+    name: getattr(torchrec_types, name)
+    for name in (
+        "BoundsCheckMode",
+        "CacheAlgorithm",
+        "CacheParams",
+        "DataType",
+        "KVZCHTBEConfig",
+        "KeyValueParams",
+        "MultiPassPrefetchConfig",
+        "TBEStatsReporterConfig",
+    )
+}
+"""Types of settings that a table's sharding may carry."""
+
+
+def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
+    """Return a plan as JSON holds it: path of a module -> table -> its sharding.
+
+    Raises:
+        PlanFileError: A setting of a table cannot be stored.
+    """
+    return {
+        path: {
+            name: _encode_sharding(f"{path}.{name}".lstrip("."), sharding)
+            for name, sharding in tables.items()
+        }
+        for path, tables in plan.plan.items()
+    }
+
+
+def plan_from_json(data: Mapping[str, Any]) -> ShardingPlan:
+    """Return the plan that `plan_to_json` was given.
+
+    Raises:
+        PlanFileError: This TorchRec does not know a setting.
+        AttributeError, KeyError, TypeError, ValueError: The data is damaged.
+    """
+    return ShardingPlan(
+        {
+            path: EmbeddingModuleShardingPlan(
+                {name: _decode_sharding(entry) for name, entry in tables.items()}
+            )
+            for path, tables in data.items()
+        }
+    )
+
+
+def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:
+    spec = sharding.sharding_spec
+    shards = spec and [
+        {
+            "offset": list(meta.shard_offsets),
+            "size": list(meta.shard_sizes),
+            "placement": None if meta.placement is None else str(meta.placement),
+        }
+        for meta in spec.shards
+    ]
+    return _fields(where, sharding) | {"shards": shards}
+
+
+def _encode(where: str, value: Any) -> Any:
+    """Turn a setting of a table into JSON, with the type's name where it has one."""
+    name = type(value).__name__
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_encode(where, v) for v in value]
+    if name in _SETTING_TYPES and isinstance(value, Enum):
+        return {"enum": name, "member": value.name}
+    if name in _SETTING_TYPES:
+        return {"record": name, "fields": _fields(where, value)}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(where, v) for v in value]}
+    raise PlanFileError(
+        f"table '{where}': a setting of type {name} cannot be stored: {value!r}"
+    )
+
+
+def _fields(where: str, value: Any) -> dict[str, Any]:
+    """Encode the fields of a dataclass or named tuple."""
+    names = getattr(value, "_fields", None) or [
+        field.name for field in dataclasses.fields(value)
+    ]
+    return {n: _encode(where, getattr(value, n)) for n in names if n not in _NOT_STORED}
+
+
+def _decode_sharding(data: Mapping[str, Any]) -> ParameterSharding:
+    values = dict(data)
+    shards = values.pop("shards")
+    known = {f.name for f in dataclasses.fields(ParameterSharding)}
+    for name in sorted(values.keys() - known):
+        # A setting left at None changes nothing, so this TorchRec may lack it.
+        if values.pop(name) is not None:
+            raise PlanFileError(f"this TorchRec knows no setting '{name}'")
+    metas = [
+        ShardMetadata(
+            shard_offsets=[int(v) for v in shard["offset"]],
+            shard_sizes=[int(v) for v in shard["size"]],
+            placement=shard["placement"],
+        )
+        for shard in shards or ()
+    ]
+    return ParameterSharding(
+        **{name: _decode(value) for name, value in values.items()},
+        sharding_spec=None if shards is None else EnumerableShardingSpec(metas),
+    )
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "tuple" in value:
+        return tuple(_decode(v) for v in value["tuple"])
+    name = value["enum"] if "enum" in value else value["record"]
+    if name not in _SETTING_TYPES:
+        raise PlanFileError(f"this TorchRec knows no setting of type '{name}'")
+    kind = _SETTING_TYPES[name]
+    if "enum" in value:
+        return kind[value["member"]]
+    return kind(**{name: _decode(v) for name, v in value["fields"].items()})
