@@ -35,7 +35,7 @@ SEVERITIES = ("info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something to know of a plan. `print` shows its text.
+    """Something to know of a plan. `print` shows its severity and text.
 
     Raises:
         ValueError: There is no such code or severity.
@@ -57,5 +57,5 @@ class Note:
             raise ValueError(f"no note has the severity '{self.severity:.60}'")
 
     def __str__(self) -> str:
-        """Return the text."""
-        return self.text
+        """Return it as a line of text."""
+        return f"{self.severity}: {self.text}"

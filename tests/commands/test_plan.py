@@ -397,8 +397,12 @@ def test_limits_and_sources_are_named() -> None:
     lines = str(Sweep(cells=(cell(), no_room, cell(num_ranks=4)))).splitlines()
     shown = "h100 8 8 1,000 4.000 10% 2,000,000 1.00 2.00 links"
     assert lines[1].split() == shown.split()
-    assert lines[2].endswith("does not fit: no room")
-    assert lines[5] == "most samples per second: 8 x h100, 1,000 samples per rank"
+    assert lines[0].endswith("limit   does not fit")
+    assert lines[2].endswith("memory  no room")
+    assert (
+        lines[5]
+        == "most samples per second: 8 x h100 in groups of 8, 1,000 samples per rank"
+    )
     assert lines[6:] == [
         "h100: compute: measured; collectives: published links of h100, not measured"
     ]
@@ -416,4 +420,4 @@ def test_what_fits_nowhere_is_said_and_bad_options_are_refused(
     Path("t.csv").write_text(TABLES.replace("200000", "200000000000"))
     assert main(["sweep", "t.csv", "--ranks", "1"]) == 1
     out = capsys.readouterr().out
-    assert re.search("does not fit: .*table 'user'", out) and "nothing fits" in out
+    assert re.search("memory  .*table 'user'", out) and "nothing fits" in out

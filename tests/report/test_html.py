@@ -182,7 +182,6 @@ def test_page_holds_the_report_and_needs_nothing_else() -> None:
     for shown in (
         SPLIT.line(17.0),
         "rows < 10 & so on",
-        "and 2 more",
         "Critical path 17.000 ms, estimated bound 16.000 ms, gap 6.2%.",
         "7 tables on 2 ranks, 4 of them split.",
         "Fullest: rank 1, 2.00 GiB of 4.00 GiB.",
@@ -204,7 +203,7 @@ def test_plan_without_splits_limits_or_bound() -> None:
     page = html_report(plain)
     text = shown_of(page)
     assert "on 1 ranks, 0 of them split" in text
-    assert "Notes" not in text and "Tables split" not in text
+    assert "Notes" not in text and "Splits by columns" not in text
     assert "Critical path not known. " in text
     ranks, tables, _ = (rows_of(table) for table in data_of(page)["grids"])
     assert "of GiB" not in ranks[0] and not {"path", "kernels"} & tables[0].keys()
@@ -310,7 +309,7 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     assert plan["hint"].startswith("rank 0\nindex_comms: 1.000 ms\nfwd_compute: 2.000")
     assert plan["path"][1] == "fwd_compute: 4.000 ms, 23.5% of the path"
     assert plan["peaks"] == ["5.000", "4.000"]  # of both ranks, where one is slower
-    assert plan["notes"] == ["rows < 10 & so on"]
+    assert plan["notes"] == ["warning: rows < 10 & so on"]
     # A click on a bar narrows the shards to its rank, another one shows all again.
     assert plan["of rank 1"] == [HOSTILE, "user<b>&co", "b", "c"]
     assert plan["shards"] == 9

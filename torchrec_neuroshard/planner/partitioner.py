@@ -342,10 +342,12 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
             result = searcher.search(task, cost_model, comms_model)
         except InfeasibleError as error:
-            odd = map(str, optimizer_notes(space.options, self.costs.reader))
+            odd = optimizer_notes(space.options, self.costs.reader)
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
-                message="\n".join([self._explained(str(error), memory), *odd]),
+                message="\n".join(
+                    [self._explained(str(error), memory), *(n.text for n in odd)]
+                ),
             ) from error
         finally:
             log.seconds += time.monotonic() - start

@@ -133,7 +133,7 @@ class PlanComparison(Report):
             (self.second_name, "ms", lambda row: row[2]),
             ("change", "change", lambda row: row[2] / row[1] - 1 if row[1] else None),
         ]
-        return Grid.of("figures", figures, columns)
+        return Grid("figures", figures, columns)
 
     def _moves(self) -> Grid:
         columns: list[GridColumn] = [
@@ -142,4 +142,4 @@ class PlanComparison(Report):
             (self.first_name, "text", lambda move: move.before or "not there"),
             (self.second_name, "text", lambda move: move.after or "not there"),
         ]
-        return Grid.of("moves", self.moves, columns)
+        return Grid("moves", self.moves, columns)

@@ -91,7 +91,7 @@ def _elements(section: Section, drawn: dict[str, list[Any]]) -> Iterator[str]:
         f"<li class='{b.severity if isinstance(b, Note) else ''}'>{escape(str(b))}</li>"
         for b in section.bullets
     ]
-    grid = section.grid if section.grid and section.grid.rows else None
+    grid = section.grid if section.grid and section.grid.items else None
     if title and (items or grid or section.charts or section.lines):
         yield f"<h2>{title}</h2>"
     yield from (f"<p>{escape(capitalised(line))}.</p>" for line in section.lines)
@@ -105,7 +105,7 @@ def _elements(section: Section, drawn: dict[str, list[Any]]) -> Iterator[str]:
         yield f"<div class='charts'>{boxes}</div>"
     if grid:
         yield f"<div data-grids='{len(drawn['grids'])}'></div>"
-        drawn["grids"].append([grid.label, grid.columns, grid.rows])
+        drawn["grids"].append([grid.label, *grid.shown()])
 
 
 def _brief(value: Any) -> Any:

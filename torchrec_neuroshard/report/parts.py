@@ -13,8 +13,6 @@ from torchrec_neuroshard.simulator import PredictedCosts, RankCosts
 
 MAX_NAMES = 3
 """Names in a line of text; the rest is counted."""
-ASSUMED_BASES = ("assumed", "TorchRec's default")
-"""Of figures that are neither given nor published nor measured for these devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +30,6 @@ class DeviceFigure:
     def __str__(self) -> str:
         """Return value and unit."""
         return f"{self.value:,.4g} {self.unit}"
-
-    @property
-    def described(self) -> str:
-        """Name, value, basis and, where there is one, the source."""
-        source = f": {self.source}" if self.source else ""
-        return f"{self.name} {self} ({self.basis}{source})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,31 +51,24 @@ class PlanBasis:
     estimate_error: str | None = None
     """How far off the estimate of kernels may be; None where they were measured."""
 
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """What was neither given nor published nor measured."""
-        texts = [f.described for f in self.figures if f.basis in ASSUMED_BASES]
-        if self.batch_size_is_default:
-            texts.append(f"{self.batch_size:,} samples per rank (TorchRec's default)")
-        if self.assumed_features:
-            names = shortened(self.assumed_features, MAX_NAMES)
-            texts.append(f"1 id per sample of {names} (TorchRec's default)")
-        return tuple(texts)
-
     def lines(self) -> list[str]:
         """Say what costs rest on, in sentences without a full stop."""
         card = self.card or "cards that are not named"
-        lines = [f"planned for {card}, {self.batch_size:,} samples per rank"]
+        default = " (TorchRec's default)" * self.batch_size_is_default
+        lines = [f"planned for {card}, {self.batch_size:,} samples per rank{default}"]
         if self.estimate_error is not None:
             lines.append(f"the estimate of kernels may be off: {self.estimate_error}")
+        for f in self.figures:
+            source = f": {f.source}" if f.source else ""
+            lines.append(f"{f.name} {f} ({f.basis}{source})")
         ids = (
             f"{source} ({count} feature{'s' * (count != 1)})"
             for source, count in self.ids_per_sample
         )
-        lines += [figure.described for figure in self.figures]
         lines.append(f"ids per sample: {', '.join(ids)}")
-        if self.assumptions:
-            lines.append(f"assumed: {'; '.join(self.assumptions)}")
+        if self.assumed_features:
+            names = shortened(self.assumed_features, MAX_NAMES)
+            lines.append(f"nobody says how many ids a sample has of {names}")
         return lines
 
 
@@ -219,7 +204,7 @@ class SplitReport:
     """How much longer the collectives would then take."""
 
     def line(self, planned_ms: float) -> str:
-        """Say where it lies and what the split is good for.
+        """Say where it lies and what its split is good for.
 
         Args:
             planned_ms: Critical path of the plan.
@@ -330,14 +315,10 @@ class TableReport:
         return max(by_rank.values(), default=0.0)
 
     @property
-    def is_split_by_columns(self) -> bool:
-        """Whether some shard lacks columns."""
-        return any(s.embedding_dim < self.embedding_dim for s in self.shards)
-
-    @property
-    def is_split_by_rows(self) -> bool:
-        """Whether some shard lacks rows."""
-        return any(s.num_embeddings < self.num_embeddings for s in self.shards)
+    def is_split(self) -> bool:
+        """Whether some shard lacks rows or columns."""
+        whole = self.num_embeddings, self.embedding_dim
+        return any((s.num_embeddings, s.embedding_dim) != whole for s in self.shards)
 
     @property
     def place(self) -> str:

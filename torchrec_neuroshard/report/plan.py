@@ -84,7 +84,7 @@ class PlanReport(Report):
     num_tables: int
     ranks: tuple[RankReport, ...]
     splits: tuple[SplitReport, ...]
-    """Tables split by columns, costliest in one piece first; at most `max_splits`."""
+    """Tables split by columns, costliest in one piece first; at most `MAX_SPLITS`."""
     tables: tuple[TableReport, ...]
     """All of them, the largest part of the critical path first."""
     bottleneck: Bottleneck | None = None
@@ -154,7 +154,7 @@ class PlanReport(Report):
     @property
     def num_split(self) -> int:
         """Tables split by columns, by rows or both."""
-        return sum(t.is_split_by_columns or t.is_split_by_rows for t in self.tables)
+        return sum(table.is_split for table in self.tables)
 
     @property
     def worst_ms(self) -> dict[str, float]:
@@ -174,14 +174,12 @@ class PlanReport(Report):
             num_set = sum(getattr(rank.costs, phase) == ms for phase, ms in worst)
             return -num_set, -rank.total_ms
 
-        by_columns = sum(t.is_split_by_columns for t in self.tables)
-        splits: list[str] = [s.line(self.critical_path_ms) for s in self.splits]
-        if self.splits and (more := by_columns - len(self.splits)) > 0:
-            splits.append(f"and {more:,} more")
-        ranks = Grid.of("ranks", self.ranks, _RANK_COLUMNS, first=setting_the_path)
-        tables = Grid.of("tables", self.tables, _TABLE_COLUMNS)
+        why = [split.line(self.critical_path_ms) for split in self.splits]
+        splits = "splits by columns, costliest in one piece first"
+        ranks = Grid("ranks", self.ranks, _RANK_COLUMNS, first=setting_the_path)
+        tables = Grid("tables", self.tables, _TABLE_COLUMNS)
         pairs = [(t, s) for t in self.tables for s in t.shards]
-        shards = Grid.of("shards", pairs, _SHARD_COLUMNS, limit=0)
+        shards = Grid("shards", pairs, _SHARD_COLUMNS, limit=0)
         basis = self.basis.lines() if self.basis else []
         return [
             Section(lines=self._facts()),
@@ -190,7 +188,7 @@ class PlanReport(Report):
             Section(title="ranks [ms]", grid=ranks),
             Section(title="tables [ms]", grid=tables),
             Section(title="shards [ms]", grid=shards),
-            Section(title="tables split by columns, and why", bullets=splits),
+            Section(title=splits, bullets=why),
             Section(title="what the costs rest on", bullets=basis),
             Section(title="notes", bullets=self.notes),
         ]
@@ -207,10 +205,7 @@ class PlanReport(Report):
         for fields, held in zip(data["tables"], self.tables, strict=True):
             for name in ("num_shards", "ranks", "used_bytes", "path_ms"):
                 fields[name] = getattr(held, name)
-        data |= {"gap": self.gap, "num_split": self.num_split}
-        if self.basis is not None:
-            data["basis"]["assumptions"] = list(self.basis.assumptions)
-        return data
+        return data | {"gap": self.gap, "num_split": self.num_split}
 
     def _facts(self) -> list[str]:
         """What costs are, and what they are made of, in sentences."""

@@ -93,7 +93,7 @@ class Rehearsal(Report):
             ("memory", "gib", lambda r: r.memory_bytes),
             ("", "text", lambda r: "at fault" if r.faults else None),
         ]
-        grid = Grid.of(
+        grid = Grid(
             "ranks",
             self.ranks,
             columns,

@@ -40,43 +40,34 @@ class Grid:
 
     label: str
     """What its rows are."""
-    columns: Sequence[tuple[str, str]]
-    """Title and kind."""
-    rows: Sequence[Sequence[Any]]
-    """A value for each column."""
-    limit: int
+    items: Sequence[Any]
+    """A row is made of each."""
+    columns: Sequence[GridColumn]
+    """One of which no value is known is left out."""
+    limit: int = MAX_ROWS
     """Rows that the text prints; 0: it is for the page alone."""
+    first: Callable[[Any], Any] | None = None
+    """By what to sort items where the text has no room for all."""
 
-    @staticmethod
-    def of(
-        label: str,
-        items: Sequence[Any],
-        columns: Sequence[GridColumn],
-        *,
-        limit: int = MAX_ROWS,
-        first: Callable[[Any], Any] | None = None,
-    ) -> Grid:
-        """Return a grid with a row for each item.
-
-        Args:
-            label: What its rows are.
-            items: A row is made of each.
-            columns: One of which no value is known is left out.
-            limit: Rows that the text prints.
-            first: By what to sort items where the text has no room for all.
-        """
-        if first is not None and len(items) > limit:
-            items = sorted(items, key=first)
-        values = [[value_of(item) for item in items] for *_, value_of in columns]
-        known = [i for i, held in enumerate(values) if any(v is not None for v in held)]
-        rows = list(zip(*(values[i] for i in known), strict=True))
-        return Grid(label, [columns[i][:2] for i in known], rows, limit)
+    def shown(self) -> tuple[list[tuple[str, str]], list[tuple[Any, ...]]]:
+        """Return titles and kinds of the columns, and the rows."""
+        items = self.items
+        if self.first is not None and len(items) > self.limit:
+            items = sorted(items, key=self.first)
+        kept, known = [], []
+        for title, kind, value_of in self.columns:
+            values = [value_of(item) for item in items]
+            if any(value is not None for value in values):
+                kept.append((title, kind))
+                known.append(values)
+        return kept, list(zip(*known, strict=True))
 
     def lines(self) -> Iterator[str]:
         """Return its first rows as text, below a heading; a star marks a peak."""
+        columns, rows = self.shown()
         laid_out = []
-        for i, (title, kind) in enumerate(self.columns):
-            values = [row[i] for row in self.rows]
+        for i, (title, kind) in enumerate(columns):
+            values = [row[i] for row in rows]
             cells = [_shown(kind, value) for value in values[: self.limit]]
             if kind == "peak":
                 title, top = f"{title} ", max(values)
@@ -87,8 +78,8 @@ class Grid:
             side, width = "<" if kind == "text" else ">", max(map(len, [title, *cells]))
             laid_out.append([f"{cell:{side}{width}}" for cell in (title, *cells)])
         yield from ("  ".join(cells).rstrip() for cells in zip(*laid_out, strict=True))
-        if len(self.rows) > self.limit:
-            yield f"... and {len(self.rows) - self.limit:,} more"
+        if len(rows) > self.limit:
+            yield f"... and {len(rows) - self.limit:,} more"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,8 +99,8 @@ class Section:
 
     def text(self) -> str:
         """Return it as text; empty where it is for the page alone."""
-        lines = [*self.lines, *(f"- {_bullet(b)}" for b in self.bullets)]
-        if self.grid is not None and self.grid.limit:
+        lines = [*self.lines, *(f"- {bullet}" for bullet in self.bullets)]
+        if self.grid is not None and self.grid.items and self.grid.limit:
             lines += self.grid.lines()
         if self.charts or not lines:
             return ""
@@ -120,10 +111,6 @@ class Section:
 
 def _shown(kind: str, value: Any) -> str:
     return "" if value is None else FORMATS[kind](value)
-
-
-def _bullet(item: str | Note) -> str:
-    return f"{item.severity}: {item}" if isinstance(item, Note) else item
 
 
 def as_text(sections: Iterable[Section]) -> str:

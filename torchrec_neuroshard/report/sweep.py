@@ -104,11 +104,8 @@ _COLUMNS: tuple[GridColumn, ...] = (
     ("samples/s", "rate", lambda c: c.samples_per_s),
     ("GiB", "gib", lambda c: c.memory_bytes),
     ("of GiB", "gib", lambda c: c.memory_limit_bytes),
-    (
-        "limit",
-        "text",
-        lambda c: f"does not fit: {c.obstacle}" if c.obstacle else c.limit,
-    ),
+    ("limit", "text", lambda c: c.limit),
+    ("does not fit", "text", lambda c: c.obstacle or None),
 )
 
 
@@ -124,18 +121,15 @@ class Sweep(Report):
         lines = ["nothing fits; each line says what would help"]
         if fitting:
             best = max(fitting, key=lambda cell: cell.samples_per_s or 0.0)
-            groups = f", groups of {best.group_size}"
             lines = [
-                f"most samples per second: {best.num_ranks} x {best.card}, "
-                f"{best.batch_size:,} samples per rank"
-                + groups
-                * (best.group_size != best.num_ranks)
+                f"most samples per second: {best.num_ranks} x {best.card} in groups of "
+                f"{best.group_size}, {best.batch_size:,} samples per rank"
             ]
         lines += dict.fromkeys(
             f"{c.card}: compute: {c.kernels_source}; collectives: {c.links_source}"
             for c in fitting
         )
-        cells = Grid.of("cells", self.cells, _COLUMNS, limit=len(self.cells))
+        cells = Grid("cells", self.cells, _COLUMNS, limit=len(self.cells))
         return [Section(grid=cells), Section(lines=lines)]
 
     def to_csv(self) -> str:
