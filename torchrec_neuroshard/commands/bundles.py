@@ -22,15 +22,6 @@ from torchrec_neuroshard.training.calibration import MIN_SETS, CalibrationConfig
 from torchrec_neuroshard.training.comms import CommsTrainConfig
 from torchrec_neuroshard.training.compute import TrainConfig
 
-__all__ = [
-    "add_cache",
-    "add_calibrate",
-    "add_train",
-    "run_cache",
-    "run_calibrate",
-    "run_train",
-]
-
 RECORDS_NAME = "calibration.parquet"
 """Measured sets are kept under this name in the bundle's folder. The same command,
 given again, goes on from them."""

@@ -54,17 +54,6 @@ from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads import feature_names
 from torchrec_neuroshard.workloads.loaders import read_document, read_tables
 
-__all__ = [
-    "GivenModel",
-    "build_model",
-    "devices_named",
-    "planner_arguments",
-    "planning",
-    "read_constraints",
-    "read_model",
-    "read_placement",
-]
-
 _TABLE_FILE = re.compile(
     r"(?P<path>.+?\.(json|yaml|yml|csv))(:(?P<workload>.*))?", re.IGNORECASE
 )

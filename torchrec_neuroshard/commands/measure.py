@@ -20,13 +20,11 @@ from torchrec_neuroshard.collect.compute import (
     collect_compute,
     default_sampling,
 )
-from torchrec_neuroshard.commands.options import add_measuring, option
+from torchrec_neuroshard.commands.options import add_measuring, add_time_limit, option
 from torchrec_neuroshard.devices import as_device, default_device_type
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
 from torchrec_neuroshard.files import from_options
 from torchrec_neuroshard.progress import phase
-
-__all__ = ["add_collect", "measure_kernels", "run_collect"]
 
 
 def add_collect(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +42,7 @@ def _add_compute(parser: argparse.ArgumentParser) -> None:
     add_measuring(parser, CollectConfig(out=Path()).num_sets)
     text = "JSON file of real tables to draw from (repeatable)"
     option(parser, "--tables", Path, text, [], action="append")
-    text = "seconds for which a set is repeated (0.6 on a CPU): less gives more sets"
-    option(parser, "--set-seconds", float, text)
+    option(parser, "--set-seconds", float, "seconds to repeat a set (0.6 on a CPU)")
     text = "Defaults are the device's: a GPU gets larger sets."
     ranges = parser.add_argument_group("what is drawn", text)
     option(ranges, "--max-shards", int, "shards of a set, at most")
@@ -59,17 +56,15 @@ def _add_comms(parser: argparse.ArgumentParser) -> None:
     known = CommsConfig(out=Path())
     option(parser, "--out", Path, "Parquet file", required=True)
     option(parser, "--seed", int, "of what is drawn", 0)
-    text = f"{BACKEND_NAMES} (nccl where every rank has a GPU)"
-    option(parser, "--backend", str, text)
-    text = "collectives to measure"
-    option(parser, "--num-samples", int, text, known.num_samples)
-    text = "bytes of a rank, at most; less where memory is short"
-    option(parser, "--max-bytes", int, text, known.sampling.bytes_per_rank[1])
-    text = "seconds after which a silent rank ends the run"
-    option(parser, "--timeout", float, text, known.timeout_seconds)
-    text = "seconds after which the run stops; the same command goes on"
-    option(parser, "--time-limit", float, text, known.time_limit_seconds)
-    text = "seconds for which a collective is repeated"
+    nccl = "nccl where every rank has a GPU"
+    option(parser, "--backend", str, f"{BACKEND_NAMES} ({nccl})")
+    option(parser, "--num-samples", int, "collectives to measure", known.num_samples)
+    most = known.sampling.bytes_per_rank[1]
+    option(parser, "--max-bytes", int, "bytes of a rank, at most", most)
+    text, silent = "seconds that a rank may be silent", known.timeout_seconds
+    option(parser, "--timeout", float, text, silent, dest="timeout_seconds")
+    add_time_limit(parser, known.time_limit_seconds)
+    text = "seconds to repeat a collective"
     option(parser, "--sample-seconds", float, text, known.sample_seconds)
     text = "measure groups of the first so many ranks as well"
     option(parser, "--group-sizes", int, text, (), nargs="*")
@@ -84,8 +79,6 @@ def run_collect(args: argparse.Namespace) -> int:
         CommsConfig,
         args,
         backend=args.backend or default_backend(),
-        timeout_seconds=args.timeout,
-        time_limit_seconds=args.time_limit,
         sampling=CommsSamplingConfig(bytes_per_rank=(1024, args.max_bytes)),
     )
     try:
@@ -120,6 +113,5 @@ def measure_kernels(args: argparse.Namespace, out: Path) -> None:
                 sampling=dataclasses.replace(
                     default_sampling(as_device(device)), **changes
                 ),
-                time_limit_seconds=args.time_limit,
             )
         )

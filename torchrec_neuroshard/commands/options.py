@@ -14,19 +14,6 @@ from torchrec_neuroshard.files import check_outputs, json_text, write_whole
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.schedules import SCHEDULES
 
-__all__ = [
-    "add_bundle",
-    "add_devices",
-    "add_measuring",
-    "add_model",
-    "add_outputs",
-    "add_planner",
-    "check_files",
-    "list_of",
-    "option",
-    "write_outputs",
-]
-
 
 def option(
     parser: Any, name: str, kind: Any, text: str, default: Any = None, **others: Any
@@ -79,16 +66,13 @@ def add_planner(parser: argparse.ArgumentParser, seconds: float, what: str) -> N
         what: What these seconds are for.
     """
     add_model(parser)
-    text = "how often features look up which ids: a file of 'neuroshard profile'"
-    option(parser, "--profiles", Path, text)
+    option(parser, "--profiles", Path, "what 'neuroshard profile' wrote of the ids")
     text = "JSON or YAML: table, or * for all -> TorchRec's constraints"
     option(parser, "--constraints", Path, text)
     text = "auto, a shipped bundle's or a card's name, or a bundle's folder"
     option(parser, "--cost-model", str, text, "auto")
-    text = "milliseconds of the other layers in an iteration"
-    option(parser, "--dense-ms", float, text)
-    text = f"seconds that {what} may take ({seconds:g})"
-    option(parser, "--seconds", float, text)
+    option(parser, "--dense-ms", float, "other layers in an iteration [ms]")
+    option(parser, "--seconds", float, f"seconds that {what} may take ({seconds:g})")
 
 
 def add_devices(
@@ -133,13 +117,17 @@ def add_measuring(parser: Any, num_sets: int) -> None:
         parser: Of the subcommand, or a group of its options.
         num_sets: How many sets of tables by default.
     """
-    text = "sets of tables to measure; a fifth are of tables held out to judge by"
-    option(parser, "--num-sets", int, text, num_sets)
+    option(parser, "--num-sets", int, "sets to measure, a fifth to judge by", num_sets)
     option(parser, "--device", str, "cpu or cuda[:N] (the GPU where there is one)")
-    text = "GiB of a set's weights and state, at most (by the device's memory)"
-    option(parser, "--max-gib", float, text)
-    text = "seconds after which nothing more is measured; the same command goes on"
-    option(parser, "--time-limit", float, text)
+    option(parser, "--max-gib", float, "GiB of a set, at most (by the device's memory)")
+    add_time_limit(parser)
+
+
+def add_time_limit(parser: Any, default: float | None = None) -> None:
+    """Declare when a command that measures stops."""
+    text = "seconds after which it stops; the same command goes on"
+    field = "time_limit_seconds"
+    option(parser, "--time-limit", float, text, default, dest=field)
 
 
 _OUTPUTS = ("out", "html", "json", "csv")

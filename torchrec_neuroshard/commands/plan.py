@@ -43,8 +43,6 @@ from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.search import SEARCHES, SearchConfig
 from torchrec_neuroshard.search.base import BOUNDS
 
-__all__ = ["add_plan", "add_sweep", "run_plan", "run_sweep"]
-
 _CELL_SECONDS = 3.0
 """For the search of a cell: less than for a plan that is to run."""
 

@@ -12,8 +12,6 @@ from torchrec_neuroshard.profiles import save_profiles
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.workloads.id_files import column_names, profile_data
 
-__all__ = ["add_profile", "run_profile"]
-
 _MOST_SAMPLES = 10**9
 
 

@@ -23,15 +23,6 @@ from torchrec_neuroshard.plans.plan_files import PlanFingerprint, read_plan
 from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.progress import phase
 
-__all__ = [
-    "add_diff",
-    "add_rehearse",
-    "add_show",
-    "run_diff",
-    "run_rehearse",
-    "run_show",
-]
-
 _GB = 10**9
 _PLAN_HELP = "plan file: of save_plan, or of 'neuroshard plan --out'"
 
