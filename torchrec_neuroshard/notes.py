@@ -15,6 +15,7 @@ NOTE_CODES: Mapping[str, str] = {
     "devices": "a figure of the devices, or the cost model, was not measured on them",
     "first-launch": "measuring at the first launch failed, or could not be kept",
     "dense-time": "a pipeline was given without the time of the other layers",
+    "fallback": "TorchRec's own planner made the plan, since the search found none",
     "memory": "the plan needs more memory than a rank has, or may",
     "host-memory": "tables are in the host's memory",
     "out-of-range": "a shard is outside what the cost model was trained on",

@@ -102,6 +102,8 @@ def describe_plan(
             "in their constraints keeps them on the devices, if these have the room"
         )
         known.append(Note("host-memory", text, severity="info"))
+    if fallback is not None:
+        known.append(Note("fallback", f"TorchRec's own plan was taken: {fallback}"))
     own = [r for r in records if _covers(r.task, selected)]
     best = min(own, key=lambda r: r.result.predicted.critical_path_ms, default=None)
     bound, proven = 0.0, False

@@ -218,11 +218,6 @@ class PlanReport(Report):
         )
         if not self.is_costed:
             return ["critical path not known", *facts]
-        if self.num_evaluated:
-            facts.append(
-                f"{self.num_evaluated:,} rank sets evaluated in "
-                f"{self.search_seconds:.1f} s"
-            )
         kind = "the ensemble's nets differ by up to"
         if self.basis is not None and self.basis.estimate_error is not None:
             kind = "the estimate of kernels has a standard deviation of"
@@ -232,7 +227,6 @@ class PlanReport(Report):
             self.uncertainty and f"{kind} {self.uncertainty:.1%} on a rank",
             self.weight_sync,
             self.schedule,
-            self.fallback and f"TorchRec's own plan was taken: {self.fallback}",
         ]
         path = f"critical path {self.critical_path_ms:.3f} ms, {self._bound()}"
         return [path, *facts, *(str(fact) for fact in more if fact)]
