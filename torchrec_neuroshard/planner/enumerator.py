@@ -42,6 +42,7 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
     has_cache,
     is_modelled_config,
+    is_pooled,
     note_sharders,
     table_configs,
     table_name,
@@ -57,6 +58,7 @@ from torchrec_neuroshard.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
     TABLE_COLUMN_WISE,
+    TABLE_WISE,
 )
 
 __all__ = ["NeuroShardEnumerator"]
@@ -264,8 +266,12 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._reader.share_facts(options)
         tables: dict[tuple[str, str], list[ShardingOption]] = {}
         for option in options:
-            in_columns = option.sharding_type in COLUMN_SHARDED_TYPES
-            if in_columns and is_placeable(option, self._reader):
+            # Of table-wise ones the column-wise ones tell enough.
+            is_whole = option.sharding_type == TABLE_WISE and is_pooled(option)
+            if is_whole or (
+                option.sharding_type in COLUMN_SHARDED_TYPES
+                and is_placeable(option, self._reader)
+            ):
                 tables.setdefault((option.path, option.name), []).append(option)
         useful = useful_ways([*tables.values()])
         left_out = {id(o) for ways in tables.values() for o in ways}

@@ -301,18 +301,19 @@ class MemoryModel:
 
     def way(self, option: ShardingOption) -> tuple[float, ...]:
         """Return what sets the memory of an option that it knows: fields of `_Ways`."""
-        kind, dense, reader = option.sharding_type, is_dense(option), self._reader
+        kind, dense = option.sharding_type, is_dense(option)
+        facts, table = self._reader.facts(option), self._reader.table(option)
         local, world = float(option.batch_size), 1 if dense else self._world_size
         by_rows, by_node = kind in _BY_ROWS, kind in _BY_NODE
         parts = (self._node if by_node else world) if by_rows else 1
-        table, offloaded = reader.table(option), _is_offloaded(option)
+        offloaded = _is_offloaded(option)
         return (
             table.pooling_factor * local * world / parts,
-            reader.bags_per_sample(option) * local * world,
+            facts.bags * local * world,
             _WEIGHT if table.weighted else 0,
             output_bytes(option),
             option.tensor.element_size(),
-            *reader.state_bytes(option),
+            *facts.state_bytes,
             parts,
             load_factor(option) if has_cache(option) else 0.0,
             is_pooled(option),

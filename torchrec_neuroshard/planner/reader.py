@@ -9,6 +9,7 @@ TorchRec's own costs. Which of those with a cost a search may place, `ways` says
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import sys
@@ -23,6 +24,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    Shard,
     ShardingOption,
     Topology,
 )
@@ -156,8 +158,8 @@ _SHARDERS_OPTIMIZER, _SHARDERS_COUNTERS, _CODECS, _DISTINCT = (
 )
 _SHARDERS_CACHE_LOAD, _OUTPUT_BYTES = "sharders_cache_load", "output_bytes"
 """Attributes of an option: see `note_sharders`."""
-_IS_POOLED, _FACTS = "sums_rows", "table_facts"
-"""Attributes of an option: what was found out about its table."""
+_IS_POOLED, _FACTS, _VERDICT = "sums_rows", "table_facts", "verdict"
+"""Attributes of an option: what was found out about it and its table."""
 
 
 def device_tier(topology: Topology) -> str:
@@ -356,6 +358,7 @@ def note_sharders(
     for option in options if asked or loads or codecs or distinct or half else ():
         kind, attributes = option.module_type_key, vars(option)
         attributes.pop(_FACTS, None)
+        attributes.pop(_VERDICT, None)
         if kind in asked:
             attributes[_SHARDERS_OPTIMIZER] = asked[kind][0]
             attributes[_SHARDERS_COUNTERS] = _num_counters(*asked[kind])
@@ -434,6 +437,25 @@ class _Facts:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
         return self  # copies of options are of the same table
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # found out again
+
+
+@dataclass(slots=True, eq=False)
+class _Verdict:
+    """What an option's type, kernel and shards allow."""
+
+    reader: TableReader
+    shards: Sequence[Shard]
+    sharding_type: str
+    compute_kernel: str
+    has_cost: bool
+    fault: str | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Verdict:
+        # The copied option has the same copy of the shards.
+        return dataclasses.replace(self, shards=copy.deepcopy(self.shards, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # found out again
@@ -564,6 +586,9 @@ class TableReader:
 
         On GPUs FBGEMM's kernels of replicas want the same widths as fused ones.
         """
+        return self._verdict(option).fault
+
+    def _find_fault(self, option: ShardingOption) -> str | None:
         any_width = is_quantised(option) or (not self.on_gpu and is_dense(option))
         widths = {0} if any_width else {int(s.size[1]) for s in sample_shards(option)}
         if odd := [w for w in widths if w % COLUMN_MULTIPLE]:
@@ -599,15 +624,37 @@ class TableReader:
         return (
             option.sharding_type in COLUMN_SHARDED_TYPES
             and option.compute_kernel == _FUSED
-            and self._is_modelled(option)
+            and self.has_cost(option)
         )
 
     def has_cost(self, option: ShardingOption) -> bool:
         """Whether the cost model has a price for the option; see the module."""
-        kind = SHARDING_TYPES.get(option.sharding_type)
-        if kind is None or not self._is_modelled(option):
-            return False
-        return kind.is_replicated == is_dense(option) and not is_quantised(option)
+        return self._verdict(option).has_cost
+
+    def _verdict(self, option: ShardingOption) -> _Verdict:
+        """Say once what an option's type, kernel and shards allow."""
+        known: _Verdict | None = vars(option).get(_VERDICT)
+        shards = sample_shards(option)
+        if (
+            known is None
+            or known.shards is not shards
+            or known.reader is not self
+            or known.sharding_type != option.sharding_type
+            or known.compute_kernel != option.compute_kernel
+        ):
+            kind = SHARDING_TYPES.get(option.sharding_type)
+            known = vars(option)[_VERDICT] = _Verdict(
+                reader=self,
+                shards=shards,
+                sharding_type=option.sharding_type,
+                compute_kernel=option.compute_kernel,
+                has_cost=kind is not None
+                and self._is_modelled(option)
+                and kind.is_replicated == is_dense(option)
+                and not is_quantised(option),
+                fault=self._find_fault(option),
+            )
+        return known
 
     def _is_modelled(self, option: ShardingOption) -> bool:
         if not self.facts(option).is_modelled:
@@ -660,8 +707,10 @@ class TableReader:
         Args:
             option: One that has a cost.
         """
+        if not self.looks_up_distinct(option):
+            return 1.0
         looked_up = self.table(option).pooling_factor
-        if not self.looks_up_distinct(option) or not looked_up > 0:
+        if not looked_up > 0:
             return 1.0
         config = self.config(option)
         features = config.feature_names if config is not None else []
