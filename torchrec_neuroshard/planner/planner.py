@@ -8,7 +8,7 @@ import logging
 import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -38,12 +37,8 @@ from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.scaled import RelievedCommsModel
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.checks import (
     check_kind,
-    check_profiles,
-    unmatched_constraints,
-    unsharded_notes,
 )
 from torchrec_neuroshard.planner.compat import (
     enumerator_constraints,
@@ -56,6 +51,7 @@ from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
     ranks_by_table,
 )
+from torchrec_neuroshard.planner.describes_plans import DescribesPlans, LastPlan
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.first_launch import (
     ExchangeError,
@@ -66,14 +62,10 @@ from torchrec_neuroshard.planner.first_launch import (
     portable,
 )
 from torchrec_neuroshard.planner.given_plans import (
-    PlanOptions,
     copied,
-    model_tables,
-    table_moves,
 )
 from torchrec_neuroshard.planner.greedy import check_memory
 from torchrec_neuroshard.planner.memory import MemoryModel
-from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.partitioner import (
     NeuroShardPartitioner,
     SearchLog,
@@ -84,14 +76,12 @@ from torchrec_neuroshard.planner.proposer import (
     NeuroShardProposer,
 )
 from torchrec_neuroshard.planner.reader import table_name
-from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.planner.topology import default_topology, enough_ranks
 from torchrec_neuroshard.planner.torchrec_plan import last_resort
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search import make_searcher
-from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
+from torchrec_neuroshard.search.base import SearchConfig, Searcher
 
 __all__ = ["NeuroShardPlanner"]
 
@@ -106,7 +96,7 @@ _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONST
 
 
 @dataclass(kw_only=True, slots=True)
-class _Found:
+class _FoundPlan:
     """A plan that was found, before anything is said of it."""
 
     plan: ShardingPlan
@@ -117,18 +107,7 @@ class _Found:
     notes: tuple[Note, ...] = ()
 
 
-@dataclass(kw_only=True, slots=True)
-class _Last:
-    """The plan last returned or adopted, and what is known of it."""
-
-    plan: ShardingPlan | None = None
-    options: list[ShardingOption] = field(default_factory=list)
-    known: KnownPlan | None = None
-    model: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
-    """Without its weights, and its sharders."""
-
-
-class NeuroShardPlanner(EmbeddingShardingPlanner):
+class NeuroShardPlanner(DescribesPlans):
     """Plans with learned costs of fused kernels; otherwise TorchRec's planner.
 
     It takes every argument of `EmbeddingShardingPlanner` and fills in only the parts
@@ -303,7 +282,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         }
         self.placement_constraints = placement_constraints or PlacementConstraints()
         self._profiles = dict(profiles or {})
-        self._last, self._log = _Last(), SearchLog()
+        self._last, self._log = LastPlan(), SearchLog()
         self._selected: list[ShardingOption] | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
@@ -387,10 +366,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             RuntimeError: TorchRec lists no option for a table that it names.
             Exception: What a part that was given raises.
         """
-        self._last = _Last()
+        self._last = LastPlan()
         notes = self._check_inputs(module, sharders)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
-        found = self._found(module, sharders)
+        found = self._find_plan(module, sharders)
         if found.options is not None:
             self._check_rules(found.options)
         self._last.plan = copied(found.plan)
@@ -406,7 +385,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             )
         return found.plan
 
-    def _found(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> _Found:
+    def _find_plan(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> _FoundPlan:
         """Return the search's plan, else one that fits by TorchRec's count of memory.
 
         Where the search finds none by that count, either, it is TorchRec's own plan.
@@ -437,7 +418,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     def _searched(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
-    ) -> _Found:
+    ) -> _FoundPlan:
         """Plan by TorchRec's loop with the parts of this planner.
 
         `EmbeddingShardingPlanner.plan` asks, in this order: the storage reservation
@@ -459,13 +440,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._selected = None
         with report_full(planner_part(self, "storage_reservation")):
             plan = super().plan(module, sharders)
-        return _Found(plan=plan, options=self._selected)
-
-    @property
-    def memory(self) -> MemoryModel | None:
-        """What ranks allocate; None where a part that was given counts memory."""
-        own = self.enumerator
-        return own.memory if isinstance(own, NeuroShardEnumerator) else None
+        return _FoundPlan(plan=plan, options=self._selected)
 
     @property
     def _strict(self) -> MemoryModel | None:
@@ -550,7 +525,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 trouble = help_measure(found, pg.rank())
                 found = from_first(None, pg, _PLANNED)
             plan, known, error = found
-            self._last = _Last(plan=plan and copied(plan), known=known)
+            self._last = LastPlan(plan=plan and copied(plan), known=known)
             if (
                 trouble is not None
             ):  # told last: where warnings are errors, nobody waits
@@ -558,154 +533,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         if error is not None:
             raise error
         return plan
-
-    @property
-    def topology(self) -> Topology:
-        """The devices to plan for."""
-        topology: Topology = planner_part(self, "topology")
-        return topology
-
-    @property
-    def batch_size(self) -> int:
-        """Samples per rank."""
-        return int(planner_part(self, "batch_size"))
-
-    @property
-    def enumerator(self) -> Enumerator:
-        """The part that lists and estimates sharding options."""
-        enumerator: Enumerator = planner_part(self, "enumerator")
-        return enumerator
-
-    @property
-    def constraints(self) -> Mapping[str, ParameterConstraints]:
-        """Table name -> TorchRec's constraints on it."""
-        return planner_part(self, "constraints") or {}
-
-    @property
-    def profiles(self) -> Mapping[str, FeatureProfile]:
-        """Feature name -> its profile."""
-        return self._profiles
-
-    def reserve(
-        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
-    ) -> Topology:
-        """Return the devices with the memory that is left for shards."""
-        reservation: StorageReservation = planner_part(self, "storage_reservation")
-        return reservation.reserve(
-            topology=self.topology,
-            batch_size=planner_part(self, "batch_size"),
-            module=module,
-            sharders=sharders,
-            constraints=planner_part(self, "constraints"),
-        )
-
-    def _reserved(
-        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
-    ) -> Topology:
-        """Devices with what is left for shards; as they are, where nothing is."""
-        try:
-            return self.reserve(module, sharders)
-        except PlannerError:  # of a plan that somebody else made
-            return self.topology
-
-    @property
-    def last_result(self) -> SearchResult | None:
-        """What is known of the plan last returned; its placement is of columns."""
-        known = self.last_known
-        return known.result if known else None
-
-    @property
-    def last_task(self) -> ShardingTask | None:
-        """The tables that `last_result.placement` counts: the column-sharded ones."""
-        known = self.last_known
-        return known.task if known else None
-
-    def get_selected_options(self) -> list[ShardingOption]:
-        """Return the last plan's options, with the costs and memory of its shards.
-
-        Empty before the first plan, and on ranks that another rank planned for.
-        """
-        return self._last.options if self.last_known else []
-
-    def report(self) -> PlanReport:
-        """Say what the last plan costs on each rank, and why tables were split.
-
-        Returns:
-            What `print` shows as text and `to_json` makes a dictionary of.
-
-        Raises:
-            ConfigError: Nothing has been planned yet.
-        """
-        known = self.last_known
-        if known is None:
-            raise ConfigError(
-                "there is no plan to report on; call plan() or collective_plan() "
-                "first, or pass the planner to load_plan"
-            )
-        return self._explain(known)
-
-    def adopt(
-        self,
-        plan: ShardingPlan,
-        module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]] | None = None,
-    ) -> None:
-        """Take a plan that somebody else made, such as a stored one, for the last.
-
-        What is known of it, `report` and `last_result`, is worked out when asked for:
-        the costs of `evaluate`.
-
-        Args:
-            plan: The plan.
-            module: The model, before `DistributedModelParallel` took it.
-            sharders: None: TorchRec's defaults.
-        """
-        self._last = _Last(plan=copied(plan))
-        self._try_remember(module, sharders)
-
-    @property
-    def last_plan(self) -> ShardingPlan | None:
-        """The plan last returned or adopted; None before the first one."""
-        return self._last.plan
-
-    @property
-    def last_known(self) -> KnownPlan | None:
-        """What is known of the last plan; None where there is none, or it is empty."""
-        last = self._last
-        if last.known is None and last.plan is not None and last.model is not None:
-            if any(last.plan.plan.values()):
-                last.options, last.known = self._describe(last.plan, *last.model)
-        return last.known
-
-    @property
-    def last_model(self) -> tuple[nn.Module, list[ModuleSharder[Any]]] | None:
-        """The model last planned, as it was then but without weights; its sharders.
-
-        None before the first plan, and on ranks that another rank planned for.
-        """
-        return self._last.model
-
-    def remember(
-        self,
-        module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]] | None = None,
-    ) -> None:
-        """Take a model for `last_model` whose plan somebody else made.
-
-        Args:
-            module: The model, before `DistributedModelParallel` took it.
-            sharders: None: TorchRec's defaults.
-        """
-        sharders = list(sharders or get_default_sharders())
-        self._last.model = outline_of(module), sharders
-
-    def _try_remember(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None
-    ) -> None:
-        try:
-            self.remember(module, sharders)
-        except Exception as error:  # an odd module; the plan is good all the same
-            logger.debug("the model's outline could not be kept: %r", error)
 
     def relearned(self, profiles: Mapping[str, FeatureProfile]) -> NeuroShardPlanner:
         """Return a planner like this one that has learned of a job under way.
@@ -736,112 +563,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             warnings.simplefilter("ignore")  # they were given for this planner
             return NeuroShardPlanner(**given | changes)
 
-    def evaluate(
-        self,
-        plan: ShardingPlan,
-        module: nn.Module,
-        sharders: list[ModuleSharder[Any]] | None = None,
-    ) -> PlanReport:
-        """Say what any plan of a model costs, whoever made it.
-
-        Nothing is searched: how short a path could be is not known.
-
-        Args:
-            plan: The plan.
-            module: The model, before `DistributedModelParallel` took it.
-            sharders: None: TorchRec's defaults.
-
-        Returns:
-            What `report` returns of the planner's own plans.
-
-        Raises:
-            PlanFileError: The plan is not one of this model on these ranks.
-            ProfileError: A profile is of a feature that no table reads.
-            ConfigError: The cost model predicts something that is not a time.
-        """
-        given = sharders or get_default_sharders()
-        return self._explain(self._describe(plan, module, given)[1])
-
-    def compare(
-        self,
-        plan: ShardingPlan,
-        module: nn.Module,
-        sharders: list[ModuleSharder[Any]] | None = None,
-        name: str = "the other plan",
-    ) -> PlanComparison:
-        """Set another plan of the model beside the last one, by the same costs.
-
-        Args:
-            plan: The other plan, whoever made it.
-            module: The model, before `DistributedModelParallel` took it.
-            sharders: None: TorchRec's defaults.
-            name: What the comparison calls the other plan.
-
-        Returns:
-            What `print` shows as text and `write_html` as a page: what the last plan
-            saves against the other one, and which tables lie otherwise.
-
-        Raises:
-            ConfigError: Nothing has been planned yet.
-            PlanFileError: A plan is not one of this model on these ranks.
-        """
-        ours = self.report()
-        own = self._last.plan
-        assert own is not None, "there is one that is reported on"
-        theirs = self.evaluate(plan, module, sharders)
-        tables, _ = model_tables(plan.plan, module)
-        world_size = int(self.topology.world_size)
-        return PlanComparison(
-            first_name=name,
-            first=theirs,
-            second_name="this plan",
-            second=ours,
-            moves=table_moves(plan, own, tables, (world_size, world_size)),
-        )
-
-    def _describe(
-        self, plan: ShardingPlan, module: nn.Module, sharders: list[ModuleSharder[Any]]
-    ) -> tuple[list[ShardingOption], KnownPlan]:
-        """Say what a plan that is given costs; returns its options as well."""
-        notes = self._check_inputs(module, sharders)
-        options = PlanOptions(module, sharders, self.enumerator, self.costs).of(plan)
-        self.costs.attribute(options)
-        if self.memory is not None:
-            self.memory.attribute(options)
-        room = self._reserved(module, sharders)
-        return options, self._known(options, room, notes=notes)
-
-    def _known(
-        self, options: Sequence[ShardingOption], room: Topology, **said: Any
-    ) -> KnownPlan:
-        """Describe a plan; see `describe_plan`."""
-        return describe_plan(
-            options,
-            self.costs,
-            room,
-            memory=self.memory,
-            batch_size_is_default=not self._arguments["batch_size"],
-            **said,
-        )
-
-    def _check_inputs(
-        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
-    ) -> tuple[Note, ...]:
-        """Hold profiles, constraints and sharders against the model; returns notes."""
-        check_kind("model", module, nn.Module)
-        check_profiles(module, self._profiles)
-        notes = (
-            *unsharded_notes(module, sharders),
-            *unmatched_constraints(module, self.constraints),
-        )
-        for note in notes:
-            warnings.warn(note.text, stacklevel=3)
-        return notes
-
-    def _explain(self, known: KnownPlan) -> PlanReport:
-        simulator = None if known.task is None else self.costs.simulator(known.task)
-        return known.report(simulator)
-
     def _violation(self, options: Sequence[ShardingOption]) -> str | None:
         """How a plan breaks the placement constraints, if it does."""
         rules = self.placement_constraints.rules(
@@ -862,7 +583,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         module: nn.Module,
         sharders: list[ModuleSharder[Any]],
         is_crowded: bool,
-    ) -> _Found:
+    ) -> _FoundPlan:
         """Ask TorchRec's own planner, where the search found no plan.
 
         Args:
@@ -903,7 +624,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             raise PlannerError(
                 message=f"{ours}\n{error}", error_type=error.error_type
             ) from None
-        return _Found(plan=plan, options=options, fallback=ours or str(error))
+        return _FoundPlan(plan=plan, options=options, fallback=ours or str(error))
 
     def _enough_ranks(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]], strict: bool
