@@ -48,6 +48,7 @@ _LEAST_DRIFT = 1.1
 _UNLIMITED = 2**62
 _PATIENCE = timedelta(minutes=5)
 """A rank that does not come to a report for this long ends the monitor."""
+_CLOSED = "closed"
 _LAG = 2
 """Iterations between the last timed one and the report, for a GPU to get there."""
 
@@ -293,8 +294,8 @@ class PlanMonitor:
     inputs changed most is named. `replan()` looks for better places of the tables with
     these inputs, and moves them.
 
-    A monitor never breaks training: what goes wrong on a rank ends in one warning on
-    each, after which nothing more is measured.
+    A monitor never breaks training: where something goes wrong on a rank, nothing more
+    is measured there, and at the next report all ranks give one warning and end.
 
     Attributes:
         last_report: On rank 0, what was found last; None before the first report.
@@ -352,16 +353,11 @@ class PlanMonitor:
             self._hooks.callback(lambda: self._timer.remove())
         except Exception as error:
             failure = str(error)
-        for rank, told in enumerate(self._all_tell((failure, every, timed))):
-            if told != ("", every, timed):
-                failure = (
-                    failure
-                    or told[0]
-                    or (
-                        f"rank {rank} has every={told[1]} and timed={told[2]}, rank "
-                        f"{self._rank} {every} and {timed}: give all ranks the same"
-                    )
-                )
+        told = self._all_tell((failure, every, timed))
+        failure = failure or next((text for text, *_ in told if text), "")
+        settings = sorted({f"every={e} and timed={t}" for _, e, t in told})
+        if not failure and len(settings) > 1:
+            failure = f"ranks have {', '.join(settings)}: give all ranks the same"
         if failure:
             self.close()
             raise ConfigError(failure)
@@ -469,6 +465,10 @@ class PlanMonitor:
         except Exception as error:  # that, or a rank is not there
             self._is_over = True
             self._fail(error)
+            if self._error != _CLOSED:
+                # On all ranks in one step, where warnings may be errors.
+                text = f"PlanMonitor is off, training goes on: {self._error}"
+                warnings.warn(text, stacklevel=3)
             return
         self._spent -= time.perf_counter() - began  # training waits for ranks, too
         if self._rank == 0:
@@ -496,12 +496,9 @@ class PlanMonitor:
         logger.info("%s", self.last_report)
 
     def _fail(self, error: Exception) -> None:
-        """Measure no more on this rank, with one warning."""
+        """Measure no more on this rank; the others hear of it at the next report."""
         if self._error is None:
             self._error = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"PlanMonitor is off, training goes on: {self._error}", stacklevel=3
-            )
             self._hooks.close()
 
     def replan(self, *, budget_bytes: int | None = None) -> Replanned | None:
@@ -570,5 +567,5 @@ class PlanMonitor:
 
         Where `step` is called on, all ranks hear of it at the next report and end.
         """
-        self._error = self._error or "closed"
+        self._error = self._error or _CLOSED
         self._hooks.close()

@@ -249,6 +249,26 @@ def run_failures(rank: int) -> dict[str, Any]:
     return found
 
 
+def run_with_warnings_as_errors(rank: int) -> dict[str, Any]:
+    """A hook breaks on the second rank; says in which step each rank hears of it."""
+    sharded, planner = shard()
+    monitor = PlanMonitor(sharded, planner, **EAGER)
+    batch = drifting(sharded, rank)(0)
+    part = (
+        "torchrec_neuroshard.phase_timer.synchronize" if rank else f"{__name__}.EVERY"
+    )
+    broken = mock.Mock(side_effect=RuntimeError("injected")) if rank else EVERY
+    with warnings.catch_warnings(), mock.patch(part, broken):
+        warnings.filterwarnings("error", "PlanMonitor")
+        for step in range(2 * EVERY):
+            try:
+                sharded(batch)[0].backward()
+                monitor.step()
+            except UserWarning as warning:
+                return {"step": step, "text": str(warning)}
+    return {}
+
+
 def run_closed_on_one_rank(rank: int) -> dict[str, Any]:
     """The first rank closes its monitor; both go on to call `step`."""
     sharded, planner = shard()
@@ -289,6 +309,7 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
     return {
         "drift": lambda: run_drift(rank),
         "moved by others": lambda: run_moved_by_others(rank),
+        "warnings as errors": lambda: run_with_warnings_as_errors(rank),
         "closed": lambda: run_closed_on_one_rank(rank),
         "failures": lambda: run_failures(rank),
         "refusals": lambda: run_refusals(rank),
@@ -340,6 +361,12 @@ def test_failure_ends_the_monitor_and_not_the_job(results: OfJob) -> None:
         assert not found["replanned"] and not found["is_on"]
         (text,) = found["warnings"]
         assert "training goes on" in text and "RuntimeError: injected" in text
+
+
+def test_all_ranks_are_warned_in_the_same_step(results: OfJob) -> None:
+    for found in results("warnings as errors"):
+        assert found["step"] == EVERY - 1
+        assert "RuntimeError: injected" in found["text"]
 
 
 def test_a_rank_that_closes_its_monitor_ends_it_everywhere(results: OfJob) -> None:
