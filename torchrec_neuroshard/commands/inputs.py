@@ -315,11 +315,8 @@ def read_placement(path: str | Path) -> PlacementConstraints:
     Raises:
         ConfigError: The file cannot be read, or a field is unknown or of another kind.
     """
-    data, what = read_document(path), "an object of placement constraints"
-    try:
-        return read_fields(PlacementConstraints, data, ConfigError, what)
-    except ConfigError as error:
-        raise ConfigError(f"'{path}': {error}") from error
+    what = f"placement constraints in '{path}'"
+    return read_fields(PlacementConstraints, read_document(path), ConfigError, what)
 
 
 def devices_named(

@@ -110,7 +110,8 @@ def run_plan(args: argparse.Namespace) -> int:
             "constraints": planner.constraints,
         }
         if args.compare:
-            compared = _compared(planner, given, limits.time_budget_seconds, inputs)
+            with phase("comparing with TorchRec's planner"):
+                compared = _compared(planner, given, limits.time_budget_seconds, inputs)
         if args.rehearse:
             with phase("rehearsing every rank"):
                 rehearsed = rehearse(
@@ -141,16 +142,15 @@ def _compared(
     """Compare the plan with that of TorchRec's own planner; else say why not."""
     start = time.monotonic()
     try:
-        with phase("comparing with TorchRec's planner"):
-            theirs = stock_plan(
-                given.module,
-                given.sharders,
-                planner.enumerator.last_stored_search_space or (),
-                timeout_seconds=seconds,
-                debug=False,
-                stats=[],
-                **inputs,
-            )
+        theirs = stock_plan(
+            given.module,
+            given.sharders,
+            planner.enumerator.last_stored_search_space or (),
+            timeout_seconds=seconds,
+            debug=False,
+            stats=[],
+            **inputs,
+        )
     except PlannerError as error:
         return (
             f"TorchRec's planner has no plan after {seconds:g} s: {_first_line(error)}"
