@@ -54,7 +54,7 @@ def explain(
         found = simulator.phases(simulator.stage_compute(compute_CWG2), loads_CWS3)
         columns_S = simulator.ordered_columns(num_shards_T, simulator.columns_per_table)
         found[..., [2, 3]] += simulator.order_costs(columns_S[None])[0]
-        # GridColumn shards that are explained lie in no cache.
+        # Column shards that are explained lie in no cache.
         padded: Floats = np.pad(found, ((0, 0), (0, 0), (0, 0), (0, 1)))
         return padded
 
