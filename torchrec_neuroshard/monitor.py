@@ -31,7 +31,7 @@ from torchrec_neuroshard.phase_timer import (
     critical_times,
 )
 from torchrec_neuroshard.planner.first_launch import from_first, portable
-from torchrec_neuroshard.planner.given_plans import PlanOptions, copied
+from torchrec_neuroshard.planner.given_plans import copied
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.reader import table_name
 from torchrec_neuroshard.plans.replan import ReplanResult, apply_moves, replan
@@ -211,9 +211,7 @@ class Assessor:
         """Price a plan with the inputs that the planner was given; the last is kept."""
         if self._planned is None or plan != self._plan:
             planner, self._plan = self._planner, copied(plan)
-            self._options = PlanOptions(
-                self._model, self._sharders, planner.enumerator, planner.costs
-            ).of(plan)
+            self._options = planner.placed_options(plan, self._model, self._sharders)
             self._planned = self._price(planner)
         return self._planned
 

@@ -31,7 +31,6 @@ from torchrec_neuroshard.planner import (
     NeuroShardPlanner,
     PlanFileError,
 )
-from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.greedy import full_rank
 from torchrec_neuroshard.planner.reader import (
     OFFLOADED_KERNELS,
@@ -206,8 +205,7 @@ def options_of(
     planner: NeuroShardPlanner, module: Any, plan: ShardingPlan
 ) -> list[ShardingOption]:
     """Return a plan's options with our estimates."""
-    given = PlanOptions(module, SHARDERS, planner.enumerator, planner.costs)
-    return given.of(plan)
+    return planner.placed_options(plan, module, SHARDERS)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from torchrec_neuroshard.planner.checks import (
 from torchrec_neuroshard.planner.compat import planner_part
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.given_plans import (
-    PlanOptions,
     copied,
     model_tables,
+    placed_options,
     table_moves,
 )
 from torchrec_neuroshard.planner.memory import MemoryModel
@@ -282,12 +282,28 @@ class DescribesPlans(EmbeddingShardingPlanner):
             moves=table_moves(plan, own, tables, (world_size, world_size)),
         )
 
+    def placed_options(
+        self,
+        plan: ShardingPlan,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]],
+    ) -> list[ShardingOption]:
+        """Return any plan of a model as TorchRec's options, with estimates.
+
+        Raises:
+            PlanFileError: The plan is not one of this model on these ranks.
+        """
+        world_size = int(self.topology.world_size)
+        options = placed_options(plan, module, sharders, self.enumerator, world_size)
+        self.costs.share_launches(options)
+        return options
+
     def _describe(
         self, plan: ShardingPlan, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> tuple[list[ShardingOption], KnownPlan]:
         """Say what a plan that is given costs; returns its options as well."""
         notes = self._check_inputs(module, sharders)
-        options = PlanOptions(module, sharders, self.enumerator, self.costs).of(plan)
+        options = self.placed_options(plan, module, sharders)
         self.costs.attribute(options)
         if self.memory is not None:
             self.memory.attribute(options)

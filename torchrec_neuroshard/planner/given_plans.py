@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import nn
 from torchrec.distributed.planner.types import Enumerator, Shard, ShardingOption
 from torchrec.distributed.types import (
@@ -27,7 +27,6 @@ from torchrec.quant.embedding_modules import (
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.compat import sharders_by_type
-from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.reader import (
     TABLE_MODULES,
     note_sharders,
@@ -39,14 +38,12 @@ from torchrec_neuroshard.tables import DATA_TYPE_BYTES
 
 __all__ = [
     "PlanFileError",
-    "PlanOptions",
     "PlanTable",
     "check_plan",
     "copied",
     "model_tables",
-    "offered_options",
+    "placed_options",
     "plan_entries",
-    "plan_options",
     "plan_tables",
     "table_moves",
 ]
@@ -83,65 +80,22 @@ class PlanTable:
         return DATA_TYPE_BYTES.get(self.data_type, 4)
 
 
-class PlanOptions:
-    """Plans of one model as TorchRec's options, with shards, ranks and costs.
-
-    Args:
-        module: The model, before `DistributedModelParallel` took it.
-        sharders: Of its embedding modules.
-        enumerator: Lists its options.
-        costs: What plans cost.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]],
-        enumerator: Enumerator,
-        costs: PlanCosts,
-    ) -> None:
-        self._module, self._costs, self._enumerator = module, costs, enumerator
-        self._offered = offered_options(module, sharders, enumerator)
-
-    def of(self, plan: ShardingPlan) -> list[ShardingOption]:
-        """Return a plan's options, one for each of its tables, in its order.
-
-        Raises:
-            PlanFileError: The plan is not one of this model, or not whole.
-        """
-        world_size = int(self._costs.topology.world_size)
-        options = plan_options(plan, self._module, self._offered, world_size)
-        self._enumerator.populate_estimates(options)
-        self._costs.share_launches(
-            [o for o in options if not self._costs.reader.is_column_sharded(o)]
-        )
-        return options
-
-
-def offered_options(
-    module: nn.Module, sharders: Sequence[ModuleSharder[Any]], enumerator: Enumerator
-) -> dict[tuple[str, str], list[ShardingOption]]:
-    """Return module and table -> what an enumerator lists for it."""
-    found: dict[tuple[str, str], list[ShardingOption]] = {}
-    listed = enumerator.enumerate(module, list(sharders))
-    note_sharders(listed, sharders_by_type(sharders))
-    for option in listed:
-        found.setdefault((option.path, option.name), []).append(option)
-    return found
-
-
-def plan_options(
+def placed_options(
     plan: ShardingPlan,
     module: nn.Module,
-    offered: Mapping[tuple[str, str], Sequence[ShardingOption]],
+    sharders: Sequence[ModuleSharder[Any]],
+    enumerator: Enumerator,
     world_size: int,
 ) -> list[ShardingOption]:
-    """Return a plan's options, one for each of its tables, in its order.
+    """Return a plan as TorchRec's options, one for each of its tables, in its order.
+
+    They have the plan's shards and ranks, and the enumerator's estimates.
 
     Args:
         plan: The plan.
         module: The model, before `DistributedModelParallel` took it.
-        offered: What `offered_options` returned.
+        sharders: Of its embedding modules.
+        enumerator: Lists and estimates its options.
         world_size: Ranks that there are.
 
     Raises:
@@ -149,39 +103,44 @@ def plan_options(
     """
     tables, _ = model_tables(plan.plan, module)
     check_plan(plan, tables, world_size)
+    listed: dict[tuple[str, str], list[ShardingOption]] = {}
+    every = enumerator.enumerate(module, list(sharders))
+    note_sharders(every, sharders_by_type(sharders))
+    for option in every:
+        listed.setdefault((option.path, option.name), []).append(option)
     options = []
     for path, name, sharding in plan_entries(plan):
-        wanted = sharding.sharding_type, sharding.compute_kernel
-        listed = offered.get((path, name))
-        if listed is None:
-            found = " or ".join(sorted(f"'{p}'" for p, n in offered if n == name))
+        if (path, name) not in listed:
+            found = " or ".join(sorted(f"'{p}'" for p, n in listed if n == name))
             raise PlanFileError(
                 f"the plan has table '{name}' in module '{path}', the model in "
                 f"{found or 'none that a sharder takes'}: plan that model itself"
             )
-        same = [o for o in listed if (o.sharding_type, o.compute_kernel) == wanted]
-        option = _with_shards((same or listed)[0], sharding)
-        # What the constraints do not allow may still be at work.
-        option.sharding_type, option.compute_kernel = wanted
-        option.cache_params = sharding.cache_params
-        options.append(option)
+        options.append(_placed(listed[path, name], sharding))
+    enumerator.populate_estimates(options)
     return options
 
 
-def _with_shards(option: ShardingOption, sharding: ParameterSharding) -> ShardingOption:
-    """Return a copy of the option with the shards and ranks of a plan."""
-    new = copy.copy(option)
+def _placed(
+    listed: Sequence[ShardingOption], sharding: ParameterSharding
+) -> ShardingOption:
+    """Return a copy of one of a table's options, sharded as a plan says."""
+    kind, kernel = sharding.sharding_type, sharding.compute_kernel
+    same = [o for o in listed if (o.sharding_type, o.compute_kernel) == (kind, kernel)]
+    option = copy.copy((same or listed)[0])
+    # What the constraints do not allow may still be at work.
+    option.sharding_type, option.compute_kernel = kind, kernel
+    option.cache_params = sharding.cache_params
     if sharding.sharding_spec is None:  # replicas
         boxes = [(list(option.tensor.shape), [0, 0])] * len(sharding.ranks)
     else:
-        boxes = [
-            (m.shard_sizes, m.shard_offsets) for m in sharding.sharding_spec.shards
-        ]
-    new.shards = [
-        Shard(size=list(size), offset=list(offset), rank=rank)
+        shards = sharding.sharding_spec.shards
+        boxes = [(list(m.shard_sizes), list(m.shard_offsets)) for m in shards]
+    option.shards = [
+        Shard(size=size, offset=offset, rank=rank)
         for (size, offset), rank in zip(boxes, sharding.ranks, strict=True)
     ]
-    return new
+    return option
 
 
 def plan_entries(plan: ShardingPlan) -> Iterator[tuple[str, str, ParameterSharding]]:
@@ -204,18 +163,16 @@ def copied(plan: ShardingPlan) -> ShardingPlan:
 def plan_tables(
     plan: ShardingPlan, tables: Iterable[PlanTable], world_size: int
 ) -> tuple[TableReport, ...]:
-    """Describe every table of a plan: where it lies; of its memory, the weights."""
-    known = {(t.path, t.name): t for t in tables}
-    reports = []
-    for path, name, sharding in plan_entries(plan):
-        table = known[path, name]
-        held = _boxes(table, sharding, world_size)
-        reports.append(_table_report(table, sharding, held))
-    return tuple(reports)
+    """Describe every table of a plan: where it is; of its memory, the weights."""
+    by_key = {(t.path, t.name): t for t in tables}
+    return tuple(
+        _table_report(by_key[path, name], sharding, world_size)
+        for path, name, sharding in plan_entries(plan)
+    )
 
 
 def _table_report(
-    table: PlanTable, sharding: ParameterSharding, held: Sequence[tuple[int, _Box]]
+    table: PlanTable, sharding: ParameterSharding, world_size: int
 ) -> TableReport:
     return TableReport(
         table=table.full_name,
@@ -230,7 +187,7 @@ def _table_report(
                 embedding_dim=box.right - box.left,
                 used_bytes=float(box.size * table.value_bytes),
             )
-            for rank, box in held
+            for rank, box in _boxes(table, sharding, world_size)
         ),
     )
 
@@ -238,45 +195,43 @@ def _table_report(
 def table_moves(
     first: ShardingPlan,
     second: ShardingPlan,
-    tables: Iterable[PlanTable],
+    tables: Collection[PlanTable],
     world_sizes: tuple[int, int],
 ) -> tuple[TableMove, ...]:
-    """Say which tables lie otherwise in a second plan, those of most bytes first.
+    """Return the tables that a second plan places differently, most bytes first.
 
     Args:
         first: A plan.
         second: Another one of the same model.
         tables: Of both.
         world_sizes: Ranks of each.
+
+    Raises:
+        PlanFileError: A plan does not hold these tables.
     """
-    known = {(t.path, t.name): t for t in tables}
-    lain = [{(p, n): s for p, n, s in plan_entries(plan)} for plan in (first, second)]
     moves = []
-    for key, table in sorted(known.items()):
-        entries = [found.get(key) for found in lain]
-        boxes = [
-            [] if entry is None else _boxes(table, entry, size)
-            for entry, size in zip(entries, world_sizes, strict=True)
-        ]
-        texts = [
-            "" if entry is None else _table_report(table, entry, held).place
-            for entry, held in zip(entries, boxes, strict=True)
-        ]
-        if texts[0] == texts[1] and set(boxes[0]) == set(boxes[1]):
+    plans = [*zip((first, second), world_sizes, strict=True)]
+    for plan, world_size in plans:
+        check_plan(plan, tables, world_size)
+    for table in sorted(tables):
+        entries = [(plan.plan[table.path][table.name], size) for plan, size in plans]
+        before, after = (_table_report(table, *entry).place for entry in entries)
+        held, wanted = (_boxes(table, *entry) for entry in entries)
+        if before == after and set(held) == set(wanted):
             continue
-        before: dict[int, list[_Box]] = {}
-        for rank, box in boxes[0]:
-            before.setdefault(rank, []).append(box)
+        at_rank: dict[int, list[_Box]] = defaultdict(list)
+        for rank, box in held:
+            at_rank[rank].append(box)
         fetched = sum(
-            box.size - sum(map(box.common, before.get(rank, ())))
-            for rank, box in boxes[1]
+            box.size - sum(map(box.common, at_rank[rank])) for rank, box in wanted
         )
+        moved_bytes = float(fetched * table.value_bytes)
         moves.append(
             TableMove(
                 table=table.full_name,
-                before=texts[0],
-                after=texts[1],
-                moved_bytes=float(fetched * table.value_bytes),
+                before=before,
+                after=after,
+                moved_bytes=moved_bytes,
             )
         )
     return tuple(sorted(moves, key=lambda move: -move.moved_bytes))
@@ -293,13 +248,22 @@ class _Box(NamedTuple):
     @property
     def size(self) -> int:
         """Values in it."""
-        return (self.bottom - self.top) * (self.right - self.left)
+        return max(self.bottom - self.top, 0) * max(self.right - self.left, 0)
+
+    @property
+    def corners(self) -> set[tuple[int, int]]:
+        """Its four corners: row, column."""
+        rows, columns = (self.top, self.bottom), (self.left, self.right)
+        return {(row, column) for row in rows for column in columns}
 
     def common(self, other: _Box) -> int:
         """Values in both."""
-        rows = min(self.bottom, other.bottom) - max(self.top, other.top)
-        columns = min(self.right, other.right) - max(self.left, other.left)
-        return max(rows, 0) * max(columns, 0)
+        return _Box(
+            max(self.top, other.top),
+            max(self.left, other.left),
+            min(self.bottom, other.bottom),
+            min(self.right, other.right),
+        ).size
 
 
 def _boxes(
@@ -409,24 +373,14 @@ def _check_sharding(
             f"{where}: its shards are placed on ranks {places}, but belong to "
             f"{sharding.ranks}"
         )
-    boxes = [
-        (
-            *m.shard_offsets,
-            *(o + s for o, s in zip(m.shard_offsets, m.shard_sizes, strict=True)),
-        )
-        for m in sharding.sharding_spec.shards
-    ]
-    rows = sorted({0, table.num_embeddings, *(b[i] for b in boxes for i in (0, 2))})
-    columns = sorted({0, table.embedding_dim, *(b[i] for b in boxes for i in (1, 3))})
-    held = np.zeros((len(rows) - 1, len(columns) - 1), dtype=np.int64)
-    for top, left, bottom, right in boxes:
-        held[
-            rows.index(top) : rows.index(bottom),
-            columns.index(left) : columns.index(right),
-        ] += 1
-    inside = (0, 0, table.num_embeddings, table.embedding_dim)
-    outside = (rows[0], columns[0], rows[-1], columns[-1]) != inside
-    if outside or (held != 1).any():
+    whole = _Box(0, 0, table.num_embeddings, table.embedding_dim)
+    boxes = [box for _, box in _boxes(table, sharding, world_size)]
+    corners: set[tuple[int, int]] = set()
+    for box in boxes:
+        corners ^= box.corners
+    # Only an odd number of shards on each value within, and an even one outside, leave
+    # the corners of the whole; with as many values as the whole that number is one.
+    if corners != whole.corners or sum(box.size for box in boxes) != whole.size:
         raise PlanFileError(
             f"{where}: its shards do not hold each of {table.num_embeddings} rows and "
             f"{table.embedding_dim} columns exactly once"

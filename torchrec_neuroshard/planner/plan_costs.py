@@ -373,10 +373,13 @@ class PlanCosts:
         """Count each rank's launch of a kernel once for all shards in it, in place.
 
         Args:
-            options: Placed options; changed are shards with a `LaunchedPerf`.
+            options: Placed options; changed are shards with a `LaunchedPerf`, which
+                only options without a cost have.
         """
         kernels: dict[tuple[Any, ...], list[Any]] = {}
         for option in options:
+            if self.reader.has_cost(option):
+                continue
             launched = [s for s in option.shards if isinstance(s.perf, LaunchedPerf)]
             if launched:
                 key = fusion_key(option, self.reader, option.sharding_type)

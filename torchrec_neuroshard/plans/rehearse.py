@@ -56,9 +56,8 @@ from torchrec_neuroshard.planner.compat import (
 from torchrec_neuroshard.planner.estimators import StorageEstimator
 from torchrec_neuroshard.planner.given_plans import (
     copied,
-    offered_options,
+    placed_options,
     plan_entries,
-    plan_options,
 )
 from torchrec_neuroshard.planner.memory import RankMemory
 from torchrec_neuroshard.planner.outline import outline_of
@@ -137,9 +136,7 @@ def rehearse(
         dict(constraints) if constraints else None,
         estimator=[storage],
     )
-    offered = offered_options(model, sharders, enumerator)
-    options = plan_options(plan, model, offered, world_size)
-    enumerator.populate_estimates(options)
+    options = placed_options(plan, model, sharders, enumerator, world_size)
     num_built, faults, texts = _build(model, plan, sharders, topology)
     if group := sharding_group(topology):
         texts.append(f"the ranks are {group}; those of the others hold the same")

@@ -20,6 +20,7 @@ import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ from torchrec_neuroshard.planner.compat import (
 )
 from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.first_launch import from_first
-from torchrec_neuroshard.planner.given_plans import PlanOptions, copied
+from torchrec_neuroshard.planner.given_plans import copied
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.reader import table_name
@@ -213,8 +214,10 @@ class _Job:
         self._plan = plan
         check_profiles(model, planner.profiles)
         memory = [d.storage for d in planner.reserve(model, sharders).devices]
-        self._options = PlanOptions(model, sharders, planner.enumerator, self.costs)
-        options = self._options.of(plan)
+        self._options_of = partial(
+            planner.placed_options, module=model, sharders=sharders
+        )
+        options = self._options_of(plan)
         self.before = self.costs.placed(options).predicted
         self.options = [o for o in options if self._may_move(o)]
         self.state = [_shards_of(plan.plan[o.path][o.name]) for o in self.options]
@@ -297,7 +300,7 @@ class _Job:
 
     def predict(self, plan: ShardingPlan) -> PredictedCosts:
         """Cost of one iteration under a plan."""
-        return self.costs.placed(self._options.of(plan)).predicted
+        return self.costs.placed(self._options_of(plan)).predicted
 
     def _obstacle(self, path: str, resharded: set[Any]) -> str | None:
         """Say why TorchRec can move no table of a module; None: it can."""
