@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from torchrec.distributed.planner.types import (
@@ -32,28 +33,31 @@ __all__ = ["find_comms_model", "find_rank_groups"]
 def find_rank_groups(
     devices: PlannedDevices, world: CommsModel, cost_model: str | Path | CostModel
 ) -> CommsModel:
-    """Collectives of all ranks and of the groups that TorchRec makes of them."""
+    """Return the collectives of all ranks and of the groups that TorchRec makes.
+
+    Args:
+        devices: What is planned for.
+        world: The collectives of all ranks.
+        cost_model: As the planner was given it.
+    """
     if isinstance(world, RelievedCommsModel):  # made of a model that knows the groups
         return world
     topology = devices.topology
     world_size, size = int(topology.world_size), node_size(topology)
-    node = cross = world
-    job, group = None, sharding_group(topology)
-    if size < world_size:
-        local = min(int(topology.local_world_size), size)
-        node = find_comms_model(devices, cost_model, size, local)
-        cross = find_comms_model(devices, cost_model, world_size // size, 1)
-    elif group is None:
+    group = sharding_group(topology)
+    if size >= world_size and group is None:
         return world
-    if group is not None:
-        ranks = group.num_ranks, group.ranks_per_node
-        job = find_comms_model(devices, cost_model, *ranks)
+    find = partial(find_comms_model, devices, cost_model)
+    node = cross = world
+    if size < world_size:
+        node = find(size, min(int(topology.local_world_size), size))
+        cross = find(world_size // size, 1)
     return RankGroups(
         world,
         node=node,
         cross=cross,
         node_size=size,
-        job=job,
+        job=find(group.num_ranks, group.ranks_per_node) if group else None,
         job_size=group.num_ranks if group else 0,
     )
 
@@ -64,20 +68,20 @@ def find_comms_model(
     world_size: int,
     local_world_size: int,
 ) -> CommsModel:
-    """Find the collectives' model: measured, published, or the topology's bandwidths.
+    """Return the collectives' model: measured, published, or by bandwidths.
 
-    Bandwidths that the caller gave the topology replace the measured ones; others
-    replace nothing, but stand in for links that were not measured. What the caller says
-    of each collective (`Topology(generalized_comms_bandwidths=...)`) goes before all
-    else. Where ranks do not fill whole nodes, the largest nodes stand in that they do
-    fill.
+    What the caller says of each collective (`generalized_comms_bandwidths` of the
+    topology) goes before all else. Bandwidths that the caller gave replace measured
+    ones; others stand in for links that were not measured. Where ranks do not fill
+    whole nodes, the largest nodes stand in that they do fill.
     """
     local_world_size = whole_nodes(world_size, local_world_size)
-    topology, given = devices.topology, devices.given
+    topology = devices.topology
     if not isinstance(topology.comms_bandwidths, BasicCommsBandwidths):
         return _by_collective(topology.comms_bandwidths, world_size, local_world_size)
     intra = topology.intra_host_bw * GB_PER_S
     inter = topology.inter_host_bw * GB_PER_S
+    given = devices.given & {"intra_host_bw", "inter_host_bw"}
     known = load_comms_model(
         None if isinstance(cost_model, CostModel) else cost_model,
         device_type=topology.compute_device,
@@ -88,16 +92,13 @@ def find_comms_model(
         unmeasured_inter_gb_per_s=inter,
         card=devices.card,
     )
-    if known is not None:
-        return known
-    named = {"intra_host_bw", "inter_host_bw"} & given
-    return BandwidthCommsModel(
+    whose = "topology" if given else "TorchRec default"
+    return known or BandwidthCommsModel(
         world_size=world_size,
         local_world_size=local_world_size,
         intra_gb_per_s=intra,
         inter_gb_per_s=inter,
-        source=f"{'topology' if named else 'TorchRec default'} bandwidths, "
-        "not measured",
+        source=f"{whose} bandwidths, not measured",
     )
 
 
@@ -105,9 +106,8 @@ def _by_collective(
     links: GeneralizedCommsBandwidth, world_size: int, local_world_size: int
 ) -> CommsModel:
     """Take the bandwidth that the caller says each collective has."""
-    all_to_all, scatter, gather, reduce = (
-        GB_PER_S
-        * links.get_bw(
+    all_to_all, *others = (
+        links.get_bw(
             local_world_size=local_world_size,
             world_size=world_size,
             collective_type=kind,
@@ -119,11 +119,12 @@ def _by_collective(
             CollectiveType.ALL_REDUCE,
         )
     )
+    scatter, gather, reduce = (all_to_all / other for other in others)
     return BandwidthCommsModel(
         world_size=world_size,
         local_world_size=local_world_size,
-        intra_gb_per_s=all_to_all,
-        inter_gb_per_s=all_to_all,
-        relative_ms=(all_to_all / scatter, all_to_all / gather, all_to_all / reduce),
+        intra_gb_per_s=all_to_all * GB_PER_S,
+        inter_gb_per_s=all_to_all * GB_PER_S,
+        relative_ms=(scatter, gather, reduce),
         source="topology bandwidths, not measured",
     )
