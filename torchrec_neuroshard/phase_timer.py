@@ -60,7 +60,8 @@ class PhaseTimes:
     spans: Mapping[str, Sequence[tuple[float, float]]]
     """By the names of `PHASES`."""
     clock: str = ""
-    """What read the times. Times of different clocks have no common zero."""
+    """What read the times. Times of different clocks have no common zero, nor have
+    iterations that are timed by events."""
 
     def duration_ms(self, phase: str) -> float:
         """Time that this rank spent in a phase, waiting for others included [ms]."""
@@ -114,11 +115,11 @@ class PhaseTimer:
         self._device, self._on_error = device, on_error
         self._uses_events = is_accelerator(device.type) and not wait
         self._clock = uuid.uuid4().hex if self._uses_events else _machine()
-        self._origin: Any = None
         self._paths: list[str] = []
         self._starts: dict[tuple[str, str], Any] = {}
         self._spans: _Spans = defaultdict(list)
-        self._ended: list[_Spans] = []
+        self._origin: Any = None
+        self._ended: list[tuple[_Spans, Any]] = []
         self._hooks = contextlib.ExitStack()  # the last to come is the first to go
         self.enabled = True
         self.num_kernels = 0
@@ -139,8 +140,8 @@ class PhaseTimer:
 
     def end_iteration(self) -> None:
         """Keep the phases since the last call for `take_all`; waits for nothing."""
-        self._ended.append(self._spans)
-        self._starts, self._spans = {}, defaultdict(list)
+        self._ended.append((self._spans, self._origin))
+        self._starts, self._spans, self._origin = {}, defaultdict(list), None
 
     def take_all(self) -> list[list[PhaseTimes]]:
         """Return the iterations that were ended, each a list over sharded modules.
@@ -149,32 +150,34 @@ class PhaseTimer:
         """
         ended, self._ended = self._ended, []
         return [
-            [PhaseTimes(p, self._times(spans, p), self._clock) for p in self._paths]
-            for spans in ended
+            [self._times(path, spans, origin) for path in self._paths]
+            for spans, origin in ended
         ]
 
-    def _times(self, spans: _Spans, path: str) -> dict[str, list[tuple[float, float]]]:
-        return {
-            phase: [(self._seconds(a), self._seconds(b)) for a, b in spans[path, phase]]
+    def _times(self, path: str, spans: _Spans, origin: Any) -> PhaseTimes:
+        def seconds(mark: Any) -> float:
+            if not self._uses_events:
+                return float(mark)
+            mark.synchronize()
+            return float(origin.elapsed_time(mark)) / 1e3
+
+        times = {
+            phase: [(seconds(start), seconds(end)) for start, end in spans[path, phase]]
             for phase in PHASES
         }
+        return PhaseTimes(path, times, self._clock)
 
     def remove(self) -> None:
         """Take the hooks out of the model."""
         self.enabled = False
         self._hooks.close()
 
-    def _seconds(self, mark: Any) -> float:
-        if not self._uses_events:
-            return float(mark)
-        mark.synchronize()
-        return float(self._origin.elapsed_time(mark)) / 1e3
-
     def _now(self) -> Any:
         if self._uses_events:
             device = accelerator(self._device.type)
             event: Any = device.Event(enable_timing=True)
             event.record(device.current_stream(self._device))
+            # An event of this iteration: CUDA tells time between events in 24 bits.
             self._origin = self._origin or event
             return event
         synchronize(self._device)

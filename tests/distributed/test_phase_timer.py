@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,18 +56,20 @@ class Event:
     """Stands in for a mark in a GPU's stream."""
 
     at = 0.0
+    later_by = 0.0
+    """Seconds by which all marks are later than they would be."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
     def record(self, stream: Any) -> None:
-        self.at = time.perf_counter()
+        self.at = time.perf_counter() + Event.later_by
 
     def synchronize(self) -> None:
         pass
 
     def elapsed_time(self, later: Event) -> float:
-        return (later.at - self.at) * 1e3
+        return float(np.float32((later.at - self.at) * 1e3))  # as CUDA returns it
 
 
 def time_by_events() -> dict[str, Any]:
@@ -79,13 +82,20 @@ def time_by_events() -> dict[str, Any]:
     ):
         by_events = PhaseTimer(sharded, CPU, wait=False)
     waiting = PhaseTimer(sharded, CPU)
+    ids = draw_batch(["f0", "f1", "f2", "f3"], BATCH, 50, 0)
+    found: dict[str, Any] = {}
     with mock.patch("torchrec_neuroshard.phase_timer.accelerator", lambda _: device):
-        sharded(draw_batch(["f0", "f1", "f2", "f3"], BATCH, 50, 0)).backward()
-    found = {}
+        sharded(ids).backward()
+        by_events.end_iteration()
+        with mock.patch.object(Event, "later_by", 1e6):
+            sharded(ids).backward()
+    found["days later"] = [
+        [t.duration_ms("fwd_compute") for t in iteration]
+        for iteration in (by_events.take_all()[0], by_events.take())
+    ]
     for name, timer in (("waiting", waiting), ("by events", by_events)):
         times = timer.take()
         found[name] = {t.clock for t in times}.pop()
-        assert all(t.duration_ms("fwd_comms") > 0 for t in times)
     return found
 
 
@@ -124,6 +134,13 @@ def test_ranks_of_a_machine_share_a_clock_unless_devices_mark_the_times(
     assert first["waiting"] == second["waiting"]
     clocks = {first["by events"], second["by events"], first["waiting"]}
     assert len(clocks) == 3
+
+
+def test_events_are_precise_however_long_a_job_runs(results: OfJob) -> None:
+    """CUDA tells the time between events in 24 bits."""
+    for found in results("events"):
+        for sooner, later in zip(*found["days later"], strict=True):
+            assert 0.0 < sooner < 50.0 and 0.0 < later < 50.0
 
 
 def test_phases_of_the_plans_stages_follow_each_other(results: OfJob) -> None:
