@@ -141,5 +141,5 @@ def test_rules_on_colocation_are_kept() -> None:
     """What breaks which rule is tested beside the rules."""
     task = small_task(8, 8, together=((0, 1),))
     Placement.from_widths(4, [(0, 8, 2), (1, 8, 2)]).check(task)
-    with pytest.raises(PlacementError, match="are on ranks 0, 1, not together"):
+    with pytest.raises(PlacementError, match="are on ranks 0-1, not together"):
         Placement.from_widths(4, [(0, 8, 0), (1, 8, 1)]).check(task)

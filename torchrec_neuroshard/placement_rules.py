@@ -252,10 +252,16 @@ def joined_sets(sets: Iterable[Iterable[Member]]) -> tuple[tuple[Member, ...], .
 
 
 def listed(ranks: Collection[int]) -> str:
-    """Name ranks, of many the first ones."""
-    shown = ", ".join(map(str, sorted(ranks)[:_MAX_NAMED])) or "none"
-    more = ", ..." if len(ranks) > _MAX_NAMED else ""
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
+    """Name ranks, runs of them by the first and the last; of many the first ones."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    shown = ", ".join("-".join(map(str, run)) for run in runs[:_MAX_NAMED]) or "none"
+    more = " and more" if len(runs) > _MAX_NAMED else ""
+    return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
 
 
 def quoted(names: Sequence[str], joint: str = ", ") -> str:

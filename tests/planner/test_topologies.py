@@ -250,7 +250,7 @@ def test_reports_say_what_costs_rest_on() -> None:
         (str(report), "profiles of batches (1 feature)"),
         (str(report), "the constraints, repeats taken as Zipf's (1 feature)"),
         (str(report), "links inside a node 48 GB/s (assumed: over PCIe"),
-        (str(report), "nobody says how many ids a sample has of f2"),
+        (str(report), "nobody says how many ids a sample has of 'f2'"),
         (html_report(report), "NVIDIA H100 data sheet (2022)"),
     ):
         assert figure in text

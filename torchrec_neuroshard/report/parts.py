@@ -7,12 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.report.sections import listed_ranks, shortened
+from torchrec_neuroshard.placement_rules import listed, quoted
 from torchrec_neuroshard.schedules import SEQUENTIAL, TIMED
 from torchrec_neuroshard.simulator import PredictedCosts, RankCosts
-
-MAX_NAMES = 3
-"""Names in a line of text; the rest is counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +64,7 @@ class PlanBasis:
         )
         lines.append(f"ids per sample: {', '.join(ids)}")
         if self.assumed_features:
-            names = shortened(self.assumed_features, MAX_NAMES)
+            names = quoted(self.assumed_features)
             lines.append(f"nobody says how many ids a sample has of {names}")
         return lines
 
@@ -325,7 +322,7 @@ class TableReport:
         """How it is sharded, and where, in words."""
         kernel = "" if self.compute_kernel == "fused" else f" ({self.compute_kernel})"
         shards = f"{self.num_shards} shards on " if self.num_shards > 1 else ""
-        return f"{self.sharding_type}{kernel}, {shards}{listed_ranks(self.ranks)}"
+        return f"{self.sharding_type}{kernel}, {shards}{listed(self.ranks)}"
 
 
 def rank_reports(

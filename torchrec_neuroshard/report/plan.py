@@ -11,6 +11,7 @@ from typing import Any
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.placement_rules import listed
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.parts import (
     Bottleneck,
@@ -22,7 +23,7 @@ from torchrec_neuroshard.report.parts import (
     WeightSync,
     rank_reports,
 )
-from torchrec_neuroshard.report.sections import Grid, GridColumn, Section, listed_ranks
+from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.simulator import PHASES
 
@@ -52,7 +53,7 @@ _TABLE_COLUMNS: tuple[GridColumn, ...] = (
     ("sharding", "text", lambda table: table.sharding_type),
     ("kernel", "text", lambda table: table.compute_kernel),
     ("shards", "count", lambda table: table.num_shards),
-    ("on", "text", lambda table: listed_ranks(table.ranks)),
+    ("on", "text", lambda table: listed(table.ranks)),
     ("in the host's memory", "text", lambda table: table.host and str(table.host)),
 )
 _SHARD_COLUMNS: tuple[GridColumn, ...] = (

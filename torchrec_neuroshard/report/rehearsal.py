@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.placement_rules import listed
 from torchrec_neuroshard.report.page import Report
-from torchrec_neuroshard.report.sections import Grid, GridColumn, Section, listed_ranks
+from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
 
 __all__ = ["RankRehearsal", "Rehearsal"]
 
@@ -99,7 +100,7 @@ class Rehearsal(Report):
             columns,
             first=lambda r: (not r.faults, -r.peak_bytes),
         )
-        faults = [f"{listed_ranks(at)}: {fault}" for fault, at in at_fault.items()]
+        faults = [f"{listed(at)}: {fault}" for fault, at in at_fault.items()]
         return [
             Section(lines=lines),
             Section(title="ranks [GiB]", grid=grid),

@@ -10,12 +10,10 @@ from typing import Any
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import capitalised
 
-__all__ = ["Grid", "Section", "as_text", "listed_ranks", "shortened"]
+__all__ = ["Grid", "Section", "as_text"]
 
 MAX_ROWS = 50
 """Rows of a grid that the text prints; the page and JSON have all."""
-MAX_RUNS = 8
-"""Runs of ranks in a line of text."""
 FORMATS: Mapping[str, Callable[[Any], str]] = {
     "text": str,
     "count": "{:,}".format,
@@ -117,21 +115,3 @@ def as_text(sections: Iterable[Section]) -> str:
     """Return the sections as text, with empty lines between them."""
     shown = itertools.takewhile(lambda section: not section.is_part, sections)
     return "\n\n".join(filter(None, (section.text() for section in shown)))
-
-
-def listed_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, ascending: runs of them by the first and the last."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    texts = ["-".join(map(str, run)) for run in runs]
-    return f"rank{'s' * (len(ranks) != 1)} {shortened(texts, MAX_RUNS)}"
-
-
-def shortened(texts: Sequence[str], limit: int) -> str:
-    """Join the first texts by commas, and say how many there are more."""
-    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
-    return ", ".join(texts[:limit]) + more
