@@ -4,7 +4,7 @@ A subcommand `x` is a line in `COMMANDS` and two functions of the module named t
 `add_x(parser)`, and `run_x(args) -> int`. No other module is imported, so that a broken
 or missing framework never keeps `neuroshard doctor` from running.
 
-Exit codes: 0 done; 1 no plan fits, or one that was rehearsed does not; 2 something that
+Exit codes: 0 done; 1 no plan fits, or a rank cannot run it; 2 something that
 was given cannot be used; 130 interrupted; 141 nobody reads the output any more.
 """
 
