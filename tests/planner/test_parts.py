@@ -246,6 +246,27 @@ def test_the_same_model_is_estimated_again_when_something_changed() -> None:
         assert all(b[0] < a[0] for a, b in zip(larger, estimates(), strict=True))
 
 
+def test_torchrecs_enumerator_estimates_by_the_costs_of_today() -> None:
+    """It returns copies of what it listed before for the same module."""
+    costs = PlanCosts(gpus(), **analytic())
+    estimators = [
+        NeuroShardEstimator(gpus(), costs=costs),
+        EmbeddingStorageEstimator(gpus()),
+    ]
+    enumerator = EmbeddingEnumerator(gpus(), 64, None, estimators)
+    module, sharders = make_ebc([(1000, 64)]), bag_sharders()
+
+    def estimates() -> list[float]:
+        options = enumerator.enumerate(module, sharders)
+        return [s.perf.total for o in options for s in o.shards]
+
+    before = estimates()
+    costs.use(AnalyticCostModel(launch_ms=1.0))
+    assert all(b > a + 1.9 for a, b in zip(before, estimates(), strict=True))
+    costs.use(analytic()["cost_model"])
+    assert estimates() == before
+
+
 def test_an_error_of_an_estimator_is_raised_at_once() -> None:
     class Refusing(EmbeddingStorageEstimator):
         num_asked = 0

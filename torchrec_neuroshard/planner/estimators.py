@@ -90,7 +90,7 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
         for option in sharding_options:
             known = self.costs.reader.has_cost(option)
             (costed if known else others).append(option)
-        price_later(costed, self.costs.single_perfs)
+        price_later(costed, self.costs.single_perfs, lambda: self.costs.encoder)
         read_only = [o for o in others if is_quantised(o)]
         trained = [o for o in others if not is_quantised(o)]
         for stock, options in ((self._stock, trained), (self._inference, read_only)):

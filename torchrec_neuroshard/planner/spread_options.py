@@ -186,17 +186,22 @@ def unpriced_shards(option: ShardingOption) -> list[Shard]:
     return found
 
 
-def price_later(options: Sequence[ShardingOption], pricer: _Pricer) -> None:
+def price_later(
+    options: Sequence[ShardingOption], pricer: _Pricer, model: Callable[[], object]
+) -> None:
     """Let options be priced, some at a time, once the cost of a shard is read.
 
     Args:
         options: Changed in place.
         pricer: Returns a `Perf` for each shard of each option.
+        model: Returns what prices rest on; once that is another object, copies whose
+            cost nobody has read are priced anew.
     """
     size = max(1, _PRICED_AT_ONCE // max((o.num_shards for o in options), default=1))
     for start in range(0, len(options), size):
         some = options[start : start + size]
-        together = _PricedTogether([copy.copy(option) for option in some], pricer)
+        copies = [copy.copy(option) for option in some]
+        together = _PricedTogether(copies, pricer, model)
         for number, option in enumerate(some):
             price = functools.partial(together.price, number)
             if isinstance(option, SpreadOption) and not option.is_listed:
@@ -213,20 +218,25 @@ def _priced(shards: Sequence[Shard], price: Callable[[int], Perf]) -> list[Shard
 
 
 class _PricedTogether:
-    """Prices options once and remembers what their shards cost."""
+    """Prices options once by each model and remembers what their shards cost."""
 
-    def __init__(self, options: Sequence[ShardingOption], pricer: _Pricer) -> None:
-        self._options, self._pricer = options, pricer
+    def __init__(
+        self,
+        options: Sequence[ShardingOption],
+        pricer: _Pricer,
+        model: Callable[[], object],
+    ) -> None:
+        self._options, self._pricer, self._model = options, pricer, model
+        self._perfs: list[list[Perf]] = []
+        self._priced_by: object = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> _PricedTogether:
         return self  # copies of options cost the same
 
     def price(self, number: int, place: int) -> Perf:
         """What a shard of one of the options costs."""
-        return self._all[number][place]
-
-    @functools.cached_property
-    def _all(self) -> list[list[Perf]]:
-        for option in self._options:
-            option.shards = unpriced_shards(option)
-        return self._pricer(self._options)
+        if self._priced_by is not (model := self._model()):
+            for option in self._options:
+                option.shards = unpriced_shards(option)
+            self._perfs, self._priced_by = self._pricer(self._options), model
+        return self._perfs[number][place]
