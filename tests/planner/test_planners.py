@@ -133,6 +133,24 @@ def test_profiles_describe_their_features() -> None:
     assert unknown.profile is None and unknown.pooling_factor == 1.0
 
 
+@pytest.mark.parametrize("field", ["pooling_factors", "num_poolings", "batch_sizes"])
+def test_constraints_that_change_between_two_plans_count(field: str) -> None:
+    """TorchRec's enumerator and this package read them in place."""
+    ebc = make_ebc([(1000, 64)] * 3)
+    at_first = each(3, pooling_factors=[2.0])
+    planner = make_planner(2, constraints=at_first)
+    planner.plan(ebc, bag_sharders())
+    before = cost_of(planner)
+    for constraint in at_first.values():
+        setattr(constraint, field, [7.0])
+    planner.plan(ebc, bag_sharders())
+    fresh = make_planner(
+        2, constraints=each(3, **{"pooling_factors": [2.0], field: [7.0]})
+    )
+    fresh.plan(ebc, bag_sharders())
+    assert before != cost_of(planner) == cost_of(fresh)
+
+
 def test_result_describes_the_plan_after_callbacks() -> None:
     def swap(options: list[ShardingOption]) -> list[ShardingOption]:
         for option in options:

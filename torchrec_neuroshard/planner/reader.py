@@ -721,13 +721,16 @@ class TableReader:
         """The table as one object, whichever of its options asks."""
         config, optimizer = self.config(option), self.optimizer(option)
         assert config is not None, "of an option that has a cost"
+        features = list(config.feature_names or []) or [option.name]
+        pooling, shares = self._inputs(option, len(features))
         key = (
             option.path,
             option.name,
             option.tensor.shape,
-            tuple(config.feature_names),
+            tuple(features),
             config.data_type.value,
-            tuple(option.input_lengths),
+            tuple(pooling),
+            tuple(shares),
             option.batch_size,
             self._is_weighted(option),
             is_pooled(option),
@@ -738,19 +741,21 @@ class TableReader:
             self._tables[key] = self._describe(option, config, optimizer)
         return self._tables[key]
 
+    def _inputs(
+        self, option: ShardingOption, num_features: int
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Return each feature's ids per sample, and its samples over the batch's."""
+        pooling = self._pooling_factors(
+            option.name, option.input_lengths, num_features, option.num_poolings
+        )
+        return pooling, self._batch_shares(option.name, num_features, option.batch_size)
+
     def _describe(
         self, option: ShardingOption, config: BaseEmbeddingConfig, optimizer: str
     ) -> TableConfig:
         rows, width = (int(n) for n in option.tensor.shape)
         features = list(config.feature_names or []) or [option.name]
-        pooling = self._pooling_factors(
-            option.name,
-            option.input_lengths,
-            len(features),
-            option.num_poolings,
-        )
-        # Of each feature, samples over those of the batch.
-        shares = self._batch_shares(option.name, len(features), option.batch_size)
+        pooling, shares = self._inputs(option, len(features))
         batch_size = option.batch_size * self.world_size
         weighted = self._is_weighted(option)
         distinct = self.looks_up_distinct(option)
