@@ -338,7 +338,7 @@ class PlanMonitor:
         self._hooks = contextlib.ExitStack()
         self._count = self._in_window = 0
         self._intervals: list[float] = []
-        self._spent = 0.0
+        self._spent = self._deadline = 0.0
         failure = ""
         try:
             self._check()
@@ -359,7 +359,7 @@ class PlanMonitor:
         if failure:
             self.close()
             raise ConfigError(failure)
-        self._began = self._entered = self._left = time.perf_counter()
+        self._began = self._left = time.perf_counter()
         if self._rank == 0:
             try:
                 assert planner.last_model is not None, "_check asks for one"
@@ -414,7 +414,9 @@ class PlanMonitor:
         """Say that an iteration is over; on every rank, after each."""
         if self._is_over:
             return
-        now = self._entered = time.perf_counter()
+        now = time.perf_counter()
+        allowed = self._max_overhead * (now - self._began)
+        self._deadline = now + allowed - self._spent
         self._count += 1
         self._in_window += 1
         message = None
@@ -443,14 +445,8 @@ class PlanMonitor:
         if left:
             return None
         intervals, self._intervals = self._intervals, []
-        profiles = self._sampler.profile(lambda: self._seconds_left() > 0)
+        profiles = self._sampler.profile(lambda: time.perf_counter() < self._deadline)
         return self._timer.take_all(), statistics.median(intervals) * 1e3, profiles
-
-    def _seconds_left(self) -> float:
-        """Seconds that the monitor may take now."""
-        now = time.perf_counter()
-        allowed = self._max_overhead * (now - self._began)
-        return allowed - self._spent - (now - self._entered)
 
     def _exchange(self, message: Any) -> None:
         """Tell all ranks what was measured; where one has failed, all are off."""
@@ -468,7 +464,9 @@ class PlanMonitor:
                 text = f"PlanMonitor is off, training goes on: {self._error}"
                 warnings.warn(text, stacklevel=3)
             return
-        self._spent -= time.perf_counter() - began  # training waits for ranks, too
+        waited = time.perf_counter() - began  # as training would, for slower ranks
+        self._spent -= waited
+        self._deadline += waited
         if self._rank == 0:
             try:
                 self._report(*zip(*(found for _, found in told), strict=True))
@@ -481,7 +479,7 @@ class PlanMonitor:
         planned, predicted, drifts = self._assessor.assess(
             self._model.plan,
             {times.module for step in iterations_W[0] for times in step},
-            self._seconds_left(),
+            self._deadline - time.perf_counter(),
         )
         self.last_report = MonitorReport(
             last_iteration=self._count,
