@@ -32,6 +32,7 @@ from torchrec_neuroshard.phase_timer import (
 )
 from torchrec_neuroshard.planner.first_launch import from_first, portable
 from torchrec_neuroshard.planner.given_plans import copied
+from torchrec_neuroshard.planner.placed import stage_name
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.reader import table_name
 from torchrec_neuroshard.plans.replan import ReplanResult, apply_moves, replan
@@ -58,15 +59,10 @@ Phase = tuple[str, int | None]
 
 
 def predicted_phases(
-    costs: PredictedCosts, modules: Collection[str]
+    costs: PredictedCosts, stages: Collection[str]
 ) -> dict[Phase, float]:
-    """Return the predicted phases of modules, and of what holds one of them [ms]."""
-
-    def is_timed(name: str) -> bool:
-        inside = "" if name == "model" else f"{name}."
-        return any(f"{path}.".startswith(inside) for path in modules)
-
-    timed_S = [is_timed(s.name.rpartition(" (")[0]) for s in costs.stages]
+    """Return the phases of some stages, as they were predicted [ms]."""
+    timed_S = [stage.name in stages for stage in costs.stages]
     phases_WS5 = costs.phases_WS6[:, timed_S, : len(PHASES)]
     critical = dict(zip(PHASES, phases_WS5.max(axis=0).sum(axis=0), strict=True))
     found: dict[Phase, float] = {(p, None): float(ms) for p, ms in critical.items()}
@@ -244,11 +240,20 @@ class Assessor:
         Returns:
             Both predictions, and how inputs drifted from the first to the second.
         """
-        planned = predicted_phases(self.planned(plan), modules)
+        costs, stages = self.planned(plan), self.stages(modules)
+        planned = predicted_phases(costs, stages)
         if not self.profiles or self._seconds > seconds:
             return planned, planned, ()
         now = self._planner.relearned(self.profiles)
-        return planned, predicted_phases(self._price(now), modules), self._drifts(now)
+        return planned, predicted_phases(self._price(now), stages), self._drifts(now)
+
+    def stages(self, modules: Collection[str]) -> set[str]:
+        """Return the stages of modules, and of what holds one of them."""
+        return {
+            stage_name(o.path, o.sharding_type)
+            for o in self._options
+            if any(not o.path or f"{m}.".startswith(f"{o.path}.") for m in modules)
+        }
 
     def replan(self, plan: Any, budget_bytes: int | None) -> ReplanResult:
         """Call `replan` with inputs as they are now."""

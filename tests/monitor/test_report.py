@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 
 from tests.builders import (
@@ -21,6 +22,7 @@ from tests.builders import (
     fused_bags,
     gpus,
     make_planner,
+    sequences,
     shards_of,
 )
 from torchrec_neuroshard.monitor import (
@@ -51,7 +53,7 @@ def test_drift_is_priced_and_named() -> None:
     )
     plan = planner.plan(model, bag_sharders())
     assessor = Assessor(planner, model, bag_sharders())
-    planned = predicted_phases(assessor.planned(plan), {MODULE})
+    planned = predicted_phases(assessor.planned(plan), assessor.stages({MODULE}))
 
     def assess(factor: float, seconds: float = 60.0) -> MonitorReport:
         """Kernels that take so many times what is predicted."""
@@ -86,9 +88,31 @@ def test_drift_is_priced_and_named() -> None:
     assert "largest drift: table 'sparse.ebc.t1'" in str(report)
     # Moves are searched for the inputs of now.
     result = assessor.replan(plan, None)
-    assert predicted_phases(result.before, {MODULE}) == report.predicted
+    assert (
+        predicted_phases(result.before, assessor.stages({MODULE})) == report.predicted
+    )
     assert result.moves
     assert result.after.critical_path_ms < result.before.critical_path_ms
+
+
+def test_predictions_are_of_the_timed_modules_alone() -> None:
+    """Whatever they are called: stages name the model itself "model"."""
+    sharders = [*bag_sharders(), EmbeddingCollectionSharder()]
+
+    def predicted(**modules: nn.Module) -> Any:
+        model = nn.ModuleDict(modules)
+        planner = make_planner(
+            search=FixedSearcher(
+                lambda task: [(i, 32, i % 2) for i in range(len(task.tables))]
+            )
+        )
+        plan = planner.plan(model, sharders)
+        return Assessor(planner, model, sharders).assess(plan, {"ebc"}, 60.0)[0]
+
+    tables = [bag_config(i) for i in range(2)]
+    alone = predicted(ebc=bags(*tables))
+    assert alone["fwd_comms", None] > 0
+    assert predicted(ebc=bags(*tables), model=sequences(32, 32)) == alone
 
 
 @pytest.mark.parametrize("with_replicas", [False, True])

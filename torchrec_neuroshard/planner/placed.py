@@ -51,7 +51,7 @@ from torchrec_neuroshard.simulator import (
 if TYPE_CHECKING:
     from torchrec_neuroshard.planner.plan_costs import PlanCosts
 
-__all__ = ["PlacedPlan", "PricedOptions", "fusion_key", "task_of"]
+__all__ = ["PlacedPlan", "PricedOptions", "fusion_key", "stage_name", "task_of"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -94,6 +94,11 @@ def _cache_key(option: ShardingOption) -> tuple[Any, ...]:
     return (*key, *sorted({int(s.size[1]) for s in option.shards}))
 
 
+def stage_name(path: str, sharding_type: str) -> str:
+    """Name the stage of a module's tables of one sharding type."""
+    return f"{path or 'model'} ({sharding_type})"
+
+
 def task_of(options: Sequence[ShardingOption], reader: TableReader) -> ShardingTask:
     """Describe options, with or without ranks, as ways to shard their tables.
 
@@ -122,7 +127,7 @@ def task_of(options: Sequence[ShardingOption], reader: TableReader) -> ShardingT
         node_size=reader.node_size,
         groups=tuple(group_T),
         stages=tuple(stages[key[:2]] for key in groups),
-        stage_names=tuple(f"{path or 'model'} ({kind})" for path, kind in stages),
+        stage_names=tuple(stage_name(path, kind) for path, kind in stages),
         alternatives=tuple(map(tuple, ways.values())),
         sharding_types=tuple(o.sharding_type for o in options),
         pooled=tuple(is_pooled(o) for o in options),
