@@ -404,7 +404,7 @@ def sharder_params(sharders: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def wire_codec(codec: Any) -> WireCodec:
+def _wire_codec(codec: Any) -> WireCodec:
     """Describe a codec; which one it is only a private attribute says."""
     context = codec.create_context()
     try:
@@ -430,9 +430,9 @@ def wire_codecs(sharder: Any) -> Mapping[str, tuple[WireCodec, WireCodec]]:
         sharder: A sharder, or what TorchRec gives estimators of it, which knows
             neither names nor scales of rows.
     """
-    if registry := codec_registry(sharder):
+    if registry := getattr(sharder, "qcomm_codecs_registry", None):
         return {
-            name: (wire_codec(codecs.forward), wire_codec(codecs.backward))
+            name: (_wire_codec(codecs.forward), _wire_codec(codecs.backward))
             for name, codecs in registry.items()
         }
     sizes = getattr(sharder, "qcomm_dtype_sizes", None) or {}
@@ -440,11 +440,6 @@ def wire_codecs(sharder: Any) -> Mapping[str, tuple[WireCodec, WireCodec]]:
         name: (WireCodec(name="", wire_bytes=f), WireCodec(name="", wire_bytes=b))
         for name, (f, b) in sizes.items()
     }
-
-
-def codec_registry(sharder: Any) -> Mapping[str, Any]:
-    """Collective -> TorchRec's `QuantizedCommCodecs` of a sharder."""
-    return getattr(sharder, "qcomm_codecs_registry", None) or {}
 
 
 def is_sharder(given: Any) -> bool:
