@@ -43,9 +43,9 @@ _RANK_COLUMNS: tuple[GridColumn, ...] = (
     *((phase, "peak", attrgetter(f"costs.{phase}")) for phase in PHASES),
 )
 _TABLE_COLUMNS: tuple[GridColumn, ...] = (
-    ("path", "ms", lambda table: table.path_ms or None),
-    ("kernels", "ms", lambda table: table.slowest_ms("compute_ms") or None),
-    ("collectives", "ms", lambda table: table.slowest_ms("comms_ms") or None),
+    ("path", "ms", lambda table: table.path_ms),
+    ("kernels", "ms", lambda table: table.slowest_ms("compute_ms")),
+    ("collectives", "ms", lambda table: table.slowest_ms("comms_ms")),
     ("GiB", "gib", lambda table: table.used_bytes),
     ("table", "text", lambda table: table.table),
     ("rows", "count", lambda table: table.num_embeddings),
@@ -57,9 +57,9 @@ _TABLE_COLUMNS: tuple[GridColumn, ...] = (
     ("in the host's memory", "text", lambda table: table.host and str(table.host)),
 )
 _SHARD_COLUMNS: tuple[GridColumn, ...] = (
-    ("path", "ms", lambda pair: pair[1].path_ms or None),
-    ("kernels", "ms", lambda pair: pair[1].compute_ms or None),
-    ("collectives", "ms", lambda pair: pair[1].comms_ms or None),
+    ("path", "ms", lambda pair: pair[1].path_ms),
+    ("kernels", "ms", lambda pair: pair[1].compute_ms),
+    ("collectives", "ms", lambda pair: pair[1].comms_ms),
     ("GiB", "gib", lambda pair: pair[1].used_bytes),
     ("table", "text", lambda pair: pair[0].table),
     ("rank", "count", lambda pair: pair[1].rank),
@@ -182,10 +182,13 @@ class PlanReport(Report):
         pairs = [(t, s) for t in self.tables for s in t.shards]
         shards = Grid("shards", pairs, _SHARD_COLUMNS, limit=0)
         basis = self.basis.lines() if self.basis else []
+        path, charts = [], [self._memory_chart()]
+        if self.is_costed:
+            path, charts = [self._path_section()], [self.phase_chart, *charts]
         return [
             Section(lines=self._facts()),
-            self._path_section(),
-            Section(title="each rank", charts=[self.phase_chart, self._memory_chart()]),
+            *path,
+            Section(title="each rank", charts=charts),
             Section(title="ranks [ms]", grid=ranks),
             Section(title="tables [ms]", grid=tables),
             Section(title="shards [ms]", grid=shards),
@@ -248,7 +251,7 @@ class PlanReport(Report):
             lines.append(f"dashed: the {self._bound()}")
         worst = self.worst_ms
         total = sum(worst.values())
-        if self.is_costed and abs(total - self.critical_path_ms) > 1e-3 * total:
+        if abs(total - self.critical_path_ms) > 1e-3 * total:
             lines.append(
                 f"together {total:.3f} ms; by stages, other layers and what runs at "
                 f"the same time, the path is {self.critical_path_ms:.3f} ms"

@@ -26,7 +26,7 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
 }
 """Kind of a column -> how it shows a value. Text begins at the left, the others end
 at the right. Of peaks [ms] the largest stands out."""
-
+TIMES = ("ms", "peak")
 
 GridColumn = tuple[str, str, Callable[[Any], Any]]
 """Title, kind (see `FORMATS`), and what returns an item's value; None is not known."""
@@ -41,7 +41,7 @@ class Grid:
     items: Sequence[Any]
     """A row is made of each."""
     columns: Sequence[GridColumn]
-    """One of which no value is known is left out."""
+    """One of which no value is known, or no time above 0, is left out."""
     limit: int = MAX_ROWS
     """Rows that the text prints; 0: it is for the page alone."""
     first: Callable[[Any], Any] | None = None
@@ -55,7 +55,7 @@ class Grid:
         kept, known = [], []
         for title, kind, value_of in self.columns:
             values = [value_of(item) for item in items]
-            if any(value is not None for value in values):
+            if any(v is not None and (v or kind not in TIMES) for v in values):
                 kept.append((title, kind))
                 known.append(values)
         return kept, list(zip(*known, strict=True))
