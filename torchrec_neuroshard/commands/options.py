@@ -66,12 +66,12 @@ def add_planner(parser: argparse.ArgumentParser, seconds: float, what: str) -> N
         what: What these seconds are for.
     """
     add_model(parser)
-    option(parser, "--profiles", Path, "what 'neuroshard profile' wrote of the ids")
+    option(parser, "--profiles", Path, "how ids repeat: a file of 'neuroshard profile'")
     text = "JSON or YAML: table, or * for all -> TorchRec's constraints"
     option(parser, "--constraints", Path, text)
     text = "auto, a shipped bundle's or a card's name, or a bundle's folder"
     option(parser, "--cost-model", str, text, "auto")
-    option(parser, "--dense-ms", float, "other layers in an iteration [ms]")
+    option(parser, "--dense-ms", float, "time of the other layers in an iteration [ms]")
     option(parser, "--seconds", float, f"seconds that {what} may take ({seconds:g})")
 
 
