@@ -354,6 +354,7 @@ class PlanMonitor:
             self._timer = self._new_timer()
             self._timer.remove()
             self._hooks.callback(lambda: self._timer.remove())
+            self._plan = copied(model.plan)
         except Exception as error:
             failure = str(error)
         told = self._all_tell((failure, every, timed))
@@ -445,6 +446,9 @@ class PlanMonitor:
         left = self._every - self._in_window
         if left == _LAG + self._timed:
             self._timer = self._new_timer()
+            if self._model.plan != self._plan:
+                self._plan = copied(self._model.plan)
+                self._intervals.clear()
         elif left == _LAG:
             self._timer.remove()
         if left:
@@ -481,6 +485,8 @@ class PlanMonitor:
     def _report(self, iterations_W: Any, interval_ms_W: Any, profiles_W: Any) -> None:
         for profiles in profiles_W:
             self._assessor.profiles.update(profiles)
+        if self._model.plan != self._plan:  # times are of another one
+            return
         planned, predicted, drifts = self._assessor.assess(
             self._model.plan,
             {times.module for step in iterations_W[0] for times in step},
@@ -556,7 +562,7 @@ class PlanMonitor:
             apply_moves(self._model, result if self._rank == 0 else None)
         except ConfigError as error:  # on all ranks alike, with nothing moved
             return str(error)
-        self._in_window = 0
+        self._in_window, self._plan = 0, copied(self._model.plan)
         self._intervals.clear()
         self._timer.remove()
         if self._rank == 0:

@@ -190,25 +190,28 @@ def run_moved_by_others(rank: int) -> dict[str, Any]:
     monitor = PlanMonitor(sharded, planner, **EAGER)
     batch = drifting(sharded, rank)(0)
     found: dict[str, Any] = {}
-    for when in ("before", "after"):
-        for _ in range(EVERY):
+    for when in ("before", "between", "after"):
+        for step in range(EVERY):
             sharded(batch)[0].backward()
             monitor.step()
+            if when == "between" and step == EVERY - 2:  # iterations have been timed
+                result = replan(
+                    sharded.plan,
+                    planner=planner_by("default"),
+                    model=Model(),
+                    budget_bytes=2**40,
+                )
+                apply_moves(sharded, result)
+                found["moved"] = len(result.moves)
+                found["priced"] = [r.fwd_compute for r in result.after.ranks]
         report = monitor.last_report
         found[when] = report and [
-            [phases["fwd_compute", r] for r in (0, 1)]
-            for phases in (report.planned, report.measured)
+            report.last_iteration,
+            *(
+                [phases["fwd_compute", r] for r in (0, 1)]
+                for phases in (report.planned, report.measured)
+            ),
         ]
-        if when == "before":
-            result = replan(
-                sharded.plan,
-                planner=planner_by("default"),
-                model=Model(),
-                budget_bytes=2**40,
-            )
-            apply_moves(sharded, result)
-            found["moved"] = len(result.moves)
-            found["priced"] = [r.fwd_compute for r in result.after.ranks]
     monitor.close()
     return found
 
@@ -349,9 +352,11 @@ def test_tables_that_have_become_popular_are_spread(results: OfJob) -> None:
 def test_moves_that_others_made_are_seen(results: OfJob) -> None:
     found = results("moved by others")[0]
     assert found["moved"]
-    before, measured = found["before"]
+    _, before, measured = found["before"]
     assert measured[0] > measured[1] == 0.0  # nothing but replicas, which have no times
-    planned, measured = found["after"]
+    assert found["between"] == found["before"]  # of neither plan
+    last, planned, measured = found["after"]
+    assert last == 3 * EVERY
     assert planned == pytest.approx(found["priced"]) and planned != before
     assert min(measured) > 0.0
 
