@@ -42,7 +42,9 @@ from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.reader import table_configs
+from torchrec_neuroshard.planner.option_facts import (
+    table_configs,
+)
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.record_store import CommsStore, RecordStore
 from torchrec_neuroshard.records import (

@@ -32,9 +32,9 @@ from torchrec_neuroshard.phase_timer import (
 )
 from torchrec_neuroshard.planner.first_launch import from_first, portable
 from torchrec_neuroshard.planner.given_plans import copied
+from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.placed import stage_name
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.reader import table_name
 from torchrec_neuroshard.plans.replan import ReplanResult, apply_moves, replan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts

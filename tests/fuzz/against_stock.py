@@ -32,8 +32,10 @@ from torchrec_neuroshard.planner import (
     PlanFileError,
 )
 from torchrec_neuroshard.planner.greedy import full_rank
-from torchrec_neuroshard.planner.reader import (
+from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
+)
+from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.torchrec_plan import is_even

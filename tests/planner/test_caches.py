@@ -33,7 +33,9 @@ from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
-from torchrec_neuroshard.planner.reader import option_codecs
+from torchrec_neuroshard.planner.option_facts import (
+    option_codecs,
+)
 from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:no cost model was measured")

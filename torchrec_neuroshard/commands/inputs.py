@@ -46,7 +46,9 @@ from torchrec_neuroshard.planner.compat import (
     sharders_by_type,
 )
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.reader import table_configs
+from torchrec_neuroshard.planner.option_facts import (
+    table_configs,
+)
 from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.plans.rehearse import quietly
 from torchrec_neuroshard.profiles import FeatureProfile, load_profiles

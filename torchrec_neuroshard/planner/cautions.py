@@ -10,8 +10,13 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.placement_rules import quoted
+from torchrec_neuroshard.planner.option_facts import (
+    table_name,
+)
 from torchrec_neuroshard.planner.plan_costs import ESTIMATED_COLUMNS, PlanCosts
-from torchrec_neuroshard.planner.reader import TableReader, table_name
+from torchrec_neuroshard.planner.reader import (
+    TableReader,
+)
 
 __all__ = ["cautions", "optimizer_notes"]
 

@@ -20,7 +20,7 @@ from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import sharders_by_type
-from torchrec_neuroshard.planner.reader import (
+from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
     TABLE_MODULES,
     table_configs,

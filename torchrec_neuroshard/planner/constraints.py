@@ -16,7 +16,12 @@ from torchrec_neuroshard.placement_rules import (
     joined_sets,
     quoted,
 )
-from torchrec_neuroshard.planner.reader import TableReader, table_name
+from torchrec_neuroshard.planner.option_facts import (
+    table_name,
+)
+from torchrec_neuroshard.planner.reader import (
+    TableReader,
+)
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.ways import node_ranks
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES

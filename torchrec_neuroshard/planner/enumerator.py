@@ -35,17 +35,19 @@ from torchrec_neuroshard.planner.estimators import (
     StorageEstimator,
 )
 from torchrec_neuroshard.planner.memory import MemoryModel
-from torchrec_neuroshard.planner.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.reader import (
+from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
     SPLITTING_TYPES,
-    TableReader,
     has_cache,
     is_modelled_config,
     is_pooled,
     note_sharders,
     table_configs,
     table_name,
+)
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.reader import (
+    TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,

@@ -23,12 +23,14 @@ from torchrec_neuroshard.planner.compat import (
     with_optimizer,
 )
 from torchrec_neuroshard.planner.memory import MemoryModel
-from torchrec_neuroshard.planner.plan_costs import CostedPart, LaunchedPerf
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
+from torchrec_neuroshard.planner.option_facts import (
     is_dense,
     is_quantised,
     note_sharders,
+)
+from torchrec_neuroshard.planner.plan_costs import CostedPart, LaunchedPerf
+from torchrec_neuroshard.planner.reader import (
+    TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import price_later, sampled
 

@@ -30,12 +30,12 @@ from torchrec_neuroshard.devices import current_device_name, is_accelerator
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RankFailureError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import group_timeout_seconds
-from torchrec_neuroshard.planner.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.reader import (
+from torchrec_neuroshard.planner.option_facts import (
     is_dense,
     is_pooled,
     table_name,
 )
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import GB_PER_S, whole_nodes
 from torchrec_neuroshard.planner.ways import is_placeable, narrowest_shard

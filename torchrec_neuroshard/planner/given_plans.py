@@ -27,7 +27,7 @@ from torchrec.quant.embedding_modules import (
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.compat import sharders_by_type
-from torchrec_neuroshard.planner.reader import (
+from torchrec_neuroshard.planner.option_facts import (
     TABLE_MODULES,
     note_sharders,
     table_configs,

@@ -20,7 +20,9 @@ from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.placement_rules import PlacementRules, quoted
 from torchrec_neuroshard.planner.compat import with_devices
 from torchrec_neuroshard.planner.constraints import ranks_by_table
-from torchrec_neuroshard.planner.reader import table_name
+from torchrec_neuroshard.planner.option_facts import (
+    table_name,
+)
 
 __all__ = [
     "check_memory",

@@ -33,9 +33,8 @@ from torchrec.distributed.planner.types import (
 
 from torchrec_neuroshard.cost_models.row_cache import MissCurve
 from torchrec_neuroshard.placement import HostRows, KernelFactors, WireCodec
-from torchrec_neuroshard.planner.reader import (
+from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
-    TableReader,
     cache_load,
     has_cache,
     is_dense,
@@ -44,6 +43,9 @@ from torchrec_neuroshard.planner.reader import (
     loads_ahead,
     option_codecs,
     table_name,
+)
+from torchrec_neuroshard.planner.reader import (
+    TableReader,
 )
 from torchrec_neuroshard.planner.topology import GB_PER_S
 from torchrec_neuroshard.tables import TableConfig

@@ -44,10 +44,8 @@ from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.planner.compat import torchrec_pipeline
 from torchrec_neuroshard.planner.kernels import load_factor
-from torchrec_neuroshard.planner.placed import fusion_key
-from torchrec_neuroshard.planner.reader import (
+from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
-    TableReader,
     device_tier,
     has_cache,
     is_dense,
@@ -55,6 +53,10 @@ from torchrec_neuroshard.planner.reader import (
     is_lfu,
     is_pooled,
     output_bytes,
+)
+from torchrec_neuroshard.planner.placed import fusion_key
+from torchrec_neuroshard.planner.reader import (
+    TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import node_size

@@ -42,8 +42,7 @@ from torchrec_neuroshard.planner.greedy import (
 )
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.memory import MemoryModel
-from torchrec_neuroshard.planner.plan_costs import CostedPart
-from torchrec_neuroshard.planner.reader import (
+from torchrec_neuroshard.planner.option_facts import (
     device_tier,
     has_cache,
     has_open_cache,
@@ -51,6 +50,7 @@ from torchrec_neuroshard.planner.reader import (
     note_sharders,
     table_name,
 )
+from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.planner.search_space import SearchSpace
 from torchrec_neuroshard.planner.ways import FreeOption, is_placeable
 from torchrec_neuroshard.search import SearchConfig, make_searcher

@@ -27,14 +27,16 @@ from torchrec_neuroshard.planner.kernels import (
     load_factor,
     priced_codecs,
 )
-from torchrec_neuroshard.planner.reader import (
+from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
-    TableReader,
     has_cache,
     is_fused,
     is_pooled,
     loads_ahead,
     table_name,
+)
+from torchrec_neuroshard.planner.reader import (
+    TableReader,
 )
 from torchrec_neuroshard.planner.topology import whole_nodes
 from torchrec_neuroshard.report.parts import Bottleneck, HostTable

@@ -38,6 +38,10 @@ from torchrec_neuroshard.planner.find_comms import (
     find_comms_model,
     find_rank_groups,
 )
+from torchrec_neuroshard.planner.option_facts import (
+    is_quantised,
+    table_name,
+)
 from torchrec_neuroshard.planner.placed import (
     PlacedPlan,
     PricedOptions,
@@ -45,8 +49,6 @@ from torchrec_neuroshard.planner.placed import (
 )
 from torchrec_neuroshard.planner.reader import (
     TableReader,
-    is_quantised,
-    table_name,
 )
 from torchrec_neuroshard.planner.topology import (
     GB_PER_S,

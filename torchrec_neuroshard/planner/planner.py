@@ -66,6 +66,9 @@ from torchrec_neuroshard.planner.given_plans import (
 )
 from torchrec_neuroshard.planner.greedy import check_memory
 from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.option_facts import (
+    table_name,
+)
 from torchrec_neuroshard.planner.partitioner import (
     NeuroShardPartitioner,
     SearchLog,
@@ -75,7 +78,6 @@ from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.proposer import (
     NeuroShardProposer,
 )
-from torchrec_neuroshard.planner.reader import table_name
 from torchrec_neuroshard.planner.topology import default_topology, enough_ranks
 from torchrec_neuroshard.planner.torchrec_plan import last_resort
 from torchrec_neuroshard.profiles import FeatureProfile

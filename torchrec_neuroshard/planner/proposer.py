@@ -21,12 +21,12 @@ from torchrec_neuroshard.planner.constraints import (
     too_few_ranks,
 )
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
-from torchrec_neuroshard.planner.plan_costs import CostedPart
-from torchrec_neuroshard.planner.reader import (
+from torchrec_neuroshard.planner.option_facts import (
     device_tier,
     is_pooled,
     table_name,
 )
+from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.planner.search_space import other_caches
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.ways import (

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -28,14 +26,13 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import CommOp, ShardingType
+from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     EmbeddingBagConfig,
 )
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
-    EmbeddingCollectionInterface,
 )
 from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
@@ -43,15 +40,28 @@ from torchrec.modules.fused_embedding_modules import (
 )
 
 from torchrec_neuroshard.devices import is_accelerator
-from torchrec_neuroshard.placement import WireCodec
 from torchrec_neuroshard.planner.compat import (
     grids_vary_batches,
-    is_sharder,
     optimizer_arguments,
     optimizer_classes,
-    removes_repeats,
-    sharder_params,
-    wire_codecs,
+)
+from torchrec_neuroshard.planner.option_facts import (
+    DISTINCT,
+    FACTS,
+    OPTIMIZERS,
+    SHARDERS_COUNTERS,
+    SHARDERS_OPTIMIZER,
+    STATE_BYTES,
+    VERDICT,
+    WORST_OPTIMIZER,
+    codec_fault,
+    is_dense,
+    is_modelled_config,
+    is_pooled,
+    is_quantised,
+    num_counters,
+    table_configs,
+    table_name,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import node_size
@@ -59,346 +69,18 @@ from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_pr
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES
 from torchrec_neuroshard.tables import (
     COLUMN_MULTIPLE,
-    DATA_TYPE_BYTES,
     MAX_CUDA_COLUMNS,
     MAX_FEATURES,
     TableConfig,
 )
 
-__all__ = [
-    "OFFLOADED_KERNELS",
-    "SPLITTING_TYPES",
-    "TABLE_MODULES",
-    "TableReader",
-    "cache_load",
-    "device_tier",
-    "has_cache",
-    "has_open_cache",
-    "has_own_optimizer",
-    "is_dense",
-    "is_fused",
-    "is_lfu",
-    "is_modelled_config",
-    "is_pooled",
-    "is_quantised",
-    "is_summed",
-    "loads_ahead",
-    "note_sharders",
-    "option_codecs",
-    "output_bytes",
-    "table_configs",
-    "table_name",
-]
+__all__ = ["DEFAULT_INPUTS", "TableReader"]
 
-_SUMMABLE = ("", "fp32", "fp16", "bf16")
-"""Codecs whose values can be added up; of "" nothing is known."""
-_A2A = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name
-_SCATTER = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name
-_SEQUENCES = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name
-_COMM_OPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "all_to_all": ((_A2A,), (_SEQUENCES,)),
-    "row_wise": ((_SCATTER,), (_SEQUENCES,)),
-    "node_row_wise": ((_SCATTER, _A2A), (_SEQUENCES,)),
-}
-"""Collective of `sharding_types` -> TorchRec's names, pooled and of sequences."""
 _FUSED = EmbeddingComputeKernel.FUSED.value
-_CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
-_DENSE = EmbeddingComputeKernel.DENSE.value
 _GRID = ShardingType.GRID_SHARD.value
-SPLITTING_TYPES = ("column_wise", "table_column_wise", _GRID)
-"""Sharding types that may cut a table's columns."""
-
-OFFLOADED_KERNELS: frozenset[str] = frozenset(
-    {EmbeddingComputeKernel.FUSED_UVM.value, _CACHING}
-)
-"""Fused kernels whose tables live in the host's memory."""
-
-_SEQUENCE_TABLES: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Module that a sharder takes -> its tables that are not pooled."""
-
-TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
-"""TorchRec's modules that hold tables."""
-
-_WORST = ("adam", 2, 0)
-_OPTIMIZERS: Mapping[str, tuple[str, int, int]] = {
-    name: kept
-    for names, kept in (
-        ("SGD EXACT_SGD NONE", ("sgd", 0, 0)),
-        (
-            "RowWiseAdagrad EXACT_ROWWISE_ADAGRAD EMAINPLACE_ROWWISE_ADAGRAD",
-            ("rowwise_adagrad", 0, 1),
-        ),
-        ("Adagrad EXACT_ADAGRAD LarsSGD LARS_SGD", ("adagrad", 1, 0)),
-        (
-            "PartialRowWiseAdam PARTIAL_ROWWISE_ADAM PartialRowWiseLAMB "
-            "PARTIAL_ROWWISE_LAMB ENSEMBLE_ROWWISE_ADAGRAD",
-            ("adagrad", 1, 1),
-        ),
-        ("Adam ADAM LAMB", _WORST),
-    )
-    for name in names.split()
-}
-"""Class of torch.optim's or torchrec.optim's, or member of FBGEMM's EmbOptimType -> the
-optimizer as which it is costed, and the fp32 values that FBGEMM keeps for each weight
-and for each row of a shard. Others count as the worst of these."""
-_COUNTERS: Mapping[str, int] = {"COUNTER": 2, "COWCLIP": 2, "DECOUPLE_GLOBAL": 1}
-"""Weight decay mode of row-wise Adagrad -> values more for each row."""
-_STATE_BYTES = 4
 
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Said of features that nobody described."""
-
-_SHARDERS_OPTIMIZER, _SHARDERS_COUNTERS, _CODECS, _DISTINCT = (
-    "sharders_optimizer",
-    "sharders_counters",
-    "wire_codecs",
-    "looks_up_distinct",
-)
-_SHARDERS_CACHE_LOAD, _OUTPUT_BYTES = "sharders_cache_load", "output_bytes"
-"""Attributes of an option: see `note_sharders`."""
-_IS_POOLED, _FACTS, _VERDICT = "sums_rows", "table_facts", "verdict"
-"""Attributes of an option: what was found out about it and its table."""
-
-
-def device_tier(topology: Topology) -> str:
-    """Return the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
-    return "hbm" if is_accelerator(topology.compute_device) else "ddr"
-
-
-def table_name(option: ShardingOption) -> str:
-    """Return the path of the option's module and the table's name, "module.table"."""
-    return f"{option.path}.{option.name}" if option.path else str(option.name)
-
-
-def is_dense(option: ShardingOption) -> bool:
-    """Whether the option runs PyTorch's own kernels instead of a fused one."""
-    return bool(option.compute_kernel == _DENSE)
-
-
-def has_cache(option: ShardingOption) -> bool:
-    """Whether a table in the host's memory has a cache of rows on the device."""
-    return bool(option.compute_kernel == _CACHING)
-
-
-def has_open_cache(option: ShardingOption) -> bool:
-    """Whether nobody said how many rows a table's cache holds."""
-    return has_cache(option) and cache_load(option) is None and not option.enforce_hbm
-
-
-def is_lfu(option: ShardingOption) -> bool:
-    """Whether a table's cache of rows lets the least frequently used ones go."""
-    params = option.cache_params
-    algorithm = params.algorithm if params is not None else None
-    return algorithm is not None and algorithm.name == "LFU"
-
-
-def loads_ahead(option: ShardingOption) -> bool:
-    """Whether a table's cache is ready for being loaded before lookups."""
-    params = option.cache_params
-    return params is not None and bool(params.prefetch_pipeline)
-
-
-def cache_load(option: ShardingOption) -> float | None:
-    """Return the share of a table's rows that its cache is asked to hold.
-
-    None where neither its constraint nor its sharder says: TorchRec's is then
-    `UVM_CACHING_RATIO`.
-    """
-    params = option.cache_params
-    load = params.load_factor if params is not None else None
-    return vars(option).get(_SHARDERS_CACHE_LOAD) if load is None else float(load)
-
-
-def is_fused(option: ShardingOption) -> bool:
-    """Whether the option runs FBGEMM's fused kernel, wherever its rows are."""
-    return option.compute_kernel == _FUSED or option.compute_kernel in OFFLOADED_KERNELS
-
-
-def is_pooled(option: ShardingOption) -> bool:
-    """Whether a table's rows are summed for each sample, or else sent one by one.
-
-    TorchRec takes sequences for pooled where another module, such as a tower, holds
-    their collection.
-    """
-    known: bool | None = vars(option).get(_IS_POOLED)
-    if known is None:
-        module = option.module[1]
-        if module not in _SEQUENCE_TABLES:
-            _SEQUENCE_TABLES[module] = {
-                config.name
-                for child in module.modules()
-                if isinstance(child, EmbeddingCollectionInterface)
-                for config in child.embedding_configs()
-            }
-        known = bool(option.is_pooled) and option.name not in _SEQUENCE_TABLES[module]
-        vars(option)[_IS_POOLED] = known
-    return known
-
-
-def is_quantised(option: ShardingOption) -> bool:
-    """Whether the option runs a kernel of quantised tables, which are not trained."""
-    return str(option.compute_kernel).startswith("quant")
-
-
-def _codec_fault(option: ShardingOption) -> str | None:
-    """Return why the codecs of an option's collectives cannot carry its outputs."""
-    for collective, codecs in _used_codecs(option).items():
-        for codec in codecs:
-            told = f"codec '{codec.name}' of {collective}"
-            if collective == _SCATTER and codec.name not in _SUMMABLE:
-                return (
-                    f"{told}: its values cannot be added up, as "
-                    f"{option.sharding_type} sharding needs. Quantise that collective "
-                    "to fp16 or bf16, or leave it out (comm_ops of "
-                    "get_qcomm_codecs_registry)"
-                )
-            # Of sequences any number of ids may be sent to a rank.
-            times = int(option.batch_size) if is_pooled(option) else 1
-            for width in sorted({int(s.size[1]) for s in sample_shards(option)}):
-                if width * times % codec.row_values:
-                    return (
-                        f"{told} takes rows of {codec.row_values} values, which "
-                        f"{times} x {width} columns do not fill. Choose fp16, or an "
-                        f"embedding_dim that is a multiple of {codec.row_values}"
-                    )
-    return None
-
-
-def _used_codecs(
-    option: ShardingOption,
-) -> dict[str, tuple[WireCodec, WireCodec]]:
-    """Collective that an option's outputs take -> its codecs, if any is quantised."""
-    kind = SHARDING_TYPES.get(option.sharding_type)
-    known = vars(option).get(_CODECS, {})
-    if kind is None or kind.is_replicated or not known:
-        return {}
-    name = kind.pooled if is_pooled(option) else kind.sequences
-    ops = _COMM_OPS[name][0 if is_pooled(option) else 1]
-    return {op: known.get(op, _uncoded(output_bytes(option))) for op in ops}
-
-
-@functools.cache
-def _uncoded(value_bytes: float) -> tuple[WireCodec, WireCodec]:
-    return (WireCodec(wire_bytes=value_bytes),) * 2
-
-
-def output_bytes(option: ShardingOption) -> float:
-    """Return the bytes of a value of a table's outputs, and of their gradients.
-
-    `output_dtype` of a constraint or of a sharder's fused_params sets it; where tables
-    of a module differ, TorchRec joins their outputs in the widest.
-    """
-    return float(vars(option).get(_OUTPUT_BYTES, 4.0))
-
-
-def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
-    """Return how an option's output values travel, and its gradients."""
-    used = _used_codecs(option).values()
-    if not used:
-        return _uncoded(output_bytes(option))
-    # Of two collectives one after the other, the larger.
-    forward, backward = (
-        max((codecs[i] for codecs in used), key=lambda c: c.wire_bytes) for i in (0, 1)
-    )
-    return forward, backward
-
-
-def is_summed(option: ShardingOption) -> bool:
-    """Whether a collective that may have codecs adds up an option's outputs."""
-    return _SCATTER in _used_codecs(option)
-
-
-def has_own_optimizer(option: ShardingOption) -> bool:
-    """Whether `apply_optimizer_in_backward` gave the table an optimizer."""
-    return bool(optimizer_classes(option.tensor))
-
-
-def note_sharders(
-    options: Sequence[ShardingOption], sharders: Mapping[str, Any]
-) -> None:
-    """Leave on options what only their sharders know.
-
-    That is the optimizer and the size of caches that fused parameters ask for, the
-    codecs of quantised collectives, whether repeated ids are looked up once, and the
-    width of a module's outputs.
-    TorchRec shows sharders to enumerators and estimators alone; the other parts of a
-    planner read it off the option, and copies keep it.
-
-    Args:
-        options: Changed in place.
-        sharders: By module type: sharders, or what TorchRec gives estimators of them;
-            that leaves alone what the sharder itself has said before.
-    """
-    params_of = sharder_params(sharders)
-    asked = {
-        kind: (
-            optimizer.name if isinstance(optimizer, Enum) else str(optimizer),
-            params,
-        )
-        for kind, params in params_of.items()
-        if (optimizer := params.get("optimizer")) is not None
-    }
-    loads = {
-        kind: float(load)
-        for kind, params in params_of.items()
-        if (load := params.get("cache_load_factor"))
-    }
-    codecs = {kind: found for kind, s in sharders.items() if (found := wire_codecs(s))}
-    known = {kind for kind, s in sharders.items() if is_sharder(s)}
-    distinct = {kind for kind in known if removes_repeats(sharders[kind])}
-    types = {kind: params.get("output_dtype") for kind, params in params_of.items()}
-    sizes: dict[str, set[int]] = {}
-    for option in options:
-        own = option.output_dtype or types.get(option.module_type_key)
-        size = 2 if own is not None and own.name in ("FP16", "BF16") else 4
-        sizes.setdefault(option.path, set()).add(size)
-    half = any(2 in found for found in sizes.values())
-    for option in options if asked or loads or codecs or distinct or half else ():
-        kind, attributes = option.module_type_key, vars(option)
-        attributes.pop(_FACTS, None)
-        attributes.pop(_VERDICT, None)
-        if kind in asked:
-            attributes[_SHARDERS_OPTIMIZER] = asked[kind][0]
-            attributes[_SHARDERS_COUNTERS] = _num_counters(*asked[kind])
-        if kind in loads:
-            attributes[_SHARDERS_CACHE_LOAD] = loads[kind]
-        if kind in codecs and (kind in known or _CODECS not in attributes):
-            attributes[_CODECS] = codecs[kind]
-        if kind in distinct:
-            attributes[_DISTINCT] = True
-        if half:  # of one table alone no more is known than of all before
-            attributes.setdefault(_OUTPUT_BYTES, max(sizes[option.path]))
-
-
-def _num_counters(optimizer: str, settings: Mapping[str, Any]) -> int:
-    """Values that an optimizer with these settings counts for each row of a shard."""
-    if _OPTIMIZERS.get(optimizer, _WORST)[0] == "adam":
-        extra = settings.get("extra_optimizer_config")
-        return int(extra is not None and extra.use_rowwise_bias_correction)
-    mode = settings.get("weight_decay_mode")
-    is_counted = optimizer in ("RowWiseAdagrad", "EXACT_ROWWISE_ADAGRAD")
-    return _COUNTERS.get(mode.name, 0) if is_counted and mode is not None else 0
-
-
-def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
-    """Return TorchRec's configurations of the tables in `module`."""
-    for child in module.modules():
-        if isinstance(child, EmbeddingBagCollectionInterface):
-            yield from child.embedding_bag_configs()
-        elif isinstance(child, EmbeddingCollectionInterface):
-            yield from child.embedding_configs()
-
-
-def is_modelled_config(config: BaseEmbeddingConfig) -> bool:
-    """Whether the cost model knows tables of such a configuration."""
-    return bool(
-        config.data_type.value.lower() in DATA_TYPE_BYTES
-        and config.num_embeddings > 0
-        and config.embedding_dim > 0
-        and config.embedding_dim % COLUMN_MULTIPLE == 0
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,17 +209,17 @@ class TableReader:
             key = option.path, option.name, is_dense(option)
             if key not in found:
                 found[key] = self.facts(option)
-            vars(option)[_FACTS] = found[key]
+            vars(option)[FACTS] = found[key]
 
     def facts(self, option: ShardingOption) -> _Facts:
         """Return what is known of the option's table; equal for its copies alone."""
-        known: _Facts | None = vars(option).get(_FACTS)
+        known: _Facts | None = vars(option).get(FACTS)
         if (
             known is None
             or known.reader is not self
             or known.is_dense != is_dense(option)
         ):
-            known = vars(option)[_FACTS] = self._find_facts(option)
+            known = vars(option)[FACTS] = self._find_facts(option)
         return known
 
     def _find_facts(self, option: ShardingOption) -> _Facts:
@@ -548,13 +230,13 @@ class TableReader:
             optimizer = own[0].__name__ if own else str(module.optimizer)
         else:
             # Dense kernels read no fused_params; FBGEMM's own default is SGD.
-            asked = None if dense else noted.get(_SHARDERS_OPTIMIZER)
+            asked = None if dense else noted.get(SHARDERS_OPTIMIZER)
             optimizer = asked or "SGD"
-        _, per_value, per_row = _OPTIMIZERS.get(optimizer, _WORST)
+        _, per_value, per_row = OPTIMIZERS.get(optimizer, WORST_OPTIMIZER)
         if arguments:
-            per_row += _num_counters(optimizer, arguments[0])
-        elif optimizer == noted.get(_SHARDERS_OPTIMIZER):
-            per_row += noted[_SHARDERS_COUNTERS]
+            per_row += num_counters(optimizer, arguments[0])
+        elif optimizer == noted.get(SHARDERS_OPTIMIZER):
+            per_row += noted[SHARDERS_COUNTERS]
         features = max(1, len(config.feature_names if config is not None else ()))
         pooling = config.pooling if isinstance(config, EmbeddingBagConfig) else None
         return _Facts(
@@ -566,7 +248,7 @@ class TableReader:
             and is_modelled_config(config)
             and tensor.dim() == 2,
             optimizer=optimizer,
-            state_bytes=(_STATE_BYTES * per_value, _STATE_BYTES * per_row),
+            state_bytes=(STATE_BYTES * per_value, STATE_BYTES * per_row),
             bags=sum(self._batch_shares(option.name, features, option.batch_size)),
             kernel=(
                 str(config and config.data_type),
@@ -609,7 +291,7 @@ class TableReader:
                 f"of a module; batch_sizes has {min(samples):g} beside "
                 f"{option.batch_size}. Allow other sharding types"
             )
-        return _codec_fault(option)
+        return codec_fault(option)
 
     def _is_weighted(self, option: ShardingOption) -> bool:
         """Whether lookups carry weights, given or made by a feature processor.
@@ -633,7 +315,7 @@ class TableReader:
 
     def _verdict(self, option: ShardingOption) -> _Verdict:
         """Say once what an option's type, kernel and shards allow."""
-        known: _Verdict | None = vars(option).get(_VERDICT)
+        known: _Verdict | None = vars(option).get(VERDICT)
         shards = sample_shards(option)
         if (
             known is None
@@ -643,7 +325,7 @@ class TableReader:
             or known.compute_kernel != option.compute_kernel
         ):
             kind = SHARDING_TYPES.get(option.sharding_type)
-            known = vars(option)[_VERDICT] = _Verdict(
+            known = vars(option)[VERDICT] = _Verdict(
                 reader=self,
                 shards=shards,
                 sharding_type=option.sharding_type,
@@ -664,7 +346,7 @@ class TableReader:
 
     def optimizer(self, option: ShardingOption) -> str:
         """Return the table's optimizer, by a name that the cost models know."""
-        return _OPTIMIZERS.get(self.optimizer_name(option), _WORST)[0]
+        return OPTIMIZERS.get(self.optimizer_name(option), WORST_OPTIMIZER)[0]
 
     def optimizer_name(self, option: ShardingOption) -> str:
         """Return what TorchRec or FBGEMM calls the table's optimizer."""
@@ -672,7 +354,7 @@ class TableReader:
 
     def knows_optimizer(self, option: ShardingOption) -> bool:
         """Whether it is known what the table's optimizer keeps."""
-        return self.optimizer_name(option) in _OPTIMIZERS
+        return self.optimizer_name(option) in OPTIMIZERS
 
     def state_bytes(self, option: ShardingOption) -> tuple[int, int]:
         """Return the optimizer's state for each weight, and each row of a shard."""
@@ -699,7 +381,7 @@ class TableReader:
 
     def looks_up_distinct(self, option: ShardingOption) -> bool:
         """Whether repeated ids of a local batch are sent and looked up once."""
-        return not is_pooled(option) and bool(vars(option).get(_DISTINCT))
+        return not is_pooled(option) and bool(vars(option).get(DISTINCT))
 
     def repeats(self, option: ShardingOption) -> float:
         """Return how many times as many ids a table's samples have as are looked up.

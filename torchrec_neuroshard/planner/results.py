@@ -18,16 +18,18 @@ from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.cautions import cautions, optimizer_notes
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.memory import MemoryModel
-from torchrec_neuroshard.planner.partitioner import SearchRecord
-from torchrec_neuroshard.planner.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.reader import (
-    DEFAULT_INPUTS,
+from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
-    TableReader,
     device_tier,
     has_cache,
     is_fused,
     table_name,
+)
+from torchrec_neuroshard.planner.partitioner import SearchRecord
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.reader import (
+    DEFAULT_INPUTS,
+    TableReader,
 )
 from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.report import PlanReport, explain

@@ -31,15 +31,17 @@ from torchrec_neuroshard.planner.kernels import (
     is_estimated,
     miss_curve,
 )
-from torchrec_neuroshard.planner.placed import task_of
-from torchrec_neuroshard.planner.reader import (
+from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
-    TableReader,
     device_tier,
     has_open_cache,
     has_own_optimizer,
     is_fused,
     table_name,
+)
+from torchrec_neuroshard.planner.placed import task_of
+from torchrec_neuroshard.planner.reader import (
+    TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import (
     sample_shards,

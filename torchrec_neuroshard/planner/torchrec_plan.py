@@ -27,11 +27,13 @@ from torchrec_neuroshard.planner.compat import (
     report_full,
     sharders_by_type,
 )
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
+from torchrec_neuroshard.planner.option_facts import (
     is_pooled,
     note_sharders,
     table_name,
+)
+from torchrec_neuroshard.planner.reader import (
+    TableReader,
 )
 from torchrec_neuroshard.sharding_types import COLUMN_WISE
 

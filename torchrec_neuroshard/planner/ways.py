@@ -9,10 +9,12 @@ from typing import Any
 
 from torchrec.distributed.planner.types import Shard, ShardingOption
 
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
+from torchrec_neuroshard.planner.option_facts import (
     is_pooled,
     option_codecs,
+)
+from torchrec_neuroshard.planner.reader import (
+    TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,

@@ -60,13 +60,15 @@ from torchrec_neuroshard.planner.given_plans import (
     plan_entries,
 )
 from torchrec_neuroshard.planner.memory import RankMemory
-from torchrec_neuroshard.planner.outline import outline_of
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
+from torchrec_neuroshard.planner.option_facts import (
     device_tier,
     has_cache,
     loads_ahead,
     table_name,
+)
+from torchrec_neuroshard.planner.outline import outline_of
+from torchrec_neuroshard.planner.reader import (
+    TableReader,
 )
 from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.profiles import FeatureProfile
