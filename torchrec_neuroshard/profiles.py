@@ -59,6 +59,10 @@ COUNT_BIN_HIGH: npt.NDArray[np.float64] = np.array(
     [2.0**j for j in range(NUM_COUNT_BINS - 1)] + [np.inf]
 )
 """Largest count of each bin: 1, 2, 4, 8, ..., 32768, infinity."""
+_COUNTS = np.arange(1, 4096)
+_DIGITS = 60.0
+"""Counts whose share is below exp(-60) of the largest are left out."""
+_BINS_OF_COUNTS = np.searchsorted(COUNT_BIN_HIGH, _COUNTS)
 
 DEFAULT_ZIPF_EXPONENT = 1.05
 """Assumed skew where nothing was profiled: the power law of NVIDIA's synthetic
@@ -425,13 +429,18 @@ class _RareIds:
     def fresh_histogram(self, more: float) -> npt.NDArray[np.float64]:
         """How the counts of ids met for the first time are distributed, sums to 1."""
         success = more * self.scale / (1 + more * self.scale)
-        count = np.arange(1, 4096)
-        log_step = np.log((count[:-1] + self.shape) * success / (count[:-1] + 1))
+        # From about shape * odds on, a share is about `success` times the last one.
+        last = max(0.0, self.shape) * more * self.scale + _DIGITS / -math.log(success)
+        count = _COUNTS[: min(_COUNTS.size, math.ceil(last) + 2)]
+        log_step = np.log((count[:-1] + self.shape) * success / count[1:])
         log_share = np.concatenate([[0.0], np.cumsum(log_step)])
         share = np.exp(log_share - log_share.max())
-        bins = np.searchsorted(COUNT_BIN_HIGH, count)
         histogram = np.zeros(NUM_COUNT_BINS)
-        np.add.at(histogram, bins, share / share.sum())
+        histogram += np.bincount(
+            _BINS_OF_COUNTS[: count.size],
+            share / share.sum(),
+            minlength=NUM_COUNT_BINS,
+        )
         return histogram
 
 
@@ -450,6 +459,8 @@ def _extrapolate(
         scale[:3] = rare.scale
         fresh = rare.num_fresh(float(ids[0]), more) * rare.fresh_histogram(more)
     # Further lookups of a known id are negative binomial under that posterior.
+    some = ids > 0
+    ids, mean_count, shape, scale = (a[some] for a in (ids, mean_count, shape, scale))
     further = COUNT_BIN_HIGH[None, :-1] - mean_count[:, None]
     below = np.where(
         further > -1,
