@@ -425,6 +425,13 @@ def gap_of(row: Mapping[str, Any]) -> str:
     return f"{100 * (row['ms'] / row['bound_ms'] - 1):.1f} %{proven}"
 
 
+def outside_search(row: dict[str, Any]) -> str:
+    """Return the CPU seconds of `plan()` that no search took; "-" of rivals."""
+    if "search_seconds" not in row:
+        return "-"
+    return f"{row['seconds'] - row['search_seconds']:.2f}"
+
+
 def seconds_to_hold(row: Mapping[str, Any]) -> str:
     """Say when the search held a plan nearly as good as its last."""
     curve = row.get("progress")
@@ -514,6 +521,7 @@ def page(
                 f"{over:.4f}",
                 gap_of(row),
                 f"{row['seconds']:.2f}",
+                outside_search(row),
                 seconds_to_hold(row),
                 f"{row['peak_mib'] - row['base_mib']:.0f}",
                 ", ".join(f"{n} {k}" for k, n in row["types"].items()),
@@ -528,6 +536,7 @@ def page(
         "over ours",
         "gap",
         "`plan()` CPU s",
+        "of it outside the search",
         f"within {NEAR:.0%} after s",
         "MiB more",
         "tables by type and kernel",
