@@ -425,7 +425,7 @@ def gap_of(row: Mapping[str, Any]) -> str:
     return f"{100 * (row['ms'] / row['bound_ms'] - 1):.1f} %{proven}"
 
 
-def outside_search(row: dict[str, Any]) -> str:
+def outside_search(row: Mapping[str, Any]) -> str:
     """Return the CPU seconds of `plan()` that no search took; "-" of rivals."""
     if "search_seconds" not in row:
         return "-"

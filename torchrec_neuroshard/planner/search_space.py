@@ -44,6 +44,7 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import (
+    SharedShard,
     sample_shards,
     unpriced_shards,
     without_estimates,
@@ -276,7 +277,7 @@ def _with_ranks(option: ShardingOption, held: Sequence[ColumnShard]) -> list[Sha
     for number, shard in _numbered(unpriced_shards(option)):
         row, column = (int(n) for n in shard.offset)
         placed.append(
-            Shard(
+            SharedShard(
                 size=shard.size,
                 offset=shard.offset,
                 storage=copy.copy(shard.storage),

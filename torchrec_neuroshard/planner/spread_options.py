@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torchrec.distributed.planner.types import Perf, Shard, ShardingOption
 
@@ -18,6 +18,7 @@ from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
 __all__ = [
     "PricedShard",
+    "SharedShard",
     "SpreadOption",
     "price_later",
     "sample_shards",
@@ -32,7 +33,34 @@ _PRICED_AT_ONCE = 2**14
 """Shards, about, that are priced together once one of them is looked at."""
 
 
-class PricedShard(Shard):
+class SharedShard(Shard):
+    """A shard whose copies share its size, offset and storage, which nobody changes.
+
+    TorchRec copies all shards of a plan: of replicated tables, one for each rank.
+    """
+
+    def __copy__(self) -> Self:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(vars(self))
+        return new
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Copy the shard; a cost that nobody has asked for stays so."""
+        new = copy.copy(self)
+        if "perf" in vars(self):
+            new.perf = copy.copy(self.perf)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Shard, (self.size, self.offset, self.storage, self.perf, self.rank)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shard) and _fields(self) == _fields(other)
+
+    __hash__ = Shard.__hash__
+
+
+class PricedShard(SharedShard):
     """A shard that is priced when its `perf` is read.
 
     Args:
@@ -56,26 +84,6 @@ class PricedShard(Shard):
     @perf.setter
     def perf(self, perf: Perf | None) -> None:
         self.__dict__["perf"] = perf
-
-    def __copy__(self) -> PricedShard:
-        new = PricedShard.__new__(PricedShard)
-        new.__dict__.update(vars(self))
-        return new
-
-    def __deepcopy__(self, memo: dict[int, object]) -> PricedShard:
-        """Copy the shard; a cost that nobody has asked for stays so."""
-        new = copy.copy(self)
-        if "perf" in vars(self):
-            new.perf = copy.copy(self.perf)
-        return new
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Shard, (self.size, self.offset, self.storage, self.perf, self.rank)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shard) and _fields(self) == _fields(other)
-
-    __hash__ = Shard.__hash__
 
 
 def _fields(shard: Shard) -> tuple[Any, ...]:

@@ -96,16 +96,15 @@ def is_placeable(option: ShardingOption, reader: TableReader) -> bool:
     size = kind.block_size(reader.world_size, reader.node_size)
     # Rows of a bucket stay together, and of ranks with unlike memory are unlike.
     rows, shards = int(option.tensor.shape[0]), sample_shards(option)
+    count = int(option.num_shards)
+    if count % size or not 0 < count <= reader.world_size:
+        return False
+    if int(shards[0].size[1]) != int(shards[-1].size[1]):
+        return False
+    if len(shards) < count:  # not listed yet, and even
+        return True
     block = [kind.rows_at(place, rows, size)[1] for place in range(size)]
-    listed = len(shards) == option.num_shards
-    return (
-        option.num_shards % size == 0
-        and 0 < option.num_shards <= reader.world_size
-        and int(shards[0].size[1]) == int(shards[-1].size[1])
-        and not (
-            listed and [int(s.size[0]) for s in shards] != block * (len(shards) // size)
-        )
-    )
+    return block * (count // size) == [int(s.size[0]) for s in shards]
 
 
 def useful_ways(
