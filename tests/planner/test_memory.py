@@ -233,7 +233,7 @@ def test_a_rank_holds_its_outputs_and_sends_every_column_shard_the_ids() -> None
     planner.plan(make_ebc([(1000, 64)] * 2), bag_sharders())
     options = planner.get_selected_options()
     plain, ahead, prefetched = (
-        MemoryModel(planner.topology, planner.costs.reader, pipeline_type=pipeline)
+        MemoryModel(planner.costs.reader, pipeline_type=pipeline)
         .ranks(options)[4]
         .activations
         for pipeline in (None, "train_sparse_dist", "train_prefetch_sparse_dist")

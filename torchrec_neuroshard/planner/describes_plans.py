@@ -262,7 +262,7 @@ class DescribesPlans(EmbeddingShardingPlanner):
 
         Returns:
             What `print` shows as text and `write_html` as a page: what the last plan
-            saves against the other one, and which tables lie otherwise.
+            saves against the other one, and which tables are placed differently.
 
         Raises:
             ConfigError: Nothing has been planned yet.

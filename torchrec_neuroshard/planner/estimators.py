@@ -142,9 +142,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
             **given,
         )
         self._reader = reader
-        self.memory = MemoryModel(
-            topology, reader, constraints, pipeline_type=pipeline_type
-        )
+        self.memory = MemoryModel(reader, pipeline_type=pipeline_type)
 
     def estimate(
         self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any

@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torchrec.distributed.planner.types import (
-    ParameterConstraints,
     Shard,
     ShardingOption,
     Storage,
@@ -59,7 +58,6 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
-from torchrec_neuroshard.planner.topology import node_size
 from torchrec_neuroshard.schedules import PREFETCHING
 
 __all__ = ["INSTANTS", "MemoryModel", "RankMemory", "StaticMemory"]
@@ -254,32 +252,20 @@ class _Shards:
 
 
 class MemoryModel:
-    """Foretells what shards and ranks allocate on CUDA devices.
+    """Predicts what shards and ranks allocate on CUDA devices.
 
     Attributes:
         is_lenient: Whether TorchRec's estimator counts all memory, for now.
 
     Args:
-        topology: The devices to plan for.
-        reader: Describes the tables.
-        constraints: Table name -> TorchRec's constraints on it.
+        reader: Describes the tables and the devices.
         pipeline_type: A member of TorchRec's `PipelineType`, or None: of a plain loop.
             Pipelines hold the batches that they prepare.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        reader: TableReader,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
-        *,
-        pipeline_type: Any = None,
-    ) -> None:
-        self._world_size = int(topology.world_size)
-        self._node = node_size(topology)
-        self._devices, self._tier = topology.devices, device_tier(topology)
+    def __init__(self, reader: TableReader, *, pipeline_type: Any = None) -> None:
         self._reader = reader
-        self._constraints = constraints or {}
+        self._tier = device_tier(reader.topology)
         name = torchrec_pipeline(pipeline_type).value
         self._is_pipelined = name in _NUM_SENT
         self._num_sent = _NUM_SENT.get(name, (0,) * len(INSTANTS))
@@ -296,7 +282,7 @@ class MemoryModel:
             self.is_lenient = False
 
     def knows(self, option: ShardingOption) -> bool:
-        """Whether it can foretell the memory of an option's shards."""
+        """Whether it can predict the memory of an option's shards."""
         counted = self._tier == "hbm" and not self.is_lenient
         known = is_fused(option) or is_dense(option)
         return counted and known and self._reader.has_cost(option)
@@ -305,9 +291,9 @@ class MemoryModel:
         """Return what sets the memory of an option that it knows: fields of `_Ways`."""
         kind, dense = option.sharding_type, is_dense(option)
         facts, table = self._reader.facts(option), self._reader.table(option)
-        local, world = float(option.batch_size), 1 if dense else self._world_size
+        local, world = float(option.batch_size), 1 if dense else self._reader.world_size
         by_rows, by_node = kind in _BY_ROWS, kind in _BY_NODE
-        parts = (self._node if by_node else world) if by_rows else 1
+        parts = (self._reader.node_size if by_node else world) if by_rows else 1
         offloaded = _is_offloaded(option)
         return (
             table.pooling_factor * local * world / parts,
@@ -395,7 +381,7 @@ class MemoryModel:
         return float(total.max()) + _ALLOCATOR
 
     def ranks(self, options: Sequence[ShardingOption]) -> tuple[RankMemory, ...]:
-        """Foretell what each rank of a plan allocates.
+        """Predict what each rank of a plan allocates.
 
         Args:
             options: Placed, one of each table; those that it does not know count with
@@ -403,7 +389,7 @@ class MemoryModel:
         """
         known = [o for o in options if self.knows(o)]
         others = [o for o in options if not self.knows(o)]
-        static_W4 = np.zeros((self._world_size, len(_STATIC)))
+        static_W4 = np.zeros((self._reader.world_size, len(_STATIC)))
         for shard in (s for o in others for s in o.shards if s.storage):
             static_W4[shard.rank, 0] += getattr(shard.storage, self._tier)
         shards, rank_N, kernel_N = self._placed(known)
@@ -417,7 +403,7 @@ class MemoryModel:
         # Autograd begins with the last, the replicated tables.
         waits_N = waits_T.astype(np.bool_)[shards.option]
         held_N6[waits_N, -1] = held_N6[waits_N, 0]
-        held_W6 = np.zeros((self._world_size, len(INSTANTS)))
+        held_W6 = np.zeros((self._reader.world_size, len(INSTANTS)))
         if known:
             held_W6 += self._common(known) + self._of_modules(known)
             held_W6 += _ALLOCATOR
@@ -429,7 +415,7 @@ class MemoryModel:
         passing_W6 = np.zeros_like(held_W6)
         np.maximum.at(passing_W6, rank_K, passing_K6)
         total_W6 = held_W6 + passing_W6
-        num_kernels_W = np.bincount(rank_K, minlength=self._world_size)
+        num_kernels_W = np.bincount(rank_K, minlength=self._reader.world_size)
         return tuple(
             RankMemory(
                 static=StaticMemory(**dict(zip(_STATIC, static, strict=True))),
@@ -472,7 +458,10 @@ class MemoryModel:
         """
         over = []
         for found, left, whole in zip(
-            self.ranks(options), room.devices, self._devices, strict=True
+            self.ranks(options),
+            room.devices,
+            self._reader.topology.devices,
+            strict=True,
         ):
             has, of = (getattr(d.storage, self._tier) for d in (left, whole))
             if found.peak > has:
@@ -553,7 +542,7 @@ class MemoryModel:
         # Of sequences, lengths as they arrived and as they are sent back, until the
         # step ends; of those cut by rows, also where each id came from.
         extra = 2 * _LENGTH * f
-        extra += np.where(w.by_rows[t], _INDEX * n * parts / self._world_size, 0)
+        extra += np.where(w.by_rows[t], _INDEX * n * parts / self._reader.world_size, 0)
         before = saved + np.where(sequence, extra, 0)
         after = before + np.where(dense, 0, gradient)
         held = np.repeat(after[:, None], len(INSTANTS), axis=1)
@@ -608,7 +597,7 @@ class MemoryModel:
     def _is_reduced_at_once(self, option: ShardingOption) -> bool:
         """Whether a reduce-scatter alone brings the outputs to their samples."""
         kind = option.sharding_type
-        within = kind in _BY_NODE and self._world_size <= self._node
+        within = kind in _BY_NODE and self._reader.world_size <= self._reader.node_size
         return within or kind == ShardingType.ROW_WISE.value
 
     def _num_pieces(self, option: ShardingOption) -> tuple[int, int]:
@@ -618,9 +607,9 @@ class MemoryModel:
         """
         columns = len({int(s.offset[1]) for s in option.shards})
         if option.sharding_type == ShardingType.ROW_WISE.value:
-            return 1, self._world_size
+            return 1, self._reader.world_size
         if option.sharding_type in _BY_NODE:
-            return columns, columns * self._node
+            return columns, columns * self._reader.node_size
         return columns, columns
 
     def _of_modules(self, options: Sequence[ShardingOption]) -> Floats:
