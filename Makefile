@@ -28,7 +28,7 @@ GATE_ARGS ?=
 REPRODUCE_ARGS ?=
 TABLES ?=
 # Releases of torchrec that are supported.
-VERSIONS ?= $(shell $(BIN)/python -c "from torchrec_neuroshard.doctor import \
+VERSIONS ?= $(shell $(BIN)/python -c "from torchrec_neuroshard.hardware.doctor import \
 	SUPPORTED_RELEASES as found; print(*found.values())")
 
 # Another folder beside another interpreter: make test PYTHON=python3.12 VENV=.venv312

@@ -38,8 +38,8 @@ from published.links import (
 from published.page import card_table, kernel_table, link_table, overlap_table
 from published.rivals import stock_estimate
 from published.traces import overlaps, read_trace
-from torchrec_neuroshard.cost_models.comms_published import CollectiveConstants
-from torchrec_neuroshard.cost_models.physical import PhysicalConstants
+from torchrec_neuroshard.models.physical import PhysicalConstants
+from torchrec_neuroshard.models.published_links import CollectiveConstants
 
 
 def kernel_models(rows: list[KernelRow]) -> dict[str, dict[KernelRow, float]]:

@@ -68,15 +68,15 @@ from torchrec_neuroshard import (
     TableConfig,
     topology_for,
 )
-from torchrec_neuroshard.workloads import (
+from torchrec_neuroshard.costs.sample_tasks import (
     PRODUCTION_WIDTHS,
     TaskConfig,
-    generate_dlrm_tables,
-    load_json,
-    mlperf_dlrm_v2,
     power_of_two_widths,
     sample_tasks,
 )
+from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
+from torchrec_neuroshard.tables.loaders import load_json
+from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 GIB = 2**30
 NODE = 8

@@ -37,14 +37,12 @@ from harness.provenance import describe_run
 from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
 from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
 from torchrec_neuroshard import TableConfig, load_cost_model
-from torchrec_neuroshard.cost_models import (
-    BandwidthCommsModel,
-    CommsModel,
-    load_comms_model,
-)
+from torchrec_neuroshard.bundles.find import load_comms_model
+from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.errors import NeuroShardError
-from torchrec_neuroshard.simulator import PHASES
-from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
+from torchrec_neuroshard.models.base import CommsModel
+from torchrec_neuroshard.models.collectives import BandwidthCommsModel
+from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 SCHEMA_VERSION = 2
 RACERS = (BEST_PRACTICE, OURS)

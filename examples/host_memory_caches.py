@@ -35,8 +35,8 @@ from torchrec_neuroshard import (
     topology_for,
     write_html,
 )
-from torchrec_neuroshard.gpu_cards import GPU_CARDS
-from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
+from torchrec_neuroshard.hardware.cards import GPU_CARDS
+from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 
 def build_tables(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:

@@ -36,8 +36,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, profile_inputs
-from torchrec_neuroshard.workloads.inputs import draw_batch
-from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
+from torchrec_neuroshard.tables.inputs import draw_batch
+from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 NUM_DENSE_FEATURES = 13
 SHOWN_STEPS = 10

@@ -37,22 +37,23 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from torchrec_neuroshard.collect.timing import PassCounts
-from torchrec_neuroshard.cost_models import CommsModel, CostModel
-from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.option_facts import (
-    table_configs,
-)
-from torchrec_neuroshard.profiles import zipf_profile
-from torchrec_neuroshard.record_store import CommsStore, RecordStore
-from torchrec_neuroshard.records import (
+from torchrec_neuroshard.bundles.fit import build_sets
+from torchrec_neuroshard.costs.simulator import PHASES, Simulator
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
+from torchrec_neuroshard.measure.clock import PassCounts
+from torchrec_neuroshard.measure.records import (
     CommsHeader,
     CommsRecord,
     CostRecord,
     Fingerprint,
     RunHeader,
+)
+from torchrec_neuroshard.measure.store import CommsStore, RecordStore
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.notes import Note
+from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner.option_facts import (
+    table_configs,
 )
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,
@@ -60,10 +61,9 @@ from torchrec_neuroshard.search import (
     Searcher,
     SearchResult,
 )
-from torchrec_neuroshard.simulator import PHASES, Simulator
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables.profile import zipf_profile
+from torchrec_neuroshard.tables.table import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
-from torchrec_neuroshard.training.compute import build_sets
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 MIB, GIB = 2**20, 2**30

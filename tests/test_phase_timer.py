@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.phase_timer import (
     PhaseTimes,
     critical_times,
     embedding_ms,
 )
-from torchrec_neuroshard.simulator import PHASES
 
 Spans = list[tuple[float, float]]
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from torchrec_neuroshard.errors import NeuroShardError
 
 if TYPE_CHECKING:
-    from torchrec_neuroshard.baselines.neuroshard import PaperSearcher
-    from torchrec_neuroshard.cost_models import load_cost_model
+    from torchrec_neuroshard.bundles.find import load_cost_model
+    from torchrec_neuroshard.costs.schedules import DenseMs
+    from torchrec_neuroshard.costs.task import Placement
     from torchrec_neuroshard.monitor import PlanMonitor
+    from torchrec_neuroshard.papers.neuroshard import PaperSearcher
     from torchrec_neuroshard.phase_timer import PhaseTimer
-    from torchrec_neuroshard.placement import Placement
     from torchrec_neuroshard.planner.constraints import PlacementConstraints
     from torchrec_neuroshard.planner.planner import NeuroShardPlanner
     from torchrec_neuroshard.planner.provider import NeuroShardPlannerProvider
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
     from torchrec_neuroshard.plans.rehearse import rehearse
     from torchrec_neuroshard.plans.replan import apply_moves, replan
-    from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
     from torchrec_neuroshard.report.page import write_html
-    from torchrec_neuroshard.schedules import DenseMs
     from torchrec_neuroshard.search.base import SearchConfig, SearchResult
-    from torchrec_neuroshard.tables import TableConfig
+    from torchrec_neuroshard.tables.profile import FeatureProfile, profile_inputs
+    from torchrec_neuroshard.tables.table import TableConfig
 
 __version__ = "0.1.0"
 
@@ -60,23 +60,23 @@ __all__ = [
 ]
 
 _LOCATIONS = {
-    "DenseMs": "torchrec_neuroshard.schedules",
-    "FeatureProfile": "torchrec_neuroshard.profiles",
+    "DenseMs": "torchrec_neuroshard.costs.schedules",
+    "FeatureProfile": "torchrec_neuroshard.tables.profile",
     "NeuroShardPlanner": "torchrec_neuroshard.planner.planner",
     "NeuroShardPlannerProvider": "torchrec_neuroshard.planner.provider",
-    "PaperSearcher": "torchrec_neuroshard.baselines.neuroshard",
+    "PaperSearcher": "torchrec_neuroshard.papers.neuroshard",
     "PhaseTimer": "torchrec_neuroshard.phase_timer",
-    "Placement": "torchrec_neuroshard.placement",
+    "Placement": "torchrec_neuroshard.costs.task",
     "PlacementConstraints": "torchrec_neuroshard.planner.constraints",
     "PlanMonitor": "torchrec_neuroshard.monitor",
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",
-    "TableConfig": "torchrec_neuroshard.tables",
+    "TableConfig": "torchrec_neuroshard.tables.table",
     "apply_moves": "torchrec_neuroshard.plans.replan",
     "group_topology": "torchrec_neuroshard.planner.topology",
-    "load_cost_model": "torchrec_neuroshard.cost_models",
+    "load_cost_model": "torchrec_neuroshard.bundles.find",
     "load_plan": "torchrec_neuroshard.plans.plan_files",
-    "profile_inputs": "torchrec_neuroshard.profiles",
+    "profile_inputs": "torchrec_neuroshard.tables.profile",
     "rehearse": "torchrec_neuroshard.plans.rehearse",
     "replan": "torchrec_neuroshard.plans.replan",
     "save_plan": "torchrec_neuroshard.plans.plan_files",
@@ -94,7 +94,7 @@ def __getattr__(name: str) -> object:
         raise
     except Exception as error:
         # A clashing fbgemm fails in many ways: OSError, RuntimeError, AttributeError.
-        from torchrec_neuroshard.doctor import explain_failure
+        from torchrec_neuroshard.hardware.doctor import explain_failure
 
         explained = explain_failure(f"{__name__}.{name}", error)
         if explained is None:

@@ -46,7 +46,11 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("doctor", ".doctor", "check that torch, fbgemm and torchrec fit together"),
+    Command(
+        "doctor",
+        ".hardware.doctor",
+        "check that torch, fbgemm and torchrec fit together",
+    ),
     Command("collect", ".commands.measure", "measure kernels and collectives here"),
     Command("train", ".commands.bundles", "train a cost model on measurements"),
     Command(
@@ -162,7 +166,7 @@ def _explain(error: Exception) -> Exception | str | None:
         return error
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: '{error.filename}'"
-    from torchrec_neuroshard.doctor import explain_failure
+    from torchrec_neuroshard.hardware.doctor import explain_failure
 
     return explain_failure("this command", error)
 

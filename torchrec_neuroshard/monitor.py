@@ -23,6 +23,7 @@ from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
+from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.phase_timer import (
     InputSampler,
@@ -36,8 +37,7 @@ from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.placed import stage_name
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.plans.replan import ReplanResult, apply_moves, replan
-from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.simulator import PHASES, PredictedCosts
+from torchrec_neuroshard.tables.profile import FeatureProfile
 
 __all__ = ["MonitorReport", "PlanMonitor", "Replanned"]
 

@@ -27,11 +27,15 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_neuroshard.devices import accelerator, is_accelerator, synchronize
+from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.hardware.devices import (
+    accelerator,
+    is_accelerator,
+    synchronize,
+)
 from torchrec_neuroshard.planner.compat import lookups, wait_through
-from torchrec_neuroshard.profiles import FeatureProfile, profile_ids
-from torchrec_neuroshard.simulator import PHASES
+from torchrec_neuroshard.tables.profile import FeatureProfile, profile_ids
 
 __all__ = [
     "InputSampler",

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from torchrec_neuroshard.access import AccessDistribution
-from torchrec_neuroshard.collect.fingerprint import device_fingerprint
-from torchrec_neuroshard.collect.tbe import FusedTables, InputBatch, draw_inputs
-from torchrec_neuroshard.collect.timing import SetTimer
-from torchrec_neuroshard.profiles import zipf_profile
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.measure.clock import SetTimer
+from torchrec_neuroshard.measure.fingerprint import device_fingerprint
+from torchrec_neuroshard.measure.kernels import FusedTables, InputBatch, draw_inputs
+from torchrec_neuroshard.tables.access import AccessDistribution
+from torchrec_neuroshard.tables.profile import zipf_profile
+from torchrec_neuroshard.tables.table import TableConfig
 
 CASES: dict[str, Sequence[tuple[int, ...]]] = {
     "whole": ((64,), (128,), (256,)),

@@ -85,9 +85,8 @@ def make(args: argparse.Namespace) -> None:
 
 def estimate_for(planning: PlanningSettings) -> str:
     """Return the cost model of a user with the bundle's device and no bundle."""
-    from torchrec_neuroshard.cost_models import load_cost_model
-    from torchrec_neuroshard.cost_models.loading import pretrained_names
-    from torchrec_neuroshard.gpu_cards import find_card
+    from torchrec_neuroshard.bundles.find import load_cost_model, pretrained_names
+    from torchrec_neuroshard.hardware.cards import find_card
 
     model = load_cost_model(planning.cost_model, device_type=planning.device)
     card = find_card(model.hardware)
@@ -126,8 +125,8 @@ def time_plans(args: argparse.Namespace) -> None:
     import torch
 
     from planner_comparison.kernels import KernelSettings, KernelTimer
-    from torchrec_neuroshard.collect.fingerprint import device_fingerprint
-    from torchrec_neuroshard.devices import free_cached_memory
+    from torchrec_neuroshard.hardware.devices import free_cached_memory
+    from torchrec_neuroshard.measure.fingerprint import device_fingerprint
 
     torch.set_num_threads(1)
     tasks = read(args.plans)["tasks"]

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from torchrec_neuroshard.collect.compute import default_sampling
-from torchrec_neuroshard.collect.fingerprint import device_fingerprint
-from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
-from torchrec_neuroshard.collect.timing import DeviceClock, SetTimer
-from torchrec_neuroshard.devices import is_accelerator
+from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.measure.clock import DeviceClock, SetTimer
+from torchrec_neuroshard.measure.fingerprint import device_fingerprint
+from torchrec_neuroshard.measure.run import default_sampling
+from torchrec_neuroshard.measure.sets import SamplingConfig, sample_set
 
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
 

@@ -16,9 +16,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
-from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.workloads.inputs import draw_batch, feature_names
+from torchrec_neuroshard.tables.inputs import draw_batch, feature_names
+from torchrec_neuroshard.tables.profile import FeatureProfile, profile_inputs
+from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = [
     "NUM_BATCHES",

@@ -20,9 +20,9 @@ from torchrec.distributed.types import ShardingPlan
 
 from harness.models import ConcatDLRM
 from torchrec_neuroshard import FeatureProfile, NeuroShardPlanner, TableConfig
-from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts
+from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.plans.replan import replan
-from torchrec_neuroshard.simulator import PHASES, PredictedCosts
 
 __all__ = [
     "BEST_PRACTICE",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from harness.options import RunError
-from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
+from torchrec_neuroshard.measure.clock import Reference, keep_freed_memory
 
 __all__ = ["Ranks", "SpeedReference", "machine_speeds", "scaled_median"]
 

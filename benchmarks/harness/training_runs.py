@@ -24,14 +24,14 @@ from harness.models import (
     fill_tables,
     local_tables,
 )
+from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.phase_timer import (
     PhaseTimer,
     critical_times,
     embedding_ms,
 )
-from torchrec_neuroshard.simulator import PHASES
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = ["TrialConfig", "TrialError", "TrialResult", "run_trial", "take_turns"]
 

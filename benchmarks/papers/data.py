@@ -20,27 +20,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE
-from torchrec_neuroshard.baselines.neuroshard_models import (
+from torchrec_neuroshard.costs.sample_tasks import (
+    TaskConfig,
+    cap_rows,
+    power_of_two_widths,
+    sample_tasks,
+)
+from torchrec_neuroshard.costs.task import ShardingTask, format_bytes
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.measure.records import CommsRecord, CostRecord
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.papers.common import PAPER_BATCH_SIZE
+from torchrec_neuroshard.papers.neuroshard_models import (
     PAPER_FEATURES,
     PAPER_WIDTHS,
     ComputeNet,
     columns_in_paper_batch,
     shard_features,
 )
-from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
-from torchrec_neuroshard.errors import ConfigError, RecordError
-from torchrec_neuroshard.features import ShardFeaturizer
-from torchrec_neuroshard.placement import ShardingTask, format_bytes
-from torchrec_neuroshard.records import CommsRecord, CostRecord
-from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.workloads import generate_dlrm_tables, load_json
-from torchrec_neuroshard.workloads.tasks import (
-    TaskConfig,
-    cap_rows,
-    power_of_two_widths,
-    sample_tasks,
-)
+from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
+from torchrec_neuroshard.tables.features import ShardFeaturizer
+from torchrec_neuroshard.tables.loaders import load_json
+from torchrec_neuroshard.tables.table import TableConfig
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from papers.data import DIM, CommsSamples, Floats, Ints, Sets, measured_sets
-from torchrec_neuroshard.baselines.neuroshard_models import (
+from torchrec_neuroshard.bundles.training_loop import fit, seeded, shuffled_batches
+from torchrec_neuroshard.errors import RecordError
+from torchrec_neuroshard.measure.records import CostRecord
+from torchrec_neuroshard.papers.neuroshard_models import (
     PAPER_WIDTHS,
     CommsNets,
     ComputeNet,
     RankTimesNet,
 )
-from torchrec_neuroshard.errors import RecordError
-from torchrec_neuroshard.records import CostRecord
-from torchrec_neuroshard.training.fit import fit, seeded, shuffled_batches
 
 _STD_FLOOR = 1e-6
 """Added to every standard deviation."""

@@ -1,6 +1,6 @@
 """How AutoShard's and DreamShard's policies are trained and judged.
 
-Nets and searches are the library's `baselines.autoshard` and `baselines.dreamshard`.
+Nets and searches are the library's `papers.autoshard` and `papers.dreamshard`.
 Counts and rates are the papers'. Different here, in both:
 
 - Costs are divided by the first plans' mean (stored with the weights), since rates that
@@ -43,10 +43,15 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from torchrec_neuroshard.baselines.autoshard import AutoShardNet, AutoShardSearcher
-from torchrec_neuroshard.baselines.common import whole_placement
-from torchrec_neuroshard.baselines.dreamshard import DreamShardNet, DreamShardSearcher
-from torchrec_neuroshard.baselines.policies import (
+from torchrec_neuroshard.bundles.training_loop import seeded
+from torchrec_neuroshard.costs.simulator import PredictedCosts, Simulator
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.papers.autoshard import AutoShardNet, AutoShardSearcher
+from torchrec_neuroshard.papers.common import whole_placement
+from torchrec_neuroshard.papers.dreamshard import DreamShardNet, DreamShardSearcher
+from torchrec_neuroshard.papers.policies import (
     ILLEGAL,
     Episodes,
     PolicyNet,
@@ -57,12 +62,7 @@ from torchrec_neuroshard.baselines.policies import (
     roll_out,
     view_task,
 )
-from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
-from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import Searcher
-from torchrec_neuroshard.simulator import PredictedCosts, Simulator
-from torchrec_neuroshard.training.fit import seeded
 
 Rng = np.random.Generator
 PlanCosts = Callable[[ShardingTask, Placement], PredictedCosts]

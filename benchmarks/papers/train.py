@@ -28,23 +28,23 @@ import torch
 from papers import data, nets, policies
 from papers.data import Floats, LabelConfig, PolicyTaskConfig
 from papers.nets import FitReport, PaperTrainConfig
-from torchrec_neuroshard.baselines import heuristics
-from torchrec_neuroshard.baselines.neuroshard_models import (
+from torchrec_neuroshard.bundles.find import load_comms_model, load_cost_model
+from torchrec_neuroshard.costs.sample_tasks import cap_rows
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RecordMismatchError
+from torchrec_neuroshard.files import check_folder, from_options
+from torchrec_neuroshard.hardware.devices import BACKENDS
+from torchrec_neuroshard.measure.records import CommsRecord, CostRecord, command_line
+from torchrec_neuroshard.measure.store import read_comms_records, read_records
+from torchrec_neuroshard.models.base import CommsModel
+from torchrec_neuroshard.models.collectives import BandwidthCommsModel
+from torchrec_neuroshard.papers import heuristics
+from torchrec_neuroshard.papers.neuroshard_models import (
     CommsNets,
     ComputeNet,
     NeuroShardModels,
     save_models,
 )
-from torchrec_neuroshard.baselines.policies import Policy, PolicyInfo, save_policy
-from torchrec_neuroshard.cost_models.base import CommsModel
-from torchrec_neuroshard.cost_models.comms import BandwidthCommsModel
-from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_model
-from torchrec_neuroshard.devices import BACKENDS
-from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RecordMismatchError
-from torchrec_neuroshard.files import check_folder, from_options
-from torchrec_neuroshard.record_store import read_comms_records, read_records
-from torchrec_neuroshard.records import CommsRecord, CostRecord, command_line
-from torchrec_neuroshard.workloads import cap_rows
+from torchrec_neuroshard.papers.policies import Policy, PolicyInfo, save_policy
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from planner_comparison.plans import Collective
 from published.links import read_links
-from torchrec_neuroshard.gpu_cards import GPU_CARDS
+from torchrec_neuroshard.hardware.cards import GPU_CARDS
 
 __all__ = ["CLUSTERS", "Cluster", "clusters_of"]
 

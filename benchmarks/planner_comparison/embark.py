@@ -13,13 +13,13 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.baselines.common import finish
-from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.papers.common import finish
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.search.base import Searcher
-from torchrec_neuroshard.simulator import Simulator
 
 Floats = npt.NDArray[np.float64]
 Shards = list[tuple[int, int]]

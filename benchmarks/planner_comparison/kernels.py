@@ -29,15 +29,15 @@ from planner_comparison.plans import (
     Times,
     with_profiles,
 )
-from torchrec_neuroshard.access import AccessDistribution
-from torchrec_neuroshard.collect.tbe import (
+from torchrec_neuroshard.measure.clock import Measurement, SetTimer
+from torchrec_neuroshard.measure.kernels import (
     InputBatch,
     column_permutation,
     draw_inputs,
     join_inputs,
 )
-from torchrec_neuroshard.collect.timing import Measurement, SetTimer
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables.access import AccessDistribution
+from torchrec_neuroshard.tables.table import TableConfig
 
 _SEED = 0
 _WHOLE_ROUNDS = 2

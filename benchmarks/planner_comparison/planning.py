@@ -37,7 +37,7 @@ from planner_comparison.rivals import (
     make_rivals,
 )
 from planner_comparison.tasks import Task
-from torchrec_neuroshard.cost_models import load_cost_model
+from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.errors import NeuroShardError
 
 TRAINED = Path(__file__).parents[1] / "data" / "trained"

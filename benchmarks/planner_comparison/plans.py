@@ -18,10 +18,10 @@ import numpy as np
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 from planner_comparison.tasks import Task, held_bytes
-from torchrec_neuroshard.cost_models import CommsModel, CostModel
-from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE, table_features
-from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
-from torchrec_neuroshard.tables import TableConfig, row_shard
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE, table_features
+from torchrec_neuroshard.tables.sharding_types import COLUMN_SHARDED_TYPES
+from torchrec_neuroshard.tables.table import TableConfig, row_shard
 
 ROW_TYPES = ("row_wise", "table_row_wise")
 """On one node both spread a table's rows over all ranks."""

@@ -37,34 +37,33 @@ from planner_comparison.paired import (
     PAPER_NETS,
 )
 from planner_comparison.tasks import BATCH_SIZES, OPTIMIZERS, SEED_TABLES, Task
-from torchrec_neuroshard.baselines.annealing import AnnealingConfig, AnnealingSearcher
-from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
-from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
-from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
-from torchrec_neuroshard.baselines.neuroshard_models import (
+from torchrec_neuroshard.bundles.find import (
+    load_comms_model,
+    load_cost_model,
+    physical_estimate,
+)
+from torchrec_neuroshard.costs.sample_tasks import (
+    PRODUCTION_WIDTHS,
+    power_of_two_widths,
+)
+from torchrec_neuroshard.hardware.cards import find_card
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.models.published_links import (
+    CollectiveConstants,
+    PublishedCommsModel,
+)
+from torchrec_neuroshard.papers.annealing import AnnealingConfig, AnnealingSearcher
+from torchrec_neuroshard.papers.autoshard import AutoShardSearcher
+from torchrec_neuroshard.papers.dreamshard import DreamShardSearcher
+from torchrec_neuroshard.papers.neuroshard import NeuroShardConfig, PaperSearcher
+from torchrec_neuroshard.papers.neuroshard_models import (
     CommsNets,
     NeuroShardModels,
     load_models,
 )
-from torchrec_neuroshard.baselines.policies import PolicySearcher
-from torchrec_neuroshard.cost_models import (
-    CommsModel,
-    CostModel,
-    load_comms_model,
-    load_cost_model,
-)
-from torchrec_neuroshard.cost_models.comms_published import (
-    CollectiveConstants,
-    PublishedCommsModel,
-)
-from torchrec_neuroshard.cost_models.loading import physical_estimate
-from torchrec_neuroshard.gpu_cards import find_card
+from torchrec_neuroshard.papers.policies import PolicySearcher
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.search import Searcher
-from torchrec_neuroshard.workloads import (
-    PRODUCTION_WIDTHS,
-    power_of_two_widths,
-)
 
 MIN_PARTITION = 32
 LABELLED = "labelled_"

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from torchrec_neuroshard.collect.sampling import SamplingConfig, is_held_out_table
-from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
-from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.workloads import (
+from torchrec_neuroshard.costs.sample_tasks import (
     PRODUCTION_WIDTHS,
     cap_rows,
-    generate_dlrm_tables,
-    load_json,
-    mlperf_dlrm_v2,
     power_of_two_widths,
 )
+from torchrec_neuroshard.measure.sets import SamplingConfig, is_held_out_table
+from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
+from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE
+from torchrec_neuroshard.tables.loaders import load_json
+from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
+from torchrec_neuroshard.tables.table import TableConfig
 
 FAMILIES: dict[str, str] = {
     "dlrm": "DLRM dataset, widths from 4 up to 4, 8, ... or 128 (the seed papers')",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scipy import optimize
 
 from published.kernels import KernelRow, device_constants, family
-from torchrec_neuroshard.cost_models.physical import (
+from torchrec_neuroshard.models.physical import (
     STEP_POWER,
     PhysicalConstants,
     host_memory_ms,

@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.cost_models.loading import card_constants
-from torchrec_neuroshard.cost_models.physical import PhysicalConstants
-from torchrec_neuroshard.cost_models.row_cache import MissCurve
-from torchrec_neuroshard.features import FEATURE_NAMES, ShardFeaturizer
-from torchrec_neuroshard.gpu_cards import card_named
-from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.bundles.find import card_constants
+from torchrec_neuroshard.hardware.cards import card_named
+from torchrec_neuroshard.models.physical import PhysicalConstants
+from torchrec_neuroshard.models.row_cache import MissCurve
+from torchrec_neuroshard.tables.features import FEATURE_NAMES, ShardFeaturizer
+from torchrec_neuroshard.tables.profile import FeatureProfile, zipf_profile
+from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = ["KernelRow", "device_constants", "family", "read_kernels"]
 

@@ -14,12 +14,12 @@ import numpy.typing as npt
 from scipy import optimize
 
 from published.fitting import softened
-from torchrec_neuroshard.cost_models.comms_published import (
+from torchrec_neuroshard.hardware.cards import card_named
+from torchrec_neuroshard.models.published_links import (
     CollectiveConstants,
     PublishedCommsModel,
     card_collectives,
 )
-from torchrec_neuroshard.gpu_cards import card_named
 
 __all__ = ["CollectiveRow", "fit_links", "predict_links", "read_links"]
 

@@ -17,7 +17,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from published.kernels import KernelRow, device_constants
-from torchrec_neuroshard.features import FEATURE_NAMES
+from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 __all__ = ["stock_estimate"]
 

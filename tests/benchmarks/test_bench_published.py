@@ -11,9 +11,9 @@ import pytest
 from published.fitting import fit, shared_of
 from published.kernels import read_kernels
 from published.links import fit_links, read_links
-from torchrec_neuroshard.cost_models.comms_published import CollectiveConstants
-from torchrec_neuroshard.cost_models.estimate_error import CHECKED_CARDS
-from torchrec_neuroshard.cost_models.physical import PhysicalConstants
+from torchrec_neuroshard.models.estimate_error import CHECKED_CARDS
+from torchrec_neuroshard.models.physical import PhysicalConstants
+from torchrec_neuroshard.models.published_links import CollectiveConstants
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/published_202611.json"
 

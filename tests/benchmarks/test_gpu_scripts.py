@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_neuroshard.record_store import read_records
+from torchrec_neuroshard.measure.store import read_records
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"

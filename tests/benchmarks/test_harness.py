@@ -16,7 +16,7 @@ from harness.models import ConcatDLRM, draw_clicks
 from harness.provenance import commit
 from harness.training_runs import TrialConfig, TrialError, run_trial
 from tests.builders import ATTACHES_OPTIMIZERS, CPU, make_tables
-from torchrec_neuroshard.simulator import PHASES
+from torchrec_neuroshard.costs.simulator import PHASES
 
 pytestmark = [
     *ATTACHES_OPTIMIZERS,

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from tests.builders import ATTACHES_OPTIMIZERS, result_of
-from torchrec_neuroshard.collect.sampling import is_held_out_table
-from torchrec_neuroshard.cost_models import BandwidthCommsModel
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.measure.sets import is_held_out_table
+from torchrec_neuroshard.models.collectives import BandwidthCommsModel
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.search.base import Searcher
+from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.testing import AnalyticCostModel
-from torchrec_neuroshard.workloads import generate_dlrm_tables
 
 kernels, page, planning, plans, results, rivals, run, tasks = (
     import_module(f"planner_comparison.{name}")

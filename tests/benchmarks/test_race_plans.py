@@ -10,7 +10,7 @@ import pytest
 import race_plans
 from harness.planning import BEST_PRACTICE, OURS
 from tests.builders import torchrun
-from torchrec_neuroshard.simulator import PHASES
+from torchrec_neuroshard.costs.simulator import PHASES
 
 BATCH = 128
 

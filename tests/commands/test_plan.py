@@ -29,9 +29,9 @@ from torchrec_neuroshard.commands.inputs import (
 )
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
-from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import Sweep, SweepCell
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables.profile import FeatureProfile
+from torchrec_neuroshard.tables.table import TableConfig
 
 TABLES = (
     "name,num_embeddings,embedding_dim,pooling_factor\n"

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import csv, parquet
 
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.profiles import load_profiles, profile_ids
+from torchrec_neuroshard.tables.profile import load_profiles, profile_ids
 
 RNG = np.random.default_rng(0)
 COLUMNS: dict[str, Any] = {

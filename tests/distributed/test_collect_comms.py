@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results, message_of
-from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
-from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
-from torchrec_neuroshard.record_store import journal_path, read_comms_records
+from torchrec_neuroshard.measure.collective_samples import CommsSamplingConfig
+from torchrec_neuroshard.measure.run_collectives import CommsConfig, collect_comms
+from torchrec_neuroshard.measure.store import journal_path, read_comms_records
 
 pytestmark = pytest.mark.distributed
 

@@ -27,7 +27,7 @@ def compare(rank: int) -> dict[str, bool]:
         PooledEmbeddingsReduceScatter,
     )
 
-    from torchrec_neuroshard.collect.collectives import CollectiveRunner
+    from torchrec_neuroshard.measure.collectives import CollectiveRunner
 
     def moved(name: str, bytes_per_peer: Sequence[int], given: Any = None) -> Any:
         runner = CollectiveRunner(

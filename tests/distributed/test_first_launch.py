@@ -13,9 +13,9 @@ from torchrec.distributed import DistributedModelParallel
 from tests.builders import CPU, bag_config, bag_sharders, bags, make_planner
 from tests.distributed.ranks import TWO_NODES, Jobs, OfJob, Results
 from tests.distributed.unsharded import draw_batch
-from torchrec_neuroshard.cost_models import cache
-from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE
-from torchrec_neuroshard.cost_models.loading import bundle_folder
+from torchrec_neuroshard.bundles import cache
+from torchrec_neuroshard.bundles.find import bundle_folder
+from torchrec_neuroshard.bundles.format import COMMS_BUNDLE
 
 pytestmark = pytest.mark.distributed
 
@@ -79,7 +79,7 @@ def in_cache(folder: Path, program: str | None, action: Any) -> dict[str, Any]:
         patch.setenv("NEUROSHARD_CACHE", str(folder))
         # However busy and noisy the machine is under the tests.
         patch.setattr("torchrec_neuroshard.planner.first_launch.GRACE_S", 600.0)
-        part = "torchrec_neuroshard.training.first_launch"
+        part = "torchrec_neuroshard.bundles.first_launch"
         if program is None:
             patch.setattr(f"{part}.judge", lambda *_: None)
         else:

@@ -31,7 +31,7 @@ from tests.builders import (
 from tests.distributed.ranks import ONE_NODE, Jobs, OfJob, message_of
 from tests.distributed.unsharded import shard_model
 from torchrec_neuroshard import PlanMonitor, apply_moves, replan
-from torchrec_neuroshard.simulator import PHASES
+from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed

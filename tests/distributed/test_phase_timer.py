@@ -20,7 +20,7 @@ from tests.builders import CPU, bag_config, bag_sharders, bags, make_planner
 from tests.distributed.ranks import ONE_NODE, Jobs, OfJob
 from tests.distributed.unsharded import draw_batch, shard_model
 from torchrec_neuroshard import PhaseTimer
-from torchrec_neuroshard.simulator import PHASES
+from torchrec_neuroshard.costs.simulator import PHASES
 
 pytestmark = pytest.mark.distributed
 

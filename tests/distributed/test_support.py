@@ -52,7 +52,7 @@ from tests.builders import (
 from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results
 from tests.distributed.test_training import OnCpus
 from tests.distributed.unsharded import draw_batch, gap, local_parts, loss_of
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.costs.task import ShardingTask
 
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 

@@ -57,8 +57,8 @@ from tests.distributed.unsharded import (
     shard_model,
     weights_of,
 )
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
-from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 pytestmark = pytest.mark.distributed

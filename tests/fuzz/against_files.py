@@ -47,31 +47,35 @@ from tests.builders import (
     write_records,
 )
 from tests.fuzz.campaign import Case, Outcome, run
-from torchrec_neuroshard.baselines.neuroshard_models import load_models
-from torchrec_neuroshard.collect.compute import failures_path, read_failures
+from torchrec_neuroshard.bundles.find import bundle_folder, load_cost_model
 from torchrec_neuroshard.commands.inputs import (
     build_model,
     read_constraints,
     read_placement,
 )
-from torchrec_neuroshard.cost_models.loading import bundle_folder, load_cost_model
 from torchrec_neuroshard.errors import NeuroShardError
-from torchrec_neuroshard.features import ShardFeaturizer
-from torchrec_neuroshard.plans.plan_files import load_plan, read_plan, save_plan
-from torchrec_neuroshard.profiles import load_profiles, save_profiles, zipf_profile
-from torchrec_neuroshard.record_store import (
-    journal_path,
-    read_comms_records,
-    read_records,
-)
-from torchrec_neuroshard.records import (
-    COLLECTIVES,
+from torchrec_neuroshard.measure.records import (
     CostRecord,
     repeatability,
     steady_records,
 )
+from torchrec_neuroshard.measure.run import failures_path, read_failures
+from torchrec_neuroshard.measure.store import (
+    journal_path,
+    read_comms_records,
+    read_records,
+)
+from torchrec_neuroshard.models.base import COLLECTIVES
+from torchrec_neuroshard.papers.neuroshard_models import load_models
+from torchrec_neuroshard.plans.plan_files import load_plan, read_plan, save_plan
 from torchrec_neuroshard.report.page import html_report
-from torchrec_neuroshard.workloads.loaders import load_tables
+from torchrec_neuroshard.tables.features import ShardFeaturizer
+from torchrec_neuroshard.tables.loaders import load_tables
+from torchrec_neuroshard.tables.profile import (
+    load_profiles,
+    save_profiles,
+    zipf_profile,
+)
 
 SECONDS = 5
 """Of work; twenty times as many of waiting, since the machine may be shared."""

@@ -28,11 +28,11 @@ import torch
 from tests.builders import make_header, write_records
 from tests.fuzz import against_files
 from tests.fuzz.campaign import Case, Outcome, run
-from torchrec_neuroshard.cost_models import cache, load_bundle
-from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
-from torchrec_neuroshard.cost_models.loading import bundle_folder
+from torchrec_neuroshard.bundles import cache
+from torchrec_neuroshard.bundles.find import bundle_folder
+from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, load_bundle
+from torchrec_neuroshard.measure.store import RecordStore, read_records
 from torchrec_neuroshard.plans.plan_files import read_plan
-from torchrec_neuroshard.record_store import RecordStore, read_records
 
 PROGRESS = "told"
 """Beside the folder: one byte for each thing that a writer called safely written."""

@@ -40,7 +40,7 @@ from torchrec_neuroshard.planner.reader import (
 )
 from torchrec_neuroshard.planner.torchrec_plan import is_even
 from torchrec_neuroshard.search import SearchConfig
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 SEARCH = SearchConfig(restarts=1, time_budget_seconds=1.0, bound="quick")
 STOCK_SECONDS = 2

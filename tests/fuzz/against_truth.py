@@ -18,9 +18,10 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.fuzz.campaign import Case, HangError, Outcome, limited, run
-from torchrec_neuroshard.cost_models import CostModel
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import KernelFactors, ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import KernelFactors, ShardingTask
+from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,
     SearchConfig,
@@ -28,9 +29,8 @@ from torchrec_neuroshard.search import (
     bounds,
 )
 from torchrec_neuroshard.search.shards import ShardBank, placement_from_widths
-from torchrec_neuroshard.sharding_types import SHARDING_TYPES
-from torchrec_neuroshard.simulator import Simulator
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
+from torchrec_neuroshard.tables.table import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 

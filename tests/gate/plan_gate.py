@@ -67,7 +67,7 @@ def _slowed(clock: Callable[[], float]) -> Callable[[], float]:
 
 def machine() -> dict[str, Any]:
     """Say what floating point depends on."""
-    from torchrec_neuroshard.devices import cpu_name
+    from torchrec_neuroshard.hardware.devices import cpu_name
 
     releases = {name: importlib.metadata.version(name) for name in RELEASES}
     return {"cpu": cpu_name(), **releases}

@@ -43,31 +43,27 @@ from torchrec_neuroshard import (
     load_cost_model,
     profile_inputs,
 )
-from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
-from torchrec_neuroshard.cost_models import (
-    BandwidthCommsModel,
-    CommsModel,
-    CostModel,
-    PhysicalCostModel,
-    load_comms_model,
-)
-from torchrec_neuroshard.cost_models.compute import PhysicalConstants
-from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
-from torchrec_neuroshard.plans.replan import ReplanResult, replan
-from torchrec_neuroshard.profiles import uniform_profile
-from torchrec_neuroshard.search import Searcher, make_searcher
-from torchrec_neuroshard.simulator import PHASES, PredictedCosts, Simulator
-from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.workloads import (
+from torchrec_neuroshard.bundles.find import load_comms_model
+from torchrec_neuroshard.costs.sample_tasks import (
     TaskConfig,
-    draw_batch,
-    generate_dlrm_tables,
-    mlperf_dlrm_v2,
     power_of_two_widths,
     sample_tasks,
 )
+from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts, Simulator
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
+from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.models.collectives import BandwidthCommsModel
+from torchrec_neuroshard.models.compute import PhysicalConstants, PhysicalCostModel
+from torchrec_neuroshard.papers.neuroshard import NeuroShardConfig, PaperSearcher
+from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
+from torchrec_neuroshard.plans.replan import ReplanResult, replan
+from torchrec_neuroshard.search import Searcher, make_searcher
+from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
+from torchrec_neuroshard.tables.inputs import draw_batch
+from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
+from torchrec_neuroshard.tables.profile import uniform_profile
+from torchrec_neuroshard.tables.table import TableConfig
 
 Record = dict[str, Any]
 Task = Callable[[], dict[str, Record]]

@@ -25,6 +25,7 @@ from tests.builders import (
     sequences,
     shards_of,
 )
+from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.monitor import (
     Assessor,
     MonitorReport,
@@ -33,8 +34,7 @@ from torchrec_neuroshard.monitor import (
 )
 from torchrec_neuroshard.phase_timer import PhaseTimes
 from torchrec_neuroshard.planner.outline import outline_of
-from torchrec_neuroshard.profiles import uniform_profile, zipf_profile
-from torchrec_neuroshard.simulator import PHASES
+from torchrec_neuroshard.tables.profile import uniform_profile, zipf_profile
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -13,10 +13,10 @@ import torch
 
 from torchrec_neuroshard import load_cost_model
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.collect.compute import default_sampling
 from torchrec_neuroshard.commands import measure
-from torchrec_neuroshard.record_store import read_comms_records, read_records
-from torchrec_neuroshard.tables import OPTIMIZERS
+from torchrec_neuroshard.measure.run import default_sampling
+from torchrec_neuroshard.measure.store import read_comms_records, read_records
+from torchrec_neuroshard.tables.table import OPTIMIZERS
 
 pytestmark = [
     pytest.mark.nightly,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.builders import CPU
 from tests.paper_gpu.journals import replay
 from tests.paper_gpu.pipelines import PIPELINES, journal_of, losses_on
-from torchrec_neuroshard.schedules import (
+from torchrec_neuroshard.costs.schedules import (
     COLLECTIVES,
     DENSE,
     SCHEDULES,

@@ -29,14 +29,15 @@ from tests.builders import (
     only,
 )
 from torchrec_neuroshard import NeuroShardPlanner, rehearse
-from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
+from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.features import table_features
+from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
 from torchrec_neuroshard.planner.option_facts import (
     option_codecs,
 )
 from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
+from torchrec_neuroshard.tables.features import table_features
 
 pytestmark = pytest.mark.filterwarnings("ignore:no cost model was measured")
 

@@ -22,12 +22,12 @@ from tests.builders import (
     make_planner,
     sequences,
 )
+from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
 from torchrec_neuroshard.planner.placed import PlacedPlan, fusion_key
-from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.search import SearchConfig
-from torchrec_neuroshard.simulator import PHASES
-from torchrec_neuroshard.tables import TableConfig, row_shard
+from torchrec_neuroshard.tables.profile import zipf_profile
+from torchrec_neuroshard.tables.table import TableConfig, row_shard
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 BATCH = 100

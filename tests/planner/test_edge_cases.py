@@ -56,8 +56,8 @@ from tests.builders import (
 from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.checks import check_profiles
-from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.search import SearchConfig
+from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 TORCHREC = tuple(int(n) for n in version("torchrec").split(".")[:2])

@@ -17,8 +17,8 @@ from tests.builders import (
     shards_of,
 )
 from torchrec_neuroshard import NeuroShardPlanner, PlacementConstraints, topology_for
-from torchrec_neuroshard.cost_models import load_cost_model
-from torchrec_neuroshard.cost_models.estimate_error import EstimateError
+from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.report import html_report
 
 pytestmark = pytest.mark.one_release

@@ -26,10 +26,10 @@ from tests.builders import (
     sequences,
 )
 from torchrec_neuroshard import FeatureProfile, rehearse
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import Placement, WireCodec
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.placement import Placement, WireCodec
-from torchrec_neuroshard.profiles import count_histogram, zipf_profile
-from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.tables.profile import count_histogram, zipf_profile
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 BATCH = 512

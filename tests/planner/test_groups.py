@@ -24,8 +24,8 @@ from tests.builders import (
     make_planner,
 )
 from torchrec_neuroshard import group_topology
-from torchrec_neuroshard.cost_models.rank_groups import RankGroups
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.models.rank_groups import RankGroups
 from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.plans.plan_files import (
     PlanMismatchError,

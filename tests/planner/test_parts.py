@@ -36,7 +36,8 @@ from tests.builders import (
     only,
     stock_planner,
 )
-from torchrec_neuroshard.placement import Placement
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import Placement
 from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     NeuroShardEstimator,
@@ -51,7 +52,6 @@ from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,
     sample_shards,
 )
-from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 pytestmark = ATTACHES_OPTIMIZERS

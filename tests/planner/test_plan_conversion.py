@@ -15,7 +15,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import ATTACHES_OPTIMIZERS, gpus, make_ebc, only
-from torchrec_neuroshard.placement import ColumnShard
+from torchrec_neuroshard.costs.task import ColumnShard
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.option_facts import (
     note_sharders,

@@ -25,11 +25,11 @@ from tests.builders import (
     shards_of,
     types_of,
 )
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner import NeuroShardPlanner, PlacementConstraints
-from torchrec_neuroshard.profiles import uniform_profile
+from torchrec_neuroshard.tables.profile import uniform_profile
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 

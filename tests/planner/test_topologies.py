@@ -23,14 +23,14 @@ from torchrec.distributed.planner.types import (
 
 from tests.builders import GIB, analytic, bag_sharders, make_ebc, make_planner, only
 from torchrec_neuroshard import topology_for
-from torchrec_neuroshard.cost_models import PhysicalCostModel
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.gpu_cards import GPU_CARDS
+from torchrec_neuroshard.hardware.cards import GPU_CARDS
+from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner import NeuroShardPlanner, PlanCosts
 from torchrec_neuroshard.planner.topology import PlannedDevices
-from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.report import html_report
+from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 CARD = 139 * GIB

@@ -37,7 +37,7 @@ from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.partitioner import SearchLog, SearchRecord
 from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
-from torchrec_neuroshard.tables import MAX_CUDA_COLUMNS
+from torchrec_neuroshard.tables.table import MAX_CUDA_COLUMNS
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 TABLE, COLUMN = "table_wise", "column_wise"

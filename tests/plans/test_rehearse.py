@@ -36,7 +36,7 @@ from tests.builders import (
 from torchrec_neuroshard import group_topology, rehearse
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.plans.plan_files import save_plan
-from torchrec_neuroshard.profiles import uniform_profile
+from torchrec_neuroshard.tables.profile import uniform_profile
 
 
 def plan_for(model: nn.Module, sharders: list[Any], world: int, **only: Any) -> Any:

@@ -29,8 +29,8 @@ from tests.builders import (
 from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import NeuroShardPlanner, PlanFileError
 from torchrec_neuroshard.plans.replan import ReplanResult, replan
-from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.search import SearchConfig
+from torchrec_neuroshard.tables.profile import uniform_profile
 
 HUGE = 2**60
 SIZES = [(4000, 64), (3000, 32), (2000, 32), (1000, 16), (500, 16)]

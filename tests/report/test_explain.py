@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.builders import FixedSearcher, Triples, analytic, make_tables, make_task
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.report import PlanReport, explain
 from torchrec_neuroshard.report.parts import ShardReport, TableReport
-from torchrec_neuroshard.simulator import Simulator
 
 SHARD = ShardReport(rank=0, num_embeddings=333, embedding_dim=64, used_bytes=2**30)
 TABLES = [

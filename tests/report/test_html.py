@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from harness.browser import find_browser, open_page
+from torchrec_neuroshard.costs.simulator import PHASES, RankCosts
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.report import (
     PlanComparison,
@@ -28,7 +29,6 @@ from torchrec_neuroshard.report.parts import (
     SplitReport,
     TableReport,
 )
-from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 HOSTILE = "</script><script>top.hacked = 1</script><img src=x onerror='top.hacked = 1'>"
 """A table's name that a page must show as it is."""

@@ -15,15 +15,15 @@ from scipy import optimize
 from tests.builders import make_tables, make_task, search
 from tests.fuzz import against_truth
 from tests.fuzz.campaign import Case
-from torchrec_neuroshard.cost_models import load_cost_model
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.search import SearchConfig, balanced
 from torchrec_neuroshard.search.bounds import lower_bound
 from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.shards import Ints, ShardBank
-from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
-from torchrec_neuroshard.workloads import generate_dlrm_tables
 
 
 class NoSums(AnalyticCostModel):

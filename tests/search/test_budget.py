@@ -12,13 +12,13 @@ import pytest
 
 from tests.builders import make_tables, make_task
 from tests.fuzz.against_truth import layouts
-from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
 from torchrec_neuroshard.search.within import improve_within
-from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 ROWS = 1000

@@ -10,10 +10,10 @@ import pytest
 
 from tests.builders import make_tables, make_task
 from tests.fuzz.against_truth import build, models
-from torchrec_neuroshard.cost_models import load_cost_model
+from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.search.choices import MIN_SINGLE_GAIN, Choices
 from torchrec_neuroshard.search.shards import ShardBank
-from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel
 
 

@@ -7,9 +7,9 @@ import numpy.typing as npt
 import pytest
 
 from tests.builders import make_tables, make_task, search
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.search.base import SearchConfig, SearchResult
-from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 TASK = make_task(make_tables([128, 64, 32] * 3, 10_000, [40.0, 5.0, 2.0] * 3), 4, 4096)

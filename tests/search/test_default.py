@@ -17,16 +17,16 @@ from tests.builders import (
     printed_elsewhere,
     search,
 )
-from torchrec_neuroshard.cost_models.base import RangeWarning
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.features import FEATURE_NAMES
+from torchrec_neuroshard.models.base import RangeWarning
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,
     SearchConfig,
     make_searcher,
 )
+from torchrec_neuroshard.tables.features import FEATURE_NAMES
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.builders import make_tables, make_task
 from tests.fuzz.against_truth import build
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.feasibility import check_memory, pack, way_out
 from torchrec_neuroshard.search.shards import (
     placement_from_widths,

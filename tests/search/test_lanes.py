@@ -10,8 +10,9 @@ import pytest
 
 from tests.builders import draw_memory, draw_tables, make_tables, make_task, search
 from tests.fuzz import against_truth
-from torchrec_neuroshard.cost_models import load_cost_model
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import construct, placed, starts
 from torchrec_neuroshard.search.descent import Effort, descend
@@ -19,7 +20,6 @@ from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.moves import Moves
 from torchrec_neuroshard.search.rules import follow
 from torchrec_neuroshard.search.shards import ShardBank, placement_from_widths
-from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 COMMS = AnalyticCommsModel(gb_per_s=10.0)

@@ -11,12 +11,12 @@ import pytest
 
 from tests.builders import draw_memory, draw_tables, make_tables, make_task, search
 from tests.fuzz import against_truth
-from torchrec_neuroshard.cost_models import load_cost_model
+from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.search.shards import placement_from_widths
-from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher, count_placements
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.builders import draw_tables, make_tables, make_task, search
+from torchrec_neuroshard.costs.task import HostRows, KernelFactors, ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import HostRows, KernelFactors, ShardingTask
 from torchrec_neuroshard.search import SearchConfig, SearchResult
 from torchrec_neuroshard.search.feasibility import pack
 from torchrec_neuroshard.search.shards import placement_from_widths

@@ -16,41 +16,41 @@ import pytest
 import torch
 
 from tests.builders import result_of
-from torchrec_neuroshard.baselines.annealing import AnnealingConfig, AnnealingSearcher
-from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
-from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
-from torchrec_neuroshard.baselines.heuristics import (
+from torchrec_neuroshard.bundles.find import (
+    PRETRAINED,
+    load_cost_model,
+    pretrained_names,
+)
+from torchrec_neuroshard.bundles.format import (
+    COMMS_BUNDLE,
+    COMPUTE_BUNDLE,
+    load_comms_bundle,
+)
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.hardware.cards import GPU_CARDS
+from torchrec_neuroshard.models.adjusted import RelievedCommsModel, ScaledCostModel
+from torchrec_neuroshard.models.base import CommsModel, CostModel, RangeWarning
+from torchrec_neuroshard.models.collectives import (
+    BandwidthCommsModel,
+    LearnedCommsModel,
+)
+from torchrec_neuroshard.models.collectives_network import CommsNetwork
+from torchrec_neuroshard.models.compute import PhysicalConstants, PhysicalCostModel
+from torchrec_neuroshard.models.published_links import published_comms_model
+from torchrec_neuroshard.papers.annealing import AnnealingConfig, AnnealingSearcher
+from torchrec_neuroshard.papers.autoshard import AutoShardSearcher
+from torchrec_neuroshard.papers.dreamshard import DreamShardSearcher
+from torchrec_neuroshard.papers.heuristics import (
     GREEDY_KEYS,
     CostGreedySearcher,
     GreedySearcher,
     RandomSearcher,
 )
-from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
-from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
-from torchrec_neuroshard.baselines.policies import Policy, PolicyInfo, PolicySearcher
-from torchrec_neuroshard.cost_models import (
-    BandwidthCommsModel,
-    CommsModel,
-    CostModel,
-    LearnedCommsModel,
-    PhysicalCostModel,
-    load_cost_model,
-    published_comms_model,
-)
-from torchrec_neuroshard.cost_models.base import RangeWarning
-from torchrec_neuroshard.cost_models.bundle import (
-    COMMS_BUNDLE,
-    COMPUTE_BUNDLE,
-    load_comms_bundle,
-)
-from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
-from torchrec_neuroshard.cost_models.compute import PhysicalConstants
-from torchrec_neuroshard.cost_models.loading import PRETRAINED, pretrained_names
-from torchrec_neuroshard.cost_models.scaled import RelievedCommsModel, ScaledCostModel
-from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.features import FEATURE_NAMES
-from torchrec_neuroshard.gpu_cards import GPU_CARDS
-from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.papers.milp import MilpConfig, MilpSearcher
+from torchrec_neuroshard.papers.neuroshard import NeuroShardConfig, PaperSearcher
+from torchrec_neuroshard.papers.policies import Policy, PolicyInfo, PolicySearcher
 from torchrec_neuroshard.search import (
     SEARCHES,
     NeuroShardSearcher,
@@ -58,7 +58,7 @@ from torchrec_neuroshard.search import (
     Searcher,
     SearchResult,
 )
-from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.tables.features import FEATURE_NAMES
 from torchrec_neuroshard.testing import (
     AnalyticCommsModel,
     AnalyticCostModel,

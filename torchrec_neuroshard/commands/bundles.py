@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchrec_neuroshard.commands.options import add_bundle, add_measuring, option
-from torchrec_neuroshard.cost_models import cache
-from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.files import check_folder, from_options
-from torchrec_neuroshard.progress import phase
-from torchrec_neuroshard.record_store import record_kind
-from torchrec_neuroshard.training.bundles import (
+from torchrec_neuroshard.bundles import cache
+from torchrec_neuroshard.bundles.calibrate import MIN_SETS, CalibrationConfig
+from torchrec_neuroshard.bundles.fit import TrainConfig
+from torchrec_neuroshard.bundles.fit_collectives import CommsTrainConfig
+from torchrec_neuroshard.bundles.format import COMMS_BUNDLE
+from torchrec_neuroshard.bundles.make import (
     calibrate_bundle,
     source_folder,
     train_bundle,
     train_comms_bundle,
 )
-from torchrec_neuroshard.training.calibration import MIN_SETS, CalibrationConfig
-from torchrec_neuroshard.training.comms import CommsTrainConfig
-from torchrec_neuroshard.training.compute import TrainConfig
+from torchrec_neuroshard.commands.options import add_bundle, add_measuring, option
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import check_folder, from_options
+from torchrec_neuroshard.measure.store import record_kind
+from torchrec_neuroshard.progress import phase
 
 RECORDS_NAME = "calibration.parquet"
 """Measured sets are kept under this name in the bundle's folder. The same command,

@@ -38,7 +38,7 @@ from torchrec_neuroshard.errors import (
     suggestion,
 )
 from torchrec_neuroshard.files import read_fields
-from torchrec_neuroshard.gpu_cards import card_named
+from torchrec_neuroshard.hardware.cards import card_named
 from torchrec_neuroshard.planner.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.compat import (
     accepted_arguments,
@@ -51,10 +51,10 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.plans.rehearse import quietly
-from torchrec_neuroshard.profiles import FeatureProfile, load_profiles
-from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.workloads import feature_names
-from torchrec_neuroshard.workloads.loaders import read_document, read_tables
+from torchrec_neuroshard.tables.inputs import feature_names
+from torchrec_neuroshard.tables.loaders import read_document, read_tables
+from torchrec_neuroshard.tables.profile import FeatureProfile, load_profiles
+from torchrec_neuroshard.tables.table import TableConfig
 
 _TABLE_FILE = re.compile(
     r"(?P<path>.+?\.(json|yaml|yml|csv))(:(?P<workload>.*))?", re.IGNORECASE

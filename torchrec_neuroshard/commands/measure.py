@@ -8,22 +8,22 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torchrec_neuroshard.collect.comms import (
+from torchrec_neuroshard.commands.options import add_measuring, add_time_limit, option
+from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
+from torchrec_neuroshard.files import from_options
+from torchrec_neuroshard.hardware.devices import as_device, default_device_type
+from torchrec_neuroshard.measure.collective_samples import CommsSamplingConfig
+from torchrec_neuroshard.measure.run import (
+    CollectConfig,
+    collect_compute,
+    default_sampling,
+)
+from torchrec_neuroshard.measure.run_collectives import (
     BACKEND_NAMES,
     CommsConfig,
     collect_comms,
     default_backend,
 )
-from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
-from torchrec_neuroshard.collect.compute import (
-    CollectConfig,
-    collect_compute,
-    default_sampling,
-)
-from torchrec_neuroshard.commands.options import add_measuring, add_time_limit, option
-from torchrec_neuroshard.devices import as_device, default_device_type
-from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
-from torchrec_neuroshard.files import from_options
 from torchrec_neuroshard.progress import phase
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchrec_neuroshard.costs.schedules import SCHEDULES
 from torchrec_neuroshard.files import check_outputs, json_text, write_whole
 from torchrec_neuroshard.progress import phase
-from torchrec_neuroshard.schedules import SCHEDULES
 
 
 def option(

@@ -8,9 +8,9 @@ from pathlib import Path
 from torchrec_neuroshard.commands.options import option
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_outputs
-from torchrec_neuroshard.profiles import save_profiles
 from torchrec_neuroshard.progress import phase
-from torchrec_neuroshard.workloads.id_files import column_names, profile_data
+from torchrec_neuroshard.tables.id_files import column_names, profile_data
+from torchrec_neuroshard.tables.profile import save_profiles
 
 _MOST_SAMPLES = 10**9
 

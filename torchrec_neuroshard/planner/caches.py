@@ -19,7 +19,7 @@ import numpy.typing as npt
 from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.distributed.types import CacheParams
 
-from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
+from torchrec_neuroshard.models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.planner.kernels import miss_curve
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.plan_costs import PlanCosts

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
+from torchrec_neuroshard.costs.placement_rules import quoted
+from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.option_facts import (
     table_name,
 )

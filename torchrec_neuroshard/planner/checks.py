@@ -16,17 +16,17 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
+from torchrec_neuroshard.costs.placement_rules import quoted
+from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
     TABLE_MODULES,
     table_configs,
 )
-from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.schedules import PREFETCHING
+from torchrec_neuroshard.tables.profile import FeatureProfile
 
 __all__ = [
     "KNOWN_VALUES",

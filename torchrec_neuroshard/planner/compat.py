@@ -52,9 +52,9 @@ from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
 )
 
+from torchrec_neuroshard.costs.schedules import DenseMs, find_schedule
+from torchrec_neuroshard.costs.task import WireCodec
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.placement import WireCodec
-from torchrec_neuroshard.schedules import DenseMs, find_schedule
 
 try:
     from torchrec.distributed.planner.provider import DefaultPlannerProvider

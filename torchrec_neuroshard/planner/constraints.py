@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption
 
-from torchrec_neuroshard.errors import ConfigError, suggestion
-from torchrec_neuroshard.placement_rules import (
+from torchrec_neuroshard.costs.placement_rules import (
     PlacementRules,
     joined_sets,
     quoted,
 )
+from torchrec_neuroshard.errors import ConfigError, suggestion
 from torchrec_neuroshard.planner.option_facts import (
     table_name,
 )
@@ -24,7 +24,7 @@ from torchrec_neuroshard.planner.reader import (
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.ways import node_ranks
-from torchrec_neuroshard.sharding_types import SHARDING_TYPES
+from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 
 __all__ = ["PlacementConstraints", "permits", "ranks_by_table", "too_few_ranks"]
 

@@ -21,9 +21,9 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.checks import (
     check_kind,
     check_profiles,
@@ -42,9 +42,9 @@ from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
-from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.search.base import SearchResult
+from torchrec_neuroshard.tables.profile import FeatureProfile
 
 __all__ = ["DescribesPlans", "LastPlan"]
 

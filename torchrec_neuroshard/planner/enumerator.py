@@ -17,9 +17,10 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingType
 
-from torchrec_neuroshard.cost_models import CommsModel, CostModel
-from torchrec_neuroshard.devices import is_accelerator
+from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.planner.checks import (
     check_constraints,
 )
@@ -54,9 +55,8 @@ from torchrec_neuroshard.planner.spread_options import (
     without_estimates,
 )
 from torchrec_neuroshard.planner.ways import is_placeable, useful_ways
-from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.schedules import PREFETCHING
-from torchrec_neuroshard.sharding_types import (
+from torchrec_neuroshard.tables.profile import FeatureProfile
+from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
     TABLE_COLUMN_WISE,

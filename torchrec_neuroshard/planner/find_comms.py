@@ -11,14 +11,11 @@ from torchrec.distributed.planner.types import (
     GeneralizedCommsBandwidth,
 )
 
-from torchrec_neuroshard.cost_models import (
-    BandwidthCommsModel,
-    CommsModel,
-    CostModel,
-    load_comms_model,
-)
-from torchrec_neuroshard.cost_models.rank_groups import RankGroups
-from torchrec_neuroshard.cost_models.scaled import RelievedCommsModel
+from torchrec_neuroshard.bundles.find import load_comms_model
+from torchrec_neuroshard.models.adjusted import RelievedCommsModel
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.models.collectives import BandwidthCommsModel
+from torchrec_neuroshard.models.rank_groups import RankGroups
 from torchrec_neuroshard.planner.topology import (
     GB_PER_S,
     PlannedDevices,

@@ -1,6 +1,6 @@
 """When a planner measures: a first launch calibrates, the launches after it remember.
 
-What is measured, and how, is `training.first_launch`'s; this module says when, gathers
+What is measured, and how, is `bundles.first_launch`'s; this module says when, gathers
 what the search may put on a rank, and sees to it that no failure reaches the job. The
 first rank decides alone, and `from_first` tells the others.
 """
@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
-from torchrec_neuroshard.cost_models import ConcurrentCostModel, CostModel, cache
-from torchrec_neuroshard.cost_models.cache import CacheKey
-from torchrec_neuroshard.cost_models.compute import PhysicalCostModel
-from torchrec_neuroshard.devices import current_device_name, is_accelerator
+from torchrec_neuroshard.bundles import cache
+from torchrec_neuroshard.bundles.cache import CacheKey
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RankFailureError
+from torchrec_neuroshard.hardware.devices import current_device_name, is_accelerator
+from torchrec_neuroshard.measure.records import utc_now
+from torchrec_neuroshard.models.base import CostModel
+from torchrec_neuroshard.models.compute import ConcurrentCostModel, PhysicalCostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import group_timeout_seconds
 from torchrec_neuroshard.planner.option_facts import (
@@ -39,11 +41,10 @@ from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import GB_PER_S, whole_nodes
 from torchrec_neuroshard.planner.ways import is_placeable, narrowest_shard
-from torchrec_neuroshard.records import utc_now
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, row_shard
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, TableConfig, row_shard
 
 if TYPE_CHECKING:  # it loads FBGEMM and pyarrow, which only measuring needs
-    from torchrec_neuroshard.training.first_launch import LaunchRequest, Member
+    from torchrec_neuroshard.bundles.first_launch import LaunchRequest, Member
 
 __all__ = [
     "GRACE_S",
@@ -283,7 +284,7 @@ class FirstLaunch:
         Raises:
             ConfigError: No table runs a kernel that can be measured.
         """
-        from torchrec_neuroshard.training.first_launch import LaunchRequest
+        from torchrec_neuroshard.bundles.first_launch import LaunchRequest
 
         topology = self._costs.topology
         shards = self._shards(options)
@@ -305,7 +306,7 @@ class FirstLaunch:
 
     def _measure(self, offer: Offer, *, stores: bool) -> None:
         """Measure with the others as rank 0; use what comes of it, and keep it."""
-        from torchrec_neuroshard.training.first_launch import judge, take_part
+        from torchrec_neuroshard.bundles.first_launch import judge, take_part
 
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="neuroshard-") as scratch:
@@ -348,7 +349,7 @@ class FirstLaunch:
 
 def help_measure(offer: Offer, rank: int) -> str | None:
     """Measure with the first rank, on another one; return what failed, if it did."""
-    from torchrec_neuroshard.training.first_launch import take_part
+    from torchrec_neuroshard.bundles.first_launch import take_part
 
     try:
         with tempfile.TemporaryDirectory(prefix="neuroshard-") as scratch:
@@ -367,7 +368,7 @@ def _text_of(error: Exception) -> str:
 
 def meeting_place(topology: Topology) -> Member:
     """Return rank 0 of the group that measures, with an address and a free port."""
-    from torchrec_neuroshard.training.first_launch import Member
+    from torchrec_neuroshard.bundles.first_launch import Member
 
     address = "127.0.0.1"
     if int(topology.local_world_size) < int(topology.world_size):

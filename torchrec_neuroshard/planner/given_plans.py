@@ -34,7 +34,7 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.report import TableMove
 from torchrec_neuroshard.report.parts import ShardReport, TableReport
-from torchrec_neuroshard.tables import DATA_TYPE_BYTES
+from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
 
 __all__ = [
     "PlanFileError",

@@ -16,8 +16,8 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.placement_rules import PlacementRules, quoted
+from torchrec_neuroshard.costs.placement_rules import PlacementRules, quoted
+from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.planner.compat import with_devices
 from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.option_facts import (

@@ -4,7 +4,7 @@ Three kinds are estimates. The kernel of replicas, with the optimizer's pass ove
 their rows, takes what the fused kernel takes above its launch, times a factor: measured
 on CPUs, else what TorchRec's estimate takes it to be slower. Kernels that read the
 host's memory take what the fused one takes and, beside it, what their rows take over
-the link (`cost_models.physical.host_memory_ms`). All others (Triton's, tables on disk,
+the link (`models.physical.host_memory_ms`). All others (Triton's, tables on disk,
 virtual ones) take what the fused one takes above its launch, times what TorchRec's
 estimate takes them to be slower.
 
@@ -31,8 +31,8 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_neuroshard.cost_models.row_cache import MissCurve
-from torchrec_neuroshard.placement import HostRows, KernelFactors, WireCodec
+from torchrec_neuroshard.costs.task import HostRows, KernelFactors, WireCodec
+from torchrec_neuroshard.models.row_cache import MissCurve
 from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
     cache_load,
@@ -48,7 +48,7 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.topology import GB_PER_S
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = [
     "is_estimated",

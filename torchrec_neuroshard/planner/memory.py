@@ -39,8 +39,9 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
-from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.costs.schedules import PREFETCHING
+from torchrec_neuroshard.costs.task import format_bytes
+from torchrec_neuroshard.models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.planner.compat import torchrec_pipeline
 from torchrec_neuroshard.planner.kernels import load_factor
 from torchrec_neuroshard.planner.option_facts import (
@@ -58,7 +59,6 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
-from torchrec_neuroshard.schedules import PREFETCHING
 
 __all__ = ["INSTANTS", "MemoryModel", "RankMemory", "StaticMemory"]
 

@@ -25,8 +25,8 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollectionInterface,
 )
 
-from torchrec_neuroshard.devices import is_accelerator
-from torchrec_neuroshard.placement import WireCodec
+from torchrec_neuroshard.costs.task import WireCodec
+from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.planner.compat import (
     is_sharder,
     optimizer_classes,
@@ -35,8 +35,8 @@ from torchrec_neuroshard.planner.compat import (
     wire_codecs,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
-from torchrec_neuroshard.sharding_types import SHARDING_TYPES
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE, DATA_TYPE_BYTES
+from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, DATA_TYPE_BYTES
 
 __all__ = [
     "DISTINCT",

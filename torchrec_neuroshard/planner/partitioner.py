@@ -21,9 +21,10 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
+from torchrec_neuroshard.costs.placement_rules import PlacementRules
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
-from torchrec_neuroshard.placement import HOST, ShardingTask, format_bytes
-from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.caches import size_caches
 from torchrec_neuroshard.planner.cautions import optimizer_notes
 from torchrec_neuroshard.planner.compat import sharders_by_type
@@ -56,7 +57,6 @@ from torchrec_neuroshard.planner.ways import FreeOption, is_placeable
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choosing import ChoosingSearcher
-from torchrec_neuroshard.simulator import Simulator
 
 __all__ = ["NeuroShardPartitioner", "SearchLog", "SearchRecord"]
 

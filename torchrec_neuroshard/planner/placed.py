@@ -18,8 +18,16 @@ import numpy.typing as npt
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import Perf, Shard, ShardingOption
 
+from torchrec_neuroshard.costs.simulator import (
+    PHASES,
+    PredictedCosts,
+    PricedShards,
+    RankCosts,
+    Simulator,
+    StageCosts,
+)
+from torchrec_neuroshard.costs.task import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.planner.compat import kernel_settings
 from torchrec_neuroshard.planner.kernels import (
     is_estimated,
@@ -41,14 +49,6 @@ from torchrec_neuroshard.planner.reader import (
 from torchrec_neuroshard.planner.topology import whole_nodes
 from torchrec_neuroshard.report.parts import Bottleneck, HostTable
 from torchrec_neuroshard.search.default import MAX_WARNINGS, range_note, range_notes
-from torchrec_neuroshard.simulator import (
-    PHASES,
-    PredictedCosts,
-    PricedShards,
-    RankCosts,
-    Simulator,
-    StageCosts,
-)
 
 if TYPE_CHECKING:
     from torchrec_neuroshard.planner.plan_costs import PlanCosts

@@ -22,16 +22,19 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_neuroshard.cost_models import (
-    CommsModel,
-    ConcurrentCostModel,
-    CostModel,
-    load_cost_model,
+from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.costs.encoder import ShardEncoder
+from torchrec_neuroshard.costs.schedules import DenseMs, find_schedule
+from torchrec_neuroshard.costs.simulator import (
+    PredictedCosts,
+    Simulator,
 )
-from torchrec_neuroshard.cost_models.scaled import JoinedCostModel, RelievedCommsModel
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.models.adjusted import JoinedCostModel, RelievedCommsModel
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.models.compute import ConcurrentCostModel
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.checks import check_constraints
 from torchrec_neuroshard.planner.compat import kernel_settings, pipeline_name
 from torchrec_neuroshard.planner.find_comms import (
@@ -55,15 +58,9 @@ from torchrec_neuroshard.planner.topology import (
     PlannedDevices,
     sharding_group,
 )
-from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.schedules import DenseMs, find_schedule
 from torchrec_neuroshard.search.base import SearchResult
-from torchrec_neuroshard.shard_encoder import ShardEncoder
-from torchrec_neuroshard.simulator import (
-    PredictedCosts,
-    Simulator,
-)
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables.profile import FeatureProfile
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 __all__ = [
     "ESTIMATED_COLUMNS",

@@ -33,9 +33,10 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_neuroshard.cost_models import CommsModel, CostModel
-from torchrec_neuroshard.cost_models.scaled import RelievedCommsModel
+from torchrec_neuroshard.costs.schedules import DenseMs
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.models.adjusted import RelievedCommsModel
+from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import (
     check_kind,
@@ -80,10 +81,9 @@ from torchrec_neuroshard.planner.proposer import (
 )
 from torchrec_neuroshard.planner.topology import default_topology, enough_ranks
 from torchrec_neuroshard.planner.torchrec_plan import last_resort
-from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher
+from torchrec_neuroshard.tables.profile import FeatureProfile
 
 __all__ = ["NeuroShardPlanner"]
 

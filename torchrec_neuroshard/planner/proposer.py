@@ -37,7 +37,7 @@ from torchrec_neuroshard.planner.ways import (
     on_nodes,
     other_grids,
 )
-from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
+from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE, TABLE_WISE
 
 __all__ = ["NeuroShardProposer"]
 

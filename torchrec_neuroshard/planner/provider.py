@@ -17,10 +17,10 @@ from typing import Any
 
 from torchrec.distributed.planner.types import StorageReservation, Topology
 
-from torchrec_neuroshard.cost_models import CostModel
-from torchrec_neuroshard.devices import GPU
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.gpu_cards import GPU_CARDS, find_card
+from torchrec_neuroshard.hardware.cards import GPU_CARDS, find_card
+from torchrec_neuroshard.hardware.devices import GPU
+from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.planner.compat import (
     PlannerProviderBase,
     has_planning_api,

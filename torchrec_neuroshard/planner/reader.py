@@ -38,7 +38,7 @@ from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingCollection,
 )
 
-from torchrec_neuroshard.devices import is_accelerator
+from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.planner.compat import (
     grids_vary_batches,
     optimizer_arguments,
@@ -64,9 +64,16 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import node_size
-from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
-from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES
-from torchrec_neuroshard.tables import (
+from torchrec_neuroshard.tables.profile import (
+    FeatureProfile,
+    merge_profiles,
+    zipf_profile,
+)
+from torchrec_neuroshard.tables.sharding_types import (
+    COLUMN_SHARDED_TYPES,
+    SHARDING_TYPES,
+)
+from torchrec_neuroshard.tables.table import (
     COLUMN_MULTIPLE,
     MAX_CUDA_COLUMNS,
     MAX_FEATURES,

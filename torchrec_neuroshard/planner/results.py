@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
+from torchrec_neuroshard.costs.placement_rules import quoted
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.cautions import cautions, optimizer_notes
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.memory import MemoryModel
@@ -41,8 +42,7 @@ from torchrec_neuroshard.report.parts import (
     WeightSync,
 )
 from torchrec_neuroshard.search.base import SearchResult
-from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
-from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.tables.sharding_types import COLUMN_SHARDED_TYPES
 
 __all__ = ["KnownPlan", "describe_plan"]
 

@@ -21,9 +21,9 @@ from torchrec.distributed.planner.types import (
     Storage,
 )
 
-from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
-from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
-from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.costs.placement_rules import PlacementRules
+from torchrec_neuroshard.costs.task import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.planner.caches import with_load
 from torchrec_neuroshard.planner.constraints import permits, too_few_ranks
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
@@ -54,12 +54,12 @@ from torchrec_neuroshard.planner.ways import (
     node_ranks,
     useful_ways,
 )
-from torchrec_neuroshard.sharding_types import (
+from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
     TABLE_WISE,
 )
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 __all__ = ["SearchSpace", "other_caches"]
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from torchrec.distributed.planner.types import Perf, Shard, ShardingOption
 
-from torchrec_neuroshard.sharding_types import SHARDING_TYPES
+from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 
 __all__ = [
     "PricedShard",

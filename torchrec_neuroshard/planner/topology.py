@@ -29,17 +29,17 @@ from torchrec.distributed.planner import constants
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import BasicCommsBandwidths, Storage, Topology
 
-from torchrec_neuroshard.cost_models import CostModel
-from torchrec_neuroshard.cost_models.loading import find_named_card
-from torchrec_neuroshard.devices import GPU, accelerator, is_accelerator
+from torchrec_neuroshard.bundles.find import find_named_card
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.gpu_cards import (
+from torchrec_neuroshard.hardware.cards import (
     GPU_CARDS,
     Figure,
     GpuCard,
     card_named,
     find_card,
 )
+from torchrec_neuroshard.hardware.devices import GPU, accelerator, is_accelerator
+from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.planner.compat import (
     accepted_arguments,
     custom_data,
@@ -145,7 +145,7 @@ def topology_for(
     A figure that is passed counts as given, also where it equals TorchRec's default.
 
     Args:
-        card: A name of `torchrec_neuroshard.gpu_cards.GPU_CARDS`, such as "h100".
+        card: A name of `torchrec_neuroshard.hardware.cards.GPU_CARDS`, such as "h100".
         num_nodes: Nodes.
         ranks_per_node: GPUs of a node; None: as the card's nodes are sold.
         memory_gb: Memory of a GPU [GB].

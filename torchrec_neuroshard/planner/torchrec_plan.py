@@ -35,7 +35,7 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
-from torchrec_neuroshard.sharding_types import COLUMN_WISE
+from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE
 
 __all__ = ["is_even", "last_resort", "stock_plan"]
 

@@ -20,14 +20,14 @@ from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,
     sample_shards,
 )
-from torchrec_neuroshard.sharding_types import (
+from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
     SHARDING_TYPES,
     TABLE_COLUMN_WISE,
     TABLE_WISE,
 )
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 __all__ = [
     "FreeOption",

@@ -28,6 +28,8 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard import __version__
+from torchrec_neuroshard.costs.placement_rules import quoted
+from torchrec_neuroshard.costs.simulator import PHASES, RankCosts
 from torchrec_neuroshard.files import (
     from_fields,
     json_text,
@@ -37,7 +39,6 @@ from torchrec_neuroshard.files import (
     write_whole,
 )
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.checks import unsharded_tables
 from torchrec_neuroshard.planner.compat import (
     planner_part,
@@ -64,7 +65,6 @@ from torchrec_neuroshard.planner.topology import ShardingGroup, sharding_group
 from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.parts import TableReport, rank_reports
-from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 __all__ = [
     "PLAN_SCHEMA_VERSION",

@@ -43,10 +43,11 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
+from torchrec_neuroshard.costs.placement_rules import quoted
+from torchrec_neuroshard.costs.schedules import PREFETCHING
+from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import (
     pipeline_name,
     sharder_params,
@@ -71,9 +72,8 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.topology import sharding_group
-from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal
-from torchrec_neuroshard.schedules import PREFETCHING
+from torchrec_neuroshard.tables.profile import FeatureProfile
 
 __all__ = ["quietly", "rehearse"]
 

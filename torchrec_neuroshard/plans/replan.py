@@ -39,14 +39,15 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
-from torchrec_neuroshard.devices import backend_of, is_accelerator
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.placement import (
+from torchrec_neuroshard.costs.simulator import PredictedCosts
+from torchrec_neuroshard.costs.task import (
     ColumnShard,
     Placement,
     ShardingTask,
     format_bytes,
 )
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.hardware.devices import backend_of, is_accelerator
 from torchrec_neuroshard.planner.checks import check_profiles
 from torchrec_neuroshard.planner.compat import (
     can_reshard,
@@ -68,9 +69,8 @@ from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.shards import ShardBank
 from torchrec_neuroshard.search.within import improve_within
-from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
-from torchrec_neuroshard.simulator import PredictedCosts
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE, TABLE_WISE
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 __all__ = ["Move", "ReplanResult", "apply_moves", "replan"]
 

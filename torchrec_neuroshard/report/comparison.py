@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrec_neuroshard.costs.simulator import PHASES
+from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.plan import PlanReport
 from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
-from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PlanComparison", "TableMove"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.placement import Placement
+from torchrec_neuroshard.costs.simulator import PredictedCosts, Simulator, placed_arrays
+from torchrec_neuroshard.costs.task import Placement
 from torchrec_neuroshard.report.parts import SplitReport
-from torchrec_neuroshard.simulator import PredictedCosts, Simulator, placed_arrays
 
 __all__ = ["explain"]
 

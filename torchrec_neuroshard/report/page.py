@@ -16,9 +16,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from torchrec_neuroshard.costs.task import capitalised
 from torchrec_neuroshard.files import to_fields, write_whole
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import capitalised
 from torchrec_neuroshard.report.sections import Section, as_text
 
 __all__ = ["Report", "html_report", "write_html"]

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.placement_rules import listed, quoted
-from torchrec_neuroshard.schedules import SEQUENTIAL, TIMED
-from torchrec_neuroshard.simulator import PredictedCosts, RankCosts
+from torchrec_neuroshard.costs.placement_rules import listed, quoted
+from torchrec_neuroshard.costs.schedules import SEQUENTIAL, TIMED
+from torchrec_neuroshard.costs.simulator import PredictedCosts, RankCosts
+from torchrec_neuroshard.costs.task import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from torchrec_neuroshard.costs.placement_rules import listed
+from torchrec_neuroshard.costs.simulator import PHASES
+from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.placement_rules import listed
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.parts import (
     Bottleneck,
@@ -25,7 +26,6 @@ from torchrec_neuroshard.report.parts import (
 )
 from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
 from torchrec_neuroshard.search import SearchResult
-from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PlanReport"]
 

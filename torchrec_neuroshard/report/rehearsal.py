@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchrec_neuroshard.costs.placement_rules import listed
+from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.placement_rules import listed
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
 

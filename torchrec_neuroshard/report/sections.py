@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrec_neuroshard.costs.task import capitalised
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import capitalised
 
 __all__ = ["Grid", "Section", "as_text"]
 

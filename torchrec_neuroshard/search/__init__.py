@@ -18,17 +18,17 @@ __all__ = [
 
 SEARCHES: dict[str, tuple[str, ...]] = {
     "default": ("search.default", "NeuroShardSearcher"),
-    "annealing": ("baselines.annealing", "AnnealingSearcher"),
-    "autoshard": ("baselines.autoshard", "AutoShardSearcher"),
-    "dreamshard": ("baselines.dreamshard", "DreamShardSearcher"),
-    "greedy-cost": ("baselines.heuristics", "CostGreedySearcher"),
-    "greedy-dim": ("baselines.heuristics", "GreedySearcher", "dim"),
-    "greedy-lookup": ("baselines.heuristics", "GreedySearcher", "lookup"),
-    "greedy-size": ("baselines.heuristics", "GreedySearcher", "size"),
-    "greedy-size-lookup": ("baselines.heuristics", "GreedySearcher", "size-lookup"),
-    "milp": ("baselines.milp", "MilpSearcher"),
-    "neuroshard": ("baselines.neuroshard", "PaperSearcher"),
-    "random": ("baselines.heuristics", "RandomSearcher"),
+    "annealing": ("papers.annealing", "AnnealingSearcher"),
+    "autoshard": ("papers.autoshard", "AutoShardSearcher"),
+    "dreamshard": ("papers.dreamshard", "DreamShardSearcher"),
+    "greedy-cost": ("papers.heuristics", "CostGreedySearcher"),
+    "greedy-dim": ("papers.heuristics", "GreedySearcher", "dim"),
+    "greedy-lookup": ("papers.heuristics", "GreedySearcher", "lookup"),
+    "greedy-size": ("papers.heuristics", "GreedySearcher", "size"),
+    "greedy-size-lookup": ("papers.heuristics", "GreedySearcher", "size-lookup"),
+    "milp": ("papers.milp", "MilpSearcher"),
+    "neuroshard": ("papers.neuroshard", "PaperSearcher"),
+    "random": ("papers.heuristics", "RandomSearcher"),
 }
 """Searches by name: module in this package, class and arguments. Imported when asked
 for, since the baselines lie above this unit."""

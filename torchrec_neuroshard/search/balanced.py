@@ -30,9 +30,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize, sparse
 
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.search.shards import Bools, Floats, Ints, ShardBank, sum_by
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 __all__ = ["Options", "Program", "Work", "list_options", "owners"]
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.costs.simulator import PredictedCosts
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.simulator import PredictedCosts
 
 __all__ = [
     "BudgetedSearcher",

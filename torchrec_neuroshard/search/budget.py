@@ -13,8 +13,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.costs.task import ShardingTask
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 __all__ = ["MoveBudget", "Shards"]
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-from torchrec_neuroshard.placement import KernelFactors
+from torchrec_neuroshard.costs.task import KernelFactors
 from torchrec_neuroshard.search.feasibility import fitting, smallest_widths
 from torchrec_neuroshard.search.shards import (
     Floats,

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import construct, placed
@@ -25,7 +26,6 @@ from torchrec_neuroshard.search.shards import (
     ShardBank,
     placement_from_widths,
 )
-from torchrec_neuroshard.simulator import Simulator
 
 __all__ = ["ChoosingSearcher"]
 

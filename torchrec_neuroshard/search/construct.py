@@ -15,7 +15,7 @@ import numpy as np
 
 from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes, spread_out
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 __all__ = ["Draft", "construct", "placed", "starts"]
 

@@ -12,9 +12,10 @@ from typing import Self
 
 import numpy as np
 
-from torchrec_neuroshard.cost_models.base import CommsModel, CostModel, RangeWarning
+from torchrec_neuroshard.costs.simulator import Simulator, placed_arrays
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
+from torchrec_neuroshard.models.base import CommsModel, CostModel, RangeWarning
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.progress import phase, shown
 from torchrec_neuroshard.search.base import (
     BudgetedSearcher,
@@ -33,7 +34,6 @@ from torchrec_neuroshard.search.feasibility import (
 from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.rules import check_constraints, follow
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
-from torchrec_neuroshard.simulator import Simulator, placed_arrays
 
 __all__ = [
     "NeuroShardSearcher",

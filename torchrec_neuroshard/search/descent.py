@@ -26,7 +26,7 @@ from torchrec_neuroshard.search.construct import Draft
 from torchrec_neuroshard.search.lanes import Changes, Lanes, spread_out
 from torchrec_neuroshard.search.moves import Moves, best_of
 from torchrec_neuroshard.search.shards import ALIGNMENT, Floats, Ints, ShardBank
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 __all__ = [
     "Effort",

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from scipy import optimize, sparse
 
+from torchrec_neuroshard.costs.placement_rules import listed, quoted
+from torchrec_neuroshard.costs.task import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import HOST, ShardingTask, format_bytes
-from torchrec_neuroshard.placement_rules import listed, quoted
 from torchrec_neuroshard.search.rules import merged
 from torchrec_neuroshard.search.shards import Bools, Floats, Ints, split_widths
 from torchrec_neuroshard.search.shards import legal_splits as splits
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 __all__ = [
     "check_memory",

@@ -25,8 +25,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_neuroshard.costs.simulator import critical_path
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
-from torchrec_neuroshard.simulator import critical_path
 
 __all__ = ["Changes", "Lanes", "grouped", "spread_out"]
 

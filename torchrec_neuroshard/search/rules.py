@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_neuroshard.costs.placement_rules import PlacementRules, quoted
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.placement_rules import PlacementRules, quoted
 
 __all__ = [
     "check_constraints",

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.costs.encoder import with_room
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.search.rules import leaders, merged
-from torchrec_neuroshard.shard_encoder import with_room
-from torchrec_neuroshard.simulator import Simulator
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 __all__ = [
     "ShardBank",

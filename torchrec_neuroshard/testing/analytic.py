@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import FeatureSchemaError
-from torchrec_neuroshard.features import FEATURE_NAMES
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 __all__ = ["AnalyticCommsModel", "AnalyticCostModel"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.features import ShardFeaturizer
-from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.costs.task import ShardingTask
+from torchrec_neuroshard.tables.features import ShardFeaturizer
+from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = ["expect_close", "expect_error", "sample_features", "sample_task"]
 

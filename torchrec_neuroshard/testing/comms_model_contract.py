@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.cost_models.base import CommsModel
+from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.testing.cases import expect_close
 
 __all__ = ["CommsModelContract"]

@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.cost_models.base import CostModel
 from torchrec_neuroshard.errors import FeatureSchemaError
-from torchrec_neuroshard.features import FEATURE_NAMES
+from torchrec_neuroshard.models.base import CostModel
+from torchrec_neuroshard.tables.features import FEATURE_NAMES
 from torchrec_neuroshard.testing.cases import (
     expect_close,
     expect_error,

@@ -13,9 +13,10 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.costs.simulator import Simulator, critical_path
+from torchrec_neuroshard.costs.task import ShardingTask, format_bytes
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask, format_bytes
+from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.feasibility import describe, way_out
 from torchrec_neuroshard.search.lanes import Lanes
@@ -26,8 +27,7 @@ from torchrec_neuroshard.search.shards import (
     ShardBank,
     placement_from_widths,
 )
-from torchrec_neuroshard.simulator import Simulator, critical_path
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 __all__ = ["ExhaustiveSearcher", "count_placements"]
 

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.costs.simulator import PHASES, Simulator
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import Searcher, SearchResult
-from torchrec_neuroshard.simulator import PHASES, Simulator
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, TableConfig
 from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
 from torchrec_neuroshard.testing.cases import (
     expect_close,

@@ -1,0 +1,148 @@
+"""The cache of first launches: keys, whole bundles, other jobs, the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrec_neuroshard.bundles import cache
+from torchrec_neuroshard.bundles.cache import CacheKey
+from torchrec_neuroshard.bundles.find import PRETRAINED
+from torchrec_neuroshard.bundles.format import load_bundle
+from torchrec_neuroshard.cli import main
+
+BUNDLE = PRETRAINED / "cpu_epyc"
+"""Of kernels and collectives."""
+CREATED = "2026-01-02T03:04:05+00:00"
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def make_key(**changes: Any) -> CacheKey:
+    known = {"device": "A CPU (1/2)", "device_type": "cpu"}
+    ranks = {"world_size": 2, "local_world_size": 2}
+    tables = {"optimizers": ("sgd", "rowwise_adagrad"), "data_types": ("fp32",)}
+    return CacheKey.here(**{**known, **ranks, **tables, **changes})
+
+
+def store(key: CacheKey, created: str = CREATED) -> Path:
+    return cache.store(BUNDLE, key, created=created, seconds=9.0)
+
+
+def test_what_was_stored_is_found_and_loads(root: Path) -> None:
+    assert cache.find(make_key()) is None
+    folder = store(make_key())
+    assert folder.parent == root and folder.name.startswith("a-cpu-1-2-2x-")
+    found = cache.find(make_key())
+    assert found is not None and found.folder == folder
+    assert (found.created, found.seconds, found.key) == (CREATED, 9.0, make_key())
+    assert load_bundle(folder).hardware == load_bundle(BUNDLE).hardware
+    assert [p.name for p in root.iterdir()] == [folder.name]
+    # The newest of those that serve is taken.
+    for day in (2, 3, 1):
+        store(make_key(optimizers=("sgd", f"lion{day}")), f"2026-11-0{day}")
+    found = cache.find(make_key(optimizers=("sgd",)))
+    assert found is not None and found.created == "2026-11-03"
+
+
+def test_a_bundle_serves_what_it_was_measured_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = make_key()
+    assert "unknown" not in (key.torch, key.fbgemm, key.torchrec)
+    assert key.covers(make_key(optimizers=("sgd",)))
+    for changes in (
+        {"optimizers": ("sgd", "adam")},
+        {"data_types": ("fp32", "fp16")},
+        {"device": "another CPU"},
+        {"world_size": 4},
+        {"local_world_size": 1},
+    ):
+        assert not key.covers(make_key(**changes))
+    for older in ({"torchrec": "0.1"}, {"feature_version": key.feature_version - 1}):
+        assert not dataclasses.replace(key, **older).covers(key)
+    monkeypatch.setenv("FBGEMM_TBE_V2", "1")
+    assert not key.covers(make_key())
+
+    def version(name: str) -> str:
+        if name in nightly:
+            return nightly[name]
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    for package in ("torchrec-nightly", "fbgemm-gpu-nightly"):
+        nightly = {package: "2026.11.1"}
+        key = make_key()
+        nightly = {package: "2026.11.2"}
+        assert not key.covers(make_key())
+
+
+def test_damage_is_not_found_and_gives_way() -> None:
+    for name in ("key.json", "bundle.json"):
+        folder = store(make_key())
+        (folder / name).unlink()
+        assert cache.entries() == [] and cache.find(make_key()) is None
+    assert store(make_key()) == folder
+    assert len(cache.entries()) == 1
+
+
+def _store_often(number: int) -> None:
+    for _ in range(5):
+        store(make_key(), f"{number}")
+
+
+def test_many_writers_leave_one_whole_bundle(root: Path) -> None:
+    with ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as writers:
+        list(writers.map(_store_often, range(4)))
+    (entry,) = cache.entries()
+    load_bundle(entry.folder)
+    assert [p.name for p in root.iterdir()] == [entry.folder.name]
+
+
+def test_one_job_at_a_time_has_the_lock(root: Path) -> None:
+    key = make_key()
+    with cache.lock(key, 60) as mine:
+        assert mine
+        with cache.lock(key, 60) as second:
+            assert not second
+        with cache.lock(make_key(world_size=4), 60) as other:
+            assert other
+        # One whose job never came back counts no more.
+        (lock,) = root.iterdir()
+        os.utime(lock, (1, 1))
+        with cache.lock(key, 60) as after:
+            assert after
+    assert not [*root.iterdir()]
+
+
+def test_a_cache_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "file" / "cache"))
+    with cache.lock(make_key(), 60) as mine:
+        assert mine
+    assert cache.entries() == []
+    with pytest.raises(OSError, match="Not a directory"):
+        store(make_key())
+
+
+def test_command_lists_and_clears(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache"]) == 0
+    folder = store(make_key())
+    store(make_key(world_size=4))
+    assert main(["cache", "list"]) == 0
+    assert f"{folder.name}: 2 x A CPU (1/2)" in capsys.readouterr().out
+    assert main(["cache", "clear"]) == 0
+    assert cache.entries() == []

@@ -1,0 +1,223 @@
+"""Calibrating: factors, rescaled networks, candidates, what is kept, the command."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.builders import (
+    ONE_PASS,
+    draw_records,
+    make_fingerprint,
+    make_header,
+    write_records,
+)
+from torchrec_neuroshard.bundles import make
+from torchrec_neuroshard.bundles.calibrate import (
+    BEFORE,
+    LINEAR,
+    MIN_SETS,
+    SCALED,
+    TUNED,
+    CalibrationConfig,
+    calibrate,
+    rescale,
+    split_records,
+)
+from torchrec_neuroshard.bundles.fit import (
+    SetData,
+    TrainConfig,
+    as_cost_model,
+    best_factor,
+    build_sets,
+    score,
+    train,
+    training_ranges,
+)
+from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, BundleInfo, load_bundle
+from torchrec_neuroshard.bundles.make import calibrate_bundle
+from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.commands.bundles import RECORDS_NAME
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.hardware.devices import cpu_name
+from torchrec_neuroshard.measure.records import CostRecord
+from torchrec_neuroshard.measure.store import read_records
+from torchrec_neuroshard.models.compute import NeuralCostModel
+from torchrec_neuroshard.models.network import SetCostNetwork
+from torchrec_neuroshard.tables.table import TableConfig
+
+SIZES = {"num_members": 2, "hidden": 24, "latent": 4, "head_hidden": 12}
+QUICK = CalibrationConfig(steps=120, batch_sets=32)
+
+
+def make_records(
+    count: int, seed: int, *, power: float = 0.7, factor: float = 1.0, max_dim: int = 32
+) -> list[CostRecord]:
+    """`power` says how little wide rows cost.
+
+    How the rows enter is odd, the same on all devices, and takes many sets to learn.
+    """
+
+    def per_lookup(table: TableConfig) -> float:
+        rows = np.log10(table.num_embeddings)
+        return float(table.embedding_dim**power * (1 + 0.6 * np.sin(6 * rows)))
+
+    sizes = {"max_tables": 5, "max_dim": max_dim}
+    return draw_records(count, seed, per_lookup, factor=factor, **sizes)
+
+
+@pytest.fixture(scope="module")
+def source() -> NeuralCostModel:
+    """A model of the device with power 0.7, of narrow tables."""
+    data = build_sets(make_records(400, 0, max_dim=24))
+    network = train(data, TrainConfig(epochs=40, batch_sets=64, **SIZES))
+    return as_cost_model(network, data, "there")
+
+
+def split(records: list[CostRecord]) -> tuple[SetData, SetData]:
+    training, test = split_records(records)
+    return build_sets(training), build_sets(test)
+
+
+def predict(network: SetCostNetwork, data: SetData) -> np.ndarray:
+    model = NeuralCostModel(network, name="", hardware="", ranges={})
+    return model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+
+
+# Factors
+
+
+def test_best_factor_has_the_least_relative_error() -> None:
+    rng = np.random.default_rng(0)
+    predicted = rng.uniform(1, 10, 41)
+    measured = predicted * rng.lognormal(-0.5, 0.4, 41)
+
+    def error(factor: float) -> float:
+        return float(np.abs(factor * predicted / measured - 1).mean())
+
+    least = min(error(f) for f in np.linspace(0.2, 4.0, 2_000))
+    assert error(best_factor(predicted, measured)) <= least + 1e-12
+
+
+@pytest.mark.parametrize(("factors", "rtol"), [((3.0, 3.0), 1e-3), ((0.5, 1.4), 0.03)])
+def test_rescaled_network_multiplies_its_times(
+    source: NeuralCostModel, factors: tuple[float, float], rtol: float
+) -> None:
+    data = build_sets(make_records(40, 5))
+    before = predict(source.network, data)
+    after = predict(rescale(source.network, factors), data)
+    np.testing.assert_allclose(after, before * factors, rtol=rtol)
+    np.testing.assert_array_equal(predict(source.network, data), before)
+
+
+# Candidates
+
+
+def test_a_worse_ensemble_is_not_kept(source: NeuralCostModel) -> None:
+    # The same device: nothing to learn, and a rate that destroys what was known.
+    training, test = split(make_records(60, 1))
+    config = CalibrationConfig(steps=2, learning_rate=3.0)
+    found = calibrate(source, SIZES, training, test, config)
+    assert found.kept in (BEFORE, SCALED)
+    assert f"Kept `{found.kept}`" in found.verdict()
+
+
+# Bundles
+
+
+def test_bundle_and_card_tell_what_was_done(
+    tmp_path: Path, source: NeuralCostModel
+) -> None:
+    old, out, path = (tmp_path / n for n in ("old", "new", "r.parquet"))
+    info = BundleInfo(
+        name="old",
+        fingerprint=make_fingerprint("there"),
+        reference_ms=8.0,
+        network=SIZES,
+        ranges=source.ranges,
+        trained_on={"num_training_sets": 400},
+    )
+    COMPUTE_BUNDLE.save(old, source.network, info, "# card\n")
+    before = (old / "bundle.json").read_bytes()
+    with pytest.raises(ConfigError, match="is the bundle to start from"):
+        calibrate_bundle(old, [], tmp_path / "x" / ".." / "old", "old", QUICK)
+    assert (old / "bundle.json").read_bytes() == before
+    records = make_records(120, 1, power=0.9, factor=0.6)
+    write_records(path, make_header("here", reference_ms=6.0), records)
+    found, evaluations = calibrate_bundle(old, [path], out, "mine", QUICK)
+    info, model = COMPUTE_BUNDLE.read_info(out), load_bundle(out)
+    assert (info.fingerprint.device, info.reference_ms) == ("here", 6.0)
+    assert info.trained_on["calibrated_from"] == {
+        "name": "old",
+        "device": "there",
+        "num_training_sets": 400,
+    }
+    # Fine-tuning bends what a factor cannot.
+    scores = {n: score(c.evaluation) for n, c in found.candidates.items()}
+    assert scores[TUNED] < 0.5 * scores[SCALED] < 0.5 * scores[BEFORE]
+    assert info.trained_on["kept"] == found.kept == TUNED
+    training, test = split(read_records([path])[1])  # as stored
+    ranges = {n: c.ranges for n, c in found.candidates.items()}
+    first, new = source.ranges, training_ranges(training)
+    assert ranges[BEFORE] == ranges[SCALED] == first and ranges[LINEAR] == new
+    assert first["log2_width"][1] < ranges[TUNED]["log2_width"][1] == 7
+    assert ranges[TUNED]["log2_width"][0] == 2
+    for name, (low, high) in ranges[TUNED].items():
+        assert low == min(first[name][0], new[name][0])
+        assert high == max(first[name][1], new[name][1])
+    assert info.ranges == ranges[TUNED]
+    np.testing.assert_allclose(
+        predict(model.network, test), predict(found.candidates[TUNED].network, test)
+    )
+    card = (out / "CARD.md").read_text()
+    names = ["learned", BEFORE, SCALED, TUNED, LINEAR]
+    assert [e.name for e in evaluations] == names
+    for e in evaluations:
+        assert f"| {e.name} | {e.fwd_mape:.1%} | {e.bwd_mape:.1%} |" in card
+    assert "Started from `old`, measured on there (400 sets to train on)" in card
+
+
+def test_split_keeps_held_out_tables_and_repeats_apart() -> None:
+    records = make_records(48, 0)
+    again = [dataclasses.replace(records[i], index=44 + i, repeat_of=i) for i in (4, 5)]
+    training, test = split_records([*records, *again])
+    assert {r.index for r in test} == {i for i in range(48) if i % 4 == 0}
+    assert {r.index for r in training} == {i for i in range(50) if i % 4} - {48}
+    for few in (records[:40:2], [r for r in records if not r.held_out]):
+        with pytest.raises(RecordError, match=f"needs {MIN_SETS} sets to train on"):
+            split_records(few[:12])
+
+
+def test_measures_and_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiny sets, so that the whole command takes seconds."""
+    # The machine that runs the tests may be busy with others.
+    monkeypatch.setattr(make, "steady_records", list)
+    monkeypatch.setattr("torchrec_neuroshard.measure.clock.CPU_PASSES", ONE_PASS)
+    out = tmp_path / "mine"
+    arguments = ["calibrate", "--out", str(out), "--max-gib", "0.001", "--steps", "4"]
+    for option, value, message in (
+        ("--num-sets", "49", "--num-sets 49 is too few"),
+        ("--from", "tpu", "no bundle 'tpu' to start from"),
+    ):
+        assert main([*arguments, option, value]) == 2
+        assert message in capsys.readouterr().err
+        assert not out.exists()
+    # Time for too few to judge by.
+    limited = [*arguments, "--num-sets", "60", "--time-limit", "0.001"]
+    assert main(limited) == 2
+    assert "measure more sets" in capsys.readouterr().err
+    assert main([*arguments, "--num-sets", "60"]) == 0
+    (header,), records = read_records([out / RECORDS_NAME])
+    assert len(records) == 60
+    assert MIN_SETS <= sum(r.held_out for r in records) <= 60 - MIN_SETS
+    assert header.sampling["max_weight_bytes"] == int(0.001 * 2**30)
+    info = COMPUTE_BUNDLE.read_info(out)
+    assert load_bundle(out).name == "mine"
+    assert info.fingerprint.device == cpu_name()
+    assert info.trained_on["calibrated_from"]["name"] == "cpu"
+    assert f"Kept `{info.trained_on['kept']}`" in capsys.readouterr().out

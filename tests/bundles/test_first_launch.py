@@ -1,0 +1,225 @@
+"""What a first launch draws and measures again, and which of its results are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
+
+from tests.builders import (
+    META,
+    bag_config,
+    bag_sharders,
+    bags,
+    costed,
+    draw_records,
+    make_header,
+    make_planner,
+    make_tables,
+    write_records,
+)
+from torchrec_neuroshard.bundles import cache, first_launch
+from torchrec_neuroshard.bundles.find import PRETRAINED, physical_estimate
+from torchrec_neuroshard.bundles.format import load_bundle
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import from_fields, to_fields
+from torchrec_neuroshard.measure.clock import Measurement, SetTimer
+from torchrec_neuroshard.planner.first_launch import FirstLaunch
+from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
+
+SHARDS = make_tables([16, 8, 16, 64, 32], rows=[500, 500, 900, 10**8, 100])
+REQUEST = first_launch.LaunchRequest(
+    shards=SHARDS,
+    kernels=(0, 0, 0, 1, 1),
+    tables=(0, 0, 1, 2, 3),
+    batch_size=128,
+    device_type="cpu",
+    world_size=2,
+    local_world_size=2,
+    seconds=1.0,
+)
+"""Four tables, one of them whole or in half, in two kernels."""
+
+
+def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
+    request, most = REQUEST, 2**22
+    assert from_fields(first_launch.LaunchRequest, to_fields(request)) == request
+    seen: set[str] = set()
+    for index in range(60):
+        drawn = first_launch.draw_launch_set(request, index, most)
+        assert drawn == first_launch.draw_launch_set(request, index, most)
+        names = [t.name.partition("#")[0] for t in drawn]
+        places = [[s.name for s in SHARDS].index(n) for n in names]
+        assert len({request.kernels[p] for p in places}) == 1
+        assert len({request.tables[p] for p in places}) == len(places) > 0
+        held = sum(
+            t.num_embeddings * t.embedding_dim * DATA_TYPE_BYTES[t.data_type]
+            for t in drawn
+        )
+        assert held <= most
+        for table, place in zip(drawn, places, strict=True):
+            shard = SHARDS[place]
+            # A table that is too large loses rows, not lookups.
+            assert table.num_embeddings <= shard.num_embeddings
+            wanted = shard.profile_at(request.batch_size).num_lookups
+            assert table.profile_at(request.batch_size).num_lookups == wanted
+            if shard.num_embeddings == 10**8:  # its optimizer keeps no state worth it
+                assert table.num_embeddings == most // 4 // (64 * 4)
+        seen.update(names)
+    assert seen == {t.name for t in SHARDS}
+
+
+def test_a_set_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = SetTimer(torch.device("cpu"), 2**20, 1.0, num_passes=1)
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    arguments = (REQUEST, 0, 1, timer, torch.device("cpu"), 2**20)
+    record = first_launch.measure_set(*arguments)
+    assert record is not None and record.fwd_ms > 0 and record.held_out
+    monkeypatch.setattr(timer, "measure", full)
+    assert first_launch.measure_set(*arguments) is None
+
+
+def test_what_the_search_may_place_is_what_is_drawn() -> None:
+    constraints = {
+        "t0": ParameterConstraints(sharding_types=["table_wise"]),
+        "t1": ParameterConstraints(
+            sharding_types=["column_wise"], min_partition=32, pooling_factors=[7.0]
+        ),
+        "t2": ParameterConstraints(sharding_types=["row_wise"]),
+    }
+    planner = make_planner(cost_model="cpu", comms_model=None, constraints=constraints)
+    model = bags(*(bag_config(i, 1000, 64) for i in range(3)), device=META)
+
+    class Sharder(EmbeddingBagCollectionSharder):
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return list(super().sharding_types("cuda"))
+
+    options = planner.enumerator.enumerate(model, [Sharder()])
+    launch = FirstLaunch(planner.costs, "measure", 3.0)
+    request = launch.request(options, 2)
+    found = {(t.name[-2:], t.num_embeddings, t.embedding_dim) for t in request.shards}
+    columns = {("t0", 1000, 64), ("t1", 1000, 64), ("t1", 1000, 32)}
+    assert found == {*columns, ("t2", 500, 64)}
+    assert request.batch_size == 2 * 64 and request.seconds == 3.0
+    assert 7.0 in {t.pooling_factor for t in request.shards}
+    # Rows of a table run in a kernel of their own.
+    whole = np.array([t.num_embeddings == 1000 for t in request.shards])
+    kernels = np.array(request.kernels)
+    assert not set(kernels[whole]) & set(kernels[~whole])
+
+
+def test_without_measuring_there_is_a_warning_and_the_estimate() -> None:
+    planner = make_planner(cost_model="measure", comms_model=None, calibrate="never")
+    model = bags(bag_config(0, 100, 16), device=META)
+    with pytest.warns(UserWarning, match="calibrate forbids it, and the cache"):
+        planner.plan(model, bag_sharders())
+    assert "not measured" in planner.costs.cost_model.source
+    assert planner.last_result is not None
+    assert any("cache holds none" in w for w in planner.last_result.warnings)
+    settings: list[tuple[str, Any, str]] = [
+        ("auto", "often", "must be 'auto', 'never' or a number of seconds"),
+        ("auto", -1.0, "must be 'auto', 'never' or a number of seconds"),
+        ("cpu", 5.0, "needs cost_model 'auto' or 'measure', got 'cpu'"),
+    ]
+    for cost_model, calibrate, message in settings:
+        with pytest.raises(ConfigError, match=message):
+            FirstLaunch(planner.costs, cost_model, calibrate)
+    assert FirstLaunch(planner.costs, "auto", 0).seconds == 0.0
+
+
+def test_disturbed_sets_are_measured_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other work disturbs the first so many times of some sets."""
+    disturbed, seen = {3: 1, 5: 2, 8: 1000}, Counter[int]()
+
+    def measure(tables: Any, access: Any, batch: int, seed: Any) -> Measurement:
+        index = seed[1]
+        seen[index] += 1
+        quiet = (1.0, 1.0, 1.0)
+        is_noisy = seen[index] <= disturbed.get(index, 0)
+        passes, ms = ((1.0, 2.0, 3.0), 2.0) if is_noisy else (quiet, 1.0)
+        return Measurement(passes, passes, quiet, ms, ms)
+
+    timer = SimpleNamespace(reference_ms=1.0, measure=measure)
+    monkeypatch.setattr(first_launch, "SetTimer", lambda *_, **__: timer)
+    monkeypatch.setattr("time.monotonic", lambda: float(seen.total()))
+    kept, reference_ms = first_launch.measure_mine(
+        REQUEST, None, torch.device("cpu"), 60
+    )
+    assert reference_ms == 1.0
+    assert [r.index for r in kept if r.spread > 0.1] == [8]
+    assert seen[3] == 2 and seen[5] == 3 and 3 < seen[8] < 10
+    # Undisturbed ones are measured once, and all time is used.
+    assert {seen[r.index] for r in kept} - {2, 3, seen[8]} == {1}
+    assert seen.total() == 60 and len(kept) > 50
+
+
+SHIPPED = PRETRAINED / "cpu_epyc"
+COPIES = """
+import shutil, sys
+shutil.copytree(sys.argv[2], sys.argv[1] + "/bundle")
+with open(sys.argv[2] + ".count", "a") as file:
+    file.write("x")
+"""
+"""In place of measuring."""
+
+
+@pytest.mark.parametrize(
+    ("truth", "noisy", "said"),
+    [
+        ("bundle", 4, None),
+        ("bundle", 20, "20 of 40 sets were disturbed by other work"),
+        ("estimate", 0, "0 of 40 sets were disturbed by other work"),
+    ],
+)
+def test_what_was_measured_badly_is_not_kept(
+    truth: str,
+    noisy: int,
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load_bundle(SHIPPED) if truth == "bundle" else physical_estimate("cpu")
+    bundle = shutil.copytree(SHIPPED, tmp_path / "found")
+    records = [
+        dataclasses.replace(
+            r, held_out=r.index % 2 == 0, spread=0.5 if r.index < noisy else 0.0
+        )
+        for r in costed(draw_records(40, 0, max_tables=4, max_dim=16), model)
+    ]
+    write_records(bundle / first_launch.KERNELS_NAME, make_header(), records)
+    monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "cache"))
+    program = COPIES.replace("sys.argv[2]", repr(str(bundle)))
+    monkeypatch.setattr(first_launch, "PROGRAM", ("-c", program))
+    for launch in range(2):
+        planner = make_planner(1, cost_model="measure", comms_model=None, calibrate=1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            planner.plan(bags(bag_config(0, 100, 16), device=META), bag_sharders())
+        texts = [t for t in map(str, (w.message for w in caught)) if "first l" in t]
+        measured = len(Path(f"{bundle}.count").read_text())
+        is_measured = "not measured" not in planner.costs.cost_model.source
+        assert is_measured == (truth == "bundle")
+        assert planner.last_result is not None
+        if said is None:
+            assert not texts and measured == 1 and len(cache.entries()) == 1
+            continue
+        (text,) = texts
+        assert measured == launch + 1 and not cache.entries()
+        assert said in text and "the next launch measures again" in text
+        # Both errors, on the sets that were held out.
+        assert text.count("%") == 2 and text in planner.last_result.warnings

@@ -1,0 +1,153 @@
+"""Training on costs that are known exactly, judging, and `neuroshard train`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.builders import costed, draw_records, make_header, write_records
+from torchrec_neuroshard.bundles.fit import (
+    TrainConfig,
+    as_cost_model,
+    build_sets,
+    evaluate,
+    fit_linear,
+    train,
+)
+from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, load_bundle
+from torchrec_neuroshard.bundles.training_loop import Fit, fit, seeded
+from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.testing import AnalyticCostModel
+
+
+def run(errors: Sequence[torch.Tensor | float]) -> tuple[Fit, nn.ParameterDict]:
+    """Train two members with a weight and a bias each; every step adds 1 to all."""
+    network = nn.ParameterDict({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)})
+    best = fit(
+        network,
+        torch.optim.SGD(network.parameters(), lr=1.0),
+        [[epoch] for epoch, _ in enumerate(errors)],
+        lambda _: -network["weight"].sum() - network["bias"].sum(),
+        iter(errors).__next__,
+    )
+    return best, network
+
+
+def test_each_member_keeps_its_own_best_epoch() -> None:
+    errors = [torch.tensor(e) for e in ([3.0, 3.0], [1.0, 4.0], [2.0, 2.0])]
+    best, network = run(errors)
+    assert best.error.tolist() == [1.0, 2.0] and best.epoch.tolist() == [2, 3]
+    assert network["weight"].tolist() == [[2.0] * 3, [3.0] * 3]
+    assert network["bias"].tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("errors", "best"),
+    [
+        ([1.0, 1.0, 1.0], 1),  # of equals the first
+        ([1.0, 1.0 - 1e-15, 1.0], 2),  # not in float32
+        ([math.nan, math.nan], 0),  # no epoch: the weights that it began with
+    ],
+)
+def test_one_error_is_of_the_whole_network(errors: list[float], best: int) -> None:
+    found, network = run(errors)
+    assert int(found.epoch) == best
+    assert network["weight"].tolist() == [[float(best)] * 3] * 2
+    assert network["bias"].tolist() == [float(best)] * 2
+
+
+def test_seed_decides_and_leaves_the_callers_state() -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    drawn = []
+    for seed in (1, 1, 2):
+        with seeded(seed):
+            assert torch.get_num_threads() == 1
+            drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+QUICK = TrainConfig(epochs=40, num_members=2, hidden=32, latent=4, head_hidden=16)
+
+
+def test_learned_model_beats_linear_on_new_sets() -> None:
+    training = build_sets(draw_records(300, 0))
+    test = build_sets(draw_records(60, 1))
+    network = train(training, QUICK)
+    learned = evaluate("learned", as_cost_model(network, training, "x"), test)
+    linear = evaluate("linear", as_cost_model(fit_linear(training), test, "x"), test)
+    assert learned.total_mape < 0.05
+    assert learned.total_mape < linear.total_mape
+    assert learned.kendall_tau > 0.95
+
+
+def test_training_is_the_same_for_the_same_seed() -> None:
+    data = build_sets(draw_records(60, 0))
+
+    def weights(seed: int) -> torch.Tensor:
+        network = train(data, dataclasses.replace(QUICK, epochs=3, seed=seed))
+        return torch.cat([p.flatten() for p in network.parameters()])
+
+    assert torch.equal(weights(0), weights(0))
+    assert not torch.equal(weights(0), weights(1))
+
+
+def test_linear_fit_recovers_a_linear_cost() -> None:
+    training, data = (
+        build_sets(costed(draw_records(80, seed), AnalyticCostModel()))
+        for seed in (0, 1)
+    )
+    model = as_cost_model(fit_linear(training), data, "linear")
+    judged = evaluate("linear", model, data)
+    assert judged.total_mape < 1e-3
+    assert judged.kendall_tau > 0.999
+
+
+def test_bad_input_is_named() -> None:
+    record = draw_records(1, 0)[0]
+    for records, message in (
+        ([], "no records to train on"),
+        ([dataclasses.replace(record, fwd_ms=0.0)], r"record 0 has times 0\.0"),
+        ([record], "1 sets are too few"),
+    ):
+        with pytest.raises(RecordError, match=message):
+            train(build_sets(records), QUICK)
+    with pytest.raises(ConfigError, match="at least 1, got 0 and 5"):
+        TrainConfig(epochs=0)
+
+
+def test_command_trains_on_steady_records_and_keeps_the_better_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Costs that are not linear, before the ensemble has learned them."""
+    records = draw_records(160, 0, lambda t: t.embedding_dim**0.5)
+    fwd_ms, bwd_ms = 1.1 * records[4].fwd_ms, 1.1 * records[4].bwd_ms
+    again = dataclasses.replace(
+        records[4], index=160, repeat_of=4, fwd_ms=fwd_ms, bwd_ms=bwd_ms
+    )
+    disturbed = dataclasses.replace(records[5], index=161, spread=0.8)
+    few = [r for r in records[:80] if not r.held_out or r.index < 16]
+    path, less, out = (tmp_path / n for n in ("r.parquet", "few.parquet", "mine"))
+    write_records(path, make_header(), [*records, again, disturbed])
+    write_records(less, make_header(), few)
+    options = ["--out", str(out), "--epochs", "1", "--members", "1"]
+    assert main(["train", str(less), *options]) == 2
+    assert "got 60 and 4" in capsys.readouterr().err
+    assert main(["train", str(path), *options]) == 0
+    assert "learned: forward " in capsys.readouterr().out
+    model, trained_on = load_bundle(out), COMPUTE_BUNDLE.read_info(out).trained_on
+    assert model.name == "mine" and trained_on["kept"] == "linear"
+    assert trained_on["num_training_sets"] == 120 and trained_on["num_disturbed"] == 1
+    card = (out / "CARD.md").read_text()
+    kept = evaluate("linear", model, build_sets(records[::4]))
+    assert f"| linear | {kept.fwd_mape:.1%} | {kept.bwd_mape:.1%} |" in card
+    assert "differs by 10.0% (median)" in card and "Kept `linear`" in card
+    assert "| disturbed records, left out | 1 |" in card

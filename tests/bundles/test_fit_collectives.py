@@ -1,0 +1,285 @@
+"""Training the model of collectives, its bundle and the train command.
+
+The records follow a law that is known: launch, peers, the busiest direction, all bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.builders import (
+    make_comms_header,
+    make_comms_record,
+    make_planner,
+    write_records,
+)
+from torchrec_neuroshard.bundles import find, fit_collectives
+from torchrec_neuroshard.bundles.find import load_comms_model, load_cost_model
+from torchrec_neuroshard.bundles.fit_collectives import (
+    CommsData,
+    CommsTrainConfig,
+    build_comms,
+)
+from torchrec_neuroshard.bundles.format import (
+    COMMS_BUNDLE,
+    load_comms_bundle,
+    save_comms_bundle,
+)
+from torchrec_neuroshard.bundles.make import train_comms_bundle
+from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.errors import BundleMismatchError, RecordError
+from torchrec_neuroshard.measure.collective_samples import (
+    CommsSamplingConfig,
+    sample_collective,
+)
+from torchrec_neuroshard.measure.records import CommsRecord
+from torchrec_neuroshard.models.base import COLLECTIVES
+from torchrec_neuroshard.models.collectives_network import TERM_NAMES, physical_terms
+
+GB_PER_S = 2.0
+STEPS = CommsTrainConfig(steps=250)
+
+
+def law(collective: str, bytes_per_peer: Sequence[int]) -> np.ndarray:
+    """Time of each rank [ms]; its dependence on the world size is not a term."""
+    world = len(bytes_per_peer)
+    units = np.array([bytes_per_peer], dtype=np.float64)
+    terms = physical_terms(collective, units, world, GB_PER_S, 0.0)[0]
+    values = dict(zip(TERM_NAMES, terms.T, strict=True))
+
+    def total(name: str) -> np.ndarray:
+        return np.asarray(np.sum([values[f"{name}_{i}"] for i in range(4)], axis=0))
+
+    busiest = np.maximum(total("sent"), total("received"))
+    crowd = 1 + 0.3 * np.log2(world)
+    return np.asarray(
+        0.1 + 0.05 * values["peers"] + crowd * busiest + 0.2 * total("total")
+    )
+
+
+def measure(world: int, count: int, seed: int) -> list[CommsRecord]:
+    rng = np.random.default_rng(seed)
+    config = CommsSamplingConfig(bytes_per_rank=(1024, 2**24))
+    records = []
+    for index in range(count):
+        sample = sample_collective(index, seed, config, {"world": world})
+        ms = law(sample.collective, sample.bytes_per_peer)
+        ms = ms * np.exp(rng.normal(0, 0.02, world))
+        told: dict[str, Any] = {"index": index, "repeat_of": sample.repeat_of}
+        sent = sample.collective, sample.bytes_per_peer
+        records.append(make_comms_record(*sent, ms.tolist(), **told))
+    return records
+
+
+def data(worlds: Sequence[int], count: int = 150, seed: int = 0) -> CommsData:
+    records = [r for w in worlds for r in measure(w, count, seed + w)]
+    return build_comms(records, GB_PER_S, 0.0)
+
+
+@pytest.fixture(scope="module")
+def training() -> CommsData:
+    return data((2, 4, 8))
+
+
+def test_world_sizes_not_trained_on_are_predicted(training: CommsData) -> None:
+    network = fit_collectives.train_comms(training, STEPS)
+    rows = fit_collectives.evaluate_comms(network, training, data((3, 6), seed=100))
+    totals = {r.world_size: r for r in rows if r.collective == "all"}
+    assert set(totals) == {3, 6}
+    for row in totals.values():
+        assert not row.trained
+        assert row.median < 0.08
+        assert row.kendall_tau > 0.9
+    by_name = [r for r in rows if r.collective != "all" and r.world_size == 3]
+    assert {r.collective for r in by_name} == set(COLLECTIVES)
+    assert sum(r.num_records for r in by_name) == 150
+
+
+def test_a_collective_without_records_takes_the_mean(training: CommsData) -> None:
+    left = training.select(np.flatnonzero(training.collective_N != 0))
+    fitted = fit_collectives.fit_coefficients(left)
+    np.testing.assert_allclose(fitted[0], fitted[1:].mean(axis=0))
+    assert fitted[0].any()
+
+
+def test_too_little_to_train_on() -> None:
+    with pytest.raises(RecordError, match="10 records are too few to train on"):
+        fit_collectives.train_comms(data((2,), count=10), STEPS)
+    crossing = dataclasses.replace(measure(2, 1, 0)[0], local_world_size=1)
+    for records, message in (([], "no records"), ([crossing], "2.0 inside a node and")):
+        with pytest.raises(RecordError, match=message):
+            build_comms(records, GB_PER_S, 0.0)
+
+
+def test_the_plainest_model_is_kept_where_records_are_few() -> None:
+    """One latency and one bandwidth, with noise: a net of few records errs more."""
+    parts = []
+    for seed, count, noise in ((0, 60, 0.4), (50, 200, 0.0)):
+        found = data((4,), count=count, seed=seed)
+        columns = [TERM_NAMES.index(f"most_sent_{i}") for i in range(4)]
+        busiest = found.terms_NWK[:, 0, columns].sum(axis=1)
+        drawn = np.random.default_rng(5).lognormal(0, noise, count)
+        ms = np.repeat((drawn * (0.3 + 1.5 * busiest))[:, None], 4, axis=1)
+        parts.append(dataclasses.replace(found, transfer_NW=ms.astype(np.float32)))
+    few, many = parts
+    kept = fit_collectives.make_candidates(few, many, CommsTrainConfig(steps=150))
+    assert kept.kept == "bandwidth"
+    assert kept.errors["bandwidth"] < 0.8 * kept.errors["learned"]
+    rows = fit_collectives.evaluate_comms(kept.network, few, many)
+    (total,) = (r for r in rows if r.collective == "all")
+    assert total.median == pytest.approx(kept.errors["bandwidth"])
+
+
+def test_another_machines_model_is_taken_over_by_a_factor(training: CommsData) -> None:
+    source = fit_collectives.train_comms(training, CommsTrainConfig(steps=60))
+    few, test = data((2, 4), count=30, seed=20), data((2, 4), count=60, seed=60)
+    few, test = (
+        dataclasses.replace(d, transfer_NW=d.transfer_NW * 2.5) for d in (few, test)
+    )
+    found = fit_collectives.make_candidates(
+        few, test, CommsTrainConfig(steps=2), source
+    )
+    assert found.errors["scaled"] < 0.1 < found.errors["before"]
+    assert found.kept in ("scaled", "tuned")
+    assert list(found.networks)[:3] == ["before", "scaled", "tuned"]
+
+
+# Bundles and the command
+
+
+def write(folder: Path, worlds: Sequence[int]) -> list[Path]:
+    return [
+        write_records(
+            folder / f"{world}.parquet",
+            make_comms_header(world, "gloo", "a CPU", sampling={"cores": 2}),
+            measure(world, 60, world),
+        )
+        for world in worlds
+    ]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained on 2 and 4 ranks and tested on 3."""
+    folder = tmp_path_factory.mktemp("comms")
+    found = train_comms_bundle(
+        write(folder, (2, 3, 4)),
+        folder / "bundle",
+        "mine",
+        CommsTrainConfig(steps=40),
+        test_world_sizes=(3,),
+        say=lambda text: None,
+    )
+    trained = {2: True, 3: False, 4: True}
+    assert {(e.world_size, e.trained) for e in found} == set(trained.items())
+    return folder / "bundle"
+
+
+def load(folder: Path, world: int = 3) -> np.ndarray:
+    ranks = {"world_size": world, "local_world_size": world}
+    model = load_comms_bundle(folder, compute=None, **ranks)
+    assert model.source == "measured"
+    return model.all_to_all(np.full((1, world), 64.0), 512)
+
+
+def test_bundle_predicts_its_records(bundle: Path) -> None:
+    info = COMMS_BUNDLE.read_info(bundle)
+    assert (info.backend, info.world_sizes) == ("gloo", (2, 4))
+    assert info.intra_gb_per_s == GB_PER_S
+    expected = law("pooled_forward", [64 * 512 * 4 // 4] * 4)
+    np.testing.assert_allclose(load(bundle, 4)[0, :, 0], expected, rtol=0.25)
+    assert "| 3 | all | no | 60 |" in (bundle / "COMMS_CARD.md").read_text()
+    load(bundle, 8)  # twice as many ranks as were measured: no warning
+    with pytest.warns(UserWarning, match=r"of 9 ranks are extrapolated.*at 2, 4"):
+        load(bundle, 9)
+
+
+@pytest.mark.parametrize("changes", [{"comms_version": 9}, {"term_names": ["a"]}])
+def test_other_versions_are_refused(
+    bundle: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    text = (bundle / "comms.json").read_text()
+    (tmp_path / "comms.json").write_text(json.dumps({**json.loads(text), **changes}))
+    with pytest.raises(BundleMismatchError, match="or other terms than this"):
+        load(tmp_path)
+
+
+def test_collectives_join_a_compute_model_of_their_device(
+    bundle: Path, tmp_path: Path
+) -> None:
+    both = shutil.copytree(find.PRETRAINED / "cpu", tmp_path / "both")
+    network, info = COMMS_BUNDLE.load(bundle)
+    with pytest.raises(BundleMismatchError, match="measured on a CPU; name another"):
+        save_comms_bundle(both, network, info, "card")
+    device = load_cost_model(both).hardware
+    fingerprint = dataclasses.replace(info.fingerprint, device=device)
+    info = dataclasses.replace(info, fingerprint=fingerprint)
+    save_comms_bundle(both, network, info, "# Collectives")
+    assert load_cost_model(both).hardware == device
+    assert load(both, 2).shape == (1, 2, 2)
+    assert (both / "COMMS_CARD.md").read_text() == "# Collectives\n"
+
+
+def test_command_dispatches_on_the_kind_of_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "torchrec_neuroshard.commands.bundles.CommsTrainConfig",
+        lambda seed: CommsTrainConfig(steps=3, seed=seed),
+    )
+    paths = [str(p) for p in write(tmp_path, (2, 3))]
+    out = tmp_path / "out"
+    command = ["train", *paths, "--out", str(out), "--test-world-sizes"]
+    for kept, message in (
+        (["6"], "no records of world size 6"),
+        (["2", "3"], "every world size is"),
+    ):
+        assert main([*command, *kept]) == 2
+        assert message in capsys.readouterr().err and not out.exists()
+    assert main([*command, "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "3 ranks (not in training): median error" in printed
+    assert load(out, 2).shape == (1, 2, 2)
+
+
+def test_planner_finds_what_was_measured_or_published(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def found_for(cost_model: str | Path, device: str, kind: str = "cpu") -> Any:
+        """On this machine's device."""
+        monkeypatch.setattr(find, "current_device_name", lambda _: device)
+        return load_comms_model(
+            cost_model, device_type=kind, world_size=8, local_world_size=8
+        )
+
+    found = found_for(bundle, "another CPU")
+    np.testing.assert_array_equal(
+        found.all_to_all(np.full((1, 8), 64.0), 512), load(bundle, 8)
+    )
+    # Measured over gloo: not for GPUs. Their published links are labelled as such.
+    published = found_for(bundle, "NVIDIA H200", "cuda")
+    assert published.source == "published links of h200, not measured"
+    assert found_for(bundle, "NVIDIA A10", "cuda") is None
+
+    # "auto" takes a shipped bundle of this very device.
+    with monkeypatch.context() as patch:
+        patch.setattr(find, "PRETRAINED", tmp_path / "shipped")
+        shutil.copytree(bundle, tmp_path / "shipped" / "one")
+        assert found_for("auto", "another CPU") is None
+        assert found_for("auto", "a CPU").source == "measured"
+
+    # A bundle of collectives alone leaves kernels to "auto".
+    with pytest.warns(UserWarning, match="no cost model was measured on a CPU") as said:
+        planner = make_planner(cost_model=bundle, comms_model=None)
+    alone = "holds collectives alone: kernels are costed"
+    assert any(alone in str(w.message) for w in said)
+    assert "physical estimate" in planner.costs.cost_model.source
+    assert planner.costs.comms_model.source == "measured"

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.builders import make_tables, make_task
+from torchrec_neuroshard.costs.simulator import RankCosts, Simulator
+from torchrec_neuroshard.costs.task import KernelFactors, Placement, WireCodec
+from torchrec_neuroshard.hardware.cards import card_named
+from torchrec_neuroshard.models.compute import PhysicalCostModel
+from torchrec_neuroshard.models.physical import PhysicalConstants
+from torchrec_neuroshard.models.published_links import published_comms_model
+from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
+
+BATCH = 1_000
+PLAIN = make_tables([16, 8, 4], 500, [2.0, 5.0, 1.0])
+TABLES = (*PLAIN[:2], dataclasses.replace(PLAIN[2], num_features=3, weighted=True))
+LAUNCH, LOOKUP, BYTE = 0.5, 1_000.0, 10.0
+
+
+def simulator(groups: tuple[int, ...] = (), stages: tuple[int, ...] = ()) -> Simulator:
+    task = make_task(TABLES, 2, BATCH, groups=groups, stages=stages)
+    model = AnalyticCostModel(launch_ms=LAUNCH, lookup_ns=LOOKUP, byte_ns=BYTE)
+    return Simulator(task, model, AnalyticCommsModel(gb_per_s=0.001))
+
+
+def forward(*shards: tuple[int, int]) -> float:
+    """The analytic model by hand: (lookups, width) of the shards of one set."""
+    if not shards:
+        return 0.0
+    return LAUNCH + sum(n * LOOKUP + n * w * 4 * BYTE for n, w in shards) * 1e-6
+
+
+A, B, C = 2 * BATCH, 5 * BATCH, BATCH
+"""Lookups of the three tables."""
+
+
+def test_phases_by_hand() -> None:
+    placement = Placement.from_widths(2, [(0, 12, 0), (0, 4, 1), (1, 8, 1), (2, 4, 0)])
+    costs = simulator().evaluate(placement)
+    expected = [forward((A, 12), (C, 4)), forward((A, 4), (B, 8))]
+    for rank, fwd in zip(costs.ranks, expected, strict=True):
+        assert rank.fwd_compute == pytest.approx(fwd)
+        assert rank.bwd_compute == pytest.approx(2 * fwd)
+    # 12 + 3 * 4 and 4 + 8 columns, half of the samples remote, 1 kB per ms.
+    sent = np.array([24, 12]) * BATCH * 4 / 2 / 1_000
+    received = np.full(2, 36 * BATCH * 4 / 2 / 2 / 1_000)
+    comms = np.maximum(sent, received)
+    for rank, ms in zip(costs.ranks, comms, strict=True):
+        assert rank.fwd_comms == rank.bwd_comms == pytest.approx(ms)
+    # Ids and lengths are 8 bytes each, weights 4; both shards of `a` get all its ids.
+    a, b, c = (8 * n * BATCH for n in (2 + 1, 5 + 1, 1 + 3 + 0.5))
+    index = np.maximum([(a + c) / 2, (a + b) / 2], (2 * a + b + c) / 4) / 1_000
+    for rank, ms in zip(costs.ranks, index, strict=True):
+        assert rank.index_comms == pytest.approx(ms)
+    assert costs.critical_path_ms == pytest.approx(
+        3 * max(expected) + 2 * float(comms.max()) + index.max()
+    )
+    assert costs.compute_source == costs.comms_source == "analytic"
+
+
+def test_stages_wait_one_after_another() -> None:
+    """Ranks busy in different stages cannot make up for each other."""
+    placement = Placement.from_widths(2, [(0, 16, 0), (1, 8, 1), (2, 4, 1)])
+    together = simulator(groups=(0, 1, 1)).evaluate(placement)
+    apart = simulator(groups=(0, 1, 1), stages=(0, 1)).evaluate(placement)
+    assert [s.name for s in apart.stages] == ["stage 0", "stage 1"]
+    for phase in ("fwd_compute", "bwd_compute"):
+        for one, other in zip(together.ranks, apart.ranks, strict=True):
+            assert getattr(one, phase) == pytest.approx(getattr(other, phase))
+    compute = [
+        max(getattr(r, phase) for r in stage.ranks)
+        for stage in apart.stages
+        for phase in ("fwd_compute", "bwd_compute")
+    ]
+    assert sum(compute) == pytest.approx(
+        3 * (forward((A, 16)) + forward((B, 8), (C, 4)))
+    )
+    assert apart.critical_path_ms == pytest.approx(
+        sum(s.critical_path_ms for s in apart.stages)
+    )
+    assert apart.critical_path_ms > together.critical_path_ms
+
+
+def test_passes_over_memory_in_order_take_its_bandwidth() -> None:
+    """Optimizers of replicas, and codecs; looked-up rows are slower."""
+    card = PhysicalConstants(memory_gb_per_s=2_000, efficiency=0.5)
+    model = PhysicalCostModel(card, name="test", hardware="a test")
+
+    def costs(**fields: Any) -> RankCosts:
+        task = make_task(make_tables([64], 10**6), 1, 512, **fields)
+        placement = Placement.from_widths(1, [(0, 64, 0)], task)
+        return Simulator(task, model, AnalyticCommsModel()).evaluate(placement).ranks[0]
+
+    plain, coded = WireCodec(), WireCodec(encode_bytes=3.0, decode_bytes=5.0)
+    before = costs(kernels=(KernelFactors(),), codecs=((plain, plain),))
+    after = costs(kernels=(KernelFactors(passes=9.0),), codecs=((coded, plain),))
+    # Of 1,000 GB/s.
+    update = after.bwd_compute - before.bwd_compute
+    assert update == pytest.approx(9 * 4 * 64e6 * 1e-9)
+    assert after.fwd_comms - before.fwd_comms == pytest.approx(8 * 64 * 512 * 1e-9)
+
+
+def test_a_stage_without_tables_has_no_collectives() -> None:
+    """Not even what it takes to begin one."""
+    kinds = ("column_wise", "row_wise", "data_parallel", "row_wise")
+    task = make_task(
+        (*TABLES, dataclasses.replace(TABLES[0], name="d")),
+        2,
+        BATCH,
+        groups=(0, 1, 2, 1),
+        stages=(0, 1, 2),
+        sharding_types=kinds,
+    )
+    links = published_comms_model(card_named("h100"), world_size=2, local_world_size=2)
+    sim = Simulator(task, AnalyticCostModel(), links)
+    loads = np.zeros((4, 2, 3, 3))
+    for number, kind in enumerate((0, 1, 2), start=1):
+        loads[number, :, kind] = 1.0
+    used = sim.comms_costs(loads).any(axis=(1, 3))
+    np.testing.assert_array_equal(used, [[0, 0, 0], *np.eye(3)])

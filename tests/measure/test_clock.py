@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchrec_neuroshard.measure.clock import (
+    DeviceClock,
+    HostClock,
+    Reference,
+    SetTimer,
+    keep_freed_memory,
+)
+from torchrec_neuroshard.measure.sets import SamplingConfig, sample_set
+
+CPU = torch.device("cpu")
+SMALL = SamplingConfig(
+    max_shards=3, batch_sizes=(64, 128), rows=(10, 1_000), max_lookups=2_000
+)
+
+
+def test_time_is_the_median_ratio_times_the_nominal() -> None:
+    timer = SetTimer(CPU, 1 << 22, reference_ms=7.0, num_passes=3)
+    sampled = sample_set(1, 0, SMALL, [])
+    found = timer.measure(sampled.tables, sampled.access, sampled.batch_size, (0, 1))
+    assert len(found.fwd_raw_ms) == len(found.bwd_raw_ms) == len(found.ref_raw_ms) == 3
+    assert min(*found.fwd_raw_ms, *found.bwd_raw_ms, *found.ref_raw_ms) > 0
+    for raw, ms in ((found.fwd_raw_ms, found.fwd_ms), (found.bwd_raw_ms, found.bwd_ms)):
+        ratios = [a / b for a, b in zip(raw, found.ref_raw_ms, strict=True)]
+        assert ms == pytest.approx(7.0 * statistics.median(ratios))
+
+
+def test_machine_speed_is_relative_to_the_nominal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timer = SetTimer(CPU, 1 << 20, reference_ms=3.0)
+    monkeypatch.setattr(Reference, "nominal_ms", lambda _, passes: 0.5 * passes)
+    assert timer.machine_speed(num_passes=8) == pytest.approx(0.75)
+
+
+# A GPU's clock, with stand-ins for its events
+
+
+class Queue(list[str]):
+    """What is put into the device's queue, in order."""
+
+    busy_repeats = DeviceClock.REPEATS
+    """Repeats of the flush that keep the device busy."""
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
+    queue = Queue()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.position = len(queue)
+            queue.append("event")
+
+        def query(self) -> bool:
+            """The device is through with a flush of few repeats before the host."""
+            before = reversed(queue[: self.position])
+            flushes = itertools.takewhile(lambda e: e.startswith("flush"), before)
+            return len(list(flushes)) < queue.busy_repeats
+
+        def synchronize(self) -> None:
+            queue.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return float(end.position - self.position)
+
+    class Cache(torch.Tensor):
+        def zero_(self) -> Cache:
+            queue.append(f"flush {self.numel()}")
+            return self
+
+    empty = torch.empty
+    device = SimpleNamespace(
+        Event=Event,
+        device=contextlib.nullcontext,
+        get_device_properties=lambda _: SimpleNamespace(L2_cache_size=500),
+    )
+    monkeypatch.setattr(
+        "torchrec_neuroshard.measure.clock.accelerator", lambda _: device
+    )
+    monkeypatch.setattr(
+        "torch.empty", lambda *size, **kw: empty(*size, **kw).as_subclass(Cache)
+    )
+    return queue
+
+
+@pytest.mark.parametrize(("needed", "taken"), [(40, 64), (10**9, 256)])
+def test_events_enclose_the_pass_alone_behind_a_flush_that_is_long_enough(
+    queue: Queue, needed: int, taken: int
+) -> None:
+    queue.busy_repeats = needed
+    clock = DeviceClock(CPU)
+
+    def forward() -> torch.Tensor:
+        queue.append("forward")
+        return torch.ones(3)
+
+    def backward(output: torch.Tensor) -> None:
+        assert output.sum() == 3
+        queue.extend(["backward", "step"])
+
+    # Only the last attempt counts.
+    assert clock.start(forward, backward)() == (2.0, 3.0)
+    attempts = 1 + (taken // DeviceClock.REPEATS).bit_length() - 1
+    assert queue.count("forward") == queue.count("step") == attempts
+    assert clock.repeats == taken
+    assert queue.count("wait") == 1  # nothing is waited for before it is queued again
+    flush = ["flush 1000"] * taken
+    last = [*flush, "event", "forward", "event"]
+    last += [*flush, "event", "backward", "step", "event", "wait"]
+    assert queue[-len(last) :] == last
+    clock.start(forward, backward)()  # the next pass begins with what was found
+    assert queue.count("forward") == attempts + 1
+    # The flush is as short as before soon after a late pass.
+    queue.busy_repeats = DeviceClock.REPEATS
+    for _ in range(4 * DeviceClock.TIMELY_PASSES):
+        clock.start(forward, backward)()
+    assert clock.repeats == DeviceClock.REPEATS
+
+
+def test_the_next_set_is_drawn_while_the_device_works(queue: Queue) -> None:
+    timer = SetTimer(CPU, 1 << 20, reference_ms=1.0, num_passes=3)
+    timer._reference, timer._clock = None, DeviceClock(CPU)
+    sampled = sample_set(1, 0, SMALL, [])
+    timer.measure(
+        sampled.tables,
+        sampled.access,
+        sampled.batch_size,
+        (0, 1),
+        lambda: queue.append("drawn"),
+    )
+    at = queue.index("drawn")
+    assert queue[:at].count("event") == 12 and "wait" not in queue[:at]
+    assert queue[at + 1 :] == ["wait"] * 3
+
+
+def test_host_clock_times_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keep_freed_memory() or not sys.platform.startswith("linux")
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def forward() -> torch.Tensor:
+        now[0] += 0.01
+        return torch.ones(1)
+
+    def backward(output: torch.Tensor) -> None:
+        now[0] += 0.03
+
+    assert HostClock().start(forward, backward)() == pytest.approx((10, 30))

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.builders import make_record
+from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.errors import DeviceFailureError
+from torchrec_neuroshard.hardware.devices import GpuMonitor, GpuState
+from torchrec_neuroshard.measure import run
+from torchrec_neuroshard.measure.clock import CPU_PASSES, Reference
+from torchrec_neuroshard.measure.fingerprint import device_fingerprint
+from torchrec_neuroshard.measure.records import CostRecord
+from torchrec_neuroshard.measure.sets import SamplingConfig, sample_set
+from torchrec_neuroshard.measure.store import journal_path, read_records
+from torchrec_neuroshard.tables.loaders import load_json
+
+SAMPLING = SamplingConfig(
+    max_shards=3,
+    max_lookups=3_000,
+    max_weight_bytes=int(0.001 * 2**30),
+    batch_sizes=(64, 128),
+)
+
+
+def test_command_measures_the_sampled_sets_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, nominal_ms = tmp_path / "r.parquet", Reference.nominal_ms
+    monkeypatch.setattr(Reference, "nominal_ms", lambda self: nominal_ms(self, 9))
+    monkeypatch.setattr(run, "gpu_uuid", lambda _: "GPU-0")
+    clocks = {"sm_clock_mhz": 1_980.0, "memory_clock_mhz": 3_201.0}
+    state = GpuState(**clocks, temperature_c=60.0, throttle_reasons=0)
+    monitor = GpuMonitor(lambda: state)
+    monkeypatch.setattr(run, "find_gpu_monitor", lambda _: monitor)
+    tables = tmp_path / "tables.json"
+    workload = {"name": "mine", "rows": [500] * 30, "pooling": [2.0] * 30}
+    tables.write_text(json.dumps({"workloads": [workload]}))
+
+    def collect(num_sets: int, *options: str) -> int:
+        command = ["collect", "compute", "--out", str(path), "--tables", str(tables)]
+        sizes = "--max-gib 0.001 --max-lookups 3000 --max-shards 3 --batch-sizes 64 128"
+        others = f"--num-sets {num_sets} --seed 5 --set-seconds 0"
+        return main([*command, *sizes.split(), *others.split(), *options])
+
+    threads = torch.get_num_threads()
+    assert collect(3) == 0
+    assert torch.get_num_threads() == threads
+    (header,), records = read_records([path])
+    assert [r.index for r in records] == [0, 1, 2]
+    assert not journal_path(path).exists()
+    assert header.seed == 5 and header.reference_ms > 0
+    assert header.fingerprint == device_fingerprint(torch.device("cpu"), 1)
+    assert header.sampling["max_lookups"] == 3_000
+    assert header.sampling["workloads"] == ["mine"]
+    assert header.sampling["num_base_tables"] == 30
+    names = {t.name.split("/")[0] for r in records for t in r.tables}
+    assert "mine" in names
+    for record in records:
+        found = record.sm_clock_mhz, record.memory_clock_mhz, record.temperature_c
+        assert found == (1_980.0, 3_201.0, 60.0)
+        sampled = sample_set(record.index, 5, SAMPLING, load_json(tables)["mine"])
+        assert [t.name for t in record.tables] == [t.name for t in sampled.tables]
+        assert record.batch_size == sampled.batch_size
+        assert record.fwd_ms > 0 and record.bwd_ms > 0
+        assert record.num_passes == CPU_PASSES.min_passes and record.reference_ms > 0
+        for table, wanted in zip(record.tables, sampled.tables, strict=True):
+            assert table.profile is not None and wanted.profile is not None
+            assert table.profile.access_histogram == pytest.approx(
+                wanted.profile.access_histogram, rel=1e-6, abs=1e-30
+            )
+
+    written = path.read_bytes()
+    for options, message in (
+        (["--seed", "6"], "seed: 5 against 6"),
+        (["--max-shards", "4"], "sampling: "),
+    ):
+        assert collect(9, *options) == 2
+        assert message in capsys.readouterr().err
+        assert path.read_bytes() == written
+    assert collect(4) == 0
+    (again,), more = read_records([path])
+    assert again == header and more[:3] == records
+    assert [r.index for r in more] == [0, 1, 2, 3]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "3 sets measured again after the restart" in printed
+    # The time limit counts from the start of the command, imports and models included.
+    begun = time.monotonic() - 100
+    monkeypatch.setattr("torchrec_neuroshard.cli._STARTED", begun)
+    assert collect(9, "--time-limit", "50") == 0
+    assert read_records([path])[1] == more
+    assert "stopped at the time limit of 50 s" in capsys.readouterr().out
+
+
+def timed(index: int, ms: float = 1.0, **changes: Any) -> CostRecord:
+    tables = sample_set(0, 0, SAMPLING, []).tables
+    known = {"index": index, "spread": 0.01, "reference_ms": 1.0}
+    return make_record(tables, ms, ms, **{**known, **changes})
+
+
+def test_a_slower_reference_after_a_restart_is_made_up_for() -> None:
+    earlier = [timed(i, 10.0 + i) for i in range(5)]
+    again = [timed(i, (10.0 + i) * 0.8) for i in range(4)] + [timed(4, 1000.0)]
+    assert run.unit_factor(earlier, again) == pytest.approx(1.25)
+    assert run.unit_factor([], []) == 1.0
+
+
+Measure = Callable[[int], CostRecord]
+Collect = Callable[[Measure, int], tuple[list[CostRecord], str]]
+
+
+@pytest.fixture
+def collect_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Collect:
+    """Collect sets whose measurements are made up."""
+    monkeypatch.setattr(Reference, "nominal_ms", lambda self: 1.0)
+
+    def collect(measure: Measure, num_sets: int) -> Any:
+        monkeypatch.setattr(
+            "torchrec_neuroshard.measure.run._SetMeter.measure",
+            lambda self, index: measure(index),
+        )
+        path, told = tmp_path / "r.parquet", list[str]()
+        config = run.CollectConfig(out=path, num_sets=num_sets, sampling=SAMPLING)
+        run.collect_compute(config, told.append)
+        return read_records([path])[1], "\n".join(told)
+
+    return collect
+
+
+def test_disturbed_and_throttled_sets_are_measured_again(collect_as: Collect) -> None:
+    """Of both measurements of a set the better one is kept."""
+    held = {"throttled": "power brake"}
+    both: dict[int, list[dict[str, Any]]] = {
+        2: [{"spread": 0.5}, {"spread": 0.9}],
+        3: [held, {}],
+        4: [held, held],
+        5: [{"spread": 0.9}, {"spread": 0.02}],
+    }
+    measured: list[int] = []
+
+    def measure(index: int) -> CostRecord:
+        measured.append(index)
+        known = both.get(index, [{}])
+        return timed(index, **known[measured.count(index) - 1])
+
+    records, printed = collect_as(measure, 15)
+    assert measured == [*range(15), *both]
+    spreads = [r.spread for r in records[2:6]]
+    assert spreads == pytest.approx([0.5, 0.01, 0.01, 0.02])
+    assert [r.throttled for r in records[2:6]] == ["", "", "power brake", ""]
+    assert [r.num_throttled for r in records[2:6]] == [0, 1, 0, 0]
+    assert "1 kept though the device was throttled" in printed
+
+
+def test_a_set_gets_a_second_chance_at_memory(collect_as: Collect) -> None:
+    tried: list[int] = []
+
+    def measure(index: int) -> CostRecord:
+        tried.append(index)
+        if index == 2 or tried.count(1) == 1 == index:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore lines")
+        return timed(index)
+
+    records, printed = collect_as(measure, 3)
+    assert [r.index for r in records] == [0, 1] and tried == [0, 1, 1, 2, 2]
+    assert "set 2 was left out: CUDA out of memory. Tried\n" in printed
+    assert "set 1 was" not in printed
+
+
+def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
+    collect_as: Collect, tmp_path: Path
+) -> None:
+    def measure(index: int) -> CostRecord:
+        if index == 1:
+            raise RuntimeError("CUDA error: an illegal memory access\nmore lines")
+        if index == 3:
+            raise RuntimeError("shapes differ")  # our fault, not the device's
+        return timed(index)
+
+    with pytest.raises(DeviceFailureError, match="set 1"):
+        collect_as(measure, 3)
+    noted = run.read_failures(tmp_path / "r.parquet")
+    assert noted == {1: "CUDA error: an illegal memory access"}
+    records, _ = collect_as(measure, 3)
+    assert [r.index for r in records] == [0, 2]
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"):
+        collect_as(measure, 4)
+    assert run.read_failures(tmp_path / "r.parquet") == noted

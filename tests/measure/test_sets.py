@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.builders import make_tables
+from torchrec_neuroshard.measure.sets import SamplingConfig, sample_set
+from torchrec_neuroshard.tables.table import OPTIMIZERS
+
+CONFIG = SamplingConfig(
+    max_shards=12,
+    widths=(8, 96),
+    batch_sizes=(600, 3_000),
+    rows=(20, 50_000),
+    max_lookups=300_000,
+    max_weight_bytes=20_000_000,
+    repeat_every=5,
+    repeat_lag=10,
+)
+ROWS, POOLING = range(1_000, 41_000, 1_000), [1.0 + i % 7 for i in range(40)]
+BASE = tuple(
+    dataclasses.replace(table, name=f"real/{i}", profile=table.profile_at(65_536))
+    for i, table in enumerate(make_tables([64] * 40, ROWS, POOLING))
+)
+NUM_SETS = 200
+
+
+def test_sets_are_as_the_config_says() -> None:
+    sets = [sample_set(i, 9, CONFIG, BASE) for i in range(NUM_SETS)]
+    repeats = {s.index: sets[s.repeat_of] for s in sets if s.repeat_of is not None}
+    assert len(repeats) == pytest.approx(NUM_SETS / CONFIG.repeat_every, abs=4)
+    # Every position of the cycle is measured again at some time.
+    assert {first.index % 5 for first in repeats.values()} == {0, 1, 2, 3}
+    for sampled in sets:
+        first = repeats.get(sampled.index, sampled)
+        assert sampled.index - first.index >= CONFIG.repeat_lag or first is sampled
+        assert (first.tables, first.access) == (sampled.tables, sampled.access)
+        tables = sampled.tables
+        assert 1 <= len(tables) <= CONFIG.max_shards
+        assert len(tables) == len(sampled.access)
+        assert len({t.name for t in tables}) == len(tables)
+        assert 600 <= sampled.batch_size <= 3_000
+        assert len({(t.optimizer, t.data_type, t.weighted) for t in tables}) == 1
+        lookups = sum(t.profile.num_lookups for t in tables if t.profile)
+        assert 0 < lookups <= CONFIG.max_lookups * (1 + 1e-9)
+        assert sum(t.weight_bytes for t in tables) <= CONFIG.max_weight_bytes
+        for table, access in zip(tables, sampled.access, strict=True):
+            assert 8 <= table.embedding_dim <= 96
+            assert 20 <= table.num_embeddings <= 50_000
+            assert table.profile is not None
+            assert table.profile.batch_size == sampled.batch_size
+            assert table.pooling_factor == pytest.approx(table.profile.pooling_factor)
+            assert sum(access.share) == pytest.approx(1)
+            assert sum(access.num_ids) <= table.num_embeddings * (1 + 1e-9)
+            drawn = access.histogram(table.profile.num_lookups)
+            assert table.profile.access_histogram == pytest.approx(
+                drawn, rel=0.02, abs=0.01
+            )
+
+    # All kinds occur.
+    every = [t for s in sets for t in s.tables]
+    assert {t.optimizer for t in every} == {"rowwise_adagrad", "sgd"}
+    assert {t.data_type for t in every} == {"fp32", "fp16"}
+    assert {t.weighted for t in every} == {True, False}
+    assert {t.embedding_dim % 16 for t in every} == {0, 4, 8, 12}
+    assert {t.num_features > 1 for t in every} == {True, False}
+    assert {t.name.split("/")[0] for t in every} == {"real", "generated"}
+    assert {len(s.tables) for s in sets} >= {1, 5, 10}
+    # Usual batch sizes and unusual ones.
+    assert {s.batch_size for s in sets} >= {1_024, 2_048}
+    assert len({s.batch_size for s in sets}) > 50
+
+    # Held-out tables are never trained on.
+    real: dict[bool, set[str]] = {True: set(), False: set()}
+    for sampled in sets:
+        names = [t.name.rsplit("#", 1)[0] for t in sampled.tables]
+        real[sampled.held_out] |= {n for n in names if n.startswith("real")}
+    assert real[True] and real[False]
+    assert not real[True] & real[False]
+    share = sum(s.held_out for s in sets) / len(sets)
+    assert share == pytest.approx(CONFIG.held_out_sets, abs=0.1)
+
+
+def test_a_gpu_gets_all_kinds_and_sets_as_large_as_it_has_room_for() -> None:
+    config = SamplingConfig.for_device("cuda")
+    memory = 24 * 2**30
+    small = SamplingConfig.for_device("cuda", memory)
+    assert 0.6 < small.max_weight_bytes / memory < 0.8
+    assert small.max_lookups == memory // 1_400 < config.max_lookups
+    assert SamplingConfig.for_device("cuda", 12 * memory) == config
+    sets = [sample_set(i, 4, config, []) for i in range(150)]
+    tables = [t for s in sets for t in s.tables]
+    # FBGEMM's kernel for Adam takes no fp16 weights.
+    kinds = {(o, d) for o in OPTIMIZERS for d in ("fp32", "fp16")} - {("adam", "fp16")}
+    assert {(t.optimizer, t.data_type) for t in tables} == kinds
+    assert max(s.batch_size for s in sets) > 40_000
+    assert max(len(s.tables) for s in sets) > 70
+    assert max(t.num_embeddings for t in tables) > 30_000_000
+    lookups = [sum(t.profile.num_lookups for t in s.tables if t.profile) for s in sets]
+    assert 10_000_000 < max(lookups) <= config.max_lookups
+
+
+@pytest.mark.parametrize("max_lookups", [300_000, 600])
+def test_sets_fit_into_the_memory_with_their_optimizers_state(max_lookups: int) -> None:
+    config = dataclasses.replace(
+        CONFIG, optimizers=("adam",), max_shards=40, max_lookups=max_lookups
+    )
+    held = []
+    for i in range(60):
+        tables = sample_set(i, 2, config, []).tables
+        values = sum(t.num_embeddings * t.embedding_dim for t in tables)
+        held.append(values * (4 + 8))
+        lookups = sum(t.profile.num_lookups for t in tables if t.profile)
+        assert 0 < lookups <= max_lookups * (1 + 1e-9)
+    most = config.max_weight_bytes
+    assert (max_lookups == 600 or 0.8 * most < max(held)) and max(held) <= most

@@ -1,0 +1,81 @@
+"""Compute cost models beyond their contract: exact numbers and wrappers."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from tests.builders import draw_tables
+from torchrec_neuroshard.models.compute import (
+    ConcurrentCostModel,
+    NeuralCostModel,
+)
+from torchrec_neuroshard.models.network import NetworkArrays, SetCostNetwork
+from torchrec_neuroshard.tables.features import table_features
+from torchrec_neuroshard.testing import AnalyticCommsModel
+
+
+def random_features(num_tables: int, seed: int) -> npt.NDArray[np.float32]:
+    rng = np.random.default_rng(seed)
+    tables = draw_tables(rng, num_tables, range(4, 260, 4))
+    return table_features(
+        [dataclasses.replace(t, weighted=rng.random() < 0.3) for t in tables], 2048
+    )
+
+
+def random_neural(seed: int = 0) -> NeuralCostModel:
+    torch.manual_seed(seed)
+    network = SetCostNetwork(num_members=3, hidden=16, latent=4, head_hidden=8)
+    network.physical_PO2.fill_(1e-6)
+    network.launch_2.fill_(0.1)
+    features = torch.from_numpy(random_features(50, 9))
+    inputs = network.inputs(features)
+    network.input_mean_X.copy_(inputs.mean(dim=0))
+    network.input_std_X.copy_(inputs.std(dim=0).clamp_min(1e-2))
+    return NeuralCostModel(network, name="random", hardware="none", ranges={})
+
+
+@pytest.mark.parametrize("count", [1, 7, 900])
+def test_arrays_are_the_network(count: int) -> None:
+    network = random_neural().network
+    arrays, features = NetworkArrays(network), random_features(count, 5)
+    with torch.inference_mode():
+        encoded = network.encode(torch.from_numpy(features)).numpy()
+    # In float32 sums of products in another order differ by that much.
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5)
+    close(arrays.encode(features), encoded)
+    rng = np.random.default_rng(6)
+    members = rng.random((count, count)) < rng.random((count, 1))
+    sums = members.astype(np.float32) @ encoded
+    with torch.inference_mode():
+        predicted = network.predict(torch.from_numpy(sums))
+    close(arrays.predict(sums), predicted.numpy())
+    assert arrays.encode(features[:0]).shape == (0, encoded.shape[1])
+    assert arrays.predict(sums[:0]).shape == (0, 3, 2)
+
+
+def test_uncertainty_is_the_spread_of_the_members() -> None:
+    model, features = random_neural(), random_features(10, 4)
+    assert (model.relative_uncertainty(model.encode(features)) > 0).all()
+    with torch.no_grad():
+        for parameter in model.network.parameters():
+            parameter.copy_(parameter[:1].expand_as(parameter))
+    same = NeuralCostModel(model.network, name="same", hardware="none", ranges={})
+    spread = same.relative_uncertainty(same.encode(features))
+    np.testing.assert_allclose(spread, 0, atol=1e-5)
+
+
+def test_kernels_among_others_take_longer_each_way() -> None:
+    alone = random_neural()
+    comms = AnalyticCommsModel()
+    assert ConcurrentCostModel.of(alone, comms) is alone
+    comms.compute_slowdown = (1.5, 2.0)
+    slowed = ConcurrentCostModel.of(alone, comms)
+    assert ConcurrentCostModel.of(slowed, comms) is slowed  # not twice
+    sums = slowed.encode(random_features(4, 1))
+    np.testing.assert_allclose(
+        slowed.predict_sums(sums), alone.predict_sums(sums) * [1.5, 2.0]
+    )

@@ -1,0 +1,243 @@
+"""NeuroShard's two loops, on costs that can be worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.builders import make_fingerprint, make_tables, make_task
+from torchrec_neuroshard.costs.task import ShardingTask
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.papers.common import PAPER_BATCH_SIZE
+from torchrec_neuroshard.papers.neuroshard import (
+    NeuroShardConfig,
+    NeuroShardLoops,
+    OwnCosts,
+    PaperSearcher,
+    Shard,
+    SharedCosts,
+)
+from torchrec_neuroshard.papers.neuroshard_models import (
+    CommsNets,
+    ComputeNet,
+    NeuroShardModels,
+    shard_features,
+    shipped_models,
+)
+from torchrec_neuroshard.search.base import SearchResult
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+COMPUTE, COMMS = AnalyticCostModel(), AnalyticCommsModel(gb_per_s=1.0)
+QUICK = NeuroShardConfig(max_rounds=3, costs="shared")
+
+
+def drawn_task(
+    widths: tuple[int, ...], world_size: int = 2, seed: int = 0, **rest: Any
+) -> ShardingTask:
+    """Rows and pooling factors are drawn."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(100, 100_000, len(widths)).tolist()
+    pooling = rng.integers(1, 40, len(widths)).tolist()
+    return make_task(make_tables(widths, rows, pooling), world_size, **rest)
+
+
+def random_task(seed: int, world_size: int = 3) -> ShardingTask:
+    rng = np.random.default_rng(seed)
+    widths = tuple(int(w) for w in rng.choice((4, 8, 12, 32, 64, 128), 9))
+    return drawn_task(widths, world_size, seed)
+
+
+def make_loops(
+    task: ShardingTask, config: NeuroShardConfig | None = None
+) -> NeuroShardLoops:
+    costs = SharedCosts(task, COMPUTE, COMMS)
+    return NeuroShardLoops(task, costs, config or NeuroShardConfig())
+
+
+def paper_search(task: ShardingTask, config: NeuroShardConfig = QUICK) -> SearchResult:
+    return PaperSearcher(config).search(task, COMPUTE, COMMS)
+
+
+def whole(task: ShardingTask) -> list[Shard]:
+    return [(i, t.embedding_dim) for i, t in enumerate(task.tables)]
+
+
+def test_greedy_takes_the_rank_that_is_cheapest_before() -> None:
+    # By cost: a, b, c. After a | b, c goes to b's rank though both then cost more
+    # than a's; and with a cap of 1.0 columns decide: 8 + 8 | 16.
+    task = make_task(make_tables((16, 8, 8), pooling=(5, 9, 8)))
+    # Lookups x (1 + 0.4 x width): 37.0, 37.8, 33.6.
+    loops = make_loops(task)
+    assert loops.greedy(whole(task), math.inf) == [[(1, 8)], [(0, 16), (2, 8)]]
+    assert loops.greedy(whole(task), 1.0) == [[(1, 8), (2, 8)], [(0, 16)]]
+    assert loops.greedy(whole(task), 0.9) is None
+
+
+def test_objective_is_the_largest_sum_with_waiting() -> None:
+    task = make_task(make_tables((16, 8, 8), pooling=(5, 9, 8)))
+    # Halves on one rank are costed as two tables: each pays for all lookups.
+    ranks = [[(0, 8), (1, 8), (0, 8)], [(2, 8)]]
+    # A lookup of eight columns takes 1 ns, and 0.1 ns a byte; backward twice as long.
+    lookups = np.array([5 + 9 + 5, 8]) * 1024
+    kernels = 3 * (0.01 + lookups * (1 + 0.1 * 8 * 4) * 1e-6)
+    # Bytes to or from the other rank at 1 GB/s; what rank 1 receives is rank 0's
+    # share, half of all columns: 16.
+    transfer = np.array([24, 16]) * 1024 * 4 / 2 / 1e6
+    start = kernels + transfer
+    expected = start.max() + transfer.max()
+    assert make_loops(task).total_ms(ranks) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_beam_that_keeps_all_finds_the_best_of_all_states(seed: int) -> None:
+    task = drawn_task((32, 12, 16), 2, seed)
+    config = NeuroShardConfig(beam_width=1_000, max_rounds=2)
+    loops = make_loops(task, config)
+    states = frontier = [whole(task)]
+    for _ in range(config.max_rounds):
+        frontier = [
+            [*s[:i], *s[i + 1 :], (t, w // 2), (t, w // 2)]
+            for s in frontier
+            for i, (t, w) in enumerate(s)
+            if w % 8 == 0
+        ]
+        states = states + frontier
+    best = min(loops.best_of_caps(s)[0] for s in states)
+    assert best < math.inf
+    cost, ranks = loops.run()
+    assert cost == best
+    assert ranks is not None and loops.total_ms(ranks) == best
+
+
+def test_candidates_are_the_largest_and_the_costliest() -> None:
+    rows, pooling = (900, 800, 100, 100, 100, 700), (1, 1, 9, 1, 8, 7)
+    task = make_task(make_tables([64] * 6, rows, pooling))
+    loops = make_loops(task, NeuroShardConfig(num_candidates=2))
+    split = [state[-1] for state in loops.candidates(whole(task))]
+    assert split == [(0, 32), (1, 32), (2, 32), (4, 32)]
+
+
+@pytest.mark.parametrize("uneven", [True, False])
+def test_plan_keeps_every_rule(uneven: bool) -> None:
+    task = drawn_task(
+        (128, 64, 64, 32, 32, 12, 8, 8, 4),
+        4,
+        uneven=uneven,
+        min_widths=(16,) * 9,
+        max_shards=(4, 2, 4, 1, 3, 4, 4, 4, 4),
+    )
+    sizes = [t.weight_bytes for t in task.tables]
+    memory = max(*sizes, int(0.4 * sum(sizes)))
+    task = dataclasses.replace(task, memory_bytes=(memory,) * 4)
+    result = paper_search(task)
+    result.placement.check(task)  # all columns once, widths, shards, memory
+    assert len(result.placement.shards) > 9
+    assert paper_search(task).placement == result.placement
+    assert result.num_evaluated > 0 and result.gap == math.inf
+
+
+def test_the_caps_can_leave_no_plan() -> None:
+    task = drawn_task((12, 4, 4, 4), 4)  # 12 columns, at most 1.5 x 6 on a rank
+    with pytest.raises(
+        InfeasibleError,
+        match=r"mean of 6\.0 columns a rank \(the widest table, 't0', has 12\)",
+    ):
+        paper_search(task)
+    paper_search(task, dataclasses.replace(QUICK, caps=(math.inf,)))
+
+
+def test_a_table_too_large_for_any_rank_is_split_or_named() -> None:
+    # The first table takes 64 x 4 x 1000 bytes, the others an eighth of that.
+    tables = make_tables((64, 32, 32), (1000, 250, 250))
+    task = make_task(tables, 4, memory=150_000)
+    assert make_loops(task).best_of_caps(whole(task)) == (math.inf, None)
+    assert len(paper_search(task).placement.table_shards(0)) > 1
+    with pytest.raises(InfeasibleError, match=r"table 't0' .* needs 250\.00 KiB"):
+        paper_search(dataclasses.replace(task, min_widths=(64, 4, 4)))
+
+
+def test_a_spent_budget_gives_the_plan_until_then() -> None:
+    task = random_task(1)
+    result = paper_search(task, dataclasses.replace(QUICK, time_budget_seconds=1e-9))
+    result.placement.check(task)
+    assert len(result.placement.shards) == len(task.tables)  # nothing was split yet
+    assert "the time budget of 1e-09 s was spent" in result.warnings[0]
+
+
+@pytest.mark.parametrize("name", ["costs", "beam_width", "max_rounds"])
+def test_bad_settings_are_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        NeuroShardConfig(**{name: -1})  # type: ignore[arg-type]
+
+
+# The paper's own nets, with random weights.
+
+
+@pytest.fixture
+def models() -> NeuroShardModels:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        compute, comms = ComputeNet(), {3: CommsNets.fresh(3)}
+    compute.std_F.fill_(1e3)
+    return NeuroShardModels(
+        fingerprint=make_fingerprint("x"), compute=compute, comms=comms, trained_on={}
+    )
+
+
+def test_own_costs_are_what_the_nets_say(models: NeuroShardModels) -> None:
+    task = random_task(0)
+    nets = models.comms[3]
+    costs = OwnCosts(task, models, COMMS)
+    ranks = [[(0, 32), (4, 8)], [(1, 4), (0, 64)], [(2, 12)]]
+    kernels, columns = [], []
+    with torch.no_grad():
+        for shards in ranks:
+            tables = [task.tables[t].with_width(w) for t, w in shards]
+            features = torch.from_numpy(shard_features(tables, task.batch_size))
+            ids = torch.zeros(len(shards), dtype=torch.int64)
+            kernels.append(float(models.compute(features, ids, 1)[0]))
+            columns.append(sum(w for _, w in shards) * 1024 / PAPER_BATCH_SIZE)
+        backward = nets.backward(torch.tensor([columns]))[0]
+        start = torch.tensor(kernels) + backward
+        forward = nets.forward(torch.tensor([[*columns, *(start - start.min())]]))[0]
+    assert [costs.compute_ms(s) for s in ranks] == pytest.approx(kernels, rel=1e-5)
+    expected = float((start + forward).max())
+    loops = NeuroShardLoops(task, costs, NeuroShardConfig(costs="own"))
+    assert loops.total_ms(ranks) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_model_given_stands_in_for_nets_of_other_ranks(
+    models: NeuroShardModels,
+) -> None:
+    task = random_task(0, 2)
+    searcher = PaperSearcher(NeuroShardConfig(max_rounds=1), models=models)
+    (warning,) = searcher.search(task, COMPUTE, COMMS).warnings
+    assert "are for 3 ranks, not for 2" in warning and COMMS.source in warning
+    load = np.array([1.0, 5.0]), np.array([64.0, 8.0])
+    found = OwnCosts(task, models, COMMS).comms_ms(*load)
+    expected = SharedCosts(task, COMPUTE, COMMS).comms_ms(*load)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_nets_that_are_shipped_are_those_of_the_device() -> None:
+    task, config = random_task(0, 2), NeuroShardConfig(max_rounds=1)
+    of_a_device = AnalyticCostModel()
+    of_a_device.hardware = "AMD EPYC (26/2)"
+    result = PaperSearcher(config).search(task, of_a_device, COMMS)
+    assert not result.warnings
+    assert shipped_models("no such cpu") is None
+    given = PaperSearcher(config, models=shipped_models(of_a_device.hardware))
+    # Whatever costs the search is given, with the nets of the device it is the same.
+    expected = given.search(task, AnalyticCostModel(launch_ms=9.0), COMMS)
+    assert result.placement == expected.placement
+    # Without nets of the device, the costs given are searched.
+    without = PaperSearcher(config).search(task, COMPUTE, COMMS)
+    (warning,) = without.warnings
+    assert "no nets of NeuroShard's own come with this package for none" in warning
+    shared = paper_search(task, dataclasses.replace(config, costs="shared"))
+    assert without.placement == shared.placement

@@ -1,0 +1,101 @@
+"""NeuroShard's nets: their inputs by hand, and what is on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.builders import make_fingerprint, make_tables
+from torchrec_neuroshard.errors import (
+    BundleCorruptError,
+    BundleMismatchError,
+)
+from torchrec_neuroshard.papers.neuroshard_models import (
+    PAPER_FEATURES,
+    CommsNets,
+    ComputeNet,
+    NeuroShardModels,
+    columns_in_paper_batch,
+    load_models,
+    save_models,
+    shard_features,
+)
+from torchrec_neuroshard.tables.profile import FeatureProfile
+
+
+def test_nets_are_as_large_as_the_paper_s() -> None:
+    nets = CommsNets.fresh(4)
+    found = [
+        sum(p.numel() for p in net.parameters())
+        for net in (ComputeNet(), nets.forward, nets.backward)
+    ]
+    # 4 inputs less of 128 weights each.
+    assert found == [8_993, 12_084, 12_084 - 4 * 128]
+
+
+def test_features_by_hand() -> None:
+    # Ids: two once, one twice, one four times: 8 lookups, 4 distinct.
+    profile = FeatureProfile(
+        batch_size=4,
+        num_lookups=8,
+        access_histogram=(2.0, 1.0, 1.0, *(0.0,) * 14),
+    )
+    (table,) = make_tables([8], 50, profile=profile)
+    row = shard_features([table], 4)[0]
+    expected = {"bin_0": 0.5, "bin_1": 0.25, "bin_2": 0.25, "dim": 8.0, "row": 100.0}
+    expected["pooling_factor"] = 8 / 65_536
+    for name, value in zip(PAPER_FEATURES, row.tolist(), strict=True):
+        assert value == pytest.approx(expected.get(name, 0.0)), name
+    larger = dataclasses.replace(table, num_embeddings=7_000)
+    assert shard_features([larger], 4)[0, -1] == 7_000
+    # Columns are sorted as strings.
+    assert PAPER_FEATURES[1:4] == ("bin_1", "bin_10", "bin_11")
+    # At the paper's batch, inputs are the paper's.
+    (row,) = shard_features(make_tables([8], 10**6, 2.5), 65_536)
+    assert row[PAPER_FEATURES.index("pooling_factor")] == pytest.approx(2.5)
+    np.testing.assert_array_equal(columns_in_paper_batch([40, 8], 65_536), [40, 8])
+    np.testing.assert_array_equal(columns_in_paper_batch([40, 8], 16_384), [10, 2])
+
+
+def weights(models: NeuroShardModels) -> list[torch.Tensor]:
+    pairs = [
+        net for pair in models.comms.values() for net in (pair.forward, pair.backward)
+    ]
+    return [t for net in (models.compute, *pairs) for t in net.state_dict().values()]
+
+
+def test_saved_models_are_the_same_and_what_is_wrong_on_disk_is_named(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(BundleCorruptError, match=r"no neuroshard\.json"):
+        load_models(tmp_path)
+    compute = ComputeNet()
+    compute.mean_F.fill_(3.0)
+    models = NeuroShardModels(
+        fingerprint=make_fingerprint("some cpu"),
+        compute=compute,
+        comms={2: CommsNets.fresh(2), 20: CommsNets.fresh(20)},
+        trained_on={},
+        card="# A card",
+    )
+    save_models(tmp_path, models)
+    loaded = load_models(tmp_path)
+    for before, after in zip(weights(models), weights(loaded), strict=True):
+        assert torch.equal(before, after)
+    assert loaded.fingerprint == models.fingerprint
+    assert list(loaded.comms) == [2, 20]
+    assert loaded.card == "# A card\n"
+    info = json.loads((tmp_path / "neuroshard.json").read_text())
+    for change, error, text in (
+        ({"format_version": 99}, BundleMismatchError, "version 99"),
+        ({"feature_names": ["dim"]}, BundleMismatchError, "other features"),
+        ({"world_sizes": [2, 4]}, BundleCorruptError, "this bundle's network"),
+    ):
+        (tmp_path / "neuroshard.json").write_text(json.dumps({**info, **change}))
+        with pytest.raises(error, match=text):
+            load_models(tmp_path)

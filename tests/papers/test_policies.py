@@ -1,0 +1,192 @@
+"""How placement policies place tables, on untrained nets: no weights may break it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.builders import make_tables, make_task
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
+from torchrec_neuroshard.errors import (
+    BundleCorruptError,
+    BundleMismatchError,
+    ConfigError,
+    InfeasibleError,
+)
+from torchrec_neuroshard.papers.autoshard import AutoShardNet, AutoShardSearcher
+from torchrec_neuroshard.papers.dreamshard import DreamShardNet, DreamShardSearcher
+from torchrec_neuroshard.papers.policies import (
+    POLICY_FEATURES,
+    Policy,
+    PolicyInfo,
+    PolicySearcher,
+    arrange,
+    load_policy,
+    policy_features,
+    roll_out,
+    save_policy,
+    view_task,
+)
+from torchrec_neuroshard.tables.profile import FeatureProfile
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+Tasks = tuple[ShardingTask, ...]
+MODELS = AnalyticCostModel(), AnalyticCommsModel()
+
+
+def untrained(
+    kind: type[PolicySearcher], tasks: Sequence[ShardingTask]
+) -> PolicySearcher:
+    torch.manual_seed(0)
+    net = kind.make_net()
+    net.set_statistics(np.concatenate([view_task(t).features for t in tasks]))
+    info = PolicyInfo(
+        method=kind.method,
+        name="untrained",
+        hardware="none",
+        ranges={"num_tables": (2, 20), "world_size": (2, 6), "batch_size": (512, 512)},
+        trained_on={},
+    )
+    return kind(Policy(net, info))
+
+
+def placed(searcher: PolicySearcher, task: ShardingTask) -> Placement:
+    placement = searcher.search(task, *MODELS).placement
+    placement.check(task)
+    return placement
+
+
+@pytest.fixture(params=[AutoShardSearcher, DreamShardSearcher])
+def searcher(request: pytest.FixtureRequest, training_tasks: Tasks) -> PolicySearcher:
+    return untrained(request.param, training_tasks)
+
+
+def test_nets_are_as_large_as_the_papers() -> None:
+    for net, expected in ((AutoShardNet(), 129_603), (DreamShardNet(), 24_997)):
+        assert sum(p.numel() for p in net.parameters()) == expected
+
+
+def test_features_by_hand() -> None:
+    histogram = (30.0, 0.0, 10.0, *(0.0,) * 14)
+    profile = FeatureProfile(
+        batch_size=64, num_lookups=65.0, access_histogram=histogram
+    )
+    (table,) = make_tables([8], 5_000, profile=profile)
+    row = dict(zip(POLICY_FEATURES, policy_features([table], 64)[0], strict=True))
+    expected = {"dim": 8, "row": 5_000, "pooling_factor": 65 / 65_536}
+    expected |= {"size": 5_000 * 8 * 4 / 1e9, "bin_0": 0.75, "bin_2": 0.25}
+    for name, value in row.items():
+        assert value == pytest.approx(expected.get(name, 0.0)), name
+
+
+def test_order_of_tables_does_not_matter(
+    searcher: PolicySearcher, other_tasks: Tasks
+) -> None:
+    rng = np.random.default_rng(1)
+    for task in other_tasks[:4]:
+        order = rng.permutation(len(task.tables))
+        tables = [task.tables[i] for i in order]
+        count, caps = task.world_size, task.memory_bytes
+        shuffled = make_task(tables, count, task.batch_size, memory_bytes=caps)
+        rank_of = [
+            {t.tables[s.table].name: s.rank for s in placed(searcher, t).shards}
+            for t in (task, shuffled)
+        ]
+        assert rank_of[0] == rank_of[1]
+
+
+def test_padding_changes_nothing(
+    searcher: PolicySearcher, training_tasks: Tasks, other_tasks: Tasks
+) -> None:
+    net = searcher.policy.net
+    views = [view_task(t) for t in training_tasks[:3] + other_tasks[:3]]
+    together = arrange(net, views)
+    assert not together.is_table_ET.all() and not together.is_rank_EW.all()
+    joint = roll_out(net, together)
+    for e, view in enumerate(views):
+        alone = arrange(net, [view])
+        expected = alone.ranks(roll_out(net, alone).actions_ET, 0)
+        assert together.ranks(joint.actions_ET, e).tolist() == expected.tolist()
+
+
+def paper_task(rows: Sequence[int], cap: int) -> ShardingTask:
+    """Ranks with memory for `cap` rows of the tables' four columns."""
+    return make_task(make_tables([4] * len(rows), rows), 2, 512, memory=cap * 16)
+
+
+def test_largest_first_where_the_costliest_first_leave_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here the smallest cost most, and go to the first rank that has room."""
+    size = POLICY_FEATURES.index("size")
+    patches: dict[str, Any] = {
+        "single_costs": lambda net, features_NF: -features_NF[:, size],
+        "logits": lambda net, sums_WK, context_C: (
+            -torch.arange(float(sums_WK.shape[-2])).expand(sums_WK.shape[:-1])
+        ),
+    }
+    for name, patch in patches.items():
+        monkeypatch.setattr(DreamShardNet, name, patch)
+    # 400 + 400 | 600, and 600 has room nowhere; but 600 + 400 | 600 + 400.
+    task = paper_task([400, 600, 400, 600], 1000)
+    searcher = untrained(DreamShardSearcher, [task])
+    result = searcher.search(task, *MODELS)
+    assert [s.rank for s in result.placement.shards] == [0, 0, 1, 1]
+    assert any("the largest were placed first" in w for w in result.warnings)
+    roomy = searcher.search(paper_task([400, 600, 400, 600], 2000), *MODELS)
+    assert not any("the largest were placed first" in w for w in roomy.warnings)
+    with pytest.raises(InfeasibleError, match="'t2'"):
+        searcher.search(paper_task([600, 600, 500, 300], 1000), *MODELS)
+
+
+def test_warnings_outside_the_training_range(
+    training_tasks: Tasks, other_tasks: Tasks
+) -> None:
+    searcher, task = untrained(DreamShardSearcher, training_tasks), other_tasks[0]
+    assert searcher.search(task, *MODELS).warnings == ()
+    another = AnalyticCostModel()
+    another.hardware = "another"
+    wider = dataclasses.replace(task, batch_size=1024)
+    found = searcher.search(wider, another, MODELS[1]).warnings
+    assert len(found) == 2
+    assert any("batch_size from 512 to 512, the task has 1024" in w for w in found)
+    assert any("costs of none, the task is for another" in w for w in found)
+
+
+def test_saved_policy_is_the_same(
+    searcher: PolicySearcher, other_tasks: Tasks, tmp_path: Path
+) -> None:
+    save_policy(tmp_path, searcher.policy, "# Card")
+    loaded = type(searcher)(tmp_path)
+    assert loaded.policy.info == searcher.policy.info
+    for task in other_tasks[:5]:
+        assert placed(searcher, task) == placed(loaded, task)
+    assert (tmp_path / "CARD.md").read_text() == "# Card\n"
+
+
+def test_foreign_policies_are_refused(training_tasks: Tasks, tmp_path: Path) -> None:
+    policy = untrained(DreamShardSearcher, training_tasks).policy
+    with pytest.raises(BundleCorruptError, match=r"policy\.json"):
+        DreamShardSearcher(tmp_path)
+    save_policy(tmp_path, policy, "")
+    with pytest.raises(BundleMismatchError, match="'autoshard', 2"):
+        AutoShardSearcher(tmp_path)
+    with pytest.raises(ConfigError, match="'autoshard'"):
+        AutoShardSearcher(policy)
+    with pytest.raises(BundleCorruptError, match="does not hold this bundle's network"):
+        load_policy(tmp_path, "dreamshard", AutoShardNet)
+    description = tmp_path / "policy.json"
+    data = json.loads(description.read_text())
+    description.write_text(json.dumps(data | {"feature_names": ["dim"]}))
+    with pytest.raises(BundleMismatchError, match="other features"):
+        DreamShardSearcher(tmp_path)
+    unknown = type("Unknown", (DreamShardSearcher,), {"method": "unknown"})
+    with pytest.raises(ConfigError, match="no unknown policy comes with"):
+        unknown()

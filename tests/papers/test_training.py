@@ -1,0 +1,245 @@
+"""`benchmarks/papers`: what trains the papers' nets and policies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from papers import data, policies, train
+from papers.nets import PaperTrainConfig, fit_comms, fit_compute
+from papers.policies import (
+    AutoShardConfig,
+    AutoShardTrainer,
+    SimulatedPlans,
+    compare,
+    policy_log_probs,
+    vtrace,
+)
+from tests.builders import make_comms_record, make_tables, make_task
+from torchrec_neuroshard.bundles.find import load_comms_model, load_cost_model
+from torchrec_neuroshard.costs.task import ShardingTask
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.models.base import CommsModel
+from torchrec_neuroshard.papers.autoshard import AutoShardSearcher
+from torchrec_neuroshard.papers.dreamshard import DreamShardNet, DreamShardSearcher
+from torchrec_neuroshard.papers.heuristics import GreedySearcher, RandomSearcher
+from torchrec_neuroshard.papers.neuroshard_models import (
+    PAPER_FEATURES,
+    load_models,
+)
+from torchrec_neuroshard.papers.policies import arrange, roll_out, view_task
+from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
+from torchrec_neuroshard.tables.table import TableConfig
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+Tasks = tuple[ShardingTask, ...]
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "data"
+# Lookups dominate, so that costs differ as pooling factors do.
+COSTS = SimulatedPlans(
+    AnalyticCostModel(lookup_ns=20.0), lambda world_size: AnalyticCommsModel()
+)
+
+
+# Policies.
+
+
+@pytest.mark.parametrize("kind", policies.METHODS)
+def test_losses_fall_and_the_same_seed_gives_the_same_weights(
+    kind: str, training_tasks: Tasks
+) -> None:
+    losses, weights = [], []
+    method = policies.METHODS[kind]
+    own = {"steps": 160} if kind == "autoshard" else {"learning_rate": 2e-3}
+    for seed in (0, 0, 1):
+        config = method.config_type(iterations=3, cost_updates=10, seed=seed, **own)
+        trainer = method(training_tasks[:4], COSTS, config)
+        trainer.train(lambda iteration, figures: losses.append(figures["cost_loss"]))
+        weights.append(trainer.net.state_dict())
+    first, second, other = weights
+    assert losses[2] < 0.7 * losses[0]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_vtrace_by_hand() -> None:
+    log_ratios = torch.log(torch.tensor([[0.5, 2.0, 1.0]]))
+    rewards = torch.tensor([[0.0, 1.0, 7.0]])
+    values = torch.tensor([[0.2, 0.4, 9.0]])
+    is_step = torch.tensor([[True, True, False]])
+    targets, advantages = vtrace(log_ratios, rewards, values, is_step)
+    # Step 1: the ratio is cut to 1 and the value after it is 0.
+    second = 0.4 + 1.0 * (1.0 + 0.0 - 0.4)
+    first = 0.2 + 0.5 * (0.4 - 0.2) + 0.5 * 1.0 * (1.0 - 0.4)
+    torch.testing.assert_close(targets, torch.tensor([[first, second, 0.0]]))
+    expected = torch.tensor([[0.5 * (second - 0.2), 1.0 - 0.4, 0.0]])
+    torch.testing.assert_close(advantages, expected)
+
+
+def test_log_probs_repeat_the_rollout(training_tasks: Tasks) -> None:
+    net, views = DreamShardNet(), [view_task(t) for t in training_tasks[:5]]
+    net.set_statistics(views[0].features)
+    episodes = arrange(net, views)
+    rollout = roll_out(net, episodes, torch.Generator().manual_seed(3))
+    log_probs = policy_log_probs(net, episodes, rollout)
+    taken = log_probs.gather(-1, rollout.actions_ET[..., None])[..., 0]
+    real = episodes.is_table_ET
+    torch.testing.assert_close(
+        taken[real], rollout.log_probs_ET[real], rtol=1e-4, atol=1e-5
+    )
+    assert log_probs[~rollout.legal_ETW].max() < -1e8
+
+
+def test_overflow_is_a_negative_reward() -> None:
+    task = make_task(make_tables([4] * 3, 600), 2, 64, memory=16_000)
+    trainer = AutoShardTrainer((task,), COSTS, AutoShardConfig(iterations=1, steps=9))
+    rewards = []
+    trainer.train(lambda iteration, figures: rewards.append(figures["reward"]))
+    # Two of three tables share a rank whatever is chosen: 1,200 of 1,000 rows.
+    assert rewards == [pytest.approx(-0.2)]
+
+
+def test_tasks_without_a_plan_are_counted_and_not_compared() -> None:
+    def task(rows: tuple[int, ...]) -> ShardingTask:
+        return make_task(make_tables([4] * len(rows), rows), 2, 64, memory=16_000)
+
+    # By width all are equal: tables go to the two ranks in turn.
+    both_fit = [(400, 400, 600, 600), (400, 500, 600, 500)]
+    only_by_size, only_by_width = (300, 400, 500, 700), (400, 500, 300, 500, 300)
+    neither = (900, 900, 900)
+    tasks = [task(r) for r in (*both_fit, only_by_size, only_by_width, neither)]
+    by_size, by_width = GreedySearcher("size"), GreedySearcher("dim")
+    (found,) = compare(by_size, [by_width], tasks, COSTS)
+    assert (found.num_pairs, found.num_infeasible, found.num_lost) == (2, 1, 1)
+    (same,) = compare(by_size, [by_size], tasks, COSTS)
+    assert (same.change, same.low, same.high) == (0.0, 0.0, 0.0)
+    with pytest.raises(ConfigError, match="no task can be placed by both"):
+        compare(by_size, [by_width], tasks[-1:], COSTS)
+
+
+def test_the_command_writes_a_policy_that_loads(
+    policy_tables: tuple[TableConfig, ...], tmp_path: Path
+) -> None:
+    file, out = tmp_path / "tables.json", tmp_path / "policy"
+    workloads = [{"name": "w", "tables": [t.to_json() for t in policy_tables]}]
+    file.write_text(json.dumps({"workloads": workloads}))
+    command = (
+        f"policy --method dreamshard --cost-model cpu --gb-per-s 50 --tables {file} "
+        f"--out {out} --set iterations=1 cost_updates=4 --num-tasks 4 "
+        "--num-tables 20 30 --world-sizes 2 3 --batch-sizes 512"
+    )
+    train.main(command.split())
+    info = DreamShardSearcher(out).policy.info
+    assert [*info.ranges["world_size"], *info.ranges["batch_size"]] == [2, 3, 512, 512]
+    assert info.trained_on["method"]["iterations"] == 1
+    card = (out / "CARD.md").read_text()
+    assert "| cost_updates | 4 | 300 |" in card and "| greedy-cost | " in card
+    assert "| collectives | 50 GB/s assumed, not measured |" in card
+    for wrong in ("--set momentum=1", "--set iterations=0", "--workload x"):
+        with pytest.raises(SystemExit, match=wrong.split()[1].split("=")[0]):
+            train.main([*command.split(), *wrong.split()])
+
+
+def test_shipped_policies_beat_the_papers_on_other_tables() -> None:
+    name = "cpu_epyc_zen5"
+    cost_model = load_cost_model(name)
+
+    def collectives(world_size: int) -> CommsModel:
+        found = load_comms_model(
+            name, device_type="cpu", world_size=world_size, local_world_size=world_size
+        )
+        assert found is not None
+        return found
+
+    config = data.PolicyTaskConfig(num_tables=(20, 40), world_sizes=(3, 5))
+    tasks = data.sample_policy_tasks(generate_dlrm_tables(seed=99), config, 12)
+    others = [RandomSearcher(), GreedySearcher("size-lookup")]
+    costs = SimulatedPlans(cost_model, collectives)
+    for searcher in (AutoShardSearcher(), DreamShardSearcher()):
+        assert searcher.policy.info.hardware == cost_model.hardware
+        random, greedy = compare(searcher, others, tasks, costs)
+        assert random.num_pairs == greedy.num_pairs == 12
+        assert random.high < -0.05
+        assert greedy.change < -0.03
+
+
+# NeuroShard's nets.
+
+
+def test_samples_are_the_collectives_of_a_number_of_ranks() -> None:
+    # What these columns of 65,536 samples are, to each of two ranks.
+    one, other = (
+        [c * 4 * 65_536 // 2 for c in columns] for columns in ([16, 48], [32, 8])
+    )
+    records = [
+        make_comms_record("pooled_forward", one, [5.0, 6.0]),
+        make_comms_record("pooled_forward", one, [5.0, 6.0], repeat_of=0),
+        make_comms_record("pooled_forward", [16, 48, 8], [1.0] * 3),
+        make_comms_record("pooled_backward", other, [7.0, 8.0]),
+    ]
+    forward, backward = data.measured_samples(records, 2, data.LabelConfig(seed=3))
+    # Columns, then when each rank starts after the first; it waits for the last.
+    columns, starts = np.split(forward.inputs_SI[0], 2)
+    assert columns.tolist() == [16, 48] and starts.min() == 0 < starts.max()
+    wait = starts.max() - starts
+    np.testing.assert_allclose(forward.target_SW[0] - wait, [5, 6])
+    np.testing.assert_allclose(backward.inputs_SI, [[32, 8]])
+    np.testing.assert_allclose(backward.target_SW, [[7, 8]])
+    with pytest.raises(RecordError, match="2 ranks are too few"):
+        fit_comms(forward, backward, PaperTrainConfig(epochs=1))
+
+
+def test_nets_of_collectives_learn_what_a_model_says() -> None:
+    drawn = data.LabelConfig(batch_sizes=(4_096, 8_192), num_samples=400)
+    samples = data.label_placements(AnalyticCommsModel(gb_per_s=0.1), 4, drawn)
+    config = PaperTrainConfig(epochs=40, batch_samples=32)
+    _, forward, backward = fit_comms(*samples, config)
+    assert forward.test_mse < 0.4 * forward.mean_test_mse
+    assert backward.test_mse < 0.1 * backward.mean_test_mse
+
+
+def test_the_net_of_kernels_learns_what_a_model_says(
+    policy_tables: tuple[TableConfig, ...],
+) -> None:
+    drawn = data.LabelConfig(batch_sizes=(1_024, 4_096), num_samples=1_000)
+    sets = data.label_sets(AnalyticCostModel(), policy_tables[:30], drawn)
+    config = PaperTrainConfig(epochs=40, batch_samples=64, learning_rate=3e-3)
+    _, report = fit_compute(sets, config)
+    assert (report.num_training, report.num_test) == (800, 100)
+    assert report.test_mse < 0.1 * report.mean_test_mse
+
+
+def test_sets_have_any_number_of_tables_as_often() -> None:
+    """Whatever fits: drawing the number again as well would leave large sets out."""
+    rng = np.random.default_rng(0)
+    size_L = np.array([1e6] * 9 + [3.9e9])
+    drawn = [data.draw_set(rng, size_L) for _ in range(2_000)]
+    assert max(float(size_L[d].sum()) for d in drawn) <= 4e9
+    assert np.mean([len(d) for d in drawn]) == pytest.approx(8.0, abs=0.3)
+
+
+def test_the_command_writes_nets_that_load(tmp_path: Path) -> None:
+    kernels, collectives = "compute_epyc_zen5.parquet", "comms_gloo_epyc_zen5.parquet"
+    command = (
+        f"nets --compute {RECORDS / kernels} --comms {RECORDS / collectives} "
+        f"--epochs 2 --world-sizes 2 --widths 16 48 --out {tmp_path}"
+    )
+    train.main(command.split())
+    models = load_models(tmp_path)
+    assert list(models.comms) == [2]
+    # Inputs are standardised over the widths given.
+    dim = PAPER_FEATURES.index("dim")
+    assert float(models.compute.mean_F[dim]) == 32
+    assert float(models.compute.std_F[dim]) == pytest.approx(16)
+    judgements = models.trained_on["judgements"]
+    whats = [judgement["what"].split()[0] for judgement in judgements]
+    assert whats == ["kernels", "forward", "backward"]
+    for judgement in judgements:
+        assert judgement["errors"]["mean"] > 0
+        assert f"| {judgement['what']} | {judgement['num_samples']} |" in models.card
+    other = command.replace(collectives, "comms_gloo_epyc.parquet")
+    with pytest.raises(SystemExit, match=r"collectives on AMD EPYC \(25/17\)"):
+        train.main(other.split())

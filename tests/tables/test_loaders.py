@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.tables.loaders import load_json, load_tables
+from torchrec_neuroshard.tables.table import TableConfig
+
+
+def test_workloads_are_unrolled_and_one_of_several_is_named(tmp_path: Path) -> None:
+    histogram = [2, 1, *[0] * 15]
+    counted = {"batch_size": 4, "rows": [100], "lookups": [4]}
+    groups = [
+        {"num_tables": 2, "rows": 100, "dim": 16, "hotness": 3},
+        {"num_tables": 1, "rows": 50, "dim": 8, "hotness": [1, 10]},
+    ]
+    workloads = [
+        {"name": "w", **counted, "count_hist": [histogram]},
+        {"name": "two", "rows": [100, 200], "dims": [6, 16]},
+        {"name": "b", "rows": [100], "pooling": [2.5], "dim": 32},
+        {"name": "g", "groups": groups},
+    ]
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"workloads": workloads}))
+    loaded = load_json(path)
+    (table,) = loaded["w"]
+    assert table.profile is not None
+    assert table.profile.access_histogram == tuple(histogram)
+    assert (table.profile.batch_size, table.pooling_factor) == (4, 1.0)
+    assert table.embedding_dim == 64
+    plain = [*loaded["two"], *loaded["b"]]
+    widths = [(t.embedding_dim, t.pooling_factor) for t in plain]
+    assert widths == [(8, 1.0), (16, 1.0), (32, 2.5)]
+    found = [(t.name, t.pooling_factor, t.num_features) for t in loaded["g"]]
+    assert found == [("g/0", 3, 1), ("g/1", 3, 1), ("g/2", 11, 2)]
+    assert len(load_tables(path, "two")) == 2
+    for name, message in (
+        (None, "say which, as in .*t.json:NAME; they are w, two, b, g"),
+        ("tow", "none is named 'tow'; did you mean 'two'"),
+        ("three", "the workloads are 'b', 'g', 'two', 'w'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_tables(path, name)
+
+
+FILES = {
+    "t.csv": "name,num_embeddings,embedding_dim,weighted\na,10,8,true\nb,20,4,\n",
+    "list.json": '[{"name": "a", "num_embeddings": 10, "embedding_dim": 8, '
+    '"weighted": true}, {"name": "b", "num_embeddings": 20, "embedding_dim": 4.0}]',
+}
+FILES["tables.json"] = f'{{"tables": {FILES["list.json"]}}}'
+FILES["t.YML"] = """\ufeff# a comment
+- name: a
+  num_embeddings: 10
+  embedding_dim: 8
+  weighted: yes
+- {name: b, num_embeddings: 2_0, embedding_dim: 4}
+"""
+FILES["w.json"] = f'{{"workloads": [{{"name": "w", "tables": {FILES["list.json"]}}}]}}'
+# As spreadsheets, editors and other systems write them.
+FILES["bom.csv"] = "\ufeff" + FILES["t.csv"].replace("\n", "\r\n")
+FILES["spaced.CSV"] = FILES["t.csv"].replace(",", " ; ").replace("\n", ";\n\n")
+CSV = "name,num_embeddings,embedding_dim\n"
+W = '{"name": "w", "rows": [9]}'
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tables_of_every_kind_of_file(name: str, tmp_path: Path) -> None:
+    if not name.endswith(("csv", "CSV", "json")):
+        pytest.importorskip("yaml")
+    (tmp_path / name).write_bytes(FILES[name].encode())
+    assert load_tables(tmp_path / name) == (
+        TableConfig(name="a", num_embeddings=10, embedding_dim=8, weighted=True),
+        TableConfig(name="b", num_embeddings=20, embedding_dim=4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("t.csv", "name,num_embeddings\na,10\n", "line 2: .*field 'embedding_dim'"),
+        ("t.csv", "name,num_embedings\na,10\n", "did you mean 'num_embeddings'"),
+        ("t.csv", f"{CSV}a,1x,8\n", "line 2: .*num_embeddings .* '1x'"),
+        ("t.csv", f"{CSV}a,9,8\n a ,9,8\n", "'a' is given twice"),
+        ("t.csv", f'{CSV}"a,9,8\n', "is a quote left open"),
+        ("t.csv", f"{CSV}é,9,8\n".encode("latin-1"), "Save it as text of UTF-8"),
+        ("t.json", "[3]", "table 0: .* must be an object, got 3"),
+        ("t.json", "{", "cannot be read as JSON"),
+        ("t.json", '{"workloads": ["w"]}', "workload 0 is not an object"),
+        ("t.json", f'{{"workloads": [{W}, {W}]}}', "two workloads are named 'w'"),
+        ("t.json", '{"workloads": [{"rows": [9], "pooling": []}]}', "cannot be read"),
+        ("t.json", '[{"name": NaN}]', "not finite"),
+        ("t.yaml", "[]", "PyYAML is not installed"),
+        ("no.yaml", "- {name: no, num_embeddings: 9, embedding_dim: 4}", "False"),
+        ("tab.yaml", "- name: a\n\tnum_embeddings: 9\n", "line 2, column 1"),
+        ("code.yaml", "!!python/object/apply:os.getcwd []", "could not determine"),
+        ("none.csv", None, "No such file"),
+    ],
+)
+def test_bad_files_say_where_and_the_way_out(
+    name: str,
+    text: str | bytes | None,
+    value: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if name == "t.yaml":
+        monkeypatch.setitem(sys.modules, "yaml", None)
+    elif name.endswith("yaml"):
+        pytest.importorskip("yaml")
+    if text is not None:
+        data = text if isinstance(text, bytes) else text.encode()
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=f"(?s){name}.*{value}"):
+        load_tables(tmp_path / name)

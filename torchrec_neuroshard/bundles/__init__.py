@@ -1,0 +1,1 @@
+"""Make, store and find bundles: trained cost models with their provenance."""

@@ -1,0 +1,274 @@
+"""Bundles that first launches have measured, kept for the launches after them.
+
+The cache is a folder, `$NEUROSHARD_CACHE` or `torchrec-neuroshard` in the user's cache
+folder, with a bundle's folder for each key: what the times depend on. A bundle is
+written beside and appears whole by one rename, so that jobs may share the folder, on
+several machines, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE
+from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
+from torchrec_neuroshard.tables.features import FEATURE_VERSION
+
+__all__ = [
+    "CacheEntry",
+    "CacheKey",
+    "cache_folder",
+    "clear",
+    "entries",
+    "find",
+    "lock",
+    "store",
+]
+
+_KEY_NAME = "key.json"
+_FBGEMM = (
+    "fbgemm-gpu-cpu",
+    "fbgemm-gpu",
+    "fbgemm-gpu-nightly",
+    "fbgemm-gpu-nightly-cpu",
+)
+_HIDDEN_AGE_S = 86_400.0
+"""What lies in the cache unfinished for so long was left by a job that ended early."""
+
+
+def cache_folder() -> Path:
+    """Where bundles are kept; need not exist."""
+    if given := os.environ.get("NEUROSHARD_CACHE"):
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "torchrec-neuroshard"
+
+
+def _release(*names: str) -> str:
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "unknown"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheKey:
+    """What measured times depend on."""
+
+    device: str
+    """Name of the CPU or GPU."""
+    device_type: str
+    world_size: int
+    """Ranks."""
+    local_world_size: int
+    """Ranks per node."""
+    optimizers: tuple[str, ...]
+    """Of the tables measured, sorted."""
+    data_types: tuple[str, ...]
+    """Their weights, sorted."""
+    torch: str
+    fbgemm: str
+    torchrec: str
+    feature_gates: tuple[str, ...]
+    """FBGEMM's, as set in the environment: NAME=value, sorted."""
+    feature_version: int
+    """Of the columns that the bundle's network takes."""
+
+    @classmethod
+    def here(
+        cls,
+        *,
+        device: str,
+        device_type: str,
+        world_size: int,
+        local_world_size: int,
+        optimizers: tuple[str, ...],
+        data_types: tuple[str, ...],
+    ) -> Self:
+        """Complete a key by the releases and gates of this process."""
+        gates = (f"{k}={v}" for k, v in os.environ.items() if k.startswith("FBGEMM_"))
+        return cls(
+            device=device,
+            device_type=device_type,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            optimizers=tuple(sorted(set(optimizers))),
+            data_types=tuple(sorted(set(data_types))),
+            torch=_release("torch"),
+            fbgemm=_release(*_FBGEMM),
+            torchrec=_release("torchrec", "torchrec-nightly", "torchrec-nightly-cpu"),
+            feature_gates=tuple(sorted(gates)),
+            feature_version=FEATURE_VERSION,
+        )
+
+    def name(self) -> str:
+        """Name of the folder: the device, and a digest of all."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")[:40]
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        return f"{slug}-{self.world_size}x-{digest}"
+
+    def covers(self, wanted: CacheKey) -> bool:
+        """Whether what was measured under this key serves another one."""
+        same = dataclasses.replace(
+            wanted, optimizers=self.optimizers, data_types=self.data_types
+        )
+        return (
+            same == self
+            and set(wanted.optimizers) <= set(self.optimizers)
+            and set(wanted.data_types) <= set(self.data_types)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheEntry:
+    """One bundle in the cache."""
+
+    folder: Path
+    key: CacheKey
+    created: str
+    """UTC, ISO 8601."""
+    seconds: float
+    """What measuring and fitting took."""
+
+
+def _read(folder: Path) -> CacheEntry | None:
+    if not COMPUTE_BUNDLE.is_in(folder):
+        return None
+    try:
+        data = read_json(folder / _KEY_NAME)
+        return CacheEntry(
+            folder=folder,
+            key=from_fields(CacheKey, data["key"]),
+            created=str(data["created"]),
+            seconds=float(data["seconds"]),
+        )
+    except (OSError, ValueError, LookupError, TypeError, OverflowError):
+        return None  # of another version, or being deleted: not one to use
+
+
+def entries() -> list[CacheEntry]:
+    """All bundles in the cache, newest first; none where it cannot be read."""
+    try:
+        folders = [p for p in cache_folder().iterdir() if not p.name.startswith(".")]
+    except OSError:
+        return []
+    found = [e for e in map(_read, folders) if e is not None]
+    return sorted(found, key=lambda e: (e.created, e.folder.name), reverse=True)
+
+
+def find(wanted: CacheKey) -> CacheEntry | None:
+    """The newest bundle that serves a key."""
+    return next((e for e in entries() if e.key.covers(wanted)), None)
+
+
+def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
+    """Copy a bundle into the cache, whole or not at all.
+
+    Where another job was first, its bundle stays.
+
+    Returns:
+        The bundle's folder in the cache.
+
+    Raises:
+        OSError: The cache cannot be written.
+    """
+    root = cache_folder()
+    root.mkdir(parents=True, exist_ok=True)
+    _sweep(root)
+    final = root / key.name()
+    unique = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    beside = root / f".new-{unique}"
+    try:
+        shutil.copytree(bundle, beside)
+        data = {
+            "key": dataclasses.asdict(key),
+            "created": created,
+            "seconds": seconds,
+        }
+        write_whole(beside / _KEY_NAME, json_text(data))
+        try:
+            beside.rename(final)
+        except OSError:
+            if _read(final) is not None:
+                return final
+            _remove(final)  # damaged, or of another version
+            beside.rename(final)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return final
+
+
+def _remove(folder: Path) -> None:
+    """Delete a bundle at once: nothing ever finds half of it."""
+    hidden = folder.rename(folder.with_name(f".old-{uuid.uuid4().hex}"))
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _sweep(root: Path) -> None:
+    """Delete what jobs that ended early have left unfinished."""
+    for path in root.glob(".*-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _HIDDEN_AGE_S:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def clear() -> int:
+    """Delete all bundles, and return how many there were."""
+    found = entries()
+    for entry in found:
+        _remove(entry.folder)
+    return len(found)
+
+
+def _lock_path(key: CacheKey) -> Path:
+    return cache_folder() / f".lock-{key.name()}"
+
+
+@contextlib.contextmanager
+def lock(key: CacheKey, seconds: float) -> Iterator[bool]:
+    """Tell other jobs that this one measures.
+
+    Args:
+        key: What is measured.
+        seconds: After so long the lock of a job that never came back counts no more.
+
+    Yields:
+        Whether it is this job's turn; where the cache cannot be written, it is.
+    """
+    path = _lock_path(key)
+    mine = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > seconds:
+                path.unlink()
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(mine)
+        except FileExistsError:
+            yield False
+            return
+    except OSError:
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        with contextlib.suppress(OSError):
+            if path.read_text(encoding="utf-8") == mine:
+                path.unlink()

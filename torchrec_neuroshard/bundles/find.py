@@ -1,0 +1,352 @@
+"""`load_cost_model`: from a name, a path or a device to a cost model."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+
+from torchrec_neuroshard.bundles.format import (
+    COMMS_BUNDLE,
+    COMPUTE_BUNDLE,
+    BundleInfo,
+    load_bundle,
+    load_comms_bundle,
+)
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.hardware.cards import GPU_CARDS, GpuCard, card_named, find_card
+from torchrec_neuroshard.hardware.devices import (
+    GPU,
+    backend_of,
+    current_device_name,
+    is_accelerator,
+)
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.models.compute import (
+    PhysicalConstants,
+    PhysicalCostModel,
+)
+from torchrec_neuroshard.models.estimate_error import EstimateError
+from torchrec_neuroshard.models.published_links import published_comms_model
+
+__all__ = [
+    "PRETRAINED",
+    "bundle_folder",
+    "card_constants",
+    "find_named_card",
+    "load_comms_model",
+    "load_cost_model",
+    "physical_estimate",
+    "pretrained_names",
+]
+
+PRETRAINED = Path(__file__).parent.parent / "pretrained"
+
+_CPU_CONSTANTS = PhysicalConstants(
+    memory_gb_per_s=20.0,
+    cache_mib=2.0,
+    efficiency=0.5,
+    forward_launch_us=300.0,
+    backward_launch_us=300.0,
+    bag_step_us=0.0,
+    lookup_ns=6.5,
+    gradient_ns=26.0,
+)
+"""One core of a server CPU: assumed, not measured. Its speed is a fifth of the one that
+work is counted for: 30 and 120 ns per id."""
+_STAND_IN = "cpu_epyc_zen5"
+"""Its gloo collectives stand in for those of CPUs that none were measured on."""
+
+
+def card_constants(card: GpuCard) -> PhysicalConstants:
+    """Return the physical model's constants of a card of the table."""
+    return PhysicalConstants(
+        memory_gb_per_s=card.hbm_gb_per_s.value,
+        threads_per_ns=card.threads_per_ns.value,
+        cache_mib=card.l2_mib.value + card.l3_mib.value,
+        host_gb_per_s=card.host_gb_per_s.value,
+    )
+
+
+def pretrained_names() -> tuple[str, ...]:
+    """Names of the bundles that come with the package."""
+    return tuple(sorted(p.parent.name for p in PRETRAINED.glob("*/bundle.json")))
+
+
+def bundle_folder(name: str | Path) -> Path | None:
+    """Find the folder of a shipped bundle, or one given by its path, if it is there."""
+    shipped = str(name).lower()
+    if shipped in pretrained_names():
+        return PRETRAINED / shipped
+    return Path(name) if Path(name).is_dir() else None
+
+
+def find_named_card(
+    cost_model: str | Path | CostModel, device_type: str
+) -> GpuCard | None:
+    """Find the card whose costs are asked for, by its name or by what was measured.
+
+    Args:
+        cost_model: As for `load_cost_model`.
+        device_type: Device that is planned for, of `BACKENDS`.
+
+    Raises:
+        ConfigError: A card is named for devices that are no GPUs.
+    """
+    if isinstance(cost_model, CostModel):
+        if device_type != GPU:
+            return None
+        estimated = cost_model.error.card if cost_model.error else None
+        return card_named(estimated) if estimated else find_card(cost_model.hardware)
+    card = GPU_CARDS.get(str(cost_model).lower())
+    if card is not None and device_type != GPU:
+        raise ConfigError(
+            f"cost model '{cost_model}' is a GPU's, the devices to plan for are of "
+            f"type '{device_type}': give the topology compute_device='{GPU}' or take "
+            "another cost model"
+        )
+    folder = bundle_folder(cost_model)
+    if card is not None or folder is None or device_type != GPU:
+        return card
+    info = COMPUTE_BUNDLE.find_info(folder)
+    return find_card(info.fingerprint.device) if info is not None else None
+
+
+def load_cost_model(
+    cost_model: str | Path | CostModel = "auto",
+    *,
+    device_type: str = "cpu",
+    hbm_gb_per_s: float | None = None,
+    host_gb_per_s: float | None = None,
+    card: GpuCard | None = None,
+) -> CostModel:
+    """Find the cost model to plan with.
+
+    Args:
+        cost_model: "auto", the name of a shipped bundle or of a card of `GPU_CARDS`, a
+            bundle's folder, a model, or "measure": the estimate that a planner starts
+            from until it has measured. "auto" takes the bundle measured on this very
+            device, else a physical estimate, with a warning; it never takes a CPU's
+            bundle for a GPU. So it is with a folder that holds collectives alone. A
+            card's name asks for its shipped bundle, else for the physical estimate.
+        device_type: Device that is planned for, of `BACKENDS`.
+        hbm_gb_per_s: Its memory bandwidth, for the physical estimate; None: the card's.
+        host_gb_per_s: Its bandwidth to the host's memory, one way; None: the card's.
+        card: What is planned for. None: the card named, else the one of this machine.
+
+    Raises:
+        ConfigError: No bundle has that name or path, or a GPU's is asked for a CPU.
+        BundleCorruptError: The bundle is damaged.
+        BundleMismatchError: The bundle is of another version of this package.
+    """
+    if isinstance(cost_model, CostModel):
+        return cost_model
+    named = find_named_card(cost_model, device_type)
+    if str(cost_model) == "measure":
+        return physical_estimate(device_type, hbm_gb_per_s, card)
+    is_auto = str(cost_model) == "auto"
+    folder = None if is_auto else bundle_folder(cost_model)
+    if folder is None and named is None and not is_auto:
+        raise ConfigError(
+            f"unknown cost model '{cost_model}': it is neither 'auto', nor a shipped "
+            f"bundle ({', '.join(pretrained_names()) or 'none'}), nor a card "
+            f"({', '.join(GPU_CARDS)}), nor a folder made by 'neuroshard train'"
+        )
+    if folder is not None and not COMPUTE_BUNDLE.is_in(folder):
+        if COMMS_BUNDLE.is_in(folder):
+            warnings.warn(
+                f"{folder} holds collectives alone: kernels are costed as by "
+                "cost_model='auto'. 'neuroshard calibrate' or 'train' adds kernels to "
+                "it",
+                stacklevel=2,
+            )
+            is_auto = True
+    if is_auto:
+        folder = _shipped_for(device_type, _planned_device(device_type, card))
+    if folder is not None:
+        model = load_bundle(folder)
+        measured_on = COMPUTE_BUNDLE.read_info(folder).fingerprint.device_type
+        if measured_on != device_type:
+            model.source = (
+                f"measured on another kind of device, {model.hardware} "
+                f"({measured_on}): no estimate for {device_type}"
+            )
+        return model
+    estimate = physical_estimate(
+        device_type, hbm_gb_per_s, card or named, host_gb_per_s=host_gb_per_s
+    )
+    basis = f"{estimate.constants.memory_gb_per_s:,.0f} GB/s of memory bandwidth"
+    if estimate.error is not None:
+        basis += f" ({estimate.error})"
+    warnings.warn(
+        f"no cost model was measured on {estimate.hardware}: costs are a physical "
+        f"estimate from {basis}. On that machine run 'neuroshard collect compute' and "
+        "'neuroshard train', then pass cost_model=<the folder>; shipped bundles that "
+        f"can be asked for by name: {', '.join(pretrained_names()) or 'none'}",
+        stacklevel=2,
+    )
+    return estimate
+
+
+def load_comms_model(
+    cost_model: str | Path | None = "auto",
+    *,
+    device_type: str,
+    world_size: int,
+    local_world_size: int,
+    intra_gb_per_s: float | None = None,
+    inter_gb_per_s: float | None = None,
+    unmeasured_inter_gb_per_s: float | None = None,
+    card: GpuCard | None = None,
+    may_stand_in: bool = True,
+) -> CommsModel | None:
+    """Find the model of collectives that belongs to a cost model.
+
+    Args:
+        cost_model: As for `load_cost_model`; None: nothing was measured beside it.
+        device_type: Device that is planned for, of `BACKENDS`.
+        world_size: Ranks.
+        local_world_size: Ranks per node.
+        intra_gb_per_s: Bandwidth inside a node to predict for; None is as measured.
+        inter_gb_per_s: Same between nodes.
+        unmeasured_inter_gb_per_s: Bandwidth between nodes to assume, with a warning,
+            where the bundle was measured on one node; None is an error then.
+        card: What is planned for. None: the card named, else the one of this machine.
+        may_stand_in: Whether another CPU's collectives do where none were measured.
+
+    Returns:
+        What was measured, if the bundle holds it for this backend; else the published
+        links of the card, with the bandwidths given in place of its own; else, on CPUs
+        whose bandwidth inside a node is not given, what was measured on another one.
+        None where none of these is known and the topology's bandwidths have to do.
+
+    Raises:
+        BundleCorruptError: The bundle is damaged.
+        BundleMismatchError: The bundle is of another version of this package.
+        ConfigError: The ranks do not fill whole nodes, or were measured on one node.
+    """
+    device = _planned_device(device_type, card)
+    if card is None and cost_model is not None:
+        card = find_named_card(cost_model, device_type)
+    card = card or find_card(device)
+    backend = backend_of(device_type)
+    folder = _measured_collectives(cost_model, backend, device)
+    stands_in = may_stand_in and (
+        folder is None and not is_accelerator(device_type) and intra_gb_per_s is None
+    )
+    if stands_in:
+        folder = PRETRAINED / _STAND_IN
+    if folder is None or not COMMS_BUNDLE.is_in(folder):
+        if card is None:
+            return None
+        return published_comms_model(
+            card,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            intra_gb_per_s=intra_gb_per_s,
+            inter_gb_per_s=inter_gb_per_s,
+        )
+    info = COMMS_BUNDLE.read_info(folder)
+    many = world_size > local_world_size
+    assumed = unmeasured_inter_gb_per_s
+    if many and not info.inter_gb_per_s and inter_gb_per_s is None and assumed:
+        inter_gb_per_s = assumed
+    if many and assumed and inter_gb_per_s is assumed and not stands_in:
+        warnings.warn(
+            f"the collectives of {folder} were measured inside one node: "
+            f"{assumed:g} GB/s between nodes is assumed. Give the topology "
+            "inter_host_bw or run 'neuroshard collect comms' on several nodes",
+            stacklevel=2,
+        )
+    model = load_comms_bundle(
+        folder,
+        # One unit for kernels and collectives.
+        compute=_kernels_beside(folder, device_type),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        intra_gb_per_s=intra_gb_per_s,
+        inter_gb_per_s=inter_gb_per_s,
+    )
+    if stands_in:
+        model.source = f"measured on {info.fingerprint.device}, which stands in"
+    return model
+
+
+def _planned_device(device_type: str, card: GpuCard | None) -> str | None:
+    """Name of this machine's device, unless another card than it is planned for."""
+    device = current_device_name(device_type)
+    return device if card is None or card is find_card(device) else None
+
+
+def _measured_collectives(
+    cost_model: str | Path | None, backend: str, device: str | None
+) -> Path | None:
+    """Folder of a bundle that holds collectives over a backend."""
+    if cost_model is None:
+        return None
+    by_name = str(cost_model) != "auto"
+    folders: list[Path] = sorted(p.parent for p in PRETRAINED.glob("*/comms.json"))
+    if by_name:
+        folders = list(filter(None, [bundle_folder(cost_model)]))
+    for folder in filter(COMMS_BUNDLE.is_in, folders):
+        info = COMMS_BUNDLE.read_info(folder)
+        if info.backend == backend and (by_name or info.fingerprint.device == device):
+            return folder
+    return None
+
+
+def _kernels_beside(folder: Path, device_type: str) -> BundleInfo | None:
+    """The compute model in whose unit a bundle's collectives are to be given."""
+    if not COMPUTE_BUNDLE.is_in(folder):
+        shipped = _shipped_for(device_type, current_device_name(device_type))
+        return None if shipped is None else COMPUTE_BUNDLE.read_info(shipped)
+    return COMPUTE_BUNDLE.read_info(folder)
+
+
+def _shipped_for(device_type: str, device: str | None) -> Path | None:
+    """The shipped bundle that was measured on a device."""
+    for name in pretrained_names():
+        try:
+            fingerprint = COMPUTE_BUNDLE.read_info(PRETRAINED / name).fingerprint
+        except NeuroShardError as error:
+            warnings.warn(f"shipped bundle '{name}' is unusable: {error}", stacklevel=3)
+            continue
+        if fingerprint.device_type == device_type and fingerprint.device == device:
+            return PRETRAINED / name
+    return None
+
+
+def physical_estimate(
+    device_type: str,
+    hbm_gb_per_s: float | None = None,
+    card: GpuCard | None = None,
+    *,
+    host_gb_per_s: float | None = None,
+) -> PhysicalCostModel:
+    """Return the estimate for a device that nothing was measured on.
+
+    Args:
+        device_type: Of `BACKENDS`.
+        hbm_gb_per_s: Its memory bandwidth; None: the card's.
+        card: What is planned for; None: the one of this machine.
+        host_gb_per_s: Its bandwidth to the host's memory, one way; None: the card's.
+    """
+    device = current_device_name(device_type)
+    card = card or find_card(device)
+    absent = f"a {device_type} device that is not on this machine"
+    shown = card.title if card else device or absent
+    if not is_accelerator(device_type):
+        return PhysicalCostModel(_CPU_CONSTANTS, name="physical", hardware=shown)
+    constants = card_constants(card) if card else PhysicalConstants()
+    constants = dataclasses.replace(
+        constants,
+        memory_gb_per_s=hbm_gb_per_s or constants.memory_gb_per_s,
+        host_gb_per_s=host_gb_per_s or constants.host_gb_per_s,
+    )
+    name = card.name if card else None
+    return PhysicalCostModel(
+        constants,
+        name=name or "physical",
+        hardware=shown,
+        error=EstimateError(card=name),
+    )

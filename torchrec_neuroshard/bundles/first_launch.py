@@ -1,0 +1,689 @@
+"""The first launch on a device is its calibration: all ranks measure, rank 0 fits.
+
+Each rank measures in a process of its own, started beside the job: what it takes is
+given back with its end, and whatever ends it (a kernel, the system, the time) leaves
+the job as it was. These processes form a group of their own, measure different sets of
+the user's own tables (in turn where they share a CPU) and then collectives; that of
+rank 0 fits a bundle, from the shipped bundle of this kind of device that errs least or
+from the physical estimate, whichever is nearer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from torchrec_neuroshard.bundles.calibrate import (
+    MIN_SETS,
+    CalibrationConfig,
+    split_records,
+)
+from torchrec_neuroshard.bundles.find import (
+    PRETRAINED,
+    physical_estimate,
+    pretrained_names,
+)
+from torchrec_neuroshard.bundles.fit import (
+    TrainConfig,
+    best_factor,
+    build_sets,
+    evaluate,
+    fresh_network,
+    score,
+    training_ranges,
+)
+from torchrec_neuroshard.bundles.fit_collectives import CommsTrainConfig
+from torchrec_neuroshard.bundles.format import (
+    COMMS_BUNDLE,
+    COMPUTE_BUNDLE,
+    BundleInfo,
+    load_bundle,
+)
+from torchrec_neuroshard.bundles.make import calibrate_bundle, train_comms_bundle
+from torchrec_neuroshard.bundles.training_loop import seeded
+from torchrec_neuroshard.errors import RankFailureError, RecordError
+from torchrec_neuroshard.files import from_fields, to_fields
+from torchrec_neuroshard.hardware.devices import (
+    accelerator,
+    backend_of,
+    free_cached_memory,
+    free_host_bytes,
+    is_accelerator,
+    torch_threads,
+)
+from torchrec_neuroshard.measure.clock import SetTimer
+from torchrec_neuroshard.measure.collective_samples import CommsSamplingConfig
+from torchrec_neuroshard.measure.fingerprint import device_fingerprint
+from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK
+from torchrec_neuroshard.measure.ranks import Ranks
+from torchrec_neuroshard.measure.records import (
+    CostRecord,
+    RunHeader,
+    command_line,
+    disturbance,
+    steady_records,
+    utc_now,
+)
+from torchrec_neuroshard.measure.run_collectives import CommsConfig, collect_comms
+from torchrec_neuroshard.measure.sets import STATE_BYTES, SamplingConfig
+from torchrec_neuroshard.measure.store import RecordStore, read_records
+from torchrec_neuroshard.models.base import CostModel
+from torchrec_neuroshard.progress import clear, phase, shown
+from torchrec_neuroshard.tables.access import AccessDistribution
+from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, TableConfig
+
+__all__ = [
+    "KERNELS_NAME",
+    "LaunchRequest",
+    "LaunchVerdict",
+    "Member",
+    "draw_launch_set",
+    "judge",
+    "measure_mine",
+    "measure_set",
+    "take_part",
+]
+
+KERNELS_NAME, COMMS_NAME = "kernels.parquet", "collectives.parquet"
+"""The records behind a bundle, kept beside it."""
+_REQUEST, _BUNDLE, _REASON = "request.json", "bundle", "reason.txt"
+
+_KERNEL_SHARE, _COMMS_SHARE = 0.5, 0.75
+"""Of the budget: when measuring kernels ends, and when measuring collectives does."""
+PROGRAM = ("-m", "torchrec_neuroshard.bundles.first_launch")
+_FREE_SHARE = 0.5
+"""Of the memory that is free, what the sets of all ranks may take."""
+_MOST_SET_SECONDS, _USUAL_SETS = 0.2, 60
+"""Passes of a set are repeated for so long on a CPU, or for less where the time would
+not do for so many sets: many sets, each a bit noisier, teach more."""
+_MOST_COMMS_SECONDS, _USUAL_COLLECTIVES = 0.05, 100
+"""The same of collectives."""
+_SCALE_ROWS = 4
+"""No table of a set takes more than one part in so many of the memory."""
+_MOST_TRIES = 4
+"""How often a set is measured while other work disturbs it."""
+_MOST_DISTURBED = 0.25
+"""Share of sets that may stay disturbed: of more, what is left says little."""
+_STEPS, _COMMS_STEPS = 300, 400
+_STEPS_PER_S = 10
+"""Fewer steps, at least a fifth, where there is little time."""
+_MIN_COLLECTIVES = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchRequest:
+    """What is to be measured, the same on all ranks."""
+
+    shards: tuple[TableConfig, ...]
+    """What the search may put on a rank: whole tables, columns and rows of them."""
+    kernels: tuple[int, ...]
+    """Beside `shards`: the kernel that each would run in."""
+    tables: tuple[int, ...]
+    """Beside `shards`: the table that each is of."""
+    batch_size: int
+    """Samples that a kernel sees."""
+    device_type: str
+    world_size: int
+    local_world_size: int
+    seconds: float
+    """Budget."""
+    grace_seconds: float = 60.0
+    """A process is ended after twice the budget and this: starting may take long on a
+    busy machine. A rank is waited for so long beyond the budget."""
+    hbm_gb_per_s: float | None = None
+    """Memory bandwidth of the physical estimate."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One rank of the group that measures."""
+
+    rank: int
+    address: str
+    """Where rank 0's process listens."""
+    port: int
+
+
+# In the job's own process.
+
+
+def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | None:
+    """Measure in a process of its own and wait for its end.
+
+    Args:
+        request: What to measure.
+        member: Which rank this is.
+        folder: An empty folder; on rank 0 it gets the bundle.
+
+    Returns:
+        The bundle's folder on rank 0; None elsewhere.
+
+    Raises:
+        RankFailureError: The process failed, or was too late.
+        OSError: It could not be started.
+    """
+    text = json.dumps(to_fields(request))
+    (folder / _REQUEST).write_text(text, encoding="utf-8")
+    limit = 2 * request.seconds + request.grace_seconds
+    process = subprocess.Popen(
+        [sys.executable, *PROGRAM, str(folder), str(limit)],
+        env=_environment(request, member),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        # Progress is shown on rank 0 alone.
+        stderr=None if member.rank == 0 else subprocess.DEVNULL,
+    )
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        raise RankFailureError(f"it was not through after {limit:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if code:
+        reason = f"its process ended with code {code}"
+        with contextlib.suppress(OSError):
+            reason = (folder / _REASON).read_text(encoding="utf-8")
+        raise RankFailureError(reason)
+    if member.rank:
+        return None
+    if not COMPUTE_BUNDLE.is_in(folder / _BUNDLE):
+        raise RankFailureError("its process left no bundle")
+    return folder / _BUNDLE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchVerdict:
+    """How far to trust what a first launch has measured."""
+
+    num_sets: int
+    num_disturbed: int
+    """Sets that other work disturbed whenever they were measured."""
+    error: float
+    """Of the bundle: mean error of forward, backward and total, on held-out sets."""
+    estimate_error: float
+    """The same of what costs were by before."""
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether costs had better stay what they were before."""
+        return self.error > self.estimate_error
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether later launches may take it."""
+        is_quiet = self.num_disturbed <= _MOST_DISTURBED * self.num_sets
+        return is_quiet and not self.is_worse
+
+    def __str__(self) -> str:
+        """Return the figures that speak for or against it."""
+        return (
+            f"{self.num_disturbed} of {self.num_sets} sets were disturbed by other "
+            f"work, and on held-out sets its error is {self.error:.1%}, the "
+            f"estimate's {self.estimate_error:.1%}"
+        )
+
+
+def judge(bundle: Path, estimate: CostModel) -> LaunchVerdict | None:
+    """Judge what a first launch has measured by its records.
+
+    Args:
+        bundle: What `take_part` returned.
+        estimate: What costs are by without it.
+
+    Returns:
+        None where no records lie beside the bundle.
+
+    Raises:
+        RecordError: The records are too few, or damaged.
+        BundleError: The bundle cannot be used.
+    """
+    path = bundle / KERNELS_NAME
+    if not path.exists():
+        return None
+    (header,), records = read_records([path])
+    _, held_out = split_records(_steady_enough(records))
+    data = build_sets(held_out)
+    usual_ms = header.reference_ms or 1.0
+    return LaunchVerdict(
+        num_sets=len(records),
+        num_disturbed=sum(disturbance(r, usual_ms) > 1.0 for r in records),
+        error=score(evaluate("bundle", load_bundle(bundle), data)),
+        estimate_error=score(evaluate("estimate", estimate, data)),
+    )
+
+
+def _environment(request: LaunchRequest, member: Member) -> dict[str, str]:
+    """What torch.distributed reads in the process that measures."""
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")
+    }
+    environment.update(
+        RANK=str(member.rank),
+        WORLD_SIZE=str(request.world_size),
+        LOCAL_WORLD_SIZE=str(request.local_world_size),
+        LOCAL_RANK=str(member.rank % request.local_world_size),
+        MASTER_ADDR=member.address,
+        MASTER_PORT=str(member.port),
+        PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
+    )
+    if request.device_type == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"
+    return environment
+
+
+# In the process that measures.
+
+
+def draw_launch_set(
+    request: LaunchRequest, index: int, max_bytes: int
+) -> tuple[TableConfig, ...]:
+    """Return the shards of set number `index`: some of what a rank may be given.
+
+    Args:
+        request: What may be drawn.
+        index: Equal ones give equal sets.
+        max_bytes: Most bytes of a set; tables that are larger lose rows.
+    """
+    rng = np.random.default_rng([request.seed, index])
+    kernels = np.array(request.kernels)
+    # As often as it has tables, a kernel is drawn.
+    kernel = request.kernels[int(rng.integers(len(kernels)))]
+    mine = np.flatnonzero(kernels == kernel)
+    tables = np.unique(np.array(request.tables)[mine])
+    usual = len(tables) / request.world_size
+    # From one table to twice what a rank holds on average, split tables counted.
+    most = max(1.0, min(len(tables), 2 * usual + 2))
+    count = round(float(np.exp(rng.uniform(0, np.log(most)))))
+    drawn: list[TableConfig] = []
+    free = max_bytes
+    for table in rng.permutation(tables)[:count]:
+        ways = [i for i in mine if request.tables[i] == table]
+        shard = request.shards[ways[int(rng.integers(len(ways)))]]
+        value_bytes = DATA_TYPE_BYTES[shard.data_type]
+        value_bytes += STATE_BYTES.get(shard.optimizer, 0)
+        row_bytes = shard.embedding_dim * value_bytes
+        rows = min(shard.num_embeddings, max(1, max_bytes // _SCALE_ROWS // row_bytes))
+        if rows * row_bytes > free and drawn:
+            continue
+        free -= rows * row_bytes
+        drawn.append(_with_rows(shard, rows, request.batch_size, len(drawn)))
+    return tuple(drawn)
+
+
+def _with_rows(
+    shard: TableConfig, rows: int, batch_size: int, place: int
+) -> TableConfig:
+    profile = shard.profile_at(batch_size)
+    if rows < shard.num_embeddings:
+        access = AccessDistribution.of_batch(profile, rows)
+        histogram = access.histogram(profile.num_lookups)
+        profile = dataclasses.replace(profile, access_histogram=histogram)
+    name = f"{shard.name}#{place}"
+    return dataclasses.replace(shard, name=name, num_embeddings=rows, profile=profile)
+
+
+def measure_and_fit(request: LaunchRequest, folder: Path, begin: float) -> None:
+    """Measure as one rank of the group; rank 0 writes the bundle.
+
+    Args:
+        request: What to measure.
+        folder: Gets the bundle on rank 0.
+        begin: `time.monotonic()` when the budget began to count.
+
+    Raises:
+        RecordError: Time or memory was enough for too few sets.
+        RankFailureError: Another rank died or was too late.
+    """
+    backend = backend_of(request.device_type)
+    patience = request.seconds + request.grace_seconds
+    ranks = Ranks(backend, patience) if request.world_size > 1 else None
+    rank = 0 if ranks is None else ranks.rank
+    device = torch.device("cpu") if ranks is None else ranks.device
+    if ranks is None and is_accelerator(request.device_type):
+        device = torch.device(request.device_type, 0)
+    until = begin + _KERNEL_SHARE * request.seconds
+    with torch_threads(1):
+        found, reference_ms = _measure_kernels(request, ranks, device, until)
+    bundle = folder / _BUNDLE
+    _say(begin, f"{len(found)} sets of your tables measured")
+    if rank == 0:
+        fingerprint = device_fingerprint(device, 1)
+        header = RunHeader(
+            fingerprint=fingerprint,
+            reference_ms=reference_ms,
+            bounds_check=BOUNDS_CHECK,
+            seed=request.seed,
+            sampling={"first_launch": True, "num_shards": len(request.shards)},
+            command=command_line(),
+            created=utc_now(),
+        )
+        with RecordStore(bundle / KERNELS_NAME, header) as store:
+            for record in found:
+                store.append(record)
+    if ranks is not None:
+        left = begin + _COMMS_SHARE * request.seconds - time.monotonic()
+        collect_comms(
+            CommsConfig(
+                out=bundle / COMMS_NAME if rank == 0 else folder / COMMS_NAME,
+                backend=backend,
+                num_samples=10_000,
+                timeout_seconds=patience,
+                time_limit_seconds=max(left, 0.1),
+                min_samples=_MIN_COLLECTIVES,
+                kernel_rounds=2,
+                sample_seconds=min(
+                    _MOST_COMMS_SECONDS,
+                    (_COMMS_SHARE - _KERNEL_SHARE)
+                    * request.seconds
+                    / _USUAL_COLLECTIVES,
+                ),
+                sampling=_collectives_of(request),
+            ),
+            _tell,
+        )
+    _say(begin, "collectives measured")
+    if rank == 0:
+        _fit(request, bundle)
+        _say(begin, "cost models fitted")
+
+
+def _say(begin: float, text: str) -> None:
+    clear()
+    _tell(f"neuroshard: {text}, {time.monotonic() - begin:.0f} s")
+
+
+def _tell(text: str) -> None:
+    if os.environ["RANK"] == "0":
+        print(text, file=sys.stderr)
+
+
+def _collectives_of(request: LaunchRequest) -> CommsSamplingConfig:
+    """Sizes around those of the user's outputs."""
+    samples = request.batch_size / request.world_size
+    widest: dict[int, int] = {}
+    for shard, table in zip(request.shards, request.tables, strict=True):
+        columns = shard.embedding_dim * shard.num_features
+        widest[table] = max(columns, widest.get(table, 0))
+    total = 4.0 * samples * sum(widest.values())
+    return CommsSamplingConfig(
+        bytes_per_rank=(
+            max(1024, int(total / request.world_size / 64)),
+            max(65_536, int(2 * total)),
+        ),
+    )
+
+
+def _measure_kernels(
+    request: LaunchRequest,
+    ranks: Ranks | None,
+    device: torch.device,
+    until: float,
+) -> tuple[list[CostRecord], float]:
+    """Measure this rank's sets and gather everyone's: records and their unit."""
+    turn, turns = 0, 1
+    if ranks is not None and device.type == "cpu":
+        turn, turns = ranks.turn()
+    begin = time.monotonic()
+    mine: list[CostRecord] = []
+    reference_ms = 0.0
+    for number in range(turns):
+        if ranks is not None:
+            ranks.agree([0.0])
+        if number == turn:
+            end = begin + (until - begin) * (turn + 1) / turns
+            mine, reference_ms = measure_mine(request, ranks, device, end)
+    if ranks is None:
+        return mine, reference_ms
+    everyone = ranks.gather_objects((mine, reference_ms))
+    # One unit for all, of the rank that was disturbed least as it took its own.
+    unit_ms = min(ms for _, ms in everyone)
+    return [_in_unit(r, unit_ms, ms) for found, ms in everyone for r in found], unit_ms
+
+
+def _in_unit(record: CostRecord, unit_ms: float, own_ms: float) -> CostRecord:
+    """Return a record as of a rank whose reference set takes so long."""
+    if not own_ms:  # a GPU has no reference
+        return record
+    ratio = unit_ms / own_ms
+    return dataclasses.replace(
+        record, fwd_ms=record.fwd_ms * ratio, bwd_ms=record.bwd_ms * ratio
+    )
+
+
+def measure_mine(
+    request: LaunchRequest,
+    ranks: Ranks | None,
+    device: torch.device,
+    until: float,
+) -> tuple[list[CostRecord], float]:
+    """Measure until the time; at least this rank's part of the fewest sets.
+
+    From then on every other turn is a disturbed set's, again: work that disturbs takes
+    longer than one set does.
+    """
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    max_bytes = _free_bytes(device, request.local_world_size)
+    least = -(-2 * MIN_SETS // size)
+    each = None
+    if device.type == "cpu":
+        time_left = max(0.0, until - time.monotonic())
+        each = min(_MOST_SET_SECONDS, time_left * size / _USUAL_SETS)
+    timer = SetTimer(device, max_bytes, budget_seconds=each)
+    kept: dict[int, CostRecord] = {}
+    tries: Counter[int] = Counter()
+    with phase("measuring your tables") as at_work:
+        fresh, is_new = itertools.count(rank, size), True
+        usual_ms = timer.reference_ms or 1.0
+        while len(kept) < least or time.monotonic() < until:
+            if len(tries) >= least and not kept:
+                raise RecordError("no set of the tables could be measured")
+            worst = None
+            if is_new and len(kept) >= least:
+                worst = _most_disturbed(kept, tries, usual_ms)
+            is_new = worst is None
+            index = next(fresh) if worst is None else worst
+            tries[index] += 1
+            record = measure_set(request, index, tries[index], timer, device, max_bytes)
+            known = kept.get(index)
+            if record is not None and (
+                known is None
+                or disturbance(record, usual_ms) < disturbance(known, usual_ms)
+            ):
+                kept[index] = record
+            at_work.text = f"measuring your tables, {len(kept)} sets done"
+    return list(kept.values()), timer.reference_ms
+
+
+def _most_disturbed(
+    kept: Mapping[int, CostRecord], tries: Mapping[int, int], usual_ms: float
+) -> int | None:
+    """Return the set that most needs to be measured again; None: there is none."""
+    found = {
+        index: disturbance(record, usual_ms)
+        for index, record in kept.items()
+        if tries[index] < _MOST_TRIES
+    }
+    worst = max(found, key=lambda index: found[index], default=None)
+    return None if worst is None or found[worst] <= 1.0 else worst
+
+
+def measure_set(
+    request: LaunchRequest,
+    index: int,
+    attempt: int,
+    timer: SetTimer,
+    device: torch.device,
+    max_bytes: int,
+) -> CostRecord | None:
+    """Measure one set; None: there was no memory."""
+    tables = draw_launch_set(request, index, max_bytes)
+    try:
+        measured = timer.measure(
+            tables, None, request.batch_size, (request.seed, index, attempt)
+        )
+    except torch.OutOfMemoryError:
+        free_cached_memory(device)
+        return None
+    return CostRecord(
+        index=index,
+        # The first sets are held out in turn, so that few of them suffice.
+        held_out=index % (2 if index < 2 * MIN_SETS else 5) == 0,
+        batch_size=request.batch_size,
+        tables=tables,
+        **measured.for_record(),
+    )
+
+
+def _free_bytes(device: torch.device, num_ranks: int) -> int:
+    """Memory that a rank's sets may take: a part of what is free now."""
+    usual = SamplingConfig.for_device(device.type).max_weight_bytes
+    if is_accelerator(device.type):
+        free, _ = accelerator(device.type).mem_get_info(device)
+        return min(usual, int(_FREE_SHARE * free))
+    return min(usual, int(_FREE_SHARE * free_host_bytes() / num_ranks))
+
+
+def _fit(request: LaunchRequest, bundle: Path) -> None:
+    records = bundle / KERNELS_NAME
+    with tempfile.TemporaryDirectory() as scratch:
+        source = _nearest(request, records, Path(scratch))
+        calibrate_bundle(
+            source,
+            [records],
+            bundle,
+            "first launch",
+            CalibrationConfig(steps=_steps(_STEPS, request), seed=request.seed),
+            select=_steady_enough,
+        )
+        collectives = bundle / COMMS_NAME
+        if collectives.exists():
+            train_comms_bundle(
+                [collectives],
+                bundle,
+                "first launch",
+                CommsTrainConfig(
+                    steps=_steps(_COMMS_STEPS, request), seed=request.seed
+                ),
+                before=_comms_source(request.device_type),
+                say=lambda text: None,
+            )
+
+
+def _steps(most: int, request: LaunchRequest) -> int:
+    return max(most // 5, min(most, int(_STEPS_PER_S * request.seconds)))
+
+
+def _steady_enough(records: Sequence[CostRecord]) -> list[CostRecord]:
+    """Leave out disturbed records, as far as enough are left to fit and to judge."""
+    steady = steady_records(records)
+    held_out = sum(r.held_out for r in steady)
+    enough = min(held_out, len(steady) - held_out) >= MIN_SETS
+    return steady if enough else list(records)
+
+
+def _nearest(request: LaunchRequest, records: Path, scratch: Path) -> Path:
+    """The shipped bundle or the physical estimate, whichever a factor brings nearer."""
+    header, measured = read_records([records])
+    training, _ = split_records(_steady_enough(measured))
+    data = build_sets(training)
+    folders = [_physical_bundle(request, header[0], training, scratch / "physical")]
+    for name in pretrained_names():
+        info = COMPUTE_BUNDLE.read_info(PRETRAINED / name)
+        if info.fingerprint.device_type == request.device_type:
+            folders.append(PRETRAINED / name)
+
+    def error(folder: Path) -> float:
+        model = load_bundle(folder)
+        predicted = model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+        factors = list(map(best_factor, predicted.T, data.costs_S2.T))
+        shares = np.abs(predicted * factors / data.costs_S2 - 1)
+        return float(shares.mean())
+
+    return min(folders, key=error)
+
+
+def _physical_bundle(
+    request: LaunchRequest,
+    header: RunHeader,
+    training: Sequence[CostRecord],
+    folder: Path,
+) -> Path:
+    """Save the physical estimate as a bundle that can be fine-tuned."""
+    estimate = physical_estimate(request.device_type, request.hbm_gb_per_s)
+    data = build_sets(training)
+    predicted = estimate.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+    # A network without trained layers is linear: it is near the estimate, not equal.
+    with seeded(request.seed), torch.no_grad():
+        network = fresh_network(
+            dataclasses.replace(data, costs_S2=predicted), TrainConfig()
+        )
+        for layers in (network.encoder, network.head):
+            for last in list(layers)[-2:]:
+                last.zero_()
+    info = BundleInfo(
+        name="physical estimate",
+        fingerprint=dataclasses.replace(header.fingerprint, device=estimate.hardware),
+        reference_ms=header.reference_ms,
+        network=network.config,
+        ranges=training_ranges(data),
+        trained_on={"num_training_sets": 0},
+    )
+    COMPUTE_BUNDLE.save(folder, network, info, "# Physical estimate\n")
+    return folder
+
+
+def _comms_source(device_type: str) -> Path | None:
+    """A shipped bundle whose collectives are of this kind of device."""
+    backend = backend_of(device_type)
+    for name in pretrained_names():
+        info = COMMS_BUNDLE.find_info(PRETRAINED / name)
+        if info is not None and info.backend == backend:
+            return PRETRAINED / name
+    return None
+
+
+def _main(folder: Path, limit: float) -> int:
+    begin = time.monotonic()
+    data = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
+    request = from_fields(LaunchRequest, data)
+    warnings.simplefilter("ignore")
+    _tell(
+        f"neuroshard: first launch on this device: measuring for about "
+        f"{request.seconds:.0f} s; later launches take it from the cache"
+    )
+    # The job that started this process may be gone.
+    timer = threading.Timer(limit, lambda: os._exit(3))
+    timer.daemon = True
+    timer.start()
+    try:
+        with shown():
+            measure_and_fit(request, folder, begin)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        (folder / _REASON).write_text(text.splitlines()[0], "utf-8")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # Not `sys.exit`: threads of a group whose ranks have died may never end.
+    os._exit(_main(Path(sys.argv[1]), float(sys.argv[2])))

@@ -1,0 +1,418 @@
+"""Trained models on disk: weights, schema, statistics, hardware, card.
+
+A bundle is a folder. Its compute model is `weights.safetensors`, `bundle.json`
+(everything else, and the weights' checksum) and `CARD.md` for people. A model of
+collectives, beside it or alone, is `comms.safetensors`, `comms.json` and
+`COMMS_CARD.md`. Both are for one kind of hardware, collectives for one backend too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import nn
+
+from torchrec_neuroshard.errors import (
+    BundleCorruptError,
+    BundleMismatchError,
+    NeuroShardError,
+)
+from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
+from torchrec_neuroshard.hardware.devices import plain_torch
+from torchrec_neuroshard.measure.records import Fingerprint
+from torchrec_neuroshard.models.base import COLLECTIVES
+from torchrec_neuroshard.models.collectives import LearnedCommsModel
+from torchrec_neuroshard.models.collectives_network import TERM_NAMES, CommsNetwork
+from torchrec_neuroshard.models.compute import NeuralCostModel
+from torchrec_neuroshard.models.network import SetCostNetwork
+from torchrec_neuroshard.tables.features import (
+    FEATURE_NAMES,
+    FEATURE_VERSION,
+    check_schema,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = [
+    "COMMS_BUNDLE",
+    "COMPUTE_BUNDLE",
+    "BundleFormat",
+    "BundleInfo",
+    "CommsBundleInfo",
+    "load_bundle",
+    "load_comms_bundle",
+    "save_comms_bundle",
+]
+
+BUNDLE_VERSION = 1
+
+COMMS_VERSION = 1
+"""Version of the layout of collectives; another version is refused."""
+
+_Info = TypeVar("_Info", bound="DataclassInstance")
+_Network = TypeVar("_Network", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleFormat(Generic[_Info, _Network]):
+    """One kind of trained model on disk: its three files, and how they are read."""
+
+    info_type: type[_Info]
+    """The description, a dataclass; a field `fingerprint` is a `Fingerprint`."""
+    make_network: Callable[[_Info], _Network]
+    """Makes the network whose weights they are."""
+    check: Callable[[Path, Mapping[str, Any]], None]
+    """Called with the description's file and what it holds; raises
+    `BundleMismatchError` where this package reads another version or schema."""
+    info_name: str
+    weights_name: str = "weights.safetensors"
+    card_name: str = "CARD.md"
+    missing: str = (
+        "{folder} is not a cost-model bundle: it has no {file}; make one with "
+        "'neuroshard train'"
+    )
+    """The error where there is no description."""
+
+    def save(
+        self, folder: str | Path, network: _Network, info: _Info, card: str
+    ) -> None:
+        """Write the three files: the folder holds the old model or this one."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
+        weights = save_tensors(state)
+        data = dataclasses.asdict(info)
+        digest = data["weights_sha256"] = hashlib.sha256(weights).hexdigest()
+        for left in path.glob(f".{self.weights_name}.*"):
+            left.unlink()
+        # The old weights stay until the description is of the new ones, which are found
+        # here should this process end before they are in place.
+        beside = path / self._name_beside(digest)
+        write_whole(beside, weights)
+        write_whole(path / self.card_name, f"{card.strip()}\n".encode())
+        write_whole(path / self.info_name, json_text(data))
+        os.replace(beside, path / self.weights_name)
+
+    def _name_beside(self, digest: str) -> str:
+        return f".{self.weights_name}.{digest[:16]}"
+
+    def is_in(self, folder: str | Path) -> bool:
+        """Whether a folder holds a model of this kind."""
+        return (Path(folder) / self.info_name).is_file()
+
+    def find_info(self, folder: str | Path) -> _Info | None:
+        """Same as `read_info`; None where there is no model of this kind."""
+        return self.read_info(folder) if self.is_in(folder) else None
+
+    def read_info(self, folder: str | Path) -> _Info:
+        """Read and check the description without the weights.
+
+        Raises:
+            BundleCorruptError: It is missing or damaged.
+            BundleMismatchError: It is of another version of this package.
+        """
+        return self._read(Path(folder))[0]
+
+    @plain_torch()
+    def load(self, folder: str | Path) -> tuple[_Network, _Info]:
+        """Read and check all of it.
+
+        Raises:
+            BundleCorruptError: A file is missing, truncated or damaged.
+            BundleMismatchError: It is of another version of this package.
+        """
+        info, sha256 = self._read(Path(folder))
+        path = Path(folder) / self.weights_name
+        if sha256.isalnum() and (path.parent / self._name_beside(sha256)).is_file():
+            path = path.parent / self._name_beside(sha256)
+        try:
+            weights = path.read_bytes()
+            digest = hashlib.sha256(weights).hexdigest()
+            if digest != sha256:
+                raise ValueError(
+                    f"damaged or not of this bundle: checksum {digest[:12]}, expected "
+                    f"{sha256[:12]}"
+                )
+            tensors = load_tensors(weights)
+            # Older models of collectives have it; it was for ranks that start late.
+            tensors.pop("overlap_logit_L", None)
+            with torch.device("meta"):  # sizes may be anything until they are compared
+                network = self.make_network(info)
+            for name, wanted in network.state_dict().items():
+                if name in tensors and tensors[name].dtype != wanted.dtype:
+                    raise TypeError(f"'{name}' is {tensors[name].dtype}")
+                if name in tensors and not bool(tensors[name].isfinite().all()):
+                    raise ValueError(f"weight '{name}' is not finite")
+            network.load_state_dict(tensors, assign=True)
+        except (
+            OSError,
+            SafetensorError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise BundleCorruptError(
+                f"{path} does not hold this bundle's network ({error}); restore it or "
+                "train again"
+            ) from error
+        return network.eval(), info
+
+    def _read(self, folder: Path) -> tuple[_Info, str]:
+        """The description, and the checksum of the weights."""
+        path = folder / self.info_name
+        if not path.is_file():
+            raise BundleCorruptError(
+                self.missing.format(folder=folder, file=self.info_name)
+            )
+        known = {f.name for f in dataclasses.fields(self.info_type)}
+        try:
+            data = read_json(path)
+            if not isinstance(data, dict):
+                raise TypeError("no description of a bundle")
+            self.check(path, data)
+            values = {k: v for k, v in data.items() if k in known}
+            info = from_fields(self.info_type, values)
+        except BundleMismatchError:
+            raise
+        except (OSError, TypeError, ValueError) as error:
+            raise BundleCorruptError(
+                f"{path} is damaged, or lacks or garbles a field ({error}); restore it "
+                "or train again"
+            ) from error
+        return info, str(data.get("weights_sha256"))
+
+
+# The compute model.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleInfo:
+    """What a compute model says of itself."""
+
+    name: str
+    fingerprint: Fingerprint
+    reference_ms: float
+    """Nominal time of the reference set in the bundle's units; 0 on a GPU."""
+    network: Mapping[str, int]
+    """Arguments of `SetCostNetwork`."""
+    ranges: Mapping[str, tuple[float, float]]
+    """Feature name -> smallest and largest value in training."""
+    trained_on: Mapping[str, Any]
+    """Records, seeds and commands behind the weights."""
+    feature_names: tuple[str, ...] = FEATURE_NAMES
+    feature_version: int = FEATURE_VERSION
+    bundle_version: int = BUNDLE_VERSION
+
+
+def _check_compute(path: Path, data: Mapping[str, Any]) -> None:
+    version = data.get("bundle_version")
+    if version != BUNDLE_VERSION:
+        raise BundleMismatchError(
+            f"{path.parent} has bundle version {version!s:.60}, this package reads "
+            f"{BUNDLE_VERSION}; train again or install the matching version"
+        )
+    try:
+        check_schema(data.get("feature_names", ()), data.get("feature_version", 0))
+    except NeuroShardError as error:
+        raise BundleMismatchError(f"{path.parent}: {error}") from error
+
+
+COMPUTE_BUNDLE = BundleFormat(
+    info_type=BundleInfo,
+    make_network=lambda info: SetCostNetwork(**info.network),
+    check=_check_compute,
+    info_name="bundle.json",
+)
+
+
+def load_bundle(folder: str | Path) -> NeuralCostModel:
+    """Load a bundle's compute model and check all of it.
+
+    Raises:
+        BundleCorruptError: A file is missing, truncated or damaged.
+        BundleMismatchError: The bundle is of another version of this package.
+    """
+    network, info = COMPUTE_BUNDLE.load(folder)
+    model = NeuralCostModel(
+        network,
+        name=info.name,
+        hardware=info.fingerprint.device,
+        ranges=info.ranges,
+        reference_ms=info.reference_ms,
+    )
+    probe_NF = np.ones((1, len(FEATURE_NAMES)), dtype=np.float32)
+    _check_times(folder, model.predict_sets(probe_NF, np.array([0]), 1))
+    return model
+
+
+def _check_times(folder: str | Path, times: npt.NDArray[np.float64]) -> None:
+    if not (np.isfinite(times).all() and (times >= 0).all()):
+        raise BundleCorruptError(
+            f"{folder} predicts {times.ravel().tolist()!s:.60} ms: weights or units "
+            "are not what was trained; restore it or train again"
+        )
+
+
+# The model of collectives.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommsBundleInfo:
+    """What the model of collectives says of itself."""
+
+    name: str
+    fingerprint: Fingerprint
+    backend: str
+    """`gloo` or `nccl`."""
+    hidden: int
+    """Argument of `CommsNetwork`."""
+    intra_gb_per_s: float
+    """Nominal bandwidth inside a node, as measured."""
+    inter_gb_per_s: float
+    """Same between nodes; 0 where one node was measured."""
+    world_sizes: tuple[int, ...]
+    """Ranks of the groups in training."""
+    bytes_per_rank: tuple[float, float]
+    """Least and most in training."""
+    trained_on: Mapping[str, Any]
+    """Records, seeds and commands behind the weights."""
+    compute_slowdown: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """See `CommsHeader`."""
+    column_order_ms_per_mb: Mapping[str, tuple[float, float]] = field(
+        default_factory=dict
+    )
+    """See `CommsHeader`."""
+    compute_reference_ms: float = 0.0
+    """See `CommsHeader`."""
+    term_names: tuple[str, ...] = TERM_NAMES
+    collectives: tuple[str, ...] = COLLECTIVES
+    comms_version: int = COMMS_VERSION
+
+    def __post_init__(self) -> None:
+        for ranks in (*self.compute_slowdown, *self.column_order_ms_per_mb):
+            if not ranks.isdecimal() or int(ranks) < 1:
+                raise ValueError(f"{ranks!r:.60} is no number of ranks")
+        if not (self.world_sizes and self.intra_gb_per_s > 0 <= self.inter_gb_per_s):
+            raise ValueError("world_sizes or a bandwidth is missing")
+
+    def time_scale(self, compute: BundleInfo | None) -> float:
+        """Milliseconds of a compute model, per one of the collectives.
+
+        Both were timed beside the same reference set, when the machine was as fast as
+        it happened to be.
+
+        Args:
+            compute: The compute model; None: there is none to agree with.
+        """
+        if compute is None or not (compute.reference_ms and self.compute_reference_ms):
+            return 1.0
+        return compute.reference_ms / self.compute_reference_ms
+
+
+def _check_comms(path: Path, data: Mapping[str, Any]) -> None:
+    expected = (COMMS_VERSION, list(TERM_NAMES), list(COLLECTIVES))
+    found = tuple(data.get(n) for n in ("comms_version", "term_names", "collectives"))
+    if found != expected:
+        raise BundleMismatchError(
+            f"{path} has version {found[0]!s:.60} or other terms than this "
+            f"package, which reads version {COMMS_VERSION}; train again or install "
+            "the matching one"
+        )
+
+
+COMMS_BUNDLE = BundleFormat(
+    info_type=CommsBundleInfo,
+    make_network=lambda info: CommsNetwork(info.hidden),
+    check=_check_comms,
+    info_name="comms.json",
+    weights_name="comms.safetensors",
+    card_name="COMMS_CARD.md",
+)
+
+
+def save_comms_bundle(
+    folder: str | Path, network: CommsNetwork, info: CommsBundleInfo, card: str
+) -> None:
+    """Write the model of collectives into a bundle, new or not.
+
+    Raises:
+        BundleMismatchError: The bundle's compute model is of other hardware.
+    """
+    compute, mine = COMPUTE_BUNDLE.find_info(folder), info.fingerprint
+    if compute is not None:
+        theirs = compute.fingerprint
+        if (theirs.device_type, theirs.device) != (mine.device_type, mine.device):
+            raise BundleMismatchError(
+                f"{folder} holds a compute model of {theirs.device}, the collectives "
+                f"were measured on {mine.device}; name another folder"
+            )
+    COMMS_BUNDLE.save(folder, network, info, card)
+
+
+def load_comms_bundle(
+    folder: str | Path,
+    *,
+    compute: BundleInfo | None,
+    world_size: int,
+    local_world_size: int,
+    intra_gb_per_s: float | None = None,
+    inter_gb_per_s: float | None = None,
+) -> LearnedCommsModel:
+    """Load the model of collectives for one group of ranks.
+
+    Warns where the world size is beyond those measured.
+
+    Args:
+        folder: The bundle.
+        compute: The compute model in whose milliseconds to predict; None: in those of
+            the run that measured the collectives.
+        world_size: Ranks to predict for.
+        local_world_size: Ranks per node.
+        intra_gb_per_s: Bandwidth inside a node; None is as measured.
+        inter_gb_per_s: Same between nodes.
+
+    Raises:
+        BundleCorruptError: A file is missing, truncated or damaged.
+        BundleMismatchError: It is of another version of this package.
+        ConfigError: The ranks do not fill whole nodes, or a bandwidth is not known.
+    """
+    network, info = COMMS_BUNDLE.load(folder)
+    if world_size > 2 * max(info.world_sizes):
+        warnings.warn(
+            f"collectives of {world_size} ranks are extrapolated: {folder} was "
+            f"measured at {', '.join(map(str, info.world_sizes))}",
+            stacklevel=2,
+        )
+    model = LearnedCommsModel(
+        network,
+        time_scale=info.time_scale(compute),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        measured_gb_per_s=(info.intra_gb_per_s, info.inter_gb_per_s),
+        intra_gb_per_s=intra_gb_per_s,
+        inter_gb_per_s=inter_gb_per_s,
+        slowdowns=_by_ranks(info.compute_slowdown),
+        column_order_ms_per_mb=_by_ranks(info.column_order_ms_per_mb),
+    )
+    _check_times(folder, model.all_to_all(np.full((1, world_size), 64.0), 4096))
+    return model
+
+
+def _by_ranks(
+    values: Mapping[str, tuple[float, float]],
+) -> dict[int, tuple[float, ...]]:
+    return {int(n): v for n, v in values.items()}

@@ -1,1 +1,0 @@
-"""Measuring what fused embedding kernels and collectives cost on this machine."""

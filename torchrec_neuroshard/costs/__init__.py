@@ -1,0 +1,1 @@
+"""Price the placement of a task by the phases of one training iteration."""

@@ -1,0 +1,157 @@
+"""Sharding tasks drawn from tables, as the papers' benchmarks draw them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchrec_neuroshard.costs.task import ShardingTask
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.tables.profile import zipf_profile
+from torchrec_neuroshard.tables.table import TableConfig, check_tables
+
+__all__ = [
+    "PRODUCTION_WIDTHS",
+    "TaskConfig",
+    "cap_rows",
+    "power_of_two_widths",
+    "sample_tasks",
+]
+
+PRODUCTION_WIDTHS: tuple[int, ...] = (4, 8, 12, 16, 20, 24, 32, 64, 128, 256)
+"""Widths met in published production configurations (TorchRec's sharding statistics
+example, FBGEMM's production TBE sweep)."""
+
+NEUROSHARD_NUM_TABLES = (10, 59)
+"""Tables per task: NeuroShard (arXiv 2305.01868), benchmark generator."""
+
+_MAX_DRAWS = 10_000
+_PROFILE_BATCH = 65_536
+"""Of assumed profiles: a profile of a small batch knows too few ids."""
+
+
+def cap_rows(table: TableConfig, max_rows: int) -> TableConfig:
+    """Return a table of at most so many rows, read by ids that they can hold.
+
+    A table that has no profile gets the one that is assumed of it. One whose profile
+    has more distinct ids than rows are left gets Zipf's law at the same pooling factor.
+
+    Args:
+        table: Of any size.
+        max_rows: The cap.
+
+    Raises:
+        ConfigError: `max_rows` is below 1.
+    """
+    if max_rows < 1:
+        raise ConfigError(f"max_rows must be at least 1, got {max_rows}")
+    rows = min(table.num_embeddings, max_rows)
+    profile = table.profile or table.profile_at(_PROFILE_BATCH)
+    if rows < table.num_embeddings and profile.num_distinct > rows:
+        profile = zipf_profile(
+            batch_size=profile.batch_size,
+            pooling_factor=profile.pooling_factor,
+            num_embeddings=rows,
+        )
+    return dataclasses.replace(table, num_embeddings=rows, profile=profile)
+
+
+def power_of_two_widths(max_width: int) -> tuple[int, ...]:
+    """Return 4, 8, ... up to `max_width`: the widths that NeuroShard's tasks draw."""
+    return tuple(2**i for i in range(2, max_width.bit_length()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """What the tasks look like."""
+
+    world_size: int
+    batch_size: int
+    """Samples over all ranks."""
+    num_tables: int | tuple[int, int] = NEUROSHARD_NUM_TABLES
+    """Tables per task, or an inclusive range to draw from."""
+    widths: tuple[int, ...] = PRODUCTION_WIDTHS
+    """Widths, drawn evenly for each table."""
+    max_total_bytes: int | None = None
+    """A task with more weight bytes is drawn again, number of tables included."""
+    memory_bytes_per_rank: int | None = None
+    """Bytes each rank has for shards; None is unlimited."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        low, high = self.table_range
+        if not 1 <= low <= high:
+            raise ConfigError(
+                f"num_tables needs 1 <= low <= high, got {self.num_tables}"
+            )
+
+    @property
+    def table_range(self) -> tuple[int, int]:
+        """Fewest and most tables of a task."""
+        if isinstance(self.num_tables, int):
+            return self.num_tables, self.num_tables
+        return self.num_tables
+
+
+def sample_tasks(
+    tables: Sequence[TableConfig], config: TaskConfig, num_tasks: int
+) -> tuple[ShardingTask, ...]:
+    """Draw sharding tasks.
+
+    Task k depends on the tables, the config and k only: asking for more tasks gives the
+    same ones first, in any process.
+
+    Args:
+        tables: Tables to draw from.
+        config: What the tasks look like.
+        num_tasks: How many.
+
+    Raises:
+        ConfigError: More distinct tables are asked for than there are.
+        InfeasibleError: No draw stays below `max_total_bytes`.
+    """
+    check_tables(tables)
+    most = config.table_range[1]
+    if most > len(tables):
+        raise ConfigError(
+            f"tasks of up to {most} distinct tables were asked for, there are "
+            f"{len(tables)}; lower num_tables"
+        )
+    return tuple(_sample_task(tables, config, number) for number in range(num_tasks))
+
+
+def _sample_task(
+    tables: Sequence[TableConfig], config: TaskConfig, number: int
+) -> ShardingTask:
+    rng = np.random.default_rng([config.seed, number])
+    for _ in range(_MAX_DRAWS):
+        chosen = _draw_tables(rng, tables, config)
+        total = sum(t.weight_bytes for t in chosen)
+        if config.max_total_bytes is None or total <= config.max_total_bytes:
+            break
+    else:
+        raise InfeasibleError(
+            f"task {number}: {_MAX_DRAWS} draws of {config.num_tables} tables all "
+            f"exceed max_total_bytes ({config.max_total_bytes}); raise it, or lower "
+            "num_tables or the widths"
+        )
+    memory = config.memory_bytes_per_rank
+    return ShardingTask(
+        tables=tuple(chosen),
+        world_size=config.world_size,
+        batch_size=config.batch_size,
+        memory_bytes=() if memory is None else (memory,) * config.world_size,
+    )
+
+
+def _draw_tables(
+    rng: np.random.Generator, tables: Sequence[TableConfig], config: TaskConfig
+) -> list[TableConfig]:
+    low, high = config.table_range
+    count = int(rng.integers(low, high + 1))
+    picks = rng.choice(len(tables), size=count, replace=False)
+    widths = rng.choice(config.widths, size=count)
+    return [tables[i].with_width(int(w)) for i, w in zip(picks, widths, strict=True)]

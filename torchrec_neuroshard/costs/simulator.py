@@ -1,0 +1,752 @@
+"""From a placement to milliseconds: each rank's phases and the iteration they make.
+
+A stage is what one TorchRec module does for the tables of one sharding type: ids go to
+the ranks that hold their tables (index all-to-all), fused kernels look them up (forward
+compute), pooled rows come back (forward all-to-all); later their gradients go out again
+(backward all-to-all) and kernels update the tables (backward compute). Every collective
+waits for its slowest rank, so a stage's phases are as long as on the slowest rank, and
+an iteration is as long as all of them together; under a train pipeline some of them run
+beside others (see `schedules`).
+
+Shards of every sharding type are priced alike: an encoding for the fused kernel's time,
+what another kernel takes beside it, and amounts that the type's collectives move (see
+`sharding_types`). Outputs of stages with split tables are put in order at last.
+
+Shapes: `T` tables, `N` shards, `E` encoding values, `W` ranks, `G` fusion groups, `S`
+stages, `C` candidates, `3` amounts (see `PricedShards.loads_N3`), `5` phases in the
+order of `PHASES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.costs.encoder import ShardEncoder
+from torchrec_neuroshard.costs.schedules import SEQUENTIAL, TIMED, DenseMs, Schedule
+from torchrec_neuroshard.costs.task import (
+    KernelFactors,
+    Placement,
+    ShardingTask,
+    WireCodec,
+)
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE
+from torchrec_neuroshard.tables.sharding_types import ShardingType
+from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
+
+__all__ = [
+    "PHASES",
+    "PredictedCosts",
+    "PricedShards",
+    "RankCosts",
+    "RankLoads",
+    "Simulator",
+    "StageCosts",
+    "critical_path",
+    "placed_arrays",
+]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+PHASES: tuple[str, ...] = (
+    "index_comms",
+    "fwd_compute",
+    "fwd_comms",
+    "bwd_comms",
+    "bwd_compute",
+)
+"""What a rank does in a stage, in order; the dense part lies between the third and the
+fourth."""
+
+MOST_LOADS = 2**18
+"""Ranks of blocks whose collectives are predicted at a time."""
+
+_ID_BYTES, _LENGTH_BYTES, _LOOKUP_WEIGHT_BYTES = 8, 8, 4
+"""Ids and lengths of a KeyedJaggedTensor are int64, its weights fp32."""
+_SORTED_ID_BYTES = 8 * 32 + 48
+"""Memory that finding distinct ids reads and writes for each id: eight passes of a
+radix sort over ids and places, then what marks and numbers the runs. Not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCosts:
+    """Predicted phases of one rank [ms]."""
+
+    index_comms: float
+    fwd_compute: float
+    fwd_comms: float
+    bwd_comms: float
+    bwd_compute: float
+    cache: float = 0.0
+    """Of `fwd_compute`: loading rows of the host's memory into caches."""
+
+    def to_json(self) -> dict[str, float]:
+        """Return a JSON-ready dictionary."""
+        return {name: getattr(self, name) for name in PHASES}
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Predicted phases of all ranks in one stage."""
+
+    name: str
+    ranks: tuple[RankCosts, ...]
+
+    @property
+    def critical_path_ms(self) -> float:
+        """Each phase as long as on its slowest rank."""
+        phases = np.array([[getattr(r, name) for name in PHASES] for r in self.ranks])
+        return float(phases.max(axis=0).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedCosts:
+    """Predicted phases of all ranks and the iteration."""
+
+    stages: tuple[StageCosts, ...]
+    """In the order of the task's tables."""
+    uncertainty: float = 0.0
+    """Relative standard deviation: of a rank's compute over the ensemble's nets, the
+    largest; or, where kernels are estimated, of the path over samples of the error."""
+    compute_source: str = "measured"
+    comms_source: str = "datasheet, not measured"
+    schedule: Schedule = SEQUENTIAL
+    """Of the training loop."""
+    dense: DenseMs = field(default_factory=DenseMs)
+    """What the rest of the model takes."""
+
+    @property
+    def ranks(self) -> tuple[RankCosts, ...]:
+        """Phases of each rank, over all stages."""
+        names = (*PHASES, "cache")
+        return tuple(
+            RankCosts(*(sum(getattr(r, name) for r in of_rank) for name in names))
+            for of_rank in zip(*(s.ranks for s in self.stages), strict=True)
+        )
+
+    @property
+    def critical_path_ms(self) -> float:
+        """The iteration under its schedule."""
+        return self.path_ms(self.schedule)
+
+    def path_ms(self, schedule: Schedule) -> float:
+        """The iteration as it would be under a schedule [ms].
+
+        One phase after another it is all of them, each as long as on its slowest rank.
+        """
+        if schedule.adds_up(self.dense) or not self.stages:
+            tables_ms = sum(s.critical_path_ms for s in self.stages)
+            return tables_ms + self.dense.total_ms
+        return float(schedule.path_ms(self.timed_phases(schedule), self.dense)[0])
+
+    def hidden_ms(self, schedule: Schedule) -> dict[str, float]:
+        """How much of each phase an iteration under a schedule does not show [ms]."""
+        if not self.stages:
+            return {}
+        hidden = schedule.hidden_ms(self.timed_phases(schedule), self.dense)[0]
+        return dict(zip(TIMED, hidden.tolist(), strict=True))
+
+    def timed_phases(self, schedule: Schedule) -> Floats:
+        """Phases in the terms of a schedule, `1 x W x S x 6` [ms]."""
+        timed = self.phases_WS6[None].copy()
+        if schedule.prefetches:
+            timed[..., 1] -= timed[..., 5]
+        else:
+            timed[..., 5] = 0.0
+        return timed
+
+    @property
+    def phases_WS6(self) -> Floats:
+        """Phases of all ranks: `PHASES` and what loading caches takes [ms]."""
+        names = (*PHASES, "cache")
+        found = [[[getattr(r, n) for n in names] for r in s.ranks] for s in self.stages]
+        return np.array(found).swapaxes(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PricedShards:
+    """Shards in the terms that costs are made of; rows of different shards add up."""
+
+    table_N: Ints
+    encoding_RE: Floats
+    """Encodings for the fused kernel, of equal shards one."""
+    row_N: Ints
+    """Which of them is the shard's."""
+    extra_N2: Floats
+    """Forward and backward beside what the fused kernel takes [ms]."""
+    host_N2: Floats
+    """What of that is due to rows in the host's memory [ms]."""
+    loads_N3: Floats
+    """Bytes of ids and lengths that the shard is sent, of all samples; its output
+    columns, width times features; bytes of gradients that are added up."""
+
+    @property
+    def encoding_NE(self) -> Floats:
+        """Encoding of each shard."""
+        return self.encoding_RE[self.row_N]
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoads:
+    """Sums over the shards of each rank: all that its costs depend on."""
+
+    sums_CWGE: Floats
+    """Sums of encodings."""
+    extra_CWS2: Floats
+    """Sums of what kernels take beside the fused ones' time [ms]."""
+    loads_CWS3: Floats
+    """Sums of the shards' `loads_N3`."""
+    cache_CWS: Floats
+    """What loading caches takes of the forward kernels [ms]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Collective:
+    """How outputs travel: a method of `CommsModel`, and codecs of both ways."""
+
+    name: str
+    forward: WireCodec
+    backward: WireCodec
+    num_summed: int
+    """Ranks whose outputs arrive as one sum."""
+    repeats: float
+    """See `ShardingTask`."""
+
+
+class Simulator:
+    """Costs of shards, rank sets and placements of one task.
+
+    Attributes:
+        task: What is placed.
+        cost_model: Fused kernels.
+        comms_model: Collectives.
+        encoder: Encodings of shards; several simulators may share one.
+    """
+
+    def __init__(
+        self,
+        task: ShardingTask,
+        cost_model: CostModel,
+        comms_model: CommsModel,
+        encoder: ShardEncoder | None = None,
+    ) -> None:
+        """Describe the task's tables.
+
+        Args:
+            task: What is placed.
+            cost_model: Fused kernels.
+            comms_model: Collectives; `RankGroups` where some tables are spread over
+                the ranks of a node.
+            encoder: Of this cost model. None: a new one.
+        """
+        self.task = task
+        self.cost_model = cost_model
+        self.comms_model = comms_model
+        self.encoder = encoder or ShardEncoder(cost_model)
+        kinds = [task.sharding_type(t) for t in range(len(task.tables))]
+        self._member_SG = np.eye(task.num_stages)[:, list(task.stages)]
+        self.groups_T: Ints = np.array(task.groups)
+        self.stages_T: Ints = np.array(task.stages)[self.groups_T]
+        self.dims_T: Ints = np.array([t.embedding_dim for t in task.tables])
+        self.pooled_T = np.array(task.pooled)
+        self.splits_columns_T = np.array([k.splits_columns for k in kinds])
+        replicated_T = np.array([k.is_replicated for k in kinds])
+        self._samples_T = np.where(
+            replicated_T, task.batch_size // task.world_size, task.batch_size
+        )
+        self._rows_T: Ints = np.array([t.num_embeddings for t in task.tables])
+        self._whole_T = self._numbered(np.arange(len(kinds)), self._rows_T)
+        self._value_bytes_T = np.array(
+            [float(DATA_TYPE_BYTES[t.data_type]) for t in task.tables]
+        )
+        self._gradient_bytes_T = self._value_bytes_T * replicated_T
+        # Output columns of a whole table's shard are its width times this.
+        self._columns_T = np.array([t.num_outputs for t in task.tables]) * ~replicated_T
+        self.columns_per_table: Floats = self.dims_T * self._columns_T
+        """Output columns of whole tables."""
+        weighted_T = np.array([t.weighted for t in task.tables])
+        id_bytes_T = (_ID_BYTES + _LOOKUP_WEIGHT_BYTES * weighted_T) * ~replicated_T
+        self._id_bytes_T: Floats = self.encoder.num_lookups(self._whole_T) * id_bytes_T
+        # Every rank is told all lengths, be they 0.
+        self._length_bytes_T: Floats = self._columns_T * (
+            _LENGTH_BYTES * task.batch_size
+        )
+        factors = [k or KernelFactors() for k in task.kernels]
+        self._kernel_T3: Floats = np.array(
+            [(k.forward - 1, k.backward - 1, k.passes) for k in factors]
+        )
+        # Of rows in the host's memory: bandwidth and share of rows that a cache lacks.
+        # Not a number elsewhere and without a cache.
+        hosts = [k.host and (k.host.gb_per_s, k.host.missed) for k in factors]
+        self._host_T2: Floats = np.array(
+            [h or (None, None) for h in hosts], dtype=np.float64
+        )
+        self._estimated_T: npt.NDArray[np.bool_] = np.any(self._kernel_T3, axis=1)
+        self._estimated_T |= ~np.isnan(self._host_T2[:, 0])
+        self._collectives = self._group_stages(kinds)
+
+    def _group_stages(
+        self, kinds: Sequence[ShardingType]
+    ) -> list[tuple[_Collective, npt.NDArray[np.int64]]]:
+        """Collectives -> the stages that use them; a stage's tables are of one kind."""
+        stages: dict[_Collective, list[int]] = {}
+        for stage in range(self.task.num_stages):
+            held = np.flatnonzero(self.stages_T == stage)
+            if not len(held):
+                continue
+            kind = kinds[held[0]]
+            pools = bool(self.pooled_T[held[0]])
+            repeats = np.array(self.task.repeats)[held]
+            weights = self.columns_per_table[held]
+            forward, backward = self.task.codecs[held[0]]
+            collective = _Collective(
+                kind.pooled if pools else kind.sequences,
+                forward,
+                backward,
+                num_summed=self.task.block_size(int(held[0])) if pools else 1,
+                repeats=float(np.average(repeats, weights=weights))
+                if weights.any()
+                else 1.0,
+            )
+            stages.setdefault(collective, []).append(stage)
+        return [(collective, np.array(used)) for collective, used in stages.items()]
+
+    # Shards.
+
+    def price(
+        self, table_N: Ints, width_N: Ints, rows_N: Ints | None = None
+    ) -> PricedShards:
+        """Price shards.
+
+        Args:
+            table_N: Tables.
+            width_N: Columns.
+            rows_N: Rows; ALL_ROWS, or None for all shards, is all of them.
+        """
+        part_N, share_N = self._parts(table_N, rows_N)
+        rows, row_N = np.unique(self.encoder.rows(part_N, width_N), return_inverse=True)
+        encoding_RE = self.encoder.encoding(rows)
+        loads = np.zeros((len(table_N), 3))
+        loads[:, 0] = (
+            self._id_bytes_T[table_N] * share_N + self._length_bytes_T[table_N]
+        )
+        share = np.where(self.pooled_T[table_N], 1.0, share_N)
+        loads[:, 1] = width_N * (self._columns_T[table_N] * share)
+        num_rows = self._rows_T[table_N] * share_N
+        loads[:, 2] = self._gradient_bytes_T[table_N] * width_N * num_rows
+        extra, host = np.zeros((2, len(table_N), 2))
+        if self._estimated_T[table_N].any():
+            alone = self.cost_model.predict_sums(encoding_RE)
+            # What is not a time shows in the kernel's own cost.
+            alone = np.where(np.isfinite(alone), alone, 0.0)
+            factors_N3 = self._kernel_T3[table_N]
+            extra = np.maximum(alone - self.encoder.launch_ms, 0.0)[row_N]
+            extra *= factors_N3[:, :2]
+            if factors_N3[:, 2].any():
+                weights = num_rows * width_N * self._value_bytes_T[table_N]
+                extra[:, 1] += weights * factors_N3[:, 2] * self.encoder.stream_ms
+            host = self._host_ms(table_N, width_N, rows_N)
+            extra += host
+        return PricedShards(table_N, encoding_RE, row_N, extra, host, loads)
+
+    def _numbered(self, table_N: Ints, rows_N: Ints) -> Ints:
+        """Return the numbers of some rows of tables in the encoder."""
+        tables = table_N.tolist()
+        return self.encoder.parts(
+            [self.task.tables[t] for t in tables],
+            rows_N.tolist(),
+            self._samples_T[table_N].tolist(),
+            [self.task.pooled[t] for t in tables],
+        )
+
+    def _parts(self, table_N: Ints, rows_N: Ints | None) -> tuple[Ints, Floats]:
+        """Parts of the encoder, and what share of its table's rows each has."""
+        part_N, share_N = self._whole_T[table_N], np.ones(len(table_N))
+        if rows_N is None:
+            return part_N, share_N
+        cut = np.flatnonzero((rows_N >= 0) & (rows_N < self._rows_T[table_N]))
+        size = int(self._rows_T.max()) + 1
+        keys, which = np.unique(table_N[cut] * size + rows_N[cut], return_inverse=True)
+        part_N[cut] = self._numbered(keys // size, keys % size)[which]
+        share_N[cut] = rows_N[cut] / self._rows_T[table_N[cut]]
+        return part_N, share_N
+
+    def _host_ms(self, table_N: Ints, width_N: Ints, rows_N: Ints | None) -> Floats:
+        """What rows in the host's memory take beside the fused kernel, `N x 2` [ms]."""
+        out = np.zeros((len(table_N), 2))
+        gb_per_s_N, missed_N = self._host_T2[table_N].T
+        for cached in (False, True):
+            held = np.flatnonzero(
+                ~np.isnan(gb_per_s_N) & (np.isnan(missed_N) != cached)
+            )
+            if len(held):
+                rows = None if rows_N is None else rows_N[held]
+                out[held] = self.cost_model.host_memory(
+                    self.shard_features(table_N[held], width_N[held], rows),
+                    gb_per_s_N[held],
+                    missed_N[held] if cached else None,
+                )
+        return out
+
+    def balanced_phases(self, table_N: Ints, num_shards_N: Ints) -> Floats:
+        """Predict tables of which every rank holds an equal part.
+
+        Args:
+            table_N: Tables.
+            num_shards_N: Shards that each has over all ranks.
+
+        Returns:
+            `S x 5` [ms].
+        """
+        world_size = self.task.world_size
+        priced = self.price(table_N, self.dims_T[table_N])
+        share_N1 = (num_shards_N / world_size)[:, None]
+        shares = dataclasses.replace(
+            priced,
+            encoding_RE=priced.encoding_NE * share_N1,
+            row_N=np.arange(len(table_N)),
+            extra_N2=priced.extra_N2 * share_N1,
+            loads_N3=priced.loads_N3 * share_N1,
+        )
+        one = self.add_up(shares, np.zeros_like(table_N))
+        compute = self.stage_compute(self.compute_costs(one.sums_CWGE[0]))
+        comms = self.comms_costs(np.tile(one.loads_CWS3[0], (1, world_size, 1, 1)))
+        return _in_phases(compute + one.extra_CWS2[0], comms[0].max(axis=0))
+
+    def shard_features(
+        self, table_N: Ints, width_N: Ints, rows_N: Ints | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Return the features of shards, `N x F`; see `price`."""
+        return self.encoder.features(self._parts(table_N, rows_N)[0], width_N)
+
+    def single_compute(self, shards: PricedShards) -> Floats:
+        """Predict the kernel of each shard as if its rank held nothing else.
+
+        Returns:
+            `N x 2` [ms]: forward and backward.
+        """
+        alone = self.cost_model.predict_sums(shards.encoding_RE)
+        return alone[shards.row_N] + shards.extra_N2
+
+    # Ranks.
+
+    def add_up(self, shards: PricedShards, rank_N: Ints) -> RankLoads:
+        """Add up the shards of each rank.
+
+        Args:
+            shards: `N` shards.
+            rank_N: Their ranks.
+
+        Returns:
+            Sums over ranks, kernels and stages, without the axis `C`.
+        """
+        num_ranks, num_stages = self.task.world_size, self.task.num_stages
+        group_N = self.groups_T[shards.table_N]
+        stage_N = self.stages_T[shards.table_N]
+        cached_N = ~np.isnan(self._host_T2[shards.table_N, 1])
+        sums = np.zeros((num_ranks, self.task.num_groups, self.cost_model.encoding_dim))
+        np.add.at(sums, (rank_N, group_N), shards.encoding_NE)
+        extra = np.zeros((num_ranks, num_stages, 2))
+        np.add.at(extra, (rank_N, stage_N), shards.extra_N2)
+        loads = np.zeros((num_ranks, num_stages, 3))
+        np.add.at(loads, (rank_N, stage_N), shards.loads_N3)
+        cache = np.zeros((num_ranks, num_stages))
+        np.add.at(cache, (rank_N, stage_N), shards.host_N2[:, 0] * cached_N)
+        return RankLoads(sums, extra, loads, cache)
+
+    def rank_loads(self, placement: Placement) -> RankLoads:
+        """Return what each rank holds under one placement (no axis `C`)."""
+        table_N, width_N, rank_N, rows_N = placed_arrays(placement)
+        return self.add_up(self.price(table_N, width_N, rows_N), rank_N)
+
+    def compute_costs(self, sums_CWGE: Floats) -> Floats:
+        """Predict the fused kernels of rank sets.
+
+        Args:
+            sums_CWGE: Sums of encodings; axes before the last may be any.
+
+        Returns:
+            Forward and backward [ms], the last axis `2` in place of `E`.
+        """
+        flat = sums_CWGE.reshape(-1, sums_CWGE.shape[-1])
+        return self.cost_model.predict_sums(flat).reshape(*sums_CWGE.shape[:-1], 2)
+
+    def stage_compute(self, compute_CWG2: Floats) -> Floats:
+        """Add up the kernels of each stage: `... x G x 2` -> `... x S x 2`."""
+        total: Floats = np.matmul(self._member_SG, compute_CWG2)
+        return total
+
+    def comms_costs(self, loads_CWS3: Floats) -> Floats:
+        """Predict the collectives of every stage.
+
+        Args:
+            loads_CWS3: See `RankLoads`.
+
+        Returns:
+            `C x W x S x 3` [ms]: index exchange, forward and backward of each rank.
+        """
+        count, num_ranks = loads_CWS3.shape[:2]
+        out = np.zeros(loads_CWS3.shape)
+        for collective, used in self._collectives:
+            flat = loads_CWS3[:, :, used].swapaxes(1, 2).reshape(-1, num_ranks, 3)
+            ms = self._collective(collective, flat)
+            out[:, :, used] = ms.reshape(count, len(used), num_ranks, 3).swapaxes(1, 2)
+        return out
+
+    def stage_comms(self, stage: int, loads_CW3: Floats) -> Floats:
+        """Predict the collectives of one stage.
+
+        Args:
+            stage: Index of a stage that tables of the task may be in.
+            loads_CW3: Amounts of that stage.
+
+        Returns:
+            `C x W x 3` [ms]: index exchange, forward and backward of each rank.
+        """
+        for collective, used in self._collectives:
+            if stage in used:
+                return self._collective(collective, loads_CW3)
+        raise AssertionError(f"stage {stage} has no table")
+
+    def _collective(self, collective: _Collective, loads_CW3: Floats) -> Floats:
+        """Index, forward and backward of one kind of collectives, `C x W x 3` [ms].
+
+        A stage without tables, of which no rank sends anything, has no collectives.
+        """
+        used_C11: npt.NDArray[np.bool_] = np.any(loads_CW3, axis=(1, 2), keepdims=True)
+        model, batch_size = self.comms_model, self.task.batch_size
+        if collective.name == "all_reduce":
+            out = np.zeros(loads_CW3.shape)
+            out[..., 2] = model.all_reduce(loads_CW3[..., 2])
+            return np.where(used_C11, out, 0.0)
+        predict = getattr(model, collective.name)
+        columns_CW = loads_CW3[..., 1]
+        # Fewer bytes per value are as fewer columns, each way for itself.
+        forward, backward = collective.forward, collective.backward
+        fewer = forward.wire_bytes / OUTPUT_BYTES_PER_VALUE
+        both = predict(columns_CW * fewer, batch_size)
+        if backward.wire_bytes != forward.wire_bytes:
+            fewer = backward.wire_bytes / OUTPUT_BYTES_PER_VALUE
+            both[..., 1] = predict(columns_CW * fewer, batch_size)[..., 1]
+        if forward.encode_bytes or backward.encode_bytes:
+            both += self._coding(collective, columns_CW)
+        index = model.index_all_to_all(loads_CW3[..., 0])
+        out = np.concatenate([index[..., None], both], axis=2)
+        if collective.repeats > 1:
+            out += self._removal(collective.repeats, loads_CW3)
+        return np.where(used_C11, out, 0.0)
+
+    def _removal(self, repeats: float, loads_CW3: Floats) -> Floats:
+        """Removing repeated ids before the exchange, and repeating outputs after it.
+
+        Returns:
+            `C x 1 x 3` [ms]: each rank does it for its own samples.
+        """
+        own_C13 = loads_CW3.mean(axis=1, keepdims=True)
+        ids_C1 = own_C13[..., 0] / (_ID_BYTES + _LENGTH_BYTES) * repeats
+        sent_C1 = own_C13[..., 1] * self.task.batch_size * OUTPUT_BYTES_PER_VALUE
+        # A gather of rows, and the sum of their gradients.
+        copied_C1 = sent_C1 * (1 + repeats)
+        sorted_C1 = ids_C1 * _SORTED_ID_BYTES * self.encoder.stream_ms
+        copied_C1 *= self.encoder.byte_ms
+        ms: Floats = np.stack([sorted_C1, copied_C1, copied_C1], axis=2)
+        return ms
+
+    def _coding(self, collective: _Collective, columns_CW: Floats) -> Floats:
+        """Coding and decoding around a collective, `C x W x 2` [ms].
+
+        Forward a rank codes the outputs of its shards for all samples, and decodes
+        those of all shards for its own samples; backward the other way round.
+        """
+        shards_CW = columns_CW * self.task.batch_size
+        samples_C1 = shards_CW.mean(axis=1, keepdims=True) / collective.num_summed
+        there, back = collective.forward, collective.backward
+        forward = there.encode_bytes * shards_CW + there.decode_bytes * samples_C1
+        backward = back.encode_bytes * samples_C1 + back.decode_bytes * shards_CW
+        coding = np.stack([forward, backward], axis=2) * self.encoder.stream_ms
+        if collective.name == "all_to_all":
+            # What is measured holds copies, which are made of values before they are
+            # coded and after they are decoded: about those that put columns in order.
+            copies_C2 = self.comms_model.column_order(
+                columns_CW.sum(axis=1), self.task.batch_size
+            )
+            sent = np.array([there.wire_bytes, back.wire_bytes])
+            coding += (copies_C2 * (1 - sent / OUTPUT_BYTES_PER_VALUE))[:, None]
+        launches = np.array([there.launches, back.launches])
+        launches = launches * float(self.encoder.launch_ms[0])
+        return np.where(samples_C1[..., None] > 0, coding + launches, 0.0)
+
+    def single_comms(
+        self, table_N: Ints, loads_N3: Floats, rank_N: Ints, block_N: Ints
+    ) -> Floats:
+        """Predict the collectives of each shard beside only those of its block.
+
+        Args:
+            table_N: Tables of shards.
+            loads_N3: See `PricedShards`.
+            rank_N: Ranks; only those of shards of one block must differ.
+            block_N: Rising from 0; shards of equal values are priced together.
+
+        Returns:
+            `N x 3` [ms]: index exchange, forward and backward.
+        """
+        out, stage_N = np.zeros(loads_N3.shape), self.stages_T[table_N]
+        for collective, used in self._collectives:
+            own = np.flatnonzero(np.isin(stage_N, used))
+            if not len(own):
+                continue
+            blocks, line_N = np.unique(block_N[own], return_inverse=True)
+            step = max(1, MOST_LOADS // self.task.world_size)
+            for start in range(0, len(blocks), step):
+                some = own[(line_N >= start) & (line_N < start + step)]
+                line = np.searchsorted(blocks, block_N[some]) - start
+                rank = rank_N[some]
+                count = min(step, len(blocks) - start)
+                loads = np.zeros((count, self.task.world_size, 3))
+                loads[line, rank] = loads_N3[some]
+                out[some] = self._collective(collective, loads)[line, rank]
+        return out
+
+    def phases(self, compute_CWS2: Floats, loads_CWS3: Floats) -> Floats:
+        """Return `C x W x S x 5`: phases of each rank in each stage [ms].
+
+        Args:
+            compute_CWS2: Forward and backward compute [ms].
+            loads_CWS3: See `RankLoads`.
+        """
+        return _in_phases(compute_CWS2, self.comms_costs(loads_CWS3))
+
+    # Placements.
+
+    def order_costs(self, columns_CS: Floats) -> Floats:
+        """Predict how long stages put their outputs in order.
+
+        It takes the same time on all ranks: each does it for its own samples.
+
+        Args:
+            columns_CS: Output columns that are put in order: in a pooled stage all of
+                them, once the columns of any table lie in several shards; of sequences,
+                those of split tables.
+
+        Returns:
+            `C x S x 2` [ms]: forward and backward; 0 without columns.
+        """
+        ms_N2 = self.comms_model.column_order(
+            columns_CS.reshape(-1), self.task.batch_size
+        )
+        return np.where(
+            columns_CS[..., None] > 0, ms_N2.reshape(*columns_CS.shape, 2), 0.0
+        )
+
+    def ordered_columns(self, num_shards_T: Ints, columns_T: Floats) -> Floats:
+        """Count the output columns that TorchRec puts in order.
+
+        Args:
+            num_shards_T: Parts that the columns of each table lie in; 0 where a table
+                is not placed.
+            columns_T: Output columns of each table.
+
+        Returns:
+            `S`: columns of each stage, 0 where no table is split.
+        """
+        split_T = (num_shards_T > 1) & self.splits_columns_T
+        num_stages = self.task.num_stages
+        split_S = np.bincount(self.stages_T, weights=split_T, minlength=num_stages) > 0
+        counted_T = (num_shards_T > 0) & np.where(
+            self.pooled_T, split_S[self.stages_T], split_T
+        )
+        columns_S: Floats = np.bincount(
+            self.stages_T, weights=columns_T * counted_T, minlength=num_stages
+        ).astype(np.float64)
+        return columns_S
+
+    def evaluate(self, placement: Placement) -> PredictedCosts:
+        """Predict one iteration under a placement."""
+        return self.predict(self.rank_loads(placement), self.num_shards(placement))
+
+    def predict(self, loads: RankLoads, num_shards_T: Ints) -> PredictedCosts:
+        """Predict one iteration.
+
+        Args:
+            loads: What each rank holds (no axis `C`).
+            num_shards_T: See `ordered_columns`.
+        """
+        compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
+        compute += loads.extra_CWS2
+        phases = _in_phases(compute, self.collectives(loads, num_shards_T))
+        phases_WS6 = np.concatenate([phases, loads.cache_CWS[..., None]], axis=-1)
+        flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
+        uncertainty = self.cost_model.relative_uncertainty(flat)
+        return PredictedCosts(
+            stages=tuple(
+                StageCosts(
+                    name, tuple(RankCosts(*row) for row in phases_WS6[:, s].tolist())
+                )
+                for s, name in enumerate(self.task.stage_names)
+            ),
+            uncertainty=float(uncertainty.max(initial=0.0)),
+            compute_source=self.cost_model.source,
+            comms_source=self.comms_model.source,
+        )
+
+    def collectives(self, loads: RankLoads, num_shards_T: Ints) -> Floats:
+        """Predict the collectives of one placement, with the ordering of outputs.
+
+        Args:
+            loads: Sums of each rank (no axis `C`).
+            num_shards_T: See `ordered_columns`.
+
+        Returns:
+            `W x S x 3` [ms]: index exchange, forward and backward.
+        """
+        comms_WS3: Floats = self.comms_costs(loads.loads_CWS3[None])[0]
+        columns_S = self.ordered_columns(num_shards_T, self.columns_per_table)
+        comms_WS3[..., 1:] += self.order_costs(columns_S[None])[0]
+        return comms_WS3
+
+    def num_shards(self, placement: Placement) -> Ints:
+        """Count the parts that each table's columns are cut into: `T`."""
+        table = [s.table for s in placement.shards if not s.row_offset]
+        count: Ints = np.bincount(
+            np.array(table, dtype=np.int64), minlength=len(self.task.tables)
+        )
+        return count
+
+
+def _in_phases(compute_X2: Floats, comms_X3: Floats) -> Floats:
+    """Put compute and collectives in the order of `PHASES`: `... x 5`."""
+    index, comms = comms_X3[..., :1], comms_X3[..., 1:]
+    forward, backward = compute_X2[..., :1], compute_X2[..., 1:]
+    return np.concatenate([index, forward, comms, backward], axis=-1)
+
+
+def placed_arrays(placement: Placement) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return table, width, rank and rows of each shard, `N` int64 each."""
+    table, width, rank, rows = (
+        np.array(
+            [(s.table, s.width, s.rank, s.rows) for s in placement.shards],
+            dtype=np.int64,
+        )
+        .reshape(-1, 4)
+        .T
+    )
+    return table, width, rank, rows
+
+
+def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Add up the phases of an iteration, each as long as on its slowest rank.
+
+    Args:
+        phases_CWSP: Phases of each rank in each stage [ms], as many as there are.
+
+    Returns:
+        `C` milliseconds.
+    """
+    path: npt.NDArray[np.float64] = phases_CWSP.max(axis=1).sum(axis=(1, 2))
+    return path

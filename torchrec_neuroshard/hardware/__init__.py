@@ -1,0 +1,1 @@
+"""Know devices: their data sheets, their limits, their installed packages."""

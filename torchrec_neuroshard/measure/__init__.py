@@ -1,0 +1,1 @@
+"""Measure fused kernels and collectives, and keep the records."""

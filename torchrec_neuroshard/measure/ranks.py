@@ -1,0 +1,240 @@
+"""The ranks that measure collectives together: groups, common clock, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.hardware.devices import (
+    accelerator,
+    device_type_of,
+    is_accelerator,
+    synchronize,
+)
+
+__all__ = ["Ranks"]
+
+_BANDWIDTH_BYTES = 16 * 2**20
+_LAUNCH = "torchrun --nproc-per-node 4 -m torchrec_neuroshard collect comms"
+
+
+class _Group(NamedTuple):
+    """A group of ranks that collectives run over."""
+
+    process_group: dist.ProcessGroup | None
+    """None: all ranks."""
+    ranks: tuple[int, ...]
+    """Members, of the group that rank 0 is in."""
+    local_world_size: int
+
+
+class Ranks:
+    """The ranks of a run: their groups, their common clock and their end."""
+
+    def __init__(
+        self, backend: str, timeout_seconds: float, group_sizes: Sequence[int] = ()
+    ) -> None:
+        """Join the other ranks, as torchrun's environment says.
+
+        A process group of this backend that is there already is used and left as it
+        is.
+
+        Args:
+            backend: `gloo` or `nccl`.
+            timeout_seconds: A rank that is silent for so long has failed.
+            group_sizes: See `CommsConfig`.
+
+        Raises:
+            ConfigError: Not started by torchrun, by a single rank, on unlike nodes,
+                without the backend's devices, or with groups that cannot be made.
+        """
+        missing = [n for n in ("RANK", "WORLD_SIZE") if n not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(missing)} not set: collectives are measured by several "
+                f"processes; start them with '{_LAUNCH} ...'"
+            )
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        self.rank = int(os.environ["RANK"])
+        if self.world_size < 2:
+            raise ConfigError(
+                f"collectives need at least 2 ranks, got {self.world_size}; start "
+                f"with '{_LAUNCH} ...'"
+            )
+        if self.world_size % self.local_world_size:
+            raise ConfigError(
+                f"world_size ({self.world_size}) must be a multiple of "
+                f"local_world_size ({self.local_world_size}); give every node the same "
+                "--nproc-per-node"
+            )
+        self.backend = backend
+        kind = device_type_of(backend)
+        self.device = torch.device(kind)
+        if is_accelerator(kind):
+            local_rank, there = self.rank % self.local_world_size, accelerator(kind)
+            if there.device_count() <= local_rank:
+                raise ConfigError(
+                    f"backend '{backend}' needs one {kind.upper()} device per rank; "
+                    f"this node has {there.device_count()} for "
+                    f"{self.local_world_size} ranks"
+                )
+            self.device = torch.device(kind, local_rank)
+            there.set_device(self.device)
+        self._timeout_seconds = timeout_seconds
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._is_guest = dist.is_initialized()
+        if not self._is_guest:
+            dist.init_process_group(backend, timeout=timeout)
+        self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._groups = {
+            "world": _Group(None, tuple(range(self.world_size)), self.local_world_size)
+        }
+        if 1 < self.local_world_size < self.world_size:
+            self._add_subgroups(timeout)
+        for size in sorted(set(group_sizes) - {self.world_size}):
+            self._add_first(size, timeout)
+        self._clock_offset_s = self._measure_clock_offset()
+        self._hosts = self.gather_objects(socket.gethostname())
+
+    def _add_subgroups(self, timeout: datetime.timedelta) -> None:
+        """Make the groups that table-row-wise and grid sharding use."""
+        local, world = self.local_world_size, self.world_size
+        rows = [tuple(range(n, n + local)) for n in range(0, world, local)]
+        columns = [tuple(range(i, world, local)) for i in range(local)]
+        for name, groups, size in (("local", rows, local), ("cross", columns, 1)):
+            made = [dist.new_group(list(g), timeout=timeout) for g in groups]
+            mine = next(i for i, g in enumerate(groups) if self.rank in g)
+            self._groups[name] = _Group(made[mine], groups[0], size)
+
+    def _add_first(self, size: int, timeout: datetime.timedelta) -> None:
+        """Make a group of the first ranks: whole nodes, or a part of one."""
+        local = self.local_world_size
+        if not 1 < size < self.world_size or (size > local and size % local):
+            raise ConfigError(
+                f"a group of {size} ranks cannot be made of {self.world_size} ranks "
+                f"with {local} per node; sizes are 2 to {self.world_size - 1}, beyond "
+                f"a node in multiples of {local}"
+            )
+        ranks = tuple(range(size))
+        made = dist.new_group(list(ranks), timeout=timeout)
+        self._groups[f"first {size}"] = _Group(made, ranks, min(size, local))
+
+    @property
+    def smallest_group(self) -> str:
+        """Name of the group of fewest ranks."""
+        return min(self.group_sizes, key=lambda name: (self.group_sizes[name], name))
+
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """Ranks of each group."""
+        return {name: len(g.ranks) for name, g in self._groups.items()}
+
+    def group(self, name: str) -> _Group:
+        """Return a group: this rank's process group, and rank 0's members."""
+        return self._groups[name]
+
+    def group_rank(self, name: str) -> int:
+        """Return this rank's place in its group; -1 where it is in none."""
+        return dist.get_rank(self._groups[name].process_group)
+
+    def clock(self) -> float:
+        """Seconds on rank 0's clock."""
+        return time.perf_counter() + self._clock_offset_s
+
+    def _measure_clock_offset(self) -> float:
+        """What to add to this rank's clock to get rank 0's.
+
+        Ranks of one node share a clock. Others ask rank 0, 20 times; the quickest
+        answer counts.
+        """
+        if self.local_world_size == self.world_size:
+            return 0.0
+        best, offset = float("inf"), 0.0
+        for other in range(1, self.world_size):
+            for _ in range(20):
+                stamp = torch.zeros(1, dtype=torch.float64)
+                if self.rank == other:
+                    sent = time.perf_counter()
+                    dist.send(stamp, 0, group=self._control)
+                    dist.recv(stamp, 0, group=self._control)
+                    received = time.perf_counter()
+                    if received - sent < best:
+                        best = received - sent
+                        offset = float(stamp) - (sent + received) / 2
+                elif self.rank == 0:
+                    dist.recv(stamp, other, group=self._control)
+                    stamp[0] = time.perf_counter()
+                    dist.send(stamp, other, group=self._control)
+        return offset
+
+    def agree(self, values: Sequence[float]) -> list[float]:
+        """Return the largest of each value over all ranks; also a barrier."""
+        tensor = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control)
+        return [float(v) for v in tensor]
+
+    def share(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, 0, group=self._control)
+        return box[0]
+
+    def gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return every rank's array, stacked along a new last axis."""
+        mine = torch.from_numpy(np.ascontiguousarray(values))
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine, group=self._control)
+        return np.stack([p.numpy() for p in parts], axis=-1)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's value, on every rank."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def turn(self) -> tuple[int, int]:
+        """Which of the ranks on its host this one is, and the most that a host has."""
+        hosts = self._hosts
+        return hosts[: self.rank].count(hosts[self.rank]), max(map(hosts.count, hosts))
+
+    def bandwidth(self, other: int, num_bytes: int = _BANDWIDTH_BYTES) -> float:
+        """Rate of a large message between rank 0 and another [GB/s], on every rank."""
+        buffer = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
+        times = []
+        for _ in range(16):  # the first one sets up the connection
+            start = time.perf_counter()
+            for source, target in ((0, other), (other, 0)):
+                if self.rank == source:
+                    dist.send(buffer, target)
+                elif self.rank == target:
+                    dist.recv(buffer, source)
+            synchronize(self.device)
+            times.append(time.perf_counter() - start)
+        return float(self.share(2 * num_bytes / statistics.median(times[1:]) / 1e9))
+
+    def close(self) -> None:
+        """Leave the group, or give that up when it does not come to an end."""
+        if self._is_guest:
+            return
+
+        def leave() -> None:
+            with contextlib.suppress(RuntimeError, AssertionError, ValueError):
+                dist.destroy_process_group()
+
+        thread = threading.Thread(target=leave, daemon=True)
+        thread.start()
+        thread.join(self._timeout_seconds)

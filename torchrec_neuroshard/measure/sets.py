@@ -1,0 +1,352 @@
+"""Which table sets to measure: pure functions of a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.tables.access import AccessDistribution
+from torchrec_neuroshard.tables.profile import FeatureProfile
+from torchrec_neuroshard.tables.table import (
+    DATA_TYPE_BYTES,
+    OPTIMIZERS,
+    TableConfig,
+)
+
+__all__ = [
+    "STATE_BYTES",
+    "SampledSet",
+    "SamplingConfig",
+    "SetSampler",
+    "is_held_out_table",
+    "repeated_index",
+    "sample_set",
+]
+
+STATE_BYTES = {"adam": 8, "adagrad": 4}
+"""Optimizer state per weight; row-wise Adagrad's, 4 bytes a row, is left out."""
+
+_GIB = 2**30
+_WEIGHT_SHARE = 0.7
+"""Of a GPU's memory, what weights may take: ids, outputs and a driver need the rest."""
+_BYTES_PER_LOOKUP = 1_400
+"""Of a GPU's memory: 100 million lookups on 141 GB, whose ids, twice over and with what
+drawing them takes, are a twentieth of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig:
+    """What to measure; ranges are inclusive."""
+
+    max_shards: int = 40
+    """Most shards in a set."""
+    widths: tuple[int, int] = (4, 256)
+    """Narrowest and widest shard, columns."""
+    batch_sizes: tuple[int, int] = (512, 8_192)
+    """Samples of a pass."""
+    rows: tuple[int, int] = (10, 10_000_000)
+    """Rows of a generated table; real tables keep theirs, up to the larger."""
+    max_lookups: int = 4_000_000
+    """Most lookups of a set, so that a sample takes about a second."""
+    max_weight_bytes: int = 4 * 2**30
+    """Most weight bytes of a set: the arena's size. The state of Adam and of Adagrad,
+    which is as large as fp32 weights or twice that, counts too."""
+    real_share: float = 0.6
+    """Share of sets drawn from given real tables, where there are any."""
+    held_out_share: float = 0.2
+    """Share of the tables (not of the sets) kept from training."""
+    held_out_sets: float = 0.2
+    """Share of the sets made of held-out tables."""
+    optimizers: tuple[str, ...] = ("rowwise_adagrad", "sgd")
+    weighted_share: float = 0.1
+    """Share of sets with per-sample weights."""
+    fp16_share: float = 0.1
+    """Share of sets with fp16 weights."""
+    repeat_every: int = 20
+    """Every so many records one earlier set is measured again."""
+    repeat_lag: int = 100
+    """How many records later, at least."""
+
+    def __post_init__(self) -> None:
+        low, high = self.batch_sizes
+        if not 0 < low <= high:
+            raise ConfigError(f"batch_sizes need 0 < low <= high, got ({low}, {high})")
+        if self.max_shards < 1 or self.max_lookups < 1:
+            raise ConfigError(
+                "max_shards and max_lookups must be at least 1, got "
+                f"{self.max_shards} and {self.max_lookups}"
+            )
+
+    @classmethod
+    def for_device(cls, device_type: str, memory_bytes: int | None = None) -> Self:
+        """Return what is measured on a kind of device unless asked otherwise.
+
+        Args:
+            device_type: `cpu` or `cuda`; a GPU holds and reads tens of times more and
+                has kernels for all optimizers.
+            memory_bytes: All memory of the GPU; None is as much as a set can use.
+        """
+        if not is_accelerator(device_type):
+            return cls()
+        weight_bytes, lookups = 100 * 10**9, 100_000_000
+        if memory_bytes is not None:
+            # Of all memory, not of what is free: a run that goes on draws the same.
+            room = int(_WEIGHT_SHARE * memory_bytes) // _GIB * _GIB
+            weight_bytes = min(weight_bytes, max(room, 1))
+            lookups = min(lookups, max(memory_bytes // _BYTES_PER_LOOKUP, 1))
+        return cls(
+            max_shards=100,
+            batch_sizes=(512, 65_536),
+            rows=(10, 100_000_000),
+            max_lookups=lookups,
+            max_weight_bytes=weight_bytes,
+            optimizers=OPTIMIZERS,
+            fp16_share=0.3,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledSet:
+    """One set to measure."""
+
+    index: int
+    repeat_of: int | None
+    held_out: bool
+    batch_size: int
+    tables: tuple[TableConfig, ...]
+    """Shards; each `profile` is the expected one at `batch_size`."""
+    access: tuple[AccessDistribution, ...]
+    """Beside `tables`: how their ids are drawn."""
+
+
+def repeated_index(index: int, every: int, lag: int) -> int | None:
+    """Return the earlier sample that is measured again as number `index`, if any.
+
+    Args:
+        index: Position in the run.
+        every: Every so many samples are one measured again, another one each time.
+        lag: How many samples later, at least.
+    """
+    if index % every != every - 1:
+        return None
+    whole_lag = -(-lag // every) * every
+    earlier = index - whole_lag - 1 - (index // every) % (every - 1)
+    return earlier if earlier >= 0 else None
+
+
+class SetSampler:
+    """Draws the table sets of one run; equal seeds give equal sets."""
+
+    def __init__(
+        self, config: SamplingConfig, seed: int, base_tables: Sequence[TableConfig]
+    ) -> None:
+        """Split the real tables into held-out ones and others, once for all sets.
+
+        Args:
+            config: Ranges to draw from.
+            seed: The run's seed.
+            base_tables: Real tables, each with a profile; may be empty.
+        """
+        self._config, self._seed = config, seed
+        self._any_given = bool(base_tables)
+        self._pools: dict[bool, list[TableConfig]] = {True: [], False: []}
+        for table in base_tables:
+            looked_up = table.profile is not None and table.profile.num_lookups > 0
+            if looked_up and table.num_embeddings <= config.rows[1]:
+                held_out = is_held_out_table(table.name, config.held_out_share)
+                self._pools[held_out].append(table)
+
+    def sample(self, index: int) -> SampledSet:
+        """Return the set number `index` of the run."""
+        config = self._config
+        repeat_of = repeated_index(index, config.repeat_every, config.repeat_lag)
+        source = index if repeat_of is None else repeat_of
+        rng = np.random.default_rng([self._seed, source])
+        held_out = bool(rng.random() < config.held_out_sets)
+        batch_size = _log_uniform_int(rng, *config.batch_sizes)
+        if rng.random() < 0.5:  # half of the time a usual batch size
+            usual_size: int = 2 ** round(math.log2(batch_size))
+            low, high = config.batch_sizes
+            batch_size = min(max(usual_size, low), high)
+        num_shards = _log_uniform_int(rng, 1, config.max_shards)
+        lookup_budget = config.max_lookups * math.exp(-rng.exponential(1.2))
+        pool = self._pools[held_out]
+        real = self._any_given and bool(rng.random() < config.real_share)
+        optimizer = str(rng.choice(config.optimizers))
+        weighted = bool(rng.random() < config.weighted_share)
+        data_type = "fp16" if rng.random() < config.fp16_share else "fp32"
+        if optimizer == "adam":  # FBGEMM's kernel takes no other weights
+            data_type = "fp32"
+        value_bytes = DATA_TYPE_BYTES[data_type] + STATE_BYTES.get(optimizer, 0)
+        draw_width = _width_rule(rng, config)
+
+        tables: list[TableConfig] = []
+        access: list[AccessDistribution] = []
+        free_bytes = config.max_weight_bytes
+        free_lookups = lookup_budget
+        for number in range(4 * num_shards):
+            if len(tables) == num_shards:
+                break
+            base, exponent = None, 0.0
+            if real and pool:
+                base = pool[rng.integers(len(pool))]
+                rows, pooling, spread = _vary(rng, base, config)
+                name = base.name
+            else:
+                rows, pooling, exponent = _generate(rng, config)
+                spread = float(rng.choice([0.0, 1.0, 2.0]))
+                name = f"generated/{source}/{number}"
+            num_features = 1 if rng.random() < 0.95 else int(rng.integers(2, 5))
+            width = draw_width(rng)
+            num_lookups = batch_size * pooling
+            held_bytes = rows * width * value_bytes
+            fits = num_lookups <= free_lookups and held_bytes <= free_bytes
+            if not fits and (tables or number < 3 * num_shards):
+                continue
+            if not fits:  # the last resort: a small table, so that no set is empty
+                rows = min(rows, 1000)
+                pooling = min(pooling, lookup_budget / batch_size)
+                num_lookups = batch_size * pooling
+                base, exponent = None, 1.0
+            free_bytes -= rows * width * value_bytes
+            free_lookups -= num_lookups
+            if base is not None and base.profile is not None:
+                distribution = AccessDistribution.from_profile(base.profile, rows)
+            else:
+                distribution = AccessDistribution.power_law(rows, exponent)
+            kind = TableConfig(
+                name=f"{name}#{len(tables)}",
+                num_embeddings=rows,
+                embedding_dim=width,
+                pooling_factor=pooling,
+                num_features=num_features,
+                weighted=weighted,
+                data_type=data_type,
+                optimizer=optimizer,
+            )
+            histogram = distribution.histogram(num_lookups)
+            std = spread * math.sqrt(pooling / num_features)
+            tables.append(in_short_numbers(kind, batch_size, std, histogram))
+            access.append(distribution)
+        return SampledSet(
+            index=index,
+            repeat_of=repeat_of,
+            held_out=held_out,
+            batch_size=batch_size,
+            tables=tuple(tables),
+            access=tuple(access),
+        )
+
+
+def sample_set(
+    index: int, seed: int, config: SamplingConfig, base_tables: Sequence[TableConfig]
+) -> SampledSet:
+    """Return one set of a run; see `SetSampler`, which draws many of them faster."""
+    return SetSampler(config, seed, base_tables).sample(index)
+
+
+def in_short_numbers(
+    table: TableConfig,
+    batch_size: int,
+    pooling_std: float,
+    histogram: Sequence[float],
+) -> TableConfig:
+    """Return a table whose measured figures have 11 significant bits.
+
+    They are off by at most 0.05 %, and a file of records is half as large.
+
+    Args:
+        table: The table, without a profile.
+        batch_size: Samples that the histogram is of.
+        pooling_std: Standard deviation of the bag lengths.
+        histogram: Access histogram of one batch.
+    """
+    pooling, std, *bins = short_numbers((table.pooling_factor, pooling_std, *histogram))
+    return dataclasses.replace(
+        table,
+        pooling_factor=pooling,
+        profile=FeatureProfile(
+            batch_size=batch_size,
+            num_lookups=batch_size * pooling,
+            pooling_std=std,
+            access_histogram=tuple(bins),
+            weighted=table.weighted,
+        ),
+    )
+
+
+def short_numbers(values: Sequence[float]) -> list[float]:
+    """Round to 11 significant bits, as single precision."""
+    bits = np.asarray(values, dtype=np.float32).view(np.uint32)
+    kept = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFF_E000)
+    rounded: list[float] = kept.view(np.float32).tolist()
+    return rounded
+
+
+def _log_uniform_int(rng: np.random.Generator, low: int, high: int) -> int:
+    value = math.exp(rng.uniform(math.log(low), math.log(high + 1)))
+    return min(high, max(low, int(value)))
+
+
+def is_held_out_table(name: str, share: float) -> bool:
+    """Whether a table is among the share that no cost model was trained on.
+
+    Tables are split by name, the same in every run and process.
+    """
+    return _draw_by_name(name) < share
+
+
+@functools.cache
+def _draw_by_name(name: str) -> float:
+    """A number from 0 to 1 that belongs to the name; asked for in every set."""
+    digest = 0
+    for byte in name.encode():
+        digest = (digest * 257 + byte) % 2_147_483_647
+    return float(np.random.default_rng(digest).random())
+
+
+def _width_rule(
+    rng: np.random.Generator, config: SamplingConfig
+) -> Callable[[np.random.Generator], int]:
+    """Return what draws the widths of one set."""
+    low, high = config.widths
+    kind = rng.choice(["one", "usual", "any"], p=[0.3, 0.3, 0.4])
+    usual = [w for w in (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)]
+    usual = [w for w in usual if low <= w <= high] or [low]
+    if kind == "any":
+        widest = range(low, high + 1, 4)[-1]
+        logs = math.log(low), math.log(widest)
+        return lambda rng: max(low, round(math.exp(rng.uniform(*logs)) / 4) * 4)
+    if kind == "one":
+        usual = [int(rng.choice(usual))]
+    return lambda rng: usual[rng.integers(len(usual))]
+
+
+def _vary(
+    rng: np.random.Generator, base: TableConfig, config: SamplingConfig
+) -> tuple[int, float, float]:
+    """Rows, pooling factor and bag-length spread of a variant of a real table."""
+    rows = int(base.num_embeddings * math.exp(rng.normal(0.0, 0.3)))
+    pooling = base.pooling_factor * math.exp(rng.normal(0.0, 0.3))
+    rows = min(max(rows, config.rows[0]), config.rows[1])
+    return rows, pooling, float(rng.choice([0.0, 1.0, 2.0]))
+
+
+def _generate(
+    rng: np.random.Generator, config: SamplingConfig
+) -> tuple[int, float, float]:
+    """Rows, pooling factor and power-law exponent of a table that nobody published."""
+    rows = _log_uniform_int(rng, *config.rows)
+    pooling = math.exp(rng.uniform(math.log(0.2), math.log(200.0)))
+    if rng.random() < 0.4:
+        pooling = 1.0
+    exponent = 0.0 if rng.random() < 0.15 else float(rng.uniform(0.5, 1.4))
+    return rows, pooling, exponent

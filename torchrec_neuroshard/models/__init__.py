@@ -1,0 +1,1 @@
+"""Predict what kernels and collectives take; inference alone."""

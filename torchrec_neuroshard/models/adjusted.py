@@ -1,0 +1,171 @@
+"""Another model's times, times factors or as a schedule has them.
+
+Searches make the sum of an iteration's phases short, each on its slowest rank. Under a
+schedule some of them take nothing at first, and some add up on each rank: where the
+models say so, a search needs to know nothing of schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.models.base import CommsModel, CostModel, RangeWarning
+
+__all__ = [
+    "JoinedCostModel",
+    "RelievedCommsModel",
+    "ScaledCostModel",
+]
+
+Floats = npt.NDArray[np.float64]
+
+
+class ScaledCostModel(CostModel):
+    """Another model's kernels, forward and backward times a factor each."""
+
+    def __init__(self, alone: CostModel, factors: tuple[float, float]) -> None:
+        """Take a model.
+
+        Args:
+            alone: The model.
+            factors: Of forward and backward.
+        """
+        self.alone = alone
+        self.name, self.hardware = alone.name, alone.hardware
+        self.source, self.error = alone.source, alone.error
+        self.reference_ms = alone.reference_ms
+        self._factors_2 = np.array(factors)
+
+    @property
+    def encoding_dim(self) -> int:
+        """See `CostModel`."""
+        return self.alone.encoding_dim
+
+    @property
+    def additive(self) -> Floats | None:
+        """See `CostModel.additive`."""
+        alone = self.alone.additive
+        return None if alone is None else alone * self._factors_2
+
+    def encode(self, features_NF: npt.NDArray[np.float32]) -> Floats:
+        """See `CostModel.encode`."""
+        return self.alone.encode(features_NF)
+
+    def predict_sums(self, sums_SE: Floats) -> Floats:
+        """See `CostModel.predict_sums`."""
+        scaled: Floats = self.alone.predict_sums(sums_SE) * self._factors_2
+        return scaled
+
+    def host_memory(
+        self,
+        features_NF: npt.NDArray[np.float32],
+        gb_per_s_N: Floats,
+        missed_N: Floats | None,
+    ) -> Floats:
+        """See `CostModel.host_memory`; the factors are of kernels on the device."""
+        return self.alone.host_memory(features_NF, gb_per_s_N, missed_N)
+
+    @property
+    def stream_byte_ms(self) -> float | None:
+        """See `CostModel.stream_byte_ms`."""
+        return self.alone.stream_byte_ms
+
+    def relative_uncertainty(self, sums_SE: Floats) -> Floats:
+        """See `CostModel.relative_uncertainty`."""
+        return self.alone.relative_uncertainty(sums_SE)
+
+    def range_warnings(
+        self, features_NF: npt.NDArray[np.float32]
+    ) -> Sequence[RangeWarning]:
+        """See `CostModel.range_warnings`."""
+        return self.alone.range_warnings(features_NF)
+
+
+class JoinedCostModel(ScaledCostModel):
+    """Another model's kernels, the backward pass and the next forward as one phase."""
+
+    def __init__(self, alone: CostModel) -> None:
+        """Take a model."""
+        super().__init__(alone, (1.0, 1.0))
+
+    @property
+    def additive(self) -> Floats | None:
+        """See `CostModel.additive`."""
+        alone = self.alone.additive
+        return None if alone is None else _joined(alone)
+
+    def predict_sums(self, sums_SE: Floats) -> Floats:
+        """See `CostModel.predict_sums`; all of it counts as forward."""
+        return _joined(self.alone.predict_sums(sums_SE))
+
+    def host_memory(
+        self,
+        features_NF: npt.NDArray[np.float32],
+        gb_per_s_N: Floats,
+        missed_N: Floats | None,
+    ) -> Floats:
+        """See `CostModel.host_memory`."""
+        return _joined(self.alone.host_memory(features_NF, gb_per_s_N, missed_N))
+
+
+class RelievedCommsModel(CommsModel):
+    """Another model's collectives, less what runs beside something longer.
+
+    What the other model says of kernels that run at once is not handed on: it is part
+    of the kernels' times already.
+    """
+
+    def __init__(self, base: CommsModel, reliefs_ms: Mapping[str, float]) -> None:
+        """Take a model.
+
+        Args:
+            base: The model.
+            reliefs_ms: Index, forward and backward collective, by the names of
+                `simulator.PHASES` -> what does not count of it; 0 where left out.
+        """
+        self.base = base
+        self.even_is_fastest, self.source = base.even_is_fastest, base.source
+        names = ("index_comms", "fwd_comms", "bwd_comms")
+        reliefs = [reliefs_ms.get(name, 0.0) for name in names]
+        self._relief_ms, self._relief_2 = reliefs[0], np.array(reliefs[1:])
+
+    def _left(self, ms_X2: Floats) -> Floats:
+        left: Floats = np.maximum(ms_X2 - self._relief_2, 0.0)
+        return left
+
+    def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.all_to_all`."""
+        return self._left(self.base.all_to_all(columns_CW, batch_size))
+
+    def column_order(self, columns_C: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.column_order`: kernels, beside nothing."""
+        return self.base.column_order(columns_C, batch_size)
+
+    def index_all_to_all(self, bytes_CW: Floats) -> Floats:
+        """See `CommsModel.index_all_to_all`."""
+        whole = self.base.index_all_to_all(bytes_CW)
+        left: Floats = np.maximum(whole - self._relief_ms, 0.0)
+        return left
+
+    def row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.row_wise`."""
+        return self._left(self.base.row_wise(columns_CW, batch_size))
+
+    def node_row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.node_row_wise`."""
+        return self._left(self.base.node_row_wise(columns_CW, batch_size))
+
+    def all_reduce(self, bytes_CW: Floats) -> Floats:
+        """See `CommsModel.all_reduce`; it runs in the backward pass."""
+        whole = self.base.all_reduce(bytes_CW)
+        left: Floats = np.maximum(whole - self._relief_2[1], 0.0)
+        return left
+
+
+def _joined(ms_N2: Floats) -> Floats:
+    total: Floats = np.zeros_like(ms_N2)
+    total[:, 0] = ms_N2.sum(axis=1)
+    return total

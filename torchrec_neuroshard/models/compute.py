@@ -1,0 +1,198 @@
+"""Compute cost models: learned and physical."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.errors import FeatureSchemaError
+from torchrec_neuroshard.models.adjusted import ScaledCostModel
+from torchrec_neuroshard.models.base import CommsModel, CostModel, RangeWarning
+from torchrec_neuroshard.models.estimate_error import (
+    EstimateError,
+)
+from torchrec_neuroshard.models.network import NetworkArrays, SetCostNetwork
+from torchrec_neuroshard.models.physical import (
+    STEP_POWER,
+    PhysicalConstants,
+    host_memory_ms,
+    shard_times,
+)
+from torchrec_neuroshard.tables.features import FEATURE_NAMES
+
+__all__ = [
+    "ConcurrentCostModel",
+    "NeuralCostModel",
+    "PhysicalConstants",
+    "PhysicalCostModel",
+]
+
+_INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
+
+
+def _check_columns(features_NF: npt.NDArray[np.float32]) -> None:
+    if features_NF.ndim != 2 or features_NF.shape[1] != len(FEATURE_NAMES):
+        raise FeatureSchemaError(
+            f"expected {len(FEATURE_NAMES)} feature columns, got shape "
+            f"{features_NF.shape}; compute them with ShardFeaturizer"
+        )
+
+
+class NeuralCostModel(CostModel):
+    """The learned set model: see `network.SetCostNetwork`."""
+
+    def __init__(
+        self,
+        network: SetCostNetwork,
+        *,
+        name: str,
+        hardware: str,
+        ranges: Mapping[str, tuple[float, float]],
+        reference_ms: float = 0.0,
+    ) -> None:
+        """Wrap a trained network.
+
+        Args:
+            network: Trained or loaded weights.
+            name: What it is called.
+            hardware: The device that the times belong to.
+            ranges: Feature name -> smallest and largest value in training.
+            reference_ms: Nominal time of the reference set in the same units; 0 where
+                the device is timed without one.
+        """
+        self.name, self.hardware = name, hardware
+        self.ranges = dict(ranges)
+        self.reference_ms = reference_ms
+        self.network = network.eval()
+        self._arrays = NetworkArrays(network)
+
+    @property
+    def encoding_dim(self) -> int:
+        """Values per encoding."""
+        return self.network.encoding_dim
+
+    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """Encode shards; see `CostModel.encode`."""
+        _check_columns(features_NF)
+        return self._arrays.encode(features_NF).astype(np.float64)
+
+    def _members(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        milliseconds = self._arrays.predict(sums_SE).astype(np.float64)
+        milliseconds[np.asarray(sums_SE)[:, 0] < 0.5] = 0.0
+        return milliseconds
+
+    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Mean over the ensemble; see `CostModel.predict_sums`."""
+        mean: npt.NDArray[np.float64] = self._members(sums_SE).mean(axis=1)
+        return mean
+
+    def relative_uncertainty(
+        self, sums_SE: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Spread of the members' totals."""
+        totals = self._members(sums_SE).sum(axis=2)
+        spread: npt.NDArray[np.float64] = totals.std(axis=1) / np.maximum(
+            totals.mean(axis=1), 1e-9
+        )
+        return spread
+
+    def range_warnings(
+        self, features_NF: npt.NDArray[np.float32]
+    ) -> Sequence[RangeWarning]:
+        """Features outside the ranges seen in training."""
+        found = []
+        for name, (low, high) in self.ranges.items():
+            column = features_NF[:, _INDEX[name]]
+            slack = 1e-3 * max(abs(low), abs(high), 1e-6)
+            outside = np.flatnonzero((column < low - slack) | (column > high + slack))
+            found += [
+                RangeWarning(int(i), name, float(column[i]), low, high) for i in outside
+            ]
+        return found
+
+
+class ConcurrentCostModel(ScaledCostModel):
+    """Another model's kernels while all ranks of a node run theirs at once."""
+
+    @classmethod
+    def of(cls, alone: CostModel, comms_model: CommsModel) -> CostModel:
+        """Return the model as it is among the ranks of `comms_model`."""
+        if comms_model.compute_slowdown == (1.0, 1.0) or isinstance(alone, cls):
+            return alone
+        return cls(alone, comms_model.compute_slowdown)
+
+
+class PhysicalCostModel(CostModel):
+    """Bytes over bandwidth and work per id and row; see `physical`."""
+
+    source = "physical estimate, not measured"
+
+    def __init__(
+        self,
+        constants: PhysicalConstants,
+        *,
+        name: str,
+        hardware: str,
+        error: EstimateError | None = None,
+    ) -> None:
+        """Take the device.
+
+        Args:
+            constants: Its figures, and those that all devices share.
+            name: What it is called.
+            hardware: The device.
+            error: How far off the estimate may be; None where that is not known.
+        """
+        self.name, self.hardware = name, hardware
+        self.constants = constants
+        self.error = error
+
+    @property
+    def encoding_dim(self) -> int:
+        """Tables, forward ms, backward ms, bag lengths to the power of `STEP_POWER`."""
+        return 4
+
+    @property
+    def additive(self) -> npt.NDArray[np.float64]:
+        """All but the longest bags; see `CostModel.additive`."""
+        c = self.constants
+        launch_2 = 1e-3 * np.array([c.forward_launch_us, c.backward_launch_us])
+        return np.stack([launch_2, np.zeros(2), *np.eye(2), np.zeros(2)])
+
+    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """Each shard's count, its times without the launch, and its bags' steps."""
+        _check_columns(features_NF)
+        times = shard_times(features_NF, self.constants)
+        tables = features_NF[:, _INDEX["num_tables"]].astype(np.float64)
+        return np.stack([tables, times.forward, times.backward, times.steps], axis=1)
+
+    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Sums, and the launch and the longest bag of a set that is not empty."""
+        c = self.constants
+        held = sums_SE[:, :1] > 0.5
+        fixed = np.zeros((len(sums_SE), 2))
+        fixed[:] = c.forward_launch_us, c.backward_launch_us
+        fixed[:, 0] += c.bag_step_us * np.maximum(sums_SE[:, 3], 0.0) ** (
+            1.0 / STEP_POWER
+        )
+        costs: npt.NDArray[np.float64] = np.where(
+            held, np.maximum(sums_SE[:, 1:3], 0.0) + 1e-3 * fixed, 0.0
+        )
+        return costs
+
+    def host_memory(
+        self,
+        features_NF: npt.NDArray[np.float32],
+        gb_per_s_N: npt.NDArray[np.float64],
+        missed_N: npt.NDArray[np.float64] | None,
+    ) -> npt.NDArray[np.float64]:
+        """By the device's own bandwidth; see `CostModel.host_memory`."""
+        own_N = np.full(len(gb_per_s_N), self.constants.host_gb_per_s)
+        return host_memory_ms(features_NF, self.constants, own_N, missed_N)
+
+    @property
+    def stream_byte_ms(self) -> float:
+        """See `CostModel.stream_byte_ms`."""
+        return 1e-6 / (self.constants.memory_gb_per_s * self.constants.efficiency)

@@ -1,0 +1,266 @@
+"""The learned set model: shard encoder, sum, head; several members side by side.
+
+Shapes: `N` shards, `S` sets, `M` ensemble members, `F` features, `X` net inputs, `E`
+encoding values, `K` latent values, `P` physical totals, `O` optimizer kinds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from torchrec_neuroshard.hardware.devices import plain_torch
+from torchrec_neuroshard.tables.features import FEATURE_NAMES, NUM_TOTALS
+
+__all__ = [
+    "OPTIMIZER_KINDS",
+    "NetworkArrays",
+    "SetCostNetwork",
+    "physical_basis",
+]
+
+OPTIMIZER_KINDS: tuple[str, ...] = ("sgd", "rowwise_adagrad", "adagrad", "adam")
+"""Each has its own physical constants in the backward pass."""
+
+_INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
+_KIND_COLUMNS = [_INDEX[f"is_{kind}"] for kind in OPTIMIZER_KINDS[1:]]
+_HEAD_TOTALS = [
+    _INDEX[n] for n in ("num_tables", "num_lookups", "lookup_bytes", "distinct_bytes")
+] + [_INDEX["output_bytes"]]
+_MAX_CORRECTION = 3.0
+"""Bound of a shard's or a set's log correction: the net bends the physical estimate, it
+does not replace it."""
+_MAX_STANDARDISED = 5.0
+"""Inputs beyond this many standard deviations count as that many."""
+_ONE_THREAD_PRODUCTS = 2**18
+"""Multiplications of a matrix product up to which OpenBLAS takes one thread."""
+
+Array = npt.NDArray[np.float32]
+
+
+def physical_basis(features_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split off the physical totals and the optimizer.
+
+    Returns:
+        `N x P` totals (weight bytes left out: they are held, not touched) and `N x O`
+        one-hot optimizer kinds.
+    """
+    totals = features_NF[:, : NUM_TOTALS - 1]
+    adaptive = features_NF[:, _KIND_COLUMNS]
+    sgd = 1.0 - adaptive.sum(dim=1, keepdim=True)
+    return totals, torch.cat([sgd, adaptive], dim=1)
+
+
+class SetCostNetwork(nn.Module):
+    """Encoder, sum and head of every ensemble member.
+
+    A shard's encoding holds an additive cost (its physical estimate bent by the
+    encoder) and latent values weighted by that cost; the head bends the sum.
+    """
+
+    physical_PO2: torch.Tensor
+    launch_2: torch.Tensor
+    input_mean_X: torch.Tensor
+    input_std_X: torch.Tensor
+
+    def __init__(
+        self, num_members: int, hidden: int, latent: int, head_hidden: int
+    ) -> None:
+        """Make the layers; weights are random until trained or loaded."""
+        super().__init__()
+        self.num_members, self.latent = num_members, latent
+        inputs = len(FEATURE_NAMES) - 1  # num_tables is 1 for every shard
+        num_totals = NUM_TOTALS - 1
+        self.register_buffer(
+            "physical_PO2", torch.zeros(num_totals, len(OPTIMIZER_KINDS), 2)
+        )
+        self.register_buffer("launch_2", torch.zeros(2))
+        self.register_buffer("input_mean_X", torch.zeros(inputs))
+        self.register_buffer("input_std_X", torch.ones(inputs))
+        head_inputs = 2 + len(_HEAD_TOTALS) + latent
+        self.encoder = nn.ParameterList(
+            _layers(num_members, [inputs, hidden, hidden, 2 + latent])
+        )
+        self.head = nn.ParameterList(
+            _layers(num_members, [head_inputs, head_hidden, head_hidden, 2])
+        )
+        self.launch_scale_M2 = nn.Parameter(torch.zeros(num_members, 2))
+
+    @property
+    def config(self) -> dict[str, int]:
+        """The arguments that make a network of these sizes."""
+        return {
+            "num_members": self.num_members,
+            "hidden": self.encoder[0].shape[2],
+            "latent": self.latent,
+            "head_hidden": self.head[0].shape[2],
+        }
+
+    @property
+    def encoding_dim(self) -> int:
+        """Values of one shard's encoding over all members."""
+        return len(_HEAD_TOTALS) + self.num_members * (2 + self.latent)
+
+    def inputs(self, features_NF: torch.Tensor) -> torch.Tensor:
+        """Transform raw features for the encoder, `N x X`, not yet standardised."""
+        logs = torch.log1p(features_NF[:, 1:NUM_TOTALS])
+        return torch.cat([logs, features_NF[:, NUM_TOTALS:]], dim=1)
+
+    def physical(self, features_NF: torch.Tensor) -> torch.Tensor:
+        """Physical estimate of each shard, `N x 2` ms, without the launch."""
+        totals, kinds = physical_basis(features_NF)
+        return torch.einsum("np,no,poc->nc", totals, kinds, self.physical_PO2)
+
+    def encode(self, features_NF: torch.Tensor) -> torch.Tensor:
+        """Encode shards, `N x E`."""
+        x = (self.inputs(features_NF) - self.input_mean_X) / self.input_std_X
+        x = x.clamp(-_MAX_STANDARDISED, _MAX_STANDARDISED)
+        out = _run(self.encoder, x.expand(self.num_members, -1, -1))
+        physical = self.physical(features_NF).clamp_min(1e-6)
+        bend = _MAX_CORRECTION * torch.tanh(out[..., :2] / _MAX_CORRECTION)
+        cost = physical * torch.exp(bend)
+        latent = torch.tanh(out[..., 2:]) * cost.sum(dim=2, keepdim=True)
+        per_member = torch.cat([cost, latent], dim=2)  # M x N x (2 + K)
+        flat = per_member.permute(1, 0, 2).reshape(len(features_NF), -1)
+        return torch.cat([features_NF[:, _HEAD_TOTALS], flat], dim=1)
+
+    def predict(self, sums_SE: torch.Tensor) -> torch.Tensor:
+        """Predict every member's milliseconds from sums of encodings, `S x M x 2`."""
+        num_totals = len(_HEAD_TOTALS)
+        totals = torch.log1p(sums_SE[:, :num_totals]) / 10.0
+        rest = sums_SE[:, num_totals:].reshape(len(sums_SE), self.num_members, -1)
+        rest = rest.permute(1, 0, 2)  # M x S x (2 + K)
+        cost = rest[..., :2]
+        mean_latent = rest[..., 2:] / cost.sum(dim=2, keepdim=True).clamp_min(1e-6)
+        x = torch.cat(
+            [
+                torch.log(cost.clamp_min(1e-6)) / 3.0,
+                totals.expand(self.num_members, -1, -1),
+                mean_latent,
+            ],
+            dim=2,
+        )
+        bend = _run(self.head, x)
+        bend = _MAX_CORRECTION * torch.tanh(bend / _MAX_CORRECTION)
+        launch = self.launch_2 * torch.exp(self.launch_scale_M2)
+        milliseconds = (cost + launch[:, None]) * torch.exp(bend)
+        return milliseconds.permute(1, 0, 2)
+
+
+class NetworkArrays:
+    """A trained network in NumPy: same numbers, but for rounding.
+
+    A search asks for a few dozen sets thousands of times: so few that the calls into
+    PyTorch take longer than the arithmetic, and that threads gain nothing but lose a
+    lot where other processes keep the cores busy.
+    """
+
+    @plain_torch()
+    def __init__(self, network: SetCostNetwork) -> None:
+        """Take the weights as they are now."""
+        self._num_members = network.num_members
+        self._physical_PO2 = network.physical_PO2.numpy().copy()
+        self._input_mean_X = network.input_mean_X.numpy().copy()
+        self._input_std_X = network.input_std_X.numpy().copy()
+        self._encoder = [p.detach().numpy().copy() for p in network.encoder]
+        self._head = [p.detach().numpy().copy() for p in network.head]
+        launch_M2 = network.launch_2 * torch.exp(network.launch_scale_M2)
+        self._launch_M12 = launch_M2.detach().numpy()[:, None]
+
+    def encode(self, features_NF: npt.ArrayLike) -> Array:
+        """Encode as `SetCostNetwork.encode`, `N x E`."""
+        return _by_chunks(self._encode, self._encoder, features_NF)
+
+    def predict(self, sums_SE: npt.ArrayLike) -> Array:
+        """Predict as `SetCostNetwork.predict`, `S x M x 2` ms."""
+        return _by_chunks(self._predict, self._head, sums_SE)
+
+    def _encode(self, features_NF: Array) -> Array:
+        logs = np.log1p(features_NF[:, 1:NUM_TOTALS])
+        x = np.concatenate([logs, features_NF[:, NUM_TOTALS:]], axis=1)
+        x = (x - self._input_mean_X) / self._input_std_X
+        x = x.clip(-_MAX_STANDARDISED, _MAX_STANDARDISED)
+        out = _run_arrays(self._encoder, x)
+        adaptive = features_NF[:, _KIND_COLUMNS]
+        kinds = np.column_stack([1.0 - adaptive.sum(axis=1), adaptive])
+        # Each shard has one optimizer: its constants are a sum over kinds of which all
+        # but one are 0.
+        constants_NP2 = np.tensordot(kinds, self._physical_PO2, axes=(1, 1))
+        totals = features_NF[:, : NUM_TOTALS - 1]
+        physical = np.maximum((totals[..., None] * constants_NP2).sum(axis=1), 1e-6)
+        cost = physical * np.exp(_bend(out[..., :2]))
+        latent = np.tanh(out[..., 2:]) * cost.sum(axis=2, keepdims=True)
+        per_member = np.concatenate([cost, latent], axis=2)  # M x N x (2 + K)
+        flat = per_member.transpose(1, 0, 2).reshape(
+            len(features_NF), self._num_members * per_member.shape[2]
+        )
+        return np.concatenate([features_NF[:, _HEAD_TOTALS], flat], axis=1)
+
+    def _predict(self, sums_SE: Array) -> Array:
+        num_totals = len(_HEAD_TOTALS)
+        size = (sums_SE.shape[1] - num_totals) // self._num_members
+        rest = sums_SE[:, num_totals:].reshape(-1, self._num_members, size)
+        rest = rest.transpose(1, 0, 2)  # M x S x (2 + K)
+        cost = np.ascontiguousarray(rest[..., :2])
+        total = np.maximum(cost[..., :1] + cost[..., 1:], 1e-6)
+        x = np.empty((*rest.shape[:2], size + num_totals), dtype=np.float32)
+        x[..., :2] = np.log(np.maximum(cost, 1e-6)) / 3.0
+        x[..., 2 : 2 + num_totals] = np.log1p(sums_SE[:, :num_totals]) / 10.0
+        np.divide(rest[..., 2:], total, out=x[..., 2 + num_totals :])
+        milliseconds: Array = cost + self._launch_M12
+        milliseconds *= np.exp(_bend(_run_arrays(self._head, x)))
+        return milliseconds.transpose(1, 0, 2)
+
+
+def _by_chunks(
+    function: Callable[[Array], Array], layers: list[Array], rows: npt.ArrayLike
+) -> Array:
+    """Call a function on some rows at a time, so few that BLAS takes one thread."""
+    values = np.asarray(rows, dtype=np.float32)
+    chunk = max(1, _ONE_THREAD_PRODUCTS // max(w.shape[1] * w.shape[2] for w in layers))
+    if len(values) <= chunk:
+        return function(values)
+    starts = range(0, len(values), chunk)
+    return np.concatenate([function(values[i : i + chunk]) for i in starts])
+
+
+def _bend(correction: Array) -> Array:
+    bend: Array = _MAX_CORRECTION * np.tanh(correction / _MAX_CORRECTION)
+    return bend
+
+
+def _run_arrays(layers: list[Array], x: Array) -> Array:
+    for i in range(0, len(layers), 2):
+        x = np.matmul(x, layers[i])
+        x += layers[i + 1]
+        if i + 2 < len(layers):
+            with np.errstate(over="ignore"):  # SiLU of a large negative is 0
+                x /= 1.0 + np.exp(-x)
+    return x
+
+
+def _layers(num_members: int, sizes: list[int]) -> list[nn.Parameter]:
+    parameters = []
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
+        last = i == len(sizes) - 2
+        scale = (0.1 if last else math.sqrt(2.0)) / math.sqrt(fan_in)
+        parameters.append(
+            nn.Parameter(torch.randn(num_members, fan_in, fan_out) * scale)
+        )
+        parameters.append(nn.Parameter(torch.zeros(num_members, 1, fan_out)))
+    return parameters
+
+
+def _run(layers: nn.ParameterList, x: torch.Tensor) -> torch.Tensor:
+    parameters = list(layers)
+    for i in range(0, len(parameters), 2):
+        x = torch.baddbmm(parameters[i + 1], x, parameters[i])
+        if i + 2 < len(parameters):
+            x = torch.nn.functional.silu(x)
+    return x

@@ -1,0 +1,89 @@
+"""Collectives among all ranks, inside a node, and between nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.models.base import CommsModel
+
+__all__ = ["RankGroups"]
+
+Floats = npt.NDArray[np.float64]
+
+
+class RankGroups(CommsModel):
+    """A model for all ranks that knows the groups which TorchRec makes of them.
+
+    Collectives between nodes are among the ranks of one number in their nodes.
+    """
+
+    def __init__(
+        self,
+        world: CommsModel,
+        *,
+        node: CommsModel,
+        cross: CommsModel,
+        node_size: int,
+        job: CommsModel | None = None,
+        job_size: int = 0,
+    ) -> None:
+        """Take a model for each kind of group.
+
+        Args:
+            world: All ranks.
+            node: The ranks of a node.
+            cross: One rank of each node.
+            node_size: Ranks that a table-row-wise table is spread over.
+            job: All ranks, where `world` is one of several groups with the same
+                tables: gradients of data-parallel ones are added up over all.
+            job_size: How many these are.
+        """
+        self.world, self.node, self.cross = world, node, cross
+        self.node_size = node_size
+        self.job, self.job_size = job, job_size
+        self.source = world.source
+        every = (world, node, cross, *([] if job is None else [job]))
+        self.even_is_fastest = all(model.even_is_fastest for model in every)
+        self.compute_slowdown = (job or world).compute_slowdown
+
+    def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.all_to_all`."""
+        return self.world.all_to_all(columns_CW, batch_size)
+
+    def column_order(self, columns_C: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.column_order`."""
+        return self.world.column_order(columns_C, batch_size)
+
+    def index_all_to_all(self, bytes_CW: Floats) -> Floats:
+        """See `CommsModel.index_all_to_all`."""
+        return self.world.index_all_to_all(bytes_CW)
+
+    def row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.row_wise`."""
+        return self.world.row_wise(columns_CW, batch_size)
+
+    def all_reduce(self, bytes_CW: Floats) -> Floats:
+        """See `CommsModel.all_reduce`."""
+        if self.job is None:
+            return self.world.all_reduce(bytes_CW)
+        bytes_C1 = bytes_CW.max(axis=1, keepdims=True)
+        ms_CW = self.job.all_reduce(np.repeat(bytes_C1, self.job_size, axis=1))
+        slowest: Floats = np.broadcast_to(ms_CW.max(1, keepdims=True), bytes_CW.shape)
+        return slowest
+
+    def node_row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """Reduce-scatter in each node, all-to-all between them; and their reverse."""
+        count, world_size = columns_CW.shape
+        size = self.node_size
+        num_nodes = world_size // size
+        columns = columns_CW.reshape(count, num_nodes, size)
+        out = np.zeros((count, num_nodes, size, 2))
+        if size > 1:
+            flat = columns.reshape(-1, size)
+            out += self.node.row_wise(flat, batch_size).reshape(out.shape)
+        if num_nodes > 1:
+            flat = columns.swapaxes(1, 2).reshape(-1, num_nodes)
+            between = self.cross.all_to_all(flat, batch_size // size)
+            out += between.reshape(count, size, num_nodes, 2).swapaxes(1, 2)
+        return out.reshape(count, world_size, 2)

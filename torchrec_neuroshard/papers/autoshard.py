@@ -1,0 +1,114 @@
+"""AutoShard (KDD 2022, arXiv 2208.06399): an LSTM policy trained to balance compute.
+
+Tables are placed one after another, costliest first. An LSTM reads the tables; each
+rank's logit is a small net of the LSTM's state and of what the rank holds: its tables'
+encodings summed, their predicted cost and their memory. Training rewards how even the
+finished plan is: compute of the least busy rank over that of the busiest. So a slow but
+even plan is as good as a quick one, and collectives do not count: that is the method,
+and it is kept. The architecture is the paper's. As in the released code, each rank
+holds a dummy table of zeros. Different here: a rank without room is not
+offered.
+
+`benchmarks/papers/policies.py` trains the net, its value and its cost head.
+
+Shapes: as in `policies`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchrec_neuroshard.papers.common import layers
+from torchrec_neuroshard.papers.policies import (
+    POLICY_FEATURES,
+    Episodes,
+    PolicyNet,
+    PolicySearcher,
+)
+
+__all__ = ["AutoShardNet", "AutoShardSearcher"]
+
+_ENCODING = 32
+_STATE = 64
+_SIZE = POLICY_FEATURES.index("size")
+
+
+class AutoShardNet(PolicyNet):
+    """Table encoder, cost head, LSTM policy and value."""
+
+    def __init__(self) -> None:
+        """Make the layers; weights are random until trained or loaded."""
+        super().__init__()
+        self.encoder = layers([len(POLICY_FEATURES), 128, _ENCODING], relu_last=True)
+        self.cost_head = layers([_ENCODING, 64, 1])
+        self.fraction = nn.Linear(1, _ENCODING)
+        self.lstm = nn.LSTM(2 * _ENCODING, _STATE, num_layers=2, batch_first=True)
+        self.rank_branch = nn.Linear(2, _ENCODING)
+        self.logit = layers([3 * _STATE, 128, 128, 64, 1])
+        self.value_head = layers([_STATE, 64, 1])
+
+    def standardise(self, features: torch.Tensor) -> torch.Tensor:
+        """Standardise raw features except the size, as in the paper."""
+        standard = super().standardise(features).clone()
+        standard[..., _SIZE] = features[..., _SIZE]
+        return standard
+
+    def encode(self, features: torch.Tensor) -> torch.Tensor:
+        """Encode tables, `... x 32`."""
+        encoded: torch.Tensor = self.encoder(self.standardise(features))
+        return encoded
+
+    def rank_cost(self, sums: torch.Tensor) -> torch.Tensor:
+        """Forward + backward compute of ranks, from sums: `... x 32` to `...`."""
+        cost: torch.Tensor = self.cost_head(sums)[..., 0]
+        return cost
+
+    def single_costs(self, features_NF: torch.Tensor) -> torch.Tensor:
+        """Predicted compute of each table alone."""
+        return self.rank_cost(self.encode(features_NF))
+
+    def items(self, features_ETF: torch.Tensor) -> torch.Tensor:
+        """Encodings and sizes."""
+        encoded = self.encode(features_ETF)
+        return torch.cat([encoded, features_ETF[..., _SIZE : _SIZE + 1]], dim=-1)
+
+    def context(self, episodes: Episodes) -> torch.Tensor:
+        """State of the LSTM when each table is to be placed, `E x T x 64`."""
+        encoded = self.encode(episodes.features_ETF)
+        count = episodes.is_table_ET.sum(dim=1, keepdim=True)
+        step = torch.arange(encoded.shape[1], dtype=encoded.dtype)
+        assigned = (step / count)[..., None]
+        inputs = torch.cat([encoded, self.fraction(assigned).relu()], dim=-1)
+        states: torch.Tensor = self.lstm(inputs)[0]
+        return states
+
+    def logits(self, sums_WK: torch.Tensor, context_C: torch.Tensor) -> torch.Tensor:
+        """See `PolicyNet.logits`."""
+        encoded, size = sums_WK[..., :_ENCODING], sums_WK[..., _ENCODING:]
+        # An empty rank costs nothing, whatever the net says of no tables.
+        cost = self.rank_cost(encoded).detach()[..., None] * (size > 0)
+        load = self.rank_branch(torch.cat([cost, size], dim=-1)).relu()
+        # Every rank holds a table of zeros, so that none is empty.
+        dummy = self.encoder(encoded.new_zeros(len(POLICY_FEATURES)))
+        rank = torch.cat([encoded + dummy, load], dim=-1)
+        state = context_C[..., None, :].expand_as(rank)
+        seen = torch.cat([state, rank, state * rank], dim=-1)
+        logits: torch.Tensor = self.logit(seen)[..., 0]
+        return logits
+
+    def values(self, context_C: torch.Tensor) -> torch.Tensor:
+        """Expected reward in each state: `... x C` to `...`."""
+        value: torch.Tensor = self.value_head(context_C)[..., 0]
+        return value
+
+
+class AutoShardSearcher(PolicySearcher):
+    """Places tables as a trained AutoShard policy does."""
+
+    method = "autoshard"
+
+    @staticmethod
+    def make_net() -> AutoShardNet:
+        """Return an untrained net."""
+        return AutoShardNet()

@@ -1,0 +1,90 @@
+"""What the searches of others share: nets, memory, and how they end."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from torch import nn
+
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
+from torchrec_neuroshard.notes import Note
+from torchrec_neuroshard.search.base import SearchResult
+from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
+
+__all__ = [
+    "PAPER_BATCH_SIZE",
+    "finish",
+    "layers",
+    "whole_bytes",
+    "whole_placement",
+    "whole_widths",
+]
+
+
+PAPER_BATCH_SIZE = 65_536
+"""Samples of all batches that the papers measured."""
+
+
+def layers(sizes: Sequence[int], relu_last: bool = False) -> nn.Sequential:
+    """Return linear layers with ReLU between them, and after the last if asked."""
+    parts: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(sizes):
+        parts += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*(parts if relu_last else parts[:-1]))
+
+
+def whole_bytes(task: ShardingTask) -> Floats:
+    """Memory of each table kept whole [bytes]."""
+    return np.array(
+        [task.shard_bytes(i, t.embedding_dim) for i, t in enumerate(task.tables)]
+    )
+
+
+def whole_widths(task: ShardingTask, rank_T: Ints) -> Ints:
+    """Return the widths of every table whole on the rank given, `T x W`."""
+    width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
+    width_TW[np.arange(len(task.tables)), rank_T] = [
+        t.embedding_dim for t in task.tables
+    ]
+    return width_TW
+
+
+def whole_placement(task: ShardingTask, rank_T: Ints) -> Placement:
+    """Return the placement of every table whole on the rank given."""
+    return placement_from_widths(whole_widths(task, rank_T))
+
+
+def finish(
+    placement: Placement,
+    simulator: Simulator,
+    start: float,
+    num_evaluated: int,
+    *,
+    warnings: Iterable[str] = (),
+    fallback: str | None = None,
+) -> SearchResult:
+    """Predict a placement and fill the result; these methods know no bound.
+
+    Args:
+        placement: Checked already.
+        simulator: Of the task and the models that the search was given.
+        start: `time.monotonic()` when the search began.
+        num_evaluated: Rank sets costed.
+        warnings: Texts of notes.
+        fallback: As in `SearchResult`.
+    """
+    return SearchResult(
+        placement=placement,
+        predicted=simulator.evaluate(placement),
+        lower_bound_ms=0.0,
+        gap=math.inf,
+        search_seconds=time.monotonic() - start,
+        num_evaluated=num_evaluated,
+        notes=tuple(Note("search", text) for text in warnings),
+        fallback=fallback,
+    )

@@ -1,0 +1,178 @@
+"""Random and greedy placement of whole tables, as the seed papers compare with.
+
+Their released code puts a table that fits nowhere on the last rank without a word; here
+a rank that is full is not offered, and a table that fits nowhere is an error.
+
+Shapes: `T` tables, `W` ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import ShardingTask, format_bytes
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.papers.common import (
+    finish,
+    whole_bytes,
+    whole_placement,
+)
+from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.rules import require_unconstrained
+from torchrec_neuroshard.search.shards import Floats, Ints
+from torchrec_neuroshard.tables.table import TableConfig
+
+__all__ = [
+    "GREEDY_KEYS",
+    "CostGreedySearcher",
+    "GreedySearcher",
+    "RandomSearcher",
+    "place_by_cost",
+    "place_greedily",
+]
+
+
+GREEDY_KEYS: Mapping[str, Callable[[TableConfig], float]] = {
+    "size": lambda t: float(t.weight_bytes),
+    "dim": lambda t: float(t.embedding_dim),
+    "lookup": lambda t: t.embedding_dim * t.pooling_factor,
+    "size-lookup": lambda t: (
+        t.embedding_dim * t.pooling_factor * math.log10(max(t.num_embeddings, 2))
+    ),
+}
+"""What each greedy balances: DreamShard's (arXiv 2210.02023) four rules."""
+
+
+def place_greedily(task: ShardingTask, load_T: Floats) -> Ints:
+    """Put tables, largest load first, on the rank that has least and room left.
+
+    Args:
+        task: What is to be placed.
+        load_T: What is balanced.
+
+    Returns:
+        Rank of each table.
+
+    Raises:
+        InfeasibleError: A table fits on no rank any more.
+    """
+    size_T = whole_bytes(task)
+    held, used = np.zeros(task.world_size), np.zeros(task.world_size)
+    rank_T = np.zeros(len(task.tables), dtype=np.int64)
+    for table in np.argsort(-load_T, kind="stable").tolist():
+        free = _ranks_with_room(task, table, size_T[table], used)
+        rank = free[np.argmin(held[free])]
+        held[rank] += load_T[table]
+        used[rank] += size_T[table]
+        rank_T[table] = rank
+    return rank_T
+
+
+def place_by_cost(simulator: Simulator) -> Ints:
+    """Place whole tables greedily by what the kernel of each alone takes."""
+    tables = simulator.task.tables
+    dim_T = np.array([t.embedding_dim for t in tables])
+    whole = simulator.price(np.arange(len(tables)), dim_T)
+    return place_greedily(simulator.task, simulator.single_compute(whole).sum(axis=1))
+
+
+class _WholeTableSearcher(Searcher):
+    """Places whole tables without asking what a placement costs."""
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        """Place whole tables.
+
+        Raises:
+            InfeasibleError: A table fits on no rank any more.
+            ConfigError: The task says which ranks tables may share or use.
+        """
+        start = time.monotonic()
+        require_unconstrained(task, self.name)
+        simulator = Simulator(task, cost_model, comms_model)
+        placement = whole_placement(task, self._place(simulator))
+        placement.check(task)
+        return finish(placement, simulator, start, task.world_size)
+
+    @abstractmethod
+    def _place(self, simulator: Simulator) -> Ints:
+        """Return the rank of each table."""
+
+
+class GreedySearcher(_WholeTableSearcher):
+    """Largest table first, each on the rank that has least so far and room left."""
+
+    def __init__(self, key: str) -> None:
+        """Choose what is balanced.
+
+        Raises:
+            ConfigError: `key` is not one of GREEDY_KEYS.
+        """
+        if key not in GREEDY_KEYS:
+            raise ConfigError(
+                f"unknown greedy key '{key}'; one of {', '.join(GREEDY_KEYS)}"
+            )
+        self.name = f"greedy-{key}"
+        self._key = GREEDY_KEYS[key]
+
+    def _place(self, simulator: Simulator) -> Ints:
+        task = simulator.task
+        return place_greedily(task, np.array([self._key(t) for t in task.tables]))
+
+
+class CostGreedySearcher(_WholeTableSearcher):
+    """Balances each table's predicted cost alone: no training, the same cost model.
+
+    Not of the papers. It tells what of a method's gain the cost model alone explains.
+    """
+
+    name = "greedy-cost"
+
+    def _place(self, simulator: Simulator) -> Ints:
+        return place_by_cost(simulator)
+
+
+class RandomSearcher(_WholeTableSearcher):
+    """Each table on a random rank that has room."""
+
+    name = "random"
+
+    def __init__(self, seed: int = 0) -> None:
+        """Take the seed."""
+        self._seed = seed
+
+    def _place(self, simulator: Simulator) -> Ints:
+        task, rng = simulator.task, np.random.default_rng(self._seed)
+        size_T, used = whole_bytes(task), np.zeros(simulator.task.world_size)
+        rank_T = np.zeros(len(task.tables), dtype=np.int64)
+        for table, size in enumerate(size_T):
+            rank = rng.choice(_ranks_with_room(task, table, size, used))
+            used[rank] += size
+            rank_T[table] = rank
+        return rank_T
+
+
+def _ranks_with_room(
+    task: ShardingTask, table: int, needed: float, used_W: Floats
+) -> Ints:
+    if not task.memory_bytes:
+        return np.arange(task.world_size)
+    room = np.asarray(task.memory_bytes, dtype=np.float64) - used_W
+    free = np.flatnonzero(room >= needed)
+    if not len(free):
+        rank = int(room.argmax())
+        raise InfeasibleError(
+            f"table '{task.tables[table].name}' needs {format_bytes(needed)}; the "
+            f"freest rank, {rank}, has {format_bytes(room[rank])} left. This search "
+            "keeps tables whole and never moves one: allow column splits by another "
+            f"search or raise world_size ({task.world_size})."
+        )
+    return free

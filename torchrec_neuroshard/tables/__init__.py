@@ -1,0 +1,1 @@
+"""Describe embedding tables and their inputs, and read them from files."""

@@ -1,0 +1,169 @@
+"""How ids are drawn: distributions over groups of equally likely rows.
+
+Shapes: `B` samples, `L` lookups, `G` groups of equally likely ids.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import lambertw
+
+from torchrec_neuroshard.tables.profile import (
+    FeatureProfile,
+    expected_histogram,
+    zipf_groups,
+)
+
+__all__ = ["AccessDistribution", "coprime_step", "draw_ids", "draw_lengths"]
+
+_LEAST_RATE = 0.05
+"""Lookups of an id a batch below which as many ids as there are rows may have it."""
+_FITS = 8
+"""Times that lookups are moved to rare ids until as many distinct ones are expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccessDistribution:
+    """Groups of ids; within a group all ids are equally likely."""
+
+    num_ids: tuple[float, ...]
+    """Ids of each group, most likely first."""
+    share: tuple[float, ...]
+    """Share of the lookups that each group gets; sums to 1."""
+
+    @classmethod
+    def power_law(cls, num_embeddings: int, exponent: float) -> AccessDistribution:
+        """Ids whose probability falls with rank^-exponent; 0 is uniform."""
+        num_ids, share = zipf_groups(num_embeddings, exponent)
+        return cls(tuple(num_ids), tuple(share))
+
+    @classmethod
+    def from_profile(
+        cls, profile: FeatureProfile, num_embeddings: int
+    ) -> AccessDistribution:
+        """Ids that are looked up as often as the profile's histogram counts.
+
+        Ids that the profile has not met are never drawn: for a batch about as large as
+        the profile's take `of_batch`.
+        """
+        ids = np.asarray(profile.access_histogram, dtype=np.float64)
+        if not ids.any():
+            return cls((float(num_embeddings),), (1.0,))
+        ids = ids * min(1.0, num_embeddings / ids.sum())
+        mass = ids * profile.bin_mean_counts()
+        used = np.flatnonzero(ids)[::-1]
+        return cls(tuple(ids[used]), tuple(mass[used] / mass.sum()))
+
+    @classmethod
+    def of_batch(
+        cls, profile: FeatureProfile, num_embeddings: int
+    ) -> AccessDistribution:
+        """Ids of which batches like the profile's are made, each of them of others.
+
+        A batch of as many lookups is expected to have as many distinct ids as the
+        profile, as far as the table has rows: counts are held to be Poisson's, of which
+        only those above 0 were seen (their rate by Lambert's W function). What was seen
+        about once stands for all rows that are left.
+
+        Args:
+            profile: Of the batch size that batches will have.
+            num_embeddings: Rows of the table.
+        """
+        ids = np.asarray(profile.access_histogram, dtype=np.float64)
+        if not ids.any():
+            return cls((float(num_embeddings),), (1.0,))
+        used = np.flatnonzero(ids)[::-1]
+        ids = ids[used] * min(1.0, num_embeddings / ids.sum())
+        count = profile.bin_mean_counts()[used]
+        above = np.maximum(count, 1 + 1e-9)  # at 1, where it is 0, W knows none
+        rate = above + lambertw(-above * np.exp(-above)).real
+        more = np.where(
+            rate > _LEAST_RATE, ids * (count / np.maximum(rate, _LEAST_RATE) - 1), 0.0
+        )
+        room = max(0.0, num_embeddings - float(ids.sum()))
+        more *= min(1.0, room / max(more.sum(), 1e-9))
+        rare = rate <= _LEAST_RATE
+        if rare.any():
+            more[rare] = (room - more.sum()) * ids[rare] / ids[rare].sum()
+        num_ids, mass = ids + more, ids * count
+        for _ in range(_FITS if rare.any() else 0):
+            # Few rows are left: some of what was seen once now comes twice.
+            met = num_ids * -np.expm1(-mass / num_ids)
+            lacks = min(ids.sum() - met.sum(), mass[~rare].sum() / 2)
+            mass[rare] += lacks * mass[rare] / mass[rare].sum()
+            mass[~rare] *= 1 - lacks / max(mass[~rare].sum(), 1e-9)
+        return cls(tuple(num_ids.tolist()), tuple((mass / mass.sum()).tolist()))
+
+    def histogram(self, num_lookups: float) -> tuple[float, ...]:
+        """Return the expected access histogram of that many draws."""
+        return expected_histogram(
+            np.asarray(self.num_ids), np.asarray(self.share), num_lookups
+        )
+
+
+def draw_lengths(
+    rng: np.random.Generator, mean: float, std: float, batch_size: int
+) -> npt.NDArray[np.int64]:
+    """Draw `batch_size` bag lengths with this mean and about this spread.
+
+    Spread 0 gives equal lengths (but for the fraction of the mean); a spread up to that
+    of a Poisson distribution gives Poisson lengths, a larger one negative binomial.
+    """
+    variance = std**2
+    if variance <= 0:
+        whole = np.full(batch_size, int(mean), dtype=np.int64)
+        whole += rng.random(batch_size) < mean - int(mean)
+        return whole
+    if variance <= mean * 1.05:
+        return rng.poisson(mean, batch_size).astype(np.int64)
+    success = mean / variance
+    return rng.negative_binomial(
+        mean * success / (1 - success), success, batch_size
+    ).astype(np.int64)
+
+
+def coprime_step(num_embeddings: int) -> int:
+    """Return a factor that, modulo the rows, permutes them and parts neighbours."""
+    step = max(1, int(num_embeddings * 0.6180339887))
+    while math.gcd(step, num_embeddings) != 1:
+        step += 1
+    return step
+
+
+def draw_ids(
+    rng: np.random.Generator,
+    distribution: AccessDistribution,
+    num_embeddings: int,
+    count: int,
+) -> npt.NDArray[np.int64]:
+    """Draw ids independently.
+
+    Hot ids lie anywhere in the table, by a permutation that depends on the rows only:
+    batch after batch reads the same ones.
+
+    Args:
+        rng: Source of the draws.
+        distribution: How likely the ids are.
+        num_embeddings: Rows of the table.
+        count: Ids to draw.
+
+    Returns:
+        `L` int64, values in `[0, num_embeddings)`.
+    """
+    share = np.asarray(distribution.share)
+    num_ids = np.asarray(distribution.num_ids)
+    upper = np.cumsum(share)
+    draws = rng.random(count)
+    group = np.minimum(np.searchsorted(upper, draws, side="right"), len(share) - 1)
+    within = (draws - (upper - share)[group]) / share[group]
+    low_rank = np.cumsum(num_ids) - num_ids
+    rank = (low_rank[group] + within * num_ids[group]).astype(np.int64)
+    rank = np.clip(rank, 0, num_embeddings - 1)
+    spread: npt.NDArray[np.int64] = (
+        rank * coprime_step(num_embeddings) + num_embeddings // 3
+    ) % num_embeddings
+    return spread

@@ -1,0 +1,219 @@
+"""What the planner must know of an embedding table."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec_neuroshard.errors import TableError
+from torchrec_neuroshard.files import TOO_LARGE, read_fields, to_fields
+from torchrec_neuroshard.tables.profile import FeatureProfile, zipf_profile
+
+__all__ = [
+    "COLUMN_MULTIPLE",
+    "DATA_TYPE_BYTES",
+    "MAX_CUDA_COLUMNS",
+    "MAX_FEATURES",
+    "OPTIMIZERS",
+    "TableConfig",
+    "check_tables",
+    "row_shard",
+]
+
+COLUMN_MULTIPLE = 4
+"""FBGEMM's fused kernels need every shard width to be a multiple of this."""
+
+MAX_CUDA_COLUMNS = 2_048
+"""Most columns of a shard that FBGEMM's CUDA kernels take (1.8: checked by them)."""
+
+DATA_TYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+"""Bytes of one weight."""
+
+OPTIMIZERS: tuple[str, ...] = ("rowwise_adagrad", "sgd", "adam", "adagrad")
+"""Optimizers that the cost models know by name."""
+
+MAX_FEATURES = 100_000
+"""Most of a table; each is a thing of its own where kernels are measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableConfig:
+    """One embedding table, or one column shard of it, and how it is read."""
+
+    name: str
+    num_embeddings: int
+    """Rows ("hash size")."""
+    embedding_dim: int
+    """Columns held here; a multiple of 4."""
+    pooling_factor: float = 1.0
+    """Mean ids per sample, over all features of the table together."""
+    num_features: int = 1
+    """Features (bags per sample) that read the table; each has its own output."""
+    outputs_per_sample: float | None = None
+    """Rows that the kernel returns per sample, where that is not `num_features`: some
+    features have fewer bags than there are samples, or sequences were made distinct."""
+    profile: FeatureProfile | None = None
+    """Measured access, over all features together. None: a power law is assumed."""
+    weighted: bool = False
+    """Whether lookups carry per-sample weights."""
+    data_type: str = "fp32"
+    """Weight type: a key of DATA_TYPE_BYTES."""
+    optimizer: str = "rowwise_adagrad"
+    """One of OPTIMIZERS."""
+
+    def __post_init__(self) -> None:
+        where = f"table '{self.name!s:.100}'"
+        sizes = self.num_embeddings, self.embedding_dim, self.num_features
+        if max(sizes) >= TOO_LARGE:
+            raise TableError(f"{where}: a size is beyond 64 bits, {max(sizes):.3g}")
+        if self.num_features > MAX_FEATURES:
+            raise TableError(
+                f"{where}: num_features must be at most {MAX_FEATURES:,}, got "
+                f"{self.num_features:,}"
+            )
+        if not self.num_embeddings >= 1:  # also when it is NaN
+            raise TableError(
+                f"{where}: num_embeddings must be at least 1, got {self.num_embeddings}"
+            )
+        if self.embedding_dim < 1 or self.embedding_dim % COLUMN_MULTIPLE:
+            raise TableError(
+                f"{where}: embedding_dim must be a positive multiple of "
+                f"{COLUMN_MULTIPLE}, got {self.embedding_dim}; pad the table to "
+                f"{max(1, math.ceil(self.embedding_dim / 4)) * 4}"
+            )
+        if not (math.isfinite(self.pooling_factor) and self.pooling_factor >= 0):
+            raise TableError(
+                f"{where}: pooling_factor must be finite and at least 0, got "
+                f"{self.pooling_factor}"
+            )
+        if self.num_features < 1:
+            raise TableError(
+                f"{where}: num_features must be at least 1, got {self.num_features}"
+            )
+        if not (math.isfinite(self.num_outputs) and self.num_outputs > 0):
+            raise TableError(
+                f"{where}: outputs_per_sample must be finite and above 0, got "
+                f"{self.outputs_per_sample}"
+            )
+        if self.data_type not in DATA_TYPE_BYTES:
+            raise TableError(
+                f"{where}: unknown data_type '{self.data_type}'; one of "
+                f"{', '.join(DATA_TYPE_BYTES)}"
+            )
+        if self.optimizer not in OPTIMIZERS:
+            raise TableError(
+                f"{where}: unknown optimizer '{self.optimizer}'; one of "
+                f"{', '.join(OPTIMIZERS)}"
+            )
+
+    @property
+    def num_outputs(self) -> float:
+        """Rows that the kernel returns per sample."""
+        given = self.outputs_per_sample
+        return float(self.num_features) if given is None else given
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+        return (
+            self.num_embeddings * self.embedding_dim * DATA_TYPE_BYTES[self.data_type]
+        )
+
+    def profile_at(self, batch_size: int) -> FeatureProfile:
+        """Return the access profile at a batch of `batch_size` samples.
+
+        The lookups follow the profile where there is one, else `pooling_factor`.
+        """
+        return _profile_at(self, batch_size)
+
+    def with_width(self, embedding_dim: int) -> TableConfig:
+        """Return the column shard of this table that is `embedding_dim` wide."""
+        return dataclasses.replace(self, embedding_dim=embedding_dim)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary; `from_json` reads it back."""
+        data = to_fields(self)
+        if self.outputs_per_sample is None:
+            del data["outputs_per_sample"]
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TableConfig:
+        """Read what `to_json` wrote.
+
+        Raises:
+            TableError: A key is missing or unknown, or a value is out of range.
+        """
+        return read_fields(cls, data, TableError, "a table")
+
+
+@functools.lru_cache(maxsize=2**17)
+def _profile_at(table: TableConfig, batch_size: int) -> FeatureProfile:
+    """See `TableConfig.profile_at`; kept, since each part of a planner asks again."""
+    known = table.profile
+    if known is not None and known.access_histogram:
+        return known.at_batch_size(batch_size, table.num_embeddings)
+    return zipf_profile(
+        batch_size=batch_size,
+        pooling_factor=table.pooling_factor if known is None else known.pooling_factor,
+        num_embeddings=table.num_embeddings,
+        pooling_std=0.0 if known is None else known.pooling_std,
+        weighted=table.weighted,
+    )
+
+
+def row_shard(
+    table: TableConfig, rows: int, batch_size: int, *, pooled: bool = True
+) -> TableConfig:
+    """Describe some rows of a table as a table.
+
+    Assumed is that ids are spread evenly over the rows: a shard is looked up, and has
+    distinct ids of each count, in proportion to its rows.
+
+    Args:
+        table: The whole table.
+        rows: Rows of the shard; 0 where there are more ranks than rows.
+        batch_size: Samples that the kernel sees.
+        pooled: Every shard has a partial sum for each bag; tables of sequences return
+            only the rows that they hold.
+    """
+    if rows >= table.num_embeddings:
+        return table
+    share = rows / table.num_embeddings
+    whole = table.profile_at(batch_size)
+    per_bag = whole.num_lookups / (batch_size * table.num_outputs)
+    # Each id of a bag falls into the shard with probability `share`.
+    variance = (share * whole.pooling_std) ** 2 + share * (1 - share) * per_bag
+    features, outputs = table.num_features, table.outputs_per_sample
+    if not pooled:
+        features = max(1, round(features * share))
+        outputs = (outputs or 0.0) * share or None  # a shard may have no rows
+    return dataclasses.replace(
+        table,
+        num_embeddings=max(1, rows),
+        pooling_factor=table.pooling_factor * share,
+        num_features=features,
+        outputs_per_sample=outputs,
+        profile=FeatureProfile(
+            batch_size=batch_size,
+            num_lookups=whole.num_lookups * share,
+            pooling_std=math.sqrt(variance),
+            access_histogram=tuple(n * share for n in whole.access_histogram),
+            weighted=whole.weighted,
+        ),
+    )
+
+
+def check_tables(tables: Sequence[TableConfig]) -> None:
+    """Raise `TableError` when there is no table or a name stands twice."""
+    if not tables:
+        raise TableError("no tables given; pass at least one TableConfig")
+    seen: set[str] = set()
+    for table in tables:
+        if table.name in seen:
+            raise TableError(f"table '{table.name}' is given twice; names must differ")
+        seen.add(table.name)

@@ -1,1 +1,0 @@
-"""Making cost models of measurements: training, calibrating, judging, cards."""
