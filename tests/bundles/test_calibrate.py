@@ -1,4 +1,4 @@
-"""Calibrating: factors, rescaled networks, candidates, what is kept, the command."""
+"""From another device's bundle to a new one: candidates, what is kept, the command."""
 
 from __future__ import annotations
 
@@ -16,29 +16,21 @@ from tests.builders import (
     write_records,
 )
 from torchrec_neuroshard.bundles import make
-from torchrec_neuroshard.bundles.calibrate import (
-    BEFORE,
-    LINEAR,
-    MIN_SETS,
-    SCALED,
-    TUNED,
-    CalibrationConfig,
-    calibrate,
-    rescale,
-    split_records,
-)
 from torchrec_neuroshard.bundles.fit import (
+    MIN_SETS,
     SetData,
     TrainConfig,
     as_cost_model,
     best_factor,
     build_sets,
+    fit_model,
     score,
+    split_records,
     train,
     training_ranges,
 )
 from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, BundleInfo, load_bundle
-from torchrec_neuroshard.bundles.make import calibrate_bundle
+from torchrec_neuroshard.bundles.make import make_bundle
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.commands.bundles import RECORDS_NAME
 from torchrec_neuroshard.errors import ConfigError, RecordError
@@ -50,7 +42,7 @@ from torchrec_neuroshard.models.network import SetCostNetwork
 from torchrec_neuroshard.tables.table import TableConfig
 
 SIZES = {"num_members": 2, "hidden": 24, "latent": 4, "head_hidden": 12}
-QUICK = CalibrationConfig(steps=120, batch_sets=32)
+QUICK = TrainConfig(tuning_steps=120, batch_sets=32, **SIZES)
 
 
 def make_records(
@@ -102,26 +94,15 @@ def test_best_factor_has_the_least_relative_error() -> None:
     assert error(best_factor(predicted, measured)) <= least + 1e-12
 
 
-@pytest.mark.parametrize(("factors", "rtol"), [((3.0, 3.0), 1e-3), ((0.5, 1.4), 0.03)])
-def test_rescaled_network_multiplies_its_times(
-    source: NeuralCostModel, factors: tuple[float, float], rtol: float
-) -> None:
-    data = build_sets(make_records(40, 5))
-    before = predict(source.network, data)
-    after = predict(rescale(source.network, factors), data)
-    np.testing.assert_allclose(after, before * factors, rtol=rtol)
-    np.testing.assert_array_equal(predict(source.network, data), before)
-
-
 # Candidates
 
 
 def test_a_worse_ensemble_is_not_kept(source: NeuralCostModel) -> None:
     # The same device: nothing to learn, and a rate that destroys what was known.
     training, test = split(make_records(60, 1))
-    config = CalibrationConfig(steps=2, learning_rate=3.0)
-    found = calibrate(source, SIZES, training, test, config)
-    assert found.kept in (BEFORE, SCALED)
+    config = TrainConfig(tuning_steps=2, tuning_rate=3.0, **SIZES)
+    found = fit_model(training, test, config, start=source)
+    assert found.kept in ("before", "refitted")
     assert f"Kept `{found.kept}`" in found.verdict()
 
 
@@ -143,40 +124,35 @@ def test_bundle_and_card_tell_what_was_done(
     COMPUTE_BUNDLE.save(old, source.network, info, "# card\n")
     before = (old / "bundle.json").read_bytes()
     with pytest.raises(ConfigError, match="is the bundle to start from"):
-        calibrate_bundle(old, [], tmp_path / "x" / ".." / "old", "old", QUICK)
+        make_bundle([], tmp_path / "x" / ".." / "old", "old", QUICK, start=old)
     assert (old / "bundle.json").read_bytes() == before
     records = make_records(120, 1, power=0.9, factor=0.6)
     write_records(path, make_header("here", reference_ms=6.0), records)
-    found, evaluations = calibrate_bundle(old, [path], out, "mine", QUICK)
+    found = make_bundle([path], out, "mine", QUICK, start=old)
     info, model = COMPUTE_BUNDLE.read_info(out), load_bundle(out)
     assert (info.fingerprint.device, info.reference_ms) == ("here", 6.0)
-    assert info.trained_on["calibrated_from"] == {
-        "name": "old",
-        "device": "there",
-        "num_training_sets": 400,
-    }
-    # Fine-tuning bends what a factor cannot.
+    assert info.trained_on["started_from"] == "old"
+    # Fine-tuning bends what constants cannot.
     scores = {n: score(c.evaluation) for n, c in found.candidates.items()}
-    assert scores[TUNED] < 0.5 * scores[SCALED] < 0.5 * scores[BEFORE]
-    assert info.trained_on["kept"] == found.kept == TUNED
+    assert scores["tuned"] < scores["refitted"] < 0.6 * scores["before"]
+    assert info.trained_on["kept"] == found.kept == "tuned"
     training, test = split(read_records([path])[1])  # as stored
     ranges = {n: c.ranges for n, c in found.candidates.items()}
     first, new = source.ranges, training_ranges(training)
-    assert ranges[BEFORE] == ranges[SCALED] == first and ranges[LINEAR] == new
-    assert first["log2_width"][1] < ranges[TUNED]["log2_width"][1] == 7
-    assert ranges[TUNED]["log2_width"][0] == 2
-    for name, (low, high) in ranges[TUNED].items():
+    assert ranges["before"] == first and ranges["physics"] == new
+    assert first["log2_width"][1] < ranges["tuned"]["log2_width"][1] == 7
+    assert ranges["tuned"]["log2_width"][0] == 2
+    for name, (low, high) in ranges["tuned"].items():
         assert low == min(first[name][0], new[name][0])
         assert high == max(first[name][1], new[name][1])
-    assert info.ranges == ranges[TUNED]
+    assert info.ranges == ranges["tuned"]
     np.testing.assert_allclose(
-        predict(model.network, test), predict(found.candidates[TUNED].network, test)
+        predict(model.network, test), predict(found.candidates["tuned"].network, test)
     )
     card = (out / "CARD.md").read_text()
-    names = ["learned", BEFORE, SCALED, TUNED, LINEAR]
-    assert [e.name for e in evaluations] == names
-    for e in evaluations:
-        assert f"| {e.name} | {e.fwd_mape:.1%} | {e.bwd_mape:.1%} |" in card
+    for name, candidate in found.candidates.items():
+        e = candidate.evaluation
+        assert f"{name}" in card and f"| {e.fwd_mape:.1%} | {e.bwd_mape:.1%} |" in card
     assert "Started from `old`, measured on there (400 sets to train on)" in card
 
 
@@ -219,5 +195,5 @@ def test_measures_and_trains(
     info = COMPUTE_BUNDLE.read_info(out)
     assert load_bundle(out).name == "mine"
     assert info.fingerprint.device == cpu_name()
-    assert info.trained_on["calibrated_from"]["name"] == "cpu"
+    assert info.trained_on["started_from"] == "cpu"
     assert f"Kept `{info.trained_on['kept']}`" in capsys.readouterr().out

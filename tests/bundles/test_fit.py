@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,14 +18,21 @@ from torchrec_neuroshard.bundles.fit import (
     as_cost_model,
     build_sets,
     evaluate,
-    fit_linear,
+    fit_physics,
+    physics_network,
     train,
 )
 from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, load_bundle
 from torchrec_neuroshard.bundles.training_loop import Fit, fit, seeded
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.errors import ConfigError, RecordError
-from torchrec_neuroshard.testing import AnalyticCostModel
+from torchrec_neuroshard.models.works import (
+    BACKWARD,
+    FORWARD,
+    WORKS,
+    Physics,
+    shard_works,
+)
 
 
 def run(errors: Sequence[torch.Tensor | float]) -> tuple[Fit, nn.ParameterDict]:
@@ -78,14 +86,15 @@ def test_seed_decides_and_leaves_the_callers_state() -> None:
 QUICK = TrainConfig(epochs=40, num_members=2, hidden=32, latent=4, head_hidden=16)
 
 
-def test_learned_model_beats_linear_on_new_sets() -> None:
+def test_learned_model_beats_physics_on_new_sets() -> None:
     training = build_sets(draw_records(300, 0))
     test = build_sets(draw_records(60, 1))
     network = train(training, QUICK)
     learned = evaluate("learned", as_cost_model(network, training, "x"), test)
-    linear = evaluate("linear", as_cost_model(fit_linear(training), test, "x"), test)
+    alone = as_cost_model(physics_network(fit_physics(training)), test, "x")
+    physics = evaluate("physics", alone, test)
     assert learned.total_mape < 0.05
-    assert learned.total_mape < linear.total_mape
+    assert learned.total_mape < physics.total_mape
     assert learned.kendall_tau > 0.95
 
 
@@ -100,15 +109,75 @@ def test_training_is_the_same_for_the_same_seed() -> None:
     assert not torch.equal(weights(0), weights(1))
 
 
-def test_linear_fit_recovers_a_linear_cost() -> None:
+def test_physics_is_found_again() -> None:
+    """Times made of known constants and another cache."""
+    rng = np.random.default_rng(0)
+    constants = rng.uniform(0.5, 2.0, (len(WORKS), 2))
+    works = shard_works(build_sets(draw_records(80, 0)).features_NF, 2.0**21)
+    constants *= 0.1 / np.maximum(works.mean(axis=0), 1e-9)[:, None]
+    constants[~FORWARD, 0] = constants[~BACKWARD, 1] = 0.0
+    known = Physics(2.0**21, constants, np.array([0.02, 0.05]))
+    model = as_cost_model(physics_network(known), build_sets(draw_records(9, 0)), "x")
     training, data = (
-        build_sets(costed(draw_records(80, seed), AnalyticCostModel()))
-        for seed in (0, 1)
+        build_sets(costed(draw_records(200, seed), model)) for seed in (0, 1)
     )
-    model = as_cost_model(fit_linear(training), data, "linear")
-    judged = evaluate("linear", model, data)
-    assert judged.total_mape < 1e-3
-    assert judged.kendall_tau > 0.999
+    found = as_cost_model(physics_network(fit_physics(training)), data, "physics")
+    judged = evaluate("physics", found, data)
+    assert judged.total_mape < 0.01
+    assert judged.kendall_tau > 0.99
+
+
+def test_a_start_holds_where_sets_say_little() -> None:
+    """Three sets of narrow tables say nothing of wide ones: the start does."""
+    few, many = build_sets(draw_records(3, 0)), build_sets(draw_records(200, 1))
+    there = fit_physics(many)
+    doubled = dataclasses.replace(few, costs_S2=2.0 * few.costs_S2)
+
+    def error(physics: Physics) -> float:
+        model = as_cost_model(physics_network(physics), many, "x")
+        same = dataclasses.replace(many, costs_S2=2.0 * many.costs_S2)
+        return evaluate("x", model, same).total_mape
+
+    assert error(fit_physics(doubled, there)) < 0.5 * error(fit_physics(doubled))
+
+
+def test_members_see_different_sets_and_their_spread_tells_the_error() -> None:
+    training = build_sets(draw_records(300, 0))
+    noise = np.random.default_rng(0).lognormal(0.0, 0.1, (300, 1))
+    noisy = dataclasses.replace(training, costs_S2=training.costs_S2 * noise)
+    test = build_sets(draw_records(200, 1))
+    noise = np.random.default_rng(1).lognormal(0.0, 0.1, (200, 1))
+    test = dataclasses.replace(test, costs_S2=test.costs_S2 * noise)
+    model = as_cost_model(train(noisy, QUICK), noisy, "x")
+    assert 0.8 < evaluate("x", model, test).inside < 0.98
+
+
+def test_devices_are_learned_together() -> None:
+    """Few sets of one, many of another that takes three times as long."""
+    few, test = build_sets(draw_records(60, 0)), build_sets(draw_records(100, 2))
+    many = build_sets(draw_records(300, 1, factor=3.0))
+    alone, together = (
+        evaluate("x", as_cost_model(train(few, QUICK, others=others), few, "x"), test)
+        for others in ((), (many,))
+    )
+    assert together.total_mape < alone.total_mape
+
+
+def test_validation_takes_tables_that_are_in_no_other_set() -> None:
+    records = draw_records(100, 0)
+    named = [
+        r
+        if r.index % 2
+        else dataclasses.replace(
+            r, tables=tuple(dataclasses.replace(t, name="again") for t in r.tables)
+        )
+        for r in records
+    ]
+    data = build_sets(named)
+    assert not data.is_new_S[::2].any() and data.is_new_S[1::2].all()
+    training, validation = data.split(np.random.default_rng(0), 0.2)
+    assert validation.num_sets == 20 and validation.is_new_S.all()
+    assert training.num_sets == 80
 
 
 def test_bad_input_is_named() -> None:
@@ -120,14 +189,13 @@ def test_bad_input_is_named() -> None:
     ):
         with pytest.raises(RecordError, match=message):
             train(build_sets(records), QUICK)
-    with pytest.raises(ConfigError, match="at least 1, got 0 and 5"):
+    with pytest.raises(ConfigError, match="at least 1, got 0, 8 and 500"):
         TrainConfig(epochs=0)
 
 
 def test_command_trains_on_steady_records_and_keeps_the_better_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Costs that are not linear, before the ensemble has learned them."""
     records = draw_records(160, 0, lambda t: t.embedding_dim**0.5)
     fwd_ms, bwd_ms = 1.1 * records[4].fwd_ms, 1.1 * records[4].bwd_ms
     again = dataclasses.replace(
@@ -144,10 +212,13 @@ def test_command_trains_on_steady_records_and_keeps_the_better_model(
     assert main(["train", str(path), *options]) == 0
     assert "learned: forward " in capsys.readouterr().out
     model, trained_on = load_bundle(out), COMPUTE_BUNDLE.read_info(out).trained_on
-    assert model.name == "mine" and trained_on["kept"] == "linear"
+    kept = trained_on["kept"]
+    assert model.name == "mine"
+    assert trained_on["errors"][kept] == min(trained_on["errors"].values())
     assert trained_on["num_training_sets"] == 120 and trained_on["num_disturbed"] == 1
     card = (out / "CARD.md").read_text()
-    kept = evaluate("linear", model, build_sets(records[::4]))
-    assert f"| linear | {kept.fwd_mape:.1%} | {kept.bwd_mape:.1%} |" in card
-    assert "differs by 10.0% (median)" in card and "Kept `linear`" in card
+    judged = evaluate(kept, model, build_sets(records[::4]))
+    errors = f"{judged.fwd_mape:.1%} | {judged.bwd_mape:.1%} |"
+    assert f"| **{kept}** | {trained_on['errors'][kept]:.1%} | {errors}" in card
+    assert "differs by 10.0% (median)" in card and f"Kept `{kept}`" in card
     assert "| disturbed records, left out | 1 |" in card

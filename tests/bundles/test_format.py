@@ -18,9 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.builders import make_fingerprint
 from torchrec_neuroshard.bundles import find
-from torchrec_neuroshard.bundles.calibrate import split_records
 from torchrec_neuroshard.bundles.find import load_comms_model, load_cost_model
-from torchrec_neuroshard.bundles.fit import build_sets, evaluate
+from torchrec_neuroshard.bundles.fit import build_sets, evaluate, split_records
 from torchrec_neuroshard.bundles.format import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
@@ -143,8 +142,11 @@ def test_card_shows_the_errors_that_the_data_give() -> None:
     assert trained_on["num_training_sets"] == len(training)
     assert trained_on["num_test_sets"] == len(held_out)
     errors = learned.fwd_mape, learned.bwd_mape, learned.total_mape
-    shown = [f"{error:.1%}" for error in (*errors, learned.total_median)]
-    row = " | ".join(["| learned", *shown, f"{learned.kendall_tau:.3f} |"])
+    errors += learned.total_median, learned.cheapest_mape
+    chosen_by = f"{trained_on['errors']['learned']:.1%}"
+    cells = ["| **learned**", chosen_by, *(f"{e:.1%}" for e in errors)]
+    cells += [f"{learned.bias:+.1%}", f"{learned.inside:.0%}"]
+    row = " | ".join([*cells, f"{learned.kendall_tau:.3f} |"])
     assert row in (BUNDLE / "CARD.md").read_text()
 
 

@@ -13,7 +13,12 @@ from torchrec_neuroshard.models.compute import (
     ConcurrentCostModel,
     NeuralCostModel,
 )
-from torchrec_neuroshard.models.network import NetworkArrays, SetCostNetwork
+from torchrec_neuroshard.models.network import (
+    NetworkArrays,
+    SetCostNetwork,
+    shard_inputs,
+)
+from torchrec_neuroshard.models.works import WORKS, Physics
 from torchrec_neuroshard.tables.features import table_features
 from torchrec_neuroshard.testing import AnalyticCommsModel
 
@@ -29,10 +34,8 @@ def random_features(num_tables: int, seed: int) -> npt.NDArray[np.float32]:
 def random_neural(seed: int = 0) -> NeuralCostModel:
     torch.manual_seed(seed)
     network = SetCostNetwork(num_members=3, hidden=16, latent=4, head_hidden=8)
-    network.physical_PO2.fill_(1e-6)
-    network.launch_2.fill_(0.1)
-    features = torch.from_numpy(random_features(50, 9))
-    inputs = network.inputs(features)
+    network.physics = Physics(2.0**20, np.full((len(WORKS), 2), 1e-6), np.full(2, 0.1))
+    inputs = torch.from_numpy(shard_inputs(random_features(50, 9), network.physics)[0])
     network.input_mean_X.copy_(inputs.mean(dim=0))
     network.input_std_X.copy_(inputs.std(dim=0).clamp_min(1e-2))
     return NeuralCostModel(network, name="random", hardware="none", ranges={})
@@ -43,7 +46,8 @@ def test_arrays_are_the_network(count: int) -> None:
     network = random_neural().network
     arrays, features = NetworkArrays(network), random_features(count, 5)
     with torch.inference_mode():
-        encoded = network.encode(torch.from_numpy(features)).numpy()
+        inputs = map(torch.from_numpy, shard_inputs(features, network.physics))
+        encoded = network.encode(*inputs).numpy()
     # In float32 sums of products in another order differ by that much.
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5)
     close(arrays.encode(features), encoded)
@@ -51,7 +55,10 @@ def test_arrays_are_the_network(count: int) -> None:
     members = rng.random((count, count)) < rng.random((count, 1))
     sums = members.astype(np.float32) @ encoded
     with torch.inference_mode():
-        predicted = network.predict(torch.from_numpy(sums))
+        launch = network.launch_2.float().expand(count, 2)
+        predicted = network.predict(
+            torch.from_numpy(sums), launch, torch.zeros(count, 0)
+        )
     close(arrays.predict(sums), predicted.numpy())
     assert arrays.encode(features[:0]).shape == (0, encoded.shape[1])
     assert arrays.predict(sums[:0]).shape == (0, 3, 2)

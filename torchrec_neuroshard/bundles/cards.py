@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from torchrec_neuroshard.bundles.calibrate import Calibration
-from torchrec_neuroshard.bundles.fit import Evaluation
+from torchrec_neuroshard.bundles.fit import Fitted
 from torchrec_neuroshard.bundles.fit_collectives import CommsEvaluation
 from torchrec_neuroshard.bundles.format import BundleInfo, CommsBundleInfo
 
-__all__ = ["calibration_note", "comms_card", "compute_card"]
+__all__ = ["comms_card", "compute_card"]
 
 _SHOWN_RANGES = (
     "num_lookups",
@@ -65,15 +64,15 @@ def _card(
 
 
 def compute_card(
-    info: BundleInfo, noise: str, evaluations: Sequence[Evaluation], verdict: str
+    info: BundleInfo, noise: str, fitted: Fitted, start: BundleInfo | None
 ) -> str:
     """Write the card of a compute cost model.
 
     Args:
         info: Its description.
         noise: `repeatability_line` of its records.
-        evaluations: Errors on held-out tables: the ensemble's, then yardsticks'.
-        verdict: Which of them the bundle holds, and why.
+        fitted: The candidates.
+        start: The bundle that it was started from.
     """
     fingerprint, trained_on = info.fingerprint, info.trained_on
     facts = {
@@ -84,28 +83,36 @@ def compute_card(
         "torch, fbgemm": f"{fingerprint.torch}, {fingerprint.fbgemm}",
         "sets to train on": str(trained_on["num_training_sets"]),
         "sets of held-out tables": str(trained_on["num_test_sets"]),
+        "sets of other devices to learn from": str(trained_on["num_other_sets"]),
         "disturbed records, left out": str(trained_on["num_disturbed"]),
         "reference set, nominal": f"{info.reference_ms:.3f} ms",
         "measured": ", ".join(trained_on["created"]),
     }
+    evaluations = [c.evaluation for c in fitted.candidates.values()]
     errors = [
         (
-            e.name,
+            f"**{e.name}**" if e.name == fitted.kept else e.name,
+            f"{fitted.errors[e.name]:.1%}",
             *(f"{v:.1%}" for v in (e.fwd_mape, e.bwd_mape, e.total_mape)),
-            f"{e.total_median:.1%}",
+            *(f"{v:.1%}" for v in (e.total_median, e.cheapest_mape)),
+            f"{e.bias:+.1%}",
+            f"{e.inside:.0%}",
             f"{e.kendall_tau:.3f}",
         )
         for e in evaluations
     ]
     ranges = [(n, *(f"{v:.4g}" for v in info.ranges[n])) for n in _SHOWN_RANGES]
+    columns = ["model", "in validation", "forward", "backward", "total"]
+    columns += ["total, median", "total, cheapest tenth", "bias", "inside 90 %", "tau"]
     lines = [
-        "Mean absolute percentage error; tau is Kendall's, of the totals. `linear` "
-        "is a non-negative linear model per optimizer on the same physical inputs.",
+        "Mean absolute percentage errors. The first column is of sets that chose the "
+        "model, all others are of the sets of held-out tables. `inside 90 %` is the "
+        "share of them inside the model's own 90 % interval; tau is Kendall's, of the "
+        "totals.",
         "",
-        *_table(
-            ("model", "forward", "backward", "total", "total, median", "tau"), errors
-        ),
-        verdict,
+        *_table(columns, errors),
+        fitted.verdict(),
+        *(() if start is None else ("", _started_from(start))),
         "",
         "Training range; shards outside of it are warned about by name:",
         "",
@@ -115,22 +122,16 @@ def compute_card(
     return _card(title, facts, noise, lines, trained_on["commands"])
 
 
-def calibration_note(old: BundleInfo, found: Calibration) -> str:
-    """Say how a model was calibrated, and what was kept.
-
-    Args:
-        old: The bundle started from.
-        found: The candidates.
-    """
-    forward, backward = found.factors_2
+def _started_from(start: BundleInfo) -> str:
+    """Explain the candidates of a model that was started from another one."""
     return (
-        f"Started from `{old.name}`, measured on {old.fingerprint.device} "
-        f"({old.trained_on.get('num_training_sets', '?')} sets to train on). "
-        f"{found.verdict()} `before` is that bundle unchanged, `scaled` its times by "
-        f"one factor per direction (forward {forward:.3f}, backward {backward:.3f}), "
-        "`tuned` that one fine-tuned on this device's sets; `learned` is what was "
-        "kept. But for `linear`, the training range covers what either device was "
-        "measured on: where only the other one was, times are carried over."
+        f"Started from `{start.name}`, measured on {start.fingerprint.device} "
+        f"({start.trained_on.get('num_training_sets', '?')} sets to train on): "
+        "`before` is that model unchanged, `refitted` has the constants of its physics "
+        "fitted to this device's sets, `tuned` is that one fine-tuned on them, "
+        "`physics` the fitted constants alone. But for `physics`, the training range "
+        "covers what either device was measured on: where only the other one was, "
+        "times are carried over."
     )
 
 

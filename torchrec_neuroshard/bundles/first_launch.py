@@ -17,7 +17,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -29,34 +28,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchrec_neuroshard.bundles.calibrate import (
-    MIN_SETS,
-    CalibrationConfig,
-    split_records,
-)
-from torchrec_neuroshard.bundles.find import (
-    PRETRAINED,
-    physical_estimate,
-    pretrained_names,
-)
+from torchrec_neuroshard.bundles.find import PRETRAINED, pretrained_names
 from torchrec_neuroshard.bundles.fit import (
+    MIN_SETS,
     TrainConfig,
     best_factor,
     build_sets,
     evaluate,
-    fresh_network,
     score,
-    training_ranges,
+    split_records,
 )
 from torchrec_neuroshard.bundles.fit_collectives import CommsTrainConfig
 from torchrec_neuroshard.bundles.format import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
-    BundleInfo,
     load_bundle,
 )
-from torchrec_neuroshard.bundles.make import calibrate_bundle, train_comms_bundle
-from torchrec_neuroshard.bundles.training_loop import seeded
+from torchrec_neuroshard.bundles.make import make_bundle, train_comms_bundle
 from torchrec_neuroshard.errors import RankFailureError, RecordError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.hardware.devices import (
@@ -564,28 +552,24 @@ def _free_bytes(device: torch.device, num_ranks: int) -> int:
 
 def _fit(request: LaunchRequest, bundle: Path) -> None:
     records = bundle / KERNELS_NAME
-    with tempfile.TemporaryDirectory() as scratch:
-        source = _nearest(request, records, Path(scratch))
-        calibrate_bundle(
-            source,
-            [records],
+    make_bundle(
+        [records],
+        bundle,
+        "first launch",
+        TrainConfig(tuning_steps=_steps(_STEPS, request), seed=request.seed),
+        start=_nearest(request, records),
+        select=_steady_enough,
+    )
+    collectives = bundle / COMMS_NAME
+    if collectives.exists():
+        train_comms_bundle(
+            [collectives],
             bundle,
             "first launch",
-            CalibrationConfig(steps=_steps(_STEPS, request), seed=request.seed),
-            select=_steady_enough,
+            CommsTrainConfig(steps=_steps(_COMMS_STEPS, request), seed=request.seed),
+            before=_comms_source(request.device_type),
+            say=lambda text: None,
         )
-        collectives = bundle / COMMS_NAME
-        if collectives.exists():
-            train_comms_bundle(
-                [collectives],
-                bundle,
-                "first launch",
-                CommsTrainConfig(
-                    steps=_steps(_COMMS_STEPS, request), seed=request.seed
-                ),
-                before=_comms_source(request.device_type),
-                say=lambda text: None,
-            )
 
 
 def _steps(most: int, request: LaunchRequest) -> int:
@@ -600,16 +584,10 @@ def _steady_enough(records: Sequence[CostRecord]) -> list[CostRecord]:
     return steady if enough else list(records)
 
 
-def _nearest(request: LaunchRequest, records: Path, scratch: Path) -> Path:
-    """The shipped bundle or the physical estimate, whichever a factor brings nearer."""
-    header, measured = read_records([records])
-    training, _ = split_records(_steady_enough(measured))
-    data = build_sets(training)
-    folders = [_physical_bundle(request, header[0], training, scratch / "physical")]
-    for name in pretrained_names():
-        info = COMPUTE_BUNDLE.read_info(PRETRAINED / name)
-        if info.fingerprint.device_type == request.device_type:
-            folders.append(PRETRAINED / name)
+def _nearest(request: LaunchRequest, records: Path) -> Path:
+    """The shipped bundle of this kind of device that a factor brings nearest."""
+    _, measured = read_records([records])
+    data = build_sets(split_records(_steady_enough(measured))[0])
 
     def error(folder: Path) -> float:
         model = load_bundle(folder)
@@ -618,37 +596,14 @@ def _nearest(request: LaunchRequest, records: Path, scratch: Path) -> Path:
         shares = np.abs(predicted * factors / data.costs_S2 - 1)
         return float(shares.mean())
 
-    return min(folders, key=error)
+    folders = [PRETRAINED / name for name in pretrained_names()]
+    kind = request.device_type
+    alike = (f for f in folders if _kind(f) == kind)
+    return min(alike, key=error)
 
 
-def _physical_bundle(
-    request: LaunchRequest,
-    header: RunHeader,
-    training: Sequence[CostRecord],
-    folder: Path,
-) -> Path:
-    """Save the physical estimate as a bundle that can be fine-tuned."""
-    estimate = physical_estimate(request.device_type, request.hbm_gb_per_s)
-    data = build_sets(training)
-    predicted = estimate.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
-    # A network without trained layers is linear: it is near the estimate, not equal.
-    with seeded(request.seed), torch.no_grad():
-        network = fresh_network(
-            dataclasses.replace(data, costs_S2=predicted), TrainConfig()
-        )
-        for layers in (network.encoder, network.head):
-            for last in list(layers)[-2:]:
-                last.zero_()
-    info = BundleInfo(
-        name="physical estimate",
-        fingerprint=dataclasses.replace(header.fingerprint, device=estimate.hardware),
-        reference_ms=header.reference_ms,
-        network=network.config,
-        ranges=training_ranges(data),
-        trained_on={"num_training_sets": 0},
-    )
-    COMPUTE_BUNDLE.save(folder, network, info, "# Physical estimate\n")
-    return folder
+def _kind(folder: Path) -> str:
+    return COMPUTE_BUNDLE.read_info(folder).fingerprint.device_type
 
 
 def _comms_source(device_type: str) -> Path | None:

@@ -1,12 +1,20 @@
-"""Training the set model on records, judging it on tables it never saw.
+"""Fit cost models of kernels to measured sets, and judge them.
 
-Shapes: as in `network`.
+First the physics: constants per kind of work (`models.works`), by least squares of
+relative errors. Then a network that bends it, trained on the same sets. A model of
+another device is where either may start from: its constants are fitted anew, its
+network is fine-tuned. Candidates are compared on validation sets; test sets, of tables
+that none has seen, only report.
+
+Shapes: as in `models.network`, and `S` sets.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +25,7 @@ from scipy import optimize, stats
 from torchrec_neuroshard.bundles.training_loop import (
     fit,
     hold_out,
+    kept_line,
     seeded,
     shuffled_batches,
 )
@@ -24,29 +33,47 @@ from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.measure.records import CostRecord
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.models.compute import NeuralCostModel
-from torchrec_neuroshard.models.network import (
-    OPTIMIZER_KINDS,
-    SetCostNetwork,
-    physical_basis,
+from torchrec_neuroshard.models.network import SetCostNetwork, ShardInputs, shard_inputs
+from torchrec_neuroshard.models.works import (
+    BACKWARD,
+    FORWARD,
+    WORKS,
+    Physics,
+    shard_works,
 )
 from torchrec_neuroshard.tables.features import FEATURE_NAMES, table_features
 
 __all__ = [
     "MEAN_ERROR",
+    "MIN_SETS",
+    "Candidate",
     "Evaluation",
+    "Fitted",
     "SetData",
     "TrainConfig",
     "as_cost_model",
     "best_factor",
     "build_sets",
     "evaluate",
-    "fit_linear",
-    "fit_relative",
-    "fresh_network",
+    "fit_model",
+    "fit_physics",
+    "physics_network",
     "score",
+    "split_records",
     "train",
     "training_ranges",
 ]
+
+Floats = npt.NDArray[np.float64]
+
+MIN_SETS = 10
+"""Fewest sets to train on, and fewest of held-out tables to judge by."""
+_CACHE_BYTES = tuple(2.0**n for n in range(19, 28))
+"""512 KiB to 128 MiB: sizes of the cache that are tried."""
+_ROBUST = 0.03
+"""Relative errors beyond this count by their size, not its square."""
+_INSIDE, _DEVIATIONS = 0.9, 1.645
+"""Of normal errors, this share lies within so many standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,21 +86,32 @@ class TrainConfig:
     learning_rate: float = 1e-2
     """Peak; warmed up over the first steps, then cosine to zero."""
     weight_decay: float = 1e-3
-    num_members: int = 5
+    num_members: int = 8
     """Networks in the ensemble."""
-    hidden: int = 96
+    hidden: int = 64
     latent: int = 16
-    head_hidden: int = 48
+    head_hidden: int = 32
     validation_share: float = 0.1
-    """Share of the training sets that picks each member's best epoch."""
+    """Share of the training sets that picks members' best epochs and candidates."""
+    tuning_steps: int = 500
+    """Steps when a trained network is fine-tuned, in batches of at most 64 sets."""
+    tuning_rate: float = 3e-3
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.epochs, self.num_members) < 1:
+        if min(self.epochs, self.num_members, self.tuning_steps) < 1:
             raise ConfigError(
-                "epochs and members must be at least 1, got "
-                f"{self.epochs} and {self.num_members}"
+                "epochs, members and steps must be at least 1, got "
+                f"{self.epochs}, {self.num_members} and {self.tuning_steps}"
             )
+
+    def tuning(self, num_sets: int) -> TrainConfig:
+        """Return the configuration that fine-tunes on so many sets."""
+        batch = min(64, self.batch_sets)
+        epochs = -(-self.tuning_steps // max(1, -(-num_sets // batch)))
+        return dataclasses.replace(
+            self, epochs=epochs, batch_sets=batch, learning_rate=self.tuning_rate
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +121,10 @@ class SetData:
     features_NF: npt.NDArray[np.float32]
     set_ids_N: npt.NDArray[np.int64]
     """Sorted."""
-    costs_S2: npt.NDArray[np.float64]
+    costs_S2: Floats
     """Measured forward and backward [ms]."""
+    is_new_S: npt.NDArray[np.bool_]
+    """Whether the tables of a set are in no other set."""
 
     @property
     def num_sets(self) -> int:
@@ -100,7 +140,25 @@ class SetData:
             self.features_NF[np.concatenate(rows)],
             np.concatenate(ids),
             self.costs_S2[sets],
+            self.is_new_S[sets],
         )
+
+    def split(self, rng: np.random.Generator, share: float) -> tuple[SetData, SetData]:
+        """Return training and validation sets.
+
+        Validation takes sets whose tables are in no other set, as far as there are
+        enough: then it asks what the test asks, tables never seen.
+        """
+        held_out, others = hold_out(rng, self.num_sets, share)
+        new = rng.permutation(np.flatnonzero(self.is_new_S))
+        if len(new) >= len(held_out):
+            held_out = new[: len(held_out)]
+            others = np.setdiff1d(np.arange(self.num_sets), held_out)
+        if not len(others):
+            raise RecordError(
+                f"{self.num_sets} sets are too few to train on; measure more"
+            )
+        return self.select(others), self.select(held_out)
 
 
 def build_sets(records: Sequence[CostRecord]) -> SetData:
@@ -117,30 +175,45 @@ def build_sets(records: Sequence[CostRecord]) -> SetData:
                 f"record {record.index} has times {record.fwd_ms}, {record.bwd_ms} ms; "
                 "times must be above 0"
             )
+    tables = [{t.name.partition("#")[0] for t in r.tables} for r in records]
+    uses = Counter(name for names in tables for name in names)
     return SetData(
         np.concatenate([table_features(r.tables, r.batch_size) for r in records]),
         np.repeat(np.arange(len(records)), [len(r.tables) for r in records]),
         np.array([[r.fwd_ms, r.bwd_ms] for r in records]),
+        np.array([max(uses[name] for name in names) == 1 for names in tables]),
     )
 
 
-def fit_relative(
-    matrix_SP: npt.NDArray[np.float64], measured_S: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """Fit constants of at least 0 to `matrix @ constants = measured`.
+def split_records(
+    records: Sequence[CostRecord],
+) -> tuple[list[CostRecord], list[CostRecord]]:
+    """Split measured sets by table.
+
+    The split is the collector's: by table name, the same in every run, so that a bundle
+    trained on another run has not seen the held-out tables either.
 
     Returns:
-        `P`, with the least sum of squared errors relative to the measured.
+        Sets to train on, and sets that hold only tables kept from any training.
+
+    Raises:
+        RecordError: There are fewer than `MIN_SETS` of either.
     """
-    relative = matrix_SP / measured_S[:, None]
-    scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-30)
-    solution, _ = optimize.nnls(relative / scale, np.ones(len(relative)))
-    return np.asarray(solution / scale)
+    training = [r for r in records if not r.held_out]
+    held_out = [r for r in records if r.held_out and r.repeat_of is None]
+    if min(len(training), len(held_out)) < MIN_SETS:
+        raise RecordError(
+            f"a model needs {MIN_SETS} sets to train on and {MIN_SETS} of "
+            f"held-out tables to judge by, got {len(training)} and {len(held_out)}; "
+            "measure more sets"
+        )
+    return training, held_out
 
 
-def best_factor(
-    predicted_S: npt.NDArray[np.float64], measured_S: npt.NDArray[np.float64]
-) -> float:
+# The physics.
+
+
+def best_factor(predicted_S: Floats, measured_S: Floats) -> float:
     """Return the factor on predictions that has the least mean relative error."""
     # Least sum of |f * p / y - 1| is the median of y / p, weighted by p / y.
     ratio = np.sort(measured_S / predicted_S)
@@ -148,38 +221,274 @@ def best_factor(
     return float(ratio[np.searchsorted(weight, weight[-1] / 2)])
 
 
-def fit_linear(data: SetData) -> SetCostNetwork:
-    """Fit a linear model: a network of launches and rates that bends nothing.
+def _fit_constants(
+    works_SK: Floats, measured_S: Floats, start_K: Floats | None
+) -> Floats:
+    """Fit constants of at least 0 to relative errors, large errors counted less.
 
-    Its constants are at least 0, and have the least sum of squared relative errors. It
-    is the yardstick of trained networks, and what they start from. Optimizers without
-    data take row-wise Adagrad's constants.
+    With `start_K`, constants stay near it where the sets say little: each as if one
+    more set spoke for it.
     """
-    totals, kinds = physical_basis(torch.from_numpy(data.features_NF))
-    product = torch.einsum("np,no->npo", totals.double(), kinds.double()).numpy()
-    num_sets, (_, num_totals, num_kinds) = data.num_sets, product.shape
-    sums = np.zeros((num_sets, num_totals, num_kinds))
-    np.add.at(sums, data.set_ids_N, product)
-    present = sums.sum(axis=(0, 1)) > 0
-    weights = np.zeros((num_totals, num_kinds, 2))
-    launch = np.zeros(2)
-    for c in range(2):
-        columns = sums[:, :, present].reshape(num_sets, -1)
-        matrix = np.concatenate([columns, np.ones((num_sets, 1))], axis=1)
-        solution = fit_relative(matrix, data.costs_S2[:, c])
-        weights[:, present, c] = solution[:-1].reshape(num_totals, -1)
-        launch[c] = solution[-1]
-    fallback = OPTIMIZER_KINDS.index("rowwise_adagrad")
-    if not present[fallback]:
-        fallback = int(np.flatnonzero(present)[0])
-    weights[:, ~present] = weights[:, fallback : fallback + 1]
+    relative = works_SK / measured_S[:, None]
+    scale_K = np.maximum(np.linalg.norm(relative, axis=0), 1e-30)
+    scale_K = scale_K / np.sqrt(len(measured_S))
+    relative = relative / scale_K
+    ridge, wanted = np.zeros((0, relative.shape[1])), np.zeros(0)
+    if start_K is not None:
+        ridge, wanted = np.eye(relative.shape[1]), start_K * scale_K
+    weight_S = np.ones(len(measured_S))
+    for _ in range(6):
+        matrix = np.concatenate([relative * weight_S[:, None], ridge])
+        solution, _ = optimize.nnls(matrix, np.concatenate([weight_S, wanted]))
+        error = np.abs(relative @ solution - 1.0)
+        weight_S = 1.0 / np.sqrt(np.maximum(error, _ROBUST) / _ROBUST)
+    fitted: Floats = solution / scale_K
+    return fitted
+
+
+def _set_works(data: SetData, cache_bytes: float) -> Floats:
+    """Work of each set, and 1 for its launch: `S x (K + 1)`."""
+    works = np.zeros((data.num_sets, len(WORKS)))
+    np.add.at(works, data.set_ids_N, shard_works(data.features_NF, cache_bytes))
+    return np.concatenate([works, np.ones((data.num_sets, 1))], axis=1)
+
+
+def fit_physics(data: SetData, start: Physics | None = None) -> Physics:
+    """Fit a device's constants and the size of its cache.
+
+    Args:
+        data: Measured sets.
+        start: Another device: times a factor, its constants hold where the sets say
+            little.
+    """
+    done = np.append(np.stack([FORWARD, BACKWARD], axis=1), [[True, True]], axis=0)
+    near: Floats | None = None
+    if start is not None:
+        near = np.concatenate([start.constants_K2, start.launch_2[None]])
+        before = _set_works(data, start.cache_bytes) @ near
+        near = near * list(map(best_factor, before.T, data.costs_S2.T))
+    best, least = None, np.inf
+    for cache_bytes in _CACHE_BYTES:
+        works = _set_works(data, cache_bytes)
+        constants = np.zeros((works.shape[1], 2))
+        for c in range(2):
+            constants[done[:, c], c] = _fit_constants(
+                works[:, done[:, c]],
+                data.costs_S2[:, c],
+                None if near is None else near[done[:, c], c],
+            )
+        error = float(np.abs(works @ constants / data.costs_S2 - 1.0).mean())
+        if error < least:
+            launch = np.maximum(constants[-1], 1e-4)
+            best, least = Physics(cache_bytes, constants[:-1], launch), error
+    assert best is not None
+    return best
+
+
+def physics_network(physics: Physics) -> SetCostNetwork:
+    """Return a network that bends nothing: the physics alone."""
     with seeded(0), torch.no_grad():
         network = SetCostNetwork(num_members=1, hidden=1, latent=1, head_hidden=1)
         for layer in (*network.encoder, *network.head):
             layer.zero_()
-        network.physical_PO2.copy_(torch.from_numpy(weights))
-        network.launch_2.copy_(torch.from_numpy(launch))
+        network.physics = physics
     return network.eval()
+
+
+# The network.
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Sets of one or more devices as the network's inputs."""
+
+    inputs: tuple[torch.Tensor, ...]
+    """`ShardInputs` of all shards; with several devices, which one is among `x`."""
+    set_ids_N: npt.NDArray[np.int64]
+    launch_S2: torch.Tensor
+    device_SD: torch.Tensor
+    costs_S3: torch.Tensor
+    """Forward, backward and total."""
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[tuple[SetData, Physics]], num_devices: int
+    ) -> _Prepared:
+        """Prepare the sets of several devices; `parts[d]` are of device `d`."""
+        inputs: list[ShardInputs] = []
+        ids, launch, device, start = [], [], [], 0
+        for d, (data, physics) in enumerate(parts):
+            made = shard_inputs(data.features_NF, physics)
+            one_hot = np.eye(num_devices, dtype=np.float32)[[d] if num_devices else []]
+            if num_devices:
+                shown = np.broadcast_to(one_hot, (len(made.x_NX), num_devices))
+                made = made._replace(x_NX=np.concatenate([made.x_NX, shown], axis=1))
+            inputs.append(made)
+            ids.append(data.set_ids_N + start)
+            launch.append(np.tile(physics.launch_2, (data.num_sets, 1)))
+            device.append(np.full(data.num_sets, d))
+            start += data.num_sets
+        costs = np.concatenate([data.costs_S2 for data, _ in parts])
+        shown_SD = np.eye(max(num_devices, 1))[np.concatenate(device)][:, :num_devices]
+        return cls(
+            tuple(
+                torch.from_numpy(np.concatenate(v)) for v in zip(*inputs, strict=True)
+            ),
+            np.concatenate(ids),
+            torch.from_numpy(np.concatenate(launch)).float(),
+            torch.from_numpy(shown_SD).float(),
+            torch.from_numpy(np.c_[costs, costs.sum(axis=1)]).float(),
+        )
+
+    def error(
+        self, network: SetCostNetwork, sets: npt.NDArray[np.int64] | None = None
+    ) -> torch.Tensor:
+        """Log ratio of predicted and measured of some sets or all, `S x M x 3`."""
+        if sets is None:
+            sets = np.arange(len(self.costs_S3))
+        starts = np.searchsorted(self.set_ids_N, np.arange(len(self.costs_S3) + 1))
+        rows = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in sets])
+        ids = np.repeat(np.arange(len(sets)), starts[sets + 1] - starts[sets])
+        encoded = network.encode(*(v[rows] for v in self.inputs))
+        sums = torch.zeros(len(sets), encoded.shape[1])
+        sums = sums.index_add(0, torch.from_numpy(ids), encoded)
+        out = network.predict(sums, self.launch_S2[sets], self.device_SD[sets])
+        with_total = torch.cat([out, out.sum(2, keepdim=True)], dim=2)
+        return with_total.log() - self.costs_S3[sets].log()[:, None]
+
+
+def train(
+    data: SetData,
+    config: TrainConfig,
+    *,
+    physics: Physics | None = None,
+    init: SetCostNetwork | None = None,
+    others: Sequence[SetData] = (),
+) -> SetCostNetwork:
+    """Train an ensemble.
+
+    Each member leaves out other sets, one part in as many as there are members, and
+    keeps the weights of its best epoch on the validation sets. How far members differ
+    is scaled such that it tells the errors of the validation sets.
+
+    Args:
+        data: Sets to train on; a part becomes the validation sets.
+        config: Sizes and rates.
+        physics: The device; None: fitted to the sets trained on.
+        init: Start from these weights (fine-tuning) instead of random ones.
+        others: Sets of other devices of the kind to learn from as well: one network for
+            all, told which device it is, and fine-tuned on `data` in the end.
+    """
+    rng = np.random.default_rng(config.seed)
+    training, validation = data.split(rng, config.validation_share)
+    physics = physics or fit_physics(training)
+    parts = [(training, physics), *((o, fit_physics(o)) for o in others)]
+    devices = len(parts) if others else 0
+    prepared = _Prepared.of(parts, devices)
+    judged = _Prepared.of([(validation, physics)], devices)
+    with seeded(config.seed):
+        if init is None:
+            network = SetCostNetwork(
+                config.num_members,
+                config.hidden,
+                config.latent,
+                config.head_hidden,
+                devices,
+            )
+            x_NX = prepared.inputs[0][:, : network.num_inputs]
+            network.input_mean_X.copy_(x_NX.mean(dim=0))
+            network.input_std_X.copy_(x_NX.std(dim=0).clamp_min(1e-2))
+        else:
+            network = copy.deepcopy(init)
+        network.physics = physics
+        _fit(network, prepared, judged, config, rng)
+        if others:
+            network = network.of_device(0)
+            prepared, judged = (
+                _Prepared.of([(d, physics)], 0) for d in (training, validation)
+            )
+            _fit(network, prepared, judged, config.tuning(training.num_sets), rng)
+    _scale_spread(network, judged)
+    return network.eval()
+
+
+def _fit(
+    network: SetCostNetwork,
+    training: _Prepared,
+    validation: _Prepared,
+    config: TrainConfig,
+    rng: np.random.Generator,
+) -> None:
+    num_sets = len(training.costs_S3)
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+    )
+    num_steps = config.epochs * -(-num_sets // config.batch_sets)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, config.learning_rate, total_steps=num_steps, pct_start=0.1
+    )
+    weight = torch.tensor([0.5, 0.5, 1.0])
+    members = network.num_members
+    left_out = torch.from_numpy(rng.permutation(num_sets) % members)
+    seen_SM = torch.ones(num_sets, members)
+    if members > 1:
+        seen_SM[torch.arange(num_sets), left_out] = 0.0
+
+    def loss(sets: npt.NDArray[np.int64]) -> torch.Tensor:
+        error = training.error(network, sets) * weight
+        huber = torch.nn.functional.smooth_l1_loss(
+            error, torch.zeros_like(error), beta=0.02, reduction="none"
+        )
+        return (huber * seen_SM[sets][..., None]).sum() / len(sets)
+
+    fit(
+        network,
+        optimizer,
+        shuffled_batches(rng, num_sets, config.batch_sets, config.epochs),
+        loss,
+        lambda: (validation.error(network).exp() - 1).abs().mean(dim=(0, 2)),
+        max_grad_norm=10.0,
+        schedule=schedule,
+    )
+
+
+def _scale_spread(network: SetCostNetwork, validation: _Prepared) -> None:
+    """Scale the members' spread such that 90 % of sets lie inside the 90 % interval.
+
+    Of the pairs of a factor and a least uncertainty that do so, the likeliest.
+    """
+    with torch.no_grad():
+        totals = validation.error(network)[..., 2].exp().double().numpy()  # S x M
+    mean = totals.mean(axis=1)
+    error, spread = np.abs(mean - 1.0) / mean, totals.std(axis=1) / mean
+    best, likeliest = (1.0, 0.0), -np.inf
+    for least in np.arange(0.0, 0.2, 0.005):
+        for factor in np.arange(0.0, 4.1, 0.1):
+            std = np.hypot(factor * spread, least) + 1e-6
+            if (error <= _DEVIATIONS * std).mean() < _INSIDE:
+                continue
+            likely = float((-np.log(std) - 0.5 * (error / std) ** 2).mean())
+            if likely > likeliest:
+                best, likeliest = (float(factor), float(least)), likely
+    network.spread_2.copy_(torch.tensor(best))
+
+
+def as_cost_model(network: SetCostNetwork, data: SetData, name: str) -> NeuralCostModel:
+    """Wrap a network trained on `data`, for judging it before it is saved."""
+    return NeuralCostModel(
+        network, name=name, hardware="", ranges=training_ranges(data)
+    )
+
+
+def training_ranges(data: SetData) -> dict[str, tuple[float, float]]:
+    """Smallest and largest value of each per-shard feature."""
+    low, high = data.features_NF.min(axis=0), data.features_NF.max(axis=0)
+    return {
+        name: (float(low[i]), float(high[i])) for i, name in enumerate(FEATURE_NAMES)
+    }
+
+
+# Judging and choosing.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +502,12 @@ class Evaluation:
     total_mape: float
     """Mean absolute error of forward + backward, relative to the measured."""
     total_median: float
+    cheapest_mape: float
+    """The same of the tenth of the sets that takes least."""
+    bias: float
+    """Mean error of forward + backward, relative to the measured."""
+    inside: float
+    """Share of the sets inside the model's 90 % interval."""
     kendall_tau: float
     """Of predicted and measured totals."""
 
@@ -200,18 +515,21 @@ class Evaluation:
         """Return the errors as printed."""
         return (
             f"{self.name}: forward {self.fwd_mape:.2%}, backward {self.bwd_mape:.2%}, "
-            f"total {self.total_mape:.2%} (median {self.total_median:.2%}), tau "
-            f"{self.kendall_tau:.4f}"
+            f"total {self.total_mape:.2%} (median {self.total_median:.2%}, bias "
+            f"{self.bias:+.2%}), tau {self.kendall_tau:.4f}"
         )
 
 
 def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
     """Judge a model on measured sets."""
-    predicted = model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+    sums = np.zeros((data.num_sets, model.encoding_dim))
+    np.add.at(sums, data.set_ids_N, model.encode(data.features_NF))
+    predicted = model.predict_sums(sums)
     error = np.abs(predicted / data.costs_S2 - 1)
-    measured = data.costs_S2.sum(axis=1)
-    total = predicted.sum(axis=1)
+    measured, total = data.costs_S2.sum(axis=1), predicted.sum(axis=1)
     total_error = np.abs(total / measured - 1)
+    cheap = measured <= np.quantile(measured, 0.1)
+    interval = _DEVIATIONS * model.relative_uncertainty(sums) * total
     return Evaluation(
         name=name,
         num_sets=data.num_sets,
@@ -219,6 +537,9 @@ def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
         bwd_mape=float(error[:, 1].mean()),
         total_mape=float(total_error.mean()),
         total_median=float(np.median(total_error)),
+        cheapest_mape=float(total_error[cheap].mean()),
+        bias=float((total / measured - 1).mean()),
+        inside=float((np.abs(total - measured) <= interval).mean()),
         kendall_tau=float(stats.kendalltau(total, measured).statistic),
     )
 
@@ -232,110 +553,98 @@ def score(evaluation: Evaluation) -> float:
     return (evaluation.fwd_mape + evaluation.bwd_mape + evaluation.total_mape) / 3
 
 
-def training_ranges(data: SetData) -> dict[str, tuple[float, float]]:
-    """Smallest and largest value of each per-shard feature."""
-    low, high = data.features_NF.min(axis=0), data.features_NF.max(axis=0)
-    return {
-        name: (float(low[i]), float(high[i])) for i, name in enumerate(FEATURE_NAMES)
-    }
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to predict a device."""
+
+    network: SetCostNetwork
+    ranges: Mapping[str, tuple[float, float]]
+    """Feature name -> smallest and largest value that it was trained on."""
+    error: float
+    """On validation sets: what it is chosen by."""
+    evaluation: Evaluation
+    """On the test sets, of held-out tables; its name is the candidate's."""
 
 
-def train(
-    data: SetData, config: TrainConfig, init: SetCostNetwork | None = None
-) -> SetCostNetwork:
-    """Train an ensemble.
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """The candidates, and which one to keep."""
 
-    All members see the same batches and differ by their first weights. Each keeps the
-    weights of its best epoch on the validation sets.
+    candidates: Mapping[str, Candidate]
+    """By name: `physics`, and `learned` or, from a model of another device, `before`,
+    `refitted` and `tuned`."""
+
+    @property
+    def kept(self) -> str:
+        """The candidate with the least validation error."""
+        return min(self.candidates, key=lambda n: self.candidates[n].error)
+
+    @property
+    def best(self) -> Candidate:
+        """The candidate kept."""
+        return self.candidates[self.kept]
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Candidate -> validation error."""
+        return {n: c.error for n, c in self.candidates.items()}
+
+    def verdict(self) -> str:
+        """Say in one sentence what is kept and why."""
+        return kept_line(self.kept, self.errors, f"{MEAN_ERROR} in validation")
+
+
+def fit_model(
+    data: SetData,
+    test: SetData,
+    config: TrainConfig,
+    *,
+    start: NeuralCostModel | None = None,
+    others: Sequence[SetData] = (),
+) -> Fitted:
+    """Make the candidates for a device, and choose in validation.
 
     Args:
-        data: Sets to train on; a part becomes the validation sets.
+        data: Its sets to train on; a part validates.
+        test: Its sets of held-out tables, which report.
         config: Sizes and rates.
-        init: Start from these weights (fine-tuning) instead of random ones.
+        start: A model of another device to start from.
+        others: Sets of other devices to learn from as well, without `start`.
     """
-    rng = np.random.default_rng(config.seed)
-    held_out, others = hold_out(rng, data.num_sets, config.validation_share)
-    if not len(others):
-        raise RecordError(f"{data.num_sets} sets are too few to train on; measure more")
-    validation, training = data.select(held_out), data.select(others)
-    with seeded(config.seed):
-        network = (
-            fresh_network(training, config) if init is None else copy.deepcopy(init)
-        )
-        _fit(network, training, validation, config, rng)
-    return network.eval()
-
-
-def fresh_network(data: SetData, config: TrainConfig) -> SetCostNetwork:
-    """Return an untrained ensemble whose physical constants fit the data."""
-    network = SetCostNetwork(
-        config.num_members, config.hidden, config.latent, config.head_hidden
+    training, validation = data.split(
+        np.random.default_rng(config.seed), config.validation_share
     )
-    linear = fit_linear(data)
-    network.physical_PO2.copy_(linear.physical_PO2)
-    network.launch_2.copy_(linear.launch_2.clamp_min(1e-3))
-    inputs = network.inputs(torch.from_numpy(data.features_NF))
-    network.input_mean_X.copy_(inputs.mean(dim=0))
-    network.input_std_X.copy_(inputs.std(dim=0).clamp_min(1e-2))
-    return network
-
-
-def _forward(network: SetCostNetwork, data: SetData) -> torch.Tensor:
-    encoded = network.encode(torch.from_numpy(data.features_NF))
-    sums = torch.zeros(data.num_sets, encoded.shape[1])
-    sums = sums.index_add(0, torch.from_numpy(data.set_ids_N), encoded)
-    return network.predict(sums)
-
-
-def _log_error(predicted_SM2: torch.Tensor, data: SetData) -> torch.Tensor:
-    """Log ratio of forward, backward and total, `S x M x 3`."""
-    with_total = torch.cat([predicted_SM2, predicted_SM2.sum(2, keepdim=True)], dim=2)
-    measured = torch.from_numpy(data.costs_S2).float()
-    measured = torch.cat([measured, measured.sum(1, keepdim=True)], dim=1)
-    return with_total.log() - measured.log()[:, None]
-
-
-def _fit(
-    network: SetCostNetwork,
-    training: SetData,
-    validation: SetData,
-    config: TrainConfig,
-    rng: np.random.Generator,
-) -> None:
-    optimizer = torch.optim.AdamW(
-        network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
-    )
-    num_steps = config.epochs * -(-training.num_sets // config.batch_sets)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.learning_rate, total_steps=num_steps, pct_start=0.1
-    )
-    weight = torch.tensor([0.5, 0.5, 1.0])
-
-    def loss(sets: npt.NDArray[np.int64]) -> torch.Tensor:
-        batch = training.select(sets)
-        error = _log_error(_forward(network, batch), batch)
-        huber = torch.nn.functional.smooth_l1_loss(
-            error * weight, torch.zeros_like(error), beta=0.02, reduction="sum"
-        )
-        return huber / batch.num_sets
-
-    def validate() -> torch.Tensor:
-        error = _log_error(_forward(network, validation), validation)
-        return (error.exp() - 1).abs().mean(dim=(0, 2))
-
-    fit(
-        network,
-        optimizer,
-        shuffled_batches(rng, training.num_sets, config.batch_sets, config.epochs),
-        loss,
-        validate,
-        max_grad_norm=10.0,
-        schedule=schedule,
-    )
-
-
-def as_cost_model(network: SetCostNetwork, data: SetData, name: str) -> NeuralCostModel:
-    """Wrap a network trained on `data`, for judging it before it is saved."""
-    return NeuralCostModel(
-        network, name=name, hardware="", ranges=training_ranges(data)
+    ranges = training_ranges(data)
+    if start is None:
+        physics = fit_physics(training)
+        learned = train(data, config, physics=physics, others=others)
+        made = {
+            "physics": (physics_network(physics), ranges),
+            "learned": (learned, ranges),
+        }
+    else:
+        both = {
+            name: (min(start.ranges[name][0], low), max(start.ranges[name][1], high))
+            for name, (low, high) in ranges.items()
+        }
+        physics = fit_physics(training, start.network.physics)
+        refitted = copy.deepcopy(start.network)
+        refitted.physics = physics
+        tuning = config.tuning(training.num_sets)
+        made = {
+            "before": (start.network, start.ranges),
+            "physics": (physics_network(physics), ranges),
+            "refitted": (refitted, both),
+            "tuned": (train(data, tuning, physics=physics, init=refitted), both),
+        }
+    return Fitted(
+        {
+            name: Candidate(
+                network,
+                seen,
+                score(evaluate(name, as_cost_model(network, data, name), validation)),
+                evaluate(name, as_cost_model(network, data, name), test),
+            )
+            for name, (network, seen) in made.items()
+        }
     )

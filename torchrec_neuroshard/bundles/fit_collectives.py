@@ -16,9 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import stats
+from scipy import optimize, stats
 
-from torchrec_neuroshard.bundles.fit import fit_relative
 from torchrec_neuroshard.bundles.training_loop import fit, hold_out, kept_line, seeded
 from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.measure.records import CommsRecord
@@ -48,6 +47,20 @@ needing that share: such times are noise, and nobody waits for them."""
 _LEAST_MS = 1e-3
 _LEAST_RECORDS = 5
 """Fewest records of a collective that a factor of its own is taken from."""
+
+
+def fit_relative(
+    matrix_SP: npt.NDArray[np.float64], measured_S: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Fit constants of at least 0 to `matrix @ constants = measured`.
+
+    Returns:
+        `P`, with the least sum of squared errors relative to the measured.
+    """
+    relative = matrix_SP / measured_S[:, None]
+    scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-30)
+    solution, _ = optimize.nnls(relative / scale, np.ones(len(relative)))
+    return np.asarray(solution / scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,7 +58,7 @@ __all__ = [
     "save_comms_bundle",
 ]
 
-BUNDLE_VERSION = 1
+BUNDLE_VERSION = 2
 
 COMMS_VERSION = 1
 """Version of the layout of collectives; another version is refused."""

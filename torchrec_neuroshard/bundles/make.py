@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from torchrec_neuroshard.bundles.calibrate import (
-    Calibration,
-    CalibrationConfig,
-    calibrate,
-    split_records,
-)
 from torchrec_neuroshard.bundles.cards import (
-    calibration_note,
     comms_card,
     compute_card,
 )
 from torchrec_neuroshard.bundles.find import bundle_folder, pretrained_names
 from torchrec_neuroshard.bundles.fit import (
-    MEAN_ERROR,
-    Evaluation,
-    SetData,
+    Fitted,
     TrainConfig,
-    as_cost_model,
     build_sets,
-    evaluate,
-    fit_linear,
-    score,
-    train,
-    training_ranges,
+    fit_model,
+    split_records,
 )
 from torchrec_neuroshard.bundles.fit_collectives import (
     CommsEvaluation,
@@ -49,7 +34,6 @@ from torchrec_neuroshard.bundles.format import (
     load_bundle,
     save_comms_bundle,
 )
-from torchrec_neuroshard.bundles.training_loop import kept_line
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.measure.records import (
     CommsRecord,
@@ -64,153 +48,101 @@ from torchrec_neuroshard.measure.store import (
     read_comms_records,
     read_records,
 )
-from torchrec_neuroshard.models.network import SetCostNetwork
 from torchrec_neuroshard.progress import phase
 
-__all__ = [
-    "MeasuredSets",
-    "calibrate_bundle",
-    "source_folder",
-    "train_bundle",
-    "train_comms_bundle",
-]
+__all__ = ["make_bundle", "source_folder", "train_comms_bundle"]
 
 _TEST_EVERY = 5
 """Of the world sizes trained on, every so many records of collectives are kept for the
 test."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredSets:
-    """Measured sets of one device, split by table."""
-
-    headers: Sequence[RunHeader]
-    training: SetData
-    test: SetData
-    """Of held-out tables."""
-    num_disturbed: int
-    """Records left out, since other work disturbed them."""
-    noise: str
-    """How much sets measured again differ."""
-
-    @classmethod
-    def read(
-        cls, files: Sequence[Path], select: Callable[..., list[CostRecord]]
-    ) -> MeasuredSets:
-        """Read files of one machine.
-
-        Args:
-            files: Parquet files.
-            select: Leaves out records that do not count.
-
-        Raises:
-            RecordError: Too few records to train on, or to judge by.
-            RecordMismatchError: The files are of different machines.
-        """
-        headers, records = read_records(files)
-        kept = select(records)
-        num_disturbed = len(records) - len(kept)
-        try:
-            training, test = map(build_sets, split_records(kept))
-        except RecordError as error:
-            raise RecordError(
-                f"{error} ({num_disturbed} of {len(records)} records were left out: "
-                "other work disturbed them)"
-            ) from error
-        noise = repeatability_line(repeatability(kept), "set")
-        return cls(headers, training, test, num_disturbed, noise)
-
-    def describe(
-        self,
-        name: str,
-        network: SetCostNetwork,
-        ranges: Mapping[str, tuple[float, float]],
-        trained_on: Mapping[str, Any],
-    ) -> BundleInfo:
-        """Describe a network that was fitted to these sets.
-
-        Args:
-            name: What it is called.
-            network: The network.
-            ranges: Feature name -> smallest and largest value in training.
-            trained_on: What else to tell of the training.
-        """
-        header = self.headers[0]
-        return BundleInfo(
-            name=name,
-            fingerprint=header.fingerprint,
-            reference_ms=header.reference_ms,
-            network=network.config,
-            ranges=ranges,
-            trained_on={
-                "num_training_sets": self.training.num_sets,
-                "num_test_sets": self.test.num_sets,
-                "num_disturbed": self.num_disturbed,
-                "created": sorted({h.created[:10] for h in self.headers}),
-                "commands": [*(h.command for h in self.headers), command_line()],
-                **trained_on,
-            },
-        )
+def _read_sets(
+    files: Sequence[Path], select: Callable[[Sequence[CostRecord]], list[CostRecord]]
+) -> tuple[Sequence[RunHeader], list[CostRecord], int]:
+    """Headers, records that count, and how many do not, of files of one machine."""
+    headers, records = read_records(files)
+    kept = select(records)
+    return headers, kept, len(records) - len(kept)
 
 
-def train_bundle(
+def make_bundle(
     records: Sequence[Path],
     out: Path,
     name: str,
     config: TrainConfig,
-    say: Callable[[str], object] = print,
-) -> list[Evaluation]:
-    """Train on record files, judge on their held-out tables, write a bundle.
+    *,
+    start: Path | None = None,
+    others: Sequence[Sequence[Path]] = (),
+    select: Callable[[Sequence[CostRecord]], list[CostRecord]] = steady_records,
+) -> Fitted:
+    """Fit a cost model of kernels to one device's records and write a bundle.
 
-    Where a linear model errs less there than the ensemble, the bundle holds that one.
-    Records that other work disturbed (`steady_records`) take part in neither.
+    Records that other work disturbed take no part. The candidate that errs least in
+    validation is kept; the card tells its errors on held-out tables. A model of
+    collectives beside `start` is not taken over: it was measured there.
 
     Args:
         records: Parquet files of one machine.
         out: Folder of the bundle.
         name: What the bundle is called.
         config: Sizes and rates.
-        say: Prints a line.
-
-    Returns:
-        The learned model's and the yardsticks' errors.
+        start: Folder of a bundle of another device to start from.
+        others: Files of other devices of the kind, device by device, to learn from as
+            well; without `start`.
+        select: Leaves out records that do not count.
 
     Raises:
+        ConfigError: `out` is the bundle to start from.
         RecordError: Too few records, or none of held-out tables.
-        RecordMismatchError: The files are of different machines.
+        RecordMismatchError: The files of a device are of different machines.
+        BundleCorruptError: `start` is damaged.
     """
+    if start is not None and out.resolve() == start.resolve():
+        raise ConfigError(
+            f"{out} is the bundle to start from; name another folder for the new one"
+        )
     with phase("reading the records"):
-        sets = MeasuredSets.read(records, steady_records)
-    training, test = sets.training, sets.test
-    say(
-        f"{training.num_sets} sets to train on, {test.num_sets} of held-out tables; "
-        f"{sets.num_disturbed} records that other work disturbed are left out"
-    )
-    with phase("training"):
-        networks = {
-            "learned": train(training, config),
-            "linear": fit_linear(training),
-        }
-    with phase("judging by held-out tables"):
-        evaluations = [
-            evaluate(n, as_cost_model(m, training, n), test)
-            for n, m in networks.items()
+        headers, kept, num_disturbed = _read_sets(records, select)
+        try:
+            data, test = map(build_sets, split_records(kept))
+        except RecordError as error:
+            raise RecordError(
+                f"{error} ({num_disturbed} of {num_disturbed + len(kept)} records were "
+                "left out: other work disturbed them)"
+            ) from error
+        shared = [
+            build_sets(split_records(_read_sets(f, select)[1])[0]) for f in others
         ]
-    errors = {e.name: score(e) for e in evaluations}
-    kept = min(errors, key=errors.__getitem__)
-    verdict = kept_line(kept, errors, MEAN_ERROR)
-    info = sets.describe(
-        name,
-        networks[kept],
-        training_ranges(training),
-        {"seed": config.seed, "epochs": config.epochs, "kept": kept},
+    before = None if start is None else load_bundle(start)
+    with phase("fitting"):
+        fitted = fit_model(data, test, config, start=before, others=shared)
+    best, header = fitted.best, headers[0]
+    from_bundle = None if start is None else COMPUTE_BUNDLE.read_info(start)
+    info = BundleInfo(
+        name=name,
+        fingerprint=header.fingerprint,
+        reference_ms=header.reference_ms,
+        network=best.network.config,
+        ranges=best.ranges,
+        trained_on={
+            "num_training_sets": data.num_sets,
+            "num_test_sets": test.num_sets,
+            "num_other_sets": sum(d.num_sets for d in shared),
+            "num_disturbed": num_disturbed,
+            "created": sorted({h.created[:10] for h in headers}),
+            "commands": [*(h.command for h in headers), command_line()],
+            "seed": config.seed,
+            "epochs": config.epochs,
+            "started_from": from_bundle and from_bundle.name,
+            "kept": fitted.kept,
+            "errors": fitted.errors,
+        },
     )
-    card = compute_card(info, sets.noise, evaluations, verdict)
-    COMPUTE_BUNDLE.save(out, networks[kept], info, card)
-    for line in (*(e.line() for e in evaluations), verdict, sets.noise):
-        say(line)
-    say(f"wrote {out}")
-    return evaluations
+    noise = repeatability_line(repeatability(kept), "set")
+    card = compute_card(info, noise, fitted, from_bundle)
+    COMPUTE_BUNDLE.save(out, best.network, info, card)
+    return fitted
 
 
 def train_comms_bundle(
@@ -361,69 +293,3 @@ def source_folder(name: str | Path) -> Path:
             "'neuroshard train'"
         )
     return folder
-
-
-def calibrate_bundle(
-    source: Path,
-    records: Sequence[Path],
-    out: Path,
-    name: str,
-    config: CalibrationConfig,
-    select: Callable[[Sequence[CostRecord]], list[CostRecord]] | None = None,
-) -> tuple[Calibration, list[Evaluation]]:
-    """Fine-tune a bundle on another device's records and write a new bundle.
-
-    A model of collectives beside `source` is not taken over: it was measured there.
-
-    Args:
-        source: Folder of the bundle to start from.
-        records: Files of compute records of one device.
-        out: Folder of the new bundle.
-        name: What it is called.
-        config: Steps and rates.
-        select: Leaves out records that do not count; None: `steady_records`.
-
-    Returns:
-        The calibration, and the errors that the card shows: of what was kept, of all
-        candidates and of the yardsticks.
-
-    Raises:
-        ConfigError: `out` is the bundle to start from.
-        RecordError: Too few records.
-        RecordMismatchError: The files are of different devices.
-        BundleCorruptError: `source` is damaged.
-    """
-    if out.resolve() == source.resolve():
-        raise ConfigError(
-            f"{out} is the bundle to start from; name another folder for the new one"
-        )
-    model, old = load_bundle(source), COMPUTE_BUNDLE.read_info(source)
-    sets = MeasuredSets.read(records, select or steady_records)
-    training, test = sets.training, sets.test
-    found = calibrate(model, old.network, training, test, config)
-    kept = found.candidates[found.kept]
-    evaluations = [
-        evaluate("learned", as_cost_model(kept.network, test, name), test),
-        *(c.evaluation for c in found.candidates.values()),
-    ]
-    info = sets.describe(
-        name,
-        kept.network,
-        kept.ranges,
-        {
-            "seed": config.seed,
-            "steps": config.steps,
-            "calibrated_from": {
-                "name": old.name,
-                "device": old.fingerprint.device,
-                "num_training_sets": old.trained_on.get("num_training_sets"),
-            },
-            "kept": found.kept,
-            "factors": list(found.factors_2),
-            "errors": found.errors,
-        },
-    )
-    note = calibration_note(old, found)
-    card = compute_card(info, sets.noise, evaluations, note)
-    COMPUTE_BUNDLE.save(out, kept.network, info, card)
-    return found, evaluations

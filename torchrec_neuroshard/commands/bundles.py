@@ -6,21 +6,18 @@ import argparse
 from pathlib import Path
 
 from torchrec_neuroshard.bundles import cache
-from torchrec_neuroshard.bundles.calibrate import MIN_SETS, CalibrationConfig
-from torchrec_neuroshard.bundles.fit import TrainConfig
+from torchrec_neuroshard.bundles.fit import MIN_SETS, Fitted, TrainConfig
 from torchrec_neuroshard.bundles.fit_collectives import CommsTrainConfig
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE
 from torchrec_neuroshard.bundles.make import (
-    calibrate_bundle,
+    make_bundle,
     source_folder,
-    train_bundle,
     train_comms_bundle,
 )
 from torchrec_neuroshard.commands.options import add_bundle, add_measuring, option
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_folder, from_options
 from torchrec_neuroshard.measure.store import record_kind
-from torchrec_neuroshard.progress import phase
 
 RECORDS_NAME = "calibration.parquet"
 """Measured sets are kept under this name in the bundle's folder. The same command,
@@ -37,6 +34,10 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     option(parser, "--epochs", int, "passes over records of kernels", known.epochs)
     text, members = "nets whose mean predicts kernels", known.num_members
     option(parser, "--members", int, text, members, dest="num_members")
+    text = "files of other devices of the kind, to learn from as well; once per device"
+    parser.add_argument(
+        "--others", type=Path, nargs="+", action="append", default=[], help=text
+    )
     text = "numbers of ranks of 'collect comms' to test on and not to train on"
     option(parser, "--test-world-sizes", int, text, nargs="+")
 
@@ -47,11 +48,19 @@ def run_train(args: argparse.Namespace) -> int:
     files, out = args.records, args.out
     if record_kind(files[0]) == "comms":
         sizes = args.test_world_sizes or ()
-        config = CommsTrainConfig(seed=args.seed)
-        train_comms_bundle(files, out, out.name, config, test_world_sizes=sizes)
+        comms = CommsTrainConfig(seed=args.seed)
+        train_comms_bundle(files, out, out.name, comms, test_world_sizes=sizes)
     else:
-        train_bundle(files, out, out.name, from_options(TrainConfig, args))
+        config = from_options(TrainConfig, args)
+        _tell(make_bundle(files, out, out.name, config, others=args.others), out)
     return 0
+
+
+def _tell(fitted: Fitted, out: Path) -> None:
+    """Print the errors on held-out tables, and what was kept."""
+    for candidate in fitted.candidates.values():
+        print(candidate.evaluation.line())
+    print(f"{fitted.verdict()}\nwrote {out}")
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +68,8 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     text = "bundle to start from: a shipped one's name or a folder"
     option(parser, "--from", str, text, "cpu", dest="source")
     add_bundle(parser)
-    option(parser, "--steps", int, "training steps", CalibrationConfig().steps)
+    known = TrainConfig().tuning_steps
+    option(parser, "--steps", int, "training steps", known, dest="tuning_steps")
     text = "files of 'neuroshard collect compute' to use instead of measuring"
     option(parser, "--records", Path, text, nargs="+")
     add_measuring(parser.add_argument_group("without --records"), _NUM_SETS)
@@ -75,7 +85,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
         )
     check_folder(args.out)
     source = source_folder(args.source)
-    config = from_options(CalibrationConfig, args)
+    config = from_options(TrainConfig, args)
     records = args.records
     if not records:
         # Only here: with --records, calibrating does without fbgemm.
@@ -83,13 +93,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
         records = [args.out / RECORDS_NAME]
         measure_kernels(args, records[0])
-    with phase("calibrating"):
-        found, evaluations = calibrate_bundle(
-            source, records, args.out, args.out.name, config
-        )
-    for line in (*(e.line() for e in evaluations), found.verdict()):
-        print(line)
-    print(f"wrote {args.out}")
+    _tell(make_bundle(records, args.out, args.out.name, config, start=source), args.out)
     if not COMMS_BUNDLE.is_in(args.out):
         print(
             "no collectives: they will be predicted from the topology's bandwidths. "

@@ -91,12 +91,14 @@ class NeuralCostModel(CostModel):
     def relative_uncertainty(
         self, sums_SE: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
-        """Spread of the members' totals."""
+        """Spread of the members' totals, scaled to the errors in validation."""
         totals = self._members(sums_SE).sum(axis=2)
-        spread: npt.NDArray[np.float64] = totals.std(axis=1) / np.maximum(
-            totals.mean(axis=1), 1e-9
+        mean = np.maximum(totals.mean(axis=1), 1e-9)
+        factor, least = self.network.spread_2.tolist()
+        both: npt.NDArray[np.float64] = np.hypot(
+            factor * totals.std(axis=1) / mean, np.where(sums_SE[:, 0] < 0.5, 0, least)
         )
-        return spread
+        return both
 
     def range_warnings(
         self, features_NF: npt.NDArray[np.float32]

@@ -1,14 +1,16 @@
 """The learned set model: shard encoder, sum, head; several members side by side.
 
-Shapes: `N` shards, `S` sets, `M` ensemble members, `F` features, `X` net inputs, `E`
-encoding values, `K` latent values, `P` physical totals, `O` optimizer kinds.
+Shapes: `N` shards, `S` sets, `M` ensemble members, `F` features, `X` net inputs, `H`
+totals that the head sees, `E` encoding values, `L` latent values, `K` kinds of work.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,26 +18,19 @@ import torch
 from torch import nn
 
 from torchrec_neuroshard.hardware.devices import plain_torch
+from torchrec_neuroshard.models.works import WORKS, Physics
 from torchrec_neuroshard.tables.features import FEATURE_NAMES, NUM_TOTALS
 
-__all__ = [
-    "OPTIMIZER_KINDS",
-    "NetworkArrays",
-    "SetCostNetwork",
-    "physical_basis",
-]
-
-OPTIMIZER_KINDS: tuple[str, ...] = ("sgd", "rowwise_adagrad", "adagrad", "adam")
-"""Each has its own physical constants in the backward pass."""
+__all__ = ["NetworkArrays", "SetCostNetwork", "ShardInputs", "shard_inputs"]
 
 _INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
-_KIND_COLUMNS = [_INDEX[f"is_{kind}"] for kind in OPTIMIZER_KINDS[1:]]
 _HEAD_TOTALS = [
     _INDEX[n] for n in ("num_tables", "num_lookups", "lookup_bytes", "distinct_bytes")
 ] + [_INDEX["output_bytes"]]
+NUM_INPUTS = len(FEATURE_NAMES) - 1 + 4  # num_tables is 1 for every shard
 _MAX_CORRECTION = 3.0
-"""Bound of a shard's or a set's log correction: the net bends the physical estimate, it
-does not replace it."""
+"""Bound of a shard's or a set's log correction: the net bends the physics, it does not
+replace it."""
 _MAX_STANDARDISED = 5.0
 """Inputs beyond this many standard deviations count as that many."""
 _ONE_THREAD_PRODUCTS = 2**18
@@ -44,48 +39,68 @@ _ONE_THREAD_PRODUCTS = 2**18
 Array = npt.NDArray[np.float32]
 
 
-def physical_basis(features_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split off the physical totals and the optimizer.
+class ShardInputs(NamedTuple):
+    """What the encoder sees of shards."""
 
-    Returns:
-        `N x P` totals (weight bytes left out: they are held, not touched) and `N x O`
-        one-hot optimizer kinds.
-    """
-    totals = features_NF[:, : NUM_TOTALS - 1]
-    adaptive = features_NF[:, _KIND_COLUMNS]
-    sgd = 1.0 - adaptive.sum(dim=1, keepdim=True)
-    return totals, torch.cat([sgd, adaptive], dim=1)
+    x_NX: Array
+    """Not standardised."""
+    physical_N2: Array
+    """What the physics says, without launch [ms]."""
+    totals_NH: Array
+
+
+def shard_inputs(features_NF: Array, physics: Physics) -> ShardInputs:
+    """Return what the encoder of a device sees of shards."""
+    physical = np.maximum(physics.shards_ms(features_NF), 1e-6).astype(np.float32)
+    per_lookup = physical / np.maximum(features_NF[:, 1:2], 1.0)
+    logs = (np.log1p(features_NF[:, 1:NUM_TOTALS]), features_NF[:, NUM_TOTALS:])
+    x = np.concatenate([*logs, np.log(physical), np.log(per_lookup)], axis=1)
+    return ShardInputs(x, physical, features_NF[:, _HEAD_TOTALS])
 
 
 class SetCostNetwork(nn.Module):
     """Encoder, sum and head of every ensemble member.
 
-    A shard's encoding holds an additive cost (its physical estimate bent by the
+    A shard's encoding holds an additive cost (what the physics says of it, bent by the
     encoder) and latent values weighted by that cost; the head bends the sum.
     """
 
-    physical_PO2: torch.Tensor
+    constants_K2: torch.Tensor
+    cache_bytes: torch.Tensor
     launch_2: torch.Tensor
     input_mean_X: torch.Tensor
     input_std_X: torch.Tensor
+    spread_2: torch.Tensor
 
     def __init__(
-        self, num_members: int, hidden: int, latent: int, head_hidden: int
+        self,
+        num_members: int,
+        hidden: int,
+        latent: int,
+        head_hidden: int,
+        num_devices: int = 0,
     ) -> None:
-        """Make the layers; weights are random until trained or loaded."""
+        """Make the layers; weights are random until trained or loaded.
+
+        With `num_devices`, encoder and head are told which device a set is of; such a
+        network is trained on several at once, and `of_device` takes one out.
+        """
         super().__init__()
         self.num_members, self.latent = num_members, latent
-        inputs = len(FEATURE_NAMES) - 1  # num_tables is 1 for every shard
-        num_totals = NUM_TOTALS - 1
-        self.register_buffer(
-            "physical_PO2", torch.zeros(num_totals, len(OPTIMIZER_KINDS), 2)
-        )
-        self.register_buffer("launch_2", torch.zeros(2))
-        self.register_buffer("input_mean_X", torch.zeros(inputs))
-        self.register_buffer("input_std_X", torch.ones(inputs))
-        head_inputs = 2 + len(_HEAD_TOTALS) + latent
+        self.num_inputs = NUM_INPUTS
+        for name, start in (
+            ("constants_K2", torch.zeros(len(WORKS), 2, dtype=torch.float64)),
+            ("cache_bytes", torch.ones((), dtype=torch.float64)),
+            ("launch_2", torch.zeros(2, dtype=torch.float64)),
+            ("input_mean_X", torch.zeros(NUM_INPUTS)),
+            ("input_std_X", torch.ones(NUM_INPUTS)),
+            # Factor on the members' spread, and the least relative uncertainty.
+            ("spread_2", torch.tensor([1.0, 0.0])),
+        ):
+            self.register_buffer(name, start)
+        head_inputs = 2 + len(_HEAD_TOTALS) + latent + num_devices
         self.encoder = nn.ParameterList(
-            _layers(num_members, [inputs, hidden, hidden, 2 + latent])
+            _layers(num_members, [NUM_INPUTS + num_devices, hidden, hidden, 2 + latent])
         )
         self.head = nn.ParameterList(
             _layers(num_members, [head_inputs, head_hidden, head_hidden, 2])
@@ -107,35 +122,43 @@ class SetCostNetwork(nn.Module):
         """Values of one shard's encoding over all members."""
         return len(_HEAD_TOTALS) + self.num_members * (2 + self.latent)
 
-    def inputs(self, features_NF: torch.Tensor) -> torch.Tensor:
-        """Transform raw features for the encoder, `N x X`, not yet standardised."""
-        logs = torch.log1p(features_NF[:, 1:NUM_TOTALS])
-        return torch.cat([logs, features_NF[:, NUM_TOTALS:]], dim=1)
+    @property
+    def physics(self) -> Physics:
+        """The device."""
+        return Physics(
+            float(self.cache_bytes), self.constants_K2.numpy(), self.launch_2.numpy()
+        )
 
-    def physical(self, features_NF: torch.Tensor) -> torch.Tensor:
-        """Physical estimate of each shard, `N x 2` ms, without the launch."""
-        totals, kinds = physical_basis(features_NF)
-        return torch.einsum("np,no,poc->nc", totals, kinds, self.physical_PO2)
+    @physics.setter
+    def physics(self, physics: Physics) -> None:
+        self.cache_bytes.fill_(physics.cache_bytes)
+        self.constants_K2.copy_(torch.from_numpy(physics.constants_K2))
+        self.launch_2.copy_(torch.from_numpy(physics.launch_2))
 
-    def encode(self, features_NF: torch.Tensor) -> torch.Tensor:
-        """Encode shards, `N x E`."""
-        x = (self.inputs(features_NF) - self.input_mean_X) / self.input_std_X
+    def encode(
+        self, x_NX: torch.Tensor, physical_N2: torch.Tensor, totals_NH: torch.Tensor
+    ) -> torch.Tensor:
+        """Encode shards by their `ShardInputs`, `N x E`."""
+        device = x_NX[:, NUM_INPUTS:]
+        x = (x_NX[:, :NUM_INPUTS] - self.input_mean_X) / self.input_std_X
         x = x.clamp(-_MAX_STANDARDISED, _MAX_STANDARDISED)
+        x = torch.cat([x, device], dim=1)
         out = _run(self.encoder, x.expand(self.num_members, -1, -1))
-        physical = self.physical(features_NF).clamp_min(1e-6)
         bend = _MAX_CORRECTION * torch.tanh(out[..., :2] / _MAX_CORRECTION)
-        cost = physical * torch.exp(bend)
+        cost = physical_N2 * torch.exp(bend)
         latent = torch.tanh(out[..., 2:]) * cost.sum(dim=2, keepdim=True)
-        per_member = torch.cat([cost, latent], dim=2)  # M x N x (2 + K)
-        flat = per_member.permute(1, 0, 2).reshape(len(features_NF), -1)
-        return torch.cat([features_NF[:, _HEAD_TOTALS], flat], dim=1)
+        per_member = torch.cat([cost, latent], dim=2)  # M x N x (2 + L)
+        flat = per_member.permute(1, 0, 2).reshape(len(x_NX), -1)
+        return torch.cat([totals_NH, flat], dim=1)
 
-    def predict(self, sums_SE: torch.Tensor) -> torch.Tensor:
+    def predict(
+        self, sums_SE: torch.Tensor, launch_S2: torch.Tensor, device_SD: torch.Tensor
+    ) -> torch.Tensor:
         """Predict every member's milliseconds from sums of encodings, `S x M x 2`."""
         num_totals = len(_HEAD_TOTALS)
         totals = torch.log1p(sums_SE[:, :num_totals]) / 10.0
         rest = sums_SE[:, num_totals:].reshape(len(sums_SE), self.num_members, -1)
-        rest = rest.permute(1, 0, 2)  # M x S x (2 + K)
+        rest = rest.permute(1, 0, 2)  # M x S x (2 + L)
         cost = rest[..., :2]
         mean_latent = rest[..., 2:] / cost.sum(dim=2, keepdim=True).clamp_min(1e-6)
         x = torch.cat(
@@ -143,14 +166,32 @@ class SetCostNetwork(nn.Module):
                 torch.log(cost.clamp_min(1e-6)) / 3.0,
                 totals.expand(self.num_members, -1, -1),
                 mean_latent,
+                device_SD.expand(self.num_members, -1, -1),
             ],
             dim=2,
         )
         bend = _run(self.head, x)
         bend = _MAX_CORRECTION * torch.tanh(bend / _MAX_CORRECTION)
-        launch = self.launch_2 * torch.exp(self.launch_scale_M2)
-        milliseconds = (cost + launch[:, None]) * torch.exp(bend)
+        launch = launch_S2 * torch.exp(self.launch_scale_M2)[:, None]
+        milliseconds = (cost + launch) * torch.exp(bend)
         return milliseconds.permute(1, 0, 2)
+
+    @torch.no_grad()
+    def of_device(self, number: int) -> SetCostNetwork:
+        """Return the network as it is for one of its devices."""
+        network = SetCostNetwork(**self.config)
+        network.load_state_dict(
+            {n: v for n, v in self.state_dict().items() if v.dim() < 3}, strict=False
+        )
+        for mine, theirs in (
+            (network.encoder, self.encoder),
+            (network.head, self.head),
+        ):
+            for to, of in zip(mine, theirs, strict=True):
+                to.copy_(of[:, : to.shape[1]])
+            known = mine[0].shape[1]
+            mine[1].add_(theirs[0][:, known + number, None])
+        return network
 
 
 class NetworkArrays:
@@ -165,12 +206,12 @@ class NetworkArrays:
     def __init__(self, network: SetCostNetwork) -> None:
         """Take the weights as they are now."""
         self._num_members = network.num_members
-        self._physical_PO2 = network.physical_PO2.numpy().copy()
+        self._physics = copy.deepcopy(network.physics)
         self._input_mean_X = network.input_mean_X.numpy().copy()
         self._input_std_X = network.input_std_X.numpy().copy()
         self._encoder = [p.detach().numpy().copy() for p in network.encoder]
         self._head = [p.detach().numpy().copy() for p in network.head]
-        launch_M2 = network.launch_2 * torch.exp(network.launch_scale_M2)
+        launch_M2 = network.launch_2.float() * torch.exp(network.launch_scale_M2)
         self._launch_M12 = launch_M2.detach().numpy()[:, None]
 
     def encode(self, features_NF: npt.ArrayLike) -> Array:
@@ -182,31 +223,22 @@ class NetworkArrays:
         return _by_chunks(self._predict, self._head, sums_SE)
 
     def _encode(self, features_NF: Array) -> Array:
-        logs = np.log1p(features_NF[:, 1:NUM_TOTALS])
-        x = np.concatenate([logs, features_NF[:, NUM_TOTALS:]], axis=1)
+        x, physical, totals = shard_inputs(features_NF, self._physics)
         x = (x - self._input_mean_X) / self._input_std_X
-        x = x.clip(-_MAX_STANDARDISED, _MAX_STANDARDISED)
-        out = _run_arrays(self._encoder, x)
-        adaptive = features_NF[:, _KIND_COLUMNS]
-        kinds = np.column_stack([1.0 - adaptive.sum(axis=1), adaptive])
-        # Each shard has one optimizer: its constants are a sum over kinds of which all
-        # but one are 0.
-        constants_NP2 = np.tensordot(kinds, self._physical_PO2, axes=(1, 1))
-        totals = features_NF[:, : NUM_TOTALS - 1]
-        physical = np.maximum((totals[..., None] * constants_NP2).sum(axis=1), 1e-6)
+        out = _run_arrays(self._encoder, x.clip(-_MAX_STANDARDISED, _MAX_STANDARDISED))
         cost = physical * np.exp(_bend(out[..., :2]))
         latent = np.tanh(out[..., 2:]) * cost.sum(axis=2, keepdims=True)
-        per_member = np.concatenate([cost, latent], axis=2)  # M x N x (2 + K)
+        per_member = np.concatenate([cost, latent], axis=2)  # M x N x (2 + L)
         flat = per_member.transpose(1, 0, 2).reshape(
             len(features_NF), self._num_members * per_member.shape[2]
         )
-        return np.concatenate([features_NF[:, _HEAD_TOTALS], flat], axis=1)
+        return np.concatenate([totals, flat], axis=1)
 
     def _predict(self, sums_SE: Array) -> Array:
         num_totals = len(_HEAD_TOTALS)
         size = (sums_SE.shape[1] - num_totals) // self._num_members
         rest = sums_SE[:, num_totals:].reshape(-1, self._num_members, size)
-        rest = rest.transpose(1, 0, 2)  # M x S x (2 + K)
+        rest = rest.transpose(1, 0, 2)  # M x S x (2 + L)
         cost = np.ascontiguousarray(rest[..., :2])
         total = np.maximum(cost[..., :1] + cost[..., 1:], 1e-6)
         x = np.empty((*rest.shape[:2], size + num_totals), dtype=np.float32)

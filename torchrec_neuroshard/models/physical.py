@@ -31,6 +31,7 @@ __all__ = [
     "PhysicalConstants",
     "ShardTimes",
     "host_memory_ms",
+    "missed_bytes",
     "shard_times",
     "updated_bytes",
 ]
@@ -147,7 +148,7 @@ def _columns(features_NF: npt.NDArray[np.float32]) -> Mapping[str, Floats]:
     return {n: features_NF[:, i].astype(np.float64) for n, i in _INDEX.items()}
 
 
-def _missed_bytes(
+def missed_bytes(
     features_NF: npt.NDArray[np.float32], column: Mapping[str, Floats], cache: float
 ) -> Floats:
     """Bytes of rows that come from memory: of each row once, and what the cache lacks.
@@ -193,7 +194,7 @@ def shard_times(
         both: Floats = np.hypot(work_ms, moved / bytes_per_ms)
         return both
 
-    moved = _missed_bytes(features_NF, column, cache) + outputs + indices
+    moved = missed_bytes(features_NF, column, cache) + outputs + indices
     forward = joined(
         c.lookup_ns * ids + c.bag_ns * column["num_bags"],
         column["lookup_bytes"] / (c.gather_gb_per_s * 1e6),
