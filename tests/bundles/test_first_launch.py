@@ -33,7 +33,7 @@ from torchrec_neuroshard.bundles.find import PRETRAINED, physical_estimate
 from torchrec_neuroshard.bundles.format import load_bundle
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import from_fields, to_fields
-from torchrec_neuroshard.measure.clock import Measurement, SetTimer
+from torchrec_neuroshard.measure.clock import Measurement
 from torchrec_neuroshard.planner.first_launch import FirstLaunch
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
 
@@ -58,16 +58,16 @@ def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
     for index in range(60):
         drawn = first_launch.draw_launch_set(request, index, most)
         assert drawn == first_launch.draw_launch_set(request, index, most)
-        names = [t.name.partition("#")[0] for t in drawn]
+        names = [t.name.partition("#")[0] for t in drawn.tables]
         places = [[s.name for s in SHARDS].index(n) for n in names]
         assert len({request.kernels[p] for p in places}) == 1
         assert len({request.tables[p] for p in places}) == len(places) > 0
         held = sum(
             t.num_embeddings * t.embedding_dim * DATA_TYPE_BYTES[t.data_type]
-            for t in drawn
+            for t in drawn.tables
         )
         assert held <= most
-        for table, place in zip(drawn, places, strict=True):
+        for table, place in zip(drawn.tables, places, strict=True):
             shard = SHARDS[place]
             # A table that is too large loses rows, not lookups.
             assert table.num_embeddings <= shard.num_embeddings
@@ -77,19 +77,6 @@ def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
                 assert table.num_embeddings == most // 4 // (64 * 4)
         seen.update(names)
     assert seen == {t.name for t in SHARDS}
-
-
-def test_a_set_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = SetTimer(torch.device("cpu"), 2**20, 1.0, num_passes=1)
-
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("no room")
-
-    arguments = (REQUEST, 0, 1, timer, torch.device("cpu"), 2**20)
-    record = first_launch.measure_set(*arguments)
-    assert record is not None and record.fwd_ms > 0 and record.held_out
-    monkeypatch.setattr(timer, "measure", full)
-    assert first_launch.measure_set(*arguments) is None
 
 
 def test_what_the_search_may_place_is_what_is_drawn() -> None:
@@ -146,7 +133,9 @@ def test_disturbed_sets_are_measured_again_later(
     """Other work disturbs the first so many times of some sets."""
     disturbed, seen = {3: 1, 5: 2, 8: 1000}, Counter[int]()
 
-    def measure(tables: Any, access: Any, batch: int, seed: Any) -> Measurement:
+    def measure(
+        tables: Any, access: Any, batch: int, seed: Any, meanwhile: Any
+    ) -> Measurement:
         index = seed[1]
         seen[index] += 1
         quiet = (1.0, 1.0, 1.0)

@@ -20,8 +20,7 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +49,6 @@ from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.hardware.devices import (
     accelerator,
     backend_of,
-    free_cached_memory,
     free_host_bytes,
     is_accelerator,
     torch_threads,
@@ -68,11 +66,12 @@ from torchrec_neuroshard.measure.records import (
     steady_records,
     utc_now,
 )
+from torchrec_neuroshard.measure.run import measure
 from torchrec_neuroshard.measure.run_collectives import CommsConfig, collect_comms
-from torchrec_neuroshard.measure.sets import STATE_BYTES, SamplingConfig
+from torchrec_neuroshard.measure.sets import STATE_BYTES, SampledSet, SamplingConfig
 from torchrec_neuroshard.measure.store import RecordStore, read_records
 from torchrec_neuroshard.models.base import CostModel
-from torchrec_neuroshard.progress import clear, phase, shown
+from torchrec_neuroshard.progress import clear, shown
 from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, TableConfig
 
@@ -84,7 +83,6 @@ __all__ = [
     "draw_launch_set",
     "judge",
     "measure_mine",
-    "measure_set",
     "take_part",
 ]
 
@@ -104,8 +102,6 @@ _MOST_COMMS_SECONDS, _USUAL_COLLECTIVES = 0.05, 100
 """The same of collectives."""
 _SCALE_ROWS = 4
 """No table of a set takes more than one part in so many of the memory."""
-_MOST_TRIES = 4
-"""How often a set is measured while other work disturbs it."""
 _MOST_DISTURBED = 0.25
 """Share of sets that may stay disturbed: of more, what is left says little."""
 _STEPS, _COMMS_STEPS = 300, 400
@@ -281,10 +277,8 @@ def _environment(request: LaunchRequest, member: Member) -> dict[str, str]:
 # In the process that measures.
 
 
-def draw_launch_set(
-    request: LaunchRequest, index: int, max_bytes: int
-) -> tuple[TableConfig, ...]:
-    """Return the shards of set number `index`: some of what a rank may be given.
+def draw_launch_set(request: LaunchRequest, index: int, max_bytes: int) -> SampledSet:
+    """Return set number `index`: some of the shards that a rank may be given.
 
     Args:
         request: What may be drawn.
@@ -314,7 +308,13 @@ def draw_launch_set(
             continue
         free -= rows * row_bytes
         drawn.append(_with_rows(shard, rows, request.batch_size, len(drawn)))
-    return tuple(drawn)
+    return SampledSet(
+        index=index,
+        # The first sets are held out in turn, so that few of them suffice.
+        held_out=index % (2 if index < 2 * MIN_SETS else 5) == 0,
+        batch_size=request.batch_size,
+        tables=tuple(drawn),
+    )
 
 
 def _with_rows(
@@ -463,82 +463,27 @@ def measure_mine(
     device: torch.device,
     until: float,
 ) -> tuple[list[CostRecord], float]:
-    """Measure until the time; at least this rank's part of the fewest sets.
-
-    From then on every other turn is a disturbed set's, again: work that disturbs takes
-    longer than one set does.
-    """
+    """Measure until the time; at least this rank's part of the fewest sets."""
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     max_bytes = _free_bytes(device, request.local_world_size)
-    least = -(-2 * MIN_SETS // size)
     each = None
     if device.type == "cpu":
         time_left = max(0.0, until - time.monotonic())
         each = min(_MOST_SET_SECONDS, time_left * size / _USUAL_SETS)
     timer = SetTimer(device, max_bytes, budget_seconds=each)
     kept: dict[int, CostRecord] = {}
-    tries: Counter[int] = Counter()
-    with phase("measuring your tables") as at_work:
-        fresh, is_new = itertools.count(rank, size), True
-        usual_ms = timer.reference_ms or 1.0
-        while len(kept) < least or time.monotonic() < until:
-            if len(tries) >= least and not kept:
-                raise RecordError("no set of the tables could be measured")
-            worst = None
-            if is_new and len(kept) >= least:
-                worst = _most_disturbed(kept, tries, usual_ms)
-            is_new = worst is None
-            index = next(fresh) if worst is None else worst
-            tries[index] += 1
-            record = measure_set(request, index, tries[index], timer, device, max_bytes)
-            known = kept.get(index)
-            if record is not None and (
-                known is None
-                or disturbance(record, usual_ms) < disturbance(known, usual_ms)
-            ):
-                kept[index] = record
-            at_work.text = f"measuring your tables, {len(kept)} sets done"
-    return list(kept.values()), timer.reference_ms
-
-
-def _most_disturbed(
-    kept: Mapping[int, CostRecord], tries: Mapping[int, int], usual_ms: float
-) -> int | None:
-    """Return the set that most needs to be measured again; None: there is none."""
-    found = {
-        index: disturbance(record, usual_ms)
-        for index, record in kept.items()
-        if tries[index] < _MOST_TRIES
-    }
-    worst = max(found, key=lambda index: found[index], default=None)
-    return None if worst is None or found[worst] <= 1.0 else worst
-
-
-def measure_set(
-    request: LaunchRequest,
-    index: int,
-    attempt: int,
-    timer: SetTimer,
-    device: torch.device,
-    max_bytes: int,
-) -> CostRecord | None:
-    """Measure one set; None: there was no memory."""
-    tables = draw_launch_set(request, index, max_bytes)
-    try:
-        measured = timer.measure(
-            tables, None, request.batch_size, (request.seed, index, attempt)
-        )
-    except torch.OutOfMemoryError:
-        free_cached_memory(device)
-        return None
-    return CostRecord(
-        index=index,
-        # The first sets are held out in turn, so that few of them suffice.
-        held_out=index % (2 if index < 2 * MIN_SETS else 5) == 0,
-        batch_size=request.batch_size,
-        tables=tables,
-        **measured.for_record(),
+    measure(
+        (draw_launch_set(request, i, max_bytes) for i in itertools.count(rank, size)),
+        timer,
+        lambda record: kept.update({record.index: record}),
+        seed=request.seed,
+        until=until,
+        min_sets=-(-2 * MIN_SETS // size),
+        title="measuring your tables",
     )
+    if not kept:
+        raise RecordError("no set of the tables could be measured")
+    return list(kept.values()), timer.reference_ms
 
 
 def _free_bytes(device: torch.device, num_ranks: int) -> int:

@@ -390,7 +390,7 @@ class SetTimer:
                 own. None takes the device's.
             clock: What times an accelerator's passes; None: a `DeviceClock`.
         """
-        self._device = device
+        self.device = device
         counts = CUDA_PASSES if is_accelerator(device.type) else CPU_PASSES
         if budget_seconds is not None:
             counts = dataclasses.replace(counts, budget_seconds=budget_seconds)
@@ -449,7 +449,7 @@ class SetTimer:
                 AccessDistribution.of_batch(t.profile_at(batch_size), t.num_embeddings)
                 for t in tables
             ]
-        drawn = _drawn(tables, access, batch_size, seed, self._device)
+        drawn = _drawn(tables, access, batch_size, seed, self.device)
         return self.measure_on(tables, drawn, batch_size, meanwhile)
 
     def measure_on(
@@ -472,7 +472,7 @@ class SetTimer:
             draw,
             batch_size,
             self._counts.num_batches,
-            self._device,
+            self.device,
             self._arena,
             self._clock,
         )

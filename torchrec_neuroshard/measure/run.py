@@ -1,20 +1,28 @@
-"""Measure fused kernels over sampled table sets."""
+"""Measure fused kernels over table sets.
+
+`measure` is the one loop: it takes sets from a source, measures each within a budget of
+time, and hands each record to where it is kept. `neuroshard collect compute`,
+`neuroshard calibrate` and the first launch on a device all run it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
+import itertools
+import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from torchrec_neuroshard.errors import ConfigError, DeviceFailureError, RecordError
-from torchrec_neuroshard.files import parse_json
+from torchrec_neuroshard.files import parse_json, to_fields, write_whole
 from torchrec_neuroshard.hardware.devices import (
     GpuMonitor,
     GpuState,
@@ -38,26 +46,19 @@ from torchrec_neuroshard.measure.records import (
     steady_records,
     utc_now,
 )
-from torchrec_neuroshard.measure.sets import (
-    SampledSet,
-    SamplingConfig,
-    SetSampler,
-)
-from torchrec_neuroshard.measure.store import (
-    RecordStore,
-    append_line,
-    complete_lines,
-    read_header,
-)
+from torchrec_neuroshard.measure.sets import SampledSet, SamplingConfig, SetSampler
+from torchrec_neuroshard.measure.store import RecordStore, read_header
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.tables.loaders import load_json
 from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = [
     "CollectConfig",
+    "Measured",
     "collect_compute",
     "default_sampling",
     "failures_path",
+    "measure",
     "read_failures",
     "summary",
     "unit_factor",
@@ -65,6 +66,185 @@ __all__ = [
 
 NUM_ANCHORS = 25
 """Earlier sets that a resumed run measures again, to go on in the same unit."""
+MAX_TRIES = 4
+"""How often a set is measured while other work disturbs it."""
+_RECENT_SETS = 101
+"""The usual time of the reference set is its median beside so many last sets."""
+
+
+# The loop
+
+
+class Measured(NamedTuple):
+    """What became of the sets of `measure`."""
+
+    is_complete: bool
+    """Whether no set was left when the time was over."""
+    num_measured: int
+    left_out: dict[int, str]
+    """Sets that did not fit into the device's memory, and what it said."""
+
+
+def measure(
+    sets: Iterable[SampledSet],
+    timer: SetTimer,
+    keep: Callable[[CostRecord], object],
+    *,
+    seed: int,
+    until: float = math.inf,
+    min_sets: int = 0,
+    monitor: GpuMonitor | None = None,
+    title: str = "measuring",
+) -> Measured:
+    """Measure sets until there are no more, or time is over.
+
+    A set that other work disturbed, or that a GPU measured with its clocks held down
+    while most were not, is measured again, up to `MAX_TRIES` times in all; the better
+    measurement is kept. Every other turn is such a set's: work that disturbs takes
+    longer than one set does.
+
+    Args:
+        sets: May be without end. The next one is drawn while the device is at work.
+        timer: Times them.
+        keep: Gets each record, and again a better one of the same set.
+        seed: Makes the inputs.
+        until: No set is begun after this time of `time.monotonic`.
+        min_sets: Sets to measure whatever the time, before any is measured again.
+        monitor: Reads a GPU's clocks meanwhile.
+        title: What is shown, before the number of sets done.
+
+    Raises:
+        DeviceFailureError: A GPU failed for good; `args[1]` is the set's index.
+    """
+    source, queue = iter(sets), deque[SampledSet]()
+
+    def draw() -> None:
+        if not queue:
+            queue.extend(itertools.islice(source, 1))
+
+    records: dict[int, CostRecord] = {}
+    disturbed: dict[int, tuple[SampledSet, int]] = {}  # and how often it was measured
+    left_out: dict[int, str] = {}
+    recent = deque[float](maxlen=_RECENT_SETS)
+    num_throttled = 0
+    may_return = ended = False
+
+    def doubt(record: CostRecord) -> tuple[bool, float]:
+        is_held = bool(record.throttled) and 2 * num_throttled <= len(records)
+        return is_held, disturbance(record, statistics.median(recent))
+
+    with phase("") as shown:
+        while True:
+            shown.text = f"{title}, {len(records)} sets done"
+            draw()
+            if not queue and not ended:  # from here on, as strict as those who train
+                ended, steady = True, steady_records(list(records.values()))
+                for record in steady:
+                    disturbed.pop(record.index, None)
+            if not queue and not disturbed:
+                return Measured(True, len(records), left_out)
+            tried = max(len(records), len(left_out))
+            if tried >= min_sets and time.monotonic() >= until:
+                return Measured(False, len(records), left_out)
+            if disturbed and (not queue or (may_return and tried >= min_sets)):
+                worst = max(disturbed, key=lambda index: doubt(records[index]))
+                sampled, tries = disturbed.pop(worst)
+                may_return = False
+            else:
+                sampled, tries = queue.popleft(), 0
+                may_return = True
+            try:
+                new = _measure_if_it_fits(sampled, timer, seed, monitor, draw)
+            except torch.OutOfMemoryError as error:
+                left_out[sampled.index] = str(error).splitlines()[0]
+                continue
+            old = records.get(sampled.index)
+            recent.append(new.reference_ms or 1.0)
+            if old is not None:
+                dropped = old.num_throttled + bool(old.throttled)
+                new = replace(new, num_throttled=dropped)
+            if old is None or doubt(new) < doubt(old):
+                num_throttled += bool(new.throttled) - bool(old and old.throttled)
+                records[sampled.index] = new
+                keep(new)
+            if tries + 1 < MAX_TRIES and doubt(records[sampled.index]) > (False, 1.0):
+                disturbed[sampled.index] = sampled, tries + 1
+
+
+def _measure_if_it_fits(
+    sampled: SampledSet,
+    timer: SetTimer,
+    seed: int,
+    monitor: GpuMonitor | None,
+    draw: Callable[[], None],
+) -> CostRecord:
+    """Measure a set; where there is no memory, free some and try once more."""
+    try:
+        try:
+            return measure_set(sampled, timer, seed, monitor, draw)
+        except torch.OutOfMemoryError:
+            pass
+        # Outside of the handler, which holds the failed set: what it and the sets
+        # before have left in pieces.
+        gc.collect()
+        free_cached_memory(timer.device)
+        return measure_set(sampled, timer, seed, monitor, draw)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        # "CUDA error" of torch, "CUDA Error" of FBGEMM.
+        if "cuda error" not in str(error).lower():
+            raise
+        text = str(error).strip().splitlines()[0]
+        raise DeviceFailureError(text, sampled.index) from error
+
+
+def measure_set(
+    sampled: SampledSet,
+    timer: SetTimer,
+    seed: int,
+    monitor: GpuMonitor | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> CostRecord:
+    """Measure a set once, whatever the device's state.
+
+    Args:
+        sampled: The set.
+        timer: Times it.
+        seed: Makes the inputs.
+        monitor: Reads a GPU's clocks.
+        meanwhile: Called while an accelerator is at work.
+    """
+    states: list[GpuState] = []
+
+    def during() -> None:
+        meanwhile()
+        if monitor is not None and (state := monitor.state()) is not None:
+            states.append(state)
+
+    measured = timer.measure(
+        sampled.tables,
+        sampled.access,
+        sampled.batch_size,
+        (seed, sampled.index if sampled.repeat_of is None else sampled.repeat_of),
+        during,
+    )
+    state = states[0] if states else None
+    return CostRecord(
+        index=sampled.index,
+        repeat_of=sampled.repeat_of,
+        held_out=sampled.held_out,
+        batch_size=sampled.batch_size,
+        tables=sampled.tables,
+        **measured.for_record(),
+        sm_clock_mhz=state.sm_clock_mhz if state else None,
+        memory_clock_mhz=state.memory_clock_mhz if state else None,
+        temperature_c=state.temperature_c if state else None,
+        throttled=state.throttled_by() if state else "",
+    )
+
+
+# A file of records
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +273,56 @@ class CollectConfig:
             raise ConfigError(f"num_sets must be at least 1, got {self.num_sets}")
 
 
+def collect_compute(
+    config: CollectConfig, say: Callable[[str], object] = print
+) -> None:
+    """Measure until the file holds `config.num_sets` records, or time is over.
+
+    What there is to tell is told to `say`. Sets that do not fit into the device's
+    memory are left out, told, and tried again by the next run.
+
+    Raises:
+        RecordMismatchError: The file holds records of another machine or run.
+        DeviceFailureError: A GPU failed for good; the same command goes on.
+    """
+    device, path, base = as_device(config.device), config.out, list[TableConfig]()
+    for file in config.tables:
+        base.extend(itertools.chain.from_iterable(load_json(file).values()))
+    header = RunHeader(
+        fingerprint=device_fingerprint(device, 1),
+        reference_ms=0.0,
+        seed=config.seed,
+        sampling={
+            **to_fields(config.sampling),
+            "workloads": sorted({t.name.rsplit("/", 1)[0] for t in base}),
+            "num_base_tables": len(base),
+        },
+        command=command_line(),
+        created=utc_now(),
+        bounds_check=BOUNDS_CHECK,
+    )
+    known = read_header(path)
+    if known is not None:
+        known.check_same_run(header, str(path))
+    monitor = _monitor(device, say)
+    with torch_threads(1):  # a rank on a CPU has one core
+        timer = SetTimer(
+            device,
+            config.sampling.max_weight_bytes,
+            reference_ms=known.reference_ms if known else None,
+            budget_seconds=config.set_seconds,
+        )
+        header = known or replace(header, reference_ms=timer.reference_ms)
+        sampler = SetSampler(config.sampling, config.seed, base)
+        with RecordStore(path, header) as store:
+            _fill(config, store, timer, sampler, monitor, say)
+    if monitor is not None and monitor.num_failures:
+        say(f"the driver did not tell its state {monitor.num_failures} times")
+    for index, why in read_failures(path).items():
+        say(f"set {index} ended an earlier run and is left out: {why}")
+    say(summary(path, store.header, store.records))
+
+
 def _monitor(device: torch.device, say: Callable[[str], object]) -> GpuMonitor | None:
     """Find a way to watch a GPU's clocks, and tell whether there is one."""
     uuid = gpu_uuid(device)
@@ -107,147 +337,56 @@ def _monitor(device: torch.device, say: Callable[[str], object]) -> GpuMonitor |
     return monitor
 
 
-def _base_tables(config: CollectConfig) -> list[TableConfig]:
-    found: list[TableConfig] = []
-    for path in config.tables:
-        for tables in load_json(path).values():
-            found.extend(tables)
-    return found
-
-
-def collect_compute(
-    config: CollectConfig, say: Callable[[str], object] = print
-) -> None:
-    """Measure until the file holds `config.num_sets` records, or time is over.
-
-    What there is to tell is told to `say`.
-
-    Sets that other work disturbed, or that a GPU measured with its clocks held down
-    while most were not, are measured again at the end while there is time. The better
-    measurement is kept; each record says whether it was throttled. Sets that do not fit
-    into the device's memory are left out, told, and tried again by the next run.
-
-    Raises:
-        RecordMismatchError: The file holds records of another machine or run.
-        DeviceFailureError: A GPU failed for good; the same command goes on.
-    """
-    device = as_device(config.device)
-    base_tables = _base_tables(config)
-    header = RunHeader(
-        fingerprint=device_fingerprint(device, 1),
-        reference_ms=0.0,
-        seed=config.seed,
-        sampling={
-            **_plain(dataclasses.asdict(config.sampling)),
-            "workloads": sorted({t.name.rsplit("/", 1)[0] for t in base_tables}),
-            "num_base_tables": len(base_tables),
-        },
-        command=command_line(),
-        created=utc_now(),
-        bounds_check=BOUNDS_CHECK,
-    )
-    with torch_threads(1):  # a rank on a CPU has one core
-        _collect(config, header, base_tables, device, say)
-
-
-def _collect(
+def _fill(
     config: CollectConfig,
-    header: RunHeader,
-    base_tables: Sequence[TableConfig],
-    device: torch.device,
+    store: RecordStore,
+    timer: SetTimer,
+    sampler: SetSampler,
+    monitor: GpuMonitor | None,
     say: Callable[[str], object],
 ) -> None:
-    path = config.out
-    known = read_header(path)
-    if known is not None:
-        known.check_same_run(header, str(path))
-    timer = SetTimer(
-        device,
-        config.sampling.max_weight_bytes,
-        reference_ms=known.reference_ms if known else None,
-        budget_seconds=config.set_seconds,
-    )
-    header = known or dataclasses.replace(header, reference_ms=timer.reference_ms)
-    meter = _SetMeter(config, base_tables, timer, _monitor(device, say))
-    with RecordStore(path, header) as store:
-        left_out = store.done | read_failures(path).keys()
-        todo = [i for i in range(config.num_sets) if i not in left_out]
-        if todo and timer.reference_ms:
-            earlier = _anchors(store.records)
-            factor = unit_factor(earlier, [meter.measure(r.index) for r in earlier])
-            timer.reference_ms *= factor
-            if earlier:
-                say(
-                    f"{len(earlier)} sets measured again after the restart: times are "
-                    f"multiplied by {factor:.3f} to agree with the earlier ones"
-                )
-        run = _Run(config, meter, store)
-        if not (run.measure(todo) and run.return_to_disturbed(todo)):
-            say(f"stopped at the time limit of {config.time_limit_seconds:g} s")
-    for line in meter.troubles():
-        say(line)
-    for index, why in read_failures(path).items():
-        say(f"set {index} ended an earlier run and is left out: {why}")
-    say(summary(path, store.header, store.records))
-
-
-class _Run:
-    """The sets that one process measures, within its time."""
-
-    def __init__(
-        self,
-        config: CollectConfig,
-        meter: _SetMeter,
-        store: RecordStore,
-    ) -> None:
-        limit, started = config.time_limit_seconds, config.started
-        begin = time.monotonic() if started is None else started
-        self._deadline = math.inf if limit is None else begin + limit
-        self._config, self._meter, self._store = config, meter, store
-
-    def measure(self, indices: Sequence[int]) -> bool:
-        """Measure sets; False where time was over before the last."""
-        store = self._store
-        total = len(store.done) + len(indices)
-        with phase("") as shown:
-            for index in indices:
-                shown.text = f"measuring, {len(store.done)} of {total} sets done"
-                if time.monotonic() > self._deadline:
-                    return False
-                record = self._measured(index)
-                if record is not None:
-                    store.append(record)
-        return True
-
-    def return_to_disturbed(self, indices: Sequence[int]) -> bool:
-        """Measure again what was disturbed; False where time was over before."""
-        store = self._store
-        steady = {r.index for r in steady_records(store.records)}
-        to_check = set(indices) - steady
-        again = [r for r in store.records if r.index in to_check]
-        if not again:
-            return True
-        usual_ms = statistics.median(r.reference_ms for r in store.records)
-        with phase(f"measuring {len(again)} disturbed sets again"):
-            for old in again:
-                if time.monotonic() > self._deadline:
-                    return False
-                new = self._measured(old.index)
-                if new is not None and _doubt(new, usual_ms) < _doubt(old, usual_ms):
-                    num_throttled = old.num_throttled + bool(old.throttled)
-                    store.append(dataclasses.replace(new, num_throttled=num_throttled))
-        return True
-
-    def _measured(self, index: int) -> CostRecord | None:
-        try:
-            return self._meter.measure_if_it_fits(index)
-        except RuntimeError as error:
-            raise _device_failure(self._config.out, index, error) from error
-
-
-def _doubt(record: CostRecord, usual_ms: float) -> tuple[bool, float]:
-    """Sort key of two measurements of a set: the lower one is kept."""
-    return bool(record.throttled), disturbance(record, usual_ms)
+    """Measure the sets that a file lacks."""
+    path, begin = config.out, config.started
+    until = math.inf
+    if config.time_limit_seconds is not None:
+        begin = time.monotonic() if begin is None else begin
+        until = begin + config.time_limit_seconds
+    left_out = store.done | read_failures(path).keys()
+    todo = [i for i in range(config.num_sets) if i not in left_out]
+    earlier = _anchors(store.records)
+    if todo and timer.reference_ms and earlier:
+        again = [sampler.sample(r.index) for r in earlier]
+        factor = unit_factor(
+            earlier, [measure_set(s, timer, config.seed, monitor) for s in again]
+        )
+        timer.reference_ms *= factor
+        say(
+            f"{len(earlier)} sets measured again after the restart: times are "
+            f"multiplied by {factor:.3f} to agree with the earlier ones"
+        )
+    try:
+        found = measure(
+            map(sampler.sample, todo),
+            timer,
+            store.append,
+            seed=config.seed,
+            until=until,
+            monitor=monitor,
+            title=f"measuring {len(todo)} sets",
+        )
+    except DeviceFailureError as error:
+        text, index = error.args
+        failures = {**read_failures(path), index: text}
+        write_whole(failures_path(path), json.dumps(failures))
+        raise DeviceFailureError(
+            f"set {index} failed on the device ({text}), which can do nothing more in "
+            f"this process; {path} keeps what was measured, and the same command goes "
+            "on without that set"
+        ) from error
+    if not found.is_complete:
+        say(f"stopped at the time limit of {config.time_limit_seconds:g} s")
+    for index, why in found.left_out.items():
+        say(f"set {index} was left out: {why}")
 
 
 def failures_path(path: Path) -> Path:
@@ -261,105 +400,12 @@ def read_failures(path: Path) -> dict[int, str]:
     if not noted.is_file():
         return {}
     try:
-        lines = [parse_json(line) for line in complete_lines(noted)]
-        return {int(line["index"]): str(line["error"]) for line in lines}
-    except (ValueError, TypeError, LookupError, OverflowError) as error:
+        found = parse_json(noted.read_text(encoding="utf-8"))
+        return {int(index): str(error) for index, error in found.items()}
+    except (OSError, ValueError, AttributeError) as error:
         raise RecordError(
             f"{noted} is damaged ({error!r:.200}); delete it to try all sets again"
         ) from error
-
-
-def _device_failure(path: Path, index: int, error: RuntimeError) -> RuntimeError:
-    """Note a set after which a GPU does nothing more in this process.
-
-    Returns:
-        The error to raise: as it was, unless it is the device's.
-    """
-    text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    # "CUDA error" of torch, "CUDA Error" of FBGEMM.
-    if "cuda error" not in str(error).lower():
-        return error
-    append_line(failures_path(path), {"index": index, "error": text})
-    return DeviceFailureError(
-        f"set {index} failed on the device ({text}), which can do nothing more in this "
-        f"process; {path} keeps what was measured, and the same command goes on "
-        "without that set"
-    )
-
-
-class _SetMeter:
-    """Measures the sets of one run, and counts what it could not measure."""
-
-    def __init__(
-        self,
-        config: CollectConfig,
-        base_tables: Sequence[TableConfig],
-        timer: SetTimer,
-        monitor: GpuMonitor | None,
-    ) -> None:
-        self._config = config
-        self._sampler = SetSampler(config.sampling, config.seed, base_tables)
-        self._timer, self._monitor = timer, monitor
-        self._ahead: SampledSet | None = None
-        self._left_out: dict[int, str] = {}
-
-    def measure(self, index: int) -> CostRecord:
-        """Measure a set once, whatever the device's state."""
-        sampled = self._ahead
-        if sampled is None or sampled.index != index:
-            sampled = self._sampler.sample(index)
-        state: GpuState | None = None
-
-        def meanwhile() -> None:
-            nonlocal state
-            # Most likely the next one: drawn while the device works on this one.
-            self._ahead = self._sampler.sample(index + 1)
-            if self._monitor is not None:
-                state = self._monitor.state()
-
-        source = index if sampled.repeat_of is None else sampled.repeat_of
-        measured = self._timer.measure(
-            sampled.tables,
-            sampled.access,
-            sampled.batch_size,
-            (self._config.seed, source),
-            meanwhile,
-        )
-        return CostRecord(
-            index=index,
-            repeat_of=sampled.repeat_of,
-            held_out=sampled.held_out,
-            batch_size=sampled.batch_size,
-            tables=sampled.tables,
-            **measured.for_record(),
-            sm_clock_mhz=state.sm_clock_mhz if state else None,
-            memory_clock_mhz=state.memory_clock_mhz if state else None,
-            temperature_c=state.temperature_c if state else None,
-            throttled=state.throttled_by() if state else "",
-        )
-
-    def measure_if_it_fits(self, index: int) -> CostRecord | None:
-        """Measure a set, the second time where there was no memory; None: still not."""
-        why = ""
-        for _ in range(2):
-            try:
-                return self.measure(index)
-            except torch.OutOfMemoryError as error:
-                why = str(error).splitlines()[0]
-            # Outside of the handler, which holds the failed set: what it and the sets
-            # before have left in pieces.
-            gc.collect()
-            free_cached_memory(torch.device(self._config.device))
-        self._left_out[index] = why
-        return None
-
-    def troubles(self) -> list[str]:
-        """What there is to tell, one line each."""
-        lines = [f"set {i} was left out: {why}" for i, why in self._left_out.items()]
-        failures = 0 if self._monitor is None else self._monitor.num_failures
-        if failures:
-            lines.append(f"the driver did not tell its state {failures} times")
-        return lines
 
 
 def _anchors(records: Sequence[CostRecord]) -> list[CostRecord]:
@@ -376,18 +422,10 @@ def unit_factor(earlier: Sequence[CostRecord], again: Sequence[CostRecord]) -> f
     or slower than before beside the same samples, by some percent.
 
     Returns:
-        Median of earlier over new totals; 1 without any.
+        Median of earlier over new totals.
     """
-    if not earlier:
-        return 1.0
-    return statistics.median(
-        e.total_ms / a.total_ms for e, a in zip(earlier, again, strict=True)
-    )
-
-
-def _plain(data: dict[str, object]) -> dict[str, object]:
-    """Tuples as lists, as JSON gives them back."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
+    pairs = zip(earlier, again, strict=True)
+    return statistics.median(e.total_ms / a.total_ms for e, a in pairs)
 
 
 def summary(path: Path, header: RunHeader, records: Sequence[CostRecord]) -> str:

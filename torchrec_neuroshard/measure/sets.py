@@ -118,13 +118,13 @@ class SampledSet:
     """One set to measure."""
 
     index: int
-    repeat_of: int | None
+    repeat_of: int | None = None
     held_out: bool
     batch_size: int
     tables: tuple[TableConfig, ...]
     """Shards; each `profile` is the expected one at `batch_size`."""
-    access: tuple[AccessDistribution, ...]
-    """Beside `tables`: how their ids are drawn."""
+    access: tuple[AccessDistribution, ...] | None = None
+    """Beside `tables`: how their ids are drawn; None: as the profiles tell."""
 
 
 def repeated_index(index: int, every: int, lag: int) -> int | None:
