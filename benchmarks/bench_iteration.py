@@ -29,22 +29,22 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
 
+from harness.dlrm_tables import generate_dlrm_tables
 from harness.models import ConcatDLRM, draw_batches, profile_tables
 from harness.pages import table
 from harness.planning import predicted_phases
 from harness.provenance import describe_run
 from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
+from harness.tasks import TaskConfig, cap_rows, sample_tasks
 from harness.training_runs import TrialConfig, run_trial, take_turns
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
 from torchrec_neuroshard.bundles.find import load_comms_model
-from torchrec_neuroshard.costs.sample_tasks import TaskConfig, cap_rows, sample_tasks
 from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts, Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.papers.heuristics import GREEDY_KEYS, GreedySearcher
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
-from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 MAX_TABLE_ROWS = 200_000

@@ -58,23 +58,23 @@ from torchrec.distributed.planner.storage_reservations import (
 )
 from torchrec.distributed.types import ShardingType
 
+from harness.dlrm_tables import generate_dlrm_tables
 from harness.models import build_collection
 from harness.pages import table
 from harness.planning import count_types
 from harness.provenance import describe_run
+from harness.tasks import (
+    PRODUCTION_WIDTHS,
+    TaskConfig,
+    power_of_two_widths,
+    sample_tasks,
+)
 from torchrec_neuroshard import (
     NeuroShardPlanner,
     SearchConfig,
     TableConfig,
     topology_for,
 )
-from torchrec_neuroshard.costs.sample_tasks import (
-    PRODUCTION_WIDTHS,
-    TaskConfig,
-    power_of_two_widths,
-    sample_tasks,
-)
-from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.tables.loaders import load_json
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 

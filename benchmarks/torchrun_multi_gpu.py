@@ -37,23 +37,23 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
+from harness.dlrm_tables import generate_dlrm_tables
 from harness.models import draw_batches, profile_tables
 from harness.options import RunError, option, read_options
 from harness.pages import table
 from harness.planning import BEST_PRACTICE, PLANNERS, RESERVED, STOCK, PlanningDesk
 from harness.provenance import describe_run
 from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
+from harness.tasks import TaskConfig, cap_rows, sample_tasks
 from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
 from torchrec_neuroshard import TableConfig, load_cost_model
 from torchrec_neuroshard.bundles.find import load_comms_model
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.bundles.make import source_folder
-from torchrec_neuroshard.costs.sample_tasks import TaskConfig, cap_rows, sample_tasks
 from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.plans.plan_files import save_plan
-from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.tables.mlperf import MLPERF_MAX_ROWS, mlperf_dlrm_v2
 
 FIRST_STEPS = 3

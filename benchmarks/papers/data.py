@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_neuroshard.costs.sample_tasks import (
+from harness.dlrm_tables import generate_dlrm_tables
+from harness.tasks import (
     TaskConfig,
     cap_rows,
     power_of_two_widths,
@@ -38,7 +39,6 @@ from torchrec_neuroshard.papers.neuroshard_models import (
     columns_in_paper_batch,
     shard_features,
 )
-from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.tables.features import ShardFeaturizer
 from torchrec_neuroshard.tables.loaders import load_json
 from torchrec_neuroshard.tables.table import TableConfig

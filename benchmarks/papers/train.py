@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.tasks import cap_rows
 from papers import data, nets, policies
 from papers.data import Floats, LabelConfig, PolicyTaskConfig
 from papers.nets import FitReport, PaperTrainConfig
 from torchrec_neuroshard.bundles.find import load_comms_model, load_cost_model
-from torchrec_neuroshard.costs.sample_tasks import cap_rows
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RecordMismatchError
 from torchrec_neuroshard.files import check_folder, from_options
 from torchrec_neuroshard.hardware.devices import BACKENDS

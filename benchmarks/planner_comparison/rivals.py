@@ -25,6 +25,10 @@ from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
 
+from harness.tasks import (
+    PRODUCTION_WIDTHS,
+    power_of_two_widths,
+)
 from papers.data import LabelConfig, label_placements
 from papers.nets import PaperTrainConfig, fit_comms
 from planner_comparison.clusters import CLUSTERS, Cluster
@@ -41,10 +45,6 @@ from torchrec_neuroshard.bundles.find import (
     load_comms_model,
     load_cost_model,
     physical_estimate,
-)
-from torchrec_neuroshard.costs.sample_tasks import (
-    PRODUCTION_WIDTHS,
-    power_of_two_widths,
 )
 from torchrec_neuroshard.hardware.cards import find_card
 from torchrec_neuroshard.models.base import CommsModel, CostModel

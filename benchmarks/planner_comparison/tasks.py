@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from torchrec_neuroshard.costs.sample_tasks import (
+from harness.dlrm_tables import generate_dlrm_tables
+from harness.tasks import (
     PRODUCTION_WIDTHS,
     cap_rows,
     power_of_two_widths,
 )
 from torchrec_neuroshard.measure.sets import SamplingConfig, is_held_out_table
-from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE
 from torchrec_neuroshard.tables.loaders import load_json
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2

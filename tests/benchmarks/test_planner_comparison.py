@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from harness.dlrm_tables import generate_dlrm_tables
 from tests.builders import ATTACHES_OPTIMIZERS, result_of
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
@@ -17,7 +18,6 @@ from torchrec_neuroshard.measure.sets import is_held_out_table
 from torchrec_neuroshard.models.collectives import BandwidthCommsModel
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.search.base import Searcher
-from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 kernels, page, planning, plans, results, rivals, run, tasks = (

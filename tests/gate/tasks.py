@@ -35,6 +35,12 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import Adam, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from harness.dlrm_tables import generate_dlrm_tables
+from harness.tasks import (
+    TaskConfig,
+    power_of_two_widths,
+    sample_tasks,
+)
 from torchrec_neuroshard import (
     NeuroShardPlanner,
     PlacementConstraints,
@@ -44,11 +50,6 @@ from torchrec_neuroshard import (
     profile_inputs,
 )
 from torchrec_neuroshard.bundles.find import load_comms_model
-from torchrec_neuroshard.costs.sample_tasks import (
-    TaskConfig,
-    power_of_two_widths,
-    sample_tasks,
-)
 from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts, Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
@@ -59,7 +60,6 @@ from torchrec_neuroshard.papers.neuroshard import NeuroShardConfig, PaperSearche
 from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
 from torchrec_neuroshard.plans.replan import ReplanResult, replan
 from torchrec_neuroshard.search import Searcher, make_searcher
-from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.tables.inputs import draw_batch
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 from torchrec_neuroshard.tables.profile import uniform_profile

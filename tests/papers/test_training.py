@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.dlrm_tables import generate_dlrm_tables
 from papers import data, policies, train
 from papers.nets import PaperTrainConfig, fit_comms, fit_compute
 from papers.policies import (
@@ -32,7 +33,6 @@ from torchrec_neuroshard.papers.neuroshard_models import (
     load_models,
 )
 from torchrec_neuroshard.papers.policies import arrange, roll_out, view_task
-from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.tables.table import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 

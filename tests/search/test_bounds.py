@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
+from harness.dlrm_tables import generate_dlrm_tables
 from tests.builders import make_tables, make_task, search
 from tests.fuzz import against_truth
 from tests.fuzz.campaign import Case
@@ -22,7 +23,6 @@ from torchrec_neuroshard.search import SearchConfig, balanced
 from torchrec_neuroshard.search.bounds import lower_bound
 from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.shards import Ints, ShardBank
-from torchrec_neuroshard.tables.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 

@@ -1,18 +1,17 @@
-"""Tables as they were published."""
+"""Generated tables against the aggregates that were published."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.tables.dlrm_dataset import (
+from harness.dlrm_tables import (
     DLRM_LOOKUP_SHARES,
     DLRM_NUM_DISTINCT,
     DLRM_NUM_LOOKUPS,
     generate_dlrm_tables,
 )
-from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
+from torchrec_neuroshard.errors import ConfigError
 
 DISTINCT_SHARES = [0.473, 0.152, 0.139, 0.112, 0.072, 0.032, 0.011, 0.005, 0.002, 0.001]
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -54,17 +53,3 @@ def test_tables_are_near_the_published_ones() -> None:
     assert (pooling == 1).sum() == 107
     top = np.sort(pooling)[::-1].cumsum() / pooling.sum()
     np.testing.assert_allclose(top[[9, 49, 99]], [0.10, 0.37, 0.55], atol=0.02)
-
-
-def test_dlrm_v2_has_the_published_sizes_unless_rows_are_capped() -> None:
-    full, small = mlperf_dlrm_v2(), mlperf_dlrm_v2(max_rows=10_000, embedding_dim=16)
-    assert [t.name for t in full] == [f"cat_{i}" for i in range(26)]
-    assert sum(t.pooling_factor for t in full) == 214
-    # 204 million rows of 128 fp32 columns.
-    assert sum(t.weight_bytes for t in full) / 2**30 == pytest.approx(97.36, abs=0.01)
-    for whole, table in zip(full, small, strict=True):
-        assert table.num_embeddings == min(whole.num_embeddings, 10_000)
-        assert table.embedding_dim == 16 and table.profile is not None
-        assert table.profile.num_lookups == 65_536 * whole.pooling_factor
-    with pytest.raises(ConfigError, match="got 0"):
-        mlperf_dlrm_v2(max_rows=0)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.builders import make_tables
-from torchrec_neuroshard.costs.sample_tasks import (
+from harness.tasks import (
     PRODUCTION_WIDTHS,
     TaskConfig,
     cap_rows,
     sample_tasks,
 )
+from tests.builders import make_tables
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, TableError
 from torchrec_neuroshard.tables.inputs import draw_batch, feature_names
