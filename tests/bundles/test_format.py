@@ -141,8 +141,8 @@ def test_card_shows_the_errors_that_the_data_give() -> None:
     trained_on = COMPUTE_BUNDLE.read_info(BUNDLE).trained_on
     assert trained_on["num_training_sets"] == len(training)
     assert trained_on["num_test_sets"] == len(held_out)
-    errors = learned.fwd_mape, learned.bwd_mape, learned.total_mape
-    errors += learned.total_median, learned.cheapest_mape
+    errors = [learned.fwd_mape, learned.bwd_mape, learned.total_mape]
+    errors += [learned.total_median, learned.cheapest_mape]
     chosen_by = f"{trained_on['errors']['learned']:.1%}"
     cells = ["| **learned**", chosen_by, *(f"{e:.1%}" for e in errors)]
     cells += [f"{learned.bias:+.1%}", f"{learned.inside:.0%}"]
