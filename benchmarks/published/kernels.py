@@ -1,4 +1,4 @@
-"""Published timings of fused kernels, as tables and as features.
+"""Timings of fused kernels, published and our own, as tables and as features.
 
 `kernels.tsv` has one row per timing, copied as a fact from the source that it names.
 `use` says whether it is held against models, and why not. Where a source gives the sum
@@ -20,15 +20,29 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.bundles.find import card_constants
 from torchrec_neuroshard.hardware.cards import card_named
+from torchrec_neuroshard.measure.records import steady_records
+from torchrec_neuroshard.measure.store import read_records
 from torchrec_neuroshard.models.physical import PhysicalConstants
 from torchrec_neuroshard.models.row_cache import MissCurve
-from torchrec_neuroshard.tables.features import FEATURE_NAMES, ShardFeaturizer
+from torchrec_neuroshard.tables.features import (
+    FEATURE_NAMES,
+    ShardFeaturizer,
+    table_features,
+)
 from torchrec_neuroshard.tables.profile import FeatureProfile, zipf_profile
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = ["KernelRow", "device_constants", "family", "read_kernels"]
+__all__ = [
+    "KernelRow",
+    "MeasuredSets",
+    "device_constants",
+    "family",
+    "read_kernels",
+    "read_measured",
+]
 
 DATA = Path(__file__).with_name("kernels.tsv")
+MEASURED = Path(__file__).parents[1] / "data" / "compute_h200.parquet"
 _OUTPUT = FEATURE_NAMES.index("output_bytes")
 _OPTIMIZERS = {"adagrad (element-wise)": "adagrad", "": "sgd", "none": "sgd"}
 _META_H100_GB_PER_S = 2_400.0
@@ -91,6 +105,33 @@ class KernelRow:
             for t, b in zip(self.tables, self.batches, strict=True)
         ]
         return np.concatenate([c.misses([self.cache_ratio]) for c in curves])
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredSets:
+    """Sets of tables that were measured on a card."""
+
+    card: str
+    features: npt.NDArray[np.float32]
+    """Of all tables, `T x F`."""
+    first: npt.NDArray[np.int64]
+    """Where each set begins, `S`."""
+    times_ms: npt.NDArray[np.float64]
+    """Forward and backward, `S x 2`."""
+
+
+def read_measured(every: int = 1) -> MeasuredSets:
+    """Read the sets that were measured on an H200, or one in so many."""
+    records = steady_records(read_records([MEASURED])[1])[::every]
+    sizes = [len(r.tables) for r in records]
+    return MeasuredSets(
+        card="h200",
+        features=np.concatenate(
+            [table_features(r.tables, r.batch_size) for r in records]
+        ),
+        first=np.cumsum([0, *sizes[:-1]]),
+        times_ms=np.array([[r.fwd_ms, r.bwd_ms] for r in records]),
+    )
 
 
 def family(card: str) -> str:

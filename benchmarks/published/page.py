@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.pages import table
-from published.kernels import KernelRow, family
+from published.kernels import KernelRow, MeasuredSets, family
 from published.links import CollectiveRow
 from published.traces import Overlaps
 
-__all__ = ["card_table", "kernel_table", "link_table", "overlap_table"]
+__all__ = ["card_table", "kernel_table", "link_table", "overlap_table", "set_table"]
 
+Floats = npt.NDArray[np.float64]
 Predicted = Mapping[KernelRow, float]
 
 LOCATIONS = {
@@ -57,9 +59,15 @@ def kernel_table(rows: Sequence[KernelRow], models: Mapping[str, Predicted]) -> 
 
 
 def card_table(
-    rows: Sequence[KernelRow], predicted: Predicted
+    rows: Sequence[KernelRow], predicted: Predicted, of_sets: Mapping[str, Floats]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Each card's timings in its memory, by constants fitted without them."""
+    """Each card's timings in its memory, by constants fitted without them.
+
+    Args:
+        rows: Published timings.
+        predicted: What they are predicted to take [ms].
+        of_sets: Card -> ratios of the sets measured on it, `S x 2`.
+    """
     cards: dict[str, dict[str, Any]] = {}
     lines = []
     for card in sorted({family(r.card) for r in rows}):
@@ -74,6 +82,8 @@ def card_table(
                 and r.has_forward == forward
                 and r.has_backward != forward
             ]
+            if card in of_sets:
+                ratios += of_sets[card][:, int(not forward)].tolist()
             entry["timings"] += len(ratios)
             entry[f"{name}_ratio"] = float(np.median(ratios)) if ratios else None
             entry[f"{name}_error"] = error(ratios) if ratios else None
@@ -82,6 +92,23 @@ def card_table(
         lines.append(cells)
     head = ("card left out", "forward: timings", "error / ratio")
     return table((*head, "backward: timings", "error / ratio"), lines), cards
+
+
+def set_table(sets: MeasuredSets, models: Mapping[str, Floats]) -> str:
+    """Mean error and median ratio of measured sets, by how many tables they have."""
+    sizes = np.diff([*sets.first, len(sets.features)])
+    bounds = [(1, 1), (2, 8), (9, 40), (41, 100), (1, 100)]
+    lines = []
+    for low, high in bounds:
+        held = (sizes >= low) & (sizes <= high)
+        cells = [f"{low} to {high}" if high > low else f"{low}", f"{held.sum():,}"]
+        for times in models.values():
+            ratios = times[held] / sets.times_ms[held]
+            off, middle = np.abs(ratios - 1).mean(axis=0), np.median(ratios, axis=0)
+            cells += [f"{e:.1%} / {m:.2f}" for e, m in zip(off, middle, strict=True)]
+        lines.append(cells)
+    head = [cell for n in models for cell in (f"{n}, forward", "backward")]
+    return table(["tables", "sets", *head], lines)
 
 
 def link_table(

@@ -48,23 +48,32 @@ _CPU_CONSTANTS = PhysicalConstants(
     efficiency=0.5,
     forward_launch_us=300.0,
     backward_launch_us=300.0,
-    bag_step_us=0.0,
-    lookup_ns=6.5,
-    gradient_ns=26.0,
+    sort_pass_us=0.0,
+    forward_step_us=0.0,
+    backward_step_us=0.0,
+    work_speed=1.0,
+    lookup_thread_ns=0.0,
+    update_thread_ns=0.0,
+    lookup_ns=30.0,
+    gradient_ns=120.0,
 )
-"""One core of a server CPU: assumed, not measured. Its speed is a fifth of the one that
-work is counted for: 30 and 120 ns per id."""
+"""One core of a server CPU: assumed, not measured."""
+_A100_THREADS_PER_NS = 19_492.0
+"""108 multiprocessors at 1.41 GHz, 128 threads each. Source: NVIDIA A100 white
+paper."""
 _STAND_IN = "cpu_epyc_zen5"
 """Its gloo collectives stand in for those of CPUs that none were measured on."""
 
 
 def card_constants(card: GpuCard) -> PhysicalConstants:
     """Return the physical model's constants of a card of the table."""
+    threads = card.threads_per_ns
     return PhysicalConstants(
         memory_gb_per_s=card.hbm_gb_per_s.value,
-        threads_per_ns=card.threads_per_ns.value,
         cache_mib=card.l2_mib.value + card.l3_mib.value,
         host_gb_per_s=card.host_gb_per_s.value,
+        work_speed=None if threads is None else threads.value / _A100_THREADS_PER_NS,
+        least_threads=8.0 if threads is None else 64.0,
     )
 
 

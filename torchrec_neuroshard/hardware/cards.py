@@ -47,10 +47,6 @@ class GpuCard:
     """Memory [GB]."""
     hbm_gb_per_s: Figure
     """Bandwidth of that memory [GB/s]."""
-    threads_per_ns: Figure
-    """Threads that its cores issue an instruction for: what keeps them from being
-    faster where memory does not. 128 per clock and streaming multiprocessor of an
-    NVIDIA card, 64 per clock and compute unit of an AMD one."""
     l2_mib: Figure
     """L2 cache, all of its parts together [MiB]."""
     l3_mib: Figure
@@ -62,6 +58,10 @@ class GpuCard:
     inter_gb_per_s: Figure
     """Effective one-way bandwidth to other nodes, of one GPU's share of the NICs
     [GB/s]."""
+    threads_per_ns: Figure | None = None
+    """Of AMD's cards: threads that the cores issue an instruction for, 64 per clock
+    and compute unit. FBGEMM's kernels do not keep up with the memory there; on
+    NVIDIA's cards its bandwidth tells how fast they are."""
     gpus_per_node: int = 8
 
 

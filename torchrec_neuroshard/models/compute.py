@@ -15,10 +15,11 @@ from torchrec_neuroshard.models.estimate_error import (
 )
 from torchrec_neuroshard.models.network import NetworkArrays, SetCostNetwork
 from torchrec_neuroshard.models.physical import (
-    STEP_POWER,
+    SET_VALUES,
     PhysicalConstants,
     host_memory_ms,
-    shard_times,
+    set_times,
+    shard_values,
 )
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
@@ -127,7 +128,7 @@ class ConcurrentCostModel(ScaledCostModel):
 
 
 class PhysicalCostModel(CostModel):
-    """Bytes over bandwidth and work per id and row; see `physical`."""
+    """Bytes over bandwidth and work of threads; see `physical`."""
 
     source = "physical estimate, not measured"
 
@@ -153,36 +154,29 @@ class PhysicalCostModel(CostModel):
 
     @property
     def encoding_dim(self) -> int:
-        """Tables, forward ms, backward ms, bag lengths to the power of `STEP_POWER`."""
-        return 4
+        """Values per encoding: `SET_VALUES`."""
+        return len(SET_VALUES)
 
     @property
     def additive(self) -> npt.NDArray[np.float64]:
-        """All but the longest bags; see `CostModel.additive`."""
+        """Launches and work of each shard by itself; see `CostModel.additive`."""
         c = self.constants
-        launch_2 = 1e-3 * np.array([c.forward_launch_us, c.backward_launch_us])
-        return np.stack([launch_2, np.zeros(2), *np.eye(2), np.zeros(2)])
+        parts = np.zeros((1 + self.encoding_dim, 2))
+        parts[0] = 1e-3 * c.forward_launch_us, 1e-3 * c.backward_launch_us
+        parts[1 + SET_VALUES.index("forward_ms"), 0] = 1.0
+        parts[1 + SET_VALUES.index("update_ms"), 1] = 1.0
+        parts[1 + SET_VALUES.index("sort_ms"), 1] = 1.0
+        return parts
 
     def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """Each shard's count, its times without the launch, and its bags' steps."""
+        """Values of each shard; see `physical.SET_VALUES`."""
         _check_columns(features_NF)
-        times = shard_times(features_NF, self.constants)
-        tables = features_NF[:, _INDEX["num_tables"]].astype(np.float64)
-        return np.stack([tables, times.forward, times.backward, times.steps], axis=1)
+        return shard_values(features_NF, self.constants)
 
     def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Sums, and the launch and the longest bag of a set that is not empty."""
-        c = self.constants
-        held = sums_SE[:, :1] > 0.5
-        fixed = np.zeros((len(sums_SE), 2))
-        fixed[:] = c.forward_launch_us, c.backward_launch_us
-        fixed[:, 0] += c.bag_step_us * np.maximum(sums_SE[:, 3], 0.0) ** (
-            1.0 / STEP_POWER
-        )
-        costs: npt.NDArray[np.float64] = np.where(
-            held, np.maximum(sums_SE[:, 1:3], 0.0) + 1e-3 * fixed, 0.0
-        )
-        return costs
+        """Forward and backward of sets; see `physical.set_times`."""
+        times_S3 = set_times(sums_SE, self.constants)
+        return np.stack([times_S3[:, 0], times_S3[:, 1] + times_S3[:, 2]], axis=1)
 
     def host_memory(
         self,

@@ -1,7 +1,7 @@
 """How far off the physical estimate may be.
 
-The figures are residuals: each card's published timings against constants fitted to all
-other cards' (`benchmarks/bench_published.py`, which prints this table).
+The figures are residuals: each card's timings against constants fitted to all other
+cards' (`benchmarks/bench_published.py`, which prints this table).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CardCheck:
-    """One card's published timings, predicted by constants fitted without them.
+    """One card's timings, predicted by constants fitted without them.
 
     Errors are medians over timings of tables in the card's memory.
     """
@@ -34,23 +34,19 @@ class CardCheck:
 
 
 CHECKED_CARDS: Mapping[str, CardCheck] = {
-    "a100": CardCheck(9, 0.14, 0.09),
-    "h100": CardCheck(17, 0.02, 0.12),
-    "h200": CardCheck(4, 0.03, 0.11),
-    "mi250x": CardCheck(6, 0.11, None),
-    "mi350": CardCheck(69, None, 0.19),
-    "v100": CardCheck(24, 0.28, 0.41),
+    "a100": CardCheck(9, 0.33, 0.15),
+    "h100": CardCheck(17, 0.11, 0.20),
+    "h200": CardCheck(9320, 0.25, 0.09),
+    "mi250x": CardCheck(6, 0.13, None),
+    "mi350": CardCheck(69, None, 0.24),
+    "v100": CardCheck(24, 0.25, 0.07),
 }
 """Name of a card (A100 of both sizes, H100 of both makes as one) -> its check, of
 tables in its memory; `benchmarks/results/published_202611.json` holds them in full."""
 
-LOG_STD: Mapping[str, float] = {
-    "bandwidth": 0.11,
-    "backward": 0.13,
-}
-"""Standard deviations of the logarithm of predicted over measured times in that file:
-"bandwidth" of forward kernels, "backward" of backward ones over forward ones. On the
-four cards that have both, the two go together as little as -0.1."""
+LOG_STD: Mapping[str, float] = {"forward": 0.23, "backward": 0.12}
+"""Standard deviation over the cards of the logarithm of predicted over measured times,
+from that file."""
 
 _FAMILY: Mapping[str, str] = {"a100-40gb": "a100"}
 """Cards of the chip of another one, with more or less memory."""
@@ -83,8 +79,7 @@ class EstimateError:
     @property
     def time_std(self) -> npt.NDArray[np.float64]:
         """Of the logarithm of kernels' times without launches: forward and backward."""
-        faster, longer = LOG_STD["bandwidth"], LOG_STD["backward"]
-        return np.array([faster, np.hypot(faster, longer)])
+        return np.array([LOG_STD["forward"], LOG_STD["backward"]])
 
     @property
     def forward(self) -> float:
