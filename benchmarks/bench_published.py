@@ -169,17 +169,6 @@ def main() -> None:
         },
         "spreads": spread,
         "constants": {"fitted": {**fitted, **linked}, "shipped": shipped},
-        "timings": [
-            {
-                "source": r.source,
-                "card": r.card,
-                "phase": r.phase,
-                "location": r.location,
-                "measured_ms": r.time_ms,
-                **{name.strip(): round(p[r], 5) for name, p in models.items()},
-            }
-            for r in rows
-        ],
     }
     sections = [
         "# Models held against published timings\n",
