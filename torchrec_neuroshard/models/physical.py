@@ -102,7 +102,7 @@ class PhysicalConstants:
     work_speed: float | None = None
     """How many times as fast as an A100 its threads work; None: as its memory. On
     NVIDIA's cards bandwidth tells it better than cores and clocks, which would put the
-    backward of an H200 12 % too low in place of 4 %."""
+    backward of an H200 12 % too high in place of 5 % too low (medians, left out)."""
     least_threads: float = 8.0
     """Threads of the smallest group that reads a row: a quarter of a warp; 64 where
     FBGEMM does not divide its wavefronts (AMD)."""
