@@ -83,7 +83,7 @@ support-table: $(STAMP)
 	tests/distributed/test_support.py
 
 gate: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python -m tests.gate.plan_gate $(GATE_ARGS)
+	$(ONE_THREAD) PYTHONPATH=benchmarks $(BIN)/python -m tests.gate.plan_gate $(GATE_ARGS)
 
 demo: $(STAMP)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
