@@ -48,7 +48,7 @@ from torchrec_neuroshard.measure.records import (
     Fingerprint,
     RunHeader,
 )
-from torchrec_neuroshard.measure.store import CommsStore, RecordStore
+from torchrec_neuroshard.measure.store import RecordStore
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner import NeuroShardPlanner
@@ -389,8 +389,7 @@ def write_records(
     path: Path, header: RunHeader, records: Iterable[CostRecord | CommsRecord]
 ) -> Path:
     """A finished file, of collectives where the header is of them."""
-    kind: Any = CommsStore if isinstance(header, CommsHeader) else RecordStore
-    with kind(path, header) as store:
+    with RecordStore(path, header) as store:
         for record in records:
             store.append(record)
     return path

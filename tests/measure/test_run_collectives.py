@@ -30,13 +30,14 @@ from torchrec_neuroshard.measure.collective_samples import (
     sample_collective,
 )
 from torchrec_neuroshard.measure.ranks import Ranks
+from torchrec_neuroshard.measure.records import CommsHeader
 from torchrec_neuroshard.measure.run import CollectConfig
 from torchrec_neuroshard.measure.run_collectives import CommsConfig
 from torchrec_neuroshard.measure.sets import SamplingConfig
 from torchrec_neuroshard.measure.store import (
-    CommsStore,
-    read_comms_header,
+    RecordStore,
     read_comms_records,
+    read_header,
     read_records,
     record_kind,
 )
@@ -106,7 +107,7 @@ def test_a_transfer_counts_from_the_last_arrival(
 def test_other_runs_backends_and_kinds_of_records_are_refused(tmp_path: Path) -> None:
     gloo, nccl, compute = (tmp_path / n for n in ("gloo", "nccl", "compute"))
     for path in (gloo, nccl):
-        with CommsStore(path, make_comms_header(backend=path.name)) as store:
+        with RecordStore(path, make_comms_header(backend=path.name)) as store:
             store.append(make_comms_record())
             assert record_kind(path) == "comms"  # a run under way
         assert record_kind(path) == "comms"
@@ -116,13 +117,13 @@ def test_other_runs_backends_and_kinds_of_records_are_refused(tmp_path: Path) ->
         ({"device": "other"}, "'other'"),
     ):
         with pytest.raises(RecordMismatchError, match=value):
-            CommsStore(gloo, make_comms_header(**change))
-    with CommsStore(gloo, make_comms_header()) as store:
+            RecordStore(gloo, make_comms_header(**change))
+    with RecordStore(gloo, make_comms_header()) as store:
         assert store.done == {0}
     assert read_comms_records([gloo]) == [(make_comms_header(), [make_comms_record()])]
     write_records(compute, make_header(), [])
     assert record_kind(compute) == "compute"
-    assert read_comms_header(tmp_path / "nothing") is None
+    assert read_header(tmp_path / "nothing", CommsHeader) is None
     reads: list[tuple[Callable[[], object], str]] = [
         (lambda: read_comms_records([gloo, nccl]), "gloo, nccl"),
         (lambda: read_records([gloo]), "of 'neuroshard collect comms', not of"),

@@ -37,6 +37,7 @@ def test_sets_are_as_the_config_says() -> None:
         assert sampled.index - first.index >= CONFIG.repeat_lag or first is sampled
         assert (first.tables, first.access) == (sampled.tables, sampled.access)
         tables = sampled.tables
+        assert sampled.access is not None
         assert 1 <= len(tables) <= CONFIG.max_shards
         assert len(tables) == len(sampled.access)
         assert len({t.name for t in tables}) == len(tables)

@@ -60,7 +60,7 @@ def test_parquet_round_trip(tmp_path: Path) -> None:
     headers, records = read_records([path])
     assert headers == [HEADER]
     assert records == [record(0), record(1), record(2)]
-    assert read_header(path) == HEADER
+    assert read_header(path, RunHeader) == HEADER
 
 
 def test_records_are_readable_before_the_end(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_torn_header_is_written_again(
     if before:
         write(path, *before)
     journal_path(path).write_text(start)
-    assert read_header(path) == (HEADER if before else None)
+    assert read_header(path, RunHeader) == (HEADER if before else None)
     with RecordStore(path, HEADER) as store:
         store.append(record(4))
         assert [r.index for r in read_records([path])[1]] == [*before, 4]

@@ -301,7 +301,7 @@ def collect_compute(
         created=utc_now(),
         bounds_check=BOUNDS_CHECK,
     )
-    known = read_header(path)
+    known = read_header(path, RunHeader)
     if known is not None:
         known.check_same_run(header, str(path))
     monitor = _monitor(device, say)

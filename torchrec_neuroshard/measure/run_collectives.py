@@ -60,10 +60,10 @@ from torchrec_neuroshard.measure.records import (
     utc_now,
 )
 from torchrec_neuroshard.measure.store import (
-    CommsStore,
+    RecordStore,
     journal_path,
-    read_comms_header,
     read_comms_records,
+    read_header,
 )
 from torchrec_neuroshard.progress import phase
 
@@ -310,7 +310,7 @@ def _collect(
     with contextlib.ExitStack() as stack:
         store = None
         if ranks.rank == 0:
-            store = stack.enter_context(CommsStore(config.out, header))
+            store = stack.enter_context(RecordStore(config.out, header))
         shown = stack.enter_context(phase(""))
         done = ranks.share(store.done if store else None)
         deadline = time.monotonic() + config.time_limit_seconds
@@ -403,7 +403,7 @@ def _open_together(config: CommsConfig, ranks: Ranks) -> tuple[CommsHeader | Non
     cap = 1 << int(-limit).bit_length() - 1
     if ranks.rank == 0:
         try:
-            known = read_comms_header(config.out)
+            known = read_header(config.out, CommsHeader)
             if known is not None:
                 cap = int(known.sampling["bytes_per_rank"][1])
                 asked = dataclasses.replace(
