@@ -36,7 +36,7 @@ from torchrec_neuroshard.bundles.format import (
 from torchrec_neuroshard.bundles.make import train_comms_bundle
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.errors import BundleMismatchError, RecordError
-from torchrec_neuroshard.measure.collective_samples import (
+from torchrec_neuroshard.measure.collectives import (
     CommsSamplingConfig,
     sample_collective,
 )

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results, message_of
-from torchrec_neuroshard.measure.collective_samples import CommsSamplingConfig
+from torchrec_neuroshard.measure.collectives import CommsSamplingConfig
 from torchrec_neuroshard.measure.run_collectives import CommsConfig, collect_comms
 from torchrec_neuroshard.measure.store import journal_path, read_comms_records
 

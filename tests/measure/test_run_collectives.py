@@ -25,7 +25,7 @@ from torchrec_neuroshard.errors import (
     RecordMismatchError,
 )
 from torchrec_neuroshard.measure import run_collectives
-from torchrec_neuroshard.measure.collective_samples import (
+from torchrec_neuroshard.measure.collectives import (
     CommsSamplingConfig,
     sample_collective,
 )

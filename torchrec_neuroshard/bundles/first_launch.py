@@ -54,7 +54,7 @@ from torchrec_neuroshard.hardware.devices import (
     torch_threads,
 )
 from torchrec_neuroshard.measure.clock import SetTimer
-from torchrec_neuroshard.measure.collective_samples import CommsSamplingConfig
+from torchrec_neuroshard.measure.collectives import CommsSamplingConfig
 from torchrec_neuroshard.measure.fingerprint import device_fingerprint
 from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK
 from torchrec_neuroshard.measure.ranks import Ranks

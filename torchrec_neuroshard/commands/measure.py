@@ -12,7 +12,7 @@ from torchrec_neuroshard.commands.options import add_measuring, add_time_limit, 
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
 from torchrec_neuroshard.files import from_options
 from torchrec_neuroshard.hardware.devices import as_device, default_device_type
-from torchrec_neuroshard.measure.collective_samples import CommsSamplingConfig
+from torchrec_neuroshard.measure.collectives import CommsSamplingConfig
 from torchrec_neuroshard.measure.run import (
     CollectConfig,
     collect_compute,

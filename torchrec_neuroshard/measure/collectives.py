@@ -1,23 +1,152 @@
-"""TorchRec's collectives, each with its buffers and the copies around it."""
+"""Which of TorchRec's collectives to measure, and how each is run.
+
+`sample_collective` draws them, as a pure function of a seed. `CollectiveRunner` runs
+one with its buffers and the copies that TorchRec makes around it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.measure.kernels import permute_bags
+from torchrec_neuroshard.measure.sets import repeated_index
+from torchrec_neuroshard.models.base import COLLECTIVES
 
-__all__ = ["CollectiveRunner"]
+__all__ = [
+    "CollectiveRunner",
+    "CommsSamplingConfig",
+    "SampledCollective",
+    "sample_collective",
+]
 
 # The names of torch 2.13; older ones have only the second.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or (
     dist.reduce_scatter_tensor
 )
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_BYTES_MULTIPLE = 8
+"""Every message is a whole number of int64 and of fp32 values."""
+_VALUE_BYTES = 4
+_BATCH_SIZES = (8, 8_192)
+"""Samples of a rank: rows of the pooled outputs."""
+_UNEVEN = ("pooled_forward", "pooled_backward", "index")
+"""Collectives in which ranks may hold different amounts."""
+_WEIGHTS = {
+    "pooled_forward": 0.3,
+    "pooled_backward": 0.3,
+    "index": 0.16,
+    "reduce_scatter": 0.08,
+    "all_gather": 0.08,
+    "all_reduce": 0.08,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommsSamplingConfig:
+    """What to measure; ranges are inclusive."""
+
+    bytes_per_rank: tuple[int, int] = (1024, 2**30)
+    """Least and most bytes that a rank sends on average, itself included."""
+    repeat_every: int = 20
+    """Every so many records one earlier sample is measured again."""
+    repeat_lag: int = 60
+    """How many records later, at least."""
+
+    def __post_init__(self) -> None:
+        low, high = self.bytes_per_rank
+        if not 0 < low <= high:
+            raise ConfigError(
+                f"bytes_per_rank needs 0 < low <= high, got ({low}, {high}); the high "
+                "end is capped by the memory at hand"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledCollective:
+    """One collective to measure."""
+
+    index: int
+    repeat_of: int | None
+    collective: str
+    group: str
+    bytes_per_peer: tuple[int, ...]
+    """See `CommsRecord.bytes_per_peer`."""
+    batch_size: int
+    """Of the pooled collectives: samples of a rank, which the bytes are rows of."""
+    lengths_share: float
+    """Of the `index` collective: share of the bytes that are lengths, not ids."""
+
+
+def sample_collective(
+    index: int,
+    seed: int,
+    config: CommsSamplingConfig,
+    group_sizes: dict[str, int],
+) -> SampledCollective:
+    """Return the collective number `index` of a run.
+
+    Args:
+        index: Position in the run.
+        seed: The run's seed; equal seeds give equal samples.
+        config: Ranges to draw from.
+        group_sizes: Group name -> its ranks.
+    """
+    repeat_of = repeated_index(index, config.repeat_every, config.repeat_lag)
+    source = index if repeat_of is None else repeat_of
+    rng = np.random.default_rng([seed, source])
+    group = str(rng.choice(sorted(group_sizes)))
+    world_size = group_sizes[group]
+    collective = str(rng.choice(COLLECTIVES, p=[_WEIGHTS[c] for c in COLLECTIVES]))
+    low, high = map(math.log, config.bytes_per_rank)
+    mean_bytes = math.exp(rng.uniform(low, high))
+    if collective in _UNEVEN:
+        shares = _shares(rng, world_size)
+    else:
+        shares = np.full(world_size, 1 / world_size)
+    least, most = map(math.log, _BATCH_SIZES)
+    most = min(most, max(least, math.log(mean_bytes / (4 * _VALUE_BYTES * world_size))))
+    batch_size = 2 * round(math.exp(rng.uniform(least, most)) / 2)
+    multiple = _BYTES_MULTIPLE
+    if collective.startswith("pooled"):
+        multiple = _VALUE_BYTES * batch_size
+    per_peer = mean_bytes * shares  # total = mean x W, over W peers each
+    units = np.round(per_peer / multiple).astype(np.int64) * multiple
+    if not units.any():
+        units[int(per_peer.argmax())] = multiple
+    return SampledCollective(
+        index=index,
+        repeat_of=repeat_of,
+        collective=collective,
+        group=group,
+        bytes_per_peer=tuple(map(int, units)),
+        batch_size=batch_size,
+        lengths_share=float(1 / (1 + math.exp(rng.uniform(0, math.log(50))))),
+    )
+
+
+def _shares(rng: np.random.Generator, world_size: int) -> npt.NDArray[np.float64]:
+    """Shares of the ranks in the total, from balanced to all on one rank."""
+    kind = rng.choice(["balanced", "uneven", "some", "one"], p=[0.2, 0.5, 0.2, 0.1])
+    if kind == "balanced":
+        return np.full(world_size, 1 / world_size)
+    if kind == "one":
+        return np.asarray(np.eye(world_size)[int(rng.integers(world_size))])
+    shares = rng.dirichlet(np.full(world_size, math.exp(rng.uniform(-1, 4))))
+    if kind == "some":  # several ranks hold nothing at all
+        empty = rng.permutation(world_size)[: int(rng.integers(1, world_size))]
+        shares[empty] = 0.0
+        shares = shares / max(shares.sum(), 1e-12)
+    return np.asarray(shares, dtype=np.float64)
 
 
 class CollectiveRunner:
@@ -61,26 +190,18 @@ class CollectiveRunner:
         self._columns = [b // 4 // batch_size for b in bytes_per_peer]
         self._my_columns = self._columns[rank]
         self.output: torch.Tensor | tuple[torch.Tensor, ...] = torch.empty(0)
-        self.run: Callable[[], None]
+        self.run: Callable[[], None] = getattr(self, f"_{collective}")
         """Issue it and wait for it; the result is in `output`."""
-        if collective == "pooled_forward":
-            self._input = self._values(batch_size * world_size, self._my_columns)
-            self.run = self._pooled_forward
-        elif collective == "pooled_backward":
-            self._input = self._values(batch_size, sum(self._columns))
-            self.run = self._pooled_backward
-        elif collective == "index":
+        if collective == "index":
             self._prepare_index(bytes_per_peer, lengths_share, rank)
-            self.run = self._index
-        elif collective == "reduce_scatter":
-            self._input = self._values(world_size, mine // 4)
-            self.run = self._reduce_scatter
-        elif collective == "all_gather":
-            self._input = self._values(1, mine // 4)
-            self.run = self._all_gather
-        else:
-            self._input = self._values(world_size, mine // 4)
-            self.run = self._all_reduce
+            return
+        shapes = {
+            "pooled_forward": (batch_size * world_size, self._my_columns),
+            "pooled_backward": (batch_size, sum(self._columns)),
+            "all_gather": (1, mine // 4),
+        }
+        shape = shapes.get(collective, (world_size, mine // 4))
+        self._input = torch.ones(shape, device=device)
 
     def _prepare_index(
         self, bytes_per_peer: Sequence[int], lengths_share: float, rank: int
@@ -120,9 +241,6 @@ class CollectiveRunner:
         """Replace the fp32 input by another of the same shape."""
         assert values.shape == self._input.shape
         self._input = values
-
-    def _values(self, rows: int, columns: int) -> torch.Tensor:
-        return torch.ones(rows, columns, device=self._device)
 
     def _exchange(
         self, output: torch.Tensor, send: torch.Tensor, out: list[int], into: list[int]

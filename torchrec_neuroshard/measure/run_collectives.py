@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,12 +41,12 @@ from torchrec_neuroshard.hardware.devices import (
     torch_threads,
 )
 from torchrec_neuroshard.measure.clock import Reference, keep_freed_memory
-from torchrec_neuroshard.measure.collective_samples import (
+from torchrec_neuroshard.measure.collectives import (
+    CollectiveRunner,
     CommsSamplingConfig,
     SampledCollective,
     sample_collective,
 )
-from torchrec_neuroshard.measure.collectives import CollectiveRunner
 from torchrec_neuroshard.measure.fingerprint import device_fingerprint
 from torchrec_neuroshard.measure.kernels import column_permutation
 from torchrec_neuroshard.measure.ranks import Ranks
@@ -287,7 +287,7 @@ def _collect(
     intra = ranks.bandwidth(1) if local > 1 else 0.0
     inter = ranks.bandwidth(local) if local < world else 0.0
     reference_ms = meter.nominal_ms()
-    kernels = _KernelTimes({}, {}, 0.0)
+    kernels: dict[str, Any] = {}
     if known is None and not is_accelerator(ranks.device.type):
         kernels = _time_kernels(ranks, config.kernel_rounds)
     header = CommsHeader(
@@ -302,9 +302,7 @@ def _collect(
         local_world_size=local,
         intra_gb_per_s=intra,
         inter_gb_per_s=inter,
-        compute_slowdown=kernels.slowdown,
-        column_order_ms_per_mb=kernels.column_order_ms_per_mb,
-        compute_reference_ms=kernels.reference_ms,
+        **kernels,
     )
     header = ranks.share(known or header)
     with contextlib.ExitStack() as stack:
@@ -334,16 +332,12 @@ def _collect(
         say(summary(config.out))
 
 
-class _KernelTimes(NamedTuple):
-    """What ranks do beside collectives; fields as in `CommsHeader`."""
+def _time_kernels(ranks: Ranks, num_rounds: int) -> dict[str, Any]:
+    """Time kernels and copies on several ranks of a node at once, and on one alone.
 
-    slowdown: dict[str, tuple[float, float]]
-    column_order_ms_per_mb: dict[str, tuple[float, float]]
-    reference_ms: float
-
-
-def _time_kernels(ranks: Ranks, num_rounds: int) -> _KernelTimes:
-    """Time kernels and copies on several ranks of a node at once, and on one alone."""
+    Returns:
+        Fields of `CommsHeader`.
+    """
     reference, order = Reference(ranks.device), _ColumnOrder(ranks.device)
     local = ranks.local_world_size
     counts = sorted({1, local, *(n for n in ranks.group_sizes.values() if n < local)})
@@ -360,13 +354,17 @@ def _time_kernels(ranks: Ranks, num_rounds: int) -> _KernelTimes:
         rounds[count].append(everyone.mean(axis=1))
     times = {n: np.median(rounds[n], axis=0) for n in counts}
     alone = times[1][:2]
-    slowdown, column_order = {}, {}
-    for n in counts:
-        forward, backward = map(float, times[n][:2] / alone)
-        slowdown[str(n)] = forward, backward
-        forward, backward = map(float, times[n][2:] / order.MEGABYTES)
-        column_order[str(n)] = forward, backward
-    return _KernelTimes(slowdown, column_order, float(alone.sum()))
+
+    def both(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+        return float(values[0]), float(values[1])
+
+    return {
+        "compute_slowdown": {str(n): both(t[:2] / alone) for n, t in times.items()},
+        "column_order_ms_per_mb": {
+            str(n): both(t[2:] / order.MEGABYTES) for n, t in times.items()
+        },
+        "compute_reference_ms": float(alone.sum()),
+    }
 
 
 class _ColumnOrder:
