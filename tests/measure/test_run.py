@@ -11,13 +11,14 @@ import torch
 
 from tests.builders import make_record
 from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.commands.measure import predicted_ms
 from torchrec_neuroshard.errors import DeviceFailureError
 from torchrec_neuroshard.hardware.devices import GpuMonitor, GpuState
 from torchrec_neuroshard.measure import run
 from torchrec_neuroshard.measure.clock import CPU_PASSES, Reference
 from torchrec_neuroshard.measure.fingerprint import device_fingerprint
 from torchrec_neuroshard.measure.records import CostRecord
-from torchrec_neuroshard.measure.sets import SamplingConfig, sample_set
+from torchrec_neuroshard.measure.sets import SamplingConfig, SetSampler, sample_set
 from torchrec_neuroshard.measure.store import journal_path, read_records
 from torchrec_neuroshard.tables.loaders import load_json
 
@@ -62,10 +63,12 @@ def test_command_measures_the_sampled_sets_and_goes_on_where_it_stopped(
     assert header.sampling["num_base_tables"] == 30
     names = {t.name.split("/")[0] for r in records for t in r.tables}
     assert "mine" in names
+    predict_ms = predicted_ms("cpu")
+    sampler = SetSampler(SAMPLING, 5, load_json(tables)["mine"], predict_ms)
     for record in records:
         found = record.sm_clock_mhz, record.memory_clock_mhz, record.temperature_c
         assert found == (1_980.0, 3_201.0, 60.0)
-        sampled = sample_set(record.index, 5, SAMPLING, load_json(tables)["mine"])
+        sampled = sampler.sample(record.index)
         assert [t.name for t in record.tables] == [t.name for t in sampled.tables]
         assert record.batch_size == sampled.batch_size
         assert record.fwd_ms > 0 and record.bwd_ms > 0

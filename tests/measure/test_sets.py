@@ -2,10 +2,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from tests.builders import make_tables
-from torchrec_neuroshard.measure.sets import SamplingConfig, sample_set
+from torchrec_neuroshard.measure.sets import (
+    SampledSet,
+    SamplingConfig,
+    SetSampler,
+    sample_set,
+)
 from torchrec_neuroshard.tables.table import OPTIMIZERS
 
 CONFIG = SamplingConfig(
@@ -72,15 +78,35 @@ def test_sets_are_as_the_config_says() -> None:
     assert {s.batch_size for s in sets} >= {1_024, 2_048}
     assert len({s.batch_size for s in sets}) > 50
 
-    # Held-out tables are never trained on.
-    real: dict[bool, set[str]] = {True: set(), False: set()}
+    # Each set holds tables of one part: those to test on, to choose by, to train on.
+    real: dict[tuple[bool, bool], set[str]] = {
+        (True, False): set(),
+        (False, True): set(),
+        (False, False): set(),
+    }
     for sampled in sets:
         names = [t.name.rsplit("#", 1)[0] for t in sampled.tables]
-        real[sampled.held_out] |= {n for n in names if n.startswith("real")}
-    assert real[True] and real[False]
-    assert not real[True] & real[False]
+        real[sampled.held_out, sampled.validation] |= {
+            n for n in names if n.startswith("real")
+        }
+    assert all(real.values())
+    assert sum(map(len, real.values())) == len(set().union(*real.values()))
     share = sum(s.held_out for s in sets) / len(sets)
     assert share == pytest.approx(CONFIG.held_out_sets, abs=0.1)
+
+
+def test_small_sets_are_as_frequent_as_large_ones_where_costs_are_predicted() -> None:
+    config = SamplingConfig()
+
+    def predict_ms(drawn: SampledSet) -> float:
+        lookups = sum(t.profile.num_lookups for t in drawn.tables if t.profile)
+        return 0.2 + 1e-4 * lookups
+
+    sampler = SetSampler(config, 3, [], predict_ms)
+    sets = [sampler.sample(i) for i in range(80)]
+    assert sets[:5] == [sampler.sample(i) for i in range(5)]
+    ms = np.array([predict_ms(s) for s in sets])
+    assert 0.3 < (ms < 1.0).sum() / (ms > 20.0).sum() < 3.0
 
 
 def test_a_gpu_gets_all_kinds_and_sets_as_large_as_it_has_room_for() -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from torchrec_neuroshard.bundles.find import physical_estimate
 from torchrec_neuroshard.commands.options import add_measuring, add_time_limit, option
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
 from torchrec_neuroshard.files import from_options
@@ -24,7 +28,9 @@ from torchrec_neuroshard.measure.run_collectives import (
     collect_comms,
     default_backend,
 )
+from torchrec_neuroshard.measure.sets import SampledSet
 from torchrec_neuroshard.progress import phase
+from torchrec_neuroshard.tables.features import ShardFeaturizer
 
 
 def add_collect(parser: argparse.ArgumentParser) -> None:
@@ -113,5 +119,21 @@ def measure_kernels(args: argparse.Namespace, out: Path) -> None:
                 sampling=dataclasses.replace(
                     default_sampling(as_device(device)), **changes
                 ),
-            )
+            ),
+            predict_ms=predicted_ms(as_device(device).type),
         )
+
+
+def predicted_ms(device_type: str) -> Callable[[SampledSet], float]:
+    """Return the physical estimate of what a set takes on this machine."""
+    estimate = physical_estimate(device_type)
+
+    def predict(sampled: SampledSet) -> float:
+        count = len(sampled.tables)
+        features = ShardFeaturizer(sampled.tables, sampled.batch_size).features(
+            np.arange(count), np.array([t.embedding_dim for t in sampled.tables])
+        )
+        ids = np.zeros(count, dtype=np.int64)
+        return float(estimate.predict_sets(features, ids, 1).sum())
+
+    return predict

@@ -181,7 +181,9 @@ class CostRecord:
     repeat_of: int | None = None
     """Index of the earlier record whose set is measured once more."""
     held_out: bool = False
-    """Whether all tables are of the part never used for training."""
+    """Whether all tables are of the part that trained models are tested on."""
+    validation: bool = False
+    """Whether all are of the part that chooses among them. False in older files."""
     batch_size: int
     """Samples of one pass."""
     tables: tuple[TableConfig, ...]

@@ -234,6 +234,7 @@ def measure_set(
         index=sampled.index,
         repeat_of=sampled.repeat_of,
         held_out=sampled.held_out,
+        validation=sampled.validation,
         batch_size=sampled.batch_size,
         tables=sampled.tables,
         **measured.for_record(),
@@ -274,12 +275,19 @@ class CollectConfig:
 
 
 def collect_compute(
-    config: CollectConfig, say: Callable[[str], object] = print
+    config: CollectConfig,
+    say: Callable[[str], object] = print,
+    predict_ms: Callable[[SampledSet], float] | None = None,
 ) -> None:
     """Measure until the file holds `config.num_sets` records, or time is over.
 
-    What there is to tell is told to `say`. Sets that do not fit into the device's
-    memory are left out, told, and tried again by the next run.
+    Sets that do not fit into the device's memory are left out, told, and tried again
+    by the next run.
+
+    Args:
+        config: What to measure, and where to keep it.
+        say: Gets what there is to tell.
+        predict_ms: A rough cost of a set, by which sets are drawn; see `SetSampler`.
 
     Raises:
         RecordMismatchError: The file holds records of another machine or run.
@@ -313,7 +321,7 @@ def collect_compute(
             budget_seconds=config.set_seconds,
         )
         header = known or replace(header, reference_ms=timer.reference_ms)
-        sampler = SetSampler(config.sampling, config.seed, base)
+        sampler = SetSampler(config.sampling, config.seed, base, predict_ms)
         with RecordStore(path, header) as store:
             _fill(config, store, timer, sampler, monitor, say)
     if monitor is not None and monitor.num_failures:

@@ -34,6 +34,7 @@ __all__ = [
 STATE_BYTES = {"adam": 8, "adagrad": 4}
 """Optimizer state per weight; row-wise Adagrad's, 4 bytes a row, is left out."""
 
+_PARTS = ("test", "validation", "train")
 _GIB = 2**30
 _WEIGHT_SHARE = 0.7
 """Of a GPU's memory, what weights may take: ids, outputs and a driver need the rest."""
@@ -65,6 +66,15 @@ class SamplingConfig:
     """Share of the tables (not of the sets) kept from training."""
     held_out_sets: float = 0.2
     """Share of the sets made of held-out tables."""
+    validation_share: float = 0.1
+    """Share of the tables kept to choose among trained models; a set holds tables of
+    one part alone."""
+    validation_sets: float = 0.1
+    """Share of the sets made of these."""
+    cost_range_ms: tuple[float, float] = (0.2, 100.0)
+    """Where a cost is predicted, sets are drawn for costs that are log-uniform here."""
+    num_candidates: int = 3
+    """Sets drawn for each one that is measured; the one of the nearest cost is kept."""
     optimizers: tuple[str, ...] = ("rowwise_adagrad", "sgd")
     weighted_share: float = 0.1
     """Share of sets with per-sample weights."""
@@ -120,6 +130,7 @@ class SampledSet:
     index: int
     repeat_of: int | None = None
     held_out: bool
+    validation: bool = False
     batch_size: int
     tables: tuple[TableConfig, ...]
     """Shards; each `profile` is the expected one at `batch_size`."""
@@ -146,23 +157,31 @@ class SetSampler:
     """Draws the table sets of one run; equal seeds give equal sets."""
 
     def __init__(
-        self, config: SamplingConfig, seed: int, base_tables: Sequence[TableConfig]
+        self,
+        config: SamplingConfig,
+        seed: int,
+        base_tables: Sequence[TableConfig],
+        predict_ms: Callable[[SampledSet], float] | None = None,
     ) -> None:
-        """Split the real tables into held-out ones and others, once for all sets.
+        """Split the real tables into their three parts, once for all sets.
 
         Args:
             config: Ranges to draw from.
             seed: The run's seed.
             base_tables: Real tables, each with a profile; may be empty.
+            predict_ms: A rough cost of a set. With it, small sets are as frequent as
+                large ones; without, most sets take a usual time.
         """
         self._config, self._seed = config, seed
         self._any_given = bool(base_tables)
-        self._pools: dict[bool, list[TableConfig]] = {True: [], False: []}
+        self._predict_ms = predict_ms
+        self._pools: dict[str, list[TableConfig]] = {part: [] for part in _PARTS}
+        shares = config.held_out_share, config.validation_share
         for table in base_tables:
             looked_up = table.profile is not None and table.profile.num_lookups > 0
             if looked_up and table.num_embeddings <= config.rows[1]:
-                held_out = is_held_out_table(table.name, config.held_out_share)
-                self._pools[held_out].append(table)
+                part = part_of(_draw_by_name(table.name), shares)
+                self._pools[part].append(table)
 
     def sample(self, index: int) -> SampledSet:
         """Return the set number `index` of the run."""
@@ -170,15 +189,47 @@ class SetSampler:
         repeat_of = repeated_index(index, config.repeat_every, config.repeat_lag)
         source = index if repeat_of is None else repeat_of
         rng = np.random.default_rng([self._seed, source])
-        held_out = bool(rng.random() < config.held_out_sets)
-        batch_size = _log_uniform_int(rng, *config.batch_sizes)
+        part = part_of(rng.random(), (config.held_out_sets, config.validation_sets))
+        if self._predict_ms is None:
+            found = self._draw(source, part, rng, None)
+        else:
+            rng = np.random.default_rng([self._seed, source, 1])
+            low, high = map(math.log, config.cost_range_ms)
+            target, best, most = rng.uniform(low, high), math.inf, None
+            for _ in range(config.num_candidates):
+                drawn = self._draw(source, part, rng, most)
+                ms = max(self._predict_ms(drawn), 1e-9)
+                if (distance := abs(math.log(ms) - target)) < best:
+                    best, found = distance, drawn
+                # The next candidate has as many more lookups as it should take longer.
+                lookups = drawn.batch_size * sum(t.pooling_factor for t in drawn.tables)
+                most = min(lookups * math.exp(target) / ms, config.max_lookups)
+        return dataclasses.replace(found, index=index, repeat_of=repeat_of)
+
+    def _draw(
+        self,
+        source: int,
+        part: str,
+        rng: np.random.Generator,
+        max_lookups: float | None,
+    ) -> SampledSet:
+        """Draw a set of tables of one part, and of so many lookups if given."""
+        config = self._config
+        # Many lookups need many tables and samples.
+        reach = math.sqrt((max_lookups or 0.0) / config.max_lookups)
+        fewest, most = config.batch_sizes
+        fewest = max(fewest, int(reach * most))
+        batch_size = _log_uniform_int(rng, fewest, most)
         if rng.random() < 0.5:  # half of the time a usual batch size
             usual_size: int = 2 ** round(math.log2(batch_size))
             low, high = config.batch_sizes
             batch_size = min(max(usual_size, low), high)
-        num_shards = _log_uniform_int(rng, 1, config.max_shards)
+        least = max(1, int(reach * config.max_shards))
+        num_shards = _log_uniform_int(rng, least, config.max_shards)
         lookup_budget = config.max_lookups * math.exp(-rng.exponential(1.2))
-        pool = self._pools[held_out]
+        if max_lookups is not None:
+            lookup_budget = max_lookups
+        pool = self._pools[part]
         real = self._any_given and bool(rng.random() < config.real_share)
         optimizer = str(rng.choice(config.optimizers))
         weighted = bool(rng.random() < config.weighted_share)
@@ -237,9 +288,9 @@ class SetSampler:
             tables.append(in_short_numbers(kind, batch_size, std, histogram))
             access.append(distribution)
         return SampledSet(
-            index=index,
-            repeat_of=repeat_of,
-            held_out=held_out,
+            index=source,
+            held_out=part == "test",
+            validation=part == "validation",
             batch_size=batch_size,
             tables=tuple(tables),
             access=tuple(access),
@@ -294,6 +345,19 @@ def short_numbers(values: Sequence[float]) -> list[float]:
 def _log_uniform_int(rng: np.random.Generator, low: int, high: int) -> int:
     value = math.exp(rng.uniform(math.log(low), math.log(high + 1)))
     return min(high, max(low, int(value)))
+
+
+def part_of(draw: float, shares: tuple[float, float]) -> str:
+    """Return the part that a draw from 0 to 1 falls in.
+
+    Args:
+        draw: From 0 to 1.
+        shares: Of the parts "test" and "validation"; the rest is "train".
+    """
+    test, validation = shares
+    if draw < test:
+        return "test"
+    return "validation" if draw < test + validation else "train"
 
 
 def is_held_out_table(name: str, share: float) -> bool:
