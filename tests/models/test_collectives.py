@@ -1,4 +1,4 @@
-"""Models of collectives: bandwidths by hand, and what holds for any learned weights."""
+"""Models of collectives: bandwidths by hand, and what holds for any coefficients."""
 
 import math
 from collections.abc import Callable
@@ -6,19 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware.cards import GPU_CARDS
 from torchrec_neuroshard.models.base import COLLECTIVES
+from torchrec_neuroshard.models.collective_terms import TERM_NAMES, collective_terms
 from torchrec_neuroshard.models.collectives import (
     BandwidthCommsModel,
-    LearnedCommsModel,
-)
-from torchrec_neuroshard.models.collectives_network import (
-    TERM_NAMES,
-    CommsNetwork,
-    physical_terms,
+    MeasuredCommsModel,
 )
 from torchrec_neuroshard.models.physical import PhysicalConstants
 from torchrec_neuroshard.models.published_links import (
@@ -90,24 +85,20 @@ def test_published_links_by_hand() -> None:
     np.testing.assert_allclose(two.row_wise(columns, 65536), expected)
 
 
-# The learned model, with any weights
+# What was measured, with any coefficients
 
 
 LINKS = (2.0, 0.5)
 
 
-def random_network() -> CommsNetwork:
-    generator = torch.Generator().manual_seed(0)
-    network = CommsNetwork(hidden=4)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return network
+def random_coefficients() -> np.ndarray:
+    shape = len(COLLECTIVES), len(TERM_NAMES)
+    return np.random.default_rng(0).lognormal(size=shape)
 
 
-def learned(world: int = 4, local: int = 4, **settings: Any) -> LearnedCommsModel:
-    return LearnedCommsModel(
-        random_network(),
+def measured(world: int = 4, local: int = 4, **settings: Any) -> MeasuredCommsModel:
+    return MeasuredCommsModel(
+        random_coefficients(),
         world_size=world,
         local_world_size=local,
         **{"measured_gb_per_s": LINKS, **settings},
@@ -118,7 +109,7 @@ def test_terms_by_hand() -> None:
     """Three ranks of one node; sizes that stay in the first segment."""
 
     def terms(collective: str, local: int, *sizes: float) -> dict[str, Any]:
-        found = physical_terms(collective, np.array([sizes]), local, *LINKS)[0]
+        found = collective_terms(collective, np.array([sizes]), local, *LINKS)[0]
         return dict(zip(TERM_NAMES, found.T, strict=True))
 
     def sizes(found: dict[str, Any], name: str) -> list[float]:
@@ -151,20 +142,17 @@ def test_prediction_is_terms_times_coefficients(
     rng = np.random.default_rng(world)
     bytes_CW = 1e9 ** rng.uniform(0.3, 1, (5, world))
     bytes_CW[rng.random((5, world)) < 0.2] = 0.0
-    group = torch.tensor([[float(world), float(local)]])
-    with torch.no_grad():
-        table = random_network().coefficients(group)[0].double().numpy()
-    terms = physical_terms(collective, bytes_CW, local, *LINKS)
-    expected = terms @ table[COLLECTIVES.index(collective)]
+    terms = collective_terms(collective, bytes_CW, local, *LINKS)
+    expected = terms @ random_coefficients()[COLLECTIVES.index(collective)]
     expected[bytes_CW.sum(axis=1) == 0] = 0
     np.testing.assert_allclose(
-        learned(world, local).predict(collective, bytes_CW), expected, rtol=1e-9
+        measured(world, local).predict(collective, bytes_CW), expected, rtol=1e-9
     )
 
 
 def test_columns_and_samples_become_bytes_per_peer() -> None:
     """96 samples over 4 ranks: 24 of each, of 4 bytes per column."""
-    model, columns = learned(), np.array([[8.0, 0.0, 64.0, 4.0]])
+    model, columns = measured(), np.array([[8.0, 0.0, 64.0, 4.0]])
     bytes_CW = columns * 24 * 4
     pooled, row_wise = model.all_to_all(columns, 96), model.row_wise(columns, 96)
     found = {
@@ -179,7 +167,7 @@ def test_columns_and_samples_become_bytes_per_peer() -> None:
     for collective, ms in found.items():
         np.testing.assert_allclose(ms, model.predict(collective, bytes_CW))
     slow, slower = (
-        learned(4, 2, inter_gb_per_s=inter).all_to_all(columns, 4096)
+        measured(4, 2, inter_gb_per_s=inter).all_to_all(columns, 4096)
         for inter in (1.0, 0.1)
     )
     assert (slower > slow).all()
@@ -192,9 +180,9 @@ def test_slowdown_follows_the_ranks_of_a_node(
     local: int, expected: tuple[float, float]
 ) -> None:
     slowdowns = {1: (1.0, 1.0), 2: (1.4, 1.6), 4: (2.4, 2.0)}
-    model = learned(8 * local, local, slowdowns=slowdowns)
+    model = measured(8 * local, local, slowdowns=slowdowns)
     assert model.compute_slowdown == pytest.approx(expected)
-    assert learned().compute_slowdown == (1.0, 1.0)
+    assert measured().compute_slowdown == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -204,8 +192,11 @@ def test_slowdown_follows_the_ranks_of_a_node(
         (lambda: model(intra=0.0), "bandwidths must be above 0"),
         (lambda: published(intra_gb_per_s=0.0), "bandwidths must be above 0"),
         (lambda: PhysicalConstants(memory_gb_per_s=0), "must be above 0, got 0"),
-        (lambda: learned(4, 2, measured_gb_per_s=(2.0, 0.0)), "0.0 between nodes;"),
-        (lambda: learned().all_to_all(np.ones((1, 3)), 64), "4 ranks, got values of 3"),
+        (lambda: measured(4, 2, measured_gb_per_s=(2.0, 0.0)), "0.0 between nodes;"),
+        (
+            lambda: measured().all_to_all(np.ones((1, 3)), 64),
+            "4 ranks, got values of 3",
+        ),
     ],
 )
 def test_bad_ranks_and_bandwidths(make: Callable[[], object], message: str) -> None:

@@ -31,12 +31,17 @@ from torchrec_neuroshard.costs.task import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.hardware.cards import GPU_CARDS
 from torchrec_neuroshard.models.adjusted import RelievedCommsModel, ScaledCostModel
-from torchrec_neuroshard.models.base import CommsModel, CostModel, RangeWarning
+from torchrec_neuroshard.models.base import (
+    COLLECTIVES,
+    CommsModel,
+    CostModel,
+    RangeWarning,
+)
+from torchrec_neuroshard.models.collective_terms import TERM_NAMES
 from torchrec_neuroshard.models.collectives import (
     BandwidthCommsModel,
-    LearnedCommsModel,
+    MeasuredCommsModel,
 )
-from torchrec_neuroshard.models.collectives_network import CommsNetwork
 from torchrec_neuroshard.models.compute import PhysicalConstants, PhysicalCostModel
 from torchrec_neuroshard.models.published_links import published_comms_model
 from torchrec_neuroshard.papers.annealing import AnnealingConfig, AnnealingSearcher
@@ -91,8 +96,10 @@ COMMS_MODELS: dict[str, Callable[..., CommsModel]] = {
         **ranks, intra_gb_per_s=300.0, inter_gb_per_s=25.0
     ),
     "published": lambda **ranks: published_comms_model(GPU_CARDS["h100"], **ranks),
-    "untrained": lambda **ranks: LearnedCommsModel(
-        CommsNetwork(hidden=4), **ranks, measured_gb_per_s=(2.0, 0.5)
+    "untrained": lambda **ranks: MeasuredCommsModel(
+        np.ones((len(COLLECTIVES), len(TERM_NAMES))),
+        **ranks,
+        measured_gb_per_s=(2.0, 0.5),
     ),
 }
 

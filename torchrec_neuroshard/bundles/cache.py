@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE
+from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
 from torchrec_neuroshard.tables.features import FEATURE_VERSION
 
@@ -147,9 +147,9 @@ class CacheEntry:
 
 
 def _read(folder: Path) -> CacheEntry | None:
-    if not COMPUTE_BUNDLE.is_in(folder):
-        return None
     try:
+        COMPUTE_BUNDLE.read_info(folder)
+        COMMS_BUNDLE.find_info(folder)
         data = read_json(folder / _KEY_NAME)
         return CacheEntry(
             folder=folder,

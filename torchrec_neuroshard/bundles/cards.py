@@ -180,9 +180,8 @@ def comms_card(
         "Absolute error relative to the measured time; tau is Kendall's.",
         "",
         *_table(columns, errors),
-        f"{verdict} `learned`, `linear` and `bandwidth` (one latency and one bandwidth "
-        "per collective) were fitted to these records alone, the others started from "
-        "the model of another machine.",
+        f"{verdict} `linear` is a fit to these records alone; `before`, `scaled` and "
+        "`tuned` start from the model of another machine.",
     ]
     title = f"Communication cost model `{info.name}`"
     return _card(title, facts, noise, lines, trained_on["commands"])

@@ -37,7 +37,6 @@ from torchrec_neuroshard.bundles.fit import (
     score,
     split_records,
 )
-from torchrec_neuroshard.bundles.fit_collectives import CommsTrainConfig
 from torchrec_neuroshard.bundles.format import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
@@ -104,8 +103,7 @@ _SCALE_ROWS = 4
 """No table of a set takes more than one part in so many of the memory."""
 _MOST_DISTURBED = 0.25
 """Share of sets that may stay disturbed: of more, what is left says little."""
-_STEPS, _COMMS_STEPS = 300, 400
-_STEPS_PER_S = 10
+_STEPS, _STEPS_PER_S = 300, 10
 """Fewer steps, at least a fifth, where there is little time."""
 _MIN_COLLECTIVES = 40
 
@@ -501,7 +499,7 @@ def _fit(request: LaunchRequest, bundle: Path) -> None:
         [records],
         bundle,
         "first launch",
-        TrainConfig(tuning_steps=_steps(_STEPS, request), seed=request.seed),
+        TrainConfig(tuning_steps=_steps(request), seed=request.seed),
         start=_nearest(request, records),
         select=_steady_enough,
     )
@@ -511,14 +509,13 @@ def _fit(request: LaunchRequest, bundle: Path) -> None:
             [collectives],
             bundle,
             "first launch",
-            CommsTrainConfig(steps=_steps(_COMMS_STEPS, request), seed=request.seed),
             before=_comms_source(request.device_type),
             say=lambda text: None,
         )
 
 
-def _steps(most: int, request: LaunchRequest) -> int:
-    return max(most // 5, min(most, int(_STEPS_PER_S * request.seconds)))
+def _steps(request: LaunchRequest) -> int:
+    return max(_STEPS // 5, min(_STEPS, int(_STEPS_PER_S * request.seconds)))
 
 
 def _steady_enough(records: Sequence[CostRecord]) -> list[CostRecord]:

@@ -2,8 +2,8 @@
 
 A bundle is a folder. Its compute model is `weights.safetensors`, `bundle.json`
 (everything else, and the weights' checksum) and `CARD.md` for people. A model of
-collectives, beside it or alone, is `comms.safetensors`, `comms.json` and
-`COMMS_CARD.md`. Both are for one kind of hardware, collectives for one backend too.
+collectives, beside it or alone, is `comms.json` and `COMMS_CARD.md`. Both are for one
+kind of hardware, collectives for one backend too.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from torchrec_neuroshard.files import from_fields, json_text, read_json, write_w
 from torchrec_neuroshard.hardware.devices import plain_torch
 from torchrec_neuroshard.measure.records import Fingerprint
 from torchrec_neuroshard.models.base import COLLECTIVES
-from torchrec_neuroshard.models.collectives import LearnedCommsModel
-from torchrec_neuroshard.models.collectives_network import TERM_NAMES, CommsNetwork
+from torchrec_neuroshard.models.collective_terms import TERM_NAMES
+from torchrec_neuroshard.models.collectives import MeasuredCommsModel
 from torchrec_neuroshard.models.compute import NeuralCostModel
 from torchrec_neuroshard.models.network import SetCostNetwork
 from torchrec_neuroshard.tables.features import (
@@ -58,57 +58,29 @@ __all__ = [
     "save_comms_bundle",
 ]
 
-BUNDLE_VERSION = 2
-
-COMMS_VERSION = 1
-"""Version of the layout of collectives; another version is refused."""
+BUNDLE_VERSION, COMMS_VERSION = 2, 2
+"""Layouts; other versions are refused."""
 
 _Info = TypeVar("_Info", bound="DataclassInstance")
 _Network = TypeVar("_Network", bound=nn.Module)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BundleFormat(Generic[_Info, _Network]):
-    """One kind of trained model on disk: its three files, and how they are read."""
+@dataclass(frozen=True, kw_only=True)
+class Description(Generic[_Info]):
+    """What a model says of itself, in JSON, and its card."""
 
     info_type: type[_Info]
-    """The description, a dataclass; a field `fingerprint` is a `Fingerprint`."""
-    make_network: Callable[[_Info], _Network]
-    """Makes the network whose weights they are."""
+    """A dataclass; a field `fingerprint` is a `Fingerprint`."""
     check: Callable[[Path, Mapping[str, Any]], None]
     """Called with the description's file and what it holds; raises
     `BundleMismatchError` where this package reads another version or schema."""
     info_name: str
-    weights_name: str = "weights.safetensors"
     card_name: str = "CARD.md"
     missing: str = (
         "{folder} is not a cost-model bundle: it has no {file}; make one with "
         "'neuroshard train'"
     )
     """The error where there is no description."""
-
-    def save(
-        self, folder: str | Path, network: _Network, info: _Info, card: str
-    ) -> None:
-        """Write the three files: the folder holds the old model or this one."""
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
-        weights = save_tensors(state)
-        data = dataclasses.asdict(info)
-        digest = data["weights_sha256"] = hashlib.sha256(weights).hexdigest()
-        for left in path.glob(f".{self.weights_name}.*"):
-            left.unlink()
-        # The old weights stay until the description is of the new ones, which are found
-        # here should this process end before they are in place.
-        beside = path / self._name_beside(digest)
-        write_whole(beside, weights)
-        write_whole(path / self.card_name, f"{card.strip()}\n".encode())
-        write_whole(path / self.info_name, json_text(data))
-        os.replace(beside, path / self.weights_name)
-
-    def _name_beside(self, digest: str) -> str:
-        return f".{self.weights_name}.{digest[:16]}"
 
     def is_in(self, folder: str | Path) -> bool:
         """Whether a folder holds a model of this kind."""
@@ -127,49 +99,14 @@ class BundleFormat(Generic[_Info, _Network]):
         """
         return self._read(Path(folder))[0]
 
-    @plain_torch()
-    def load(self, folder: str | Path) -> tuple[_Network, _Info]:
-        """Read and check all of it.
-
-        Raises:
-            BundleCorruptError: A file is missing, truncated or damaged.
-            BundleMismatchError: It is of another version of this package.
-        """
-        info, sha256 = self._read(Path(folder))
-        path = Path(folder) / self.weights_name
-        if sha256.isalnum() and (path.parent / self._name_beside(sha256)).is_file():
-            path = path.parent / self._name_beside(sha256)
-        try:
-            weights = path.read_bytes()
-            digest = hashlib.sha256(weights).hexdigest()
-            if digest != sha256:
-                raise ValueError(
-                    f"damaged or not of this bundle: checksum {digest[:12]}, expected "
-                    f"{sha256[:12]}"
-                )
-            tensors = load_tensors(weights)
-            # Older models of collectives have it; it was for ranks that start late.
-            tensors.pop("overlap_logit_L", None)
-            with torch.device("meta"):  # sizes may be anything until they are compared
-                network = self.make_network(info)
-            for name, wanted in network.state_dict().items():
-                if name in tensors and tensors[name].dtype != wanted.dtype:
-                    raise TypeError(f"'{name}' is {tensors[name].dtype}")
-                if name in tensors and not bool(tensors[name].isfinite().all()):
-                    raise ValueError(f"weight '{name}' is not finite")
-            network.load_state_dict(tensors, assign=True)
-        except (
-            OSError,
-            SafetensorError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
-            raise BundleCorruptError(
-                f"{path} does not hold this bundle's network ({error}); restore it or "
-                "train again"
-            ) from error
-        return network.eval(), info
+    def write_info(
+        self, folder: str | Path, info: _Info, card: str, **more: str
+    ) -> None:
+        """Write the card, then the description and what else it is to hold."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        write_whole(path / self.card_name, f"{card.strip()}\n".encode())
+        write_whole(path / self.info_name, json_text(dataclasses.asdict(info) | more))
 
     def _read(self, folder: Path) -> tuple[_Info, str]:
         """The description, and the checksum of the weights."""
@@ -194,6 +131,72 @@ class BundleFormat(Generic[_Info, _Network]):
                 "or train again"
             ) from error
         return info, str(data.get("weights_sha256"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleFormat(Description[_Info], Generic[_Info, _Network]):
+    """A trained network on disk: description, weights and card."""
+
+    make_network: Callable[[_Info], _Network]
+    """Makes the network whose weights they are."""
+    weights_name: str = "weights.safetensors"
+
+    def save(
+        self, folder: str | Path, network: _Network, info: _Info, card: str
+    ) -> None:
+        """Write the three files: the folder holds the old model or this one."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
+        weights = save_tensors(state)
+        digest = hashlib.sha256(weights).hexdigest()
+        for left in path.glob(f".{self.weights_name}.*"):
+            left.unlink()
+        # The old weights stay until the description is of the new ones, which are found
+        # here should this process end before they are in place.
+        beside = path / self._name_beside(digest)
+        write_whole(beside, weights)
+        self.write_info(path, info, card, weights_sha256=digest)
+        os.replace(beside, path / self.weights_name)
+
+    def _name_beside(self, digest: str) -> str:
+        return f".{self.weights_name}.{digest[:16]}"
+
+    @plain_torch()
+    def load(self, folder: str | Path) -> tuple[_Network, _Info]:
+        """Read and check all of it.
+
+        Raises:
+            BundleCorruptError: A file is missing, truncated or damaged.
+            BundleMismatchError: It is of another version of this package.
+        """
+        info, sha256 = self._read(Path(folder))
+        path = Path(folder) / self.weights_name
+        if sha256.isalnum() and (path.parent / self._name_beside(sha256)).is_file():
+            path = path.parent / self._name_beside(sha256)
+        try:
+            weights = path.read_bytes()
+            digest = hashlib.sha256(weights).hexdigest()
+            if digest != sha256:
+                raise ValueError(
+                    f"damaged or not of this bundle: checksum {digest[:12]}, expected "
+                    f"{sha256[:12]}"
+                )
+            tensors = load_tensors(weights)
+            with torch.device("meta"):  # sizes may be anything until they are compared
+                network = self.make_network(info)
+            for name, wanted in network.state_dict().items():
+                if name in tensors and tensors[name].dtype != wanted.dtype:
+                    raise TypeError(f"'{name}' is {tensors[name].dtype}")
+                if name in tensors and not bool(tensors[name].isfinite().all()):
+                    raise ValueError(f"weight '{name}' is not finite")
+            network.load_state_dict(tensors, assign=True)
+        except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
+            raise BundleCorruptError(
+                f"{path} does not hold this bundle's network ({error}); restore it or "
+                "train again"
+            ) from error
+        return network.eval(), info
 
 
 # The compute model.
@@ -278,8 +281,8 @@ class CommsBundleInfo:
     fingerprint: Fingerprint
     backend: str
     """`gloo` or `nccl`."""
-    hidden: int
-    """Argument of `CommsNetwork`."""
+    coefficients: Mapping[str, Mapping[str, float]]
+    """Collective -> term -> coefficient; terms that are left out cost nothing."""
     intra_gb_per_s: float
     """Nominal bandwidth inside a node, as measured."""
     inter_gb_per_s: float
@@ -298,8 +301,6 @@ class CommsBundleInfo:
     """See `CommsHeader`."""
     compute_reference_ms: float = 0.0
     """See `CommsHeader`."""
-    term_names: tuple[str, ...] = TERM_NAMES
-    collectives: tuple[str, ...] = COLLECTIVES
     comms_version: int = COMMS_VERSION
 
     def __post_init__(self) -> None:
@@ -308,6 +309,15 @@ class CommsBundleInfo:
                 raise ValueError(f"{ranks!r:.60} is no number of ranks")
         if not (self.world_sizes and self.intra_gb_per_s > 0 <= self.inter_gb_per_s):
             raise ValueError("world_sizes or a bandwidth is missing")
+        terms = [t for row in self.coefficients.values() for t in row.items()]
+        unsound = any(name not in TERM_NAMES or value < 0 for name, value in terms)
+        if unsound or set(self.coefficients) != set(COLLECTIVES):
+            raise ValueError("coefficients are negative, or of other terms")
+
+    def table(self) -> npt.NDArray[np.float64]:
+        """Return the coefficients: a row per collective, a column per term."""
+        rows = [self.coefficients[name] for name in COLLECTIVES]
+        return np.array([[row.get(term, 0.0) for term in TERM_NAMES] for row in rows])
 
     def time_scale(self, compute: BundleInfo | None) -> float:
         """Milliseconds of a compute model, per one of the collectives.
@@ -324,29 +334,22 @@ class CommsBundleInfo:
 
 
 def _check_comms(path: Path, data: Mapping[str, Any]) -> None:
-    expected = (COMMS_VERSION, list(TERM_NAMES), list(COLLECTIVES))
-    found = tuple(data.get(n) for n in ("comms_version", "term_names", "collectives"))
-    if found != expected:
+    if (version := data.get("comms_version")) != COMMS_VERSION:
         raise BundleMismatchError(
-            f"{path} has version {found[0]!s:.60} or other terms than this "
-            f"package, which reads version {COMMS_VERSION}; train again or install "
-            "the matching one"
+            f"{path} has version {version!s:.60}, this package reads {COMMS_VERSION}; "
+            "train again or install the matching one"
         )
 
 
-COMMS_BUNDLE = BundleFormat(
+COMMS_BUNDLE = Description(
     info_type=CommsBundleInfo,
-    make_network=lambda info: CommsNetwork(info.hidden),
     check=_check_comms,
     info_name="comms.json",
-    weights_name="comms.safetensors",
     card_name="COMMS_CARD.md",
 )
 
 
-def save_comms_bundle(
-    folder: str | Path, network: CommsNetwork, info: CommsBundleInfo, card: str
-) -> None:
+def save_comms_bundle(folder: str | Path, info: CommsBundleInfo, card: str) -> None:
     """Write the model of collectives into a bundle, new or not.
 
     Raises:
@@ -360,7 +363,7 @@ def save_comms_bundle(
                 f"{folder} holds a compute model of {theirs.device}, the collectives "
                 f"were measured on {mine.device}; name another folder"
             )
-    COMMS_BUNDLE.save(folder, network, info, card)
+    COMMS_BUNDLE.write_info(folder, info, card)
 
 
 def load_comms_bundle(
@@ -371,7 +374,7 @@ def load_comms_bundle(
     local_world_size: int,
     intra_gb_per_s: float | None = None,
     inter_gb_per_s: float | None = None,
-) -> LearnedCommsModel:
+) -> MeasuredCommsModel:
     """Load the model of collectives for one group of ranks.
 
     Warns where the world size is beyond those measured.
@@ -390,15 +393,15 @@ def load_comms_bundle(
         BundleMismatchError: It is of another version of this package.
         ConfigError: The ranks do not fill whole nodes, or a bandwidth is not known.
     """
-    network, info = COMMS_BUNDLE.load(folder)
+    info = COMMS_BUNDLE.read_info(folder)
     if world_size > 2 * max(info.world_sizes):
         warnings.warn(
             f"collectives of {world_size} ranks are extrapolated: {folder} was "
             f"measured at {', '.join(map(str, info.world_sizes))}",
             stacklevel=2,
         )
-    model = LearnedCommsModel(
-        network,
+    model = MeasuredCommsModel(
+        info.table(),
         time_scale=info.time_scale(compute),
         world_size=world_size,
         local_world_size=local_world_size,

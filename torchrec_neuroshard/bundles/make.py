@@ -21,10 +21,10 @@ from torchrec_neuroshard.bundles.fit import (
 )
 from torchrec_neuroshard.bundles.fit_collectives import (
     CommsEvaluation,
-    CommsTrainConfig,
     build_comms,
     evaluate_comms,
     make_candidates,
+    named_coefficients,
 )
 from torchrec_neuroshard.bundles.format import (
     COMMS_BUNDLE,
@@ -149,7 +149,6 @@ def train_comms_bundle(
     records: Sequence[Path],
     out: Path,
     name: str,
-    config: CommsTrainConfig,
     *,
     test_world_sizes: Sequence[int] = (),
     before: Path | None = None,
@@ -157,15 +156,14 @@ def train_comms_bundle(
 ) -> list[CommsEvaluation]:
     """Train on files of collectives, judge on others, write into a bundle.
 
-    Kept is what errs least on the others: the trained net, plainer fits or, with
-    `before`, that bundle's model as it is, rescaled or fine-tuned.
+    Kept is what errs least on the others: a fit to them alone or, with `before`, that
+    bundle's model as it is, rescaled or refitted.
 
     Args:
         records: Files of one machine and backend; several world sizes, each in a run of
             its own or in one run (`--group-sizes`).
         out: Folder of the bundle; a compute model in it is kept.
         name: What the model is called.
-        config: Steps and rates.
         test_world_sizes: World sizes that are only tested on.
         before: A bundle to start from, if it has collectives of this backend.
         say: Prints a line.
@@ -197,20 +195,19 @@ def train_comms_bundle(
     test_data = build_comms(test, intra, inter)
     say(f"{len(training)} collectives to train on, {len(test)} to test")
 
-    init = None
-    if before is not None and COMMS_BUNDLE.is_in(before):
-        network, described = COMMS_BUNDLE.load(before)
-        init = network if described.backend == headers[0].backend else None
-    with phase("training"):
-        found = make_candidates(training_data, test_data, config, init)
-        network = found.network
-        evaluations = evaluate_comms(network, training_data, test_data)
+    start = None if before is None else COMMS_BUNDLE.find_info(before)
+    if start is not None and start.backend != headers[0].backend:
+        start = None
+    start_LK = None if start is None else start.table()
+    found = make_candidates(training_data, test_data, start_LK)
+    coefficients_LK = found.coefficients[found.kept]
+    evaluations = evaluate_comms(coefficients_LK, training_data, test_data)
     sums = [float(sum(r.bytes_per_peer)) for r in training]
     info = CommsBundleInfo(
         name=name,
         fingerprint=headers[0].fingerprint,
         backend=headers[0].backend,
-        hidden=network.hidden,
+        coefficients=named_coefficients(coefficients_LK),
         intra_gb_per_s=intra,
         inter_gb_per_s=inter,
         world_sizes=tuple(sorted({r.world_size for r in training})),
@@ -223,16 +220,15 @@ def train_comms_bundle(
             "num_test": len(test),
             "created": sorted({h.created[:10] for h in headers}),
             "cores": headers[0].sampling.get("cores", "unknown"),
-            "seed": config.seed,
-            "steps": config.steps,
             "kept": found.kept,
+            "started_from": start and start.name,
             "commands": [*(h.command for h in headers), command_line()],
         },
     )
     differences = [d for _, measured in files for d in repeatability(measured)]
     noise = repeatability_line(differences, "collective")
     card = comms_card(info, noise, evaluations, found.verdict())
-    save_comms_bundle(out, network, info, card)
+    save_comms_bundle(out, info, card)
     for e in evaluations:
         if e.collective == "all":
             say(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.fit import MIN_SETS, Fitted, TrainConfig
-from torchrec_neuroshard.bundles.fit_collectives import CommsTrainConfig
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE
 from torchrec_neuroshard.bundles.make import (
     make_bundle,
@@ -48,8 +47,7 @@ def run_train(args: argparse.Namespace) -> int:
     files, out = args.records, args.out
     if record_kind(files[0]) == "comms":
         sizes = args.test_world_sizes or ()
-        comms = CommsTrainConfig(seed=args.seed)
-        train_comms_bundle(files, out, out.name, comms, test_world_sizes=sizes)
+        train_comms_bundle(files, out, out.name, test_world_sizes=sizes)
     else:
         config = from_options(TrainConfig, args)
         _tell(make_bundle(files, out, out.name, config, others=args.others), out)

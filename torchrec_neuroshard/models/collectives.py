@@ -1,4 +1,4 @@
-"""Communication cost models."""
+"""Models of collectives: by the topology's bandwidths, or as they were measured."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.hardware.devices import plain_torch
 from torchrec_neuroshard.models.base import COLLECTIVES, CommsModel
-from torchrec_neuroshard.models.collectives_network import (
-    CommsNetwork,
-    FixedCollective,
-)
+from torchrec_neuroshard.models.collective_terms import CollectiveCurve
 from torchrec_neuroshard.models.published_links import check_links, check_nodes
 from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE
 
-__all__ = ["BandwidthCommsModel", "LearnedCommsModel"]
+__all__ = ["BandwidthCommsModel", "MeasuredCommsModel"]
+
+Floats = npt.NDArray[np.float64]
 
 
 class BandwidthCommsModel(CommsModel):
@@ -67,24 +64,20 @@ class BandwidthCommsModel(CommsModel):
             inter_gb_per_s * 1e6
         )
 
-    def all_to_all(
-        self, columns_CW: npt.NDArray[np.float64], batch_size: int
-    ) -> npt.NDArray[np.float64]:
+    def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
         """Predict each rank's pooled-output all-to-all; see `CommsModel.all_to_all`."""
         sent = columns_CW * (batch_size * OUTPUT_BYTES_PER_VALUE)
         received = sent.sum(axis=1, keepdims=True) / self._world_size
         ms = np.maximum(sent, received) * self._ms_per_byte
         return np.stack([ms, ms], axis=2)
 
-    def row_wise(
-        self, columns_CW: npt.NDArray[np.float64], batch_size: int
-    ) -> npt.NDArray[np.float64]:
+    def row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
         """See `CommsModel.row_wise`."""
         ms_CW2 = super().row_wise(columns_CW, batch_size)
         ms_CW2 *= self._relative_3[:2]
         return ms_CW2
 
-    def all_reduce(self, bytes_CW: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def all_reduce(self, bytes_CW: Floats) -> Floats:
         """See `CommsModel.all_reduce`."""
         ms_CW = super().all_reduce(bytes_CW)
         ms_CW *= self._relative_3[2]
@@ -102,14 +95,14 @@ def _at(ranks: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[float, f
     return float(forward), float(backward)
 
 
-class LearnedCommsModel(CommsModel):
-    """What was measured, for one group of ranks; see `comms_network`."""
+class MeasuredCommsModel(CommsModel):
+    """What was measured, for one group of ranks; see `collective_terms`."""
 
     source = "measured"
 
     def __init__(
         self,
-        network: CommsNetwork,
+        coefficients_LK: Floats,
         *,
         world_size: int,
         local_world_size: int,
@@ -120,10 +113,10 @@ class LearnedCommsModel(CommsModel):
         column_order_ms_per_mb: Mapping[int, tuple[float, ...]] | None = None,
         time_scale: float = 1.0,
     ) -> None:
-        """Take a trained network and the topology.
+        """Take coefficients and the topology.
 
         Args:
-            network: Trained or loaded weights.
+            coefficients_LK: A row per collective, a column per term.
             world_size: Ranks to predict for; need not have been measured.
             local_world_size: Ranks per node.
             measured_gb_per_s: Bandwidth inside a node and between nodes on the machine
@@ -154,11 +147,8 @@ class LearnedCommsModel(CommsModel):
         order_ms = _at(local_world_size, column_order_ms_per_mb or {1: (0.0, 0.0)})
         self._column_order_2 = np.array(order_ms) / 2**20
         self._world_size, self._local_world_size = world_size, local_world_size
-        with plain_torch(), torch.no_grad():
-            group = torch.tensor([[float(world_size), float(local_world_size)]])
-            coefficients_LK = network.coefficients(group)[0].double().numpy()
         self._collectives = {
-            name: FixedCollective(
+            name: CollectiveCurve(
                 name,
                 coefficients_LK[number],
                 world_size=world_size,
@@ -169,9 +159,7 @@ class LearnedCommsModel(CommsModel):
             for number, name in enumerate(COLLECTIVES)
         }
 
-    def predict(
-        self, collective: str, bytes_per_peer_CW: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
+    def predict(self, collective: str, bytes_per_peer_CW: Floats) -> Floats:
         """Predict each rank's time from the last rank's arrival until it is through.
 
         Args:
@@ -196,9 +184,7 @@ class LearnedCommsModel(CommsModel):
         ms[bytes_CW.sum(axis=1) == 0] = 0.0
         return ms * self._time_scale
 
-    def all_to_all(
-        self, columns_CW: npt.NDArray[np.float64], batch_size: int
-    ) -> npt.NDArray[np.float64]:
+    def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
         """Predict each rank's pooled-output all-to-all; see `CommsModel.all_to_all`."""
         bytes_CW = columns_CW * (OUTPUT_BYTES_PER_VALUE * batch_size / self._world_size)
         both = [
@@ -207,27 +193,19 @@ class LearnedCommsModel(CommsModel):
         ]
         return np.stack(both, axis=2)
 
-    def column_order(
-        self, columns_C: npt.NDArray[np.float64], batch_size: int
-    ) -> npt.NDArray[np.float64]:
+    def column_order(self, columns_C: Floats, batch_size: int) -> Floats:
         """Predict the reordering of outputs; see `CommsModel.column_order`."""
         local_bytes = columns_C * (
             OUTPUT_BYTES_PER_VALUE * batch_size / self._world_size
         )
-        ms: npt.NDArray[np.float64] = (
-            local_bytes[:, None] * self._column_order_2 * self._time_scale
-        )
+        ms: Floats = local_bytes[:, None] * self._column_order_2 * self._time_scale
         return ms
 
-    def index_all_to_all(
-        self, bytes_CW: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
+    def index_all_to_all(self, bytes_CW: Floats) -> Floats:
         """Predict the index all-to-all; see `CommsModel.index_all_to_all`."""
         return self.predict("index", bytes_CW / self._world_size)
 
-    def row_wise(
-        self, columns_CW: npt.NDArray[np.float64], batch_size: int
-    ) -> npt.NDArray[np.float64]:
+    def row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
         """Predict reduce-scatter and all-gather; see `CommsModel.row_wise`."""
         bytes_CW = columns_CW * (OUTPUT_BYTES_PER_VALUE * batch_size / self._world_size)
         both = [
@@ -235,6 +213,6 @@ class LearnedCommsModel(CommsModel):
         ]
         return np.stack(both, axis=2)
 
-    def all_reduce(self, bytes_CW: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def all_reduce(self, bytes_CW: Floats) -> Floats:
         """Predict the all-reduce; see `CommsModel.all_reduce`."""
         return self.predict("all_reduce", bytes_CW / self._world_size)

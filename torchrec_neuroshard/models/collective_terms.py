@@ -1,13 +1,12 @@
-"""The learned model of collectives: latencies and bandwidths bent by a small net.
+"""What the time of a collective is a sum of: counts, and bytes in segments of size.
 
-The time of a rank is a sum of physical terms (launch, messages, bytes sent and received
-by it, by the busiest rank and by all, each in segments of size), every one with a
-coefficient above 0. A small net bends the coefficients by world and node size, not by
-bytes: so more bytes never cost less, and beyond the measured sizes the last segment
-goes on as a straight line. Terms of other ranks enter as maxima and sums alone, so the
-order of ranks cannot matter.
+The time of a rank is a sum of terms (launch, messages, bytes that it, the busiest rank
+and all ranks send and receive), each times a coefficient of at least 0. Terms count the
+ranks, so one set of coefficients serves all world sizes. Costs per byte change from
+segment to segment; beyond the measured sizes the last segment goes on as a straight
+line. Terms of other ranks are maxima and sums, so the order of ranks cannot matter.
 
-Shapes: `C` samples, `W` ranks (padded to the most), `K` terms, `L` collectives.
+Shapes: `C` samples, `W` ranks, `K` terms.
 """
 
 from __future__ import annotations
@@ -16,18 +15,10 @@ import itertools
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
 
-from torchrec_neuroshard.models.base import COLLECTIVES
+__all__ = ["TERM_NAMES", "CollectiveCurve", "collective_terms"]
 
-__all__ = [
-    "FROM_OWNER",
-    "TERM_NAMES",
-    "CommsNetwork",
-    "FixedCollective",
-    "physical_terms",
-]
+Floats = npt.NDArray[np.float64]
 
 SEGMENT_BYTES: tuple[float, ...] = (2.0**14, 2.0**18, 2.0**22)
 """Where one segment of a byte term ends and the next begins: a message's cost per byte
@@ -40,19 +31,13 @@ TERM_NAMES: tuple[str, ...] = (
 )
 """Terms of a rank's time; a count or milliseconds at the nominal bandwidth."""
 
-FROM_OWNER = ("pooled_backward", "index")
+_FROM_OWNER = ("pooled_backward", "index")
 """Collectives whose bytes per peer are those that the rank is sent."""
-_MAX_BEND = 2.0
-"""Bound of a coefficient's log correction by the net."""
-_CONTEXT_SCALE = 2.0
 
 
 def _exchanged(
-    collective: str,
-    bytes_CW: npt.NDArray[np.float64],
-    local_world_size: int,
-    ratio: float,
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    collective: str, bytes_CW: Floats, local_world_size: int, ratio: float
+) -> tuple[Floats, Floats, Floats]:
     """Bytes that each rank sends to and receives from others, and its messages."""
     num_samples, world_size = bytes_CW.shape
     outside = world_size - local_world_size
@@ -67,7 +52,7 @@ def _exchanged(
         joined = total_C1 - bytes_CW
     used = (bytes_CW > 0).astype(np.float64)
     messages = used * (world_size - 2) + used.sum(axis=1, keepdims=True)
-    if collective in FROM_OWNER:
+    if collective in _FROM_OWNER:
         return joined, spread, messages
     return spread, joined, messages
 
@@ -79,13 +64,13 @@ def _inter_ratio(
     return intra / inter if world_size > local_world_size else 1.0
 
 
-def physical_terms(
+def collective_terms(
     collective: str,
-    bytes_per_peer_CW: npt.NDArray[np.float64],
+    bytes_per_peer_CW: Floats,
     local_world_size: int,
     intra_gb_per_s: float,
     inter_gb_per_s: float,
-) -> npt.NDArray[np.float64]:
+) -> Floats:
     """Return the terms of every rank.
 
     Args:
@@ -127,53 +112,44 @@ def physical_terms(
     return np.stack(columns, axis=2)
 
 
-class FixedCollective:
-    """One collective of one group of ranks: the terms times fixed coefficients.
+class CollectiveCurve:
+    """`collective_terms` times coefficients, quickly, for one group of ranks.
 
-    The same sum as `physical_terms` gives, but each byte term is one look-up in the
-    piecewise linear curve that its segments make.
+    Each byte term is one look-up in the piecewise linear curve that its segments make.
     """
 
     def __init__(
         self,
         collective: str,
-        coefficients_K: npt.NDArray[np.float64],
+        coefficients_K: Floats,
         *,
         world_size: int,
         local_world_size: int,
         intra_gb_per_s: float,
         inter_gb_per_s: float,
     ) -> None:
-        """Prepare the curves; arguments as in `physical_terms`."""
-        self._collective = collective
-        self._local_world_size = local_world_size
+        """Prepare the curves; arguments as in `collective_terms`."""
+        self._collective, self._local_world_size = collective, local_world_size
         self._ratio = _inter_ratio(
             world_size, local_world_size, intra_gb_per_s, inter_gb_per_s
         )
-        launch, peers, self._message_ms, mean, everyone = coefficients_K[
-            : len(_COUNT_TERMS)
-        ]
+        num_counts = len(_COUNT_TERMS)
+        launch, peers, self._message_ms, mean, everyone = coefficients_K[:num_counts]
         self._mean_ms = mean + everyone * world_size
         self._start_ms = launch + peers * (world_size - 1)
-        slopes = coefficients_K[len(_COUNT_TERMS) :] / (intra_gb_per_s * 1e6)
+        slopes = coefficients_K[num_counts:] / (intra_gb_per_s * 1e6)
         slopes = slopes.reshape(len(_BYTE_TERMS), -1)
         self._edges = np.array([0.0, *SEGMENT_BYTES])
         rises = np.cumsum(slopes[:, :-1] * np.diff(self._edges), axis=1)
         self._values = np.concatenate([np.zeros((len(slopes), 1)), rises], axis=1)
         self._last_slopes = slopes[:, -1]
 
-    def _curve(
-        self, term: int, values: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
+    def _curve(self, term: int, values: Floats) -> Floats:
         beyond = np.maximum(values - self._edges[-1], 0.0) * self._last_slopes[term]
-        ms: npt.NDArray[np.float64] = beyond + np.interp(
-            values, self._edges, self._values[term]
-        )
+        ms: Floats = beyond + np.interp(values, self._edges, self._values[term])
         return ms
 
-    def __call__(
-        self, bytes_per_peer_CW: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
+    def __call__(self, bytes_per_peer_CW: Floats) -> Floats:
         """Return each rank's time, `C x W` [ms]."""
         sent, received, messages = _exchanged(
             self._collective, bytes_per_peer_CW, self._local_world_size, self._ratio
@@ -185,7 +161,7 @@ class FixedCollective:
             + self._curve(4, received.max(axis=1, keepdims=True))
             + self._curve(5, sent.sum(axis=1, keepdims=True))
         )
-        ms: npt.NDArray[np.float64] = (
+        ms: Floats = (
             shared_C1
             + messages * self._message_ms
             + self._curve(0, sent)
@@ -193,35 +169,3 @@ class FixedCollective:
             + self._curve(2, bytes_per_peer_CW)
         )
         return ms
-
-
-class CommsNetwork(nn.Module):
-    """Coefficients of the terms, a row per collective, and the net that bends them."""
-
-    def __init__(self, hidden: int) -> None:
-        """Make the layers; a fresh net bends nothing."""
-        super().__init__()
-        self.hidden = hidden
-        num_terms, num_collectives = len(TERM_NAMES), len(COLLECTIVES)
-        self.log_coefficients_LK = nn.Parameter(torch.zeros(num_collectives, num_terms))
-        self.bend = nn.Sequential(
-            nn.Linear(2, hidden),
-            nn.Tanh(),
-            nn.Linear(hidden, num_collectives * num_terms),
-        )
-        last = self.bend[2]
-        assert isinstance(last, nn.Linear)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-
-    def bends(self, groups_S2: torch.Tensor) -> torch.Tensor:
-        """Log corrections for world and local sizes, `S x L x K`."""
-        world, local = groups_S2[:, 0], groups_S2[:, 1]
-        context = torch.stack([world.log2(), (world / local).log2()], dim=1)
-        out = self.bend((context - _CONTEXT_SCALE) / _CONTEXT_SCALE)
-        shape = (len(groups_S2), *self.log_coefficients_LK.shape)
-        return _MAX_BEND * torch.tanh(out.view(shape) / _MAX_BEND)
-
-    def coefficients(self, groups_S2: torch.Tensor) -> torch.Tensor:
-        """Coefficients above 0 for world and local sizes, `S x L x K`."""
-        return torch.exp(self.log_coefficients_LK + self.bends(groups_S2))
