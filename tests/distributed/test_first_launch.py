@@ -99,7 +99,9 @@ def run_twice(folder: Path) -> dict[str, Any]:
         "second": second,
         "entries": [e.folder.name for e in entries],
         "collectives": [COMMS_BUNDLE.is_in(e.folder) for e in entries],
-        "left": sorted(p.name for p in folder.iterdir() if p.name.startswith(".")),
+        "left": sorted(
+            p.name for p in folder.iterdir() if p.name.startswith((".new", ".old"))
+        ),
     }
 
 

@@ -16,13 +16,15 @@ import json
 import os
 import re
 import shutil
-import socket
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from filelock import FileLock, Timeout
 
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
@@ -191,10 +193,8 @@ def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     _sweep(root)
     final = root / key.name()
-    unique = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    beside = root / f".new-{unique}"
-    try:
-        shutil.copytree(bundle, beside)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=root) as scratch:
+        beside = shutil.copytree(bundle, Path(scratch) / "bundle")
         data = {
             "key": dataclasses.asdict(key),
             "created": created,
@@ -204,12 +204,9 @@ def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
         try:
             beside.rename(final)
         except OSError:
-            if _read(final) is not None:
-                return final
-            _remove(final)  # damaged, or of another version
-            beside.rename(final)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+            if _read(final) is None:  # damaged, or of another version
+                _remove(final)
+                beside.rename(final)
     return final
 
 
@@ -223,7 +220,7 @@ def _sweep(root: Path) -> None:
     """Delete what jobs that ended early have left unfinished."""
     for path in root.glob(".*-*"):
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _HIDDEN_AGE_S:
+            if path.is_dir() and time.time() - path.stat().st_mtime > _HIDDEN_AGE_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -235,40 +232,27 @@ def clear() -> int:
     return len(found)
 
 
-def _lock_path(key: CacheKey) -> Path:
-    return cache_folder() / f".lock-{key.name()}"
-
-
 @contextlib.contextmanager
-def lock(key: CacheKey, seconds: float) -> Iterator[bool]:
-    """Tell other jobs that this one measures.
+def lock(key: CacheKey, seconds: float) -> Iterator[None]:
+    """Have other jobs wait while this one measures.
+
+    A job that ends, however it does, gives the lock back. Where the cache cannot be
+    written, nothing is locked.
 
     Args:
         key: What is measured.
-        seconds: After so long the lock of a job that never came back counts no more.
+        seconds: How long to wait for another job.
 
-    Yields:
-        Whether it is this job's turn; where the cache cannot be written, it is.
+    Raises:
+        TimeoutError: Another job has had the lock for so long.
     """
-    path = _lock_path(key)
-    mine = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - path.stat().st_mtime > seconds:
-                path.unlink()
+    path = cache_folder() / f".lock-{key.name()}"
+    with contextlib.ExitStack() as held:
         try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(mine)
-        except FileExistsError:
-            yield False
-            return
-    except OSError:
-        yield True
-        return
-    try:
-        yield True
-    finally:
-        with contextlib.suppress(OSError):
-            if path.read_text(encoding="utf-8") == mine:
-                path.unlink()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(path, timeout=seconds, poll_interval=0.2))
+        except Timeout:
+            raise
+        except OSError:
+            pass  # no other job can keep anything here, either
+        yield

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import numpy as np
 
-from torchrec_neuroshard.bundles.cards import (
-    comms_card,
-    compute_card,
-)
 from torchrec_neuroshard.bundles.find import bundle_folder, pretrained_names
 from torchrec_neuroshard.bundles.fit import (
     Fitted,
@@ -140,7 +138,7 @@ def make_bundle(
         },
     )
     noise = repeatability_line(repeatability(kept), "set")
-    card = compute_card(info, noise, fitted, from_bundle)
+    card = _card("card", info=info, noise=noise, fitted=fitted, start=from_bundle)
     COMPUTE_BUNDLE.save(out, best.network, info, card)
     return fitted
 
@@ -227,7 +225,13 @@ def train_comms_bundle(
     )
     differences = [d for _, measured in files for d in repeatability(measured)]
     noise = repeatability_line(differences, "collective")
-    card = comms_card(info, noise, evaluations, found.verdict())
+    card = _card(
+        "comms_card",
+        info=info,
+        noise=noise,
+        evaluations=evaluations,
+        verdict=found.verdict(),
+    )
     save_comms_bundle(out, info, card)
     for e in evaluations:
         if e.collective == "all":
@@ -240,18 +244,26 @@ def train_comms_bundle(
     return evaluations
 
 
+def _card(template: str, **values: Any) -> str:
+    """Fill in a card's template."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["share"] = "{:.1%}".format
+    return environment.get_template(f"{template}.md.j2").render(values)
+
+
 def _merge(
     files: Sequence[Mapping[str, tuple[float, float]]],
 ) -> dict[str, tuple[float, float]]:
     """Median over the files of each number of ranks."""
-    found: dict[int, list[tuple[float, float]]] = {}
-    for of_file in files:
-        for count, values in of_file.items():
-            found.setdefault(int(count), []).append(values)
     merged = {}
-    for n in sorted(found):
-        forward, backward = map(float, np.median(found[n], axis=0))
-        merged[str(n)] = forward, backward
+    for count in sorted({n for of_file in files for n in of_file}, key=int):
+        values = [of_file[count] for of_file in files if count in of_file]
+        forward, backward = map(float, np.median(values, axis=0))
+        merged[count] = forward, backward
     return merged
 
 

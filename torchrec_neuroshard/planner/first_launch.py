@@ -68,7 +68,6 @@ _MOST_PARTS = 4
 GRACE_S = 60.0
 """Beyond twice the budget, until what still measures is ended: starting processes
 takes long on a busy machine."""
-_POLL_S = 0.2
 _PATIENCE_SHARE = 0.5
 """Of a group's time-out, what measuring may take at most: planning comes after it."""
 
@@ -201,13 +200,12 @@ class FirstLaunch:
                 f"{timeout_s:.0f} s for each other, planning included; give "
                 f"init_process_group a timeout of {limit_s / _PATIENCE_SHARE:.0f} s"
             )
-        key, end = self._key(request.shards), time.monotonic() + limit_s
-        while not locked.enter_context(cache.lock(key, limit_s)):
-            if time.monotonic() > end:
-                raise RankFailureError(
-                    f"another job has measured this device for {limit_s:.0f} s, in vain"
-                )
-            time.sleep(_POLL_S)
+        try:
+            locked.enter_context(cache.lock(self._key(request.shards), limit_s))
+        except TimeoutError:
+            raise RankFailureError(
+                f"another job has measured this device for {limit_s:.0f} s, in vain"
+            ) from None
         return None if self._find(options) else request
 
     def _alone(self) -> CostModel:
