@@ -148,7 +148,8 @@ def test_members_see_different_sets_and_their_spread_tells_the_error() -> None:
     test = build_sets(draw_records(200, 1))
     noise = np.random.default_rng(1).lognormal(0.0, 0.1, (200, 1))
     test = dataclasses.replace(test, costs_S2=test.costs_S2 * noise)
-    model = as_cost_model(train(noisy, QUICK), noisy, "x")
+    config = dataclasses.replace(QUICK, validation_share=0.3)
+    model = as_cost_model(train(noisy, config), noisy, "x")
     assert 0.8 < evaluate("x", model, test).inside < 0.98
 
 
@@ -178,6 +179,9 @@ def test_validation_takes_tables_that_are_in_no_other_set() -> None:
     training, validation = data.split(np.random.default_rng(0), 0.2)
     assert validation.num_sets == 20 and validation.is_new_S.all()
     assert training.num_sets == 80
+    drawn = [dataclasses.replace(r, validation=r.index < 30) for r in named]
+    _, validation = build_sets(drawn).split(np.random.default_rng(0), 0.2)
+    assert validation.num_sets == 30 and validation.validates_S.all()
 
 
 def test_bad_input_is_named() -> None:

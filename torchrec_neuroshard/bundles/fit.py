@@ -125,6 +125,8 @@ class SetData:
     """Measured forward and backward [ms]."""
     is_new_S: npt.NDArray[np.bool_]
     """Whether the tables of a set are in no other set."""
+    validates_S: npt.NDArray[np.bool_]
+    """Whether they were drawn for validation; older records do not say."""
 
     @property
     def num_sets(self) -> int:
@@ -141,19 +143,23 @@ class SetData:
             np.concatenate(ids),
             self.costs_S2[sets],
             self.is_new_S[sets],
+            self.validates_S[sets],
         )
 
     def split(self, rng: np.random.Generator, share: float) -> tuple[SetData, SetData]:
         """Return training and validation sets.
 
-        Validation takes sets whose tables are in no other set, as far as there are
-        enough: then it asks what the test asks, tables never seen.
+        Validation asks what the test asks, tables never seen: it takes the sets that
+        were drawn for it, else some whose tables are in no other set, if there are
+        enough.
         """
         held_out, others = hold_out(rng, self.num_sets, share)
         new = rng.permutation(np.flatnonzero(self.is_new_S))
         if len(new) >= len(held_out):
             held_out = new[: len(held_out)]
-            others = np.setdiff1d(np.arange(self.num_sets), held_out)
+        if self.validates_S.sum() >= MIN_SETS:
+            held_out = np.flatnonzero(self.validates_S)
+        others = np.setdiff1d(np.arange(self.num_sets), held_out)
         if not len(others):
             raise RecordError(
                 f"{self.num_sets} sets are too few to train on; measure more"
@@ -182,6 +188,7 @@ def build_sets(records: Sequence[CostRecord]) -> SetData:
         np.repeat(np.arange(len(records)), [len(r.tables) for r in records]),
         np.array([[r.fwd_ms, r.bwd_ms] for r in records]),
         np.array([max(uses[name] for name in names) == 1 for names in tables]),
+        np.array([r.validation for r in records]),
     )
 
 
