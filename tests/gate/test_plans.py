@@ -37,7 +37,11 @@ def test_plans_and_predictions_are_the_stored_ones(tasks: tuple[str, ...]) -> No
     ended = subprocess.run(
         [sys.executable, "-m", "tests.gate.plan_gate", *tasks],
         cwd=root,
-        env={**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": str(root)},
+        env={
+            **os.environ,
+            "PYTHONHASHSEED": "4242",
+            "PYTHONPATH": f"{root}{os.pathsep}{root / 'benchmarks'}",
+        },
         capture_output=True,
         text=True,
         timeout=3600,
