@@ -21,8 +21,12 @@ from typing import Any
 import torch
 
 from torchrec_neuroshard.measure.clock import SetTimer
-from torchrec_neuroshard.measure.fingerprint import device_fingerprint
-from torchrec_neuroshard.measure.kernels import FusedTables, InputBatch, draw_inputs
+from torchrec_neuroshard.measure.kernels import (
+    FusedTables,
+    InputBatch,
+    device_fingerprint,
+    draw_inputs,
+)
 from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.tables.table import TableConfig

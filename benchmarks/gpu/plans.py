@@ -126,7 +126,7 @@ def time_plans(args: argparse.Namespace) -> None:
 
     from planner_comparison.kernels import KernelSettings, KernelTimer
     from torchrec_neuroshard.hardware.devices import free_cached_memory
-    from torchrec_neuroshard.measure.fingerprint import device_fingerprint
+    from torchrec_neuroshard.measure.kernels import device_fingerprint
 
     torch.set_num_threads(1)
     tasks = read(args.plans)["tasks"]

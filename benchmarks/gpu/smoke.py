@@ -22,7 +22,7 @@ import torch
 
 from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.measure.clock import DeviceClock, SetTimer
-from torchrec_neuroshard.measure.fingerprint import device_fingerprint
+from torchrec_neuroshard.measure.kernels import device_fingerprint
 from torchrec_neuroshard.measure.run import default_sampling
 from torchrec_neuroshard.measure.sets import SamplingConfig, sample_set
 

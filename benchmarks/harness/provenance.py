@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchrec_neuroshard.measure.fingerprint import device_fingerprint
+from torchrec_neuroshard.measure.kernels import device_fingerprint
 
 __all__ = ["commit", "describe_run", "now"]
 

@@ -34,7 +34,7 @@ from planner_comparison.plans import (
 from planner_comparison.results import at, read_results, write_results
 from planner_comparison.tasks import FAMILIES, Task, TaskSettings, make_tasks
 from torchrec_neuroshard.bundles.find import load_cost_model
-from torchrec_neuroshard.measure.fingerprint import device_fingerprint
+from torchrec_neuroshard.measure.kernels import device_fingerprint
 
 SCHEMA_VERSION = 4
 _AGAIN_ABOUT = f"the plan of `{OURS}`, its kernels timed as if they were others"

@@ -16,7 +16,7 @@ from torchrec_neuroshard.errors import DeviceFailureError
 from torchrec_neuroshard.hardware.devices import GpuMonitor, GpuState
 from torchrec_neuroshard.measure import run
 from torchrec_neuroshard.measure.clock import CPU_PASSES, Reference
-from torchrec_neuroshard.measure.fingerprint import device_fingerprint
+from torchrec_neuroshard.measure.kernels import device_fingerprint
 from torchrec_neuroshard.measure.records import CostRecord
 from torchrec_neuroshard.measure.sets import SamplingConfig, SetSampler, sample_set
 from torchrec_neuroshard.measure.store import journal_path, read_records

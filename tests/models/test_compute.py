@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from tests.builders import draw_tables
-from torchrec_neuroshard.models.compute import (
-    ConcurrentCostModel,
-    NeuralCostModel,
-)
+from torchrec_neuroshard.models.adjusted import ConcurrentCostModel
+from torchrec_neuroshard.models.compute import NeuralCostModel
 from torchrec_neuroshard.models.network import (
     NetworkArrays,
     SetCostNetwork,

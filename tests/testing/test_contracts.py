@@ -30,7 +30,7 @@ from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.hardware.cards import GPU_CARDS
-from torchrec_neuroshard.models.adjusted import RelievedCommsModel, ScaledCostModel
+from torchrec_neuroshard.models.adjusted import AdjustedCostModel, RelievedCommsModel
 from torchrec_neuroshard.models.base import (
     COLLECTIVES,
     CommsModel,
@@ -81,7 +81,7 @@ Floats = npt.NDArray[np.float64]
 
 COST_MODELS: dict[str, Callable[[], CostModel]] = {
     "analytic": AnalyticCostModel,
-    "scaled": lambda: ScaledCostModel(AnalyticCostModel(), (0.5, 3.0)),
+    "scaled": lambda: AdjustedCostModel(AnalyticCostModel(), np.diag((0.5, 3.0))),
     "physical": lambda: PhysicalCostModel(
         PhysicalConstants(memory_gb_per_s=2000.0), name="physical", hardware="a GPU"
     ),

@@ -54,8 +54,7 @@ from torchrec_neuroshard.hardware.devices import (
 )
 from torchrec_neuroshard.measure.clock import SetTimer
 from torchrec_neuroshard.measure.collectives import CommsSamplingConfig
-from torchrec_neuroshard.measure.fingerprint import device_fingerprint
-from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK
+from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK, device_fingerprint
 from torchrec_neuroshard.measure.ranks import Ranks
 from torchrec_neuroshard.measure.records import (
     CostRecord,

@@ -20,7 +20,13 @@ import torch
 from scipy import special
 
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
-from torchrec_neuroshard.hardware.devices import GPU, accelerator
+from torchrec_neuroshard.hardware.devices import (
+    GPU,
+    accelerator,
+    cpu_name,
+    is_accelerator,
+)
+from torchrec_neuroshard.measure.records import Fingerprint
 from torchrec_neuroshard.tables.access import AccessDistribution, coprime_step
 from torchrec_neuroshard.tables.table import MAX_CUDA_COLUMNS, TableConfig
 
@@ -52,8 +58,8 @@ __all__ = [
     "InputBatch",
     "InputDraws",
     "column_permutation",
+    "device_fingerprint",
     "draw_inputs",
-    "fbgemm_version",
     "join_inputs",
     "permute_bags",
     "reserve_memory",
@@ -81,9 +87,18 @@ _FREE_SHARE = 0.9
 """Of a GPU's free memory, what weights may take: inputs and outputs need the rest."""
 
 
-def fbgemm_version() -> str:
-    """Version of the fbgemm_gpu at hand."""
-    return str(fbgemm_gpu.__version__)
+def device_fingerprint(device: torch.device, num_threads: int) -> Fingerprint:
+    """Describe the device and libraries at hand."""
+    name = cpu_name()
+    if is_accelerator(device.type):
+        name = accelerator(device.type).get_device_name(device)
+    return Fingerprint(
+        device=name,
+        device_type=device.type,
+        num_threads=num_threads,
+        torch=torch.__version__,
+        fbgemm=str(fbgemm_gpu.__version__),
+    )
 
 
 class Arena:

@@ -47,8 +47,7 @@ from torchrec_neuroshard.measure.collectives import (
     SampledCollective,
     sample_collective,
 )
-from torchrec_neuroshard.measure.fingerprint import device_fingerprint
-from torchrec_neuroshard.measure.kernels import column_permutation
+from torchrec_neuroshard.measure.kernels import column_permutation, device_fingerprint
 from torchrec_neuroshard.measure.ranks import Ranks
 from torchrec_neuroshard.measure.records import (
     CommsHeader,

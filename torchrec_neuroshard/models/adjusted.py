@@ -15,29 +15,34 @@ import numpy.typing as npt
 from torchrec_neuroshard.models.base import CommsModel, CostModel, RangeWarning
 
 __all__ = [
-    "JoinedCostModel",
+    "AdjustedCostModel",
+    "ConcurrentCostModel",
     "RelievedCommsModel",
-    "ScaledCostModel",
+    "as_one_phase",
 ]
 
 Floats = npt.NDArray[np.float64]
 
 
-class ScaledCostModel(CostModel):
-    """Another model's kernels, forward and backward times a factor each."""
+class AdjustedCostModel(CostModel):
+    """Another model's kernels, their forward and backward times mixed by a matrix."""
 
-    def __init__(self, alone: CostModel, factors: tuple[float, float]) -> None:
+    def __init__(
+        self, alone: CostModel, kernels_22: Floats, host_22: Floats | None = None
+    ) -> None:
         """Take a model.
 
         Args:
             alone: The model.
-            factors: Of forward and backward.
+            kernels_22: Its forward and backward times this matrix are the new ones.
+            host_22: The same of rows in the host's memory; None: as they are.
         """
         self.alone = alone
         self.name, self.hardware = alone.name, alone.hardware
         self.source, self.error = alone.source, alone.error
         self.reference_ms = alone.reference_ms
-        self._factors_2 = np.array(factors)
+        self._kernels_22 = kernels_22
+        self._host_22 = np.eye(2) if host_22 is None else host_22
 
     @property
     def encoding_dim(self) -> int:
@@ -48,7 +53,7 @@ class ScaledCostModel(CostModel):
     def additive(self) -> Floats | None:
         """See `CostModel.additive`."""
         alone = self.alone.additive
-        return None if alone is None else alone * self._factors_2
+        return None if alone is None else alone @ self._kernels_22
 
     def encode(self, features_NF: npt.NDArray[np.float32]) -> Floats:
         """See `CostModel.encode`."""
@@ -56,8 +61,8 @@ class ScaledCostModel(CostModel):
 
     def predict_sums(self, sums_SE: Floats) -> Floats:
         """See `CostModel.predict_sums`."""
-        scaled: Floats = self.alone.predict_sums(sums_SE) * self._factors_2
-        return scaled
+        adjusted: Floats = self.alone.predict_sums(sums_SE) @ self._kernels_22
+        return adjusted
 
     def host_memory(
         self,
@@ -65,8 +70,10 @@ class ScaledCostModel(CostModel):
         gb_per_s_N: Floats,
         missed_N: Floats | None,
     ) -> Floats:
-        """See `CostModel.host_memory`; the factors are of kernels on the device."""
-        return self.alone.host_memory(features_NF, gb_per_s_N, missed_N)
+        """See `CostModel.host_memory`."""
+        alone = self.alone.host_memory(features_NF, gb_per_s_N, missed_N)
+        adjusted: Floats = alone @ self._host_22
+        return adjusted
 
     @property
     def stream_byte_ms(self) -> float | None:
@@ -84,31 +91,21 @@ class ScaledCostModel(CostModel):
         return self.alone.range_warnings(features_NF)
 
 
-class JoinedCostModel(ScaledCostModel):
-    """Another model's kernels, the backward pass and the next forward as one phase."""
+class ConcurrentCostModel(AdjustedCostModel):
+    """Another model's kernels while all ranks of a node run theirs at once."""
 
-    def __init__(self, alone: CostModel) -> None:
-        """Take a model."""
-        super().__init__(alone, (1.0, 1.0))
+    @classmethod
+    def of(cls, alone: CostModel, comms_model: CommsModel) -> CostModel:
+        """Return the model as it is among the ranks of `comms_model`."""
+        if comms_model.compute_slowdown == (1.0, 1.0) or isinstance(alone, cls):
+            return alone
+        return cls(alone, np.diag(comms_model.compute_slowdown))
 
-    @property
-    def additive(self) -> Floats | None:
-        """See `CostModel.additive`."""
-        alone = self.alone.additive
-        return None if alone is None else _joined(alone)
 
-    def predict_sums(self, sums_SE: Floats) -> Floats:
-        """See `CostModel.predict_sums`; all of it counts as forward."""
-        return _joined(self.alone.predict_sums(sums_SE))
-
-    def host_memory(
-        self,
-        features_NF: npt.NDArray[np.float32],
-        gb_per_s_N: Floats,
-        missed_N: Floats | None,
-    ) -> Floats:
-        """See `CostModel.host_memory`."""
-        return _joined(self.alone.host_memory(features_NF, gb_per_s_N, missed_N))
+def as_one_phase(alone: CostModel) -> CostModel:
+    """Return a model whose backward pass and next forward are one phase, the first."""
+    both_22 = np.array([[1.0, 0.0], [1.0, 0.0]])
+    return AdjustedCostModel(alone, both_22, both_22)
 
 
 class RelievedCommsModel(CommsModel):
@@ -163,9 +160,3 @@ class RelievedCommsModel(CommsModel):
         whole = self.base.all_reduce(bytes_CW)
         left: Floats = np.maximum(whole - self._relief_2[1], 0.0)
         return left
-
-
-def _joined(ms_N2: Floats) -> Floats:
-    total: Floats = np.zeros_like(ms_N2)
-    total[:, 0] = ms_N2.sum(axis=1)
-    return total

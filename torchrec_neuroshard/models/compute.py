@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.errors import FeatureSchemaError
-from torchrec_neuroshard.models.adjusted import ScaledCostModel
-from torchrec_neuroshard.models.base import CommsModel, CostModel, RangeWarning
+from torchrec_neuroshard.models.base import CostModel, RangeWarning
 from torchrec_neuroshard.models.estimate_error import (
     EstimateError,
 )
@@ -24,7 +23,6 @@ from torchrec_neuroshard.models.physical import (
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 __all__ = [
-    "ConcurrentCostModel",
     "NeuralCostModel",
     "PhysicalConstants",
     "PhysicalCostModel",
@@ -114,17 +112,6 @@ class NeuralCostModel(CostModel):
                 RangeWarning(int(i), name, float(column[i]), low, high) for i in outside
             ]
         return found
-
-
-class ConcurrentCostModel(ScaledCostModel):
-    """Another model's kernels while all ranks of a node run theirs at once."""
-
-    @classmethod
-    def of(cls, alone: CostModel, comms_model: CommsModel) -> CostModel:
-        """Return the model as it is among the ranks of `comms_model`."""
-        if comms_model.compute_slowdown == (1.0, 1.0) or isinstance(alone, cls):
-            return alone
-        return cls(alone, comms_model.compute_slowdown)
 
 
 class PhysicalCostModel(CostModel):

@@ -28,8 +28,9 @@ from torchrec_neuroshard.bundles.cache import CacheKey
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RankFailureError
 from torchrec_neuroshard.hardware.devices import current_device_name, is_accelerator
 from torchrec_neuroshard.measure.records import utc_now
+from torchrec_neuroshard.models.adjusted import ConcurrentCostModel
 from torchrec_neuroshard.models.base import CostModel
-from torchrec_neuroshard.models.compute import ConcurrentCostModel, PhysicalCostModel
+from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import group_timeout_seconds
 from torchrec_neuroshard.planner.option_facts import (

@@ -31,9 +31,12 @@ from torchrec_neuroshard.costs.simulator import (
 )
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.models.adjusted import JoinedCostModel, RelievedCommsModel
+from torchrec_neuroshard.models.adjusted import (
+    ConcurrentCostModel,
+    RelievedCommsModel,
+    as_one_phase,
+)
 from torchrec_neuroshard.models.base import CommsModel, CostModel
-from torchrec_neuroshard.models.compute import ConcurrentCostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import check_constraints
 from torchrec_neuroshard.planner.compat import kernel_settings, pipeline_name
@@ -256,7 +259,7 @@ class PlanCosts:
         kernels = self.cost_model
         joined = schedule.joins_kernels(phases_WS6, dense)
         if joined:
-            kernels = JoinedCostModel(kernels)
+            kernels = as_one_phase(kernels)
         reliefs_ms = schedule.reliefs_ms(phases_WS6, dense)
         is_bound = schedule.name == "train_sparse_dist" and not dense.lookups_first
         return (
