@@ -254,9 +254,7 @@ class FixedSearcher(Searcher):
 # --- records of measurements ---
 
 
-ONE_PASS = PassCounts(
-    warm_up=0, min_passes=1, max_passes=1, budget_seconds=0.0, num_batches=1
-)
+ONE_PASS = PassCounts(min_passes=1, max_passes=1, budget_seconds=0.0, num_batches=1)
 """Measures next to nothing."""
 
 

@@ -104,7 +104,7 @@ def largest_difference(
     """Of outputs and of weights after some steps, parts against whole tables."""
     whole, parts = FusedTables(tables, device), FusedTables(cut(tables, widths), device)
     for weights, found in zip(
-        whole.split_weights(), _by_table(parts, widths), strict=True
+        whole.module.split_embedding_weights(), _by_table(parts, widths), strict=True
     ):
         weights.data.uniform_(-0.05, 0.05)
         for values, width, left in found:
@@ -126,7 +126,9 @@ def largest_difference(
     weight_error = max(
         float((weights[:, left : left + width] - values).abs().max())
         for weights, found in zip(
-            whole.split_weights(), _by_table(parts, widths), strict=True
+            whole.module.split_embedding_weights(),
+            _by_table(parts, widths),
+            strict=True,
         )
         for values, width, left in found
     )
@@ -137,7 +139,7 @@ def _by_table(
     kernel: FusedTables, widths: Sequence[Sequence[int]]
 ) -> list[list[tuple[torch.Tensor, int, int]]]:
     """Values, width and first column of each part of each table."""
-    values = iter(kernel.split_weights())
+    values = iter(kernel.module.split_embedding_weights())
     return [
         [(next(values), width, sum(parts[:k])) for k, width in enumerate(parts)]
         for parts in widths

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.measure.clock import DeviceClock, SetTimer
 from torchrec_neuroshard.measure.kernels import device_fingerprint
 from torchrec_neuroshard.measure.run import default_sampling
@@ -121,15 +120,15 @@ def main() -> int:
     if args.max_gib is not None:
         limit = min(int(args.max_gib * 2**30), sampling.max_weight_bytes)
         sampling = dataclasses.replace(sampling, max_weight_bytes=limit)
-    clock = DeviceClock(device) if is_accelerator(device.type) else None
-    timer = SetTimer(device, sampling.max_weight_bytes, clock=clock)
+    timer = SetTimer(device, sampling.max_weight_bytes)
     kinds: dict[str, dict[str, Any]] = data.setdefault("kinds", {})
     for kind, config in kinds_of(sampling):
         tell({kind: time_sets(timer, config, args.num_sets)}, kinds)
     worked = [k["set_seconds"] for k in kinds.values() if "error" not in k]
     if worked:
         tell({"sets_in_20_minutes": round(1200 / statistics.mean(worked))})
-    tell({"flushes": None if clock is None else clock.repeats})
+    clock = timer.clock
+    tell({"flushes": clock.repeats if isinstance(clock, DeviceClock) else None})
     return int(len(worked) < len(kinds))
 
 

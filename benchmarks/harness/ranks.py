@@ -118,7 +118,7 @@ class SpeedReference:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._reference = None if ranks.on_gpu else Reference(ranks.device)
+        self._reference = None if ranks.on_gpu else Reference()
 
     def read(self) -> float:
         """Time of the reference on all ranks at once [ms]; 0 on a GPU."""

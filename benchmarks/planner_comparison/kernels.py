@@ -29,12 +29,11 @@ from planner_comparison.plans import (
     Times,
     with_profiles,
 )
-from torchrec_neuroshard.measure.clock import Measurement, SetTimer
+from torchrec_neuroshard.measure.clock import Measurement, PassCounts, SetTimer
 from torchrec_neuroshard.measure.kernels import (
     InputBatch,
     column_permutation,
     draw_inputs,
-    join_inputs,
 )
 from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.table import TableConfig
@@ -99,7 +98,12 @@ class KernelTimer:
             device,
             arena_bytes,
             reference_ms=reference_ms or None,
-            num_passes=settings.passes,
+            counts=PassCounts(
+                min_passes=settings.passes,
+                max_passes=settings.passes,
+                budget_seconds=0.0,
+                num_batches=settings.passes,
+            ),
         )
         self._device = device
         self._speeds: list[float] = []
@@ -119,7 +123,7 @@ class KernelTimer:
                 kernels = list(dict.fromkeys(self._contenders(plans, known)))
             order.shuffle(kernels)
             inputs.begin(number)
-            self._speeds.append(self._timer.machine_speed(_SPEED_PASSES))
+            self._speeds.append(self._speed_now())
             for kernel in kernels:
                 raw[kernel] += self._visit(kernel, number, visits, inputs)
         return raw
@@ -134,6 +138,12 @@ class KernelTimer:
         The median over the rounds of what was last measured.
         """
         return statistics.median(self._speeds)
+
+    def _speed_now(self) -> float:
+        reference = self._timer.reference
+        if reference is None:
+            return 1.0
+        return self.reference_ms / reference.nominal_ms(_SPEED_PASSES)
 
     def _contenders(self, plans: Sequence[RunPlan], known: Times) -> Iterable[Kernel]:
         share = self._settings.contends
@@ -173,7 +183,8 @@ class KernelTimer:
         def run_backward(output: torch.Tensor) -> None:
             backward(output)
 
-        return self._timer.measure_calls(lambda: forward(values), run_backward)
+        both = (lambda: forward(values), run_backward)
+        return self._timer.measure_passes(itertools.repeat(both))
 
 
 def kernels_of(plans: Iterable[RunPlan]) -> list[Kernel]:
@@ -200,6 +211,26 @@ def median_times(
         )
         for kernel, own in _in_references(raw).items()
     }
+
+
+def join_inputs(batches: Sequence[InputBatch]) -> InputBatch:
+    """Put inputs of the same samples together, one table's features after another's.
+
+    Args:
+        batches: Of kernels that hold other tables; with weights all or none.
+    """
+    weights = [b.weights_L for b in batches if b.weights_L is not None]
+    ends = itertools.accumulate((len(b.indices_L) for b in batches), initial=0)
+    return InputBatch(
+        torch.cat([b.indices_L for b in batches]),
+        torch.cat(
+            [
+                batches[0].offsets[:1],
+                *(b.offsets[1:] + e for b, e in zip(batches, ends, strict=False)),
+            ]
+        ),
+        torch.cat(weights) if weights else None,
+    )
 
 
 class _Inputs:

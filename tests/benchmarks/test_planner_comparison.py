@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness.dlrm_tables import generate_dlrm_tables
 from tests.builders import ATTACHES_OPTIMIZERS, result_of
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.measure.kernels import InputBatch
 from torchrec_neuroshard.measure.sets import is_held_out_table
 from torchrec_neuroshard.models.collectives import BandwidthCommsModel
 from torchrec_neuroshard.search import SearchResult
@@ -54,6 +56,18 @@ def test_tasks_fit_and_are_of_unseen_tables() -> None:
             assert table.profile.num_distinct <= table.num_embeddings * (1 + 1e-9)
             if task.family == "dlrm":
                 assert (table.pooling_factor, table.profile) not in seen
+
+
+def test_inputs_of_tables_are_put_together() -> None:
+    """A kernel over all tables then looks up what one over each would."""
+    batches = [
+        InputBatch(torch.tensor([1, 0, 5]), torch.tensor([0, 2, 3]), None),
+        InputBatch(torch.tensor([7]), torch.tensor([0, 0, 1]), None),
+    ]
+    joined = kernels.join_inputs(batches)
+    assert joined.weights_L is None
+    assert joined.indices_L.tolist() == [1, 0, 5, 7]
+    assert joined.offsets.tolist() == [0, 2, 3, 3, 4]
 
 
 class Halves(Searcher):

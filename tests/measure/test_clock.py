@@ -12,10 +12,10 @@ import torch
 
 from torchrec_neuroshard.measure.clock import (
     DeviceClock,
-    HostClock,
-    Reference,
+    PassCounts,
     SetTimer,
     keep_freed_memory,
+    time_on_host,
 )
 from torchrec_neuroshard.measure.sets import SamplingConfig, sample_set
 
@@ -23,10 +23,11 @@ CPU = torch.device("cpu")
 SMALL = SamplingConfig(
     max_shards=3, batch_sizes=(64, 128), rows=(10, 1_000), max_lookups=2_000
 )
+THREE = PassCounts(min_passes=3, max_passes=3, budget_seconds=0.0, num_batches=3)
 
 
 def test_time_is_the_median_ratio_times_the_nominal() -> None:
-    timer = SetTimer(CPU, 1 << 22, reference_ms=7.0, num_passes=3)
+    timer = SetTimer(CPU, 1 << 22, reference_ms=7.0, counts=THREE)
     sampled = sample_set(1, 0, SMALL, [])
     found = timer.measure(sampled.tables, sampled.access, sampled.batch_size, (0, 1))
     assert len(found.fwd_raw_ms) == len(found.bwd_raw_ms) == len(found.ref_raw_ms) == 3
@@ -34,14 +35,6 @@ def test_time_is_the_median_ratio_times_the_nominal() -> None:
     for raw, ms in ((found.fwd_raw_ms, found.fwd_ms), (found.bwd_raw_ms, found.bwd_ms)):
         ratios = [a / b for a, b in zip(raw, found.ref_raw_ms, strict=True)]
         assert ms == pytest.approx(7.0 * statistics.median(ratios))
-
-
-def test_machine_speed_is_relative_to_the_nominal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    timer = SetTimer(CPU, 1 << 20, reference_ms=3.0)
-    monkeypatch.setattr(Reference, "nominal_ms", lambda _, passes: 0.5 * passes)
-    assert timer.machine_speed(num_passes=8) == pytest.approx(0.75)
 
 
 # A GPU's clock, with stand-ins for its events
@@ -114,7 +107,7 @@ def test_events_enclose_the_pass_alone_behind_a_flush_that_is_long_enough(
         queue.extend(["backward", "step"])
 
     # Only the last attempt counts.
-    assert clock.start(forward, backward)() == (2.0, 3.0)
+    assert clock(forward, backward)() == (2.0, 3.0)
     attempts = 1 + (taken // DeviceClock.REPEATS).bit_length() - 1
     assert queue.count("forward") == queue.count("step") == attempts
     assert clock.repeats == taken
@@ -123,18 +116,18 @@ def test_events_enclose_the_pass_alone_behind_a_flush_that_is_long_enough(
     last = [*flush, "event", "forward", "event"]
     last += [*flush, "event", "backward", "step", "event", "wait"]
     assert queue[-len(last) :] == last
-    clock.start(forward, backward)()  # the next pass begins with what was found
+    clock(forward, backward)()  # the next pass begins with what was found
     assert queue.count("forward") == attempts + 1
     # The flush is as short as before soon after a late pass.
     queue.busy_repeats = DeviceClock.REPEATS
     for _ in range(4 * DeviceClock.TIMELY_PASSES):
-        clock.start(forward, backward)()
+        clock(forward, backward)()
     assert clock.repeats == DeviceClock.REPEATS
 
 
 def test_the_next_set_is_drawn_while_the_device_works(queue: Queue) -> None:
-    timer = SetTimer(CPU, 1 << 20, reference_ms=1.0, num_passes=3)
-    timer._reference, timer._clock = None, DeviceClock(CPU)
+    timer = SetTimer(CPU, 1 << 20, reference_ms=1.0, counts=THREE)
+    timer.reference, timer.clock = None, DeviceClock(CPU)
     sampled = sample_set(1, 0, SMALL, [])
     timer.measure(
         sampled.tables,
@@ -160,4 +153,4 @@ def test_host_clock_times_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     def backward(output: torch.Tensor) -> None:
         now[0] += 0.03
 
-    assert HostClock().start(forward, backward)() == pytest.approx((10, 30))
+    assert time_on_host(forward, backward)() == pytest.approx((10, 30))

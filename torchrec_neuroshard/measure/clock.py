@@ -11,21 +11,21 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import dataclasses
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
 
 import torch
 
 from torchrec_neuroshard.hardware.devices import accelerator, is_accelerator
 from torchrec_neuroshard.measure.kernels import (
-    BOUNDS_CHECK,
     Arena,
     FusedTables,
     InputBatch,
-    InputDraws,
+    draw_inputs,
     reserve_memory,
 )
 from torchrec_neuroshard.measure.records import relative_spread
@@ -39,13 +39,13 @@ __all__ = [
     "Clock",
     "DeviceClock",
     "Draw",
-    "HostClock",
     "Measurement",
     "PassCounts",
     "Reference",
     "SetTimer",
     "Times",
     "keep_freed_memory",
+    "time_on_host",
 ]
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -69,10 +69,8 @@ def keep_freed_memory() -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassCounts:
-    """How often a sample is run."""
+    """How often a sample is run, after one pass that warms up."""
 
-    warm_up: int
-    """Passes before the timed ones."""
     min_passes: int
     """Timed passes that every sample gets."""
     max_passes: int
@@ -83,14 +81,10 @@ class PassCounts:
     """Different inputs that the timed passes take in turn."""
 
 
-CPU_PASSES = PassCounts(
-    warm_up=1, min_passes=5, max_passes=19, budget_seconds=0.6, num_batches=19
-)
+CPU_PASSES = PassCounts(min_passes=5, max_passes=19, budget_seconds=0.6, num_batches=19)
 """A new input for every pass: as in training, where no batch comes twice."""
-CUDA_PASSES = PassCounts(
-    warm_up=1, min_passes=7, max_passes=7, budget_seconds=0.0, num_batches=2
-)
-"""Two inputs do: the L2 cache is flushed between passes, nothing else holds them. One
+CUDA_PASSES = PassCounts(min_passes=7, max_passes=7, budget_seconds=0.0, num_batches=2)
+"""Two inputs do: the L2 cache is flushed between passes, nothing else holds them. The
 warm-up loads kernels and allocates; should the first timed pass be slower still, the
 median of seven leaves it out."""
 
@@ -113,48 +107,26 @@ class Measurement:
             total = [t / r for t, r in zip(total, self.ref_raw_ms, strict=True)]
         return relative_spread(total)
 
-    def for_record(self) -> dict[str, Any]:
-        """Return the timing fields of a `CostRecord`."""
-        return {
-            "fwd_ms": self.fwd_ms,
-            "bwd_ms": self.bwd_ms,
-            "num_passes": len(self.fwd_raw_ms),
-            "spread": self.spread,
-            "reference_ms": statistics.median(self.ref_raw_ms or (0.0,)),
-        }
 
-
+Forward = Callable[[], torch.Tensor]
+Backward = Callable[[torch.Tensor], None]
+"""Takes what the forward pass returned."""
 Times = Callable[[], tuple[float, float]]
 """Waits for a forward and a backward pass and returns their times [ms]."""
+Clock = Callable[[Forward, Backward], Times]
+"""Starts both passes."""
+Draw = Callable[[int], InputBatch]
+"""Makes a kernel's inputs: number 0 is the warm-up's, 1, 2, ... the timed passes'."""
 
 
-class Clock(Protocol):
-    """Times a forward and a backward pass."""
-
-    def start(
-        self,
-        forward: Callable[[], torch.Tensor],
-        backward: Callable[[torch.Tensor], None],
-    ) -> Times:
-        """Start both, the second on what the first returns."""
-        ...
-
-
-class HostClock:
-    """The processor's own clock."""
-
-    def start(
-        self,
-        forward: Callable[[], torch.Tensor],
-        backward: Callable[[torch.Tensor], None],
-    ) -> Times:
-        """Run both; see `Clock`."""
-        start = time.perf_counter()
-        output = forward()
-        middle = time.perf_counter()
-        backward(output)
-        end = time.perf_counter()
-        return lambda: ((middle - start) * 1e3, (end - middle) * 1e3)
+def time_on_host(forward: Forward, backward: Backward) -> Times:
+    """Run both passes and time them by the processor's own clock."""
+    start = time.perf_counter()
+    output = forward()
+    middle = time.perf_counter()
+    backward(output)
+    end = time.perf_counter()
+    return lambda: ((middle - start) * 1e3, (end - middle) * 1e3)
 
 
 class DeviceClock:
@@ -179,10 +151,8 @@ class DeviceClock:
         Args:
             device: An accelerator.
         """
-        self._device = device
-        cache: int = (
-            accelerator(device.type).get_device_properties(device).L2_cache_size
-        )
+        self._device, self._runtime = device, accelerator(device.type)
+        cache: int = self._runtime.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(
             self.FLUSHED_SHARE * cache, dtype=torch.int8, device=device
         )
@@ -190,36 +160,33 @@ class DeviceClock:
         """How often the flush is written by now."""
         self._num_timely = 0
 
-    def start(
-        self,
-        forward: Callable[[], torch.Tensor],
-        backward: Callable[[torch.Tensor], None],
-    ) -> Times:
-        """Queue both; again where the device did not stay busy. See `Clock`."""
-        device = accelerator(self._device.type)
+    def __call__(self, forward: Forward, backward: Backward) -> Times:
+        """Queue both passes; again where the device did not stay busy."""
         # Events are recorded on the current device's stream, kernels run on theirs.
-        with device.device(self._device):
+        with self._runtime.device(self._device):
             repeats = self.repeats
             while True:
-                events: list[Any] = [device.Event(enable_timing=True) for _ in range(4)]
+                start, middle, restart, end = (
+                    self._runtime.Event(enable_timing=True) for _ in range(4)
+                )
                 self._fill_queue(repeats)
-                events[0].record()
+                start.record()
                 output = forward()
-                events[1].record()
-                was_idle = events[0].query()
+                middle.record()
+                was_idle = start.query()
                 self._fill_queue(repeats)
-                events[2].record()
+                restart.record()
                 backward(output)
-                events[3].record()
-                was_idle = events[2].query() or was_idle
+                end.record()
+                was_idle = restart.query() or was_idle
                 if not was_idle or repeats >= self.MAX_REPEATS:
                     break
                 repeats *= 2
         self._adapt(repeats)
 
         def times() -> tuple[float, float]:
-            events[3].synchronize()
-            return events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
+            end.synchronize()
+            return start.elapsed_time(middle), restart.elapsed_time(end)
 
         return times
 
@@ -235,87 +202,36 @@ class DeviceClock:
             self._flush.zero_()
 
 
-Draw = Callable[[int], InputBatch]
-"""Makes a kernel's inputs: number 0 is the warm-up's, 1, 2, ... the timed passes'."""
+def _passes(
+    kernel: FusedTables, batch_size: int, batches: Iterable[InputBatch]
+) -> Iterator[tuple[Forward, Backward]]:
+    """Yield a kernel's forward and backward pass over each batch.
 
-
-def _drawn(
-    tables: Sequence[TableConfig],
-    access: Sequence[AccessDistribution],
-    batch_size: int,
-    seed: Sequence[int],
-    device: torch.device,
-) -> Draw:
-    """Return what draws batches as ids are accessed."""
-    draws = InputDraws(tables, access, batch_size, device)
-    return lambda number: draws.draw((*seed, number))
-
-
-class _Passes:
-    """Forward and backward passes of one kernel over a few batches, in turn."""
-
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        draw: Draw,
-        batch_size: int,
-        num_batches: int,
-        device: torch.device,
-        arena: Arena | None,
-        clock: Clock,
-        bounds_check: str = BOUNDS_CHECK,
-    ) -> None:
-        self._clock = clock
-        self._kernel = FusedTables(tables, device, arena, bounds_check)
-        self._num_features = sum(t.num_features for t in tables)
-        self._draw, self._num_batches = draw, num_batches
-        self._batches: list[InputBatch] = []
-        generator = torch.Generator(device=device)
-        generator.manual_seed(0)
-        self._grad = torch.empty(batch_size, self._kernel.output_dim, device=device)
-        self._grad.normal_(0.0, 0.01, generator=generator)
-        self._next = 0
-
-    def draw(self) -> None:
-        """Make the next pass's input, so that `start` finds it ready."""
-        if self._next % self._num_batches == len(self._batches):
-            self._batches.append(self._draw(len(self._batches) + 1))
-
-    def start(self) -> Times:
-        """Start forward and backward of the next batch."""
-        self.draw()
-        batch = self._batches[self._next % self._num_batches]
-        self._next += 1
-        return self._clock.start(*self._on(batch))
-
-    def warm_up(self, count: int) -> None:
-        """Run untimed passes over an input of their own."""
-        forward, backward = self._on(self._draw(0))
-        for _ in range(count):
-            backward(forward())
-
-    def _on(
-        self, batch: InputBatch
-    ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
-        grad = self._grad[: (len(batch.offsets) - 1) // self._num_features]
-        return (
-            lambda: self._kernel.forward(batch),
-            lambda output: torch.autograd.backward(output, grad),
+    Args:
+        kernel: The kernel.
+        batch_size: Most samples of a batch.
+        batches: Each is drawn when its passes are asked for.
+    """
+    generator = torch.Generator(device=kernel.device).manual_seed(0)
+    grad_BD = torch.empty(batch_size, kernel.output_dim, device=kernel.device)
+    grad_BD.normal_(0.0, 0.01, generator=generator)
+    for batch in batches:
+        num_samples = (len(batch.offsets) - 1) // kernel.num_features
+        yield (
+            partial(kernel.forward, batch),
+            partial(torch.autograd.backward, grad_tensors=grad_BD[:num_samples]),
         )
 
 
 class Reference:
-    """The fixed set that every pass is compared with."""
+    """The fixed set that every pass on a CPU is compared with."""
 
     NUM_TABLES, ROWS, WIDTH, BATCH_SIZE, POOLING = 4, 250_000, 64, 1_024, 8.0
+    NUM_BATCHES = 4
 
-    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
-        """Build the reference set in memory of its own.
-
-        Args:
-            device: The device.
-            clock: None: the processor's.
-        """
+    def __init__(self) -> None:
+        """Build the reference set in memory of its own."""
+        device = torch.device("cpu")
         profile = zipf_profile(
             batch_size=self.BATCH_SIZE,
             pooling_factor=self.POOLING,
@@ -333,17 +249,14 @@ class Reference:
             for i in range(self.NUM_TABLES)
         ]
         access = [AccessDistribution.power_law(self.ROWS, 1.0)] * self.NUM_TABLES
-        self._passes = _Passes(
-            tables,
-            _drawn(tables, access, self.BATCH_SIZE, (17,), device),
-            self.BATCH_SIZE,
-            4,
-            device,
-            Arena(device, self.NUM_TABLES * self.ROWS * self.WIDTH * 4),
-            clock or HostClock(),
-            # A unit of time, which bundles of before ids were checked are given in.
-            bounds_check="none",
-        )
+        arena = Arena(self.NUM_TABLES * self.ROWS * self.WIDTH * 4)
+        # A unit of time, which bundles of before ids were checked are given in.
+        kernel = FusedTables(tables, device, arena, bounds_check="none")
+        batches = [
+            draw_inputs(tables, access, self.BATCH_SIZE, (17, number), device)
+            for number in range(1, self.NUM_BATCHES + 1)
+        ]
+        self._passes = _passes(kernel, self.BATCH_SIZE, itertools.cycle(batches))
 
     def run(self) -> float:
         """One forward and backward pass [ms]."""
@@ -351,7 +264,7 @@ class Reference:
 
     def run_phases(self) -> tuple[float, float]:
         """One forward and one backward pass [ms]."""
-        return self._passes.start()()
+        return time_on_host(*next(self._passes))()
 
     def nominal_ms(self, num_passes: int = 200) -> float:
         """Median of many passes, one after the other [ms].
@@ -374,8 +287,7 @@ class SetTimer:
         reference_ms: float | None = None,
         *,
         budget_seconds: float | None = None,
-        num_passes: int | None = None,
-        clock: Clock | None = None,
+        counts: PassCounts | None = None,
     ) -> None:
         """Allocate the arena and the reference.
 
@@ -384,47 +296,33 @@ class SetTimer:
             arena_bytes: Most weight bytes of a set.
             reference_ms: Nominal time of the reference; None measures it now. A GPU
                 has none.
-            budget_seconds: Stop repeating a sample after this time. None takes the
-                device's: `CPU_PASSES` or `CUDA_PASSES`.
-            num_passes: Timed passes that every sample gets, each with an input of its
-                own. None takes the device's.
-            clock: What times an accelerator's passes; None: a `DeviceClock`.
+            budget_seconds: Stop repeating a sample after this time. None takes that of
+                `counts`.
+            counts: How often a sample is run. None takes the device's: `CPU_PASSES` or
+                `CUDA_PASSES`.
         """
         self.device = device
-        counts = CUDA_PASSES if is_accelerator(device.type) else CPU_PASSES
+        on_gpu = is_accelerator(device.type)
+        self._counts = counts or (CUDA_PASSES if on_gpu else CPU_PASSES)
         if budget_seconds is not None:
-            counts = dataclasses.replace(counts, budget_seconds=budget_seconds)
-        if num_passes is not None:
-            counts = dataclasses.replace(
-                counts,
-                min_passes=num_passes,
-                max_passes=num_passes,
-                num_batches=num_passes,
+            self._counts = dataclasses.replace(
+                self._counts, budget_seconds=budget_seconds
             )
-        self._counts = counts
         self._arena: Arena | None = None
-        self._reference: Reference | None = None
+        self.reference: Reference | None = None
+        """Timed beside every pass; None on a GPU."""
         self.reference_ms = 0.0
-        self._clock: Clock
-        if is_accelerator(device.type):
-            self._clock = clock or DeviceClock(device)
+        self.clock: Clock = time_on_host
+        if on_gpu:
+            self.clock = DeviceClock(device)
             reserve_memory(device, arena_bytes)
             return
         keep_freed_memory()
-        self._clock, self._arena = HostClock(), Arena(device, arena_bytes)
-        self._reference = Reference(device, self._clock)
+        self._arena = Arena(arena_bytes)
+        self.reference = Reference()
         self.reference_ms = (
-            self._reference.nominal_ms() if reference_ms is None else reference_ms
+            self.reference.nominal_ms() if reference_ms is None else reference_ms
         )
-
-    def machine_speed(self, num_passes: int = 200) -> float:
-        """Return how fast the machine is now, over where `reference_ms` was measured.
-
-        1 where there is no reference.
-        """
-        if self._reference is None:
-            return 1.0
-        return self.reference_ms / self._reference.nominal_ms(num_passes)
 
     def measure(
         self,
@@ -444,13 +342,16 @@ class SetTimer:
             meanwhile: Called once all passes are started: an accelerator is still at
                 work on them then.
         """
-        if access is None:
-            access = [
-                AccessDistribution.of_batch(t.profile_at(batch_size), t.num_embeddings)
-                for t in tables
-            ]
-        drawn = _drawn(tables, access, batch_size, seed, self.device)
-        return self.measure_on(tables, drawn, batch_size, meanwhile)
+        distributions = access or [
+            AccessDistribution.of_batch(t.profile_at(batch_size), t.num_embeddings)
+            for t in tables
+        ]
+
+        def draw(number: int) -> InputBatch:
+            numbered = (*seed, number)
+            return draw_inputs(tables, distributions, batch_size, numbered, self.device)
+
+        return self.measure_on(tables, draw, batch_size, meanwhile)
 
     def measure_on(
         self,
@@ -467,46 +368,24 @@ class SetTimer:
             batch_size: Samples of a timed pass.
             meanwhile: As in `measure`.
         """
-        passes = _Passes(
-            tables,
-            draw,
-            batch_size,
-            self._counts.num_batches,
-            self.device,
-            self._arena,
-            self._clock,
-        )
-        passes.warm_up(self._counts.warm_up)
-        return self._repeat(passes.draw, passes.start, meanwhile)
+        kernel = FusedTables(tables, self.device, self._arena)
+        timed = itertools.cycle(map(draw, range(1, self._counts.num_batches + 1)))
+        batches = itertools.chain(map(draw, [0]), timed)
+        return self.measure_passes(_passes(kernel, batch_size, batches), meanwhile)
 
-    def measure_calls(
+    def measure_passes(
         self,
-        forward: Callable[[], torch.Tensor],
-        backward: Callable[[torch.Tensor], None],
-    ) -> Measurement:
-        """Time anything else that has two directions, as `measure` times a kernel.
-
-        Args:
-            forward: Returns an output.
-            backward: Takes it.
-        """
-        for _ in range(self._counts.warm_up):
-            backward(forward())
-        return self._repeat(lambda: None, lambda: self._clock.start(forward, backward))
-
-    def _repeat(
-        self,
-        draw: Callable[[], None],
-        start: Callable[[], Times],
+        passes: Iterator[tuple[Forward, Backward]],
         meanwhile: Callable[[], None] | None = None,
     ) -> Measurement:
-        """Run often enough, each time beside the reference.
+        """Time anything that has two directions, each time beside the reference.
 
         Args:
-            draw: Makes the next input, so that `start` finds it ready.
-            start: Starts a forward and a backward pass.
-            meanwhile: Called once all passes are started.
+            passes: Without end. The first warms up.
+            meanwhile: As in `measure`.
         """
+        forward, backward = next(passes)
+        backward(forward())
         counts = self._counts
         started: list[Times] = []
         ref: list[float] = []
@@ -514,13 +393,13 @@ class SetTimer:
         while len(started) < counts.max_passes:
             if len(started) >= counts.min_passes and time.perf_counter() > deadline:
                 break
-            draw()
-            if self._reference is not None:
+            forward, backward = next(passes)
+            if self.reference is not None:
                 # Once untimed: the sample has pushed the reference out of the caches,
                 # and a large sample would look cheap beside a reference it slowed down.
-                self._reference.run()
-                ref.append(self._reference.run())
-            started.append(start())
+                self.reference.run()
+                ref.append(self.reference.run())
+            started.append(self.clock(forward, backward))
         if meanwhile is not None:
             meanwhile()
         fwd, bwd = zip(*(times() for times in started), strict=True)

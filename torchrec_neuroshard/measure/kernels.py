@@ -5,19 +5,13 @@ The only file that imports fbgemm_gpu. Shapes: `T` tables, `B` samples, `L` look
 
 from __future__ import annotations
 
-import functools
 import inspect
-import itertools
 import logging
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from scipy import special
 
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
 from torchrec_neuroshard.hardware.devices import (
@@ -56,11 +50,9 @@ __all__ = [
     "Arena",
     "FusedTables",
     "InputBatch",
-    "InputDraws",
     "column_permutation",
     "device_fingerprint",
     "draw_inputs",
-    "join_inputs",
     "permute_bags",
     "reserve_memory",
 ]
@@ -102,24 +94,38 @@ def device_fingerprint(device: torch.device, num_threads: int) -> Fingerprint:
 
 
 class Arena:
-    """Memory that all table sets view one after the other.
+    """Memory of a CPU that all table sets view one after the other.
 
-    On a CPU the first touch of fresh pages costs more than the kernels do, so weights
-    and optimizer state are cut from buffers that were touched once. On a GPU
+    The first touch of fresh pages costs more than the kernels do, so weights and
+    optimizer state are cut from buffers that were touched once. On a GPU
     `reserve_memory` does the same.
     """
 
-    def __init__(self, device: torch.device, weight_bytes: int) -> None:
+    def __init__(self, weight_bytes: int) -> None:
         """Start without buffers; each is allocated when it is first asked for.
 
         Args:
-            device: Where the sets will live.
             weight_bytes: Most weight bytes of a set.
         """
-        self.device = device
         self.weight_bytes = weight_bytes
         self._buffers: dict[str, torch.Tensor] = {}
         self._filled: dict[str, tuple[torch.dtype, int]] = {}
+
+    def buffers(
+        self, tables: Sequence[TableConfig], optimizer: str, data_type: str
+    ) -> dict[str, torch.Tensor]:
+        """Return what FBGEMM's kernel over tables keeps its weights and state in."""
+        num_weights = sum(t.num_embeddings * t.embedding_dim for t in tables)
+        num_states = {
+            "rowwise_adagrad": sum(t.num_embeddings for t in tables),
+            "adagrad": num_weights,
+        }
+        dtype = _PRECISIONS[data_type].as_dtype()
+        found = {"weights": self.view("weights", dtype, num_weights)}
+        if optimizer in num_states:
+            size = num_states[optimizer]
+            found["momentum1"] = self.view("momentum1", torch.float32, size)
+        return found
 
     def view(self, role: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return the first `numel` elements of the buffer for `role`, as `dtype`.
@@ -134,11 +140,8 @@ class Arena:
             self._filled.pop(role, None)
             # Full size at once: pages that are never touched cost nothing, but a
             # buffer that grows leaves holes in the heap, up to many times its size.
-            buffer = torch.empty(
-                max(num_bytes, self.weight_bytes),
-                dtype=torch.uint8,
-                device=self.device,
-            )
+            size = max(num_bytes, self.weight_bytes)
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._buffers[role] = buffer
         last_dtype, num_filled = self._filled.get(role, (dtype, 0))
         if last_dtype != dtype:
@@ -191,13 +194,10 @@ def column_permutation(
         A differentiable function that puts the parts into reverse order.
     """
     order = list(reversed(range(len(widths))))
-    permute = PermutePooledEmbeddingsSplit(list(widths), order, device=device)
-
-    def run(pooled_BD: torch.Tensor) -> torch.Tensor:
-        permuted: torch.Tensor = permute(pooled_BD)
-        return permuted
-
-    return run
+    permute: Callable[[torch.Tensor], torch.Tensor] = PermutePooledEmbeddingsSplit(
+        list(widths), order, device=device
+    )
+    return permute
 
 
 def permute_bags(
@@ -229,134 +229,6 @@ class InputBatch:
     weights_L: torch.Tensor | None
 
 
-class InputDraws:
-    """Draws batches for one table set, the lookups of all features at once.
-
-    Hot ids are the same in every batch of a set: they depend on the tables only.
-    Shapes: `F` features, `G` groups of equally likely ids of all features.
-    """
-
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        access: Sequence[AccessDistribution],
-        batch_size: int,
-        device: torch.device,
-    ) -> None:
-        """Prepare what all batches have in common.
-
-        Args:
-            tables: Shards, each with a profile at `batch_size`.
-            access: How the ids of each are drawn.
-            batch_size: Samples.
-            device: Where the tensors are made.
-        """
-        self._batch_size, self._device = batch_size, device
-        self._weighted = any(t.weighted for t in tables)
-        lengths, groups = [], []
-        for table, distribution in zip(tables, access, strict=True):
-            profile = table.profile_at(batch_size)
-            mean = profile.pooling_factor / table.num_features
-            cumulative = length_distribution(mean, profile.pooling_std)
-            lengths += [cumulative] * table.num_features
-            groups += [_id_groups(distribution, table)] * table.num_features
-        self._num_features = len(lengths)
-        self._lengths = _Choices(lengths, device)
-        self._groups = _Choices([g.upper for g in groups], device)
-        values = np.concatenate([g.values for g in groups], axis=1)
-        self._rank_at_0_G, self._ids_per_share_G = torch.from_numpy(values).to(device)
-        rows = np.concatenate([g.rows for g in groups], axis=1)
-        self._rows_G, self._step_G, self._shift_G = torch.from_numpy(rows).to(device)
-
-    def draw(self, seed: Sequence[int]) -> InputBatch:
-        """Draw one batch; the draws differ with the seed."""
-        device, batch_size = self._device, self._batch_size
-        generator = torch.Generator(device=device)
-        draw = int(np.random.default_rng(list(seed)).integers(2**62))
-        generator.manual_seed(draw)
-
-        def uniform(count: int) -> torch.Tensor:
-            return torch.rand(
-                count, generator=generator, device=device, dtype=torch.float64
-            )
-
-        feature = torch.arange(self._num_features, device=device)
-        bags = self._num_features * batch_size
-        of_bag = feature.repeat_interleave(batch_size, output_size=bags)
-        lengths = self._lengths.pick(uniform(bags), of_bag)
-        lengths -= self._lengths.first.index_select(0, of_bag)
-        offsets = torch.zeros(bags + 1, dtype=torch.int64, device=device)
-        torch.cumsum(lengths, 0, out=offsets[1:])
-        count = int(offsets[-1])  # the only wait for the device
-        per_feature = offsets[::batch_size].diff()
-        of_lookup = feature.repeat_interleave(per_feature, output_size=count)
-        draws = uniform(count)
-        group = self._groups.pick(draws, of_lookup)
-        draws *= self._ids_per_share_G.index_select(0, group)
-        draws += self._rank_at_0_G.index_select(0, group)
-        # Hot ids lie anywhere in the table: a fixed permutation of the rows.
-        ids = draws.long().clamp_(min=0)
-        ids *= self._step_G.index_select(0, group)
-        ids += self._shift_G.index_select(0, group)
-        ids %= self._rows_G.index_select(0, group)
-        weights = (
-            torch.rand(count, generator=generator, device=device)
-            if self._weighted
-            else None
-        )
-        return InputBatch(ids, offsets, weights)
-
-
-class _Choices:
-    """One discrete distribution per feature, picked from for many draws at once."""
-
-    def __init__(
-        self, cumulative: Sequence[npt.NDArray[np.float64]], device: torch.device
-    ) -> None:
-        """Lay the cumulative probabilities of all features one after the other."""
-        bounds = np.concatenate([c + f for f, c in enumerate(cumulative)])
-        ends = np.cumsum([len(c) for c in cumulative])
-        self._bounds = torch.from_numpy(bounds).to(device)
-        self._last = torch.from_numpy(ends - 1).to(device)
-        self.first = torch.from_numpy(ends - [len(c) for c in cumulative]).to(device)
-        """Index of each feature's first bound, `F`."""
-
-    def pick(self, draws: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
-        """Return where each draw (0 to 1) falls among its feature's."""
-        found = torch.bucketize(draws + feature, self._bounds, right=True)
-        return torch.minimum(found, self._last.index_select(0, feature))
-
-
-@dataclass(frozen=True, slots=True)
-class _IdGroups:
-    """An `AccessDistribution` as arrays, `G` groups."""
-
-    upper: npt.NDArray[np.float64]
-    """Cumulative share of the lookups, `G`."""
-    values: npt.NDArray[np.float64]
-    """`2 x G`: intercept and slope of an id's rank over the draw (0 to 1) that picks
-    it."""
-    rows: npt.NDArray[np.int64]
-    """`3 x G`: rows of the table, step and shift of their permutation."""
-
-
-def _id_groups(distribution: AccessDistribution, table: TableConfig) -> _IdGroups:
-    share = np.asarray(distribution.share)
-    num_ids = np.asarray(distribution.num_ids)
-    upper = np.cumsum(share)
-    below = upper - share
-    upper[-1] = 1.0
-    ids_per_share = num_ids / share
-    rank_at_0 = np.cumsum(num_ids) - num_ids - below * ids_per_share
-    rows = table.num_embeddings
-    permutation = np.array([rows, coprime_step(rows), rows // 3])
-    return _IdGroups(
-        upper,
-        np.stack([rank_at_0, ids_per_share]),
-        permutation[:, None].repeat(len(share), axis=1),
-    )
-
-
 def draw_inputs(
     tables: Sequence[TableConfig],
     access: Sequence[AccessDistribution],
@@ -364,59 +236,90 @@ def draw_inputs(
     seed: Sequence[int],
     device: torch.device,
 ) -> InputBatch:
-    """Draw the ids that one batch reads; see `InputDraws`."""
-    return InputDraws(tables, access, batch_size, device).draw(seed)
+    """Draw the ids that one batch reads, on the device.
 
-
-def join_inputs(batches: Sequence[InputBatch]) -> InputBatch:
-    """Put inputs of the same samples together, one table's features after another's.
+    Lengths and ids are distributed as `access.draw_lengths` and `access.draw_ids` draw
+    them with NumPy, which would take a GPU's largest sets minutes.
 
     Args:
-        batches: Of kernels that hold other tables; with weights all or none.
+        tables: Shards, each with a profile at `batch_size`.
+        access: How the ids of each are drawn.
+        batch_size: Samples.
+        seed: Equal seeds give equal batches.
+        device: Where the tensors are made.
     """
-    weights = [b.weights_L for b in batches if b.weights_L is not None]
-    ends = itertools.accumulate((len(b.indices_L) for b in batches), initial=0)
-    return InputBatch(
-        torch.cat([b.indices_L for b in batches]),
-        torch.cat(
-            [
-                batches[0].offsets[:1],
-                *(b.offsets[1:] + e for b, e in zip(batches, ends, strict=False)),
-            ]
-        ),
-        torch.cat(weights) if weights else None,
+    generator = torch.Generator(device=device)
+    generator.manual_seed(int(np.random.default_rng(list(seed)).integers(2**62)))
+    lengths = [_draw_lengths(table, batch_size, generator) for table in tables]
+    counts = torch.stack([own.sum() for own in lengths]).tolist()  # waits for a GPU
+    ids = [
+        _draw_ids(distribution, table.num_embeddings, count, generator)
+        for table, distribution, count in zip(tables, access, counts, strict=True)
+    ]
+    weights = None
+    if any(t.weighted for t in tables):
+        weights = torch.rand(sum(counts), generator=generator, device=device)
+    before_first = torch.zeros(1, dtype=torch.int64, device=device)
+    offsets = torch.cat([before_first, *lengths]).cumsum(0)
+    return InputBatch(torch.cat(ids), offsets, weights)
+
+
+def _draw_lengths(
+    table: TableConfig, batch_size: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Draw the bag lengths of all features of a table, int64."""
+    profile = table.profile_at(batch_size)
+    mean = profile.pooling_factor / table.num_features
+    variance = profile.pooling_std**2
+    means = torch.full(
+        (table.num_features * batch_size,),
+        mean,
+        dtype=torch.float64,
+        device=generator.device,
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def length_distribution(mean: float, std: float) -> npt.NDArray[np.float64]:
-    """Return how likely a bag is to hold at most 0, 1, 2, ... ids.
-
-    The same distributions as `access.draw_lengths`, cut off where next to nothing is
-    left.
-
-    Args:
-        mean: Mean length.
-        std: Standard deviation; 0 gives equal lengths, up to that of a Poisson
-            distribution that one, above it a negative binomial one.
-    """
-    variance = std**2
     if variance <= 0:
-        whole = int(mean)
-        steps = np.zeros(whole + 2)
-        steps[whole:] = (1.0 - (mean - whole), 1.0)
-        return steps
-    longest = int(mean + 20 * max(std, math.sqrt(mean))) + 20
-    lengths = np.arange(longest + 1, dtype=np.float64)
-    if variance <= mean * 1.05:
-        cumulative = special.pdtr(lengths, mean)
-    else:
-        success = mean / variance
-        cumulative = special.betainc(
-            mean * success / (1 - success), lengths + 1, success
+        draws = torch.rand(
+            len(means), generator=generator, device=means.device, dtype=means.dtype
         )
-    cumulative[-1] = 1.0
-    return np.asarray(cumulative, dtype=np.float64)
+        return means.add_(draws).long()
+    if variance > mean * 1.05:
+        # A negative binomial variable is Poisson's with a gamma-distributed mean.
+        # torch's public Gamma takes no generator.
+        scale = variance / mean - 1
+        gamma = torch._standard_gamma  # noqa: SLF001
+        means = gamma(means / scale, generator=generator) * scale
+    return torch.poisson(means, generator=generator).long()
+
+
+def _draw_ids(
+    access: AccessDistribution,
+    num_embeddings: int,
+    count: int,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Draw `L` ids of a table, int64.
+
+    Within a group (`G` of them), an id's rank is linear in the draw that picks it.
+    """
+    share_G, num_ids_G = np.asarray(access.share), np.asarray(access.num_ids)
+    upper_G = share_G.cumsum()
+    slope_G = num_ids_G / share_G
+    start_G = num_ids_G.cumsum() - num_ids_G - (upper_G - share_G) * slope_G
+    upper_G[-1] = 1.0
+    upper, slope, start = torch.from_numpy(np.stack([upper_G, slope_G, start_G])).to(
+        generator.device
+    )
+    ranks = torch.rand(
+        count, generator=generator, device=upper.device, dtype=upper.dtype
+    )
+    group = torch.bucketize(ranks, upper, right=True)
+    ranks *= slope.index_select(0, group)
+    ranks += start.index_select(0, group)
+    # Hot ids lie anywhere in the table: a fixed permutation of the rows.
+    ids = ranks.long().clamp_(0, num_embeddings - 1)
+    ids *= coprime_step(num_embeddings)
+    ids += num_embeddings // 3
+    return ids.remainder_(num_embeddings)
 
 
 def _check_for_gpu(
@@ -459,44 +362,27 @@ class FusedTables:
             bounds_check: How each forward checks ids, `warning` or `none`.
 
         Raises:
-            ConfigError: The set mixes optimizers, types or weighted lookups, or the
-                device's kernels lack one of them, or a table's width.
+            ConfigError: The device's kernels lack the optimizer, the weight type or a
+                table's width.
         """
         kinds = {(t.optimizer, t.data_type, t.weighted) for t in tables}
-        if len(kinds) != 1:
-            raise ConfigError(
-                "one fused kernel has one optimizer, weight type and weighting, got "
-                f"{sorted(kinds)}"
-            )
-        optimizer, data_type, _ = kinds.pop()
-        if data_type not in _PRECISIONS or (
-            device.type == "cpu" and optimizer == "adam"
-        ):
+        assert len(kinds) == 1, f"one fused kernel for tables of several kinds: {kinds}"
+        [(optimizer, data_type, _)] = kinds
+        on_cpu = device.type == "cpu"
+        if data_type not in _PRECISIONS or (on_cpu and optimizer == "adam"):
             raise ConfigError(
                 f"{device.type} kernels for {optimizer} over {data_type} weights "
                 "cannot be measured; use fp32 or fp16 and, on a CPU, not adam"
             )
         if device.type == GPU:
             _check_for_gpu(tables, optimizer, data_type)
-        dtype = torch.float32 if data_type == "fp32" else torch.float16
-        on_cpu = device.type == "cpu"
-        options: dict[str, Any] = {}
-        buffers: dict[str, torch.Tensor] = {}
-        if on_cpu and arena is not None:
-            weights = sum(t.num_embeddings * t.embedding_dim for t in tables)
-            rows = sum(t.num_embeddings for t in tables)
-            buffers["weights"] = arena.view("weights", dtype, weights)
-            if optimizer == "rowwise_adagrad":
-                buffers["momentum1"] = arena.view("momentum", torch.float32, rows)
-            elif optimizer == "adagrad":
-                buffers["momentum1"] = arena.view("momentum", torch.float32, weights)
-            if _TAKES_HOST_BUFFERS:
-                options["preallocated_host_buffers"] = buffers
+        self.device = device
+        self.num_features = sum(t.num_features for t in tables)
+        self.output_dim = sum(t.embedding_dim * t.num_features for t in tables)
+        buffers = {} if arena is None else arena.buffers(tables, optimizer, data_type)
+        options = {"preallocated_host_buffers": buffers} if buffers else {}
         location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
         compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
-        feature_table_map = [
-            i for i, t in enumerate(tables) for _ in range(t.num_features)
-        ]
         logging.disable(logging.INFO)
         try:
             self.module = SplitTableBatchedEmbeddingBagsCodegen(
@@ -504,7 +390,9 @@ class FusedTables:
                     (t.num_embeddings, t.embedding_dim, location, compute)
                     for t in tables
                 ],
-                feature_table_map=feature_table_map,
+                feature_table_map=[
+                    i for i, t in enumerate(tables) for _ in range(t.num_features)
+                ],
                 optimizer=_OPTIMIZERS[optimizer],
                 weights_precision=_PRECISIONS[data_type],
                 output_dtype=SparseType.FP32,
@@ -513,7 +401,7 @@ class FusedTables:
                 learning_rate=_LEARNING_RATE,
                 eps=1e-8,
                 device=device,
-                **options,
+                **(options if _TAKES_HOST_BUFFERS else {}),
             )
         finally:
             logging.disable(logging.NOTSET)
@@ -522,7 +410,6 @@ class FusedTables:
                 getattr(self.module, f"{role}_host").data = buffer
         if not on_cpu:
             self.module.weights_dev.data.uniform_(-_WEIGHT_BOUND, _WEIGHT_BOUND)
-        self.output_dim = sum(t.embedding_dim * t.num_features for t in tables)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Return the `B x D` pooled embeddings."""
@@ -530,8 +417,3 @@ class FusedTables:
             batch.indices_L, batch.offsets, per_sample_weights=batch.weights_L
         )
         return output
-
-    def split_weights(self) -> list[torch.Tensor]:
-        """Each table's weights, viewed."""
-        weights: list[torch.Tensor] = self.module.split_embedding_weights()
-        return weights

@@ -337,7 +337,7 @@ def _time_kernels(ranks: Ranks, num_rounds: int) -> dict[str, Any]:
     Returns:
         Fields of `CommsHeader`.
     """
-    reference, order = Reference(ranks.device), _ColumnOrder(ranks.device)
+    reference, order = Reference(), _ColumnOrder(ranks.device)
     local = ranks.local_world_size
     counts = sorted({1, local, *(n for n in ranks.group_sizes.values() if n < local)})
     rounds: dict[int, list[npt.NDArray[np.float64]]] = {n: [] for n in counts}
