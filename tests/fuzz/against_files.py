@@ -54,12 +54,12 @@ from torchrec_neuroshard.commands.inputs import (
     read_placement,
 )
 from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.measure.records import (
     CostRecord,
     repeatability,
     steady_records,
 )
-from torchrec_neuroshard.measure.run import failures_path, read_failures
 from torchrec_neuroshard.measure.store import (
     journal_path,
     read_comms_records,
@@ -125,7 +125,7 @@ def some_records() -> tuple[CostRecord, ...]:
 def _write_half(folder: Path, header: Any, records: Sequence[Any]) -> None:
     """Two records in a file, the others in its journal, as while it is measured."""
     write_records(folder / "r.parquet", header, records[:2])
-    lines = [json.dumps(line.to_json()) + "\n" for line in (header, *records[2:])]
+    lines = [json.dumps(to_fields(line)) + "\n" for line in (header, *records[2:])]
     journal_path(folder / "r.parquet").write_text("".join(lines))
 
 
@@ -237,10 +237,6 @@ def _use_constraints(folder: Path) -> None:
     read_placement(folder / "w.json").rules(names, 4)
 
 
-def _failures(folder: Path) -> None:
-    failures_path(folder / "r").write_text(json.dumps({"3": "CUDA error"}))
-
-
 KINDS: dict[str, Kind] = {
     "kernels": Kind(
         _shipped("cpu_epyc_zen5", "bundle.json", "weights.safetensors"), _use_kernels
@@ -265,7 +261,6 @@ KINDS: dict[str, Kind] = {
         _use_profiles,
     ),
     "constraints": Kind(_constraints, _use_constraints),
-    "failures": Kind(_failures, lambda folder: read_failures(folder / "r")),
 }
 
 

@@ -17,6 +17,7 @@ from tests.builders import (
     write_records,
 )
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.measure.records import CostRecord, RunHeader, repeatability
 from torchrec_neuroshard.measure.store import (
     RecordStore,
@@ -125,7 +126,7 @@ def test_other_runs_are_refused(
     other = dataclasses.replace(HEADER, **change)
     with pytest.raises(RecordMismatchError, match=rf"r\.parquet .*{message}"):
         RecordStore(path, other)
-    journal_path(path).write_text(json.dumps(other.to_json()) + "\n")
+    journal_path(path).write_text(json.dumps(to_fields(other)) + "\n")
     with pytest.raises(RecordMismatchError, match=message):
         read_records([path])
 
@@ -195,14 +196,34 @@ def test_other_files_are_refused(tmp_path: Path, kept: float) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{oops}\n", "is damaged"),
+        (b"{oops}\n", "not a journal of records"),
         (b"[1]\n", "not a journal of records"),
-        (b'{"index": 1}\n', "not a cost record"),
+        (b'{"index": 1}\n', "not a compute record"),
+        (json.dumps({**to_fields(record(0)), "mood": 1}).encode() + b"\n", "mood"),
     ],
 )
 def test_damaged_journal_is_refused(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "r.parquet"
-    header = json.dumps(HEADER.to_json()).encode() + b"\n"
+    header = json.dumps(to_fields(HEADER)).encode() + b"\n"
     journal_path(path).write_bytes(header + line)
     with pytest.raises(RecordError, match=message):
         read_records([path])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 99, "novelty": 1}, "layout 99, this version reads 2"),
+        ({"fingerprint": {"device": "x"}}, "not a record header"),
+        ({"novelty": 1}, "not a record header"),
+        ({"kind": "comms"}, "of 'neuroshard collect comms', not of"),
+    ],
+)
+def test_other_headers_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "r.parquet"
+    line = json.dumps({**to_fields(HEADER), **change})
+    journal_path(path).write_text(line + "\n")
+    with pytest.raises(RecordError, match=message):
+        read_header(path, RunHeader)

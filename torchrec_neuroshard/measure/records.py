@@ -7,14 +7,13 @@ import datetime
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
-from torchrec_neuroshard.files import read_fields, to_fields
 from torchrec_neuroshard.models.base import COLLECTIVES
 from torchrec_neuroshard.tables.table import TableConfig
 
@@ -60,14 +59,6 @@ class Fingerprint:
     torch: str
     fbgemm: str
 
-    def mismatch(self, other: Fingerprint) -> list[str]:
-        """Return one line per field in which `other` differs."""
-        return [
-            f"{f.name}: {getattr(self, f.name)!r} against {getattr(other, f.name)!r}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != getattr(other, f.name)
-        ]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHeader:
@@ -86,6 +77,8 @@ class RunHeader:
     bounds_check: str = "none"
     """How FBGEMM checks ids within a timed forward: `warning`, as TorchRec trains;
     `none` in files from before it was on."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Index of each sample that a GPU failed on for good -> its error."""
     schema_version: int = SCHEMA_VERSION
 
     def check_same_run(self, other: RunHeader, where: str) -> None:
@@ -95,19 +88,10 @@ class RunHeader:
             RecordMismatchError: Other hardware, libraries, seed, sampling or check of
                 ids.
         """
+        ranks = ("backend", "world_size", "local_world_size")
+        names = [name for name in ranks if hasattr(self, name)]
         lines = self.measured_unlike(other)
-        for name in (
-            "schema_version",
-            "seed",
-            "backend",
-            "world_size",
-            "local_world_size",
-        ):
-            mine, theirs = getattr(self, name, None), getattr(other, name, None)
-            if mine != theirs:
-                lines.append(f"{name}: {mine!r} against {theirs!r}")
-        if dict(self.sampling) != dict(other.sampling):
-            lines.append(f"sampling: {self.sampling} against {other.sampling}")
+        lines += _differences(self, other, ["seed", *names, "sampling"])
         if lines:
             raise RecordMismatchError(
                 f"{where} holds records of another run ({'; '.join(lines)}); write to "
@@ -116,31 +100,18 @@ class RunHeader:
 
     def measured_unlike(self, other: RunHeader) -> list[str]:
         """Return one line per reason why times of `other` mean something else."""
-        lines = self.fingerprint.mismatch(other.fingerprint)
-        if self.bounds_check != other.bounds_check:
-            lines.append(
-                f"bounds_check: {self.bounds_check!r} against {other.bounds_check!r}"
-            )
-        return lines
+        names = [f.name for f in dataclasses.fields(Fingerprint)]
+        lines = _differences(self.fingerprint, other.fingerprint, names)
+        return lines + _differences(self, other, ["bounds_check"])
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary; `from_json` reads it back."""
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            RecordError: The header is of another layout.
-        """
-        version = data.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise RecordError(
-                f"records have layout {version!s:.60}, this version reads "
-                f"{SCHEMA_VERSION}; measure again or install the matching version"
-            )
-        return read_fields(cls, data, RecordError, "a record header")
+def _differences(mine: object, other: object, names: Iterable[str]) -> list[str]:
+    """Return one line per attribute in which two objects differ."""
+    return [
+        f"{name}: {getattr(mine, name)!r} against {getattr(other, name)!r}"
+        for name in names
+        if getattr(mine, name) != getattr(other, name)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,19 +190,6 @@ class CostRecord:
         """Forward + backward [ms]."""
         return self.fwd_ms + self.bwd_ms
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary; `from_json` reads it back."""
-        return to_fields(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CostRecord:
-        """Read what `to_json` wrote.
-
-        Raises:
-            RecordError: A key is missing or unknown, or a value is out of range.
-        """
-        return read_fields(cls, data, RecordError, "a cost record")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommsRecord:
@@ -284,19 +242,6 @@ class CommsRecord:
     def total_ms(self) -> float:
         """Time of the slowest rank, without waiting [ms]."""
         return max(self.transfer_ms)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary; `from_json` reads it back."""
-        return to_fields(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CommsRecord:
-        """Read what `to_json` wrote.
-
-        Raises:
-            RecordError: A key is missing or unknown, or a value is out of range.
-        """
-        return read_fields(cls, data, RecordError, "a record of a collective")
 
 
 def repeatability(records: Sequence[CostRecord | CommsRecord]) -> list[float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
 import math
 import statistics
 import time
@@ -21,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchrec_neuroshard.errors import ConfigError, DeviceFailureError, RecordError
-from torchrec_neuroshard.files import parse_json, to_fields, write_whole
+from torchrec_neuroshard.errors import ConfigError, DeviceFailureError
+from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.hardware.devices import (
     GpuMonitor,
     GpuState,
@@ -56,9 +55,7 @@ __all__ = [
     "Measured",
     "collect_compute",
     "default_sampling",
-    "failures_path",
     "measure",
-    "read_failures",
     "summary",
     "unit_factor",
 ]
@@ -329,7 +326,7 @@ def collect_compute(
             _fill(config, store, timer, sampler, monitor, say)
     if monitor is not None and monitor.num_failures:
         say(f"the driver did not tell its state {monitor.num_failures} times")
-    for index, why in read_failures(path).items():
+    for index, why in store.header.failed.items():
         say(f"set {index} ended an earlier run and is left out: {why}")
     say(summary(path, store.header, store.records))
 
@@ -362,8 +359,12 @@ def _fill(
     if config.time_limit_seconds is not None:
         begin = time.monotonic() if begin is None else begin
         until = begin + config.time_limit_seconds
-    left_out = store.done | read_failures(path).keys()
-    todo = [i for i in range(config.num_sets) if i not in left_out]
+    failed = store.header.failed
+    todo = [
+        i
+        for i in range(config.num_sets)
+        if i not in store.done and str(i) not in failed
+    ]
     earlier = _anchors(store.records)
     if todo and timer.reference_ms and earlier:
         again = [sampler.sample(r.index) for r in earlier]
@@ -387,8 +388,7 @@ def _fill(
         )
     except DeviceFailureError as error:
         text, index = error.args
-        failures = {**read_failures(path), index: text}
-        write_whole(failures_path(path), json.dumps(failures))
+        store.note_failure(index, text)
         raise DeviceFailureError(
             f"set {index} failed on the device ({text}), which can do nothing more in "
             f"this process; {path} keeps what was measured, and the same command goes "
@@ -398,25 +398,6 @@ def _fill(
         say(f"stopped at the time limit of {config.time_limit_seconds:g} s")
     for index, why in found.left_out.items():
         say(f"set {index} was left out: {why}")
-
-
-def failures_path(path: Path) -> Path:
-    """Where sets are noted that no process survived."""
-    return path.with_name(f"{path.name}.failed")
-
-
-def read_failures(path: Path) -> dict[int, str]:
-    """Sets of a run that ended a process, and with which error."""
-    noted = failures_path(path)
-    if not noted.is_file():
-        return {}
-    try:
-        found = parse_json(noted.read_text(encoding="utf-8"))
-        return {int(index): str(error) for index, error in found.items()}
-    except (OSError, ValueError, AttributeError) as error:
-        raise RecordError(
-            f"{noted} is damaged ({error!r:.200}); delete it to try all sets again"
-        ) from error
 
 
 def _anchors(records: Sequence[CostRecord]) -> list[CostRecord]:

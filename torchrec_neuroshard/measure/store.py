@@ -8,14 +8,11 @@ next one begins. Reading takes both together.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
-import functools
 import io
 import json
-import types
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -23,8 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
-from torchrec_neuroshard.files import parse_json, write_whole
+from torchrec_neuroshard.files import parse_json, read_fields, to_fields, write_whole
 from torchrec_neuroshard.measure.records import (
+    SCHEMA_VERSION,
     CommsHeader,
     CommsRecord,
     CostRecord,
@@ -46,7 +44,6 @@ _KINDS: Mapping[type[RunHeader], tuple[str, Any]] = {
     CommsHeader: ("comms", CommsRecord),
 }
 """Type of the header -> what `neuroshard collect` calls it, and the records' type."""
-_ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
 
 HeaderT = TypeVar("HeaderT", bound=RunHeader)
 
@@ -98,35 +95,36 @@ class RecordStore:
         self._write(record)
         self._records[record.index] = record
 
+    def note_failure(self, index: int, text: str) -> None:
+        """Keep in the header which sample no process survives, and why."""
+        failed = {**self.header.failed, str(index): text}
+        self.header = dataclasses.replace(self.header, failed=failed)
+
     def _write(self, line: RunHeader | CostRecord | CommsRecord) -> None:
-        data = json.dumps(line.to_json()).encode() + b"\n"
-        with self._journal.open("ab", buffering=0) as file:
-            if (written := file.write(data)) < len(data):
-                file.truncate(file.tell() - written)
-                text = f"{written} of {len(data)} bytes fit"
-                raise OSError(errno.ENOSPC, text, self._journal)
+        with self._journal.open("ab") as file:
+            file.write(json.dumps(to_fields(line)).encode() + b"\n")
 
     def close(self) -> None:
         """Fold the journal into the Parquet file."""
-        if self._records:
-            rows = [self._records[i].to_json() for i in sorted(self._records)]
-            header = json.dumps(self.header.to_json()).encode()
-            schema = _schema(_KINDS[type(self.header)][1])
-            table = pa.Table.from_pylist(
-                rows, schema=schema.with_metadata({_HEADER_KEY: header})
-            )
-            file = io.BytesIO()
-            # A dictionary of figures takes more room than they do.
-            pq.write_table(
-                table,
-                file,
-                compression="zstd",
-                compression_level=9,
-                use_dictionary=False,
-                write_page_checksum=True,
-            )
-            write_whole(self._path, file.getvalue())
-            self._journal.unlink(missing_ok=True)
+        if not self._records and not self.header.failed:
+            return
+        rows = [to_fields(self._records[i]) for i in sorted(self._records)]
+        header = json.dumps(to_fields(self.header)).encode()
+        table = pa.Table.from_pylist(rows).replace_schema_metadata(
+            {_HEADER_KEY: header}
+        )
+        file = io.BytesIO()
+        # A dictionary of figures takes more room than they do.
+        pq.write_table(
+            table,
+            file,
+            compression="zstd",
+            compression_level=9,
+            use_dictionary=False,
+            write_page_checksum=True,
+        )
+        write_whole(self._path, file.getvalue())
+        self._journal.unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         """Return the store."""
@@ -135,23 +133,6 @@ class RecordStore:
     def __exit__(self, *_: object) -> None:
         """Fold the journal, also after an interruption."""
         self.close()
-
-
-@functools.cache
-def _schema(kind: Any) -> pa.Schema:
-    """Return the columns of a dataclass, as its annotations say."""
-    hints = typing.get_type_hints(kind)
-    names = [f.name for f in dataclasses.fields(kind)]
-    return pa.schema([(name, _arrow(hints[name])) for name in names])
-
-
-def _arrow(hint: Any) -> pa.DataType:
-    inner = [a for a in typing.get_args(hint) if a is not types.NoneType]
-    if typing.get_origin(hint) is types.UnionType:  # with None
-        return _arrow(inner[0])
-    if inner:
-        return pa.list_(_arrow(inner[0]))
-    return _ARROW[hint] if hint in _ARROW else pa.struct(_schema(hint))
 
 
 def journal_path(path: Path) -> Path:
@@ -212,17 +193,18 @@ def read_records(
         headers.append(
             dataclasses.replace(header, reference_ms=factor * header.reference_ms)
         )
-        for record in found:
-            source = record.repeat_of
-            if start:
-                record = dataclasses.replace(
-                    record,
-                    index=start + record.index,
-                    repeat_of=None if source is None else start + source,
-                    fwd_ms=factor * record.fwd_ms,
-                    bwd_ms=factor * record.bwd_ms,
-                )
-            records.append(record)
+        records += [
+            dataclasses.replace(
+                record,
+                index=start + record.index,
+                repeat_of=None
+                if record.repeat_of is None
+                else start + record.repeat_of,
+                fwd_ms=factor * record.fwd_ms,
+                bwd_ms=factor * record.bwd_ms,
+            )
+            for record in found
+        ]
     return headers, records
 
 
@@ -277,35 +259,26 @@ def _read(path: Path, kind: type[HeaderT]) -> tuple[HeaderT | None, list[Any]]:
     """Read a file and its journal, which may be killed writers' leavings."""
     header, rows = read_header(path, kind), []
     if path.exists():
-        try:
+        with _naming(path):
             rows = pq.read_table(path).to_pylist()
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise _not_records(path, error) from error
     journal = journal_path(path)
     lines = _journal_lines(journal)
     if header is not None and lines:
         header.check_same_run(_header(lines[0], journal, kind), str(journal))
-    records: dict[int, Any] = {}
-    for row in (*rows, *lines[1:]):
-        delay_ms = row.pop("delay_ms", None)
-        row.pop("wait_ms", None)
-        # Older files hold collectives whose ranks were told to start late.
-        if not (isinstance(delay_ms, list) and any(delay_ms)):
-            record = _KINDS[kind][1].from_json(row)
-            records[record.index] = record
+    name, record_type = _KINDS[kind]
+    records = {
+        record.index: record
+        for row in (*rows, *lines[1:])
+        for record in [read_fields(record_type, row, RecordError, f"a {name} record")]
+    }
     return header, [records[i] for i in sorted(records)]
 
 
 def _raw_header(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return next(iter(_journal_lines(journal_path(path))), None)
-    try:
-        header = parse_json(pq.read_schema(path).metadata[_HEADER_KEY].decode())
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise _not_records(path, error) from error
-    if not isinstance(header, dict):
-        raise RecordError(f"{path} has no header of records")
-    return header
+    with _naming(path):
+        return dict(parse_json(pq.read_schema(path).metadata[_HEADER_KEY].decode()))
 
 
 def _header(data: dict[str, Any], path: str | Path, kind: type[HeaderT]) -> HeaderT:
@@ -315,7 +288,13 @@ def _header(data: dict[str, Any], path: str | Path, kind: type[HeaderT]) -> Head
             f"{path} holds records of 'neuroshard collect {found!s:.60}', not of "
             f"'neuroshard collect {wanted}'; name another file"
         )
-    return kind.from_json(data)
+    version = data.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise RecordError(
+            f"{path} has records of layout {version!s:.60}, this version reads "
+            f"{SCHEMA_VERSION}; measure again or install the matching version"
+        )
+    return read_fields(kind, data, RecordError, "a record header")
 
 
 def _journal_lines(path: Path) -> list[dict[str, Any]]:
@@ -324,20 +303,21 @@ def _journal_lines(path: Path) -> list[dict[str, Any]]:
         return []
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-        lines = [parse_json(line) for line in text.split("\n")[:-1]]
-    except OSError as error:
-        raise RecordError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+        return [dict(parse_json(line)) for line in text.split("\n")[:-1]]
+    except (OSError, TypeError, ValueError) as error:
         raise RecordError(
-            f"{path} is damaged ({error}); delete the line or the file"
+            f"{path} is not a journal of records ({error}); delete the damaged line or "
+            "the file"
         ) from error
-    if not all(isinstance(line, dict) for line in lines):
-        raise RecordError(f"{path} is not a journal of records")
-    return lines
 
 
-def _not_records(path: Path, error: Exception) -> RecordError:
-    return RecordError(
-        f"{path} is not a file of cost records ({error!r}); it may be truncated: "
-        "restore it or measure again"
-    )
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raise whatever goes wrong in reading a Parquet file as one kind of error."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise RecordError(
+            f"{path} is not a file of cost records ({error!r}); it may be truncated: "
+            "restore it or measure again"
+        ) from error
