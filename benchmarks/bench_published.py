@@ -54,7 +54,7 @@ from published.page import (
 )
 from published.rivals import stock_estimate
 from published.traces import overlaps, read_trace
-from torchrec_neuroshard.models.physical import PhysicalConstants
+from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.published_links import CollectiveConstants
 
 Floats = npt.NDArray[np.float64]

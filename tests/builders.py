@@ -37,7 +37,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from torchrec_neuroshard.bundles.fit import build_sets
+from torchrec_neuroshard.bundles.set_data import build_sets
 from torchrec_neuroshard.costs.simulator import PHASES, Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.measure.clock import PassCounts

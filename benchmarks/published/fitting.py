@@ -11,12 +11,8 @@ import numpy.typing as npt
 from scipy import optimize
 
 from published.kernels import KernelRow, MeasuredSets, device_constants, family
-from torchrec_neuroshard.models.physical import (
-    PhysicalConstants,
-    host_memory_ms,
-    set_times,
-    shard_values,
-)
+from torchrec_neuroshard.models.card_physics import PhysicalConstants, host_memory_ms
+from torchrec_neuroshard.models.compute import PhysicalCostModel
 
 __all__ = ["FIT_ONLY", "fit", "left_out", "predict", "predict_sets", "shared_of"]
 
@@ -55,6 +51,7 @@ START: Mapping[str, tuple[float, float]] = {
     "sort_ns": (0.07, 3.0),
     "update_thread_ns": (0.003, 5.0),
     "hot_row_ns": (10.0, 10.0),
+    "state_row_ns": (1.0, 3.0),
     "adam_ns": (1.0, 3.0),
     "weight_gradient_us": (20.0, 10.0),
     "weight_gradient_ns": (0.2, 10.0),
@@ -115,14 +112,15 @@ def _predict_card(
     def which(chosen: Callable[[KernelRow], bool]) -> Bools:
         return np.array([chosen(r) for r in rows])
 
-    sums = np.add.reduceat(shard_values(features, c), first)
-    forward, update, sort = set_times(sums, c).T
+    forward, backward = _set_times(features, first, c).T
+    unsorted = dataclasses.replace(c, sort_ns=0.0, sort_bag_ns=0.0, sort_pass_us=0.0)
+    update = _set_times(features, first, unsorted)[:, 1]
     kernel_us = shared["forward_kernel_us"] - c.forward_launch_us
     extra_us = shared["wall_us"] if wall else kernel_us
     forward = forward + 1e-3 * extra_us
     sort_launch = 1e-3 * (c.backward_launch_us - shared["update_launch_us"])
     sorts = which(lambda r: r.phase != "backward_cta+warp")
-    backward = update + np.where(sorts, sort, -sort_launch)
+    backward = np.where(sorts, backward, update - sort_launch)
     missed = np.concatenate([r.missed for r in rows])
     kinds = (("managed (UVM)", None), ("managed_caching", missed))
     for location, misses in kinds:
@@ -139,10 +137,17 @@ def _predict_card(
 
 def predict_sets(sets: MeasuredSets, shared: Mapping[str, float]) -> Floats:
     """Predict measured sets, `S x 2` [ms]."""
-    c = _with(device_constants(sets.card), shared)
-    sums = np.add.reduceat(shard_values(sets.features, c), sets.first)
-    times = set_times(sums, c)
-    return np.stack([times[:, 0], times[:, 1] + times[:, 2]], axis=1)
+    constants = _with(device_constants(sets.card), shared)
+    return _set_times(sets.features, sets.first, constants)
+
+
+def _set_times(
+    features: npt.NDArray[np.float32],
+    first: npt.NDArray[np.int64],
+    constants: PhysicalConstants,
+) -> Floats:
+    model = PhysicalCostModel(constants, name="a card", hardware="a card")
+    return model.predict_sums(np.add.reduceat(model.encode(features), first))
 
 
 def group(row: KernelRow) -> tuple[str, str, str, str]:

@@ -22,7 +22,7 @@ from torchrec_neuroshard.bundles.find import card_constants
 from torchrec_neuroshard.hardware.cards import card_named
 from torchrec_neuroshard.measure.records import steady_records
 from torchrec_neuroshard.measure.store import read_records
-from torchrec_neuroshard.models.physical import PhysicalConstants
+from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.row_cache import MissCurve
 from torchrec_neuroshard.tables.features import (
     FEATURE_NAMES,

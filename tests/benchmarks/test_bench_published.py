@@ -12,8 +12,8 @@ from bench_published import SETS_APART
 from published.fitting import fit, shared_of
 from published.kernels import read_kernels, read_measured
 from published.links import fit_links, read_links
+from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.estimate_error import CHECKED_CARDS
-from torchrec_neuroshard.models.physical import PhysicalConstants
 from torchrec_neuroshard.models.published_links import CollectiveConstants
 
 RESULT = Path(__file__).parents[2] / "benchmarks/results/published_202611.json"

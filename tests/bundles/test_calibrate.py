@@ -17,20 +17,22 @@ from tests.builders import (
 )
 from torchrec_neuroshard.bundles import make
 from torchrec_neuroshard.bundles.fit import (
-    MIN_SETS,
-    SetData,
     TrainConfig,
     as_cost_model,
-    best_factor,
-    build_sets,
     fit_model,
     score,
-    split_records,
     train,
     training_ranges,
 )
+from torchrec_neuroshard.bundles.fit_physics import best_factor
 from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, BundleInfo, load_bundle
 from torchrec_neuroshard.bundles.make import make_bundle
+from torchrec_neuroshard.bundles.set_data import (
+    MIN_SETS,
+    SetData,
+    build_sets,
+    split_records,
+)
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.commands.bundles import RECORDS_NAME
 from torchrec_neuroshard.errors import ConfigError, RecordError

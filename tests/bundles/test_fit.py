@@ -16,21 +16,21 @@ from tests.builders import costed, draw_records, make_header, write_records
 from torchrec_neuroshard.bundles.fit import (
     TrainConfig,
     as_cost_model,
-    build_sets,
     evaluate,
-    fit_physics,
     physics_network,
     train,
 )
+from torchrec_neuroshard.bundles.fit_physics import fit_physics, fitted_kinds
 from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, load_bundle
+from torchrec_neuroshard.bundles.set_data import build_sets
 from torchrec_neuroshard.bundles.training_loop import Fit, fit, seeded
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.errors import ConfigError, RecordError
-from torchrec_neuroshard.models.works import (
-    BACKWARD,
-    FORWARD,
+from torchrec_neuroshard.models.physical import (
     WORKS,
     Physics,
+    set_values,
+    set_works,
     shard_works,
 )
 
@@ -109,17 +109,21 @@ def test_training_is_the_same_for_the_same_seed() -> None:
     assert not torch.equal(weights(0), weights(1))
 
 
-def test_physics_is_found_again() -> None:
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_physics_is_found_again(device_type: str) -> None:
     """Times made of known constants and another cache."""
     rng = np.random.default_rng(0)
-    constants = rng.uniform(0.5, 2.0, (len(WORKS), 2))
-    works = shard_works(build_sets(draw_records(80, 0)).features_NF, 2.0**21)
-    constants *= 0.1 / np.maximum(works.mean(axis=0), 1e-9)[:, None]
-    constants[~FORWARD, 0] = constants[~BACKWARD, 1] = 0.0
-    known = Physics(2.0**21, constants, np.array([0.02, 0.05]))
+    shards = build_sets(draw_records(80, 0)).features_NF
+    works = shard_works(shards, 2.0**21), set_works(set_values(shards))
+    mean = np.concatenate([w.mean(axis=0) for w in works])
+    constants = rng.uniform(0.05, 0.2, (len(mean), 2)) / np.maximum(mean, 1e-9)[:, None]
+    constants[~fitted_kinds(device_type)] = 0.0
+    of_shards, of_sets = np.split(constants, [len(WORKS)])
+    known = Physics(2.0**21, of_shards, of_sets)
     model = as_cost_model(physics_network(known), build_sets(draw_records(9, 0)), "x")
     training, data = (
-        build_sets(costed(draw_records(200, seed), model)) for seed in (0, 1)
+        build_sets(costed(draw_records(200, seed), model), device_type)
+        for seed in (0, 1)
     )
     found = as_cost_model(physics_network(fit_physics(training)), data, "physics")
     judged = evaluate("physics", found, data)

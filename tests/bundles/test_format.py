@@ -19,13 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.builders import make_fingerprint
 from torchrec_neuroshard.bundles import find
 from torchrec_neuroshard.bundles.find import load_comms_model, load_cost_model
-from torchrec_neuroshard.bundles.fit import build_sets, evaluate, split_records
+from torchrec_neuroshard.bundles.fit import evaluate
 from torchrec_neuroshard.bundles.format import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
     load_bundle,
     load_comms_bundle,
 )
+from torchrec_neuroshard.bundles.set_data import build_sets, split_records
 from torchrec_neuroshard.errors import (
     BundleCorruptError,
     BundleMismatchError,

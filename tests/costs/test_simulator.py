@@ -10,8 +10,8 @@ from tests.builders import make_tables, make_task
 from torchrec_neuroshard.costs.simulator import RankCosts, Simulator
 from torchrec_neuroshard.costs.task import KernelFactors, Placement, WireCodec
 from torchrec_neuroshard.hardware.cards import card_named
+from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
-from torchrec_neuroshard.models.physical import PhysicalConstants
 from torchrec_neuroshard.models.published_links import published_comms_model
 from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
 

@@ -10,12 +10,12 @@ import pytest
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware.cards import GPU_CARDS
 from torchrec_neuroshard.models.base import COLLECTIVES
+from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.collective_terms import TERM_NAMES, collective_terms
 from torchrec_neuroshard.models.collectives import (
     BandwidthCommsModel,
     MeasuredCommsModel,
 )
-from torchrec_neuroshard.models.physical import PhysicalConstants
 from torchrec_neuroshard.models.published_links import (
     PublishedCommsModel,
     published_comms_model,

@@ -16,7 +16,7 @@ from torchrec_neuroshard.models.network import (
     SetCostNetwork,
     shard_inputs,
 )
-from torchrec_neuroshard.models.works import WORKS, Physics
+from torchrec_neuroshard.models.physical import SET_VALUES, SET_WORKS, WORKS, Physics
 from torchrec_neuroshard.tables.features import table_features
 from torchrec_neuroshard.testing import AnalyticCommsModel
 
@@ -32,7 +32,9 @@ def random_features(num_tables: int, seed: int) -> npt.NDArray[np.float32]:
 def random_neural(seed: int = 0) -> NeuralCostModel:
     torch.manual_seed(seed)
     network = SetCostNetwork(num_members=3, hidden=16, latent=4, head_hidden=8)
-    network.physics = Physics(2.0**20, np.full((len(WORKS), 2), 1e-6), np.full(2, 0.1))
+    sets = np.full((len(SET_WORKS), 2), 1e-6)
+    sets[0] = 0.1
+    network.physics = Physics(2.0**20, np.full((len(WORKS), 2), 1e-6), sets)
     inputs = torch.from_numpy(shard_inputs(random_features(50, 9), network.physics)[0])
     network.input_mean_X.copy_(inputs.mean(dim=0))
     network.input_std_X.copy_(inputs.std(dim=0).clamp_min(1e-2))
@@ -53,10 +55,9 @@ def test_arrays_are_the_network(count: int) -> None:
     members = rng.random((count, count)) < rng.random((count, 1))
     sums = members.astype(np.float32) @ encoded
     with torch.inference_mode():
-        launch = network.launch_2.float().expand(count, 2)
-        predicted = network.predict(
-            torch.from_numpy(sums), launch, torch.zeros(count, 0)
-        )
+        values = sums[:, : len(SET_VALUES)]
+        sets = torch.from_numpy(network.physics.sets_ms(values)).float()
+        predicted = network.predict(torch.from_numpy(sums), sets, torch.zeros(count, 0))
     close(arrays.predict(sums), predicted.numpy())
     assert arrays.encode(features[:0]).shape == (0, encoded.shape[1])
     assert arrays.predict(sums[:0]).shape == (0, 3, 2)

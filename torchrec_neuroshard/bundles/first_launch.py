@@ -3,9 +3,9 @@
 Each rank measures in a process of its own, started beside the job: what it takes is
 given back with its end, and whatever ends it (a kernel, the system, the time) leaves
 the job as it was. These processes form a group of their own, measure different sets of
-the user's own tables (in turn where they share a CPU) and then collectives; that of
-rank 0 fits a bundle, from the shipped bundle of this kind of device that errs least or
-from the physical estimate, whichever is nearer.
+the user's own tables (in turn where they share a CPU) and then collectives. The process
+of rank 0 fits a bundle. It starts from the shipped bundle of this kind of device that
+errs least, times a factor, on the sets.
 """
 
 from __future__ import annotations
@@ -28,21 +28,15 @@ import numpy as np
 import torch
 
 from torchrec_neuroshard.bundles.find import PRETRAINED, pretrained_names
-from torchrec_neuroshard.bundles.fit import (
-    MIN_SETS,
-    TrainConfig,
-    best_factor,
-    build_sets,
-    evaluate,
-    score,
-    split_records,
-)
+from torchrec_neuroshard.bundles.fit import TrainConfig, evaluate, score
+from torchrec_neuroshard.bundles.fit_physics import best_factor
 from torchrec_neuroshard.bundles.format import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
     load_bundle,
 )
 from torchrec_neuroshard.bundles.make import make_bundle, train_comms_bundle
+from torchrec_neuroshard.bundles.set_data import MIN_SETS, build_sets, split_records
 from torchrec_neuroshard.errors import RankFailureError, RecordError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.hardware.devices import (
@@ -127,8 +121,6 @@ class LaunchRequest:
     grace_seconds: float = 60.0
     """A process is ended after twice the budget and this: starting may take long on a
     busy machine. A rank is waited for so long beyond the budget."""
-    hbm_gb_per_s: float | None = None
-    """Memory bandwidth of the physical estimate."""
     seed: int = 0
 
 
@@ -525,10 +517,11 @@ def _steady_enough(records: Sequence[CostRecord]) -> list[CostRecord]:
     return steady if enough else list(records)
 
 
-def _nearest(request: LaunchRequest, records: Path) -> Path:
+def _nearest(request: LaunchRequest, records: Path) -> Path | None:
     """The shipped bundle of this kind of device that a factor brings nearest."""
     _, measured = read_records([records])
-    data = build_sets(split_records(_steady_enough(measured))[0])
+    training, _ = split_records(_steady_enough(measured))
+    data = build_sets(training, request.device_type)
 
     def error(folder: Path) -> float:
         model = load_bundle(folder)
@@ -537,14 +530,13 @@ def _nearest(request: LaunchRequest, records: Path) -> Path:
         shares = np.abs(predicted * factors / data.costs_S2 - 1)
         return float(shares.mean())
 
-    folders = [PRETRAINED / name for name in pretrained_names()]
-    kind = request.device_type
-    alike = (f for f in folders if _kind(f) == kind)
-    return min(alike, key=error)
-
-
-def _kind(folder: Path) -> str:
-    return COMPUTE_BUNDLE.read_info(folder).fingerprint.device_type
+    alike = [
+        folder
+        for folder in (PRETRAINED / name for name in pretrained_names())
+        if COMPUTE_BUNDLE.read_info(folder).fingerprint.device_type
+        == request.device_type
+    ]
+    return min(alike, key=error, default=None)
 
 
 def _comms_source(device_type: str) -> Path | None:

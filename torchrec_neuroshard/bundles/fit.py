@@ -1,77 +1,58 @@
 """Fit cost models of kernels to measured sets, and judge them.
 
-First the physics: constants per kind of work (`models.works`), by least squares of
-relative errors. Then a network that bends it, trained on the same sets. A model of
-another device is where either may start from: its constants are fitted anew, its
-network is fine-tuned. Candidates are compared on validation sets; test sets, of tables
-that none has seen, only report.
+First the physics: constants per kind of work (`models.physical`), by least squares of
+relative errors. Then a network that bends it, trained on the same sets. Both may start
+from a model of another device: its constants are fitted anew, its network is
+fine-tuned. Candidates are compared on validation sets. Test sets, of tables that no
+candidate has seen, only report.
 
-Shapes: as in `models.network`, and `S` sets.
+Shapes: as in `models.network` and `models.physical`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import optimize, stats
+from scipy import stats
 
+from torchrec_neuroshard.bundles.fit_physics import fit_physics, sum_values
+from torchrec_neuroshard.bundles.set_data import SetData, rows_of
 from torchrec_neuroshard.bundles.training_loop import (
     fit,
-    hold_out,
     kept_line,
     seeded,
     shuffled_batches,
 )
-from torchrec_neuroshard.errors import ConfigError, RecordError
-from torchrec_neuroshard.measure.records import CostRecord
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.models.compute import NeuralCostModel
 from torchrec_neuroshard.models.network import SetCostNetwork, ShardInputs, shard_inputs
-from torchrec_neuroshard.models.works import (
-    BACKWARD,
-    FORWARD,
-    WORKS,
-    Physics,
-    shard_works,
-)
-from torchrec_neuroshard.tables.features import FEATURE_NAMES, table_features
+from torchrec_neuroshard.models.physical import Physics
+from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 __all__ = [
     "MEAN_ERROR",
-    "MIN_SETS",
     "Candidate",
     "Evaluation",
     "Fitted",
-    "SetData",
     "TrainConfig",
     "as_cost_model",
-    "best_factor",
-    "build_sets",
     "evaluate",
     "fit_model",
-    "fit_physics",
     "physics_network",
     "score",
-    "split_records",
     "train",
     "training_ranges",
 ]
 
 Floats = npt.NDArray[np.float64]
 
-MIN_SETS = 10
-"""Fewest sets to train on, and fewest of held-out tables to judge by."""
-_CACHE_BYTES = tuple(2.0**n for n in range(19, 28))
-"""512 KiB to 128 MiB: sizes of the cache that are tried."""
-_ROBUST = 0.03
-"""Relative errors beyond this count by their size, not its square."""
 _INSIDE, _DEVIATIONS = 0.9, 1.645
 """Of normal errors, this share lies within so many standard deviations."""
 
@@ -114,184 +95,6 @@ class TrainConfig:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SetData:
-    """Measured sets as arrays."""
-
-    features_NF: npt.NDArray[np.float32]
-    set_ids_N: npt.NDArray[np.int64]
-    """Sorted."""
-    costs_S2: Floats
-    """Measured forward and backward [ms]."""
-    is_new_S: npt.NDArray[np.bool_]
-    """Whether the tables of a set are in no other set."""
-    validates_S: npt.NDArray[np.bool_]
-    """Whether they were drawn for validation; older records do not say."""
-
-    @property
-    def num_sets(self) -> int:
-        """Sets."""
-        return len(self.costs_S2)
-
-    def select(self, sets: npt.NDArray[np.int64]) -> SetData:
-        """Return the data of some sets, in the order given."""
-        starts = np.searchsorted(self.set_ids_N, np.arange(self.num_sets + 1))
-        rows = [np.arange(starts[s], starts[s + 1]) for s in sets]
-        ids = [np.full(len(r), i) for i, r in enumerate(rows)]
-        return SetData(
-            self.features_NF[np.concatenate(rows)],
-            np.concatenate(ids),
-            self.costs_S2[sets],
-            self.is_new_S[sets],
-            self.validates_S[sets],
-        )
-
-    def split(self, rng: np.random.Generator, share: float) -> tuple[SetData, SetData]:
-        """Return training and validation sets.
-
-        Validation asks what the test asks, tables never seen: it takes the sets that
-        were drawn for it, else some whose tables are in no other set, if there are
-        enough.
-        """
-        held_out, others = hold_out(rng, self.num_sets, share)
-        new = rng.permutation(np.flatnonzero(self.is_new_S))
-        if len(new) >= len(held_out):
-            held_out = new[: len(held_out)]
-        if self.validates_S.sum() >= MIN_SETS:
-            held_out = np.flatnonzero(self.validates_S)
-        others = np.setdiff1d(np.arange(self.num_sets), held_out)
-        if not len(others):
-            raise RecordError(
-                f"{self.num_sets} sets are too few to train on; measure more"
-            )
-        return self.select(others), self.select(held_out)
-
-
-def build_sets(records: Sequence[CostRecord]) -> SetData:
-    """Turn records into arrays.
-
-    Raises:
-        RecordError: There are none, or one has a time that is not above 0.
-    """
-    if not records:
-        raise RecordError("no records to train on; run 'neuroshard collect compute'")
-    for record in records:
-        if not (record.fwd_ms > 0 and record.bwd_ms > 0):
-            raise RecordError(
-                f"record {record.index} has times {record.fwd_ms}, {record.bwd_ms} ms; "
-                "times must be above 0"
-            )
-    tables = [{t.name.partition("#")[0] for t in r.tables} for r in records]
-    uses = Counter(name for names in tables for name in names)
-    return SetData(
-        np.concatenate([table_features(r.tables, r.batch_size) for r in records]),
-        np.repeat(np.arange(len(records)), [len(r.tables) for r in records]),
-        np.array([[r.fwd_ms, r.bwd_ms] for r in records]),
-        np.array([max(uses[name] for name in names) == 1 for names in tables]),
-        np.array([r.validation for r in records]),
-    )
-
-
-def split_records(
-    records: Sequence[CostRecord],
-) -> tuple[list[CostRecord], list[CostRecord]]:
-    """Split measured sets by table.
-
-    The split is the collector's: by table name, the same in every run, so that a bundle
-    trained on another run has not seen the held-out tables either.
-
-    Returns:
-        Sets to train on, and sets that hold only tables kept from any training.
-
-    Raises:
-        RecordError: There are fewer than `MIN_SETS` of either.
-    """
-    training = [r for r in records if not r.held_out]
-    held_out = [r for r in records if r.held_out and r.repeat_of is None]
-    if min(len(training), len(held_out)) < MIN_SETS:
-        raise RecordError(
-            f"a model needs {MIN_SETS} sets to train on and {MIN_SETS} of "
-            f"held-out tables to judge by, got {len(training)} and {len(held_out)}; "
-            "measure more sets"
-        )
-    return training, held_out
-
-
-# The physics.
-
-
-def best_factor(predicted_S: Floats, measured_S: Floats) -> float:
-    """Return the factor on predictions that has the least mean relative error."""
-    # Least sum of |f * p / y - 1| is the median of y / p, weighted by p / y.
-    ratio = np.sort(measured_S / predicted_S)
-    weight = np.cumsum(1.0 / ratio)
-    return float(ratio[np.searchsorted(weight, weight[-1] / 2)])
-
-
-def _fit_constants(
-    works_SK: Floats, measured_S: Floats, start_K: Floats | None
-) -> Floats:
-    """Fit constants of at least 0 to relative errors, large errors counted less.
-
-    With `start_K`, constants stay near it where the sets say little: each as if one
-    more set spoke for it.
-    """
-    relative = works_SK / measured_S[:, None]
-    scale_K = np.maximum(np.linalg.norm(relative, axis=0), 1e-30)
-    scale_K = scale_K / np.sqrt(len(measured_S))
-    relative = relative / scale_K
-    ridge, wanted = np.zeros((0, relative.shape[1])), np.zeros(0)
-    if start_K is not None:
-        ridge, wanted = np.eye(relative.shape[1]), start_K * scale_K
-    weight_S = np.ones(len(measured_S))
-    for _ in range(6):
-        matrix = np.concatenate([relative * weight_S[:, None], ridge])
-        solution, _ = optimize.nnls(matrix, np.concatenate([weight_S, wanted]))
-        error = np.abs(relative @ solution - 1.0)
-        weight_S = 1.0 / np.sqrt(np.maximum(error, _ROBUST) / _ROBUST)
-    fitted: Floats = solution / scale_K
-    return fitted
-
-
-def _set_works(data: SetData, cache_bytes: float) -> Floats:
-    """Work of each set, and 1 for its launch: `S x (K + 1)`."""
-    works = np.zeros((data.num_sets, len(WORKS)))
-    np.add.at(works, data.set_ids_N, shard_works(data.features_NF, cache_bytes))
-    return np.concatenate([works, np.ones((data.num_sets, 1))], axis=1)
-
-
-def fit_physics(data: SetData, start: Physics | None = None) -> Physics:
-    """Fit a device's constants and the size of its cache.
-
-    Args:
-        data: Measured sets.
-        start: Another device: times a factor, its constants hold where the sets say
-            little.
-    """
-    done = np.append(np.stack([FORWARD, BACKWARD], axis=1), [[True, True]], axis=0)
-    near: Floats | None = None
-    if start is not None:
-        near = np.concatenate([start.constants_K2, start.launch_2[None]])
-        before = _set_works(data, start.cache_bytes) @ near
-        near = near * list(map(best_factor, before.T, data.costs_S2.T))
-    best, least = None, np.inf
-    for cache_bytes in _CACHE_BYTES:
-        works = _set_works(data, cache_bytes)
-        constants = np.zeros((works.shape[1], 2))
-        for c in range(2):
-            constants[done[:, c], c] = _fit_constants(
-                works[:, done[:, c]],
-                data.costs_S2[:, c],
-                None if near is None else near[done[:, c], c],
-            )
-        error = float(np.abs(works @ constants / data.costs_S2 - 1.0).mean())
-        if error < least:
-            launch = np.maximum(constants[-1], 1e-4)
-            best, least = Physics(cache_bytes, constants[:-1], launch), error
-    assert best is not None
-    return best
-
-
 def physics_network(physics: Physics) -> SetCostNetwork:
     """Return a network that bends nothing: the physics alone."""
     with seeded(0), torch.no_grad():
@@ -312,7 +115,8 @@ class _Prepared:
     inputs: tuple[torch.Tensor, ...]
     """`ShardInputs` of all shards; with several devices, which one is among `x`."""
     set_ids_N: npt.NDArray[np.int64]
-    launch_S2: torch.Tensor
+    sets_S2: torch.Tensor
+    """`Physics.sets_ms`."""
     device_SD: torch.Tensor
     costs_S3: torch.Tensor
     """Forward, backward and total."""
@@ -323,27 +127,25 @@ class _Prepared:
     ) -> _Prepared:
         """Prepare the sets of several devices; `parts[d]` are of device `d`."""
         inputs: list[ShardInputs] = []
-        ids, launch, device, start = [], [], [], 0
+        ids, sets, device, start = [], [], [], 0
         for d, (data, physics) in enumerate(parts):
             made = shard_inputs(data.features_NF, physics)
-            one_hot = np.eye(num_devices, dtype=np.float32)[[d] if num_devices else []]
-            if num_devices:
-                shown = np.broadcast_to(one_hot, (len(made.x_NX), num_devices))
-                made = made._replace(x_NX=np.concatenate([made.x_NX, shown], axis=1))
-            inputs.append(made)
+            one_hot = np.eye(max(num_devices, 1), dtype=np.float32)[d, :num_devices]
+            shown = np.tile(one_hot, (len(made.x_NX), 1))
+            x_NX = np.concatenate([made.x_NX, shown], axis=1)
+            inputs.append(made._replace(x_NX=x_NX))
             ids.append(data.set_ids_N + start)
-            launch.append(np.tile(physics.launch_2, (data.num_sets, 1)))
-            device.append(np.full(data.num_sets, d))
+            sets.append(physics.sets_ms(sum_values(data, physics.least_threads)))
+            device.append(np.tile(one_hot, (data.num_sets, 1)))
             start += data.num_sets
         costs = np.concatenate([data.costs_S2 for data, _ in parts])
-        shown_SD = np.eye(max(num_devices, 1))[np.concatenate(device)][:, :num_devices]
         return cls(
             tuple(
                 torch.from_numpy(np.concatenate(v)) for v in zip(*inputs, strict=True)
             ),
             np.concatenate(ids),
-            torch.from_numpy(np.concatenate(launch)).float(),
-            torch.from_numpy(shown_SD).float(),
+            torch.from_numpy(np.concatenate(sets)).float(),
+            torch.from_numpy(np.concatenate(device)),
             torch.from_numpy(np.c_[costs, costs.sum(axis=1)]).float(),
         )
 
@@ -353,13 +155,11 @@ class _Prepared:
         """Log ratio of predicted and measured of some sets or all, `S x M x 3`."""
         if sets is None:
             sets = np.arange(len(self.costs_S3))
-        starts = np.searchsorted(self.set_ids_N, np.arange(len(self.costs_S3) + 1))
-        rows = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in sets])
-        ids = np.repeat(np.arange(len(sets)), starts[sets + 1] - starts[sets])
+        rows, ids = rows_of(self.set_ids_N, sets)
         encoded = network.encode(*(v[rows] for v in self.inputs))
         sums = torch.zeros(len(sets), encoded.shape[1])
         sums = sums.index_add(0, torch.from_numpy(ids), encoded)
-        out = network.predict(sums, self.launch_S2[sets], self.device_SD[sets])
+        out = network.predict(sums, self.sets_S2[sets], self.device_SD[sets])
         with_total = torch.cat([out, out.sum(2, keepdim=True)], dim=2)
         return with_total.log() - self.costs_S3[sets].log()[:, None]
 
@@ -368,7 +168,6 @@ def train(
     data: SetData,
     config: TrainConfig,
     *,
-    physics: Physics | None = None,
     init: SetCostNetwork | None = None,
     others: Sequence[SetData] = (),
 ) -> SetCostNetwork:
@@ -381,14 +180,26 @@ def train(
     Args:
         data: Sets to train on; a part becomes the validation sets.
         config: Sizes and rates.
-        physics: The device; None: fitted to the sets trained on.
-        init: Start from these weights (fine-tuning) instead of random ones.
+        init: Start from these weights and their physics (fine-tuning) instead of random
+            ones and a physics fitted to the sets.
         others: Sets of other devices of the kind to learn from as well: one network for
             all, told which device it is, and fine-tuned on `data` in the end.
     """
     rng = np.random.default_rng(config.seed)
     training, validation = data.split(rng, config.validation_share)
-    physics = physics or fit_physics(training)
+    physics = fit_physics(training) if init is None else init.physics
+    return _train(training, validation, physics, config, rng, init, others)
+
+
+def _train(
+    training: SetData,
+    validation: SetData,
+    physics: Physics,
+    config: TrainConfig,
+    rng: np.random.Generator,
+    init: SetCostNetwork | None = None,
+    others: Sequence[SetData] = (),
+) -> SetCostNetwork:
     parts = [(training, physics), *((o, fit_physics(o)) for o in others)]
     devices = len(parts) if others else 0
     prepared = _Prepared.of(parts, devices)
@@ -529,8 +340,7 @@ class Evaluation:
 
 def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
     """Judge a model on measured sets."""
-    sums = np.zeros((data.num_sets, model.encoding_dim))
-    np.add.at(sums, data.set_ids_N, model.encode(data.features_NF))
+    sums = model.sum_sets(data.features_NF, data.set_ids_N, data.num_sets)
     predicted = model.predict_sums(sums)
     error = np.abs(predicted / data.costs_S2 - 1)
     measured, total = data.costs_S2.sum(axis=1), predicted.sum(axis=1)
@@ -618,13 +428,12 @@ def fit_model(
         start: A model of another device to start from.
         others: Sets of other devices to learn from as well, without `start`.
     """
-    training, validation = data.split(
-        np.random.default_rng(config.seed), config.validation_share
-    )
+    rng = np.random.default_rng(config.seed)
+    training, validation = data.split(rng, config.validation_share)
     ranges = training_ranges(data)
     if start is None:
         physics = fit_physics(training)
-        learned = train(data, config, physics=physics, others=others)
+        learned = _train(training, validation, physics, config, rng, others=others)
         made = {
             "physics": (physics_network(physics), ranges),
             "learned": (learned, ranges),
@@ -638,11 +447,12 @@ def fit_model(
         refitted = copy.deepcopy(start.network)
         refitted.physics = physics
         tuning = config.tuning(training.num_sets)
+        tuned = _train(training, validation, physics, tuning, rng, refitted)
         made = {
             "before": (start.network, start.ranges),
             "physics": (physics_network(physics), ranges),
             "refitted": (refitted, both),
-            "tuned": (train(data, tuning, physics=physics, init=refitted), both),
+            "tuned": (tuned, both),
         }
     return Fitted(
         {

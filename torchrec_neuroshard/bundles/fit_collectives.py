@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, stats
+from scipy import stats
 
+from torchrec_neuroshard.bundles.fit_physics import fit_constants
 from torchrec_neuroshard.bundles.training_loop import kept_line
 from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.measure.records import CommsRecord
@@ -136,15 +137,13 @@ def fit_coefficients(data: CommsData, start_LK: Floats | None = None) -> Floats:
     for number in measured:
         rows = data.collective_N == number
         present = data.present_NW[rows]
-        relative = data.terms_NWK[rows][present] / floored_NW[rows][present][:, None]
-        scale_K = np.linalg.norm(relative, axis=0)
-        used = scale_K > 0
-        matrix, wanted = relative[:, used] / scale_K[used], np.ones(len(relative))
-        if start_LK is not None:
-            matrix = np.concatenate([matrix, np.eye(used.sum())])
-            wanted = np.concatenate([wanted, (start_LK[number] * scale_K)[used]])
-        solution, _ = optimize.nnls(matrix, wanted)
-        fitted_LK[number, used] = solution / scale_K[used]
+        measured_ms = floored_NW[rows][present]
+        fitted_LK[number] = fit_constants(
+            data.terms_NWK[rows][present],
+            measured_ms,
+            None if start_LK is None else start_LK[number],
+            pull=len(measured_ms),
+        )
     if start_LK is None:
         others = np.setdiff1d(np.arange(len(COLLECTIVES)), measured)
         fitted_LK[others] = fitted_LK[measured].mean(axis=0)

@@ -58,7 +58,7 @@ __all__ = [
     "save_comms_bundle",
 ]
 
-BUNDLE_VERSION, COMMS_VERSION = 2, 2
+BUNDLE_VERSION, COMMS_VERSION = 3, 2
 """Layouts; other versions are refused."""
 
 _Info = TypeVar("_Info", bound="DataclassInstance")

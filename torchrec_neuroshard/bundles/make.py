@@ -10,13 +10,7 @@ import jinja2
 import numpy as np
 
 from torchrec_neuroshard.bundles.find import bundle_folder, pretrained_names
-from torchrec_neuroshard.bundles.fit import (
-    Fitted,
-    TrainConfig,
-    build_sets,
-    fit_model,
-    split_records,
-)
+from torchrec_neuroshard.bundles.fit import Fitted, TrainConfig, fit_model
 from torchrec_neuroshard.bundles.fit_collectives import (
     CommsEvaluation,
     build_comms,
@@ -32,6 +26,7 @@ from torchrec_neuroshard.bundles.format import (
     load_bundle,
     save_comms_bundle,
 )
+from torchrec_neuroshard.bundles.set_data import build_sets, split_records
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.measure.records import (
     CommsRecord,
@@ -102,15 +97,17 @@ def make_bundle(
         )
     with phase("reading the records"):
         headers, kept, num_disturbed = _read_sets(records, select)
+        device_type = headers[0].fingerprint.device_type
         try:
-            data, test = map(build_sets, split_records(kept))
+            data, test = (build_sets(r, device_type) for r in split_records(kept))
         except RecordError as error:
             raise RecordError(
                 f"{error} ({num_disturbed} of {num_disturbed + len(kept)} records were "
                 "left out: other work disturbed them)"
             ) from error
         shared = [
-            build_sets(split_records(_read_sets(f, select)[1])[0]) for f in others
+            build_sets(split_records(_read_sets(f, select)[1])[0], device_type)
+            for f in others
         ]
     before = None if start is None else load_bundle(start)
     with phase("fitting"):

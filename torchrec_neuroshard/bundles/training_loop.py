@@ -14,7 +14,7 @@ from torch import nn
 
 from torchrec_neuroshard.hardware.devices import torch_threads
 
-__all__ = ["Fit", "fit", "hold_out", "kept_line", "seeded", "shuffled_batches"]
+__all__ = ["Fit", "fit", "kept_line", "seeded", "shuffled_batches"]
 
 _Batch = TypeVar("_Batch")
 
@@ -25,21 +25,6 @@ def seeded(seed: int) -> Iterator[None]:
     with torch_threads(1), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
-
-
-def hold_out(
-    rng: np.random.Generator, count: int, share: float
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Draw validation samples, at least one, and return them and the others.
-
-    Args:
-        rng: Draws them.
-        count: Samples.
-        share: How many of them validate.
-    """
-    order = rng.permutation(count)
-    held_out = max(1, int(count * share))
-    return order[:held_out], order[held_out:]
 
 
 def shuffled_batches(

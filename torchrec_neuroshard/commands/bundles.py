@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 
 from torchrec_neuroshard.bundles import cache
-from torchrec_neuroshard.bundles.fit import MIN_SETS, Fitted, TrainConfig
+from torchrec_neuroshard.bundles.fit import Fitted, TrainConfig
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE
 from torchrec_neuroshard.bundles.make import (
     make_bundle,
     source_folder,
     train_comms_bundle,
 )
+from torchrec_neuroshard.bundles.set_data import MIN_SETS
 from torchrec_neuroshard.commands.options import add_bundle, add_measuring, option
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_folder, from_options

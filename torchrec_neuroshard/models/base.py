@@ -13,12 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_neuroshard.models.card_physics import PhysicalConstants, host_memory_ms
 from torchrec_neuroshard.models.estimate_error import (
     EstimateError,
-)
-from torchrec_neuroshard.models.physical import (
-    PhysicalConstants,
-    host_memory_ms,
 )
 from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE
 
@@ -106,6 +103,17 @@ class CostModel(ABC):
             all-zero row), at least 0 otherwise.
         """
 
+    def sum_sets(
+        self,
+        features_NF: npt.NDArray[np.float32],
+        set_ids_N: npt.NDArray[np.int64],
+        num_sets: int,
+    ) -> npt.NDArray[np.float64]:
+        """Return the sums of sets' encodings, `S x E`; arguments as `predict_sets`."""
+        sums = np.zeros((num_sets, self.encoding_dim))
+        np.add.at(sums, set_ids_N, self.encode(features_NF))
+        return sums
+
     def predict_sets(
         self,
         features_NF: npt.NDArray[np.float32],
@@ -122,9 +130,7 @@ class CostModel(ABC):
         Returns:
             `num_sets x 2` milliseconds.
         """
-        sums = np.zeros((num_sets, self.encoding_dim))
-        np.add.at(sums, set_ids_N, self.encode(features_NF))
-        return self.predict_sums(sums)
+        return self.predict_sums(self.sum_sets(features_NF, set_ids_N, num_sets))
 
     def relative_uncertainty(
         self, sums_SE: npt.NDArray[np.float64]

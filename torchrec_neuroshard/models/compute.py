@@ -9,17 +9,10 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.errors import FeatureSchemaError
 from torchrec_neuroshard.models.base import CostModel, RangeWarning
-from torchrec_neuroshard.models.estimate_error import (
-    EstimateError,
-)
+from torchrec_neuroshard.models.card_physics import PhysicalConstants, host_memory_ms
+from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.models.network import NetworkArrays, SetCostNetwork
-from torchrec_neuroshard.models.physical import (
-    SET_VALUES,
-    PhysicalConstants,
-    host_memory_ms,
-    set_times,
-    shard_values,
-)
+from torchrec_neuroshard.models.physical import SET_VALUES, set_values
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 __all__ = [
@@ -115,7 +108,7 @@ class NeuralCostModel(CostModel):
 
 
 class PhysicalCostModel(CostModel):
-    """Bytes over bandwidth and work of threads; see `physical`."""
+    """The physics of a device by its published figures; see `card_physics`."""
 
     source = "physical estimate, not measured"
 
@@ -138,32 +131,31 @@ class PhysicalCostModel(CostModel):
         self.name, self.hardware = name, hardware
         self.constants = constants
         self.error = error
+        self._physics = constants.physics()
 
     @property
     def encoding_dim(self) -> int:
-        """Values per encoding: `SET_VALUES`."""
-        return len(SET_VALUES)
+        """Values per encoding: `SET_VALUES`, then forward and backward."""
+        return len(SET_VALUES) + 2
 
     @property
     def additive(self) -> npt.NDArray[np.float64]:
         """Launches and work of each shard by itself; see `CostModel.additive`."""
-        c = self.constants
-        parts = np.zeros((1 + self.encoding_dim, 2))
-        parts[0] = 1e-3 * c.forward_launch_us, 1e-3 * c.backward_launch_us
-        parts[1 + SET_VALUES.index("forward_ms"), 0] = 1.0
-        parts[1 + SET_VALUES.index("update_ms"), 1] = 1.0
-        parts[1 + SET_VALUES.index("sort_ms"), 1] = 1.0
-        return parts
+        values_V2 = np.zeros((len(SET_VALUES), 2))
+        launch_2 = self._physics.set_constants_G2[0]
+        return np.concatenate([launch_2[None], values_V2, np.eye(2)])
 
     def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """Values of each shard; see `physical.SET_VALUES`."""
+        """Values of each shard; see `encoding_dim`."""
         _check_columns(features_NF)
-        return shard_values(features_NF, self.constants)
+        values_NV = set_values(features_NF, self._physics.least_threads)
+        return np.concatenate([values_NV, self._physics.shards_ms(features_NF)], axis=1)
 
     def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Forward and backward of sets; see `physical.set_times`."""
-        times_S3 = set_times(sums_SE, self.constants)
-        return np.stack([times_S3[:, 0], times_S3[:, 1] + times_S3[:, 2]], axis=1)
+        """Shards' and sets' work; see `Physics`."""
+        shards_S2 = np.maximum(sums_SE[:, -2:], 0.0)
+        sets_S2 = self._physics.sets_ms(sums_SE[:, :-2])
+        return np.where(sums_SE[:, :1] > 0.5, shards_S2 + sets_S2, 0.0)
 
     def host_memory(
         self,
@@ -178,4 +170,4 @@ class PhysicalCostModel(CostModel):
     @property
     def stream_byte_ms(self) -> float:
         """See `CostModel.stream_byte_ms`."""
-        return 1e-6 / (self.constants.memory_gb_per_s * self.constants.efficiency)
+        return self.constants.byte_ms

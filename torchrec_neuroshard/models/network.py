@@ -1,7 +1,7 @@
 """The learned set model: shard encoder, sum, head; several members side by side.
 
-Shapes: `N` shards, `S` sets, `M` ensemble members, `F` features, `X` net inputs, `H`
-totals that the head sees, `E` encoding values, `L` latent values, `K` kinds of work.
+Shapes: `N` shards, `S` sets, `M` ensemble members, `F` features, `X` net inputs, `V`
+set values, `E` encoding values, `L` latent values, `K` and `G` kinds of work.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ import torch
 from torch import nn
 
 from torchrec_neuroshard.hardware.devices import plain_torch
-from torchrec_neuroshard.models.works import WORKS, Physics
+from torchrec_neuroshard.models.physical import (
+    SET_VALUES,
+    SET_WORKS,
+    WORKS,
+    Physics,
+    set_values,
+)
 from torchrec_neuroshard.tables.features import FEATURE_NAMES, NUM_TOTALS
 
 __all__ = ["NetworkArrays", "SetCostNetwork", "ShardInputs", "shard_inputs"]
 
-_INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
-_HEAD_TOTALS = [
-    _INDEX[n] for n in ("num_tables", "num_lookups", "lookup_bytes", "distinct_bytes")
-] + [_INDEX["output_bytes"]]
+_NUM_VALUES = len(SET_VALUES)
+_NUM_TOTALS = SET_VALUES.index("output_bytes") + 1
+"""The head sees the sums of the first so many set values."""
 NUM_INPUTS = len(FEATURE_NAMES) - 1 + 4  # num_tables is 1 for every shard
 _MAX_CORRECTION = 3.0
 """Bound of a shard's or a set's log correction: the net bends the physics, it does not
@@ -45,8 +50,9 @@ class ShardInputs(NamedTuple):
     x_NX: Array
     """Not standardised."""
     physical_N2: Array
-    """What the physics says, without launch [ms]."""
-    totals_NH: Array
+    """What the physics says of the shard [ms]."""
+    values_NV: Array
+    """See `physical.SET_VALUES`."""
 
 
 def shard_inputs(features_NF: Array, physics: Physics) -> ShardInputs:
@@ -55,7 +61,8 @@ def shard_inputs(features_NF: Array, physics: Physics) -> ShardInputs:
     per_lookup = physical / np.maximum(features_NF[:, 1:2], 1.0)
     logs = (np.log1p(features_NF[:, 1:NUM_TOTALS]), features_NF[:, NUM_TOTALS:])
     x = np.concatenate([*logs, np.log(physical), np.log(per_lookup)], axis=1)
-    return ShardInputs(x, physical, features_NF[:, _HEAD_TOTALS])
+    values = set_values(features_NF, physics.least_threads).astype(np.float32)
+    return ShardInputs(x, physical, values)
 
 
 class SetCostNetwork(nn.Module):
@@ -66,8 +73,9 @@ class SetCostNetwork(nn.Module):
     """
 
     constants_K2: torch.Tensor
+    set_constants_G2: torch.Tensor
     cache_bytes: torch.Tensor
-    launch_2: torch.Tensor
+    least_threads: torch.Tensor
     input_mean_X: torch.Tensor
     input_std_X: torch.Tensor
     spread_2: torch.Tensor
@@ -90,15 +98,19 @@ class SetCostNetwork(nn.Module):
         self.num_inputs = NUM_INPUTS
         for name, start in (
             ("constants_K2", torch.zeros(len(WORKS), 2, dtype=torch.float64)),
+            (
+                "set_constants_G2",
+                torch.zeros(len(SET_WORKS), 2, dtype=torch.float64),
+            ),
             ("cache_bytes", torch.ones((), dtype=torch.float64)),
-            ("launch_2", torch.zeros(2, dtype=torch.float64)),
+            ("least_threads", torch.ones((), dtype=torch.float64)),
             ("input_mean_X", torch.zeros(NUM_INPUTS)),
             ("input_std_X", torch.ones(NUM_INPUTS)),
             # Factor on the members' spread, and the least relative uncertainty.
             ("spread_2", torch.tensor([1.0, 0.0])),
         ):
             self.register_buffer(name, start)
-        head_inputs = 2 + len(_HEAD_TOTALS) + latent + num_devices
+        head_inputs = 2 + _NUM_TOTALS + latent + num_devices
         self.encoder = nn.ParameterList(
             _layers(num_members, [NUM_INPUTS + num_devices, hidden, hidden, 2 + latent])
         )
@@ -120,23 +132,27 @@ class SetCostNetwork(nn.Module):
     @property
     def encoding_dim(self) -> int:
         """Values of one shard's encoding over all members."""
-        return len(_HEAD_TOTALS) + self.num_members * (2 + self.latent)
+        return _NUM_VALUES + self.num_members * (2 + self.latent)
 
     @property
     def physics(self) -> Physics:
         """The device."""
         return Physics(
-            float(self.cache_bytes), self.constants_K2.numpy(), self.launch_2.numpy()
+            float(self.cache_bytes),
+            self.constants_K2.numpy(),
+            self.set_constants_G2.numpy(),
+            float(self.least_threads),
         )
 
     @physics.setter
     def physics(self, physics: Physics) -> None:
         self.cache_bytes.fill_(physics.cache_bytes)
         self.constants_K2.copy_(torch.from_numpy(physics.constants_K2))
-        self.launch_2.copy_(torch.from_numpy(physics.launch_2))
+        self.set_constants_G2.copy_(torch.from_numpy(physics.set_constants_G2))
+        self.least_threads.fill_(physics.least_threads)
 
     def encode(
-        self, x_NX: torch.Tensor, physical_N2: torch.Tensor, totals_NH: torch.Tensor
+        self, x_NX: torch.Tensor, physical_N2: torch.Tensor, values_NV: torch.Tensor
     ) -> torch.Tensor:
         """Encode shards by their `ShardInputs`, `N x E`."""
         device = x_NX[:, NUM_INPUTS:]
@@ -149,15 +165,20 @@ class SetCostNetwork(nn.Module):
         latent = torch.tanh(out[..., 2:]) * cost.sum(dim=2, keepdim=True)
         per_member = torch.cat([cost, latent], dim=2)  # M x N x (2 + L)
         flat = per_member.permute(1, 0, 2).reshape(len(x_NX), -1)
-        return torch.cat([totals_NH, flat], dim=1)
+        return torch.cat([values_NV, flat], dim=1)
 
     def predict(
-        self, sums_SE: torch.Tensor, launch_S2: torch.Tensor, device_SD: torch.Tensor
+        self, sums_SE: torch.Tensor, sets_S2: torch.Tensor, device_SD: torch.Tensor
     ) -> torch.Tensor:
-        """Predict every member's milliseconds from sums of encodings, `S x M x 2`."""
-        num_totals = len(_HEAD_TOTALS)
-        totals = torch.log1p(sums_SE[:, :num_totals]) / 10.0
-        rest = sums_SE[:, num_totals:].reshape(len(sums_SE), self.num_members, -1)
+        """Predict every member's milliseconds, `S x M x 2`.
+
+        Args:
+            sums_SE: Sums of encodings.
+            sets_S2: `Physics.sets_ms`.
+            device_SD: One column per device, 1 for a set's own.
+        """
+        totals = torch.log1p(sums_SE[:, :_NUM_TOTALS]) / 10.0
+        rest = sums_SE[:, _NUM_VALUES:].reshape(len(sums_SE), self.num_members, -1)
         rest = rest.permute(1, 0, 2)  # M x S x (2 + L)
         cost = rest[..., :2]
         mean_latent = rest[..., 2:] / cost.sum(dim=2, keepdim=True).clamp_min(1e-6)
@@ -172,8 +193,8 @@ class SetCostNetwork(nn.Module):
         )
         bend = _run(self.head, x)
         bend = _MAX_CORRECTION * torch.tanh(bend / _MAX_CORRECTION)
-        launch = launch_S2 * torch.exp(self.launch_scale_M2)[:, None]
-        milliseconds = (cost + launch) * torch.exp(bend)
+        sets = sets_S2 * torch.exp(self.launch_scale_M2)[:, None]
+        milliseconds = (cost + sets) * torch.exp(bend)
         return milliseconds.permute(1, 0, 2)
 
     @torch.no_grad()
@@ -211,8 +232,8 @@ class NetworkArrays:
         self._input_std_X = network.input_std_X.numpy().copy()
         self._encoder = [p.detach().numpy().copy() for p in network.encoder]
         self._head = [p.detach().numpy().copy() for p in network.head]
-        launch_M2 = network.launch_2.float() * torch.exp(network.launch_scale_M2)
-        self._launch_M12 = launch_M2.detach().numpy()[:, None]
+        set_factor_M2 = torch.exp(network.launch_scale_M2)
+        self._set_factor_M12 = set_factor_M2.detach().numpy()[:, None]
 
     def encode(self, features_NF: npt.ArrayLike) -> Array:
         """Encode as `SetCostNetwork.encode`, `N x E`."""
@@ -223,7 +244,7 @@ class NetworkArrays:
         return _by_chunks(self._predict, self._head, sums_SE)
 
     def _encode(self, features_NF: Array) -> Array:
-        x, physical, totals = shard_inputs(features_NF, self._physics)
+        x, physical, values = shard_inputs(features_NF, self._physics)
         x = (x - self._input_mean_X) / self._input_std_X
         out = _run_arrays(self._encoder, x.clip(-_MAX_STANDARDISED, _MAX_STANDARDISED))
         cost = physical * np.exp(_bend(out[..., :2]))
@@ -232,20 +253,20 @@ class NetworkArrays:
         flat = per_member.transpose(1, 0, 2).reshape(
             len(features_NF), self._num_members * per_member.shape[2]
         )
-        return np.concatenate([totals, flat], axis=1)
+        return np.concatenate([values, flat], axis=1)
 
     def _predict(self, sums_SE: Array) -> Array:
-        num_totals = len(_HEAD_TOTALS)
-        size = (sums_SE.shape[1] - num_totals) // self._num_members
-        rest = sums_SE[:, num_totals:].reshape(-1, self._num_members, size)
+        size = (sums_SE.shape[1] - _NUM_VALUES) // self._num_members
+        rest = sums_SE[:, _NUM_VALUES:].reshape(-1, self._num_members, size)
         rest = rest.transpose(1, 0, 2)  # M x S x (2 + L)
         cost = np.ascontiguousarray(rest[..., :2])
         total = np.maximum(cost[..., :1] + cost[..., 1:], 1e-6)
-        x = np.empty((*rest.shape[:2], size + num_totals), dtype=np.float32)
+        x = np.empty((*rest.shape[:2], size + _NUM_TOTALS), dtype=np.float32)
         x[..., :2] = np.log(np.maximum(cost, 1e-6)) / 3.0
-        x[..., 2 : 2 + num_totals] = np.log1p(sums_SE[:, :num_totals]) / 10.0
-        np.divide(rest[..., 2:], total, out=x[..., 2 + num_totals :])
-        milliseconds: Array = cost + self._launch_M12
+        x[..., 2 : 2 + _NUM_TOTALS] = np.log1p(sums_SE[:, :_NUM_TOTALS]) / 10.0
+        np.divide(rest[..., 2:], total, out=x[..., 2 + _NUM_TOTALS :])
+        sets_S2 = self._physics.sets_ms(sums_SE[:, :_NUM_VALUES]).astype(np.float32)
+        milliseconds: Array = cost + sets_S2 * self._set_factor_M12
         milliseconds *= np.exp(_bend(_run_arrays(self._head, x)))
         return milliseconds.transpose(1, 0, 2)
 

@@ -1,19 +1,15 @@
-"""What fused kernels take on a card that nothing was measured on.
+"""The physics of a device: kinds of work, and what a unit of each takes.
 
-A kernel works on all tables of a set at once. Its forward takes the launch, and on top
-of it the longer of two things: one id after the other of the longest bags, or all of
-the work. The work is moving bytes to and from memory, and what threads do per bag and
-per id. A group of threads reads one row; all groups are as wide as the widest table of
-the set needs, so a narrow table costs more beside a wide one. The backward sorts the
-ids, sums the gradients of each row, and updates each row once.
+A fused kernel works on all tables of a set at once. Each shard brings work of `WORKS`
+(ids looked up, bytes missed by the cache, rows updated), which adds up. The set brings
+work of `SET_WORKS` on top: the launch, the ids of its longest bags, one after the
+other, and threads that narrow tables waste beside a wide one. A device is one constant
+per kind of work and direction. Two sources give the constants: `bundles.fit` fits them
+to measured sets, `models.card_physics` derives them from published figures. A trained
+network (`models.network`) bends the shards' part and the total.
 
-Card by card, only data-sheet figures differ: memory bandwidth, cache, and the width of
-an AMD wavefront. All other constants are shared. `benchmarks/bench_published.py` fits
-them to published timings of six cards and to sets that were measured on an H200; its
-results say how far off they are on a card that is left out.
-
-Shapes: `N` shards, `F` features, `S` sets, `E` values per shard, `C` = 17 count bins of
-the access histogram.
+Shapes: `N` shards, `S` sets, `K` kinds of shards' work, `G` kinds of sets' work, `V`
+values of a set, `C` = 17 count bins of the access histogram.
 """
 
 from __future__ import annotations
@@ -24,169 +20,213 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 from torchrec_neuroshard.tables.profile import NUM_COUNT_BINS, bin_mean_counts
 
 __all__ = [
+    "LEAST_THREADS",
     "SET_VALUES",
-    "PhysicalConstants",
-    "host_memory_ms",
-    "missed_bytes",
-    "set_times",
-    "shard_values",
-    "updated_bytes",
+    "SET_WORKS",
+    "WORKS",
+    "Physics",
+    "columns",
+    "set_values",
+    "set_works",
+    "shard_works",
 ]
 
 Floats = npt.NDArray[np.float64]
 
-_INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
-_REFERENCE_GB_PER_S = 2_039.0
-"""Work of threads is counted for an A100."""
-_ID_BYTES, _OFFSET_BYTES, _LOOKUP_WEIGHT_BYTES = 8.0, 8.0, 4.0
-_SECTOR_BYTES = 32.0
-"""Least that memory moves: what row-wise Adagrad's one number per row costs, each
-way."""
-_STATE_BYTES_PER_VALUE = 4.0
-_STEP_POWER = 4.0
-"""The longest bag of a set is the 4th root of the sum over its shards of their mean bag
-lengths to the 4th power: a maximum that sums can tell."""
-_VALUES_PER_THREAD = 4.0
-_WIDTHS = (32, 64, 128, 256)
-"""Beyond each of these widths, the groups of threads of the whole set double."""
-_ROW_ACCESSES = 3.0
-"""Updating a row takes the threads as long as so many ids: read, compute, write."""
-_HOT_ROW_LOOKUPS = 32.0
-"""A row of more lookups is summed by a thread block of its own. Source: FBGEMM,
-`max_segment_length_per_warp`."""
-_SORT_TILE_IDS = 3_000.0
-"""Fewer ids are sorted by one kernel; more, by some kernels for each 8 bits. Source:
-CUB, DeviceRadixSort."""
-_DIGIT_BITS = 8.0
+WORKS: tuple[str, ...] = (
+    "num_tables",
+    "num_bags",
+    "output_bytes",
+    "page_walks",
+    "num_lookups",
+    "lookup_lines",
+    "missed_bytes",
+    "sorted_digits",
+    "updated_bytes",
+    "missed_gradient_bytes",
+    "unfused_values",
+    "unfused_page_walks",
+    "state_rows",
+    "weighted_lookups",
+    "weighted_bytes",
+    "half_distinct_values",
+    "half_weighted_values",
+    "lookup_threads",
+    "update_threads",
+    "hot_rows",
+    "adam_rows",
+)
+"""Kinds of a shard's work. Names of `features.TOTAL_NAMES` mean the same here.
 
+`page_walks`: distinct rows times log2(1 + table bytes / 64 KiB). Rows of large tables
+lie on many pages, whose addresses take longer to translate.
+`missed_bytes`: rows that the cache does not hold, by the access histogram.
+`updated_bytes`: distinct rows, and optimizer state of the rows' width.
+`missed_gradient_bytes`: gradients that ids of the same bag read again from memory.
+`unfused_page_walks`: page walks of optimizers that FBGEMM's CPU kernels do not fuse.
+`state_rows`: distinct rows, once for each number or row of optimizer state.
+`lookup_threads`: ids times the threads that read one of the shard's rows.
+`update_threads`: the same of the backward, where a distinct row counts as 3 ids.
+`hot_rows`: rows of more than 32 lookups; a thread block of its own sums each of them.
+Source: FBGEMM, `max_segment_length_per_warp`.
+`adam_rows`: distinct rows that Adam updates.
+"""
+SET_WORKS: tuple[str, ...] = (
+    "launch",
+    "longest_bag",
+    "widened_lookups",
+    "widened_updates",
+    "sort_passes",
+    "weighted_sets",
+)
+"""Kinds of a set's work.
+
+`launch`: 1. `longest_bag`: ids of the longest bags.
+`widened_lookups`, `widened_updates`: threads that narrow tables take beyond their own
+`lookup_threads` and `update_threads`: all tables of a set are read by groups of threads
+as wide as its widest table needs.
+`sort_passes`: 8-bit passes of the backward's sort of ids. Few ids are sorted by one
+kernel. Source: CUB, DeviceRadixSort.
+`weighted_sets`: 1 where a table has weighted lookups.
+"""
 SET_VALUES: tuple[str, ...] = (
-    "tables",
-    "forward_ms",
-    "update_ms",
-    "sort_ms",
-    "lookup_thread_ms",
-    "lookup_own_ms",
-    "update_thread_ms",
-    "update_own_ms",
-    "ids",
-    "rows",
+    "num_tables",
+    "num_lookups",
+    "lookup_bytes",
+    "distinct_bytes",
+    "output_bytes",
+    "update_ids",
+    "lookup_threads",
+    "update_threads",
+    "num_rows",
     "weighted_tables",
     "bag_steps",
-    *(f"wider_than_{width}" for width in _WIDTHS),
+    "wider_than_32",
+    "wider_than_64",
+    "wider_than_128",
+    "wider_than_256",
 )
-"""Columns of `shard_values`; a set's are the sums over its shards.
+"""Sums over shards that tell a set's work. `bag_steps` are mean bag lengths to the 4th
+power: the 4th root of their sum is nearly the longest."""
+LEAST_THREADS = 8.0
+"""Threads of the smallest group that reads a row on NVIDIA's cards."""
 
-`forward_ms`, `update_ms` and `sort_ms` are what a shard adds to a set whose widest
-table it is. `*_own_ms` are the parts of it that grow with the group of threads, and
-`*_thread_ms` these parts per thread. `bag_steps` is no time: see `_STEP_POWER`.
-"""
+_PAGES_FROM_BYTES = 2.0**16
+_STATE_BYTES_PER_VALUE = 4.0
+_ROW_IDS = 3.0
+"""Updating a row takes the threads as long as so many ids: read, compute, write."""
+_HOT_ROW_LOOKUPS = 32.0
+_WIDTHS = (32, 64, 128, 256)
+_VALUES_PER_THREAD = 4.0
+_STEP_POWER = 4.0
+_SORT_TILE_IDS, _DIGIT_BITS = 3_000.0, 8.0
+_INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
 _AT = {name: i for i, name in enumerate(SET_VALUES)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhysicalConstants:
-    """A device in its published figures, and what all devices share."""
+@dataclass(frozen=True, slots=True)
+class Physics:
+    """One device."""
 
-    memory_gb_per_s: float = 2_039.0
-    """Memory bandwidth [GB/s]. Default: an A100's, as the two below."""
-    cache_mib: float = 40.0
-    """What rows and gradients are read again from [MiB]: L2, and L3 if there is
-    one."""
-    host_gb_per_s: float = 24.0
-    """Bandwidth to the host's memory, one way [GB/s]."""
-    work_speed: float | None = None
-    """How many times as fast as an A100 its threads work; None: as its memory. On
-    NVIDIA's cards bandwidth tells it better than cores and clocks, which would put the
-    backward of an H200 12 % too high in place of 5 % too low (medians, left out)."""
-    least_threads: float = 8.0
-    """Threads of the smallest group that reads a row: a quarter of a warp; 64 where
-    FBGEMM does not divide its wavefronts (AMD)."""
-    efficiency: float = 0.834
-    """Share of the memory bandwidth that kernels reach."""
-    forward_launch_us: float = 13.1
-    """Bounds check and forward kernel of no work, gaps before them included."""
-    backward_launch_us: float = 78.2
-    """Sort of the ids and update kernels of no work: about ten kernels."""
-    sort_pass_us: float = 11.8
-    """Backward, kernels for 8 bits of the ids."""
-    weight_gradient_us: float = 38.9
-    """Backward of sets with weighted tables: kernels of no work."""
-    forward_step_us: float = 0.41
-    """Forward, one id after the other of a set's longest bags."""
-    backward_step_us: float = 0.495
-    """Backward, the same."""
-    bag_ns: float = 0.71
-    """Forward, one bag: the check of its ids, and where it begins."""
-    lookup_thread_ns: float = 0.00223
-    """Forward, one id and thread of its group."""
-    sort_bag_ns: float = 0.141
-    """Backward, one bag: which bag each id is of."""
-    sort_ns: float = 0.088
-    """Backward, sorting one id."""
-    update_thread_ns: float = 0.00431
-    """Backward, one id and thread of its group; of each row, `_ROW_ACCESSES` ids."""
-    hot_row_ns: float = 31.1
-    """Backward, a row of more than `_HOT_ROW_LOOKUPS` lookups."""
-    adam_ns: float = 1.54
-    """Backward, Adam's arithmetic for one row."""
-    weight_gradient_ns: float = 0.439
-    """Backward, the gradient of one lookup's weight."""
-    host_read: float = 1.27
-    """What reading looked-up rows in the host's memory reaches, in `host_gb_per_s`:
-    above 1, since the hottest are still cached."""
-    host_update: float = 1.54
-    """What updating rows there reaches: both ways at once."""
-    cache_lookup_ns: float = 3.59
-    """Forward, finding one id in a cache of rows (`fused_uvm_caching`)."""
-    lookup_ns: float = 0.0
-    """Forward, one id of any width: of CPUs."""
-    gradient_ns: float = 0.0
-    """Backward, one id of any width: of CPUs."""
+    cache_bytes: float
+    """Size of the cache that rows and gradients are read again from."""
+    constants_K2: Floats
+    """Milliseconds per unit of a shard's work, forward and backward."""
+    set_constants_G2: Floats
+    """Milliseconds per unit of a set's work; the first row is the launch."""
+    least_threads: float = LEAST_THREADS
+    """Threads of the smallest group that reads a row."""
 
-    def __post_init__(self) -> None:
-        if not self.memory_gb_per_s > 0:
-            raise ConfigError(
-                f"memory_gb_per_s must be above 0, got {self.memory_gb_per_s}; give "
-                "the topology its hbm_mem_bw (or ddr_mem_bw)"
-            )
-        if not self.host_gb_per_s > 0:
-            raise ConfigError(
-                f"host_gb_per_s must be above 0, got {self.host_gb_per_s}; give the "
-                "topology its hbm_to_ddr_mem_bw"
-            )
+    def shards_ms(self, features_NF: npt.NDArray[np.float32]) -> Floats:
+        """Return what shards add to their set, `N x 2`; columns as FEATURE_NAMES."""
+        works_NK = shard_works(features_NF, self.cache_bytes, self.least_threads)
+        times: Floats = works_NK @ self.constants_K2
+        return times
 
-    @property
-    def speed(self) -> float:
-        """How many times as fast as the reference card its threads work."""
-        return self.work_speed or self.memory_gb_per_s / _REFERENCE_GB_PER_S
+    def sets_ms(self, values_SV: npt.NDArray[np.floating]) -> Floats:
+        """Return what sets take beyond their shards, `S x 2`, launch included.
+
+        Args:
+            values_SV: Sums of the shards' `set_values`.
+        """
+        if not self.set_constants_G2[1:].any():
+            return np.tile(self.set_constants_G2[0], (len(values_SV), 1))
+        times: Floats = set_works(values_SV, self.least_threads) @ self.set_constants_G2
+        return times
 
 
-def _columns(features_NF: npt.NDArray[np.float32]) -> Mapping[str, Floats]:
+def columns(features_NF: npt.NDArray[np.float32]) -> Mapping[str, Floats]:
+    """Return feature name -> values of all shards."""
     return {n: features_NF[:, i].astype(np.float64) for n, i in _INDEX.items()}
 
 
-def _rows_by_count(
-    features_NF: npt.NDArray[np.float32], column: Mapping[str, Floats]
-) -> tuple[Floats, Floats]:
-    """Distinct rows in each count bin, and how often one of them is looked up."""
-    rows_NC = features_NF[:, -NUM_COUNT_BINS:] * column["num_distinct"][:, None]
-    return rows_NC, bin_mean_counts(rows_NC, column["num_lookups"])
+def _threads(log2_width_N: Floats, least_threads: float) -> Floats:
+    """Threads of the group that reads a row: powers of two, 4 values each."""
+    # Less a little, since widths are logarithms of float32.
+    groups = np.ceil(log2_width_N - np.log2(_VALUES_PER_THREAD) - 1e-4)
+    threads: Floats = np.maximum(least_threads, 2.0**groups)
+    return threads
 
 
-def missed_bytes(
-    features_NF: npt.NDArray[np.float32], column: Mapping[str, Floats], cache: float
+def _update_ids(column: Mapping[str, Floats]) -> Floats:
+    return column["num_lookups"] + _ROW_IDS * column["num_distinct"]
+
+
+def shard_works(
+    features_NF: npt.NDArray[np.float32],
+    cache_bytes: float,
+    least_threads: float = LEAST_THREADS,
+) -> Floats:
+    """Return the work of shards.
+
+    Args:
+        features_NF: Columns in FEATURE_NAMES order, not normalised.
+        cache_bytes: Size of the device's cache.
+        least_threads: Threads of its smallest group.
+
+    Returns:
+        `N x K`, columns in WORKS order.
+    """
+    column = columns(features_NF)
+    distinct, outputs = column["num_distinct"], column["output_bytes"]
+    rows_NC = features_NF[:, -NUM_COUNT_BINS:] * distinct[:, None]
+    counts_NC = bin_mean_counts(rows_NC, column["num_lookups"])
+    walks = distinct * np.log2(1.0 + column["weight_bytes"] / _PAGES_FROM_BYTES)
+    gradients = outputs / np.maximum(column["num_bags"], 1e-9) * column["num_lookups"]
+    kept = np.minimum(1.0, cache_bytes / np.maximum(outputs, 1.0))
+    fused = column["is_rowwise_adagrad"] * (1.0 - column["is_half"])
+    fused = fused * (1.0 - column["is_shared"])
+    wide_states = column["is_adagrad"] + 2.0 * column["is_adam"]
+    width = np.round(2.0 ** column["log2_width"])
+    threads = _threads(column["log2_width"], least_threads)
+    made = {
+        "page_walks": walks,
+        "missed_bytes": _missed_bytes(column, rows_NC, counts_NC, cache_bytes),
+        "updated_bytes": column["distinct_bytes"]
+        + _STATE_BYTES_PER_VALUE * wide_states * width * distinct,
+        "missed_gradient_bytes": np.maximum(gradients - outputs, 0.0) * (1.0 - kept),
+        "unfused_page_walks": (1.0 - fused) * walks,
+        "state_rows": distinct * (wide_states + column["is_rowwise_adagrad"]),
+        "lookup_threads": threads * column["num_lookups"],
+        "update_threads": threads * _update_ids(column),
+        "hot_rows": (rows_NC * (counts_NC > _HOT_ROW_LOOKUPS)).sum(axis=1),
+        "adam_rows": column["is_adam"] * distinct,
+    }
+    return np.stack([made[n] if n in made else column[n] for n in WORKS], axis=1)
+
+
+def _missed_bytes(
+    column: Mapping[str, Floats], rows_NC: Floats, counts_NC: Floats, cache: float
 ) -> Floats:
     """Bytes of rows that come from memory: of each row once, and what the cache lacks.
 
     The rows of most lookups fill the cache first; tables come one after the other, so
     each has all of it.
     """
-    rows_NC, counts_NC = _rows_by_count(features_NF, column)
     row_bytes = column["lookup_bytes"] / np.maximum(column["num_lookups"], 1e-9)
     held_NC = rows_NC * row_bytes[:, None]
     hotter_NC = np.cumsum(held_NC[:, ::-1], axis=1)[:, ::-1] - held_NC
@@ -198,163 +238,50 @@ def missed_bytes(
     return missed
 
 
-def shard_values(
-    features_NF: npt.NDArray[np.float32], constants: PhysicalConstants
+def set_values(
+    features_NF: npt.NDArray[np.float32], least_threads: float = LEAST_THREADS
 ) -> Floats:
-    """Return what `set_times` needs to know of shards, `N x E`.
-
-    Args:
-        features_NF: Columns in FEATURE_NAMES order, not normalised.
-        constants: The device.
-    """
-    c, column = constants, _columns(features_NF)
-    ms_per_byte = 1e-6 / (c.memory_gb_per_s * c.efficiency)
-    ms_per_ns = 1e-6 / c.speed
-    cache = c.cache_mib * 2**20
-    ids, distinct, tables = (
-        column[n] for n in ("num_lookups", "num_distinct", "num_tables")
-    )
-    outputs, bags = column["output_bytes"], np.maximum(column["num_bags"], 1e-9)
+    """Return each shard's part of `SET_VALUES`, `N x V`."""
+    column = columns(features_NF)
+    ids, tables = column["num_lookups"], column["num_tables"]
+    threads = _threads(column["log2_width"], least_threads)
     width = 2.0 ** column["log2_width"]
-    rows_NC, counts_NC = _rows_by_count(features_NF, column)
-    indices = (
-        _ID_BYTES * ids
-        + _LOOKUP_WEIGHT_BYTES * column["weighted_lookups"]
-        + _OFFSET_BYTES * column["num_bags"]
-    )
-    # Less a little, since widths are logarithms of float32.
-    groups = np.ceil(column["log2_width"] - np.log2(_VALUES_PER_THREAD) - 1e-4)
-    threads = np.maximum(c.least_threads, 2.0**groups)
-    lookup_thread = c.lookup_thread_ns * ms_per_ns * ids
-    update_thread = c.update_thread_ns * ms_per_ns * (ids + _ROW_ACCESSES * distinct)
-    moved = missed_bytes(features_NF, column, cache) + outputs + indices
-    forward = (
-        threads * lookup_thread
-        + (c.lookup_ns * ids + c.bag_ns * column["num_bags"]) * ms_per_ns
-        + moved * ms_per_byte
-    )
-    # Each id reads the gradient of its bag; what the cache cannot hold, from memory.
-    gradients = outputs / bags * ids
-    kept = np.minimum(1.0, cache / np.maximum(outputs, 1.0))
-    moved = np.minimum(gradients, outputs)
-    moved = moved + np.maximum(gradients - outputs, 0.0) * (1.0 - kept)
-    moved = moved + indices + updated_bytes(column)
-    hot_rows = (rows_NC * (counts_NC > _HOT_ROW_LOOKUPS)).sum(axis=1)
-    work_ns = (
-        c.gradient_ns * ids
-        + c.hot_row_ns * hot_rows
-        + c.adam_ns * column["is_adam"] * distinct
-        + c.weight_gradient_ns * column["weighted_lookups"]
-    )
-    values: dict[str, Floats] = {
-        "tables": tables,
-        "forward_ms": forward,
-        "update_ms": threads * update_thread
-        + work_ns * ms_per_ns
-        + moved * ms_per_byte,
-        "sort_ms": (c.sort_ns * ids + c.sort_bag_ns * column["num_bags"]) * ms_per_ns,
-        "lookup_thread_ms": lookup_thread,
-        "lookup_own_ms": threads * lookup_thread,
-        "update_thread_ms": update_thread,
-        "update_own_ms": threads * update_thread,
-        "ids": ids,
-        "rows": tables * 2.0 ** column["log2_rows"],
+    bag_ids = ids / np.maximum(column["num_bags"], 1e-9)
+    made = {
+        "update_ids": _update_ids(column),
+        "lookup_threads": threads * ids,
+        "update_threads": threads * _update_ids(column),
+        "num_rows": tables * 2.0 ** column["log2_rows"],
         "weighted_tables": tables * (column["is_weighted"] > 0),
-        "bag_steps": (ids / bags) ** _STEP_POWER,
+        "bag_steps": bag_ids**_STEP_POWER,
         **{f"wider_than_{w}": tables * (width > w + 0.5) for w in _WIDTHS},
     }
-    return np.stack([values[name] for name in SET_VALUES], axis=1)
+    return np.stack([made[n] if n in made else column[n] for n in SET_VALUES], axis=1)
 
 
-def set_times(sums_SE: Floats, constants: PhysicalConstants) -> Floats:
-    """Predict the kernels of sets from the sums of their shards' values.
-
-    Returns:
-        `S x 3` [ms]: forward, update and sort, launches included; the backward is the
-        last two together. 0 for empty sets.
-    """
-    c = constants
-    values = {name: np.maximum(sums_SE[:, i], 0.0) for name, i in _AT.items()}
-    threads = np.full(len(sums_SE), c.least_threads)
-    for width in _WIDTHS:
-        group = max(c.least_threads, 2.0 * width / _VALUES_PER_THREAD)
-        threads[values[f"wider_than_{width}"] > 0.5] = group
-
-    def widened(part: str) -> Floats:
-        """What narrow tables take longer for the widest one's sake."""
-        beyond = threads * values[f"{part}_thread_ms"] - values[f"{part}_own_ms"]
-        longer: Floats = np.maximum(beyond, 0.0)
-        return longer
-
-    longest = values["bag_steps"] ** (1.0 / _STEP_POWER)
-    forward = np.hypot(
-        values["forward_ms"] + widened("lookup"), 1e-3 * c.forward_step_us * longest
-    )
-    update = values["update_ms"] + widened("update")
-    update += 1e-3 * c.backward_step_us * longest
-    update += 1e-3 * c.weight_gradient_us * (values["weighted_tables"] > 0.5)
-    passes = np.ceil(np.log2(values["rows"] + 1.0) / _DIGIT_BITS)
-    many = values["ids"] ** 2 / (values["ids"] ** 2 + _SORT_TILE_IDS**2)
-    sort = values["sort_ms"] + 1e-3 * c.sort_pass_us * passes * many
-    times = np.stack(
-        [
-            forward + 1e-3 * c.forward_launch_us,
-            update + 1e-3 * c.backward_launch_us,
-            sort,
-        ],
-        axis=1,
-    )
-    held: Floats = np.where(values["tables"][:, None] > 0.5, times, 0.0)
-    return held
-
-
-def updated_bytes(column: Mapping[str, Floats]) -> Floats:
-    """Bytes of distinct rows and of their optimizer state, read and written."""
-    return 2.0 * column["distinct_bytes"] + _state_bytes(column)
-
-
-def _state_bytes(column: Mapping[str, Floats]) -> Floats:
-    width = np.round(2.0 ** column["log2_width"])
-    values = (column["is_adagrad"] + 2.0 * column["is_adam"]) * width
-    per_row = values * _STATE_BYTES_PER_VALUE
-    per_row = per_row + _SECTOR_BYTES * column["is_rowwise_adagrad"]
-    both: Floats = 2.0 * per_row * column["num_distinct"]
-    return both
-
-
-def host_memory_ms(
-    features_NF: npt.NDArray[np.float32],
-    constants: PhysicalConstants,
-    gb_per_s_N: Floats | float,
-    missed_N: Floats | None = None,
+def set_works(
+    values_SV: npt.NDArray[np.floating], least_threads: float = LEAST_THREADS
 ) -> Floats:
-    """Predict what rows in the host's memory add to the fused kernel's time.
-
-    Args:
-        features_NF: Columns in FEATURE_NAMES order, not normalised.
-        constants: The device.
-        gb_per_s_N: Bandwidth to the host's memory, one way.
-        missed_N: Shares of the distinct rows that a cache of rows on the card lacks;
-            None: there is no cache (`fused_uvm`). The optimizer's state is not cached.
+    """Return the work of sets from the sums of their shards' `set_values`.
 
     Returns:
-        `N x 2` [ms], forward and backward.
+        `S x G`, columns in SET_WORKS order.
     """
-    c, column = constants, _columns(features_NF)
-    bytes_per_ms = np.asarray(gb_per_s_N) * 1e6
-    read_bytes_per_ms = bytes_per_ms * c.host_read
-    update_bytes_per_ms = bytes_per_ms * c.host_update
-    if missed_N is None:
-        # Where few rows repeat, all of them cross the link.
-        forward = np.maximum(
-            column["lookup_bytes"] / read_bytes_per_ms,
-            column["distinct_bytes"] / bytes_per_ms,
-        )
-        backward = updated_bytes(column) / update_bytes_per_ms
-    else:
-        # A row that comes in puts another out.
-        swapped = 2.0 * missed_N * column["distinct_bytes"] / update_bytes_per_ms
-        found = c.cache_lookup_ns * 1e-6 * column["num_lookups"] / c.speed
-        forward = swapped + found
-        backward = _state_bytes(column) / update_bytes_per_ms
-    return np.stack([forward, backward], axis=1)
+    value = {n: np.maximum(values_SV[:, i], 0.0) for n, i in _AT.items()}
+    threads = np.full(len(values_SV), least_threads)
+    for width in _WIDTHS:
+        wider = value[f"wider_than_{width}"] > 0.5
+        threads[wider] = max(least_threads, 2.0 * width / _VALUES_PER_THREAD)
+    ids = value["num_lookups"].astype(np.float64)
+    passes = np.ceil(np.log2(value["num_rows"] + 1.0) / _DIGIT_BITS)
+    made = {
+        "launch": np.ones(len(values_SV)),
+        "longest_bag": value["bag_steps"] ** (1.0 / _STEP_POWER),
+        "widened_lookups": np.maximum(threads * ids - value["lookup_threads"], 0.0),
+        "widened_updates": np.maximum(
+            threads * value["update_ids"] - value["update_threads"], 0.0
+        ),
+        "sort_passes": passes * ids**2 / (ids**2 + _SORT_TILE_IDS**2),
+        "weighted_sets": (value["weighted_tables"] > 0.5).astype(np.float64),
+    }
+    return np.stack([made[n] for n in SET_WORKS], axis=1)

@@ -40,7 +40,7 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.spread_options import sample_shards
-from torchrec_neuroshard.planner.topology import GB_PER_S, whole_nodes
+from torchrec_neuroshard.planner.topology import whole_nodes
 from torchrec_neuroshard.planner.ways import is_placeable, narrowest_shard
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, TableConfig, row_shard
 
@@ -300,7 +300,6 @@ class FirstLaunch:
             local_world_size=whole_nodes(ranks, topology.local_world_size),
             seconds=self.seconds,
             grace_seconds=GRACE_S,
-            hbm_gb_per_s=topology.hbm_mem_bw * GB_PER_S,
         )
 
     def _measure(self, offer: Offer, *, stores: bool) -> None:

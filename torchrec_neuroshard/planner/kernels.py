@@ -4,7 +4,7 @@ Three kinds are estimates. The kernel of replicas, with the optimizer's pass ove
 their rows, takes what the fused kernel takes above its launch, times a factor: measured
 on CPUs, else what TorchRec's estimate takes it to be slower. Kernels that read the
 host's memory take what the fused one takes and, beside it, what their rows take over
-the link (`models.physical.host_memory_ms`). All others (Triton's, tables on disk,
+the link (`models.card_physics.host_memory_ms`). All others (Triton's, tables on disk,
 virtual ones) take what the fused one takes above its launch, times what TorchRec's
 estimate takes them to be slower.
 

@@ -1,0 +1,183 @@
+"""Fit the constants of a device's physics to measured sets.
+
+Shapes: as in `models.physical`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from scipy import optimize
+
+from torchrec_neuroshard.bundles.set_data import SetData
+from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.models.physical import (
+    LEAST_THREADS,
+    SET_VALUES,
+    SET_WORKS,
+    WORKS,
+    Physics,
+    set_values,
+    set_works,
+    shard_works,
+)
+
+__all__ = ["best_factor", "fit_constants", "fit_physics", "fitted_kinds", "sum_values"]
+
+Floats = npt.NDArray[np.float64]
+
+_CACHE_BYTES = tuple(2.0**n for n in range(19, 28))
+"""512 KiB to 128 MiB: sizes of the cache that are tried."""
+_ROBUST = 0.03
+"""Relative errors beyond this count by their size, not its square."""
+_FORWARD_ALONE = (
+    "num_lookups",
+    "lookup_lines",
+    "missed_bytes",
+    "lookup_threads",
+    "widened_lookups",
+)
+_BACKWARD_ALONE = (
+    "sorted_digits",
+    "updated_bytes",
+    "missed_gradient_bytes",
+    "unfused_values",
+    "unfused_page_walks",
+    "state_rows",
+    "weighted_lookups",
+    "weighted_bytes",
+    "half_distinct_values",
+    "half_weighted_values",
+    "update_threads",
+    "hot_rows",
+    "adam_rows",
+    "widened_updates",
+    "sort_passes",
+    "weighted_sets",
+)
+"""Kinds of work of one direction; all others are work of both."""
+_ACCELERATORS_ALONE = (
+    "lookup_threads",
+    "update_threads",
+    "hot_rows",
+    "adam_rows",
+    *SET_WORKS[1:],
+)
+"""Kinds of work that CPUs do not have. They bring the error of the physics on an H200
+from 16 to 9 % (`benchmarks/results/cost_models_202611.md`)."""
+
+
+def best_factor(predicted_S: Floats, measured_S: Floats) -> float:
+    """Return the factor on predictions that has the least mean relative error."""
+    # Least sum of |f * p / y - 1| is the median of y / p, weighted by p / y.
+    ratio = np.sort(measured_S / predicted_S)
+    weight = np.cumsum(1.0 / ratio)
+    return float(ratio[np.searchsorted(weight, weight[-1] / 2)])
+
+
+def fit_constants(
+    works_SK: Floats,
+    measured_S: Floats,
+    start_K: Floats | None = None,
+    *,
+    pull: float = 1.0,
+    robust: float | None = None,
+) -> Floats:
+    """Fit constants of at least 0 by least squares of relative errors.
+
+    Args:
+        works_SK: Work of samples.
+        measured_S: Their times.
+        start_K: Constants that the fit is pulled toward; None: none.
+        pull: Each constant is pulled as if so many more samples spoke for it.
+        robust: Larger errors than this count by their size; None: all by their square.
+    """
+    relative = works_SK / measured_S[:, None]
+    scale_K = np.linalg.norm(relative, axis=0) / np.sqrt(len(measured_S))
+    scale_K = np.maximum(scale_K, 1e-30)
+    relative = relative / scale_K
+    ridge, wanted = np.zeros((0, relative.shape[1])), np.zeros(0)
+    if start_K is not None:
+        ridge = np.sqrt(pull) * np.eye(relative.shape[1])
+        wanted = np.sqrt(pull) * start_K * scale_K
+    weight_S = np.ones(len(measured_S))
+    for _ in range(1 if robust is None else 6):
+        matrix = np.concatenate([relative * weight_S[:, None], ridge])
+        solution, _ = optimize.nnls(matrix, np.concatenate([weight_S, wanted]))
+        error = np.abs(relative @ solution - 1.0)
+        if robust is not None:
+            weight_S = 1.0 / np.sqrt(np.maximum(error, robust) / robust)
+    fitted: Floats = solution / scale_K
+    return fitted
+
+
+def _set_works(data: SetData, cache_bytes: float, least_threads: float) -> Floats:
+    """Return all work of each set: its shards' and its own, `S x (K + G)`."""
+    works_SK = np.zeros((data.num_sets, len(WORKS)))
+    shards_NK = shard_works(data.features_NF, cache_bytes, least_threads)
+    np.add.at(works_SK, data.set_ids_N, shards_NK)
+    values_SV = sum_values(data, least_threads)
+    return np.concatenate([works_SK, set_works(values_SV, least_threads)], axis=1)
+
+
+def sum_values(data: SetData, least_threads: float) -> Floats:
+    """Return the sums of the shards' `set_values`, `S x V`."""
+    values_SV = np.zeros((data.num_sets, len(SET_VALUES)))
+    values_NV = set_values(data.features_NF, least_threads)
+    np.add.at(values_SV, data.set_ids_N, values_NV)
+    return values_SV
+
+
+def fitted_kinds(device_type: str) -> npt.NDArray[np.bool_]:
+    """Return which kinds of work get a constant, forward and backward.
+
+    Returns:
+        `(K + G) x 2`, rows as WORKS and then SET_WORKS.
+    """
+    names = (*WORKS, *SET_WORKS)
+    absent = () if is_accelerator(device_type) else _ACCELERATORS_ALONE
+    return np.array(
+        [
+            [
+                n not in (*absent, *others)
+                for others in (_BACKWARD_ALONE, _FORWARD_ALONE)
+            ]
+            for n in names
+        ]
+    )
+
+
+def fit_physics(data: SetData, start: Physics | None = None) -> Physics:
+    """Fit a device's constants and the size of its cache.
+
+    Args:
+        data: Measured sets.
+        start: Another device: times a factor, its constants hold where the sets say
+            little.
+    """
+    is_fitted = fitted_kinds(data.device_type)
+    threads = LEAST_THREADS if start is None else start.least_threads
+    near_2: list[Floats | None] = [None, None]
+    if start is not None:
+        near = np.concatenate([start.constants_K2, start.set_constants_G2])
+        before = _set_works(data, start.cache_bytes, threads) @ near
+        near_2 = list((near * list(map(best_factor, before.T, data.costs_S2.T))).T)
+    best, least = None, np.inf
+    for cache_bytes in _CACHE_BYTES:
+        works = _set_works(data, cache_bytes, threads)
+        constants = np.zeros(is_fitted.shape)
+        for c, near_K in enumerate(near_2):
+            kinds = is_fitted[:, c]
+            constants[kinds, c] = fit_constants(
+                works[:, kinds],
+                data.costs_S2[:, c],
+                None if near_K is None else near_K[kinds],
+                robust=_ROBUST,
+            )
+        error = float(np.abs(works @ constants / data.costs_S2 - 1.0).mean())
+        if error < least:
+            shards, sets = np.split(constants, [len(WORKS)])
+            sets[0] = np.maximum(sets[0], 1e-4)
+            best, least = Physics(cache_bytes, shards, sets, threads), error
+    assert best is not None
+    return best
