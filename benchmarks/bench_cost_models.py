@@ -4,7 +4,8 @@
     python benchmarks/bench_cost_models.py --out benchmarks/results/cost_models_202611
 
 writes `<out>.json`. Every model is fitted to some of a device's records and judged on
-its held-out tables: mean error of forward + backward. `--devices` does a part.
+its held-out tables: mean error of forward + backward. `--devices` and `--sizes` do a
+part.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -142,30 +142,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="result, no suffix")
     parser.add_argument("--devices", nargs="+", default=DEVICES, choices=DEVICES)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    alone: dict[str, dict[int, dict[str, float]]] = {}
-    started: dict[str, dict[int, dict[str, float]]] = {}
+    result: dict[str, Any] = {**describe_run(), "alone": {}, "started": {}}
+
+    def keep(kind: str, device: str, count: int, errors: dict[str, float]) -> None:
+        result[kind].setdefault(device, {})[count] = errors
+        shown = ", ".join(f"{n} {e:.1%}" for n, e in errors.items())
+        print(f"{kind}, {device}, {count}: {shown}", flush=True)
+        path = args.out.with_suffix(".json")
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
     for device in args.devices:
         data, test = read_device(device)
-        for count in SIZES:
-            begin = time.perf_counter()
-            errors = alone_errors(first(data, count), test)
-            alone.setdefault(device, {})[count] = errors
-            shown = ", ".join(f"{n} {e:.1%}" for n, e in errors.items())
-            print(f"{device}, {count}: {shown}; {time.perf_counter() - begin:.0f} s")
+        for count in args.sizes:
+            keep("alone", device, count, alone_errors(first(data, count), test))
         if device in START:
             there, _ = read_device(START[device])
             there = first(there, max(SIZES))
             model = as_cost_model(train(there, TrainConfig()), there, START[device])
             for count in FEW:
                 errors = start_errors(model, first(data, count), test)
-                started.setdefault(device, {})[count] = errors
-                shown = ", ".join(f"{n} {e:.1%}" for n, e in errors.items())
-                print(f"{device} from {START[device]}, {count}: {shown}")
-    result = {**describe_run(), "alone": alone, "started": started}
-    path = args.out.with_suffix(".json")
-    path.write_text(json.dumps(result, indent=1) + "\n")
+                keep("started", device, count, errors)
 
 
 if __name__ == "__main__":
