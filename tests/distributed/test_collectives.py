@@ -27,20 +27,24 @@ def compare(rank: int) -> dict[str, bool]:
         PooledEmbeddingsReduceScatter,
     )
 
-    from torchrec_neuroshard.measure.collectives import CollectiveRunner
+    from torchrec_neuroshard.measure.collectives import (
+        CollectiveRunner,
+        SampledCollective,
+    )
 
     def moved(name: str, bytes_per_peer: Sequence[int], given: Any = None) -> Any:
-        runner = CollectiveRunner(
-            name,
-            list(bytes_per_peer),
-            BATCH,
-            LENGTHS_SHARE,
-            process_group=None,
-            rank=rank,
-            device=torch.device("cpu"),
+        sampled = SampledCollective(
+            index=0,
+            collective=name,
+            group="world",
+            bytes_per_peer=tuple(bytes_per_peer),
+            batch_size=BATCH,
+            lengths_share=LENGTHS_SHARE,
         )
+        runner = CollectiveRunner(sampled, None, rank, torch.device("cpu"))
         if given is not None:
-            runner.set_input(given)
+            assert given.shape == runner.input.shape
+            runner.input = given
         runner.run()
         return runner.output
 

@@ -82,17 +82,17 @@ def test_a_transfer_counts_from_the_last_arrival(
     runner = SimpleNamespace(run=lambda: None)
     monkeypatch.setattr(run_collectives, "CollectiveRunner", lambda *_, **__: runner)
     arrivals_s, ends_s = [0.0, 4e-3], [6e-3, 7e-3]
-    group = SimpleNamespace(ranks=(0, 1), local_world_size=2, process_group=None)
+    group = SimpleNamespace(ranks=(0, 1), local_world_size=2, rank=0)
+    group.process_group = None
     ranks: Any = SimpleNamespace(
         device=torch.device("cpu"),
-        smallest_group="world",
-        group=lambda name: group,
-        group_rank=lambda name: 0,
+        groups={"world": group},
+        group_sizes={"world": 2},
         clock=lambda: 0.0,
         agree=lambda values: values,
         gather=lambda passes: np.array([[arrivals_s, ends_s]] * len(passes)),
     )
-    meter = vars(run_collectives)["_CollectiveMeter"](ranks, CommsConfig(out=Path("c")))
+    meter = vars(run_collectives)["_CollectiveMeter"](ranks, 0.15)
     assert meter.nominal_ms(3) == pytest.approx(3.0)
     sampled = sample_collective(0, 0, SAMPLING, {"world": 2})
     found = meter.measure(sampled, reference_ms=6.0)

@@ -7,7 +7,7 @@ one with its buffers and the copies that TorchRec makes around it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,14 +76,14 @@ class SampledCollective:
     """One collective to measure."""
 
     index: int
-    repeat_of: int | None
+    repeat_of: int | None = None
     collective: str
     group: str
     bytes_per_peer: tuple[int, ...]
     """See `CommsRecord.bytes_per_peer`."""
     batch_size: int
     """Of the pooled collectives: samples of a rank, which the bytes are rows of."""
-    lengths_share: float
+    lengths_share: float = 0.5
     """Of the `index` collective: share of the bytes that are lengths, not ids."""
 
 
@@ -162,11 +162,7 @@ class CollectiveRunner:
 
     def __init__(
         self,
-        collective: str,
-        bytes_per_peer: Sequence[int],
-        batch_size: int,
-        lengths_share: float,
-        *,
+        sampled: SampledCollective,
         process_group: dist.ProcessGroup | None,
         rank: int,
         device: torch.device,
@@ -174,49 +170,46 @@ class CollectiveRunner:
         """Make the inputs.
 
         Args:
-            collective: One of `COLLECTIVES`.
-            bytes_per_peer: As in `CommsRecord`.
-            batch_size: Samples of a rank; the pooled collectives' bytes are rows of so
-                many samples.
-            lengths_share: Of the index all-to-all: share of its bytes that are lengths.
+            sampled: What to run.
             process_group: Ranks that take part; None is all.
             rank: This rank's place among them.
             device: Where the buffers are.
         """
         self._group, self._device = process_group, device
-        self._batch_size = batch_size
-        self._world_size = len(bytes_per_peer)
-        world_size, mine = self._world_size, bytes_per_peer[rank]
-        self._columns = [b // 4 // batch_size for b in bytes_per_peer]
-        self._my_columns = self._columns[rank]
+        self._world_size = world_size = len(sampled.bytes_per_peer)
+        self._batch_size = batch_size = sampled.batch_size
+        my_values = sampled.bytes_per_peer[rank] // _VALUE_BYTES
+        self._columns = [
+            b // _VALUE_BYTES // batch_size for b in sampled.bytes_per_peer
+        ]
+        self._my_columns = my_columns = self._columns[rank]
+        # Values from and to each rank, in the forward direction.
+        self._sources = [batch_size * columns for columns in self._columns]
+        self._targets = [batch_size * my_columns] * world_size
         self.output: torch.Tensor | tuple[torch.Tensor, ...] = torch.empty(0)
-        self.run: Callable[[], None] = getattr(self, f"_{collective}")
+        self.run: Callable[[], None] = getattr(self, f"_{sampled.collective}")
         """Issue it and wait for it; the result is in `output`."""
-        if collective == "index":
-            self._prepare_index(bytes_per_peer, lengths_share, rank)
+        if sampled.collective == "index":
+            self._prepare_index(sampled, rank)
             return
         shapes = {
-            "pooled_forward": (batch_size * world_size, self._my_columns),
+            "pooled_forward": (batch_size * world_size, my_columns),
             "pooled_backward": (batch_size, sum(self._columns)),
-            "all_gather": (1, mine // 4),
+            "all_gather": (1, my_values),
         }
-        shape = shapes.get(collective, (world_size, mine // 4))
-        self._input = torch.ones(shape, device=device)
+        shape = shapes.get(sampled.collective, (world_size, my_values))
+        self.input = torch.ones(shape, device=device)
 
-    def _prepare_index(
-        self, bytes_per_peer: Sequence[int], lengths_share: float, rank: int
-    ) -> None:
+    def _prepare_index(self, sampled: SampledCollective, rank: int) -> None:
         """Make bags of ids, as many for a peer as its share of lengths says."""
-        values = [b // 8 for b in bytes_per_peer]
-        wanted = [max(1, round(v * lengths_share)) for v in values if v]
-        batch = self._batch_size = min(self._batch_size, *wanted)
-        features = [
-            max(1, round(v * lengths_share) // batch) if v else 0 for v in values
-        ]
+        values = [b // 8 for b in sampled.bytes_per_peer]
+        wanted = [max(1, round(v * sampled.lengths_share)) if v else 0 for v in values]
+        batch = self._batch_size = min(self._batch_size, *filter(None, wanted))
+        features = [w // batch for w in wanted]
         ids = [v - batch * n for v, n in zip(values, features, strict=True)]
         self._sends = [[batch * n for n in features], ids]
         self._receives = [[n[rank]] * self._world_size for n in self._sends]
-        device = self._device
+        device, world_size, mine = self._device, self._world_size, features[rank]
         lengths = [
             _even_lengths(count, batch * n)
             for count, n in zip(ids, features, strict=True)
@@ -224,23 +217,17 @@ class CollectiveRunner:
         ]
         self._lengths = torch.cat(lengths).to(device).view(-1, batch)
         self._ids = torch.zeros(sum(ids), dtype=torch.int64, device=device)
-        mine = features[rank]
         # Each peer's features in reverse; afterwards from rank-major to feature-major.
-        starts = np.cumsum([0, *features])
+        starts = np.cumsum(features) - features
         order = [
-            start + n - 1 - i
-            for start, n in zip(starts, features, strict=False)
-            for i in range(n)
+            np.arange(start, start + n)[::-1]
+            for start, n in zip(starts, features, strict=True)
         ]
-        back = [w * mine + i for i in range(mine) for w in range(self._world_size)]
+        back = np.arange(world_size * mine).reshape(world_size, mine).T.flatten()
         self._order, self._recat = (
-            torch.tensor(o, dtype=torch.int32, device=device) for o in (order, back)
+            torch.tensor(o, dtype=torch.int32, device=device)
+            for o in (np.concatenate(order), back)
         )
-
-    def set_input(self, values: torch.Tensor) -> None:
-        """Replace the fp32 input by another of the same shape."""
-        assert values.shape == self._input.shape
-        self._input = values
 
     def _exchange(
         self, output: torch.Tensor, send: torch.Tensor, out: list[int], into: list[int]
@@ -249,18 +236,12 @@ class CollectiveRunner:
             output, send, out, into, group=self._group, async_op=True
         )
 
-    def _splits(self) -> tuple[list[int], list[int]]:
-        """Values from each rank, and to each rank, in the forward direction."""
-        sources = [self._batch_size * c for c in self._columns]
-        return sources, [self._batch_size * self._my_columns] * self._world_size
-
     def _pooled_forward(self) -> None:
-        sources, targets = self._splits()
-        output = torch.empty(sum(sources), device=self._device)
-        send = torch.empty(self._input.numel(), device=self._device)
-        send.copy_(self._input.view(-1))
-        self._exchange(output, send, sources, targets).wait()
-        parts = torch.split(output, sources)
+        output = torch.empty(sum(self._sources), device=self._device)
+        send = torch.empty(self.input.numel(), device=self._device)
+        send.copy_(self.input.view(-1))
+        self._exchange(output, send, self._sources, self._targets).wait()
+        parts = torch.split(output, self._sources)
         self.output = torch.cat(
             [
                 p.view(self._batch_size, c)
@@ -270,11 +251,10 @@ class CollectiveRunner:
         )
 
     def _pooled_backward(self) -> None:
-        sources, targets = self._splits()
-        by_rank = torch.split(self._input, self._columns, dim=1)
+        by_rank = torch.split(self.input, self._columns, dim=1)
         send = torch.cat([g.contiguous().view(-1) for g in by_rank])
-        output = torch.empty(sum(targets), device=self._device)
-        self._exchange(output, send, targets, sources).wait()
+        output = torch.empty(sum(self._targets), device=self._device)
+        self._exchange(output, send, self._targets, self._sources).wait()
         shape = (self._batch_size * self._world_size, self._my_columns)
         self.output = output.view(shape).div_(self._world_size)
 
@@ -286,9 +266,7 @@ class CollectiveRunner:
             device=self._device,
         ).flatten()
         received = torch.empty_like(splits)
-        dist.all_to_all_single(
-            received, splits, group=self._group, async_op=True
-        ).wait()
+        dist.all_to_all_single(received, splits, group=self._group)
         received.tolist()  # TorchRec reads them to make room
         outputs, pending = [], []
         for sent, into, out in zip(permuted, self._sends, self._receives, strict=True):
@@ -303,18 +281,18 @@ class CollectiveRunner:
         self.output = lengths.view(-1), ids
 
     def _reduce_scatter(self) -> None:
-        output = self._input.new_empty((1, self._input.shape[1]))
-        _reduce_scatter(output, self._input, group=self._group, async_op=True).wait()
+        output = self.input.new_empty((1, self.input.shape[1]))
+        _reduce_scatter(output, self.input, group=self._group, async_op=True).wait()
         self.output = output
 
     def _all_gather(self) -> None:
-        output = self._input.new_empty((self._world_size, self._input.shape[1]))
-        _all_gather(output, self._input, group=self._group, async_op=True).wait()
+        output = self.input.new_empty((self._world_size, self.input.shape[1]))
+        _all_gather(output, self.input, group=self._group, async_op=True).wait()
         self.output = output.div_(self._world_size)
 
     def _all_reduce(self) -> None:
-        dist.all_reduce(self._input, group=self._group, async_op=True).wait()
-        self.output = self._input
+        dist.all_reduce(self.input, group=self._group, async_op=True).wait()
+        self.output = self.input
 
 
 def _even_lengths(num_ids: int, num_bags: int) -> torch.Tensor:

@@ -9,15 +9,15 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.hardware.devices import (
     accelerator,
     device_type_of,
@@ -31,6 +31,9 @@ _BANDWIDTH_BYTES = 16 * 2**20
 _LAUNCH = "torchrun --nproc-per-node 4 -m torchrec_neuroshard collect comms"
 
 
+T = TypeVar("T")
+
+
 class _Group(NamedTuple):
     """A group of ranks that collectives run over."""
 
@@ -39,6 +42,11 @@ class _Group(NamedTuple):
     ranks: tuple[int, ...]
     """Members, of the group that rank 0 is in."""
     local_world_size: int
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in its group; -1 where it is in none."""
+        return dist.get_rank(self.process_group)
 
 
 class Ranks:
@@ -100,9 +108,10 @@ class Ranks:
         if not self._is_guest:
             dist.init_process_group(backend, timeout=timeout)
         self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._groups = {
+        self.groups = {
             "world": _Group(None, tuple(range(self.world_size)), self.local_world_size)
         }
+        """Name -> this rank's process group, and rank 0's members."""
         if 1 < self.local_world_size < self.world_size:
             self._add_subgroups(timeout)
         for size in sorted(set(group_sizes) - {self.world_size}):
@@ -118,7 +127,7 @@ class Ranks:
         for name, groups, size in (("local", rows, local), ("cross", columns, 1)):
             made = [dist.new_group(list(g), timeout=timeout) for g in groups]
             mine = next(i for i, g in enumerate(groups) if self.rank in g)
-            self._groups[name] = _Group(made[mine], groups[0], size)
+            self.groups[name] = _Group(made[mine], groups[0], size)
 
     def _add_first(self, size: int, timeout: datetime.timedelta) -> None:
         """Make a group of the first ranks: whole nodes, or a part of one."""
@@ -131,25 +140,12 @@ class Ranks:
             )
         ranks = tuple(range(size))
         made = dist.new_group(list(ranks), timeout=timeout)
-        self._groups[f"first {size}"] = _Group(made, ranks, min(size, local))
-
-    @property
-    def smallest_group(self) -> str:
-        """Name of the group of fewest ranks."""
-        return min(self.group_sizes, key=lambda name: (self.group_sizes[name], name))
+        self.groups[f"first {size}"] = _Group(made, ranks, min(size, local))
 
     @property
     def group_sizes(self) -> dict[str, int]:
         """Ranks of each group."""
-        return {name: len(g.ranks) for name, g in self._groups.items()}
-
-    def group(self, name: str) -> _Group:
-        """Return a group: this rank's process group, and rank 0's members."""
-        return self._groups[name]
-
-    def group_rank(self, name: str) -> int:
-        """Return this rank's place in its group; -1 where it is in none."""
-        return dist.get_rank(self._groups[name].process_group)
+        return {name: len(g.ranks) for name, g in self.groups.items()}
 
     def clock(self) -> float:
         """Seconds on rank 0's clock."""
@@ -189,16 +185,31 @@ class Ranks:
 
     def share(self, value: Any) -> Any:
         """Return rank 0's value on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, 0, group=self._control)
-        return box[0]
+        return self.gather_objects(value)[0]
+
+    def from_first(self, work: Callable[[], T]) -> T:
+        """Return on every rank what rank 0 gets from `work`.
+
+        Raises:
+            NeuroShardError: What `work` raises; on other ranks it says where to look.
+        """
+        value: T | None = None
+        failure: NeuroShardError | None = None
+        if self.rank == 0:
+            try:
+                value = work()
+            except NeuroShardError as error:
+                failure = error
+        failed, value = self.share((failure is not None, value))
+        if failed:
+            raise failure or NeuroShardError(
+                "rank 0 cannot use the file; see its message"
+            )
+        return cast(T, value)
 
     def gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return every rank's array, stacked along a new last axis."""
-        mine = torch.from_numpy(np.ascontiguousarray(values))
-        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(parts, mine, group=self._control)
-        return np.stack([p.numpy() for p in parts], axis=-1)
+        return np.stack(self.gather_objects(values), axis=-1)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's value, on every rank."""
@@ -211,9 +222,9 @@ class Ranks:
         hosts = self._hosts
         return hosts[: self.rank].count(hosts[self.rank]), max(map(hosts.count, hosts))
 
-    def bandwidth(self, other: int, num_bytes: int = _BANDWIDTH_BYTES) -> float:
+    def bandwidth(self, other: int) -> float:
         """Rate of a large message between rank 0 and another [GB/s], on every rank."""
-        buffer = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
+        buffer = torch.ones(_BANDWIDTH_BYTES, dtype=torch.uint8, device=self.device)
         times = []
         for _ in range(16):  # the first one sets up the connection
             start = time.perf_counter()
@@ -224,7 +235,9 @@ class Ranks:
                     dist.recv(buffer, source)
             synchronize(self.device)
             times.append(time.perf_counter() - start)
-        return float(self.share(2 * num_bytes / statistics.median(times[1:]) / 1e9))
+        return float(
+            self.share(2 * _BANDWIDTH_BYTES / statistics.median(times[1:]) / 1e9)
+        )
 
     def close(self) -> None:
         """Leave the group, or give that up when it does not come to an end."""

@@ -18,18 +18,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_neuroshard.errors import (
-    ConfigError,
-    NeuroShardError,
-    RankFailureError,
-)
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RankFailureError
+from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.hardware.devices import (
     BACKENDS,
     accelerator,
@@ -40,7 +36,11 @@ from torchrec_neuroshard.hardware.devices import (
     synchronize,
     torch_threads,
 )
-from torchrec_neuroshard.measure.clock import Reference, keep_freed_memory
+from torchrec_neuroshard.measure.clock import (
+    Reference,
+    keep_freed_memory,
+    time_on_host,
+)
 from torchrec_neuroshard.measure.collectives import (
     CollectiveRunner,
     CommsSamplingConfig,
@@ -58,23 +58,14 @@ from torchrec_neuroshard.measure.records import (
     repeatability_line,
     utc_now,
 )
-from torchrec_neuroshard.measure.store import (
-    RecordStore,
-    journal_path,
-    read_comms_records,
-    read_header,
-)
+from torchrec_neuroshard.measure.store import RecordStore, journal_path, read_header
 from torchrec_neuroshard.progress import phase
 
-__all__ = [
-    "BACKEND_NAMES",
-    "CommsConfig",
-    "collect_comms",
-    "default_backend",
-    "summary",
-]
+__all__ = ["BACKEND_NAMES", "CommsConfig", "collect_comms", "default_backend"]
 
 BACKEND_NAMES = " or ".join(BACKENDS.values())
+_MIN_PASSES, _MAX_PASSES = 3, 60
+"""Of a sample."""
 _REFERENCE_BYTES_PER_PEER = 64 * 1024
 _REFERENCE_SAMPLES = 5
 """The reference's speed is taken over so many samples: the machine drifts over minutes,
@@ -84,7 +75,9 @@ _REFERENCE_EVERY = 4
 _REFERENCE_QUANTILE = 0.25
 """Quantile of the reference's passes that tells the machine's speed. Where threads
 share cores, passes differ by whole time slices: a median jumps between two values."""
-_SLOWDOWN_PASSES = 40
+_KERNEL_PASSES = 40
+_ORDERED_ROWS, _ORDERED_WIDTHS, _ORDERED_MEGABYTES = 1024, [64] * 32, 8
+"""Pooled outputs of column-wise tables, whose parts are put in order."""
 _START_MARGIN_S = 1e-3
 """From the agreement on a start to the start, so that all ranks know of it."""
 _MEMORY_SHARE = 0.25
@@ -110,8 +103,6 @@ class CommsConfig:
     """Measured whatever the time."""
     sample_seconds: float = 0.15
     """Stop repeating a sample after this time."""
-    min_passes: int = 3
-    max_passes: int = 60
     kernel_rounds: int = 5
     """How often kernels of several ranks at once are timed beside one alone."""
     group_sizes: tuple[int, ...] = ()
@@ -131,37 +122,29 @@ class CommsConfig:
 class _CollectiveMeter:
     """Times collectives on the ranks' common clock."""
 
-    def __init__(self, ranks: Ranks, config: CommsConfig) -> None:
-        self._ranks, self._config = ranks, config
+    def __init__(self, ranks: Ranks, sample_seconds: float) -> None:
+        self._ranks, self._sample_seconds = ranks, sample_seconds
         self._recent_ms: deque[list[float]] = deque(maxlen=_REFERENCE_SAMPLES)
-        name = ranks.smallest_group
-        self._reference_ranks = list(ranks.group(name).ranks)
+        sizes = ranks.group_sizes
+        smallest = min(sizes, key=lambda name: (sizes[name], name))
+        self._reference_ranks = list(ranks.groups[smallest].ranks)
         self._reference = self._runner(
-            "pooled_forward",
-            [_REFERENCE_BYTES_PER_PEER] * len(self._reference_ranks),
-            name,
-            batch_size=256,
+            SampledCollective(
+                index=-1,
+                collective="pooled_forward",
+                group=smallest,
+                bytes_per_peer=(_REFERENCE_BYTES_PER_PEER,) * sizes[smallest],
+                batch_size=256,
+            )
         )
 
-    def _runner(
-        self,
-        collective: str,
-        bytes_per_peer: Sequence[int],
-        group: str,
-        batch_size: int,
-        lengths_share: float = 0.5,
-    ) -> CollectiveRunner | None:
+    def _runner(self, sampled: SampledCollective) -> CollectiveRunner | None:
         """Make this rank's part; None where it is not in the group."""
-        if self._ranks.group_rank(group) < 0:
+        group = self._ranks.groups[sampled.group]
+        if group.rank < 0:
             return None
         return CollectiveRunner(
-            collective,
-            bytes_per_peer,
-            batch_size,
-            lengths_share,
-            process_group=self._ranks.group(group).process_group,
-            rank=self._ranks.group_rank(group),
-            device=self._ranks.device,
+            sampled, group.process_group, group.rank, self._ranks.device
         )
 
     def _pass(
@@ -186,48 +169,42 @@ class _CollectiveMeter:
     def nominal_ms(self, num_passes: int = 60) -> float:
         """Time of the reference, of many passes [ms]."""
         passes = [self._pass(self._reference)[:2] for _ in range(num_passes + 5)]
-        return float(np.quantile(self._taken_ms(passes[5:]), _REFERENCE_QUANTILE))
+        taken_P = self._transfer_ms(passes[5:], self._reference_ranks).max(axis=1)
+        return float(np.quantile(taken_P, _REFERENCE_QUANTILE))
 
-    def _taken_ms(
-        self, passes: Sequence[tuple[float, float]]
+    def _transfer_ms(
+        self, passes: Sequence[tuple[float, float]], members: list[int]
     ) -> npt.NDArray[np.float64]:
-        """Time of each pass of the reference, `P`."""
-        gathered = self._ranks.gather(np.array(passes))[..., self._reference_ranks]
-        arrival_PW, done_PW = gathered[:, 0], gathered[:, 1]
-        taken_P: npt.NDArray[np.float64] = done_PW.max(axis=1) - arrival_PW.max(axis=1)
-        return taken_P * 1e3
+        """Time of each pass from the last arrival until a member was through, `P x W`.
+
+        Args:
+            passes: When this rank entered and left the collective [s].
+            members: Ranks that take part.
+        """
+        gathered = self._ranks.gather(np.array(passes))[..., members]
+        last_P1 = gathered[:, 0].max(axis=1, keepdims=True)
+        taken_PW: npt.NDArray[np.float64] = np.maximum(gathered[:, 1] - last_P1, 0.0)
+        return taken_PW * 1e3
 
     def measure(self, sampled: SampledCollective, reference_ms: float) -> CommsRecord:
         """Time one sample; the record is the same on every rank."""
-        group = self._ranks.group(sampled.group)
-        runner = self._runner(
-            sampled.collective,
-            sampled.bytes_per_peer,
-            sampled.group,
-            sampled.batch_size,
-            sampled.lengths_share,
-        )
+        group, runner = self._ranks.groups[sampled.group], self._runner(sampled)
         if runner is not None:
             runner.run()  # connections, buffers and caches
         passes: list[tuple[float, float]] = []
         references: list[tuple[float, float]] = []
-        deadline = time.perf_counter() + self._config.sample_seconds
-        while True:
-            enough = len(passes) + 1 >= self._config.min_passes
-            late = enough and time.perf_counter() > deadline
-            last = late or len(passes) + 1 >= self._config.max_passes
+        deadline = time.perf_counter() + self._sample_seconds
+        stop = False
+        while not stop:
+            late = time.perf_counter() > deadline
+            last = len(passes) + 1 >= (_MIN_PASSES if late else _MAX_PASSES)
             if len(passes) % _REFERENCE_EVERY == 0:
                 references.append(self._pass(self._reference)[:2])
             arrival, done, stop = self._pass(runner, stop=last)
             passes.append((arrival, done))
-            if stop:
-                break
-        reference_P = self._taken_ms(references)
-        gathered = self._ranks.gather(np.array(passes))  # P x 2 x all ranks
-        members = list(group.ranks)
-        last_P1 = gathered[:, 0, members].max(axis=1, keepdims=True)
-        transfer_PW = np.maximum(gathered[:, 1, members] - last_P1, 0.0) * 1e3
-        self._recent_ms.append(list(map(float, reference_P)))
+        reference_P = self._transfer_ms(references, self._reference_ranks).max(axis=1)
+        transfer_PW = self._transfer_ms(passes, list(group.ranks))
+        self._recent_ms.append(reference_P.tolist())
         recent_ms = [ms for passes_ms in self._recent_ms for ms in passes_ms]
         speed = reference_ms / float(np.quantile(recent_ms, _REFERENCE_QUANTILE))
         return CommsRecord(
@@ -235,7 +212,7 @@ class _CollectiveMeter:
             repeat_of=sampled.repeat_of,
             collective=sampled.collective,
             group=sampled.group,
-            world_size=len(members),
+            world_size=len(group.ranks),
             local_world_size=group.local_world_size,
             bytes_per_peer=sampled.bytes_per_peer,
             num_passes=len(passes),
@@ -279,31 +256,14 @@ def collect_comms(config: CommsConfig, say: Callable[[str], object] = print) -> 
 def _collect(
     config: CommsConfig, ranks: Ranks, stop: Sequence[int], say: Callable[[str], object]
 ) -> None:
-    known, cap = _open_together(config, ranks)
-    meter = _CollectiveMeter(ranks, config)
-    sampling = _capped(config.sampling, cap)
-    local, world = ranks.local_world_size, ranks.world_size
-    intra = ranks.bandwidth(1) if local > 1 else 0.0
-    inter = ranks.bandwidth(local) if local < world else 0.0
-    reference_ms = meter.nominal_ms()
-    kernels: dict[str, Any] = {}
-    if known is None and not is_accelerator(ranks.device.type):
-        kernels = _time_kernels(ranks, config.kernel_rounds)
-    header = CommsHeader(
-        fingerprint=device_fingerprint(ranks.device, 1),
-        reference_ms=reference_ms,
-        seed=config.seed,
-        sampling=_sampling_json(sampling, ranks),
-        command=command_line(),
-        created=utc_now(),
-        backend=config.backend,
-        world_size=world,
-        local_world_size=local,
-        intra_gb_per_s=intra,
-        inter_gb_per_s=inter,
-        **kernels,
-    )
-    header = ranks.share(known or header)
+    most_bytes = int(-ranks.agree([-float(_memory_cap(ranks))])[0])
+    most_bytes = 1 << most_bytes.bit_length() - 1
+    is_new, header = ranks.from_first(lambda: _open(config, ranks, most_bytes))
+    meter = _CollectiveMeter(ranks, config.sample_seconds)
+    if is_new:
+        header = _measure_links(header, config, ranks, meter)
+    low, high = header.sampling["bytes_per_rank"]
+    sampling = dataclasses.replace(config.sampling, bytes_per_rank=(low, high))
     with contextlib.ExitStack() as stack:
         store = None
         if ranks.rank == 0:
@@ -312,11 +272,7 @@ def _collect(
         done = ranks.share(store.done if store else None)
         deadline = time.monotonic() + config.time_limit_seconds
         for index in (i for i in range(config.num_samples) if i not in done):
-            late = (
-                ranks.rank == 0
-                and index >= config.min_samples
-                and time.monotonic() > deadline
-            )
+            late = index >= config.min_samples and time.monotonic() > deadline
             if ranks.agree([float(late or bool(stop))])[0]:
                 break
             sampled = sample_collective(index, header.seed, sampling, ranks.group_sizes)
@@ -325,10 +281,76 @@ def _collect(
                 store.append(record)
                 shown.text = (
                     f"measuring, {len(store.done)} of {config.num_samples} collectives "
-                    f"of {world} ranks done"
+                    f"of {ranks.world_size} ranks done"
                 )
-    if ranks.rank == 0 and config.out.exists():
-        say(summary(config.out))
+    if store is not None and store.done:
+        say(
+            f"{config.out}: {len(store.done)} records of {header.world_size} ranks "
+            f"over {header.backend} on {header.fingerprint.device}; one message inside "
+            f"a node {header.intra_gb_per_s:.2f} GB/s, reference "
+            f"{header.reference_ms:.3f} ms. "
+            + repeatability_line(repeatability(store.records), "collective")
+        )
+
+
+def _open(
+    config: CommsConfig, ranks: Ranks, most_bytes: int
+) -> tuple[bool, CommsHeader]:
+    """Return whether a run is new, and its header, where new without measurements.
+
+    Args:
+        config: The run.
+        ranks: Its ranks.
+        most_bytes: Bytes of a rank that there is memory for. A run that goes on draws
+            as it began.
+
+    Raises:
+        RecordMismatchError: The file holds another run.
+    """
+    known = read_header(config.out, CommsHeader)
+    if known is not None:
+        most_bytes = int(known.sampling["bytes_per_rank"][1])
+    low, high = config.sampling.bytes_per_rank
+    sizes = (low, max(low, min(high, most_bytes)))
+    sampling = dataclasses.replace(config.sampling, bytes_per_rank=sizes)
+    asked = CommsHeader(
+        fingerprint=device_fingerprint(ranks.device, 1),
+        reference_ms=0.0,
+        seed=config.seed,
+        sampling={
+            **to_fields(sampling),
+            "groups": sorted(ranks.groups),
+            "cores": len(os.sched_getaffinity(0)),
+        },
+        command=command_line(),
+        created=utc_now(),
+        backend=config.backend,
+        world_size=ranks.world_size,
+        local_world_size=ranks.local_world_size,
+        intra_gb_per_s=0.0,
+        inter_gb_per_s=0.0,
+    )
+    if known is None:
+        return True, asked
+    known.check_same_run(asked, str(config.out))
+    return False, known
+
+
+def _measure_links(
+    header: CommsHeader, config: CommsConfig, ranks: Ranks, meter: _CollectiveMeter
+) -> CommsHeader:
+    """Return a header with what all its records stand beside, the same on all ranks."""
+    local, world = ranks.local_world_size, ranks.world_size
+    kernels: dict[str, Any] = {}
+    if not is_accelerator(ranks.device.type):
+        kernels = _time_kernels(ranks, config.kernel_rounds)
+    return dataclasses.replace(
+        header,
+        intra_gb_per_s=ranks.bandwidth(1) if local > 1 else 0.0,
+        inter_gb_per_s=ranks.bandwidth(local) if local < world else 0.0,
+        reference_ms=meter.nominal_ms(),
+        **kernels,
+    )
 
 
 def _time_kernels(ranks: Ranks, num_rounds: int) -> dict[str, Any]:
@@ -337,90 +359,46 @@ def _time_kernels(ranks: Ranks, num_rounds: int) -> dict[str, Any]:
     Returns:
         Fields of `CommsHeader`.
     """
-    reference, order = Reference(), _ColumnOrder(ranks.device)
     local = ranks.local_world_size
     counts = sorted({1, local, *(n for n in ranks.group_sizes.values() if n < local)})
+    works = (Reference().run_phases, _column_order(ranks.device))
     rounds: dict[int, list[npt.NDArray[np.float64]]] = {n: [] for n in counts}
     for count in counts * num_rounds:
         mine = []
-        for work in (reference.run_phases, order.run):
+        for work in works:
             ranks.agree([0.0])
-            passes = np.ones((_SLOWDOWN_PASSES, 2))
+            passes = np.ones((_KERNEL_PASSES, 2))
             if ranks.rank < count:
                 passes = np.array([work() for _ in passes])
             mine.append(np.median(passes, axis=0))
         everyone = ranks.gather(np.concatenate(mine))[:, :count]
         rounds[count].append(everyone.mean(axis=1))
-    times = {n: np.median(rounds[n], axis=0) for n in counts}
-    alone = times[1][:2]
-
-    def both(values: npt.NDArray[np.float64]) -> tuple[float, float]:
-        return float(values[0]), float(values[1])
-
+    times = {str(n): np.median(rounds[n], axis=0) for n in counts}
+    alone = times["1"][:2]
     return {
-        "compute_slowdown": {str(n): both(t[:2] / alone) for n, t in times.items()},
+        "compute_slowdown": {n: (t[:2] / alone).tolist() for n, t in times.items()},
         "column_order_ms_per_mb": {
-            str(n): both(t[2:] / order.MEGABYTES) for n, t in times.items()
+            n: (t[2:] / _ORDERED_MEGABYTES).tolist() for n, t in times.items()
         },
         "compute_reference_ms": float(alone.sum()),
     }
 
 
-class _ColumnOrder:
-    """Puts the parts of column-wise tables' pooled outputs in order."""
+def _column_order(device: torch.device) -> Callable[[], tuple[float, float]]:
+    """Return what times the order of column-wise tables' parts, both ways [ms]."""
+    permute = column_permutation(_ORDERED_WIDTHS, device)
+    shape = (_ORDERED_ROWS, sum(_ORDERED_WIDTHS))
+    pooled = torch.ones(shape, device=device, requires_grad=True)
+    grad = torch.ones(shape, device=device)
 
-    ROWS, PARTS, WIDTH, MEGABYTES = 1024, 32, 64, 8
+    def backward(output: torch.Tensor) -> None:
+        torch.autograd.backward(output, grad)
 
-    def __init__(self, device: torch.device) -> None:
-        self._run = column_permutation([self.WIDTH] * self.PARTS, device)
-        shape = (self.ROWS, self.PARTS * self.WIDTH)
-        self._input = torch.ones(shape, device=device, requires_grad=True)
-        self._grad = torch.ones(shape, device=device)
+    def run() -> tuple[float, float]:
+        pooled.grad = None
+        return time_on_host(lambda: permute(pooled), backward)()
 
-    def run(self) -> tuple[float, float]:
-        """Forward and backward [ms]."""
-        start = time.perf_counter()
-        output = self._run(self._input)
-        middle = time.perf_counter()
-        torch.autograd.backward(output, self._grad)
-        end = time.perf_counter()
-        self._input.grad = None
-        return (middle - start) * 1e3, (end - middle) * 1e3
-
-
-def _open_together(config: CommsConfig, ranks: Ranks) -> tuple[CommsHeader | None, int]:
-    """Look at the file on rank 0; tell all ranks what it holds or why it will not do.
-
-    Returns:
-        The file's header if it has one, and the most bytes per rank.
-    """
-    limit = ranks.agree([-float(_memory_cap(ranks))])[0]
-    known: CommsHeader | None = None
-    failure: NeuroShardError | None = None
-    cap = 1 << int(-limit).bit_length() - 1
-    if ranks.rank == 0:
-        try:
-            known = read_header(config.out, CommsHeader)
-            if known is not None:
-                cap = int(known.sampling["bytes_per_rank"][1])
-                asked = dataclasses.replace(
-                    known,
-                    fingerprint=device_fingerprint(ranks.device, 1),
-                    seed=config.seed,
-                    backend=config.backend,
-                    world_size=ranks.world_size,
-                    local_world_size=ranks.local_world_size,
-                    sampling=_sampling_json(_capped(config.sampling, cap), ranks),
-                )
-                known.check_same_run(asked, str(config.out))
-        except NeuroShardError as error:
-            failure = error
-    failed, known, cap = ranks.share((failure is not None, known, cap))
-    if failure is not None:
-        raise failure
-    if failed:
-        raise NeuroShardError("rank 0 cannot use the file; see its message")
-    return known, cap
+    return run
 
 
 def _memory_cap(ranks: Ranks) -> int:
@@ -435,44 +413,19 @@ def _memory_cap(ranks: Ranks) -> int:
     return max(1024, int(free * _MEMORY_SHARE / copies))
 
 
-def _capped(sampling: CommsSamplingConfig, cap: int) -> CommsSamplingConfig:
-    low, high = sampling.bytes_per_rank
-    return dataclasses.replace(sampling, bytes_per_rank=(low, max(low, min(high, cap))))
-
-
-def _sampling_json(sampling: CommsSamplingConfig, ranks: Ranks) -> dict[str, Any]:
-    data = dataclasses.asdict(sampling)
-    data["bytes_per_rank"] = list(sampling.bytes_per_rank)
-    data["groups"] = sorted(ranks.group_sizes)
-    data["cores"] = len(os.sched_getaffinity(0))
-    return data
-
-
 @contextlib.contextmanager
 def _stop_on_signal() -> Iterator[list[int]]:
     """Collect requests to end, which torchrun passes on, instead of dying of them."""
     received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    old = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    old = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield received
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-def summary(path: Path) -> str:
-    """One paragraph on what a record file holds and how repeatable it is."""
-    [(header, records)] = read_comms_records([path])
-    return (
-        f"{path}: {len(records)} records of {header.world_size} ranks over "
-        f"{header.backend} on {header.fingerprint.device}; one message inside a node "
-        f"{header.intra_gb_per_s:.2f} GB/s, reference {header.reference_ms:.3f} "
-        "ms. " + repeatability_line(repeatability(records), "collective")
-    )
 
 
 def default_backend() -> str:
