@@ -322,27 +322,6 @@ def _draw_ids(
     return ids.remainder_(num_embeddings)
 
 
-def _check_for_gpu(
-    tables: Sequence[TableConfig], optimizer: str, data_type: str
-) -> None:
-    """Refuse what FBGEMM's CUDA kernels fail on at the first pass.
-
-    Raises:
-        ConfigError: Too wide a table, or Adam over other weights than fp32.
-    """
-    if optimizer == "adam" and data_type != "fp32":
-        raise ConfigError(
-            f"cuda kernels for adam over {data_type} weights fail in FBGEMM 1.8; use "
-            "fp32 or another optimizer"
-        )
-    for table in tables:
-        if table.embedding_dim > MAX_CUDA_COLUMNS:
-            raise ConfigError(
-                f"table '{table.name}' has {table.embedding_dim:,} columns, cuda "
-                f"kernels take at most {MAX_CUDA_COLUMNS:,}; split it by columns"
-            )
-
-
 class FusedTables:
     """One fused TBE that holds a table set."""
 
@@ -368,14 +347,20 @@ class FusedTables:
         kinds = {(t.optimizer, t.data_type, t.weighted) for t in tables}
         assert len(kinds) == 1, f"one fused kernel for tables of several kinds: {kinds}"
         [(optimizer, data_type, _)] = kinds
-        on_cpu = device.type == "cpu"
-        if data_type not in _PRECISIONS or (on_cpu and optimizer == "adam"):
+        on_cpu, on_gpu = device.type == "cpu", device.type == GPU
+        has_adam = not on_cpu and not (on_gpu and data_type != "fp32")
+        if data_type not in _PRECISIONS or (optimizer == "adam" and not has_adam):
             raise ConfigError(
                 f"{device.type} kernels for {optimizer} over {data_type} weights "
-                "cannot be measured; use fp32 or fp16 and, on a CPU, not adam"
+                "cannot be measured; use fp32 or fp16 and, on a CPU or over fp16, not "
+                "adam"
             )
-        if device.type == GPU:
-            _check_for_gpu(tables, optimizer, data_type)
+        widest = max(tables, key=lambda table: table.embedding_dim)
+        if on_gpu and widest.embedding_dim > MAX_CUDA_COLUMNS:
+            raise ConfigError(
+                f"table '{widest.name}' has {widest.embedding_dim:,} columns, cuda "
+                f"kernels take at most {MAX_CUDA_COLUMNS:,}; split it by columns"
+            )
         self.device = device
         self.num_features = sum(t.num_features for t in tables)
         self.output_dim = sum(t.embedding_dim * t.num_features for t in tables)
