@@ -23,7 +23,7 @@ import torch
 from torchrec_neuroshard.measure.clock import DeviceClock, SetTimer
 from torchrec_neuroshard.measure.kernels import device_fingerprint
 from torchrec_neuroshard.measure.run import default_sampling
-from torchrec_neuroshard.measure.sets import SamplingConfig, sample_set
+from torchrec_neuroshard.measure.sets import SamplingConfig, SetSampler
 
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
 
@@ -78,7 +78,7 @@ def time_sets(
     try:
         for index in range(num_sets):
             start = time.perf_counter()
-            drawn = sample_set(index, 0, sampling, [])
+            drawn = SetSampler(sampling, 0, []).sample(index)
             draw.append(time.perf_counter() - start)
             found = timer.measure(
                 drawn.tables, drawn.access, drawn.batch_size, (0, index)

@@ -36,7 +36,6 @@ from torchrec_neuroshard.bundles.make import train_comms_bundle
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.errors import BundleMismatchError, RecordError
 from torchrec_neuroshard.measure.collectives import (
-    CommsSamplingConfig,
     sample_collective,
 )
 from torchrec_neuroshard.measure.records import CommsRecord
@@ -65,10 +64,10 @@ def law(collective: str, bytes_per_peer: Sequence[int]) -> np.ndarray:
 
 def measure(world: int, count: int, seed: int) -> list[CommsRecord]:
     rng = np.random.default_rng(seed)
-    config = CommsSamplingConfig(bytes_per_rank=(1024, 2**24))
+    sizes = (1024, 2**24)
     records = []
     for index in range(count):
-        sample = sample_collective(index, seed, config, {"world": world})
+        sample = sample_collective(index, seed, sizes, {"world": world})
         ms = law(sample.collective, sample.bytes_per_peer)
         ms = ms * np.exp(rng.normal(0, 0.02, world))
         told: dict[str, Any] = {"index": index, "repeat_of": sample.repeat_of}

@@ -17,7 +17,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results, message_of
-from torchrec_neuroshard.measure.collectives import CommsSamplingConfig
 from torchrec_neuroshard.measure.run_collectives import CommsConfig, collect_comms
 from torchrec_neuroshard.measure.store import journal_path, read_comms_records
 
@@ -68,7 +67,7 @@ def collect_twice(path: Path) -> dict[str, Any]:
         seed=11,
         sample_seconds=0.0,
         kernel_rounds=1,
-        sampling=CommsSamplingConfig(bytes_per_rank=(1024, 65536)),
+        bytes_per_rank=(1024, 65536),
     )
 
     def collected(num_samples: int) -> Any:

@@ -17,7 +17,7 @@ from torchrec_neuroshard.measure.clock import (
     keep_freed_memory,
     time_on_host,
 )
-from torchrec_neuroshard.measure.sets import SamplingConfig, sample_set
+from torchrec_neuroshard.measure.sets import SamplingConfig, SetSampler
 
 CPU = torch.device("cpu")
 SMALL = SamplingConfig(
@@ -28,7 +28,7 @@ THREE = PassCounts(min_passes=3, max_passes=3, budget_seconds=0.0, num_batches=3
 
 def test_time_is_the_median_ratio_times_the_nominal() -> None:
     timer = SetTimer(CPU, 1 << 22, reference_ms=7.0, counts=THREE)
-    sampled = sample_set(1, 0, SMALL, [])
+    sampled = SetSampler(SMALL, 0, []).sample(1)
     found = timer.measure(sampled.tables, sampled.access, sampled.batch_size, (0, 1))
     assert len(found.fwd_raw_ms) == len(found.bwd_raw_ms) == len(found.ref_raw_ms) == 3
     assert min(*found.fwd_raw_ms, *found.bwd_raw_ms, *found.ref_raw_ms) > 0
@@ -128,7 +128,7 @@ def test_events_enclose_the_pass_alone_behind_a_flush_that_is_long_enough(
 def test_the_next_set_is_drawn_while_the_device_works(queue: Queue) -> None:
     timer = SetTimer(CPU, 1 << 20, reference_ms=1.0, counts=THREE)
     timer.reference, timer.clock = None, DeviceClock(CPU)
-    sampled = sample_set(1, 0, SMALL, [])
+    sampled = SetSampler(SMALL, 0, []).sample(1)
     timer.measure(
         sampled.tables,
         sampled.access,

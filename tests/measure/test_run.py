@@ -18,7 +18,7 @@ from torchrec_neuroshard.measure import run
 from torchrec_neuroshard.measure.clock import CPU_PASSES, Reference
 from torchrec_neuroshard.measure.kernels import device_fingerprint
 from torchrec_neuroshard.measure.records import CostRecord
-from torchrec_neuroshard.measure.sets import SamplingConfig, SetSampler, sample_set
+from torchrec_neuroshard.measure.sets import SamplingConfig, SetSampler
 from torchrec_neuroshard.measure.store import journal_path, read_records
 from torchrec_neuroshard.tables.loaders import load_json
 
@@ -102,7 +102,7 @@ def test_command_measures_the_sampled_sets_and_goes_on_where_it_stopped(
 
 
 def timed(index: int, ms: float = 1.0, **changes: Any) -> CostRecord:
-    tables = sample_set(0, 0, SAMPLING, []).tables
+    tables = SetSampler(SAMPLING, 0, []).sample(0).tables
     known = {"index": index, "spread": 0.01, "reference_ms": 1.0}
     return make_record(tables, ms, ms, **{**known, **changes})
 

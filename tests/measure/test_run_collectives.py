@@ -26,7 +26,7 @@ from torchrec_neuroshard.errors import (
 )
 from torchrec_neuroshard.measure import run_collectives
 from torchrec_neuroshard.measure.collectives import (
-    CommsSamplingConfig,
+    REPEAT_LAG,
     sample_collective,
 )
 from torchrec_neuroshard.measure.ranks import Ranks
@@ -43,14 +43,14 @@ from torchrec_neuroshard.measure.store import (
 )
 from torchrec_neuroshard.models.base import COLLECTIVES
 
-SAMPLING = CommsSamplingConfig(bytes_per_rank=(1024, 2**20))
+SIZES = (1024, 2**20)
 
 
 # Sampling
 
 
 def test_samples_cover_sizes_collectives_and_skews() -> None:
-    samples = [sample_collective(i, 0, SAMPLING, {"world": 4}) for i in range(600)]
+    samples = [sample_collective(i, 0, SIZES, {"world": 4}) for i in range(600)]
     assert {s.collective for s in samples} == set(COLLECTIVES)
     totals = np.array([sum(s.bytes_per_peer) for s in samples])
     assert np.quantile(totals, 0.05) < 3000
@@ -68,7 +68,7 @@ def test_samples_cover_sizes_collectives_and_skews() -> None:
     repeats = {s: samples[s.repeat_of] for s in samples if s.repeat_of is not None}
     assert len(repeats) >= 15
     for again, first in repeats.items():
-        assert again.index - first.index >= SAMPLING.repeat_lag
+        assert again.index - first.index >= REPEAT_LAG
         assert first == dataclasses.replace(again, index=first.index, repeat_of=None)
 
 
@@ -94,7 +94,7 @@ def test_a_transfer_counts_from_the_last_arrival(
     )
     meter = vars(run_collectives)["_CollectiveMeter"](ranks, 0.15)
     assert meter.nominal_ms(3) == pytest.approx(3.0)
-    sampled = sample_collective(0, 0, SAMPLING, {"world": 2})
+    sampled = sample_collective(0, 0, SIZES, {"world": 2})
     found = meter.measure(sampled, reference_ms=6.0)
     assert found.reference_ms == pytest.approx(3.0)
     # The machine is half as fast as when its nominal speed was taken.
@@ -125,7 +125,7 @@ def test_other_runs_backends_and_kinds_of_records_are_refused(tmp_path: Path) ->
     assert record_kind(compute) == "compute"
     assert read_header(tmp_path / "nothing", CommsHeader) is None
     reads: list[tuple[Callable[[], object], str]] = [
-        (lambda: read_comms_records([gloo, nccl]), "gloo, nccl"),
+        (lambda: read_comms_records([gloo, nccl]), "backend: 'gloo' against 'nccl'"),
         (lambda: read_records([gloo]), "of 'neuroshard collect comms', not of"),
         (lambda: read_comms_records([compute]), "of 'neuroshard collect compute', not"),
         (lambda: record_kind(tmp_path / "nothing"), "does not exist; measure with"),
@@ -143,7 +143,7 @@ def test_other_runs_backends_and_kinds_of_records_are_refused(tmp_path: Path) ->
         (make_comms_record, {"transfer_ms": (1.5,)}, "transfer_ms"),
         (CommsConfig, {"out": Path("c"), "backend": "mpi"}, "mpi"),
         (CommsConfig, {"out": Path("c"), "timeout_seconds": -0.5}, "-0.5"),
-        (CommsSamplingConfig, {"bytes_per_rank": (9, 5)}, r"\(9, 5\)"),
+        (CommsConfig, {"out": Path("c"), "bytes_per_rank": (9, 5)}, r"\(9, 5\)"),
         (CollectConfig, {"out": Path("r"), "num_sets": 0}, "got 0"),
         (SamplingConfig, {"batch_sizes": (9, 8)}, r"\(9, 8\)"),
         (SamplingConfig, {"max_lookups": 0}, "max_lookups"),

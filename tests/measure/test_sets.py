@@ -10,7 +10,6 @@ from torchrec_neuroshard.measure.sets import (
     SampledSet,
     SamplingConfig,
     SetSampler,
-    sample_set,
 )
 from torchrec_neuroshard.tables.table import OPTIMIZERS
 
@@ -33,7 +32,7 @@ NUM_SETS = 200
 
 
 def test_sets_are_as_the_config_says() -> None:
-    sets = [sample_set(i, 9, CONFIG, BASE) for i in range(NUM_SETS)]
+    sets = [SetSampler(CONFIG, 9, BASE).sample(i) for i in range(NUM_SETS)]
     repeats = {s.index: sets[s.repeat_of] for s in sets if s.repeat_of is not None}
     assert len(repeats) == pytest.approx(NUM_SETS / CONFIG.repeat_every, abs=4)
     # Every position of the cycle is measured again at some time.
@@ -116,7 +115,7 @@ def test_a_gpu_gets_all_kinds_and_sets_as_large_as_it_has_room_for() -> None:
     assert 0.6 < small.max_weight_bytes / memory < 0.8
     assert small.max_lookups == memory // 1_400 < config.max_lookups
     assert SamplingConfig.for_device("cuda", 12 * memory) == config
-    sets = [sample_set(i, 4, config, []) for i in range(150)]
+    sets = [SetSampler(config, 4, []).sample(i) for i in range(150)]
     tables = [t for s in sets for t in s.tables]
     # FBGEMM's kernel for Adam takes no fp16 weights.
     kinds = {(o, d) for o in OPTIMIZERS for d in ("fp32", "fp16")} - {("adam", "fp16")}
@@ -135,7 +134,7 @@ def test_sets_fit_into_the_memory_with_their_optimizers_state(max_lookups: int) 
     )
     held = []
     for i in range(60):
-        tables = sample_set(i, 2, config, []).tables
+        tables = SetSampler(config, 2, []).sample(i).tables
         values = sum(t.num_embeddings * t.embedding_dim for t in tables)
         held.append(values * (4 + 8))
         lookups = sum(t.profile.num_lookups for t in tables if t.profile)

@@ -47,7 +47,6 @@ from torchrec_neuroshard.hardware.devices import (
     torch_threads,
 )
 from torchrec_neuroshard.measure.clock import SetTimer
-from torchrec_neuroshard.measure.collectives import CommsSamplingConfig
 from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK, device_fingerprint
 from torchrec_neuroshard.measure.ranks import Ranks
 from torchrec_neuroshard.measure.records import (
@@ -373,7 +372,7 @@ def measure_and_fit(request: LaunchRequest, folder: Path, begin: float) -> None:
                     * request.seconds
                     / _USUAL_COLLECTIVES,
                 ),
-                sampling=_collectives_of(request),
+                bytes_per_rank=_bytes_per_rank(request),
             ),
             _tell,
         )
@@ -393,20 +392,16 @@ def _tell(text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _collectives_of(request: LaunchRequest) -> CommsSamplingConfig:
-    """Sizes around those of the user's outputs."""
+def _bytes_per_rank(request: LaunchRequest) -> tuple[int, int]:
+    """Return sizes of collectives around those of the user's outputs."""
     samples = request.batch_size / request.world_size
     widest: dict[int, int] = {}
     for shard, table in zip(request.shards, request.tables, strict=True):
         columns = shard.embedding_dim * shard.num_features
         widest[table] = max(columns, widest.get(table, 0))
     total = 4.0 * samples * sum(widest.values())
-    return CommsSamplingConfig(
-        bytes_per_rank=(
-            max(1024, int(total / request.world_size / 64)),
-            max(65_536, int(2 * total)),
-        ),
-    )
+    low, high = int(total / request.world_size / 64), int(2 * total)
+    return max(1024, low), max(65_536, high)
 
 
 def _measure_kernels(

@@ -16,7 +16,6 @@ from torchrec_neuroshard.commands.options import add_measuring, add_time_limit, 
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
 from torchrec_neuroshard.files import from_options
 from torchrec_neuroshard.hardware.devices import as_device, default_device_type
-from torchrec_neuroshard.measure.collectives import CommsSamplingConfig
 from torchrec_neuroshard.measure.run import (
     CollectConfig,
     collect_compute,
@@ -65,7 +64,7 @@ def _add_comms(parser: argparse.ArgumentParser) -> None:
     nccl = "nccl where every rank has a GPU"
     option(parser, "--backend", str, f"{BACKEND_NAMES} ({nccl})")
     option(parser, "--num-samples", int, "collectives to measure", known.num_samples)
-    most = known.sampling.bytes_per_rank[1]
+    most = known.bytes_per_rank[1]
     option(parser, "--max-bytes", int, "bytes of a rank, at most", most)
     text, silent = "seconds that a rank may be silent", known.timeout_seconds
     option(parser, "--timeout", float, text, silent, dest="timeout_seconds")
@@ -85,7 +84,7 @@ def run_collect(args: argparse.Namespace) -> int:
         CommsConfig,
         args,
         backend=args.backend or default_backend(),
-        sampling=CommsSamplingConfig(bytes_per_rank=(1024, args.max_bytes)),
+        bytes_per_rank=(1024, args.max_bytes),
     )
     try:
         with phase("measuring"):

@@ -16,14 +16,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.measure.kernels import permute_bags
+from torchrec_neuroshard.measure.records import Collective
 from torchrec_neuroshard.measure.sets import repeated_index
 from torchrec_neuroshard.models.base import COLLECTIVES
 
 __all__ = [
     "CollectiveRunner",
-    "CommsSamplingConfig",
     "SampledCollective",
     "sample_collective",
 ]
@@ -34,6 +33,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or (
 )
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+REPEAT_EVERY, REPEAT_LAG = 20, 60
+"""Every so many records an earlier collective is measured again, at least so many
+records later."""
 _BYTES_MULTIPLE = 8
 """Every message is a whole number of int64 and of fp32 values."""
 _VALUE_BYTES = 4
@@ -52,35 +54,9 @@ _WEIGHTS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommsSamplingConfig:
-    """What to measure; ranges are inclusive."""
-
-    bytes_per_rank: tuple[int, int] = (1024, 2**30)
-    """Least and most bytes that a rank sends on average, itself included."""
-    repeat_every: int = 20
-    """Every so many records one earlier sample is measured again."""
-    repeat_lag: int = 60
-    """How many records later, at least."""
-
-    def __post_init__(self) -> None:
-        low, high = self.bytes_per_rank
-        if not 0 < low <= high:
-            raise ConfigError(
-                f"bytes_per_rank needs 0 < low <= high, got ({low}, {high}); the high "
-                "end is capped by the memory at hand"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampledCollective:
+class SampledCollective(Collective):
     """One collective to measure."""
 
-    index: int
-    repeat_of: int | None = None
-    collective: str
-    group: str
-    bytes_per_peer: tuple[int, ...]
-    """See `CommsRecord.bytes_per_peer`."""
     batch_size: int
     """Of the pooled collectives: samples of a rank, which the bytes are rows of."""
     lengths_share: float = 0.5
@@ -90,7 +66,7 @@ class SampledCollective:
 def sample_collective(
     index: int,
     seed: int,
-    config: CommsSamplingConfig,
+    bytes_per_rank: tuple[int, int],
     group_sizes: dict[str, int],
 ) -> SampledCollective:
     """Return the collective number `index` of a run.
@@ -98,16 +74,17 @@ def sample_collective(
     Args:
         index: Position in the run.
         seed: The run's seed; equal seeds give equal samples.
-        config: Ranges to draw from.
+        bytes_per_rank: Least and most bytes that a rank sends on average, itself
+            included.
         group_sizes: Group name -> its ranks.
     """
-    repeat_of = repeated_index(index, config.repeat_every, config.repeat_lag)
+    repeat_of = repeated_index(index, REPEAT_EVERY, REPEAT_LAG)
     source = index if repeat_of is None else repeat_of
     rng = np.random.default_rng([seed, source])
     group = str(rng.choice(sorted(group_sizes)))
     world_size = group_sizes[group]
     collective = str(rng.choice(COLLECTIVES, p=[_WEIGHTS[c] for c in COLLECTIVES]))
-    low, high = map(math.log, config.bytes_per_rank)
+    low, high = map(math.log, bytes_per_rank)
     mean_bytes = math.exp(rng.uniform(low, high))
     if collective in _UNEVEN:
         shares = _shares(rng, world_size)

@@ -102,45 +102,36 @@ class Ranks:
                 )
             self.device = torch.device(kind, local_rank)
             there.set_device(self.device)
-        self._timeout_seconds = timeout_seconds
-        timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._is_guest = dist.is_initialized()
         if not self._is_guest:
-            dist.init_process_group(backend, timeout=timeout)
-        self._control: Any = dist.new_group(backend="gloo", timeout=timeout)
+            dist.init_process_group(backend, timeout=self._timeout)
+        self._control: Any = dist.new_group(backend="gloo", timeout=self._timeout)
         self.groups = {
             "world": _Group(None, tuple(range(self.world_size)), self.local_world_size)
         }
         """Name -> this rank's process group, and rank 0's members."""
-        if 1 < self.local_world_size < self.world_size:
-            self._add_subgroups(timeout)
-        for size in sorted(set(group_sizes) - {self.world_size}):
-            self._add_first(size, timeout)
+        local, world = self.local_world_size, self.world_size
+        if 1 < local < world:  # the groups of table-row-wise and grid sharding
+            nodes = [range(n, n + local) for n in range(0, world, local)]
+            self._add("local", nodes, local)
+            self._add("cross", [range(i, world, local) for i in range(local)], 1)
+        for size in sorted(set(group_sizes) - {world}):
+            if not 1 < size < world or (size > local and size % local):
+                raise ConfigError(
+                    f"a group of {size} ranks cannot be made of {world} ranks with "
+                    f"{local} per node; sizes are 2 to {world - 1}, beyond a node in "
+                    f"multiples of {local}"
+                )
+            self._add(f"first {size}", [range(size)], min(size, local))
         self._clock_offset_s = self._measure_clock_offset()
         self._hosts = self.gather_objects(socket.gethostname())
 
-    def _add_subgroups(self, timeout: datetime.timedelta) -> None:
-        """Make the groups that table-row-wise and grid sharding use."""
-        local, world = self.local_world_size, self.world_size
-        rows = [tuple(range(n, n + local)) for n in range(0, world, local)]
-        columns = [tuple(range(i, world, local)) for i in range(local)]
-        for name, groups, size in (("local", rows, local), ("cross", columns, 1)):
-            made = [dist.new_group(list(g), timeout=timeout) for g in groups]
-            mine = next(i for i, g in enumerate(groups) if self.rank in g)
-            self.groups[name] = _Group(made[mine], groups[0], size)
-
-    def _add_first(self, size: int, timeout: datetime.timedelta) -> None:
-        """Make a group of the first ranks: whole nodes, or a part of one."""
-        local = self.local_world_size
-        if not 1 < size < self.world_size or (size > local and size % local):
-            raise ConfigError(
-                f"a group of {size} ranks cannot be made of {self.world_size} ranks "
-                f"with {local} per node; sizes are 2 to {self.world_size - 1}, beyond "
-                f"a node in multiples of {local}"
-            )
-        ranks = tuple(range(size))
-        made = dist.new_group(list(ranks), timeout=timeout)
-        self.groups[f"first {size}"] = _Group(made, ranks, min(size, local))
+    def _add(self, name: str, groups: Sequence[range], local_world_size: int) -> None:
+        """Make groups; this rank has the one that it is in."""
+        made = [dist.new_group(list(g), timeout=self._timeout) for g in groups]
+        mine = next((i for i, g in enumerate(groups) if self.rank in g), 0)
+        self.groups[name] = _Group(made[mine], tuple(groups[0]), local_world_size)
 
     @property
     def group_sizes(self) -> dict[str, int]:
@@ -250,4 +241,4 @@ class Ranks:
 
         thread = threading.Thread(target=leave, daemon=True)
         thread.start()
-        thread.join(self._timeout_seconds)
+        thread.join(self._timeout.total_seconds())

@@ -19,11 +19,13 @@ from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = [
     "SCHEMA_VERSION",
+    "Collective",
     "CommsHeader",
     "CommsRecord",
     "CostRecord",
     "Fingerprint",
     "RunHeader",
+    "TableSet",
     "command_line",
     "disturbance",
     "relative_spread",
@@ -88,10 +90,8 @@ class RunHeader:
             RecordMismatchError: Other hardware, libraries, seed, sampling or check of
                 ids.
         """
-        ranks = ("backend", "world_size", "local_world_size")
-        names = [name for name in ranks if hasattr(self, name)]
-        lines = self.measured_unlike(other)
-        lines += _differences(self, other, ["seed", *names, "sampling"])
+        names = ["seed", "world_size", "local_world_size", "sampling"]
+        lines = self.measured_unlike(other) + _differences(self, other, names)
         if lines:
             raise RecordMismatchError(
                 f"{where} holds records of another run ({'; '.join(lines)}); write to "
@@ -102,15 +102,16 @@ class RunHeader:
         """Return one line per reason why times of `other` mean something else."""
         names = [f.name for f in dataclasses.fields(Fingerprint)]
         lines = _differences(self.fingerprint, other.fingerprint, names)
-        return lines + _differences(self, other, ["bounds_check"])
+        return lines + _differences(self, other, ["bounds_check", "backend"])
 
 
 def _differences(mine: object, other: object, names: Iterable[str]) -> list[str]:
     """Return one line per attribute in which two objects differ."""
+    pairs = [
+        (name, getattr(mine, name, None), getattr(other, name, None)) for name in names
+    ]
     return [
-        f"{name}: {getattr(mine, name)!r} against {getattr(other, name)!r}"
-        for name in names
-        if getattr(mine, name) != getattr(other, name)
+        f"{name}: {own!r} against {its!r}" for name, own, its in pairs if own != its
     ]
 
 
@@ -144,8 +145,8 @@ class CommsHeader(RunHeader):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CostRecord:
-    """Forward and backward time of one fused kernel over one table set."""
+class TableSet:
+    """Tables of one fused kernel."""
 
     index: int
     """Position in the run; the set follows from the run's seed and this."""
@@ -159,6 +160,12 @@ class CostRecord:
     """Samples of one pass."""
     tables: tuple[TableConfig, ...]
     """Shards of the set; each `profile` is at `batch_size`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostRecord(TableSet):
+    """Forward and backward time of one fused kernel over one table set."""
+
     fwd_ms: float
     """Median of the forward passes, relative to the reference if there is one."""
     bwd_ms: float
@@ -192,8 +199,8 @@ class CostRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommsRecord:
-    """Times of one collective over one group of ranks, `W` of them."""
+class Collective:
+    """One collective over one group of ranks, `W` of them."""
 
     index: int
     """Position in the run; the collective follows from the run's seed and this."""
@@ -203,13 +210,19 @@ class CommsRecord:
     """One of `COLLECTIVES`."""
     group: str = "world"
     """`world` is all ranks, `local` those of a node, `cross` one of each node."""
+    bytes_per_peer: tuple[int, ...]
+    """What each rank sends to every rank [bytes]; for `pooled_backward` and `index`
+    what it is sent by every rank. The others pass the same between all pairs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommsRecord(Collective):
+    """Times of one collective."""
+
     world_size: int
     """Ranks of the group, `W`."""
     local_world_size: int
     """Ranks of the group per node."""
-    bytes_per_peer: tuple[int, ...]
-    """What each rank sends to every rank [bytes]; for `pooled_backward` and `index`
-    what it is sent by every rank. The others pass the same between all pairs."""
     num_passes: int
     """Timed passes."""
     spread: float

@@ -14,9 +14,9 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,7 +24,6 @@ from torchrec_neuroshard.errors import ConfigError, DeviceFailureError
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.hardware.devices import (
     GpuMonitor,
-    GpuState,
     as_device,
     device_bytes,
     find_gpu_monitor,
@@ -37,6 +36,7 @@ from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK, device_fingerprint
 from torchrec_neuroshard.measure.records import (
     CostRecord,
     RunHeader,
+    TableSet,
     command_line,
     disturbance,
     repeatability,
@@ -52,11 +52,9 @@ from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = [
     "CollectConfig",
-    "Measured",
     "collect_compute",
     "default_sampling",
     "measure",
-    "summary",
     "unit_factor",
 ]
 
@@ -71,16 +69,6 @@ _RECENT_SETS = 101
 # The loop
 
 
-class Measured(NamedTuple):
-    """What became of the sets of `measure`."""
-
-    is_complete: bool
-    """Whether no set was left when the time was over."""
-    num_measured: int
-    left_out: dict[int, str]
-    """Sets that did not fit into the device's memory, and what it said."""
-
-
 def measure(
     sets: Iterable[SampledSet],
     timer: SetTimer,
@@ -91,7 +79,7 @@ def measure(
     min_sets: int = 0,
     monitor: GpuMonitor | None = None,
     title: str = "measuring",
-) -> Measured:
+) -> dict[int, str]:
     """Measure sets until there are no more, or time is over.
 
     A set that other work disturbed, or that a GPU measured with its clocks held down
@@ -108,6 +96,9 @@ def measure(
         min_sets: Sets to measure whatever the time, before any is measured again.
         monitor: Reads a GPU's clocks meanwhile.
         title: What is shown, before the number of sets done.
+
+    Returns:
+        Sets that did not fit into the device's memory, and what it said.
 
     Raises:
         DeviceFailureError: A GPU failed for good; `args[1]` is the set's index.
@@ -138,10 +129,10 @@ def measure(
                 for record in steady:
                     disturbed.pop(record.index, None)
             if not queue and not disturbed:
-                return Measured(True, len(records), left_out)
+                return left_out
             tried = max(len(records), len(left_out))
             if tried >= min_sets and time.monotonic() >= until:
-                return Measured(False, len(records), left_out)
+                return left_out
             if disturbed and (not queue or (may_return and tried >= min_sets)):
                 worst = max(disturbed, key=lambda index: doubt(records[index]))
                 sampled, tries = disturbed.pop(worst)
@@ -175,24 +166,24 @@ def _measure_if_it_fits(
     draw: Callable[[], None],
 ) -> CostRecord:
     """Measure a set; where there is no memory, free some and try once more."""
-    try:
+    was_tried = False
+    while True:
         try:
             return measure_set(sampled, timer, seed, monitor, draw)
         except torch.OutOfMemoryError:
-            pass
+            if was_tried:
+                raise
+        except RuntimeError as error:
+            # "CUDA error" of torch, "CUDA Error" of FBGEMM.
+            if "cuda error" not in str(error).lower():
+                raise
+            text = str(error).strip().splitlines()[0]
+            raise DeviceFailureError(text, sampled.index) from error
         # Outside of the handler, which holds the failed set: what it and the sets
         # before have left in pieces.
+        was_tried = True
         gc.collect()
         free_cached_memory(timer.device)
-        return measure_set(sampled, timer, seed, monitor, draw)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        # "CUDA error" of torch, "CUDA Error" of FBGEMM.
-        if "cuda error" not in str(error).lower():
-            raise
-        text = str(error).strip().splitlines()[0]
-        raise DeviceFailureError(text, sampled.index) from error
 
 
 def measure_set(
@@ -211,12 +202,15 @@ def measure_set(
         monitor: Reads a GPU's clocks.
         meanwhile: Called while an accelerator is at work.
     """
-    states: list[GpuState] = []
+    gpu: dict[str, Any] = {}
 
     def during() -> None:
         meanwhile()
         if monitor is not None and (state := monitor.state()) is not None:
-            states.append(state)
+            gpu["sm_clock_mhz"] = state.sm_clock_mhz
+            gpu["memory_clock_mhz"] = state.memory_clock_mhz
+            gpu["temperature_c"] = state.temperature_c
+            gpu["throttled"] = state.throttled_by()
 
     measured = timer.measure(
         sampled.tables,
@@ -225,23 +219,15 @@ def measure_set(
         (seed, sampled.index if sampled.repeat_of is None else sampled.repeat_of),
         during,
     )
-    state = states[0] if states else None
+    drawn = {f.name: getattr(sampled, f.name) for f in fields(TableSet)}
     return CostRecord(
-        index=sampled.index,
-        repeat_of=sampled.repeat_of,
-        held_out=sampled.held_out,
-        validation=sampled.validation,
-        batch_size=sampled.batch_size,
-        tables=sampled.tables,
+        **drawn,
+        **gpu,
         fwd_ms=measured.fwd_ms,
         bwd_ms=measured.bwd_ms,
         num_passes=len(measured.fwd_raw_ms),
         spread=measured.spread,
         reference_ms=statistics.median(measured.ref_raw_ms or (0.0,)),
-        sm_clock_mhz=state.sm_clock_mhz if state else None,
-        memory_clock_mhz=state.memory_clock_mhz if state else None,
-        temperature_c=state.temperature_c if state else None,
-        throttled=state.throttled_by() if state else "",
     )
 
 
@@ -296,23 +282,13 @@ def collect_compute(
     device, path, base = as_device(config.device), config.out, list[TableConfig]()
     for file in config.tables:
         base.extend(itertools.chain.from_iterable(load_json(file).values()))
-    header = RunHeader(
-        fingerprint=device_fingerprint(device, 1),
-        reference_ms=0.0,
-        seed=config.seed,
-        sampling={
-            **to_fields(config.sampling),
-            "workloads": sorted({t.name.rsplit("/", 1)[0] for t in base}),
-            "num_base_tables": len(base),
-        },
-        command=command_line(),
-        created=utc_now(),
-        bounds_check=BOUNDS_CHECK,
-    )
     known = read_header(path, RunHeader)
-    if known is not None:
-        known.check_same_run(header, str(path))
-    monitor = _monitor(device, say)
+    uuid = gpu_uuid(device)
+    monitor = None if uuid is None else find_gpu_monitor(uuid)
+    if monitor is not None:
+        say("clocks and temperature are read by pynvml")
+    elif uuid is not None:
+        say("pynvml does not answer: clocks and throttling are not recorded")
     with torch_threads(1):  # a rank on a CPU has one core
         timer = SetTimer(
             device,
@@ -320,7 +296,19 @@ def collect_compute(
             reference_ms=known.reference_ms if known else None,
             budget_seconds=config.set_seconds,
         )
-        header = known or replace(header, reference_ms=timer.reference_ms)
+        header = RunHeader(
+            fingerprint=device_fingerprint(device, 1),
+            reference_ms=timer.reference_ms,
+            seed=config.seed,
+            sampling={
+                **to_fields(config.sampling),
+                "workloads": sorted({t.name.rsplit("/", 1)[0] for t in base}),
+                "num_base_tables": len(base),
+            },
+            command=command_line(),
+            created=utc_now(),
+            bounds_check=BOUNDS_CHECK,
+        )
         sampler = SetSampler(config.sampling, config.seed, base, predict_ms)
         with RecordStore(path, header) as store:
             _fill(config, store, timer, sampler, monitor, say)
@@ -328,21 +316,7 @@ def collect_compute(
         say(f"the driver did not tell its state {monitor.num_failures} times")
     for index, why in store.header.failed.items():
         say(f"set {index} ended an earlier run and is left out: {why}")
-    say(summary(path, store.header, store.records))
-
-
-def _monitor(device: torch.device, say: Callable[[str], object]) -> GpuMonitor | None:
-    """Find a way to watch a GPU's clocks, and tell whether there is one."""
-    uuid = gpu_uuid(device)
-    if uuid is None:
-        return None
-    monitor = find_gpu_monitor(uuid)
-    say(
-        "pynvml does not answer: clocks, temperature and throttling are not recorded"
-        if monitor is None
-        else "clocks and temperature are read by pynvml"
-    )
-    return monitor
+    say(_summary(path, store.header, store.records))
 
 
 def _fill(
@@ -354,18 +328,14 @@ def _fill(
     say: Callable[[str], object],
 ) -> None:
     """Measure the sets that a file lacks."""
-    path, begin = config.out, config.started
     until = math.inf
     if config.time_limit_seconds is not None:
-        begin = time.monotonic() if begin is None else begin
+        begin = time.monotonic() if config.started is None else config.started
         until = begin + config.time_limit_seconds
-    failed = store.header.failed
-    todo = [
-        i
-        for i in range(config.num_sets)
-        if i not in store.done and str(i) not in failed
-    ]
-    earlier = _anchors(store.records)
+    numbers, done, failed = range(config.num_sets), store.done, store.header.failed
+    todo = [i for i in numbers if i not in done and str(i) not in failed]
+    firsts = [r for r in store.records if r.repeat_of is None]
+    earlier = firsts[:: max(1, len(firsts) // NUM_ANCHORS)][:NUM_ANCHORS]
     if todo and timer.reference_ms and earlier:
         again = [sampler.sample(r.index) for r in earlier]
         factor = unit_factor(
@@ -377,7 +347,7 @@ def _fill(
             f"multiplied by {factor:.3f} to agree with the earlier ones"
         )
     try:
-        found = measure(
+        left_out = measure(
             map(sampler.sample, todo),
             timer,
             store.append,
@@ -391,20 +361,13 @@ def _fill(
         store.note_failure(index, text)
         raise DeviceFailureError(
             f"set {index} failed on the device ({text}), which can do nothing more in "
-            f"this process; {path} keeps what was measured, and the same command goes "
-            "on without that set"
+            f"this process; {config.out} keeps what was measured, and the same command "
+            "goes on without that set"
         ) from error
-    if not found.is_complete:
+    if len(store.done) + len(left_out) + len(failed) < config.num_sets:
         say(f"stopped at the time limit of {config.time_limit_seconds:g} s")
-    for index, why in found.left_out.items():
+    for index, why in left_out.items():
         say(f"set {index} was left out: {why}")
-
-
-def _anchors(records: Sequence[CostRecord]) -> list[CostRecord]:
-    """Records spread evenly over those of an earlier process."""
-    firsts = [r for r in records if r.repeat_of is None]
-    step = max(1, len(firsts) // NUM_ANCHORS)
-    return firsts[::step][:NUM_ANCHORS]
 
 
 def unit_factor(earlier: Sequence[CostRecord], again: Sequence[CostRecord]) -> float:
@@ -420,7 +383,7 @@ def unit_factor(earlier: Sequence[CostRecord], again: Sequence[CostRecord]) -> f
     return statistics.median(e.total_ms / a.total_ms for e, a in pairs)
 
 
-def summary(path: Path, header: RunHeader, records: Sequence[CostRecord]) -> str:
+def _summary(path: Path, header: RunHeader, records: Sequence[CostRecord]) -> str:
     """One paragraph on what a record file holds and how repeatable it is."""
     text = (
         f"{path}: {len(records)} records on {header.fingerprint.device}, "

@@ -10,13 +10,12 @@ Shapes: `P` passes, `W` ranks.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ import numpy.typing as npt
 import torch
 
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RankFailureError
-from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.hardware.devices import (
     BACKENDS,
     accelerator,
@@ -43,13 +41,13 @@ from torchrec_neuroshard.measure.clock import (
 )
 from torchrec_neuroshard.measure.collectives import (
     CollectiveRunner,
-    CommsSamplingConfig,
     SampledCollective,
     sample_collective,
 )
 from torchrec_neuroshard.measure.kernels import column_permutation, device_fingerprint
 from torchrec_neuroshard.measure.ranks import Ranks
 from torchrec_neuroshard.measure.records import (
+    Collective,
     CommsHeader,
     CommsRecord,
     command_line,
@@ -108,7 +106,9 @@ class CommsConfig:
     group_sizes: tuple[int, ...] = ()
     """Groups of the first so many ranks to measure beside all ranks, in the same run:
     the machine's drift is then the same for all world sizes."""
-    sampling: CommsSamplingConfig = field(default_factory=CommsSamplingConfig)
+    bytes_per_rank: tuple[int, int] = (1024, 2**30)
+    """Least and most bytes that a rank sends on average, itself included; the most is
+    capped by the memory at hand."""
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS.values():
@@ -116,6 +116,11 @@ class CommsConfig:
         if not self.timeout_seconds > 0:
             raise ConfigError(
                 f"timeout_seconds must be above 0, got {self.timeout_seconds}"
+            )
+        low, high = self.bytes_per_rank
+        if not 0 < low <= high:
+            raise ConfigError(
+                f"bytes_per_rank needs 0 < low <= high, got ({low}, {high})"
             )
 
 
@@ -207,14 +212,11 @@ class _CollectiveMeter:
         self._recent_ms.append(reference_P.tolist())
         recent_ms = [ms for passes_ms in self._recent_ms for ms in passes_ms]
         speed = reference_ms / float(np.quantile(recent_ms, _REFERENCE_QUANTILE))
+        drawn = {f.name: getattr(sampled, f.name) for f in fields(Collective)}
         return CommsRecord(
-            index=sampled.index,
-            repeat_of=sampled.repeat_of,
-            collective=sampled.collective,
-            group=sampled.group,
+            **drawn,
             world_size=len(group.ranks),
             local_world_size=group.local_world_size,
-            bytes_per_peer=sampled.bytes_per_peer,
             num_passes=len(passes),
             spread=relative_spread(transfer_PW.max(axis=1).tolist()),
             reference_ms=float(np.median(reference_P)),
@@ -258,12 +260,11 @@ def _collect(
 ) -> None:
     most_bytes = int(-ranks.agree([-float(_memory_cap(ranks))])[0])
     most_bytes = 1 << most_bytes.bit_length() - 1
-    is_new, header = ranks.from_first(lambda: _open(config, ranks, most_bytes))
+    header = ranks.from_first(lambda: _open(config, ranks, most_bytes))
     meter = _CollectiveMeter(ranks, config.sample_seconds)
-    if is_new:
+    if not header.reference_ms:
         header = _measure_links(header, config, ranks, meter)
     low, high = header.sampling["bytes_per_rank"]
-    sampling = dataclasses.replace(config.sampling, bytes_per_rank=(low, high))
     with contextlib.ExitStack() as stack:
         store = None
         if ranks.rank == 0:
@@ -275,7 +276,9 @@ def _collect(
             late = index >= config.min_samples and time.monotonic() > deadline
             if ranks.agree([float(late or bool(stop))])[0]:
                 break
-            sampled = sample_collective(index, header.seed, sampling, ranks.group_sizes)
+            sampled = sample_collective(
+                index, header.seed, (low, high), ranks.group_sizes
+            )
             record = meter.measure(sampled, header.reference_ms)
             if store is not None:
                 store.append(record)
@@ -293,10 +296,8 @@ def _collect(
         )
 
 
-def _open(
-    config: CommsConfig, ranks: Ranks, most_bytes: int
-) -> tuple[bool, CommsHeader]:
-    """Return whether a run is new, and its header, where new without measurements.
+def _open(config: CommsConfig, ranks: Ranks, most_bytes: int) -> CommsHeader:
+    """Return the header of a run; of a new one, times are 0.
 
     Args:
         config: The run.
@@ -310,15 +311,13 @@ def _open(
     known = read_header(config.out, CommsHeader)
     if known is not None:
         most_bytes = int(known.sampling["bytes_per_rank"][1])
-    low, high = config.sampling.bytes_per_rank
-    sizes = (low, max(low, min(high, most_bytes)))
-    sampling = dataclasses.replace(config.sampling, bytes_per_rank=sizes)
+    low, high = config.bytes_per_rank
     asked = CommsHeader(
         fingerprint=device_fingerprint(ranks.device, 1),
         reference_ms=0.0,
         seed=config.seed,
         sampling={
-            **to_fields(sampling),
+            "bytes_per_rank": [low, max(low, min(high, most_bytes))],
             "groups": sorted(ranks.groups),
             "cores": len(os.sched_getaffinity(0)),
         },
@@ -330,10 +329,9 @@ def _open(
         intra_gb_per_s=0.0,
         inter_gb_per_s=0.0,
     )
-    if known is None:
-        return True, asked
-    known.check_same_run(asked, str(config.out))
-    return False, known
+    if known is not None:
+        known.check_same_run(asked, str(config.out))
+    return known or asked
 
 
 def _measure_links(
@@ -344,7 +342,7 @@ def _measure_links(
     kernels: dict[str, Any] = {}
     if not is_accelerator(ranks.device.type):
         kernels = _time_kernels(ranks, config.kernel_rounds)
-    return dataclasses.replace(
+    return replace(
         header,
         intra_gb_per_s=ranks.bandwidth(1) if local > 1 else 0.0,
         inter_gb_per_s=ranks.bandwidth(local) if local < world else 0.0,

@@ -13,13 +13,10 @@ import numpy as np
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.measure.records import TableSet
 from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.profile import FeatureProfile
-from torchrec_neuroshard.tables.table import (
-    DATA_TYPE_BYTES,
-    OPTIMIZERS,
-    TableConfig,
-)
+from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, OPTIMIZERS, TableConfig
 
 __all__ = [
     "STATE_BYTES",
@@ -28,7 +25,6 @@ __all__ = [
     "SetSampler",
     "is_held_out_table",
     "repeated_index",
-    "sample_set",
 ]
 
 STATE_BYTES = {"adam": 8, "adagrad": 4}
@@ -124,16 +120,9 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SampledSet:
+class SampledSet(TableSet):
     """One set to measure."""
 
-    index: int
-    repeat_of: int | None = None
-    held_out: bool
-    validation: bool = False
-    batch_size: int
-    tables: tuple[TableConfig, ...]
-    """Shards; each `profile` is the expected one at `batch_size`."""
     access: tuple[AccessDistribution, ...] | None = None
     """Beside `tables`: how their ids are drawn; None: as the profiles tell."""
 
@@ -249,43 +238,51 @@ class SetSampler:
             base, exponent = None, 0.0
             if real and pool:
                 base = pool[rng.integers(len(pool))]
-                rows, pooling, spread = _vary(rng, base, config)
-                name = base.name
+                rows, pooling = _vary(rng, base, config)
             else:
                 rows, pooling, exponent = _generate(rng, config)
-                spread = float(rng.choice([0.0, 1.0, 2.0]))
-                name = f"generated/{source}/{number}"
+            name = base.name if base else f"generated/{source}/{number}"
+            spread = float(rng.choice([0.0, 1.0, 2.0]))
             num_features = 1 if rng.random() < 0.95 else int(rng.integers(2, 5))
             width = draw_width(rng)
-            num_lookups = batch_size * pooling
-            held_bytes = rows * width * value_bytes
-            fits = num_lookups <= free_lookups and held_bytes <= free_bytes
-            if not fits and (tables or number < 3 * num_shards):
-                continue
-            if not fits:  # the last resort: a small table, so that no set is empty
-                rows = min(rows, 1000)
+            fits = (
+                batch_size * pooling <= free_lookups
+                and rows * width * value_bytes <= free_bytes
+            )
+            if not fits:
+                if tables or number < 3 * num_shards:
+                    continue
+                # The last resort: a small table, so that no set is empty.
+                rows, base, exponent = min(rows, 1000), None, 1.0
                 pooling = min(pooling, lookup_budget / batch_size)
-                num_lookups = batch_size * pooling
-                base, exponent = None, 1.0
             free_bytes -= rows * width * value_bytes
-            free_lookups -= num_lookups
+            free_lookups -= batch_size * pooling
             if base is not None and base.profile is not None:
                 distribution = AccessDistribution.from_profile(base.profile, rows)
             else:
                 distribution = AccessDistribution.power_law(rows, exponent)
-            kind = TableConfig(
+            std = spread * math.sqrt(pooling / num_features)
+            histogram = distribution.histogram(batch_size * pooling)
+            pooling, std, *bins = _short_numbers((pooling, std, *histogram))
+            profile = FeatureProfile(
+                batch_size=batch_size,
+                num_lookups=batch_size * pooling,
+                pooling_std=std,
+                access_histogram=tuple(bins),
+                weighted=weighted,
+            )
+            table = TableConfig(
                 name=f"{name}#{len(tables)}",
                 num_embeddings=rows,
                 embedding_dim=width,
                 pooling_factor=pooling,
                 num_features=num_features,
+                profile=profile,
                 weighted=weighted,
                 data_type=data_type,
                 optimizer=optimizer,
             )
-            histogram = distribution.histogram(num_lookups)
-            std = spread * math.sqrt(pooling / num_features)
-            tables.append(in_short_numbers(kind, batch_size, std, histogram))
+            tables.append(table)
             access.append(distribution)
         return SampledSet(
             index=source,
@@ -297,45 +294,8 @@ class SetSampler:
         )
 
 
-def sample_set(
-    index: int, seed: int, config: SamplingConfig, base_tables: Sequence[TableConfig]
-) -> SampledSet:
-    """Return one set of a run; see `SetSampler`, which draws many of them faster."""
-    return SetSampler(config, seed, base_tables).sample(index)
-
-
-def in_short_numbers(
-    table: TableConfig,
-    batch_size: int,
-    pooling_std: float,
-    histogram: Sequence[float],
-) -> TableConfig:
-    """Return a table whose measured figures have 11 significant bits.
-
-    They are off by at most 0.05 %, and a file of records is half as large.
-
-    Args:
-        table: The table, without a profile.
-        batch_size: Samples that the histogram is of.
-        pooling_std: Standard deviation of the bag lengths.
-        histogram: Access histogram of one batch.
-    """
-    pooling, std, *bins = short_numbers((table.pooling_factor, pooling_std, *histogram))
-    return dataclasses.replace(
-        table,
-        pooling_factor=pooling,
-        profile=FeatureProfile(
-            batch_size=batch_size,
-            num_lookups=batch_size * pooling,
-            pooling_std=std,
-            access_histogram=tuple(bins),
-            weighted=table.weighted,
-        ),
-    )
-
-
-def short_numbers(values: Sequence[float]) -> list[float]:
-    """Round to 11 significant bits, as single precision."""
+def _short_numbers(values: Sequence[float]) -> list[float]:
+    """Round to 11 significant bits: 0.05 % off, and a file is half as large."""
     bits = np.asarray(values, dtype=np.float32).view(np.uint32)
     kept = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFF_E000)
     rounded: list[float] = kept.view(np.float32).tolist()
@@ -396,12 +356,11 @@ def _width_rule(
 
 def _vary(
     rng: np.random.Generator, base: TableConfig, config: SamplingConfig
-) -> tuple[int, float, float]:
-    """Rows, pooling factor and bag-length spread of a variant of a real table."""
+) -> tuple[int, float]:
+    """Rows and pooling factor of a variant of a real table."""
     rows = int(base.num_embeddings * math.exp(rng.normal(0.0, 0.3)))
     pooling = base.pooling_factor * math.exp(rng.normal(0.0, 0.3))
-    rows = min(max(rows, config.rows[0]), config.rows[1])
-    return rows, pooling, float(rng.choice([0.0, 1.0, 2.0]))
+    return min(max(rows, config.rows[0]), config.rows[1]), pooling
 
 
 def _generate(
