@@ -16,7 +16,8 @@ import numpy.typing as npt
 from scipy import optimize, special
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.tables.profile import NUM_COUNT_BINS, FeatureProfile
+from torchrec_neuroshard.tables.access import NUM_COUNT_BINS
+from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = [

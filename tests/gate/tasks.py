@@ -62,7 +62,7 @@ from torchrec_neuroshard.plans.replan import ReplanResult, replan
 from torchrec_neuroshard.search import Searcher, make_searcher
 from torchrec_neuroshard.tables.inputs import draw_batch
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
-from torchrec_neuroshard.tables.profile import uniform_profile
+from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.tables.table import TableConfig
 
 Record = dict[str, Any]
@@ -602,8 +602,11 @@ def profiles() -> dict[str, Record]:
     seen = profile_inputs(
         jagged(draw_batch(tables[:3], 256, seed)) for seed in range(3)
     )
-    even = uniform_profile(
-        batch_size=1024, pooling_factor=specs[3].ids, num_embeddings=specs[3].rows
+    even = zipf_profile(
+        batch_size=1024,
+        pooling_factor=specs[3].ids,
+        num_embeddings=specs[3].rows,
+        exponent=0.0,
     )
     return {
         "profiles": plan_specs(

@@ -34,7 +34,7 @@ from torchrec_neuroshard.monitor import (
 )
 from torchrec_neuroshard.phase_timer import PhaseTimes
 from torchrec_neuroshard.planner.outline import outline_of
-from torchrec_neuroshard.tables.profile import uniform_profile, zipf_profile
+from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -173,7 +173,9 @@ def test_without_news_nothing_changes() -> None:
 
 def test_new_profiles_stand_in_for_old_ones_feature_by_feature() -> None:
     def profile(ids: float) -> Any:
-        return uniform_profile(batch_size=64, pooling_factor=ids, num_embeddings=1000)
+        return zipf_profile(
+            batch_size=64, pooling_factor=ids, num_embeddings=1000, exponent=0.0
+        )
 
     planner = make_planner(profiles={"f0": profile(1.0), "f1": profile(1.0)})
     learned = planner.relearned({"f1": profile(20.0)})

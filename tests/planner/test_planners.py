@@ -29,7 +29,7 @@ from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner import NeuroShardPlanner, PlacementConstraints
-from torchrec_neuroshard.tables.profile import uniform_profile
+from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 
@@ -116,7 +116,9 @@ def test_unsplit_tables_fuse_with_those_that_must_stay_whole() -> None:
 
 
 def test_profiles_describe_their_features() -> None:
-    profile = uniform_profile(batch_size=32, pooling_factor=9.0, num_embeddings=100)
+    profile = zipf_profile(
+        batch_size=32, pooling_factor=9.0, num_embeddings=100, exponent=0.0
+    )
     features = {0: ["a", "b"], 1: ["a"], 2: ["c"]}
     planner = make_planner(
         profiles={"a": profile},

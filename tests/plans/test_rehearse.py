@@ -36,7 +36,7 @@ from tests.builders import (
 from torchrec_neuroshard import group_topology, rehearse
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.plans.plan_files import save_plan
-from torchrec_neuroshard.tables.profile import uniform_profile
+from torchrec_neuroshard.tables.profile import zipf_profile
 
 
 def plan_for(model: nn.Module, sharders: list[Any], world: int, **only: Any) -> Any:
@@ -199,7 +199,9 @@ def test_the_command_counts_the_busiest_table_of_a_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     profiles = {
-        path: uniform_profile(batch_size=64, pooling_factor=n, num_embeddings=1000)
+        path: zipf_profile(
+            batch_size=64, pooling_factor=n, num_embeddings=1000, exponent=0.0
+        )
         for path, n in (("busy", 50.0), ("idle", 1.0))
     }
     model, sharders = make_namesakes(), bag_sharders()

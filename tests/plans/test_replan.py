@@ -30,7 +30,7 @@ from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import NeuroShardPlanner, PlanFileError
 from torchrec_neuroshard.plans.replan import ReplanResult, replan
 from torchrec_neuroshard.search import SearchConfig
-from torchrec_neuroshard.tables.profile import uniform_profile
+from torchrec_neuroshard.tables.profile import zipf_profile
 
 HUGE = 2**60
 SIZES = [(4000, 64), (3000, 32), (2000, 32), (1000, 16), (500, 16)]
@@ -225,7 +225,9 @@ def test_fresh_profiles_are_what_counts() -> None:
     sizes = [(100_000, 32)] * 4
     job = make_job([(t, 32, t % 2) for t in range(4)], sizes=sizes)
     assert job.replan().moves == ()
-    hot = uniform_profile(batch_size=128, pooling_factor=40.0, num_embeddings=100_000)
+    hot = zipf_profile(
+        batch_size=128, pooling_factor=40.0, num_embeddings=100_000, exponent=0.0
+    )
     job.planner = make_planner(2, profiles={"f0": hot})
     result = job.replan()
     # t2 leaves the rank of the busy table.

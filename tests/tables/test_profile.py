@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard.errors import ProfileError
-from torchrec_neuroshard.tables.access import AccessDistribution, draw_ids
-from torchrec_neuroshard.tables.profile import (
+from torchrec_neuroshard.tables.access import (
     COUNT_BIN_HIGH,
     COUNT_BIN_LOW,
+    AccessDistribution,
+    draw_ids,
+)
+from torchrec_neuroshard.tables.profile import (
     FeatureProfile,
     count_histogram,
     merge_profiles,
     profile_inputs,
-    uniform_profile,
     zipf_profile,
 )
 
@@ -118,8 +120,10 @@ def test_histogram_bins_are_half_open_powers_of_two() -> None:
     assert count_histogram(np.array([], dtype=np.int64)) == (0.0,) * 17
 
 
-def test_uniform_profile_by_hand() -> None:
-    profile = uniform_profile(batch_size=100, pooling_factor=2, num_embeddings=400)
+def test_even_profile_by_hand() -> None:
+    profile = zipf_profile(
+        batch_size=100, pooling_factor=2, num_embeddings=400, exponent=0.0
+    )
     rate = 200 / 400
     assert profile.num_distinct == pytest.approx(400 * (1 - math.exp(-rate)))
     assert profile.access_histogram[0] == pytest.approx(400 * rate * math.exp(-rate))

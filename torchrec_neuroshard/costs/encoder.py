@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.tables.features import ShardFeaturizer, table_features
-from torchrec_neuroshard.tables.profile import uniform_profile
+from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, TableConfig, row_shard
 
 __all__ = ["ShardEncoder", "with_room"]
@@ -138,10 +138,11 @@ class ShardEncoder:
             name="probe",
             num_embeddings=_PROBE_ROWS,
             embedding_dim=_PROBE_WIDTH,
-            profile=uniform_profile(
+            profile=zipf_profile(
                 batch_size=_PROBE_BATCH,
                 pooling_factor=_PROBE_LOOKUPS / _PROBE_BATCH,
                 num_embeddings=_PROBE_ROWS,
+                exponent=0.0,
             ),
         )
         encoding = self.cost_model.encode(table_features([table], _PROBE_BATCH))

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_neuroshard.tables.access import NUM_COUNT_BINS
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
-from torchrec_neuroshard.tables.profile import NUM_COUNT_BINS, bin_mean_counts
+from torchrec_neuroshard.tables.profile import bin_mean_counts
 
 __all__ = [
     "LEAST_THREADS",

@@ -36,7 +36,7 @@ from torchrec_neuroshard.bundles.format import BundleFormat
 from torchrec_neuroshard.errors import BundleMismatchError
 from torchrec_neuroshard.measure.records import Fingerprint
 from torchrec_neuroshard.papers.common import PAPER_BATCH_SIZE, layers
-from torchrec_neuroshard.tables.profile import NUM_COUNT_BINS
+from torchrec_neuroshard.tables.access import NUM_COUNT_BINS
 from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = [

@@ -46,7 +46,7 @@ from torchrec_neuroshard.papers.common import (
 )
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.rules import require_unconstrained
-from torchrec_neuroshard.tables.profile import NUM_COUNT_BINS
+from torchrec_neuroshard.tables.access import NUM_COUNT_BINS
 from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = [

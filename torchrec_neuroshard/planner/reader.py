@@ -67,7 +67,6 @@ from torchrec_neuroshard.planner.topology import node_size
 from torchrec_neuroshard.tables.profile import (
     FeatureProfile,
     merge_profiles,
-    zipf_profile,
 )
 from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_SHARDED_TYPES,
@@ -564,14 +563,6 @@ class TableReader:
     ) -> FeatureProfile:
         """A feature over the batch, of which it may have only a share of samples."""
         known = self._profiles.get(feature)
-        samples = max(1, round(batch_size * share))
-        if known is not None and known.access_histogram:
-            found = known.at_batch_size(samples, rows)
-        else:
-            found = zipf_profile(
-                batch_size=samples,
-                pooling_factor=pooling if known is None else known.pooling_factor,
-                num_embeddings=rows,
-                pooling_std=0.0 if known is None else known.pooling_std,
-            )
+        known = known or FeatureProfile(batch_size=1, num_lookups=pooling)
+        found = known.with_repeats(max(1, round(batch_size * share)), rows)
         return dataclasses.replace(found, batch_size=batch_size)

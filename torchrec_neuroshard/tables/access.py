@@ -7,18 +7,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import lambertw
+from scipy.special import lambertw, pdtr
 
-from torchrec_neuroshard.tables.profile import (
-    FeatureProfile,
-    expected_histogram,
-    zipf_groups,
+from torchrec_neuroshard.errors import ProfileError
+
+if TYPE_CHECKING:
+    from torchrec_neuroshard.tables.profile import FeatureProfile
+
+__all__ = [
+    "COUNT_BIN_HIGH",
+    "COUNT_BIN_LOW",
+    "NUM_COUNT_BINS",
+    "AccessDistribution",
+    "coprime_step",
+    "draw_ids",
+    "draw_lengths",
+]
+
+NUM_COUNT_BINS = 17
+"""Bins of the access histogram, as in the three seed papers' released features."""
+
+COUNT_BIN_HIGH: npt.NDArray[np.float64] = np.array(
+    [2.0**j for j in range(NUM_COUNT_BINS - 1)] + [np.inf]
 )
+"""Largest count of each bin: 1, 2, 4, 8, ..., 32768, infinity."""
 
-__all__ = ["AccessDistribution", "coprime_step", "draw_ids", "draw_lengths"]
+COUNT_BIN_LOW: npt.NDArray[np.float64] = np.append(1.0, COUNT_BIN_HIGH[:-1] + 1)
+"""Smallest count of each bin: 1, 2, 3, 5, 9, ..., 32769."""
 
 _LEAST_RATE = 0.05
 """Lookups of an id a batch below which as many ids as there are rows may have it."""
@@ -37,9 +56,26 @@ class AccessDistribution:
 
     @classmethod
     def power_law(cls, num_embeddings: int, exponent: float) -> AccessDistribution:
-        """Ids whose probability falls with rank^-exponent; 0 is uniform."""
-        num_ids, share = zipf_groups(num_embeddings, exponent)
-        return cls(tuple(num_ids), tuple(share))
+        """Ids whose probability falls with rank^-exponent; 0 is uniform.
+
+        Raises:
+            ProfileError: No rows, or an exponent below 0.
+        """
+        if num_embeddings < 1 or not exponent >= 0:
+            raise ProfileError(
+                "a power law needs num_embeddings of at least 1 and an exponent of at "
+                f"least 0, got {num_embeddings} and {exponent}"
+            )
+        # Ranks 1..16 one by one, then groups that are 1/8 of their first rank wide.
+        firsts, rank = [], 1
+        while rank <= num_embeddings:
+            firsts.append(rank)
+            rank += 1 if rank <= 16 else rank // 8
+        bounds = np.array([*firsts, num_embeddings + 1], dtype=np.float64)
+        num_ids = np.diff(bounds)
+        middle = (bounds[:-1] + bounds[1:] - 1) / 2
+        mass = num_ids * middle**-exponent
+        return cls(tuple(num_ids.tolist()), tuple((mass / mass.sum()).tolist()))
 
     @classmethod
     def from_profile(
@@ -99,10 +135,16 @@ class AccessDistribution:
         return cls(tuple(num_ids.tolist()), tuple((mass / mass.sum()).tolist()))
 
     def histogram(self, num_lookups: float) -> tuple[float, ...]:
-        """Return the expected access histogram of that many draws."""
-        return expected_histogram(
-            np.asarray(self.num_ids), np.asarray(self.share), num_lookups
-        )
+        """Return the expected access histogram of that many independent draws.
+
+        How often an id is drawn is Poisson's.
+        """
+        num_ids, share = np.asarray(self.num_ids), np.asarray(self.share)
+        used = (num_ids > 0) & (share > 0)
+        rate = num_lookups * share[used] / num_ids[used]
+        below = pdtr(COUNT_BIN_LOW - 1, rate[:, None])
+        bins = num_ids[used] @ np.diff(below, append=1.0)
+        return tuple(np.maximum(bins, 0.0).tolist())
 
 
 def draw_lengths(

@@ -10,7 +10,7 @@ Shapes: `B` samples, `C` = 17 count bins.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,42 +27,31 @@ from torchrec_neuroshard.files import (
     to_fields,
     write_whole,
 )
+from torchrec_neuroshard.tables.access import (
+    COUNT_BIN_HIGH,
+    COUNT_BIN_LOW,
+    NUM_COUNT_BINS,
+    AccessDistribution,
+)
 
 __all__ = [
-    "COUNT_BIN_HIGH",
-    "COUNT_BIN_LOW",
-    "NUM_COUNT_BINS",
     "RARE_RATES",
     "FeatureProfile",
     "bin_mean_counts",
     "count_histogram",
-    "expected_histogram",
     "load_profiles",
     "merge_profiles",
     "profile_ids",
     "profile_inputs",
     "save_profiles",
-    "uniform_profile",
-    "zipf_groups",
     "zipf_profile",
 ]
 
-NUM_COUNT_BINS = 17
-"""Bins of the access histogram, as in the three seed papers' released features."""
-
-COUNT_BIN_LOW: npt.NDArray[np.float64] = np.array(
-    [1.0] + [2.0 ** (j - 1) + 1 for j in range(1, NUM_COUNT_BINS)]
-)
-"""Smallest count of each bin: 1, 2, 3, 5, 9, ..., 32769."""
-
-COUNT_BIN_HIGH: npt.NDArray[np.float64] = np.array(
-    [2.0**j for j in range(NUM_COUNT_BINS - 1)] + [np.inf]
-)
-"""Largest count of each bin: 1, 2, 4, 8, ..., 32768, infinity."""
 _COUNTS = np.arange(1, 4096)
 _DIGITS = 60.0
 """Counts whose share is below exp(-60) of the largest are left out."""
-_BINS_OF_COUNTS = np.searchsorted(COUNT_BIN_HIGH, _COUNTS)
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 DEFAULT_ZIPF_EXPONENT = 1.05
 """Assumed skew where nothing was profiled: the power law of NVIDIA's synthetic
@@ -82,7 +71,7 @@ class FeatureProfile:
     access_histogram: tuple[float, ...] = ()
     """17 values: distinct ids that occur once, twice, 3-4, 5-8, ..., above 32768 times.
 
-    Empty when unknown: `TableConfig.profile_at` then assumes a power law."""
+    Empty when unknown: `with_repeats` then assumes a power law."""
     weighted: bool = False
     """Whether lookups carry per-sample weights."""
 
@@ -116,9 +105,7 @@ class FeatureProfile:
         """Distinct ids among the lookups (0 when no histogram is known)."""
         return float(sum(self.access_histogram))
 
-    def access_rates(
-        self, num_embeddings: int
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def access_rates(self, num_embeddings: int) -> tuple[Floats, Floats]:
         """Return groups of ids by how often they are expected in such a batch.
 
         Ids seen more than four times are taken to come as often again; of the others,
@@ -151,19 +138,18 @@ class FeatureProfile:
             rate = np.append(rate[:last], lookups[last] / rows)
         return num_ids, rate
 
-    def bin_mean_counts(self) -> npt.NDArray[np.float64]:
+    def bin_mean_counts(self) -> Floats:
         """Mean count of an id in each bin, such that the lookups add up.
 
         Returns:
             `C` float64, the mean count per bin (its lower bound for empty bins).
         """
-        ids = np.asarray(self.access_histogram, dtype=np.float64)
-        lookups = np.array([self.num_lookups])
-        mean: npt.NDArray[np.float64] = bin_mean_counts(ids[None], lookups)[0]
+        ids, lookups = np.array(self.access_histogram), np.array([self.num_lookups])
+        mean: Floats = bin_mean_counts(ids[None], lookups)[0]
         return mean
 
     def at_batch_size(
-        self, batch_size: int, num_embeddings: int | None = None
+        self, batch_size: int, num_embeddings: float = math.inf
     ) -> FeatureProfile:
         """Return the expected profile of another number of samples.
 
@@ -184,31 +170,37 @@ class FeatureProfile:
         Raises:
             ProfileError: `batch_size` is below 1.
         """
-        if batch_size < 1:
-            raise ProfileError(f"batch_size must be at least 1, got {batch_size}")
         ratio = batch_size / self.batch_size
         lookups = self.num_lookups * ratio
-        histogram: tuple[float, ...] = ()
-        if self.access_histogram:
-            ids = np.asarray(self.access_histogram, dtype=np.float64)
-            if ratio == 1.0:
-                new_ids = ids
-            elif ratio < 1.0:
-                new_ids = _thin(ids, self.bin_mean_counts(), ratio)
-            else:
-                new_ids = _extrapolate(ids, self.bin_mean_counts(), ratio)
-            cap = lookups if num_embeddings is None else min(lookups, num_embeddings)
-            total = float(new_ids.sum())
-            if total > cap > 0:
-                new_ids = new_ids * (cap / total)
-            histogram = tuple(float(v) for v in new_ids)
-        return FeatureProfile(
+        ids = np.asarray(self.access_histogram, dtype=np.float64)
+        if ids.size and ratio != 1.0:
+            change = _thin if ratio < 1.0 else _extrapolate
+            ids = change(ids, self.bin_mean_counts(), ratio)
+        total, cap = float(ids.sum()), min(lookups, num_embeddings)
+        if total > cap > 0:
+            ids = ids * (cap / total)
+        return replace(
+            self,
             batch_size=batch_size,
             num_lookups=lookups,
-            pooling_std=self.pooling_std,
-            access_histogram=histogram,
-            weighted=self.weighted,
+            access_histogram=tuple(ids.tolist()),
         )
+
+    def with_repeats(self, batch_size: int, num_embeddings: int) -> FeatureProfile:
+        """Return the expected profile of a batch; unknown repeats are a power law's.
+
+        Args:
+            batch_size: Samples of the profile to return.
+            num_embeddings: Rows of the table.
+        """
+        if self.access_histogram:
+            return self.at_batch_size(batch_size, num_embeddings)
+        assumed = zipf_profile(
+            batch_size=batch_size,
+            pooling_factor=self.pooling_factor,
+            num_embeddings=num_embeddings,
+        )
+        return replace(assumed, pooling_std=self.pooling_std, weighted=self.weighted)
 
     def distinct_in_parts(self, num_parts: int, num_embeddings: int) -> FeatureProfile:
         """Return the profile once each part of the batch asks for an id once.
@@ -224,14 +216,13 @@ class FeatureProfile:
             return self
         parts = float(num_parts)
         samples = max(1, round(self.batch_size / parts))
-        local = self.at_batch_size(samples, num_embeddings)
-        lookups = parts * local.num_distinct
+        lookups = parts * self.at_batch_size(samples, num_embeddings).num_distinct
         counts = parts * -np.expm1(
             self.bin_mean_counts() * np.log1p(-1 / max(parts, 1 + 1e-9))
         )
         low = np.floor(counts)
         upper = counts - low
-        ids = np.asarray(self.access_histogram, dtype=np.float64)
+        ids = np.asarray(self.access_histogram)
         histogram = np.zeros(NUM_COUNT_BINS)
         for count, share in ((low, 1 - upper), (low + 1, upper)):
             # What occurs at all is in one part at least.
@@ -292,9 +283,7 @@ def load_profiles(path: str | Path) -> dict[str, FeatureProfile]:
     return found
 
 
-def bin_mean_counts(
-    ids_NC: npt.NDArray[np.float64], lookups_N: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
+def bin_mean_counts(ids_NC: Floats, lookups_N: Floats) -> Floats:
     """Mean count of an id in each bin of histograms, such that the lookups add up.
 
     Within a bin only the bounds are known. One fraction between low and high, the same
@@ -314,7 +303,7 @@ def bin_mean_counts(
     fraction = np.where(room > 0, 1.0, 0.0)
     inside = (room > 0) & (excess < room)
     np.divide(np.maximum(excess, 0.0), room, out=fraction, where=inside)
-    mean: npt.NDArray[np.float64] = low + (high - low) * fraction[:, None]
+    mean: Floats = low + (high - low) * fraction[:, None]
     left = np.maximum(excess - fraction * room, 0.0)
     last = ids_NC[:, -1]
     mean[:, -1] += np.where(last > 0, left / np.where(last > 0, last, 1.0), 0.0)
@@ -326,42 +315,26 @@ _MOST_COUNT = 2.0**30
 leaves of all lookups, the mean count may be anything."""
 
 
-def _bin_probabilities(
-    count: npt.NDArray[np.float64], keep: float
-) -> npt.NDArray[np.float64]:
-    """Probability that an id of `count` lookups lands in each bin after thinning."""
-    # P(X <= k) for X ~ Binomial(count, keep); counts between two integers mix both.
-    count = np.minimum(count, _MOST_COUNT)
+def _thin(ids: Floats, mean_count: Floats, keep: float) -> Floats:
+    """Distinct ids by their counts, once each lookup is kept with a probability."""
+    used = ids > 0
+    # Binomial; counts between two integers mix both.
+    count = np.minimum(mean_count[used, None], _MOST_COUNT)
     low = np.floor(count)
     upper_weight = count - low
-    edges = np.concatenate([[0.0], COUNT_BIN_HIGH[:-1]])
+    edges = COUNT_BIN_LOW - 1
 
-    def cdf(trials: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        grid_n, grid_k = np.broadcast_arrays(trials[:, None], edges[None, :])
-        out = np.ones_like(grid_n)
-        inside = grid_k < grid_n
-        out[inside] = special.bdtr(grid_k[inside], grid_n[inside].astype(int), keep)
-        return out
+    def at_most(trials: Floats) -> Floats:
+        inside = special.bdtr(np.minimum(edges, trials), trials.astype(int), keep)
+        return np.where(edges < trials, inside, 1.0)
 
-    below = (
-        cdf(low) * (1 - upper_weight[:, None]) + cdf(low + 1) * upper_weight[:, None]
-    )
-    below = np.concatenate([below, np.ones((len(count), 1))], axis=1)
-    return np.diff(below, axis=1)
-
-
-def _thin(
-    ids: npt.NDArray[np.float64], mean_count: npt.NDArray[np.float64], keep: float
-) -> npt.NDArray[np.float64]:
-    used = ids > 0
-    out: npt.NDArray[np.float64] = ids[used] @ _bin_probabilities(
-        mean_count[used], keep
-    )
-    return out
+    below = at_most(low) * (1 - upper_weight) + at_most(low + 1) * upper_weight
+    thinned: Floats = ids[used] @ np.diff(below, append=1.0)
+    return thinned
 
 
 _LOG_RATES = np.linspace(math.log(1e-8), math.log(32.0), 440)
-RARE_RATES: npt.NDArray[np.float64] = np.exp(_LOG_RATES)
+RARE_RATES: Floats = np.exp(_LOG_RATES)
 """Rates of rare ids, of a batch, that are told apart; rising."""
 _RARELY_MET = special.pdtr(4, RARE_RATES)
 """Chance that a batch meets an id of such a rate at most four times."""
@@ -376,37 +349,25 @@ class _RareIds:
     Exact for uniform ids (scale 0) and for an endless power law (scale 1).
     """
 
-    slope: float
-    """(1 + shape) * scale of the gamma density of the rates."""
+    shape: float
+    """Of the gamma density of the rates; below 0 new ids never cease."""
     scale: float
 
     @classmethod
-    def fit(cls, ids: npt.NDArray[np.float64]) -> _RareIds:
+    def fit(cls, ids: Floats) -> _RareIds:
         """Solve for the ratios of the first three bins (1, 2, and 3-4 lookups)."""
         once, twice, three_or_four = (float(v) for v in ids[:3])
-        # The mixture has f_{k+1} / f_k = (slope + (k - 1) * scale) / (k + 1).
+        # The mixture has f_{k+1} / f_k = (slope + (k - 1) * scale) / (k + 1), where
+        # slope is (1 + shape) * scale.
         slope = min(max(2 * twice / once, 1e-9), 4.0)
         ratio = three_or_four / twice if twice > 0 else 0.0
         linear = 4 + 3 * slope
         constant = slope * (4 + slope) - 12 * ratio
         scale = (math.sqrt(max(linear**2 - 8 * constant, 0.0)) - linear) / 4
-        return cls(slope, min(max(scale, 1e-6), 1 - 1e-6))
+        scale = min(max(scale, 1e-6), 1 - 1e-6)
+        return cls(slope / scale - 1, scale)
 
-    @property
-    def shape(self) -> float:
-        """Shape of the gamma density; below 0 new ids never cease."""
-        return self.slope / self.scale - 1
-
-    def num_fresh(self, once: float, more: float) -> float:
-        """Ids met for the first time in `more` times the lookups counted so far."""
-        growth, power = math.log1p(more * self.scale), -self.shape
-        if abs(power) < 1e-9:
-            return once * growth / self.scale
-        return once * math.expm1(power * growth) / (power * self.scale)
-
-    def rates(
-        self, once: float
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def rates(self, once: float) -> tuple[Floats, Floats]:
         """Ids seen at most four times, unseen ones among them: numbers and rates.
 
         Args:
@@ -426,29 +387,33 @@ class _RareIds:
         num_ids = np.exp(log_density) * (_LOG_RATES[1] - _LOG_RATES[0])
         return num_ids * _RARELY_MET, RARE_RATES
 
-    def fresh_histogram(self, more: float) -> npt.NDArray[np.float64]:
-        """How the counts of ids met for the first time are distributed, sums to 1."""
+    def fresh(self, once: float, more: float) -> Floats:
+        """Ids met for the first time in further lookups, by how often they are met.
+
+        Args:
+            once: Ids seen once so far.
+            more: Further lookups, over those counted so far.
+        """
+        growth, power = math.log1p(more * self.scale), -self.shape
+        if abs(power) < 1e-9:
+            num_fresh = once * growth / self.scale
+        else:
+            num_fresh = once * math.expm1(power * growth) / (power * self.scale)
         success = more * self.scale / (1 + more * self.scale)
         # From about shape * odds on, a share is about `success` times the last one.
         last = max(0.0, self.shape) * more * self.scale + _DIGITS / -math.log(success)
-        count = _COUNTS[: min(_COUNTS.size, math.ceil(last) + 2)]
+        count = _COUNTS[: math.ceil(last) + 2]
         log_step = np.log((count[:-1] + self.shape) * success / count[1:])
-        log_share = np.concatenate([[0.0], np.cumsum(log_step)])
+        log_share = np.append(0.0, np.cumsum(log_step))
         share = np.exp(log_share - log_share.max())
+        bins = np.searchsorted(COUNT_BIN_HIGH, count)
         histogram = np.zeros(NUM_COUNT_BINS)
-        histogram += np.bincount(
-            _BINS_OF_COUNTS[: count.size],
-            share / share.sum(),
-            minlength=NUM_COUNT_BINS,
-        )
-        return histogram
+        np.add.at(histogram, bins, share / share.sum())
+        return num_fresh * histogram
 
 
-def _extrapolate(
-    ids: npt.NDArray[np.float64],
-    mean_count: npt.NDArray[np.float64],
-    ratio: float,
-) -> npt.NDArray[np.float64]:
+def _extrapolate(ids: Floats, mean_count: Floats, ratio: float) -> Floats:
+    """Distinct ids by their counts, once there are `ratio` times the lookups."""
     more = ratio - 1
     # An id seen m times has a rate of about m: gamma posterior of shape m, scale 1.
     shape, scale = mean_count.copy(), np.ones(NUM_COUNT_BINS)
@@ -457,25 +422,14 @@ def _extrapolate(
         rare = _RareIds.fit(ids)
         shape[:3] += rare.shape
         scale[:3] = rare.scale
-        fresh = rare.num_fresh(float(ids[0]), more) * rare.fresh_histogram(more)
+        fresh = rare.fresh(float(ids[0]), more)
     # Further lookups of a known id are negative binomial under that posterior.
     some = ids > 0
-    ids, mean_count, shape, scale = (a[some] for a in (ids, mean_count, shape, scale))
-    further = COUNT_BIN_HIGH[None, :-1] - mean_count[:, None]
-    below = np.where(
-        further > -1,
-        special.betainc(
-            shape[:, None],
-            np.maximum(further + 1, 1e-9),
-            (1 / (1 + more * scale))[:, None],
-        ),
-        0.0,
-    )
-    below = np.concatenate(
-        [np.zeros_like(below[:, :1]), below, np.ones_like(below[:, :1])], axis=1
-    )
-    known: npt.NDArray[np.float64] = ids @ np.diff(below, axis=1)
-    return known + fresh
+    further = COUNT_BIN_HIGH[:-1] - mean_count[some, None]
+    success = 1 / (1 + more * scale[some, None])
+    below = special.betainc(shape[some, None], np.maximum(further + 1, 1e-9), success)
+    below = np.where(further > -1, below, 0.0)
+    return ids[some] @ np.diff(below, prepend=0.0, append=1.0) + fresh
 
 
 def count_histogram(counts: npt.NDArray[np.integer[Any]]) -> tuple[float, ...]:
@@ -485,26 +439,12 @@ def count_histogram(counts: npt.NDArray[np.integer[Any]]) -> tuple[float, ...]:
     return tuple(float(v) for v in np.bincount(bins, minlength=NUM_COUNT_BINS))
 
 
-def uniform_profile(
-    *, batch_size: int, pooling_factor: float, num_embeddings: int
-) -> FeatureProfile:
-    """Return the expected profile of uniformly random ids."""
-    return zipf_profile(
-        batch_size=batch_size,
-        pooling_factor=pooling_factor,
-        num_embeddings=num_embeddings,
-        exponent=0.0,
-    )
-
-
 def zipf_profile(
     *,
     batch_size: int,
     pooling_factor: float,
     num_embeddings: int,
     exponent: float = DEFAULT_ZIPF_EXPONENT,
-    pooling_std: float = 0.0,
-    weighted: bool = False,
 ) -> FeatureProfile:
     """Return the expected profile of ids drawn by a power law, rank^-exponent.
 
@@ -513,92 +453,25 @@ def zipf_profile(
         pooling_factor: Mean ids per sample.
         num_embeddings: Rows of the table.
         exponent: 0 is uniform.
-        pooling_std: Standard deviation of the bag length.
-        weighted: Whether lookups carry weights.
 
     Raises:
         ProfileError: No rows, or a value that is negative or not finite.
     """
-    num_ids, share = zipf_groups(num_embeddings, exponent)
+    access = AccessDistribution.power_law(num_embeddings, exponent)
     lookups = batch_size * pooling_factor
     return FeatureProfile(
         batch_size=batch_size,
         num_lookups=lookups,
-        pooling_std=pooling_std,
-        access_histogram=expected_histogram(num_ids, share, lookups),
-        weighted=weighted,
+        access_histogram=access.histogram(lookups),
     )
 
 
-def zipf_groups(
-    num_embeddings: int, exponent: float
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return groups of ids of about equal probability under a power law.
-
-    Returns:
-        Ids per group (sums to `num_embeddings`) and each group's share of the lookups.
-
-    Raises:
-        ProfileError: No rows, or an exponent below 0.
-    """
-    if num_embeddings < 1 or not exponent >= 0:
-        raise ProfileError(
-            "a power law needs num_embeddings of at least 1 and an exponent of at "
-            f"least 0, got {num_embeddings} and {exponent}"
-        )
-    # Ranks 1..16 one by one, then groups that are 1/8 of their first rank wide.
-    edges = [float(r) for r in range(1, min(num_embeddings, 16) + 1)]
-    last = edges[-1] + 1
-    while last <= num_embeddings:
-        edges.append(last)
-        last = math.floor(last + max(1.0, last / 8))
-    bounds = np.append(np.asarray(edges), num_embeddings + 1)
-    num_ids = np.diff(bounds)
-    middle = (bounds[:-1] + bounds[1:] - 1) / 2
-    mass = num_ids * middle**-exponent
-    return num_ids, mass / mass.sum()
-
-
-def expected_histogram(
-    num_ids: npt.NDArray[np.float64],
-    share: npt.NDArray[np.float64],
-    num_lookups: float,
-) -> tuple[float, ...]:
-    """Expected access histogram when ids are drawn independently.
+def merge_profiles(profiles: Sequence[FeatureProfile]) -> FeatureProfile:
+    """Return the profile of a table that several features read, ids counted for each.
 
     Args:
-        num_ids: Ids in each group of equally likely ids.
-        share: Each group's share of the lookups.
-        num_lookups: Lookups drawn.
-
-    Returns:
-        17 expected counts of distinct ids (Poisson in the number of draws per id).
+        profiles: One for each feature, of one batch size.
     """
-    used = (num_ids > 0) & (share > 0)
-    if num_lookups <= 0 or not used.any():
-        return (0.0,) * NUM_COUNT_BINS
-    rate = num_lookups * share[used] / num_ids[used]
-    edges = np.concatenate([[0.0], COUNT_BIN_HIGH[:-1]])
-    below = special.pdtr(edges[None, :], rate[:, None])
-    below = np.concatenate([below, np.ones((len(rate), 1))], axis=1)
-    bins = num_ids[used] @ np.diff(below, axis=1)
-    return tuple(float(max(v, 0.0)) for v in bins)
-
-
-def merge_profiles(profiles: Sequence[FeatureProfile]) -> FeatureProfile:
-    """Profile of one table read by several features, ids counted per feature.
-
-    Raises:
-        ProfileError: No profiles, or different batch sizes.
-    """
-    if not profiles:
-        raise ProfileError("merge_profiles needs at least one profile")
-    sizes = {p.batch_size for p in profiles}
-    if len(sizes) > 1:
-        raise ProfileError(
-            f"profiles of one table must share a batch size, got {sorted(sizes)}; use "
-            "at_batch_size first"
-        )
     known = all(p.access_histogram for p in profiles)
     columns = zip(*(p.access_histogram for p in profiles), strict=True) if known else ()
     variance = float(np.mean([p.pooling_std**2 for p in profiles]))
@@ -609,16 +482,6 @@ def merge_profiles(profiles: Sequence[FeatureProfile]) -> FeatureProfile:
         access_histogram=tuple(float(sum(c)) for c in columns),
         weighted=any(p.weighted for p in profiles),
     )
-
-
-def _each(batches: Any) -> Iterator[Any]:
-    """Go over batches; one alone is a mistake that would be taken for its keys."""
-    if hasattr(batches, "stride") or not isinstance(batches, Iterable):
-        raise ProfileError(
-            f"profile_inputs takes several batches, such as a list; got one "
-            f"{type(batches).__name__}. Pass [batch]"
-        )
-    yield from batches
 
 
 def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
@@ -637,23 +500,24 @@ def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
         ProfileError: No batches, one that is no KeyedJaggedTensor, or a batch with
             other features than the first.
     """
-    keys: list[str] | None = None
-    values: dict[str, list[npt.NDArray[np.int64]]] = {}
-    lengths: dict[str, list[npt.NDArray[np.int64]]] = {}
+    if hasattr(batches, "stride") or not isinstance(batches, Iterable):
+        # A batch alone would be taken for its keys.
+        raise ProfileError(
+            f"profile_inputs takes several batches, such as a list; got one "
+            f"{type(batches).__name__}. Pass [batch]"
+        )
+    found: dict[str, list[tuple[Ints, Ints]]] | None = None
     weighted = False
-    for number, batch in enumerate(_each(batches)):
+    for number, batch in enumerate(batches):
         if not all(hasattr(batch, n) for n in ("keys", "stride", "to_dict")):
             raise ProfileError(
                 f"batch {number} is a {type(batch).__name__}, not a "
                 "KeyedJaggedTensor; pass the model's sparse inputs, such as "
                 "[batch.sparse_features for batch in data]"
             )
-        if keys is None:
-            keys = list(batch.keys())
-            values = {k: [] for k in keys}
-            lengths = {k: [] for k in keys}
-        if set(batch.keys()) != set(keys):
-            odd = sorted(set(batch.keys()) ^ set(keys))
+        if found is None:
+            found = {key: [] for key in batch.keys()}
+        if odd := sorted(set(batch.keys()) ^ found.keys()):
             raise ProfileError(
                 f"batch {number} has other features than batch 0: {odd}; profile "
                 "batches of one model input"
@@ -662,20 +526,20 @@ def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
             continue
         weighted = weighted or batch.weights_or_none() is not None
         for key, jagged in batch.to_dict().items():
-            values[key].append(jagged.values().detach().cpu().numpy())
-            lengths[key].append(jagged.lengths().detach().cpu().numpy())
-    if keys is None:
+            both = jagged.values(), jagged.lengths()
+            ids, lengths = (part.detach().cpu().numpy() for part in both)
+            found[key].append((ids, lengths))
+    if found is None:
         raise ProfileError("profile_inputs got no batches; pass at least one")
     profiles = {}
-    for key in keys:
-        if not any(map(len, lengths[key])):
+    for key, parts in found.items():
+        if not any(len(lengths) for _, lengths in parts):
             raise ProfileError(
                 f"feature '{key}' has no samples in any batch; profile batches "
                 "with data"
             )
-        profiles[key] = profile_ids(
-            np.concatenate(values[key]), np.concatenate(lengths[key]), weighted
-        )
+        ids, lengths = (np.concatenate(each) for each in zip(*parts, strict=True))
+        profiles[key] = profile_ids(ids, lengths, weighted)
     return profiles
 
 

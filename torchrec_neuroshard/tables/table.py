@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.errors import TableError
 from torchrec_neuroshard.files import TOO_LARGE, read_fields, to_fields
-from torchrec_neuroshard.tables.profile import FeatureProfile, zipf_profile
+from torchrec_neuroshard.tables.profile import FeatureProfile
 
 __all__ = [
     "COLUMN_MULTIPLE",
@@ -40,6 +41,18 @@ MAX_FEATURES = 100_000
 """Most of a table; each is a thing of its own where kernels are measured."""
 
 
+_RULES = {
+    "num_embeddings": "at least 1 and below 2**63",
+    "embedding_dim": f"a positive multiple of {COLUMN_MULTIPLE} (pad the table to one)",
+    "pooling_factor": "finite and at least 0",
+    "num_features": f"1 to {MAX_FEATURES:,}",
+    "outputs_per_sample": "finite and above 0",
+    "data_type": f"one of {', '.join(DATA_TYPE_BYTES)}",
+    "optimizer": f"one of {', '.join(OPTIMIZERS)}",
+}
+"""Field of a table -> what it must be."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableConfig:
     """One embedding table, or one column shard of it, and how it is read."""
@@ -66,49 +79,22 @@ class TableConfig:
     """One of OPTIMIZERS."""
 
     def __post_init__(self) -> None:
-        where = f"table '{self.name!s:.100}'"
-        sizes = self.num_embeddings, self.embedding_dim, self.num_features
-        if max(sizes) >= TOO_LARGE:
-            raise TableError(f"{where}: a size is beyond 64 bits, {max(sizes):.3g}")
-        if self.num_features > MAX_FEATURES:
-            raise TableError(
-                f"{where}: num_features must be at most {MAX_FEATURES:,}, got "
-                f"{self.num_features:,}"
-            )
-        if not self.num_embeddings >= 1:  # also when it is NaN
-            raise TableError(
-                f"{where}: num_embeddings must be at least 1, got {self.num_embeddings}"
-            )
-        if self.embedding_dim < 1 or self.embedding_dim % COLUMN_MULTIPLE:
-            raise TableError(
-                f"{where}: embedding_dim must be a positive multiple of "
-                f"{COLUMN_MULTIPLE}, got {self.embedding_dim}; pad the table to "
-                f"{max(1, math.ceil(self.embedding_dim / 4)) * 4}"
-            )
-        if not (math.isfinite(self.pooling_factor) and self.pooling_factor >= 0):
-            raise TableError(
-                f"{where}: pooling_factor must be finite and at least 0, got "
-                f"{self.pooling_factor}"
-            )
-        if self.num_features < 1:
-            raise TableError(
-                f"{where}: num_features must be at least 1, got {self.num_features}"
-            )
-        if not (math.isfinite(self.num_outputs) and self.num_outputs > 0):
-            raise TableError(
-                f"{where}: outputs_per_sample must be finite and above 0, got "
-                f"{self.outputs_per_sample}"
-            )
-        if self.data_type not in DATA_TYPE_BYTES:
-            raise TableError(
-                f"{where}: unknown data_type '{self.data_type}'; one of "
-                f"{', '.join(DATA_TYPE_BYTES)}"
-            )
-        if self.optimizer not in OPTIMIZERS:
-            raise TableError(
-                f"{where}: unknown optimizer '{self.optimizer}'; one of "
-                f"{', '.join(OPTIMIZERS)}"
-            )
+        width = self.embedding_dim
+        holds = {  # False for NaN, too
+            "num_embeddings": 1 <= self.num_embeddings < TOO_LARGE,
+            "embedding_dim": 1 <= width < TOO_LARGE and width % COLUMN_MULTIPLE == 0,
+            "pooling_factor": 0 <= self.pooling_factor < math.inf,
+            "num_features": 1 <= self.num_features <= MAX_FEATURES,
+            "outputs_per_sample": 0 < self.num_outputs < math.inf,
+            "data_type": self.data_type in DATA_TYPE_BYTES,
+            "optimizer": self.optimizer in OPTIMIZERS,
+        }
+        for field, rule in _RULES.items():
+            if not holds[field]:
+                raise TableError(
+                    f"table '{self.name!s:.100}': {field} must be {rule}, got "
+                    f"{getattr(self, field)!r:.100}"
+                )
 
     @property
     def num_outputs(self) -> float:
@@ -128,7 +114,10 @@ class TableConfig:
 
         The lookups follow the profile where there is one, else `pooling_factor`.
         """
-        return _profile_at(self, batch_size)
+        known = self.profile or FeatureProfile(
+            batch_size=1, num_lookups=self.pooling_factor, weighted=self.weighted
+        )
+        return _with_repeats(known, batch_size, self.num_embeddings)
 
     def with_width(self, embedding_dim: int) -> TableConfig:
         """Return the column shard of this table that is `embedding_dim` wide."""
@@ -151,19 +140,8 @@ class TableConfig:
         return read_fields(cls, data, TableError, "a table")
 
 
-@functools.lru_cache(maxsize=2**17)
-def _profile_at(table: TableConfig, batch_size: int) -> FeatureProfile:
-    """See `TableConfig.profile_at`; kept, since each part of a planner asks again."""
-    known = table.profile
-    if known is not None and known.access_histogram:
-        return known.at_batch_size(batch_size, table.num_embeddings)
-    return zipf_profile(
-        batch_size=batch_size,
-        pooling_factor=table.pooling_factor if known is None else known.pooling_factor,
-        num_embeddings=table.num_embeddings,
-        pooling_std=0.0 if known is None else known.pooling_std,
-        weighted=table.weighted,
-    )
+_with_repeats = functools.lru_cache(maxsize=2**17)(FeatureProfile.with_repeats)
+"""Kept, since each part of a planner asks again."""
 
 
 def row_shard(
@@ -198,12 +176,11 @@ def row_shard(
         pooling_factor=table.pooling_factor * share,
         num_features=features,
         outputs_per_sample=outputs,
-        profile=FeatureProfile(
-            batch_size=batch_size,
+        profile=dataclasses.replace(
+            whole,
             num_lookups=whole.num_lookups * share,
             pooling_std=math.sqrt(variance),
             access_histogram=tuple(n * share for n in whole.access_histogram),
-            weighted=whole.weighted,
         ),
     )
 
@@ -212,8 +189,6 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
     """Raise `TableError` when there is no table or a name stands twice."""
     if not tables:
         raise TableError("no tables given; pass at least one TableConfig")
-    seen: set[str] = set()
-    for table in tables:
-        if table.name in seen:
-            raise TableError(f"table '{table.name}' is given twice; names must differ")
-        seen.add(table.name)
+    counted = Counter(table.name for table in tables)
+    if twice := [name for name, count in counted.items() if count > 1]:
+        raise TableError(f"table '{twice[0]}' is given twice; names must differ")
