@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.errors import FeatureSchemaError
-from torchrec_neuroshard.tables.profile import NUM_COUNT_BINS
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, TableConfig
 
 __all__ = [
@@ -27,62 +26,84 @@ __all__ = [
 FEATURE_VERSION = 2
 """Changes whenever a column changes its meaning."""
 
-TOTAL_NAMES: tuple[str, ...] = (
-    "num_tables",
-    "num_lookups",
-    "num_distinct",
-    "lookup_bytes",
-    "distinct_bytes",
-    "output_bytes",
-    "num_bags",
-    "weighted_lookups",
-    "weighted_bytes",
-    "lookup_lines",
-    "distinct_lines",
-    "sorted_digits",
-    "unfused_values",
-    "half_distinct_values",
-    "half_weighted_values",
-    "weight_bytes",
-)
-"""Physical quantities of a shard; a set's are their sums.
-
-`weighted_bytes` are read once more for the gradient of the lookups' weights. `*_lines`
-are what rows of `*_bytes` take of a cache. `sorted_digits` are ids times the passes of
-the radix sort that the backward starts with. `unfused_values` are gradients that
-FBGEMM's CPU backward adds one by one: of all optimizers but row-wise Adagrad, of fp16
-weights, and of tables with several features. `half_*` are converted to fp32 and back.
-Source: FBGEMM 1.8, embedding_backward_split_cpu_template.cpp, csr2csc and
-radix_sort_parallel.
-"""
-
-NUM_TOTALS = len(TOTAL_NAMES)
-
-FEATURE_NAMES: tuple[str, ...] = (
-    *TOTAL_NAMES,
-    "log2_rows",
-    "log2_width",
-    "width_mod_16",
-    "log2_pooling",
-    "pooling_cv",
-    "log2_batch",
-    "log2_reuse",
-    "is_weighted",
-    "is_half",
-    "is_shared",
-    "is_rowwise_adagrad",
-    "is_adagrad",
-    "is_adam",
-    *(f"distinct_share_{j}" for j in range(NUM_COUNT_BINS)),
-)
-"""Columns of a feature matrix, in order."""
+NUM_TOTALS = 16
+"""First columns: physical quantities of a shard; a set's are their sums."""
 
 OUTPUT_BYTES_PER_VALUE = 4
 """Pooled outputs leave the kernel as fp32."""
 _LINE_BYTES, _DIGIT_BITS = 64, 8
 """Of a CPU's cache, and of the sort of the ids."""
 
+
+def _columns(table: TableConfig, batch_size: int) -> dict[str, float]:
+    """Return the features of a table by name, in order, whatever its width.
+
+    Those called `*_bytes` and `*_values` are of a shard of one column, those called
+    `*_lines` of one whose rows fill one cache line.
+
+    `weighted_bytes` are read once more for the gradient of the lookups' weights.
+    `*_lines` are what rows of `*_bytes` take of a cache. `sorted_digits` are ids times
+    the passes of the radix sort that the backward starts with. `unfused_values` are
+    gradients that FBGEMM's CPU backward adds one by one: of all optimizers but row-wise
+    Adagrad, of fp16 weights, and of tables with several features. `half_*` are
+    converted to fp32 and back.
+    Source: FBGEMM 1.8, embedding_backward_split_cpu_template.cpp, csr2csc and
+    radix_sort_parallel.
+    """
+    profile = table.profile_at(batch_size)
+    lookups, distinct = profile.num_lookups, profile.num_distinct
+    bags = batch_size * table.num_outputs
+    per_bag = lookups / bags
+    weighted_lookups = lookups if table.weighted else 0.0
+    value_bytes = DATA_TYPE_BYTES[table.data_type]
+    is_half, is_shared = value_bytes == 2, table.num_features > 1
+    is_rowwise_adagrad = table.optimizer == "rowwise_adagrad"
+    is_fused = is_rowwise_adagrad and not is_half and not is_shared
+    return {
+        "num_tables": 1.0,
+        "num_lookups": lookups,
+        "num_distinct": distinct,
+        "lookup_bytes": lookups * value_bytes,
+        "distinct_bytes": distinct * value_bytes,
+        "output_bytes": bags * OUTPUT_BYTES_PER_VALUE,
+        "num_bags": bags,
+        "weighted_lookups": weighted_lookups,
+        "weighted_bytes": weighted_lookups * value_bytes,
+        "lookup_lines": lookups,
+        "distinct_lines": distinct,
+        "sorted_digits": lookups * -(-table.num_embeddings.bit_length() // _DIGIT_BITS),
+        "unfused_values": 0.0 if is_fused else lookups,
+        "half_distinct_values": distinct if is_half else 0.0,
+        "half_weighted_values": weighted_lookups if is_half else 0.0,
+        "weight_bytes": float(table.num_embeddings) * value_bytes,
+        "log2_rows": np.log2(table.num_embeddings),
+        "log2_width": 0.0,
+        "width_mod_16": 1 / 16,
+        "log2_pooling": np.log2(max(per_bag, 2.0**-10)),
+        "pooling_cv": profile.pooling_std / max(per_bag, 2.0**-10),
+        "log2_batch": np.log2(batch_size),
+        "log2_reuse": np.log2(max(lookups, 1.0) / max(distinct, 1.0)),
+        "is_weighted": table.weighted,
+        "is_half": is_half,
+        "is_shared": is_shared,
+        "is_rowwise_adagrad": is_rowwise_adagrad,
+        "is_adagrad": table.optimizer == "adagrad",
+        "is_adam": table.optimizer == "adam",
+        **{
+            f"distinct_share_{j}": num_ids / max(distinct, 1e-9)
+            for j, num_ids in enumerate(profile.access_histogram)
+        },
+    }
+
+
+FEATURE_NAMES: tuple[str, ...] = tuple(
+    _columns(TableConfig(name="any", num_embeddings=1, embedding_dim=4), batch_size=1)
+)
+"""Columns of a feature matrix, in order."""
+
 _INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
+_PER_COLUMN = [i for n, i in _INDEX.items() if n.endswith(("_bytes", "_values"))]
+_PER_LINE = [i for n, i in _INDEX.items() if n.endswith("_lines")]
 
 
 def check_schema(names: Sequence[str], version: int) -> None:
@@ -103,53 +124,23 @@ class ShardFeaturizer:
 
     def __init__(self, tables: Sequence[TableConfig], batch_size: int) -> None:
         """Derive each table's profile at `batch_size` samples."""
-        self._base_TF = np.zeros((0, len(FEATURE_NAMES)), dtype=np.float64)
+        self._base_TF = np.zeros((0, len(FEATURE_NAMES)))
         self._value_bytes_T = np.zeros(0)
-        self._rows_T = np.zeros(0)
         self.add(tables, [batch_size] * len(tables))
 
     def add(self, tables: Sequence[TableConfig], batch_sizes: Sequence[int]) -> None:
         """Add tables to the list, each with the samples that its kernel sees."""
-        base_TF = np.zeros((len(tables), len(FEATURE_NAMES)), dtype=np.float64)
-        value_bytes_T = np.array([float(DATA_TYPE_BYTES[t.data_type]) for t in tables])
-        rows_T = np.array([t.num_embeddings for t in tables], dtype=np.float64)
+        base_TF = np.zeros((len(tables), len(FEATURE_NAMES)))
         for row, table, batch_size in zip(base_TF, tables, batch_sizes, strict=True):
-            profile = table.profile_at(batch_size)
-            lookups, distinct = profile.num_lookups, profile.num_distinct
-            per_bag = lookups / (batch_size * table.num_outputs)
-            shares = np.asarray(profile.access_histogram) / max(distinct, 1e-9)
-            values = {
-                "num_tables": 1.0,
-                "num_lookups": lookups,
-                "num_distinct": distinct,
-                "num_bags": batch_size * table.num_outputs,
-                "sorted_digits": lookups
-                * -(-table.num_embeddings.bit_length() // _DIGIT_BITS),
-                "weighted_lookups": lookups if table.weighted else 0.0,
-                "log2_rows": np.log2(table.num_embeddings),
-                "log2_pooling": np.log2(max(per_bag, 2.0**-10)),
-                "pooling_cv": profile.pooling_std / max(per_bag, 2.0**-10),
-                "log2_batch": np.log2(batch_size),
-                "log2_reuse": np.log2(max(lookups, 1.0) / max(distinct, 1.0)),
-                "is_weighted": float(table.weighted),
-                "is_half": float(DATA_TYPE_BYTES[table.data_type] == 2),
-                "is_shared": float(table.num_features > 1),
-                "is_rowwise_adagrad": float(table.optimizer == "rowwise_adagrad"),
-                "is_adagrad": float(table.optimizer == "adagrad"),
-                "is_adam": float(table.optimizer == "adam"),
-            }
-            for name, value in values.items():
-                row[_INDEX[name]] = value
-            row[-NUM_COUNT_BINS:] = shares
+            row[:] = [*_columns(table, batch_size).values()]
+        value_bytes = [float(DATA_TYPE_BYTES[t.data_type]) for t in tables]
         self._base_TF = np.concatenate([self._base_TF, base_TF])
-        self._value_bytes_T = np.concatenate([self._value_bytes_T, value_bytes_T])
-        self._rows_T = np.concatenate([self._rows_T, rows_T])
+        self._value_bytes_T = np.append(self._value_bytes_T, value_bytes)
 
     @property
     def num_lookups(self) -> npt.NDArray[np.float64]:
         """Ids of each table in one batch, `T`."""
-        lookups: npt.NDArray[np.float64] = self._base_TF[:, _INDEX["num_lookups"]]
-        return lookups
+        return self._base_TF[:, _INDEX["num_lookups"]]
 
     def features(
         self, table_N: npt.ArrayLike, width_N: npt.ArrayLike
@@ -165,25 +156,12 @@ class ShardFeaturizer:
         """
         table = np.asarray(table_N, dtype=np.int64)
         width = np.asarray(width_N, dtype=np.float64)
+        lines = np.ceil(width * self._value_bytes_T[table] / _LINE_BYTES)
         out = self._base_TF[table]
-        row_bytes = width * self._value_bytes_T[table]
-        row_lines = np.ceil(row_bytes / _LINE_BYTES)
-        column = {name: out[:, i] for name, i in _INDEX.items()}  # views
-        lookups, distinct = column["num_lookups"], column["num_distinct"]
-        half, weighted_lookups = column["is_half"], column["weighted_lookups"]
-        fused = column["is_rowwise_adagrad"] * (1 - half) * (1 - column["is_shared"])
-        column["lookup_bytes"][:] = lookups * row_bytes
-        column["distinct_bytes"][:] = distinct * row_bytes
-        column["output_bytes"][:] = column["num_bags"] * width * OUTPUT_BYTES_PER_VALUE
-        column["weighted_bytes"][:] = weighted_lookups * row_bytes
-        column["lookup_lines"][:] = lookups * row_lines
-        column["distinct_lines"][:] = distinct * row_lines
-        column["unfused_values"][:] = (1 - fused) * lookups * width
-        column["half_distinct_values"][:] = half * distinct * width
-        column["half_weighted_values"][:] = half * weighted_lookups * width
-        column["weight_bytes"][:] = self._rows_T[table] * row_bytes
-        column["log2_width"][:] = np.log2(width)
-        column["width_mod_16"][:] = width % 16 / 16
+        out[:, _PER_COLUMN] *= width[:, None]
+        out[:, _PER_LINE] *= lines[:, None]
+        out[:, _INDEX["log2_width"]] = np.log2(width)
+        out[:, _INDEX["width_mod_16"]] = width % 16 / 16
         return out.astype(np.float32)
 
 
