@@ -20,7 +20,7 @@ from torchrec.distributed.planner import Topology
 
 from torchrec_neuroshard import NeuroShardPlanner
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.tables.loaders import load_tables
+from torchrec_neuroshard.tables.loaders import read_tables
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -179,7 +179,7 @@ def test_readme_changes_two_lines_of_a_training_script() -> None:
 
 
 def test_the_table_file_is_mlperfs() -> None:
-    tables = load_tables(EXAMPLES / "dlrm_v2.csv")
+    tables = read_tables(EXAMPLES / "dlrm_v2.csv").tables
     fields = ("name", "num_embeddings", "embedding_dim", "pooling_factor")
     assert [[getattr(t, f) for f in fields] for t in tables] == [
         [getattr(t, f) for f in fields] for t in mlperf_dlrm_v2()

@@ -70,7 +70,7 @@ from torchrec_neuroshard.papers.neuroshard_models import load_models
 from torchrec_neuroshard.plans.plan_files import load_plan, read_plan, save_plan
 from torchrec_neuroshard.report.page import html_report
 from torchrec_neuroshard.tables.features import ShardFeaturizer
-from torchrec_neuroshard.tables.loaders import load_tables
+from torchrec_neuroshard.tables.loaders import read_tables
 from torchrec_neuroshard.tables.profile import (
     load_profiles,
     save_profiles,
@@ -205,7 +205,7 @@ def _workloads(folder: Path) -> None:
 
 def _use_tables(name: str, workload: str | None = None) -> Callable[[Path], None]:
     def use(folder: Path) -> None:
-        tables = load_tables(folder / name, workload)
+        tables = read_tables(folder / name, workload).tables
         ShardFeaturizer(tables, 4096).features(
             np.arange(len(tables)), np.array([t.embedding_dim for t in tables])
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.tables.loaders import load_json, load_tables
+from torchrec_neuroshard.tables.loaders import load_json, read_tables
 from torchrec_neuroshard.tables.table import TableConfig
 
 
@@ -37,14 +37,14 @@ def test_workloads_are_unrolled_and_one_of_several_is_named(tmp_path: Path) -> N
     assert widths == [(8, 1.0), (16, 1.0), (32, 2.5)]
     found = [(t.name, t.pooling_factor, t.num_features) for t in loaded["g"]]
     assert found == [("g/0", 3, 1), ("g/1", 3, 1), ("g/2", 11, 2)]
-    assert len(load_tables(path, "two")) == 2
+    assert len(read_tables(path, "two").tables) == 2
     for name, message in (
         (None, "say which, as in .*t.json:NAME; they are w, two, b, g"),
         ("tow", "none is named 'tow'; did you mean 'two'"),
         ("three", "the workloads are 'b', 'g', 'two', 'w'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            load_tables(path, name)
+            read_tables(path, name)
 
 
 FILES = {
@@ -73,7 +73,7 @@ def test_tables_of_every_kind_of_file(name: str, tmp_path: Path) -> None:
     if not name.endswith(("csv", "CSV", "json")):
         pytest.importorskip("yaml")
     (tmp_path / name).write_bytes(FILES[name].encode())
-    assert load_tables(tmp_path / name) == (
+    assert read_tables(tmp_path / name).tables == (
         TableConfig(name="a", num_embeddings=10, embedding_dim=8, weighted=True),
         TableConfig(name="b", num_embeddings=20, embedding_dim=4),
     )
@@ -116,4 +116,4 @@ def test_bad_files_say_where_and_the_way_out(
         data = text if isinstance(text, bytes) else text.encode()
         (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=f"(?s){name}.*{value}"):
-        load_tables(tmp_path / name)
+        read_tables(tmp_path / name)
