@@ -2,58 +2,56 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from torchrec_neuroshard.hardware import devices
 from torchrec_neuroshard.hardware.devices import (
     GpuState,
     find_gpu_monitor,
     torch_threads,
 )
 
-STATE = GpuState(
-    sm_clock_mhz=1980.0,
-    memory_clock_mhz=3201.0,
-    temperature_c=41.0,
-    throttle_reasons=0x1,
-)
-UUID = "GPU-7c1e"
-
-
-@pytest.mark.parametrize(
-    ("mask", "words"),
-    [
-        (0x1 | 0x4, ""),  # idle, or at the power cap
-        (0x20 | 0x4, "software thermal slowdown"),
-        (0x40 | 0x80, "hardware thermal slowdown, power brake"),
-    ],
-)
-def test_reasons_that_make_a_time_useless(mask: int, words: str) -> None:
-    state = dataclasses.replace(STATE, throttle_reasons=mask)
-    assert state.throttled_by() == words
+UUID = "7c1e"
 
 
 def test_nvml_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    found = SimpleNamespace(uuid=UUID)
+    driver = SimpleNamespace(get_device_properties=lambda _: found)
+    monkeypatch.setattr(devices, "accelerator", lambda _: driver)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert find_gpu_monitor(UUID) is None
+    assert find_gpu_monitor(gpu) is None
     handles: dict[str, str] = {}
+    reasons = [0x1 | 0x4, 0x20 | 0x4, 0x40 | 0x80]  # idle, or at the power cap
     nvml = SimpleNamespace(  # what of `pynvml` is used
-        nvmlInit=lambda: handles.update({UUID: "handle"}),
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: handles.update({f"GPU-{UUID}": "handle"}),
         nvmlDeviceGetHandleByUUID=handles.__getitem__,
         nvmlDeviceGetClockInfo=lambda _, kind: {1: 1980, 2: 3201}[kind],
         nvmlDeviceGetTemperature=lambda _, sensor: {0: 41}[sensor],
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: 0x1,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda _: reasons[0],
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert find_gpu_monitor("GPU-other") is None
-    monitor = find_gpu_monitor(UUID)
-    assert monitor is not None and monitor.state() == STATE
-    monkeypatch.setattr(nvml, "nvmlDeviceGetTemperature", None)
+    monitor = find_gpu_monitor(gpu)
+    assert monitor is not None
+    clocks = {"sm_clock_mhz": 1980.0, "memory_clock_mhz": 3201.0}
+    for words in (
+        "",
+        "software thermal slowdown",
+        "hardware thermal slowdown, power brake",
+    ):
+        state = GpuState(**clocks, temperature_c=41.0, throttled=words)
+        assert monitor.state() == state
+        reasons.pop(0)
     assert monitor.state() is None and monitor.num_failures == 1
+    found.uuid = "other"
+    assert find_gpu_monitor(gpu) is None
 
 
 def test_threads_are_as_before_even_after_a_failure() -> None:

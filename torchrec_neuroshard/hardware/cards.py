@@ -1,6 +1,6 @@
 """Published figures of GPUs: what a card has where nothing was measured on it.
 
-`gpu_cards.toml` holds the figures: each says where it is from and what kind of figure
+`cards.toml` holds the figures: each says where it is from and what kind of figure
 it is. As in data sheets, memory is in GB and bandwidth in GB/s. Bandwidths of links are
 *effective* ones: what a collective reaches in one direction, not the line rate.
 """
@@ -12,13 +12,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from torchrec_neuroshard.errors import ConfigError, suggestion
+from torchrec_neuroshard.files import from_fields
 
 __all__ = ["GPU_CARDS", "Figure", "GpuCard", "card_named", "find_card"]
-
-Basis = Literal["data sheet", "published measurement", "assumed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,8 @@ class Figure:
     """A number with its origin."""
 
     value: float
-    basis: Basis
+    basis: str
+    """"data sheet", "published measurement" or "assumed"."""
     source: str
 
 
@@ -65,18 +64,12 @@ class GpuCard:
     gpus_per_node: int = 8
 
 
-def _read_cards() -> dict[str, GpuCard]:
-    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-    cards = {}
-    for name, entry in tomllib.loads(text).items():
-        fields: dict[str, Any] = {"device_names": tuple(entry.pop("device_names"))}
-        for field, value in entry.items():
-            fields[field] = Figure(**value) if isinstance(value, dict) else value
-        cards[name] = GpuCard(name=name, **fields)
-    return cards
+_CARDS = Path(__file__).with_suffix(".toml")
 
-
-GPU_CARDS: Mapping[str, GpuCard] = _read_cards()
+GPU_CARDS: Mapping[str, GpuCard] = {
+    name: from_fields(GpuCard, {"name": name, **entry})
+    for name, entry in tomllib.loads(_CARDS.read_text(encoding="utf-8")).items()
+}
 """Name -> card."""
 
 _MAKERS = re.compile(r"^((nvidia|tesla|amd|instinct)\s+)+", re.IGNORECASE)

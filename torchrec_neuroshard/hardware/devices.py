@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import platform
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torchrec_neuroshard.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "BACKENDS",
@@ -32,7 +32,6 @@ __all__ = [
     "find_gpu_monitor",
     "free_cached_memory",
     "free_host_bytes",
-    "gpu_uuid",
     "is_accelerator",
     "plain_torch",
     "synchronize",
@@ -51,10 +50,9 @@ _THROTTLING = {
 }
 """Bits of NVML's clock event reasons that make a time useless. The software power cap
 (0x04) is left out: under load it is a GPU's usual state."""
-_NVML_SM, _NVML_MEMORY, _NVML_DIE = 1, 2, 0
 
 GPU = "cuda"
-"""What torch calls the type of the cards in `gpu_cards`."""
+"""What torch calls the type of the cards in `cards`."""
 
 
 def is_accelerator(device_type: str) -> bool:
@@ -68,8 +66,6 @@ def accelerator(device_type: str) -> Any:
     Raises:
         RuntimeError: torch knows no such type.
     """
-    import torch
-
     return torch.get_device_module(device_type)
 
 
@@ -83,32 +79,22 @@ def device_type_of(backend: str) -> str:
     return next(device for device, its in BACKENDS.items() if its == backend)
 
 
-def synchronize(device: Any) -> None:
-    """Wait until an accelerator (a `torch.device`) is through with its queue."""
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator is through with its queue."""
     if is_accelerator(device.type):
         accelerator(device.type).synchronize(device)
 
 
-def free_cached_memory(device: Any) -> None:
+def free_cached_memory(device: torch.device) -> None:
     """Give back what torch keeps of an accelerator's memory, in whatever pieces."""
     if is_accelerator(device.type):
         accelerator(device.type).empty_cache()
 
 
-def gpu_uuid(device: Any) -> str | None:
-    """Name a device as NVIDIA's driver does; None where it is not of its."""
-    if device.type != GPU:
-        return None
-    return f"GPU-{accelerator(device.type).get_device_properties(device).uuid}"
-
-
 def cpu_name() -> str:
     """Model name of this machine's CPU, with family and model number."""
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    fields: dict[str, str] = {}
-    for line in text.split("\n\n")[0].splitlines():
-        key, _, value = line.partition(":")
-        fields[key.strip()] = value.strip()
+    first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    fields = dict(re.findall(r"^(.+?)\s*: (.*?)\s*$", first, re.MULTILINE))
     name = fields.get("model name", platform.machine())
     return f"{name} ({fields.get('cpu family', '?')}/{fields.get('model', '?')})"
 
@@ -126,10 +112,8 @@ def current_device_name(device_type: str) -> str | None:
 
 def default_device_type() -> str:
     """Name the first type of accelerator that torch sees here; `cpu` without any."""
-    for device_type in filter(is_accelerator, BACKENDS):
-        if accelerator(device_type).is_available():
-            return device_type
-    return "cpu"
+    accelerators = filter(is_accelerator, BACKENDS)
+    return next((t for t in accelerators if accelerator(t).is_available()), "cpu")
 
 
 def as_device(name: str) -> torch.device:
@@ -141,8 +125,6 @@ def as_device(name: str) -> torch.device:
     Raises:
         ConfigError: It is not here.
     """
-    import torch
-
     device = torch.device(name)
     if not is_accelerator(device.type):
         return device
@@ -169,9 +151,6 @@ def plain_torch() -> Iterator[None]:
 
     A job may plan under another default dtype or device, autocast or fake tensors.
     """
-    import torch
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -195,8 +174,6 @@ def free_host_bytes() -> int:
 @contextlib.contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
     """Have torch use so many threads; leave it as it was afterwards."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -207,32 +184,30 @@ def torch_threads(num_threads: int) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuState:
-    """What a GPU's driver says of it at one moment."""
+    """What a GPU's driver says of it at one moment; the fields are a `CostRecord`'s."""
 
     sm_clock_mhz: float
     memory_clock_mhz: float
     temperature_c: float
-    throttle_reasons: int
-    """NVML's clock event reasons, a bit mask."""
-
-    def throttled_by(self) -> str:
-        """Why its clocks are held down, in words; empty if they are not."""
-        return ", ".join(
-            text for bit, text in _THROTTLING.items() if self.throttle_reasons & bit
-        )
+    throttled: str
+    """Why its clocks are held down, in words; empty if they are not."""
 
 
 class GpuMonitor:
-    """Reads a GPU's state, and counts how often the driver did not answer.
+    """Reads a GPU's state by `pynvml`, and counts how often the driver did not answer.
 
     Attributes:
         num_failures: Reads that failed: a measurement does not end for that.
     """
 
-    def __init__(self, read: Callable[[], GpuState]) -> None:
-        """Take what asks the driver."""
-        self._read = read
+    def __init__(self, device: torch.device) -> None:
+        """Find the GPU; raises whatever `pynvml` does where it does not answer."""
+        uuid = accelerator(device.type).get_device_properties(device).uuid
+        self._nvml: Any = importlib.import_module("pynvml")
+        self._nvml.nvmlInit()
+        self._handle = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         self.num_failures = 0
+        self._read()
 
     def state(self) -> GpuState | None:
         """Return the state now; None where the driver did not answer."""
@@ -242,31 +217,25 @@ class GpuMonitor:
             self.num_failures += 1
             return None
 
+    def _read(self) -> GpuState:
+        nvml, gpu = self._nvml, self._handle
+        sm, memory = (
+            float(nvml.nvmlDeviceGetClockInfo(gpu, kind))
+            for kind in (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM)
+        )
+        celsius = nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+        return GpuState(
+            sm_clock_mhz=sm,
+            memory_clock_mhz=memory,
+            temperature_c=float(celsius),
+            throttled=", ".join(t for bit, t in _THROTTLING.items() if reasons & bit),
+        )
 
-def find_gpu_monitor(uuid: str) -> GpuMonitor | None:
-    """Return a monitor of a GPU, by the `pynvml` module.
 
-    Args:
-        uuid: The GPU's, with its prefix `GPU-`.
-
-    Returns:
-        None where `pynvml` is not installed or does not answer.
-    """
+def find_gpu_monitor(device: torch.device) -> GpuMonitor | None:
+    """Return a monitor of a GPU; None where `pynvml` is missing or does not answer."""
     try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        read = partial(_read_nvml, nvml, handle)
-        read()
+        return GpuMonitor(device)
     except Exception:  # whatever a driver library raises
         return None
-    return GpuMonitor(read)
-
-
-def _read_nvml(nvml: Any, handle: Any) -> GpuState:
-    return GpuState(
-        sm_clock_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, _NVML_SM)),
-        memory_clock_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, _NVML_MEMORY)),
-        temperature_c=float(nvml.nvmlDeviceGetTemperature(handle, _NVML_DIE)),
-        throttle_reasons=int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
-    )

@@ -23,12 +23,12 @@ import torch
 from torchrec_neuroshard.errors import ConfigError, DeviceFailureError
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.hardware.devices import (
+    GPU,
     GpuMonitor,
     as_device,
     device_bytes,
     find_gpu_monitor,
     free_cached_memory,
-    gpu_uuid,
     torch_threads,
 )
 from torchrec_neuroshard.measure.clock import SetTimer
@@ -207,10 +207,7 @@ def measure_set(
     def during() -> None:
         meanwhile()
         if monitor is not None and (state := monitor.state()) is not None:
-            gpu["sm_clock_mhz"] = state.sm_clock_mhz
-            gpu["memory_clock_mhz"] = state.memory_clock_mhz
-            gpu["temperature_c"] = state.temperature_c
-            gpu["throttled"] = state.throttled_by()
+            gpu.update(to_fields(state))
 
     measured = timer.measure(
         sampled.tables,
@@ -283,11 +280,10 @@ def collect_compute(
     for file in config.tables:
         base.extend(itertools.chain.from_iterable(load_json(file).values()))
     known = read_header(path, RunHeader)
-    uuid = gpu_uuid(device)
-    monitor = None if uuid is None else find_gpu_monitor(uuid)
+    monitor = find_gpu_monitor(device)
     if monitor is not None:
         say("clocks and temperature are read by pynvml")
-    elif uuid is not None:
+    elif device.type == GPU:
         say("pynvml does not answer: clocks and throttling are not recorded")
     with torch_threads(1):  # a rank on a CPU has one core
         timer = SetTimer(

@@ -20,7 +20,7 @@ class DeviceFigure:
     value: float
     unit: str
     basis: str
-    """"given", "this machine", a basis of `gpu_cards.Figure`, "TorchRec's default"."""
+    """"given", "this machine", a basis of `cards.Figure`, "TorchRec's default"."""
     source: str = ""
     """Who says so; empty where the basis says it."""
 
