@@ -318,7 +318,7 @@ def make_desk(
                 "embedding_dim": t.embedding_dim,
                 "pooling_factor": profiles[t.name].pooling_factor,
                 "num_distinct": profiles[t.name].num_distinct,
-                "profile": profiles[t.name].to_json(),
+                "profile": dataclasses.asdict(profiles[t.name]),
             }
             for t in tables
         ],

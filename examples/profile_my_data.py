@@ -18,8 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard import FeatureProfile, NeuroShardError, profile_inputs
 from torchrec_neuroshard.tables.inputs import draw_batch
+from torchrec_neuroshard.tables.loaders import load_profiles, save_profiles
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
-from torchrec_neuroshard.tables.profile import load_profiles, save_profiles
 
 
 def my_batches(

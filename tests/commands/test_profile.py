@@ -11,7 +11,8 @@ import pytest
 from pyarrow import csv, parquet
 
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.tables.profile import load_profiles, profile_ids
+from torchrec_neuroshard.tables.loaders import load_profiles
+from torchrec_neuroshard.tables.profile import profile_ids
 
 RNG = np.random.default_rng(0)
 COLUMNS: dict[str, Any] = {

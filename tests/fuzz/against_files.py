@@ -70,12 +70,8 @@ from torchrec_neuroshard.papers.neuroshard_models import load_models
 from torchrec_neuroshard.plans.plan_files import load_plan, read_plan, save_plan
 from torchrec_neuroshard.report.page import html_report
 from torchrec_neuroshard.tables.features import ShardFeaturizer
-from torchrec_neuroshard.tables.loaders import read_tables
-from torchrec_neuroshard.tables.profile import (
-    load_profiles,
-    save_profiles,
-    zipf_profile,
-)
+from torchrec_neuroshard.tables.loaders import load_profiles, read_tables, save_profiles
+from torchrec_neuroshard.tables.profile import zipf_profile
 
 SECONDS = 5
 """Of work; twenty times as many of waiting, since the machine may be shared."""

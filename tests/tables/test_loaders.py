@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.tables.loaders import load_json, read_tables
+from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.tables.loaders import (
+    load_json,
+    load_profiles,
+    read_tables,
+    save_profiles,
+)
+from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.tables.table import TableConfig
 
 
@@ -117,3 +123,19 @@ def test_bad_files_say_where_and_the_way_out(
         (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=f"(?s){name}.*{value}"):
         read_tables(tmp_path / name)
+
+
+def test_profiles_are_read_as_they_were_saved(tmp_path: Path) -> None:
+    profile = zipf_profile(batch_size=8, pooling_factor=3, num_embeddings=50)
+    path = tmp_path / "p.json"
+    save_profiles({"user": profile}, path)
+    assert load_profiles(path) == {"user": profile}
+    fields = json.loads(path.read_text())["user"]
+    for bad in ({}, {"batch_size": 2}, {**fields, "x": 1}, [1], None):
+        path.write_text(json.dumps({"user": bad}))
+        with pytest.raises(ProfileError, match="feature 'user': not a feature"):
+            load_profiles(path)
+    for text, says in (("[]", "holds no profiles"), ("{", "cannot be read as JSON")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            load_profiles(path)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import math
 from typing import Any
 
@@ -100,16 +99,6 @@ def test_smaller_and_larger_batches_are_what_samples_show(
     grown = half.at_batch_size(200, rows)
     assert grown.num_distinct == pytest.approx(whole.num_distinct, rel=0.01)
     assert furthest(grown, whole) <= 0.1 * whole.num_distinct
-
-
-def test_json_round_trip() -> None:
-    profile = zipf_profile(batch_size=8, pooling_factor=3, num_embeddings=50)
-    assert (
-        FeatureProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
-    )
-    for bad in ({}, {"batch_size": 2}, {**profile.to_json(), "x": 1}, [1], None):
-        with pytest.raises(ProfileError, match="not a feature profile"):
-            FeatureProfile.from_json(bad)  # type: ignore[arg-type]
 
 
 def test_histogram_bins_are_half_open_powers_of_two() -> None:

@@ -52,8 +52,12 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.plans.rehearse import quietly
 from torchrec_neuroshard.tables.inputs import feature_names
-from torchrec_neuroshard.tables.loaders import read_document, read_tables
-from torchrec_neuroshard.tables.profile import FeatureProfile, load_profiles
+from torchrec_neuroshard.tables.loaders import (
+    load_profiles,
+    read_document,
+    read_tables,
+)
+from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.table import TableConfig
 
 _TABLE_FILE = re.compile(

@@ -9,8 +9,8 @@ from torchrec_neuroshard.commands.options import option
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.progress import phase
-from torchrec_neuroshard.tables.id_files import column_names, profile_data
-from torchrec_neuroshard.tables.profile import save_profiles
+from torchrec_neuroshard.tables.id_files import profile_data
+from torchrec_neuroshard.tables.loaders import save_profiles
 
 _MOST_SAMPLES = 10**9
 
@@ -41,7 +41,7 @@ def run_profile(args: argparse.Namespace) -> int:
             f"--samples must be 1 to {_MOST_SAMPLES:,}, got {args.samples}"
         )
     check_outputs(args.out, read=(args.data,))
-    profiles = profile_data(args.data, args.samples, args.features)
+    profiles, skipped = profile_data(args.data, args.samples, args.features)
     with phase("writing"):
         save_profiles(profiles, args.out)
     width = max(len(name) for name in profiles)
@@ -52,7 +52,6 @@ def run_profile(args: argparse.Namespace) -> int:
             f"{name:<{width}} {profile.batch_size:>9,} {profile.pooling_factor:>9.2f} "
             f"{distinct:>11,.0f} {profile.num_lookups / max(distinct, 1.0):>5.1f}"
         )
-    skipped = [name for name in column_names(args.data) if name not in profiles]
     if skipped and not args.features:
         print(f"not profiled: {', '.join(skipped)}")
     print(f"wrote {args.out}")

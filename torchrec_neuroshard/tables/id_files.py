@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from torchrec_neuroshard.files import TOO_LARGE
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.tables.profile import FeatureProfile, profile_ids
 
-__all__ = ["column_names", "profile_data"]
+__all__ = ["profile_data"]
 
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".feather": "feather"}
 Ints = npt.NDArray[np.int64]
@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int64]
 
 def profile_data(
     path: Path, num_samples: int, features: Sequence[str] | None = None
-) -> dict[str, FeatureProfile]:
+) -> tuple[dict[str, FeatureProfile], list[str]]:
     """Profile the first samples of a data set.
 
     Args:
@@ -31,29 +31,30 @@ def profile_data(
         num_samples: Rows that are read.
         features: Columns; None: all that hold ids.
 
+    Returns:
+        Profile of each feature, and the columns that were left out.
+
     Raises:
         ProfileError: There is no such data, a column is missing or holds no ids.
     """
     data = _open(path)
-    known = data.schema.names
-    if missing := [f for f in features or () if f not in known]:
-        raise ProfileError(
-            f"{path} has no column '{missing[0]}'; "
-            + suggestion(missing[0], known, "columns")
-        )
-    found = (n for n in known if _holds_ids(data.schema.field(n)))
-    wanted = list(dict.fromkeys(features or found))
+    known = {field.name: field.type for field in data.schema}
+    of_ids = [name for name, kind in known.items() if _is_of_ids(kind)]
+    wanted = list(dict.fromkeys(features or of_ids))
     for name in wanted:
-        if not _holds_ids(data.schema.field(name)):
+        if name not in known:
+            near = suggestion(name, known, "columns")
+            raise ProfileError(f"{path} has no column '{name}'; {near}")
+        if not _is_of_ids(known[name]):
             raise ProfileError(
                 f"{path}, column '{name}': ids are integers or lists of integers, not "
-                f"{data.schema.field(name).type}; turn its values into row numbers "
-                "first, as the model does"
+                f"{known[name]}; turn its values into row numbers first, as the model "
+                "does"
             )
     if not wanted:
         raise ProfileError(
             f"{path} has no column of integers or of lists of integers, but "
-            + ", ".join(f"{f.name} ({f.type})" for f in data.schema)
+            + ", ".join(f"{name} ({kind})" for name, kind in known.items())
         )
     try:
         with phase("reading the data"):
@@ -64,16 +65,11 @@ def profile_data(
         raise ProfileError(f"{path} has no rows")
     profiles: dict[str, FeatureProfile] = {}
     with phase("profiling") as shown:
-        for name, ids, lengths in _features(path, table):
+        for name in wanted:
             shown.text = f"profiling {name}, {len(profiles)} of {len(wanted)} done"
-            profiles[name] = profile_ids(ids, lengths)
-    return profiles
-
-
-def column_names(path: Path) -> list[str]:
-    """Return the names of a data set's columns."""
-    names: list[str] = _open(path).schema.names
-    return names
+            where = f"{path}, column '{name}'"
+            profiles[name] = profile_ids(*_ids(where, table[name].combine_chunks()))
+    return profiles, [name for name in known if name not in profiles]
 
 
 def _open(path: Path) -> dataset.Dataset:
@@ -90,31 +86,29 @@ def _open(path: Path) -> dataset.Dataset:
         raise ProfileError(f"{path} cannot be read: {error}") from error
 
 
-def _holds_ids(field: pyarrow.Field) -> bool:
-    kind = field.type
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
-        kind = kind.value_type
-    return bool(pyarrow.types.is_integer(kind))
+def _is_list(kind: pyarrow.DataType) -> bool:
+    return bool(pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind))
 
 
-def _features(path: Path, table: pyarrow.Table) -> Iterator[tuple[str, Ints, Ints]]:
-    """Return the name, the ids and the ids per sample of each column."""
-    for name in table.column_names:
-        column = table[name].combine_chunks()
-        if pyarrow.types.is_integer(column.type):
-            lengths = np.asarray(column.is_valid(), dtype=np.int64)
-            ids = column.drop_null()
-        else:
-            lengths = np.asarray(compute.list_value_length(column).fill_null(0))
-            ids = compute.list_flatten(column)
-            if ids.null_count:
-                raise ProfileError(f"{path}, column '{name}': a list holds no value")
-        values = np.asarray(ids)
-        for odd in (values.min(), values.max()) if len(values) else ():
-            if not 0 <= odd < TOO_LARGE:
-                raise ProfileError(
-                    f"{path}, column '{name}': ids are row numbers from 0, got {odd}; "
-                    "turn them into such first, as the model does, or leave the column "
-                    "out by --features"
-                )
-        yield name, values.astype(np.int64), lengths.astype(np.int64)
+def _is_of_ids(kind: pyarrow.DataType) -> bool:
+    value = kind.value_type if _is_list(kind) else kind
+    return bool(pyarrow.types.is_integer(value))
+
+
+def _ids(where: str, column: pyarrow.Array) -> tuple[Ints, Ints]:
+    """Return the ids of a column, and how many each sample has."""
+    if _is_list(column.type):
+        lengths = compute.list_value_length(column).fill_null(0)
+        ids = compute.list_flatten(column)
+        if ids.null_count:
+            raise ProfileError(f"{where}: a list holds no value")
+    else:
+        lengths, ids = column.is_valid(), column.drop_null()
+    values = np.asarray(ids)
+    for odd in (values.min(), values.max()) if len(values) else ():
+        if not 0 <= odd < TOO_LARGE:
+            raise ProfileError(
+                f"{where}: ids are row numbers from 0, got {odd}; turn them into such "
+                "first, as the model does, or leave the column out by --features"
+            )
+    return values.astype(np.int64), np.asarray(lengths).astype(np.int64)

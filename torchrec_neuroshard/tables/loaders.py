@@ -1,4 +1,4 @@
-"""Table sets from files."""
+"""Table sets and profiles, from files and to them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrec_neuroshard.errors import ConfigError, TableError, suggestion
-from torchrec_neuroshard.files import parse_json
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    ProfileError,
+    TableError,
+    suggestion,
+)
+from torchrec_neuroshard.files import (
+    json_text,
+    parse_json,
+    read_fields,
+    to_fields,
+    write_whole,
+)
 from torchrec_neuroshard.tables.profile import FeatureProfile, zipf_profile
 from torchrec_neuroshard.tables.table import (
     COLUMN_MULTIPLE,
@@ -20,7 +31,15 @@ from torchrec_neuroshard.tables.table import (
     check_tables,
 )
 
-__all__ = ["ReadTables", "load_json", "read_document", "read_tables"]
+__all__ = [
+    "ReadTables",
+    "load_json",
+    "load_profiles",
+    "read_document",
+    "read_tables",
+    "save_profiles",
+    "workload_tables",
+]
 
 PROFILE_BATCH_SIZE = 65_536
 """Batch that assumed profiles are stated at: the released DLRM dataset's."""
@@ -65,6 +84,34 @@ def _read_text(path: str | Path) -> str:
         ) from error
 
 
+def save_profiles(profiles: Mapping[str, FeatureProfile], path: str | Path) -> None:
+    """Write profiles as JSON, by feature name."""
+    write_whole(path, json_text({n: to_fields(p) for n, p in profiles.items()}))
+
+
+def load_profiles(path: str | Path) -> dict[str, FeatureProfile]:
+    """Read what `save_profiles` wrote.
+
+    Raises:
+        ConfigError: The file cannot be read.
+        ProfileError: An entry is not a profile.
+    """
+    data = read_document(path)
+    if not isinstance(data, Mapping):
+        raise ProfileError(
+            f"'{path}' holds no profiles: expected an object of features, as "
+            "save_profiles writes it"
+        )
+    found = {}
+    for name, entry in data.items():
+        try:
+            what = "a feature profile"
+            found[name] = read_fields(FeatureProfile, entry, ProfileError, what)
+        except ProfileError as error:
+            raise ProfileError(f"'{path}', feature '{name}': {error}") from error
+    return found
+
+
 class ReadTables(NamedTuple):
     """The tables of a file."""
 
@@ -91,34 +138,34 @@ def read_tables(path: str | Path, workload: str | None = None) -> ReadTables:
         TableError: A value is missing or cannot be.
     """
     if Path(path).suffix.lower() == ".csv":
-        found = list(_csv_entries(path))
+        entries = _csv_entries(_read_text(path))
     else:
         data = read_document(path)
         if isinstance(data, Mapping) and "workloads" in data:
             return ReadTables(_chosen(path, load_json(path), workload))
-        entries = data.get("tables") if isinstance(data, Mapping) else data
-        if not isinstance(entries, list):
+        listed = data.get("tables") if isinstance(data, Mapping) else data
+        if not isinstance(listed, list):
             raise TableError(
                 f"'{path}' holds no tables: expected a list of objects with name, "
                 "num_embeddings, embedding_dim, alone or as 'tables', or 'workloads'"
             )
-        found = [(f"'{path}', table {n}", entry) for n, entry in enumerate(entries)]
-    tables = tuple(_one_table(where, entry) for where, entry in found)
+        entries = ((f"table {n}", entry) for n, entry in enumerate(listed))
     if workload is not None:
         raise ConfigError(
             f"'{path}' holds one set of tables, none of them named '{workload}': leave "
             f"':{workload}' out"
         )
+    tables, not_described = [], set()
     try:
+        for where, entry in entries:
+            table = _one_table(where, entry)
+            tables.append(table)
+            if table.profile is None and entry.get("pooling_factor") is None:
+                not_described.add(table.name)
         check_tables(tables)
     except TableError as error:
-        raise TableError(f"'{path}': {error}") from error
-    not_described = frozenset(
-        table.name
-        for table, (_, entry) in zip(tables, found, strict=True)
-        if table.profile is None and entry.get("pooling_factor") is None
-    )
-    return ReadTables(tables, not_described)
+        raise TableError(f"'{path}', {error}") from error
+    return ReadTables(tuple(tables), frozenset(not_described))
 
 
 def _chosen(
@@ -137,15 +184,14 @@ def _chosen(
     raise ConfigError(f"'{path}' holds {len(workloads)} workloads, {asked}")
 
 
-def _csv_entries(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv_entries(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield where a table is in the file, and its fields."""
-    text = _read_text(path)
     separator = max(",;\t", key=text.partition("\n")[0].count)
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     fields: list[str] = []
     try:
         for values in rows:
-            where = f"'{path}', line {rows.line_num}"
+            where = f"line {rows.line_num}"
             cells = [value.strip() for value in values]
             while cells and not cells[-1]:  # separators at the line's end
                 cells.pop()
@@ -164,9 +210,8 @@ def _csv_entries(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 given = zip(fields, cells, strict=False)
                 yield where, {f: _cell(f, cell) for f, cell in given if cell}
     except csv.Error as error:
-        raise TableError(
-            f"'{path}', line {rows.line_num}: {error}; is a quote left open?"
-        ) from error
+        message = f"line {rows.line_num}: {error}; is a quote left open?"
+        raise TableError(message) from error
 
 
 def _cell(field: str, text: str) -> Any:
@@ -234,7 +279,7 @@ def load_json(path: str | Path) -> dict[str, tuple[TableConfig, ...]]:
         if name in loaded:
             raise TableError(f"{path}: two workloads are named '{name}'; rename one")
         try:
-            loaded[name] = tuple(_tables(name, workload))
+            loaded[name] = tuple(workload_tables(name, workload))
             check_tables(loaded[name])
         except (LookupError, TypeError, OverflowError, ValueError) as error:
             raise TableError(
@@ -243,7 +288,8 @@ def load_json(path: str | Path) -> dict[str, tuple[TableConfig, ...]]:
     return loaded
 
 
-def _tables(name: str, workload: Mapping[str, Any]) -> Iterator[TableConfig]:
+def workload_tables(name: str, workload: Mapping[str, Any]) -> Iterator[TableConfig]:
+    """Make the tables of one workload; see `load_json`."""
     if "tables" in workload:
         for number, table in enumerate(workload["tables"]):
             yield _one_table(f"table {number}", table)

@@ -10,8 +10,10 @@ Sources of the figures:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.tables.profile import zipf_profile
+from torchrec_neuroshard.tables.loaders import workload_tables
 from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = ["MLPERF_MAX_ROWS", "mlperf_dlrm_v2"]
@@ -33,9 +35,6 @@ MLPERF_MULTI_HOT: tuple[int, ...] = (
 MLPERF_MAX_ROWS = 40_000_000
 """MLPerf's cap: larger columns are hashed into this many rows."""
 
-MLPERF_BATCH_SIZE = 65_536
-"""MLPerf DLRM-v2's global batch."""
-
 
 def mlperf_dlrm_v2(
     max_rows: int = MLPERF_MAX_ROWS, embedding_dim: int = 128
@@ -50,30 +49,17 @@ def mlperf_dlrm_v2(
         embedding_dim: Columns of every table.
 
     Returns:
-        Tables `cat_0` to `cat_25`, each with its profile at the benchmark's batch.
+        Tables `cat_0` to `cat_25`, each with a profile at the benchmark's batch.
 
     Raises:
         ConfigError: `max_rows` is below 1.
     """
     if max_rows < 1:
         raise ConfigError(f"max_rows must be at least 1, got {max_rows}")
-    tables = []
-    for i, (rows, hot) in enumerate(
-        zip(CRITEO_1TB_ROWS, MLPERF_MULTI_HOT, strict=True)
-    ):
-        num_embeddings = min(rows, max_rows)
-        profile = zipf_profile(
-            batch_size=MLPERF_BATCH_SIZE,
-            pooling_factor=float(hot),
-            num_embeddings=num_embeddings,
-        )
-        tables.append(
-            TableConfig(
-                name=f"cat_{i}",
-                num_embeddings=num_embeddings,
-                embedding_dim=embedding_dim,
-                pooling_factor=float(hot),
-                profile=profile,
-            )
-        )
-    return tuple(tables)
+    workload = {
+        "rows": [min(rows, max_rows) for rows in CRITEO_1TB_ROWS],
+        "pooling": MLPERF_MULTI_HOT,
+        "dim": embedding_dim,
+    }
+    tables = workload_tables("mlperf_dlrm_v2", workload)
+    return tuple(replace(t, name=f"cat_{i}") for i, t in enumerate(tables))

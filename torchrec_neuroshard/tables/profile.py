@@ -10,9 +10,8 @@ Shapes: `B` samples, `C` = 17 count bins.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,6 @@ import numpy.typing as npt
 from scipy import special
 
 from torchrec_neuroshard.errors import ProfileError
-from torchrec_neuroshard.files import (
-    json_text,
-    read_fields,
-    read_json,
-    to_fields,
-    write_whole,
-)
 from torchrec_neuroshard.tables.access import (
     COUNT_BIN_HIGH,
     COUNT_BIN_LOW,
@@ -39,11 +31,9 @@ __all__ = [
     "FeatureProfile",
     "bin_mean_counts",
     "count_histogram",
-    "load_profiles",
     "merge_profiles",
     "profile_ids",
     "profile_inputs",
-    "save_profiles",
     "zipf_profile",
 ]
 
@@ -234,53 +224,6 @@ class FeatureProfile:
             pooling_std=0.0,
             access_histogram=tuple(histogram.tolist()),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary; `from_json` reads it back."""
-        return to_fields(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> FeatureProfile:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ProfileError: A key is missing or unknown, or a value is out of range.
-        """
-        return read_fields(cls, data, ProfileError, "a feature profile")
-
-
-def save_profiles(profiles: Mapping[str, FeatureProfile], path: str | Path) -> None:
-    """Write profiles as JSON, by feature name."""
-    data = {name: profile.to_json() for name, profile in profiles.items()}
-    write_whole(path, json_text(data))
-
-
-def load_profiles(path: str | Path) -> dict[str, FeatureProfile]:
-    """Read what `save_profiles` wrote.
-
-    Raises:
-        ProfileError: There is no such file, or an entry is not a profile.
-    """
-    try:
-        data = read_json(path)
-    except OSError as error:
-        raise ProfileError(
-            f"cannot read the profiles '{path}': {error.strerror}"
-        ) from error
-    except ValueError as error:
-        raise ProfileError(f"'{path}' holds no profiles: {error}") from error
-    if not isinstance(data, Mapping):
-        raise ProfileError(
-            f"'{path}' holds no profiles: expected an object of features, as "
-            "save_profiles writes it"
-        )
-    found = {}
-    for name, entry in data.items():
-        try:
-            found[name] = FeatureProfile.from_json(entry)
-        except ProfileError as error:
-            raise ProfileError(f"'{path}', feature '{name}': {error}") from error
-    return found
 
 
 def bin_mean_counts(ids_NC: Floats, lookups_N: Floats) -> Floats:
