@@ -29,7 +29,7 @@ REPRODUCE_ARGS ?=
 TABLES ?=
 # Releases of torchrec that are supported.
 VERSIONS ?= $(shell $(BIN)/python -c "from torchrec_neuroshard.hardware.doctor import \
-	SUPPORTED_RELEASES as found; print(*found.values())")
+	RELEASES; print(*(torchrec for _, torchrec in RELEASES.values()))")
 
 # Another folder beside another interpreter: make test PYTHON=python3.12 VENV=.venv312
 VENV ?= .venv

@@ -31,7 +31,7 @@ def changed(**changes: Any) -> Installed:
 
 
 def test_packages_of_one_release_fit() -> None:
-    for release, torch in doctor.RELEASES.items():
+    for release, (torch, _) in doctor.RELEASES.items():
         fbgemm = (("fbgemm-gpu", f"{release}.0"),)
         found = Installed(torch=f"{torch}.1", fbgemm=fbgemm, torchrec=f"{release}.2")
         assert not find_problems(found)
@@ -108,7 +108,8 @@ def test_a_failure_to_load_is_an_error(
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\necho first >&2\necho 'OSError: no symbol' >&2\nexit 3")
     fake.chmod(0o755)
-    failure = doctor.load_frameworks(str(fake))
+    monkeypatch.setattr(sys, "executable", str(fake))
+    failure = doctor.load_frameworks()
     assert failure == "OSError: no symbol"
     monkeypatch.setattr(doctor, "read_installed", lambda: SOUND)
     monkeypatch.setattr(doctor, "load_frameworks", lambda: failure)

@@ -17,7 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+import traceback
 from dataclasses import dataclass
 
 from torchrec_neuroshard.errors import EnvironmentMismatchError
@@ -36,12 +36,13 @@ __all__ = [
 ]
 
 RELEASES = {
-    "1.6": "2.11",
-    "1.7": "2.12",
-    "1.8": "2.13",
-    "1.9": "2.14",
+    "1.6": ("2.11", "1.6.1"),
+    "1.7": ("2.12", "1.7.0"),
+    "1.8": ("2.13", "1.8.0"),
+    "1.9": ("2.14", "1.9.2"),
 }
-"""Release of torchrec and of fbgemm -> the torch release that belongs to it.
+"""Release of torchrec and of fbgemm that is supported -> the release of torch that
+belongs to it, and the version of torchrec that the tests run on (`make test-versions`).
 
 Source: the compatibility table in FBGEMM's `fbgemm_gpu/__init__.py` (1.6 to 1.8);
 1.9 continues the series.
@@ -49,10 +50,6 @@ Source: the compatibility table in FBGEMM's `fbgemm_gpu/__init__.py` (1.6 to 1.8
 
 DEFAULT_RELEASE = "1.8"
 """The release that this package is developed and measured on."""
-
-SUPPORTED_RELEASES = {"1.6": "1.6.1", "1.7": "1.7.0", "1.8": "1.8.0", "1.9": "1.9.2"}
-"""TorchRec releases whose planner interfaces this package supports -> the version that
-the tests run on (`make test-versions`)."""
 
 _FBGEMM = (
     "fbgemm-gpu",
@@ -81,10 +78,9 @@ class Installed:
 
 def read_installed() -> Installed:
     """Return what the running interpreter has, without importing it."""
-    fbgemm = [(name, _version(name)) for name in _FBGEMM]
     return Installed(
         torch=_version("torch"),
-        fbgemm=tuple((name, version) for name, version in fbgemm if version),
+        fbgemm=tuple((name, v) for name in _FBGEMM if (v := _version(name))),
         torchrec=_version("torchrec") or _version("torchrec-nightly"),
         missing=tuple(name for name in _REQUIREMENTS if not _version(name)),
     )
@@ -92,20 +88,16 @@ def read_installed() -> Installed:
 
 def find_problems(installed: Installed) -> list[str]:
     """Say what is missing, clashes or does not belong together."""
-    return list(_problems(installed))
-
-
-def _problems(installed: Installed) -> Iterator[str]:
     found = {"torch": installed.torch, "torchrec": installed.torchrec}
     found["fbgemm"] = installed.fbgemm[0][1] if installed.fbgemm else None
-    for name, version in found.items():
-        if version is None:
-            yield f"{name} is not installed"
+    problems = [f"{name} is not installed" for name, v in found.items() if v is None]
     if installed.missing:
-        yield f"torchrec needs {', '.join(installed.missing)}, not installed"
+        problems.append(f"torchrec needs {', '.join(installed.missing)}, not installed")
     if len(installed.fbgemm) > 1:
-        listed = " and ".join(f"{name} {version}" for name, version in installed.fbgemm)
-        yield f"{listed} are both installed, and both own the folder fbgemm_gpu"
+        listed = " and ".join(map(" ".join, installed.fbgemm))
+        problems.append(
+            f"{listed} are both installed, and both own the folder fbgemm_gpu"
+        )
     # A nightly's version says nothing of the release that it belongs to: torch writes
     # 2.14.0.dev20260801, fbgemm and torchrec write 2026.8.1.
     dated = {
@@ -114,12 +106,13 @@ def _problems(installed: Installed) -> Iterator[str]:
         if version is not None and not re.search(r"\.dev|^20\d\d\.", version)
     }
     if len({_release(name, version) for name, version in dated.items()}) > 1:
-        listed = ", ".join(f"{name} {version}" for name, version in dated.items())
         release = _target(installed)
-        yield (
-            f"{listed} are of different releases; torch {RELEASES[release]} belongs "
-            f"with fbgemm {release} and torchrec {release}"
+        problems.append(
+            f"{', '.join(map(' '.join, dated.items()))} are of different releases; "
+            f"torch {RELEASES[release][0]} belongs with fbgemm {release} and torchrec "
+            f"{release}"
         )
+    return problems
 
 
 def mend_command(installed: Installed) -> str:
@@ -132,7 +125,7 @@ def mend_command(installed: Installed) -> str:
     only_gpu = [name for name, _ in installed.fbgemm] == ["fbgemm-gpu"]
     fbgemm = "fbgemm-gpu" if only_gpu else "fbgemm-gpu-cpu"
     pip = f"{shlex.quote(sys.executable or 'python')} -m pip"
-    torch = f'"torch=={RELEASES[release]}.*"'
+    torch = f'"torch=={RELEASES[release][0]}.*"'
     return " && ".join(
         (
             # All at once: removing one takes the shared files of the others along.
@@ -157,10 +150,10 @@ def _target(installed: Installed) -> str:
 def _release(package: str, version: str | None) -> str | None:
     """Release in `RELEASES` that a package's version belongs to; None if none does."""
     match = re.match(r"\d+\.\d+", version or "")
-    minor = match.group() if match else None
-    if package == "torch":
-        return next((ours for ours, its in RELEASES.items() if its == minor), None)
-    return minor if minor in RELEASES else None
+    for release, (torch, _) in RELEASES.items():
+        if match and match.group() == (torch if package == "torch" else release):
+            return release
+    return None
 
 
 def _version(distribution: str) -> str | None:
@@ -182,10 +175,10 @@ def explain_failure(what: str, error: Exception) -> EnvironmentMismatchError | N
         fails in a set that does not belong together; None for any other cause.
     """
     causes = find_problems(read_installed())
-    is_missing = (
-        isinstance(error, ImportError) and _top_level(error.name) in _FRAMEWORKS
-    )
-    if not (is_missing or (causes and _passes_through_frameworks(error))):
+    frames = traceback.walk_tb(error.__traceback__)
+    passed = [frame.f_globals.get("__name__") for frame, _ in frames] if causes else []
+    missing = error.name if isinstance(error, ImportError) else None
+    if not any(_is_of_frameworks(module) for module in (missing, *passed)):
         return None
     found = f" ({'; '.join(causes)})" if causes else ""
     return EnvironmentMismatchError(
@@ -195,24 +188,12 @@ def explain_failure(what: str, error: Exception) -> EnvironmentMismatchError | N
     )
 
 
-def _passes_through_frameworks(error: BaseException) -> bool:
-    frame = error.__traceback__
-    while frame is not None:
-        if _top_level(frame.tb_frame.f_globals.get("__name__")) in _FRAMEWORKS:
-            return True
-        frame = frame.tb_next
-    return False
+def _is_of_frameworks(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _FRAMEWORKS
 
 
-def _top_level(module: str | None) -> str:
-    return (module or "").partition(".")[0]
-
-
-def load_frameworks(executable: str = sys.executable) -> str | None:
+def load_frameworks() -> str | None:
     """Import the three packages in a new process and run one embedding kernel.
-
-    Args:
-        executable: The interpreter to do it with.
 
     Returns:
         None when that worked, else the last line that it printed.
@@ -226,7 +207,7 @@ def load_frameworks(executable: str = sys.executable) -> str | None:
     )
     try:
         done = subprocess.run(
-            [executable, "-c", code],
+            [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -259,7 +240,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         1 if anything keeps the packages from working together, else 0.
     """
     installed = read_installed()
-    fbgemm = ", ".join(f"{name} {version}" for name, version in installed.fbgemm)
+    fbgemm = ", ".join(map(" ".join, installed.fbgemm))
     print(f"python    {platform.python_version()}  {sys.executable}")
     print(f"torch     {installed.torch or 'missing'}")
     print(f"fbgemm    {fbgemm or 'missing'}")
@@ -271,7 +252,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         if failure is not None:
             problems = [f"versions fit, but the packages do not load: {failure}"]
     if installed.torchrec and _release("torchrec", installed.torchrec) is None:
-        first, *_, last = SUPPORTED_RELEASES
+        first, *_, last = RELEASES
         print(f"\nwarning: torchrec {installed.torchrec} is none of {first} to {last}")
     for problem in problems:
         print(f"\nerror: {problem}")
