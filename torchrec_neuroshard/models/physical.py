@@ -61,7 +61,7 @@ WORKS: tuple[str, ...] = (
     "hot_rows",
     "adam_rows",
 )
-"""Kinds of a shard's work. Names of `features.TOTAL_NAMES` mean the same here.
+"""Kinds of a shard's work. Names of features mean the same here.
 
 `page_walks`: distinct rows times log2(1 + table bytes / 64 KiB). Rows of large tables
 lie on many pages, whose addresses take longer to translate.
