@@ -7,7 +7,6 @@ import importlib
 import platform
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ __all__ = [
     "BACKENDS",
     "GPU",
     "GpuMonitor",
-    "GpuState",
     "accelerator",
     "as_device",
     "backend_of",
@@ -182,17 +180,6 @@ def torch_threads(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuState:
-    """What a GPU's driver says of it at one moment; the fields are a `CostRecord`'s."""
-
-    sm_clock_mhz: float
-    memory_clock_mhz: float
-    temperature_c: float
-    throttled: str
-    """Why its clocks are held down, in words; empty if they are not."""
-
-
 class GpuMonitor:
     """Reads a GPU's state by `pynvml`, and counts how often the driver did not answer.
 
@@ -209,28 +196,29 @@ class GpuMonitor:
         self.num_failures = 0
         self._read()
 
-    def state(self) -> GpuState | None:
-        """Return the state now; None where the driver did not answer."""
+    def state(self) -> dict[str, Any]:
+        """Return the state now, as fields of a `CostRecord`; empty where that fails."""
         try:
             return self._read()
         except Exception:  # whatever a driver library raises
             self.num_failures += 1
-            return None
+            return {}
 
-    def _read(self) -> GpuState:
+    def _read(self) -> dict[str, Any]:
         nvml, gpu = self._nvml, self._handle
+        celsius = nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+        held = [text for bit, text in _THROTTLING.items() if reasons & bit]
         sm, memory = (
             float(nvml.nvmlDeviceGetClockInfo(gpu, kind))
             for kind in (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM)
         )
-        celsius = nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
-        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
-        return GpuState(
-            sm_clock_mhz=sm,
-            memory_clock_mhz=memory,
-            temperature_c=float(celsius),
-            throttled=", ".join(t for bit, t in _THROTTLING.items() if reasons & bit),
-        )
+        return {
+            "sm_clock_mhz": sm,
+            "memory_clock_mhz": memory,
+            "temperature_c": float(celsius),
+            "throttled": ", ".join(held),
+        }
 
 
 def find_gpu_monitor(device: torch.device) -> GpuMonitor | None:

@@ -206,8 +206,8 @@ def measure_set(
 
     def during() -> None:
         meanwhile()
-        if monitor is not None and (state := monitor.state()) is not None:
-            gpu.update(to_fields(state))
+        if monitor is not None:
+            gpu.update(monitor.state())
 
     measured = timer.measure(
         sampled.tables,
