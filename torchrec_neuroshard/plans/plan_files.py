@@ -54,13 +54,9 @@ from torchrec_neuroshard.planner.given_plans import (
     plan_tables,
     table_moves,
 )
-from torchrec_neuroshard.planner.option_facts import (
-    device_tier,
-)
+from torchrec_neuroshard.planner.option_facts import device_tier
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
+from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.topology import ShardingGroup, sharding_group
 from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
 from torchrec_neuroshard.report import PlanComparison, PlanReport

@@ -68,9 +68,7 @@ from torchrec_neuroshard.planner.option_facts import (
     table_name,
 )
 from torchrec_neuroshard.planner.outline import outline_of
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
+from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal
 from torchrec_neuroshard.tables.profile import FeatureProfile

@@ -58,9 +58,7 @@ from torchrec_neuroshard.planner.compat import (
 from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.first_launch import from_first
 from torchrec_neuroshard.planner.given_plans import copied
-from torchrec_neuroshard.planner.option_facts import (
-    table_name,
-)
+from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.search_space import SearchSpace

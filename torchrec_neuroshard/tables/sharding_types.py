@@ -43,8 +43,11 @@ class ShardingType:
     """Whether every rank reads its own samples in a table of its own."""
     pooled: Collective = "all_to_all"
     """What moves outputs of modules that pool, or gradients."""
-    sequences: Collective = "all_to_all"
-    """The same of modules that do not pool."""
+
+    @property
+    def sequences(self) -> Collective:
+        """The same of modules that do not pool: whole rows, no partial sums."""
+        return "all_to_all" if self.pooled == "row_wise" else self.pooled
 
     @property
     def in_columns(self) -> bool:
@@ -80,11 +83,7 @@ _ROWS = (
     ShardingType(name=TABLE_COLUMN_WISE, splits_columns=True),
     ShardingType(name="row_wise", block="world", splits_rows=True, pooled="row_wise"),
     ShardingType(
-        name="table_row_wise",
-        block="node",
-        splits_rows=True,
-        pooled="node_row_wise",
-        sequences="node_row_wise",
+        name="table_row_wise", block="node", splits_rows=True, pooled="node_row_wise"
     ),
     ShardingType(
         name="grid_shard",
@@ -92,14 +91,9 @@ _ROWS = (
         splits_columns=True,
         splits_rows=True,
         pooled="node_row_wise",
-        sequences="node_row_wise",
     ),
     ShardingType(
-        name="data_parallel",
-        block="world",
-        is_replicated=True,
-        pooled="all_reduce",
-        sequences="all_reduce",
+        name="data_parallel", block="world", is_replicated=True, pooled="all_reduce"
     ),
 )
 
