@@ -27,6 +27,7 @@ from torchrec_neuroshard.measure.kernels import (
     device_fingerprint,
     draw_inputs,
 )
+from torchrec_neuroshard.measure.sets import SampledSet
 from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.tables.table import TableConfig
@@ -151,7 +152,15 @@ def milliseconds(
 ) -> dict[str, float]:
     """Forward and backward of one kernel over the parts."""
     access = [AccessDistribution.power_law(t.num_embeddings, 1.0) for t in parts]
-    runs = [timer.measure(parts, access, batch_size, (3, n)) for n in range(3)]
+    sampled = SampledSet(
+        index=0,
+        seed=(3,),
+        batch_size=batch_size,
+        tables=tuple(parts),
+        access=tuple(access),
+    )
+    seeds = [(3, number) for number in range(3)]
+    runs = [timer.measure(dataclasses.replace(sampled, seed=seed)) for seed in seeds]
     return {
         "fwd_ms": statistics.median(r.fwd_ms for r in runs),
         "bwd_ms": statistics.median(r.bwd_ms for r in runs),

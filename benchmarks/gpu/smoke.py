@@ -80,9 +80,7 @@ def time_sets(
             start = time.perf_counter()
             drawn = SetSampler(sampling, 0, []).sample(index)
             draw.append(time.perf_counter() - start)
-            found = timer.measure(
-                drawn.tables, drawn.access, drawn.batch_size, (0, index)
-            )
+            found = timer.measure(drawn)
             whole.append(time.perf_counter() - start)
             passes.append((sum(found.fwd_raw_ms) + sum(found.bwd_raw_ms)) / 1e3)
             spread.append(found.spread)

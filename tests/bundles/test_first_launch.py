@@ -34,6 +34,7 @@ from torchrec_neuroshard.bundles.format import load_bundle
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.measure.clock import Measurement
+from torchrec_neuroshard.measure.sets import SampledSet
 from torchrec_neuroshard.planner.first_launch import FirstLaunch
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
 
@@ -133,10 +134,8 @@ def test_disturbed_sets_are_measured_again_later(
     """Other work disturbs the first so many times of some sets."""
     disturbed, seen = {3: 1, 5: 2, 8: 1000}, Counter[int]()
 
-    def measure(
-        tables: Any, access: Any, batch: int, seed: Any, meanwhile: Any
-    ) -> Measurement:
-        index = seed[1]
+    def measure(sampled: SampledSet, meanwhile: Any) -> Measurement:
+        index = sampled.index
         seen[index] += 1
         quiet = (1.0, 1.0, 1.0)
         is_noisy = seen[index] <= disturbed.get(index, 0)

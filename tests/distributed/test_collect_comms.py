@@ -35,7 +35,7 @@ def start(path: Path) -> Ranks:
         port = probe.getsockname()[1]
     command = [sys.executable, "-W", "error::FutureWarning", "-m"]
     command += ["torchrec_neuroshard", "collect", "comms", "--group-sizes", "2"]
-    command += ["--out", str(path), "--max-bytes", "65536", "--timeout", "10"]
+    command += ["--out", str(path), "--max-bytes", "65536"]
     command += ["--sample-seconds", "0.01", "--num-samples", "100000"]
     environment = {**os.environ, "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -29,7 +29,7 @@ THREE = PassCounts(min_passes=3, max_passes=3, budget_seconds=0.0, num_batches=3
 def test_time_is_the_median_ratio_times_the_nominal() -> None:
     timer = SetTimer(CPU, 1 << 22, reference_ms=7.0, counts=THREE)
     sampled = SetSampler(SMALL, 0, []).sample(1)
-    found = timer.measure(sampled.tables, sampled.access, sampled.batch_size, (0, 1))
+    found = timer.measure(sampled)
     assert len(found.fwd_raw_ms) == len(found.bwd_raw_ms) == len(found.ref_raw_ms) == 3
     assert min(*found.fwd_raw_ms, *found.bwd_raw_ms, *found.ref_raw_ms) > 0
     for raw, ms in ((found.fwd_raw_ms, found.fwd_ms), (found.bwd_raw_ms, found.bwd_ms)):
@@ -129,13 +129,7 @@ def test_the_next_set_is_drawn_while_the_device_works(queue: Queue) -> None:
     timer = SetTimer(CPU, 1 << 20, reference_ms=1.0, counts=THREE)
     timer.reference, timer.clock = None, DeviceClock(CPU)
     sampled = SetSampler(SMALL, 0, []).sample(1)
-    timer.measure(
-        sampled.tables,
-        sampled.access,
-        sampled.batch_size,
-        (0, 1),
-        lambda: queue.append("drawn"),
-    )
+    timer.measure(sampled, lambda: queue.append("drawn"))
     at = queue.index("drawn")
     assert queue[:at].count("event") == 12 and "wait" not in queue[:at]
     assert queue[at + 1 :] == ["wait"] * 3

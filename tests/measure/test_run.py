@@ -14,7 +14,7 @@ from tests.builders import make_record
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.commands.measure import predicted_ms
 from torchrec_neuroshard.errors import DeviceFailureError
-from torchrec_neuroshard.measure import run
+from torchrec_neuroshard.measure import clock, run
 from torchrec_neuroshard.measure.clock import CPU_PASSES, Reference
 from torchrec_neuroshard.measure.kernels import device_fingerprint
 from torchrec_neuroshard.measure.records import CostRecord
@@ -38,7 +38,7 @@ def test_command_measures_the_sampled_sets_and_goes_on_where_it_stopped(
     clocks = {"sm_clock_mhz": 1_980.0, "memory_clock_mhz": 3_201.0}
     state = {**clocks, "temperature_c": 60.0, "throttled": ""}
     monitor = SimpleNamespace(state=lambda: state, num_failures=0)
-    monkeypatch.setattr(run, "find_gpu_monitor", lambda _: monitor)
+    monkeypatch.setattr(clock, "find_gpu_monitor", lambda _: monitor)
     tables = tmp_path / "tables.json"
     workload = {"name": "mine", "rows": [500] * 30, "pooling": [2.0] * 30}
     tables.write_text(json.dumps({"workloads": [workload]}))

@@ -141,8 +141,6 @@ def test_other_runs_backends_and_kinds_of_records_are_refused(tmp_path: Path) ->
         (make_comms_record, {"collective": "gossip"}, "gossip"),
         (make_comms_record, {"world_size": 3}, r"world_size \(3\)"),
         (make_comms_record, {"transfer_ms": (1.5,)}, "transfer_ms"),
-        (CommsConfig, {"out": Path("c"), "backend": "mpi"}, "mpi"),
-        (CommsConfig, {"out": Path("c"), "timeout_seconds": -0.5}, "-0.5"),
         (CommsConfig, {"out": Path("c"), "bytes_per_rank": (9, 5)}, r"\(9, 5\)"),
         (CollectConfig, {"out": Path("r"), "num_sets": 0}, "got 0"),
         (SamplingConfig, {"batch_sizes": (9, 8)}, r"\(9, 8\)"),

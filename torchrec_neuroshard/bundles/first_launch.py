@@ -298,6 +298,7 @@ def draw_launch_set(request: LaunchRequest, index: int, max_bytes: int) -> Sampl
         drawn.append(_with_rows(shard, rows, request.batch_size, len(drawn)))
     return SampledSet(
         index=index,
+        seed=(request.seed, index),
         # The first sets are held out in turn, so that few of them suffice.
         held_out=index % (2 if index < 2 * MIN_SETS else 5) == 0,
         batch_size=request.batch_size,
@@ -460,7 +461,6 @@ def measure_mine(
         (draw_launch_set(request, i, max_bytes) for i in itertools.count(rank, size)),
         timer,
         lambda record: kept.update({record.index: record}),
-        seed=request.seed,
         until=until,
         min_sets=-(-2 * MIN_SETS // size),
         title="measuring your tables",

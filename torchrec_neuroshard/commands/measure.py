@@ -15,14 +15,17 @@ from torchrec_neuroshard.bundles.find import physical_estimate
 from torchrec_neuroshard.commands.options import add_measuring, add_time_limit, option
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
 from torchrec_neuroshard.files import from_options
-from torchrec_neuroshard.hardware.devices import as_device, default_device_type
+from torchrec_neuroshard.hardware.devices import (
+    BACKENDS,
+    as_device,
+    default_device_type,
+)
 from torchrec_neuroshard.measure.run import (
     CollectConfig,
     collect_compute,
     default_sampling,
 )
 from torchrec_neuroshard.measure.run_collectives import (
-    BACKEND_NAMES,
     CommsConfig,
     collect_comms,
     default_backend,
@@ -61,13 +64,11 @@ def _add_comms(parser: argparse.ArgumentParser) -> None:
     known = CommsConfig(out=Path())
     option(parser, "--out", Path, "Parquet file", required=True)
     option(parser, "--seed", int, "of what is drawn", 0)
-    nccl = "nccl where every rank has a GPU"
-    option(parser, "--backend", str, f"{BACKEND_NAMES} ({nccl})")
+    text, backends = "nccl where every rank has a GPU", list(BACKENDS.values())
+    option(parser, "--backend", str, text, choices=backends)
     option(parser, "--num-samples", int, "collectives to measure", known.num_samples)
     most = known.bytes_per_rank[1]
     option(parser, "--max-bytes", int, "bytes of a rank, at most", most)
-    text, silent = "seconds that a rank may be silent", known.timeout_seconds
-    option(parser, "--timeout", float, text, silent, dest="timeout_seconds")
     add_time_limit(parser, known.time_limit_seconds)
     text = "seconds to repeat a collective"
     option(parser, "--sample-seconds", float, text, known.sample_seconds)

@@ -14,13 +14,18 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
-from torchrec_neuroshard.hardware.devices import accelerator, is_accelerator
+from torchrec_neuroshard.hardware.devices import (
+    accelerator,
+    find_gpu_monitor,
+    is_accelerator,
+)
 from torchrec_neuroshard.measure.kernels import (
     Arena,
     FusedTables,
@@ -29,21 +34,17 @@ from torchrec_neuroshard.measure.kernels import (
     reserve_memory,
 )
 from torchrec_neuroshard.measure.records import relative_spread
+from torchrec_neuroshard.measure.sets import SampledSet
 from torchrec_neuroshard.tables.access import AccessDistribution
-from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.tables.table import TableConfig
 
 __all__ = [
     "CPU_PASSES",
-    "CUDA_PASSES",
-    "Clock",
     "DeviceClock",
-    "Draw",
     "Measurement",
     "PassCounts",
     "Reference",
     "SetTimer",
-    "Times",
     "keep_freed_memory",
     "time_on_host",
 ]
@@ -98,6 +99,8 @@ class Measurement:
     ref_raw_ms: tuple[float, ...]
     fwd_ms: float
     bwd_ms: float
+    gpu: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a `CostRecord`: a GPU's clocks meanwhile, where anything reads them."""
 
     @property
     def spread(self) -> float:
@@ -232,19 +235,12 @@ class Reference:
     def __init__(self) -> None:
         """Build the reference set in memory of its own."""
         device = torch.device("cpu")
-        profile = zipf_profile(
-            batch_size=self.BATCH_SIZE,
-            pooling_factor=self.POOLING,
-            num_embeddings=self.ROWS,
-            exponent=1.0,
-        )
         tables = [
             TableConfig(
                 name=str(i),
                 num_embeddings=self.ROWS,
                 embedding_dim=self.WIDTH,
                 pooling_factor=self.POOLING,
-                profile=profile,
             )
             for i in range(self.NUM_TABLES)
         ]
@@ -312,6 +308,8 @@ class SetTimer:
         self.reference: Reference | None = None
         """Timed beside every pass; None on a GPU."""
         self.reference_ms = 0.0
+        self.monitor = find_gpu_monitor(device)
+        """Reads a GPU's clocks; None where nothing does."""
         self.clock: Clock = time_on_host
         if on_gpu:
             self.clock = DeviceClock(device)
@@ -325,31 +323,24 @@ class SetTimer:
         )
 
     def measure(
-        self,
-        tables: Sequence[TableConfig],
-        access: Sequence[AccessDistribution] | None,
-        batch_size: int,
-        seed: Sequence[int],
-        meanwhile: Callable[[], None] | None = None,
+        self, sampled: SampledSet, meanwhile: Callable[[], None] | None = None
     ) -> Measurement:
-        """Time forward and backward of the fused kernel over `tables`.
+        """Time forward and backward of the fused kernel over a set.
 
         Args:
-            tables: Shards of one rank, each with a profile at `batch_size`.
-            access: How the ids of each are drawn; None: as its profile tells.
-            batch_size: Samples of a pass.
-            seed: Makes the inputs.
+            sampled: The set.
             meanwhile: Called once all passes are started: an accelerator is still at
                 work on them then.
         """
-        distributions = access or [
+        tables, batch_size = sampled.tables, sampled.batch_size
+        access = sampled.access or [
             AccessDistribution.of_batch(t.profile_at(batch_size), t.num_embeddings)
             for t in tables
         ]
 
         def draw(number: int) -> InputBatch:
-            numbered = (*seed, number)
-            return draw_inputs(tables, distributions, batch_size, numbered, self.device)
+            seed = (*sampled.seed, number)
+            return draw_inputs(tables, access, batch_size, seed, self.device)
 
         return self.measure_on(tables, draw, batch_size, meanwhile)
 
@@ -402,10 +393,11 @@ class SetTimer:
             started.append(self.clock(forward, backward))
         if meanwhile is not None:
             meanwhile()
+        gpu = {} if self.monitor is None else self.monitor.state()
         fwd, bwd = zip(*(times() for times in started), strict=True)
         units = [ms / self.reference_ms for ms in ref] or [1.0] * len(fwd)
 
         def median(passes: Sequence[float]) -> float:
             return statistics.median(p / u for p, u in zip(passes, units, strict=True))
 
-        return Measurement(fwd, bwd, tuple(ref), median(fwd), median(bwd))
+        return Measurement(fwd, bwd, tuple(ref), median(fwd), median(bwd), gpu)

@@ -278,10 +278,7 @@ def _draw_lengths(
         device=generator.device,
     )
     if variance <= 0:
-        draws = torch.rand(
-            len(means), generator=generator, device=means.device, dtype=means.dtype
-        )
-        return means.add_(draws).long()
+        return means.add_(_uniform(len(means), generator)).long()
     if variance > mean * 1.05:
         # A negative binomial variable is Poisson's with a gamma-distributed mean.
         # torch's public Gamma takes no generator.
@@ -289,6 +286,12 @@ def _draw_lengths(
         gamma = torch._standard_gamma  # noqa: SLF001
         means = gamma(means / scale, generator=generator) * scale
     return torch.poisson(means, generator=generator).long()
+
+
+def _uniform(count: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(
+        count, generator=generator, device=generator.device, dtype=torch.float64
+    )
 
 
 def _draw_ids(
@@ -309,9 +312,7 @@ def _draw_ids(
     upper, slope, start = torch.from_numpy(np.stack([upper_G, slope_G, start_G])).to(
         generator.device
     )
-    ranks = torch.rand(
-        count, generator=generator, device=upper.device, dtype=upper.dtype
-    )
+    ranks = _uniform(count, generator)
     group = torch.bucketize(ranks, upper, right=True)
     ranks *= slope.index_select(0, group)
     ranks += start.index_select(0, group)

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,10 +23,8 @@ from torchrec_neuroshard.errors import ConfigError, DeviceFailureError
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.hardware.devices import (
     GPU,
-    GpuMonitor,
     as_device,
     device_bytes,
-    find_gpu_monitor,
     free_cached_memory,
     torch_threads,
 )
@@ -74,10 +71,8 @@ def measure(
     timer: SetTimer,
     keep: Callable[[CostRecord], object],
     *,
-    seed: int,
     until: float = math.inf,
     min_sets: int = 0,
-    monitor: GpuMonitor | None = None,
     title: str = "measuring",
 ) -> dict[int, str]:
     """Measure sets until there are no more, or time is over.
@@ -91,10 +86,8 @@ def measure(
         sets: May be without end. The next one is drawn while the device is at work.
         timer: Times them.
         keep: Gets each record, and again a better one of the same set.
-        seed: Makes the inputs.
         until: No set is begun after this time of `time.monotonic`.
         min_sets: Sets to measure whatever the time, before any is measured again.
-        monitor: Reads a GPU's clocks meanwhile.
         title: What is shown, before the number of sets done.
 
     Returns:
@@ -141,7 +134,7 @@ def measure(
                 sampled, tries = queue.popleft(), 0
                 may_return = True
             try:
-                new = _measure_if_it_fits(sampled, timer, seed, monitor, draw)
+                new = _measure_if_it_fits(sampled, timer, draw)
             except torch.OutOfMemoryError as error:
                 left_out[sampled.index] = str(error).splitlines()[0]
                 continue
@@ -159,17 +152,13 @@ def measure(
 
 
 def _measure_if_it_fits(
-    sampled: SampledSet,
-    timer: SetTimer,
-    seed: int,
-    monitor: GpuMonitor | None,
-    draw: Callable[[], None],
+    sampled: SampledSet, timer: SetTimer, draw: Callable[[], None]
 ) -> CostRecord:
     """Measure a set; where there is no memory, free some and try once more."""
     was_tried = False
     while True:
         try:
-            return measure_set(sampled, timer, seed, monitor, draw)
+            return measure_set(sampled, timer, draw)
         except torch.OutOfMemoryError:
             if was_tried:
                 raise
@@ -187,39 +176,20 @@ def _measure_if_it_fits(
 
 
 def measure_set(
-    sampled: SampledSet,
-    timer: SetTimer,
-    seed: int,
-    monitor: GpuMonitor | None = None,
-    meanwhile: Callable[[], None] = lambda: None,
+    sampled: SampledSet, timer: SetTimer, meanwhile: Callable[[], None] | None = None
 ) -> CostRecord:
     """Measure a set once, whatever the device's state.
 
     Args:
         sampled: The set.
         timer: Times it.
-        seed: Makes the inputs.
-        monitor: Reads a GPU's clocks.
         meanwhile: Called while an accelerator is at work.
     """
-    gpu: dict[str, Any] = {}
-
-    def during() -> None:
-        meanwhile()
-        if monitor is not None:
-            gpu.update(monitor.state())
-
-    measured = timer.measure(
-        sampled.tables,
-        sampled.access,
-        sampled.batch_size,
-        (seed, sampled.index if sampled.repeat_of is None else sampled.repeat_of),
-        during,
-    )
+    measured = timer.measure(sampled, meanwhile)
     drawn = {f.name: getattr(sampled, f.name) for f in fields(TableSet)}
     return CostRecord(
         **drawn,
-        **gpu,
+        **measured.gpu,
         fwd_ms=measured.fwd_ms,
         bwd_ms=measured.bwd_ms,
         num_passes=len(measured.fwd_raw_ms),
@@ -260,7 +230,7 @@ class CollectConfig:
 def collect_compute(
     config: CollectConfig,
     say: Callable[[str], object] = print,
-    predict_ms: Callable[[SampledSet], float] | None = None,
+    predict_ms: Callable[[SampledSet], float] = lambda drawn: 1.0,
 ) -> None:
     """Measure until the file holds `config.num_sets` records, or time is over.
 
@@ -280,11 +250,6 @@ def collect_compute(
     for file in config.tables:
         base.extend(itertools.chain.from_iterable(load_json(file).values()))
     known = read_header(path, RunHeader)
-    monitor = find_gpu_monitor(device)
-    if monitor is not None:
-        say("clocks and temperature are read by pynvml")
-    elif device.type == GPU:
-        say("pynvml does not answer: clocks and throttling are not recorded")
     with torch_threads(1):  # a rank on a CPU has one core
         timer = SetTimer(
             device,
@@ -292,6 +257,10 @@ def collect_compute(
             reference_ms=known.reference_ms if known else None,
             budget_seconds=config.set_seconds,
         )
+        if timer.monitor is not None:
+            say("clocks and temperature are read by pynvml")
+        elif device.type == GPU:
+            say("pynvml does not answer: clocks and throttling are not recorded")
         header = RunHeader(
             fingerprint=device_fingerprint(device, 1),
             reference_ms=timer.reference_ms,
@@ -307,9 +276,9 @@ def collect_compute(
         )
         sampler = SetSampler(config.sampling, config.seed, base, predict_ms)
         with RecordStore(path, header) as store:
-            _fill(config, store, timer, sampler, monitor, say)
-    if monitor is not None and monitor.num_failures:
-        say(f"the driver did not tell its state {monitor.num_failures} times")
+            _fill(config, store, timer, sampler, say)
+    if timer.monitor is not None and timer.monitor.num_failures:
+        say(f"the driver did not tell its state {timer.monitor.num_failures} times")
     for index, why in store.header.failed.items():
         say(f"set {index} ended an earlier run and is left out: {why}")
     say(_summary(path, store.header, store.records))
@@ -320,7 +289,6 @@ def _fill(
     store: RecordStore,
     timer: SetTimer,
     sampler: SetSampler,
-    monitor: GpuMonitor | None,
     say: Callable[[str], object],
 ) -> None:
     """Measure the sets that a file lacks."""
@@ -333,10 +301,8 @@ def _fill(
     firsts = [r for r in store.records if r.repeat_of is None]
     earlier = firsts[:: max(1, len(firsts) // NUM_ANCHORS)][:NUM_ANCHORS]
     if todo and timer.reference_ms and earlier:
-        again = [sampler.sample(r.index) for r in earlier]
-        factor = unit_factor(
-            earlier, [measure_set(s, timer, config.seed, monitor) for s in again]
-        )
+        again = [measure_set(sampler.sample(r.index), timer) for r in earlier]
+        factor = unit_factor(earlier, again)
         timer.reference_ms *= factor
         say(
             f"{len(earlier)} sets measured again after the restart: times are "
@@ -347,9 +313,7 @@ def _fill(
             map(sampler.sample, todo),
             timer,
             store.append,
-            seed=config.seed,
             until=until,
-            monitor=monitor,
             title=f"measuring {len(todo)} sets",
         )
     except DeviceFailureError as error:

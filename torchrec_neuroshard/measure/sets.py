@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -30,7 +31,7 @@ __all__ = [
 STATE_BYTES = {"adam": 8, "adagrad": 4}
 """Optimizer state per weight; row-wise Adagrad's, 4 bytes a row, is left out."""
 
-_PARTS = ("test", "validation", "train")
+_USUAL_WIDTHS = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _GIB = 2**30
 _WEIGHT_SHARE = 0.7
 """Of a GPU's memory, what weights may take: ids, outputs and a driver need the rest."""
@@ -123,6 +124,8 @@ class SamplingConfig:
 class SampledSet(TableSet):
     """One set to measure."""
 
+    seed: tuple[int, ...]
+    """Makes the inputs; a set that is measured again reads the same."""
     access: tuple[AccessDistribution, ...] | None = None
     """Beside `tables`: how their ids are drawn; None: as the profiles tell."""
 
@@ -150,7 +153,7 @@ class SetSampler:
         config: SamplingConfig,
         seed: int,
         base_tables: Sequence[TableConfig],
-        predict_ms: Callable[[SampledSet], float] | None = None,
+        predict_ms: Callable[[SampledSet], float] = lambda drawn: 1.0,
     ) -> None:
         """Split the real tables into their three parts, once for all sets.
 
@@ -158,13 +161,13 @@ class SetSampler:
             config: Ranges to draw from.
             seed: The run's seed.
             base_tables: Real tables, each with a profile; may be empty.
-            predict_ms: A rough cost of a set. With it, small sets are as frequent as
-                large ones; without, most sets take a usual time.
+            predict_ms: A rough cost of a set, by which small sets are as frequent as
+                large ones.
         """
         self._config, self._seed = config, seed
         self._any_given = bool(base_tables)
         self._predict_ms = predict_ms
-        self._pools: dict[str, list[TableConfig]] = {part: [] for part in _PARTS}
+        self._pools = defaultdict[str, list[TableConfig]](list)
         shares = config.held_out_share, config.validation_share
         for table in base_tables:
             looked_up = table.profile is not None and table.profile.num_lookups > 0
@@ -177,22 +180,19 @@ class SetSampler:
         config = self._config
         repeat_of = repeated_index(index, config.repeat_every, config.repeat_lag)
         source = index if repeat_of is None else repeat_of
-        rng = np.random.default_rng([self._seed, source])
-        part = part_of(rng.random(), (config.held_out_sets, config.validation_sets))
-        if self._predict_ms is None:
-            found = self._draw(source, part, rng, None)
-        else:
-            rng = np.random.default_rng([self._seed, source, 1])
-            low, high = map(math.log, config.cost_range_ms)
-            target, best, most = rng.uniform(low, high), math.inf, None
-            for _ in range(config.num_candidates):
-                drawn = self._draw(source, part, rng, most)
-                ms = max(self._predict_ms(drawn), 1e-9)
-                if (distance := abs(math.log(ms) - target)) < best:
-                    best, found = distance, drawn
-                # The next candidate has as many more lookups as it should take longer.
-                lookups = drawn.batch_size * sum(t.pooling_factor for t in drawn.tables)
-                most = min(lookups * math.exp(target) / ms, config.max_lookups)
+        draw = np.random.default_rng([self._seed, source]).random()
+        part = part_of(draw, (config.held_out_sets, config.validation_sets))
+        rng = np.random.default_rng([self._seed, source, 1])
+        low, high = map(math.log, config.cost_range_ms)
+        target, best, most = rng.uniform(low, high), math.inf, None
+        for _ in range(config.num_candidates):
+            drawn = self._draw(source, part, rng, most)
+            ms = max(self._predict_ms(drawn), 1e-9)
+            if (distance := abs(math.log(ms) - target)) < best:
+                best, found = distance, drawn
+            # The next candidate has as many more lookups as it should take longer.
+            lookups = drawn.batch_size * sum(t.pooling_factor for t in drawn.tables)
+            most = min(lookups * math.exp(target) / ms, config.max_lookups)
         return dataclasses.replace(found, index=index, repeat_of=repeat_of)
 
     def _draw(
@@ -286,6 +286,7 @@ class SetSampler:
             access.append(distribution)
         return SampledSet(
             index=source,
+            seed=(self._seed, source),
             held_out=part == "test",
             validation=part == "validation",
             batch_size=batch_size,
@@ -343,8 +344,7 @@ def _width_rule(
     """Return what draws the widths of one set."""
     low, high = config.widths
     kind = rng.choice(["one", "usual", "any"], p=[0.3, 0.3, 0.4])
-    usual = [w for w in (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)]
-    usual = [w for w in usual if low <= w <= high] or [low]
+    usual = [w for w in _USUAL_WIDTHS if low <= w <= high] or [low]
     if kind == "any":
         widest = range(low, high + 1, 4)[-1]
         logs = math.log(low), math.log(widest)
