@@ -29,8 +29,14 @@ from planner_comparison.plans import (
     Times,
     with_profiles,
 )
-from torchrec_neuroshard.measure.clock import Measurement, PassCounts, SetTimer
+from torchrec_neuroshard.measure.clock import (
+    Measurement,
+    PassCounts,
+    SetTimer,
+    passes_over,
+)
 from torchrec_neuroshard.measure.kernels import (
+    FusedTables,
     InputBatch,
     column_permutation,
     draw_inputs,
@@ -165,10 +171,14 @@ class KernelTimer:
         if isinstance(kernel, ColumnOrder):
             found = self._time_order(kernel)
         else:
-            found = self._timer.measure_on(
-                with_profiles(kernel),
-                lambda index: inputs.draw(kernel, index),
-                kernel.batch_size,
+            numbers = range(1, self._settings.passes + 1)
+            inputs_of = itertools.chain(
+                [inputs.draw(kernel, 0)],
+                itertools.cycle(inputs.draw(kernel, n) for n in numbers),
+            )
+            fused = FusedTables(with_profiles(kernel), self._device, self._timer.arena)
+            found = self._timer.measure_passes(
+                passes_over(fused, kernel.batch_size, inputs_of)
             )
         beside = found.ref_raw_ms or (0.0,) * len(found.fwd_raw_ms)
         raw = (found.fwd_raw_ms, found.bwd_raw_ms, beside)

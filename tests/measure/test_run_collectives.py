@@ -155,7 +155,7 @@ def test_bad_values_are_refused(kind: Any, change: Any, value: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "backend", "value"),
     [
-        ({"RANK": ""}, "gloo", "RANK not set.*torchrun --nproc-per-node"),
+        ({"RANK": ""}, "gloo", "RANK is not set.*torchrun --nproc-per-node"),
         ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "gloo", "got 1"),
         ({"LOCAL_WORLD_SIZE": "4"}, "gloo", r"local_world_size \(4\)"),
         ({}, "nccl", "0 for 3 ranks"),

@@ -8,6 +8,7 @@ L2 cache; there the reference is left out.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import dataclasses
@@ -46,26 +47,23 @@ __all__ = [
     "Reference",
     "SetTimer",
     "keep_freed_memory",
+    "passes_over",
     "time_on_host",
 ]
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
-def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory instead of returning it to the system.
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory instead of returning it to the system.
 
     Otherwise each pass's output is fresh memory, and its first touch costs up to ten
     times what the kernel does. Affects this process only.
-
-    Returns:
-        Whether the C library has the setting (glibc).
     """
     library = ctypes.CDLL(ctypes.util.find_library("c") or "libc.so.6")
-    mallopt = getattr(library, "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+    with contextlib.suppress(AttributeError):  # another C library
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,8 +116,6 @@ Times = Callable[[], tuple[float, float]]
 """Waits for a forward and a backward pass and returns their times [ms]."""
 Clock = Callable[[Forward, Backward], Times]
 """Starts both passes."""
-Draw = Callable[[int], InputBatch]
-"""Makes a kernel's inputs: number 0 is the warm-up's, 1, 2, ... the timed passes'."""
 
 
 def time_on_host(forward: Forward, backward: Backward) -> Times:
@@ -205,7 +201,7 @@ class DeviceClock:
             self._flush.zero_()
 
 
-def _passes(
+def passes_over(
     kernel: FusedTables, batch_size: int, batches: Iterable[InputBatch]
 ) -> Iterator[tuple[Forward, Backward]]:
     """Yield a kernel's forward and backward pass over each batch.
@@ -252,7 +248,7 @@ class Reference:
             draw_inputs(tables, access, self.BATCH_SIZE, (17, number), device)
             for number in range(1, self.NUM_BATCHES + 1)
         ]
-        self._passes = _passes(kernel, self.BATCH_SIZE, itertools.cycle(batches))
+        self._passes = passes_over(kernel, self.BATCH_SIZE, itertools.cycle(batches))
 
     def run(self) -> float:
         """One forward and backward pass [ms]."""
@@ -304,7 +300,7 @@ class SetTimer:
             self._counts = dataclasses.replace(
                 self._counts, budget_seconds=budget_seconds
             )
-        self._arena: Arena | None = None
+        self.arena: Arena | None = None
         self.reference: Reference | None = None
         """Timed beside every pass; None on a GPU."""
         self.reference_ms = 0.0
@@ -316,7 +312,7 @@ class SetTimer:
             reserve_memory(device, arena_bytes)
             return
         keep_freed_memory()
-        self._arena = Arena(arena_bytes)
+        self.arena = Arena(arena_bytes)
         self.reference = Reference()
         self.reference_ms = (
             self.reference.nominal_ms() if reference_ms is None else reference_ms
@@ -342,27 +338,10 @@ class SetTimer:
             seed = (*sampled.seed, number)
             return draw_inputs(tables, access, batch_size, seed, self.device)
 
-        return self.measure_on(tables, draw, batch_size, meanwhile)
-
-    def measure_on(
-        self,
-        tables: Sequence[TableConfig],
-        draw: Draw,
-        batch_size: int,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Measurement:
-        """Time the same on inputs that are made elsewhere.
-
-        Args:
-            tables: Shards of one rank.
-            draw: Makes the inputs; the warm-up's may be of fewer samples.
-            batch_size: Samples of a timed pass.
-            meanwhile: As in `measure`.
-        """
-        kernel = FusedTables(tables, self.device, self._arena)
+        kernel = FusedTables(tables, self.device, self.arena)
         timed = itertools.cycle(map(draw, range(1, self._counts.num_batches + 1)))
         batches = itertools.chain(map(draw, [0]), timed)
-        return self.measure_passes(_passes(kernel, batch_size, batches), meanwhile)
+        return self.measure_passes(passes_over(kernel, batch_size, batches), meanwhile)
 
     def measure_passes(
         self,

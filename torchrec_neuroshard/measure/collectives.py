@@ -163,9 +163,8 @@ class CollectiveRunner:
         # Values from and to each rank, in the forward direction.
         self._sources = [batch_size * columns for columns in self._columns]
         self._targets = [batch_size * my_columns] * world_size
-        self.output: torch.Tensor | tuple[torch.Tensor, ...] = torch.empty(0)
-        self.run: Callable[[], None] = getattr(self, f"_{sampled.collective}")
-        """Issue it and wait for it; the result is in `output`."""
+        self.run: Callable[[], Any] = getattr(self, f"_{sampled.collective}")
+        """Issue it, wait for it and return the result."""
         if sampled.collective == "index":
             self._prepare_index(sampled, rank)
             return
@@ -213,31 +212,29 @@ class CollectiveRunner:
             output, send, out, into, group=self._group, async_op=True
         )
 
-    def _pooled_forward(self) -> None:
+    def _pooled_forward(self) -> torch.Tensor:
         output = torch.empty(sum(self._sources), device=self._device)
         send = torch.empty(self.input.numel(), device=self._device)
         send.copy_(self.input.view(-1))
         self._exchange(output, send, self._sources, self._targets).wait()
-        parts = torch.split(output, self._sources)
-        self.output = torch.cat(
-            [
-                p.view(self._batch_size, c)
-                for p, c in zip(parts, self._columns, strict=True)
-            ],
-            dim=1,
-        )
+        parts = [
+            part.view(self._batch_size, columns)
+            for part, columns in zip(
+                torch.split(output, self._sources), self._columns, strict=True
+            )
+        ]
+        return torch.cat(parts, dim=1)
 
-    def _pooled_backward(self) -> None:
+    def _pooled_backward(self) -> torch.Tensor:
         by_rank = torch.split(self.input, self._columns, dim=1)
         send = torch.cat([g.contiguous().view(-1) for g in by_rank])
         output = torch.empty(sum(self._targets), device=self._device)
         self._exchange(output, send, self._targets, self._sources).wait()
         shape = (self._batch_size * self._world_size, self._my_columns)
-        self.output = output.view(shape).div_(self._world_size)
+        return output.view(shape).div_(self._world_size)
 
-    def _index(self) -> None:
+    def _index(self) -> tuple[torch.Tensor, torch.Tensor]:
         lengths, ids = permute_bags(self._order, self._lengths, self._ids)
-        permuted = lengths.view(-1), ids
         splits = torch.tensor(
             [[*counts, self._batch_size] for counts in zip(*self._sends, strict=True)],
             device=self._device,
@@ -246,30 +243,31 @@ class CollectiveRunner:
         dist.all_to_all_single(received, splits, group=self._group)
         received.tolist()  # TorchRec reads them to make room
         outputs, pending = [], []
-        for sent, into, out in zip(permuted, self._sends, self._receives, strict=True):
-            outputs.append(torch.empty(sum(out), dtype=sent.dtype, device=self._device))
-            pending.append(self._exchange(outputs[-1], sent, out, into))
+        sent = (lengths.view(-1), ids)
+        for send, into, out in zip(sent, self._sends, self._receives, strict=True):
+            outputs.append(torch.empty(sum(out), dtype=send.dtype, device=self._device))
+            pending.append(self._exchange(outputs[-1], send, out, into))
         for work in pending:
             work.wait()
         lengths, ids = outputs
         if len(self._recat):
             by_feature = lengths.view(-1, self._batch_size)
             lengths, ids = permute_bags(self._recat, by_feature, ids)
-        self.output = lengths.view(-1), ids
+        return lengths.view(-1), ids
 
-    def _reduce_scatter(self) -> None:
+    def _reduce_scatter(self) -> torch.Tensor:
         output = self.input.new_empty((1, self.input.shape[1]))
         _reduce_scatter(output, self.input, group=self._group, async_op=True).wait()
-        self.output = output
+        return output
 
-    def _all_gather(self) -> None:
+    def _all_gather(self) -> torch.Tensor:
         output = self.input.new_empty((self._world_size, self.input.shape[1]))
         _all_gather(output, self.input, group=self._group, async_op=True).wait()
-        self.output = output.div_(self._world_size)
+        return output.div_(self._world_size)
 
-    def _all_reduce(self) -> None:
+    def _all_reduce(self) -> torch.Tensor:
         dist.all_reduce(self.input, group=self._group, async_op=True).wait()
-        self.output = self.input
+        return self.input
 
 
 def _even_lengths(num_ids: int, num_bags: int) -> torch.Tensor:

@@ -6,7 +6,6 @@ The only file that imports fbgemm_gpu. Shapes: `T` tables, `B` samples, `L` look
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -369,28 +368,21 @@ class FusedTables:
         options = {"preallocated_host_buffers": buffers} if buffers else {}
         location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
         compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
-        logging.disable(logging.INFO)
-        try:
-            self.module = SplitTableBatchedEmbeddingBagsCodegen(
-                [
-                    (t.num_embeddings, t.embedding_dim, location, compute)
-                    for t in tables
-                ],
-                feature_table_map=[
-                    i for i, t in enumerate(tables) for _ in range(t.num_features)
-                ],
-                optimizer=_OPTIMIZERS[optimizer],
-                weights_precision=_PRECISIONS[data_type],
-                output_dtype=SparseType.FP32,
-                pooling_mode=PoolingMode.SUM,
-                bounds_check_mode=BoundsCheckMode[bounds_check.upper()],
-                learning_rate=_LEARNING_RATE,
-                eps=1e-8,
-                device=device,
-                **(options if _TAKES_HOST_BUFFERS else {}),
-            )
-        finally:
-            logging.disable(logging.NOTSET)
+        self.module = SplitTableBatchedEmbeddingBagsCodegen(
+            [(t.num_embeddings, t.embedding_dim, location, compute) for t in tables],
+            feature_table_map=[
+                i for i, t in enumerate(tables) for _ in range(t.num_features)
+            ],
+            optimizer=_OPTIMIZERS[optimizer],
+            weights_precision=_PRECISIONS[data_type],
+            output_dtype=SparseType.FP32,
+            pooling_mode=PoolingMode.SUM,
+            bounds_check_mode=BoundsCheckMode[bounds_check.upper()],
+            learning_rate=_LEARNING_RATE,
+            eps=1e-8,
+            device=device,
+            **(options if _TAKES_HOST_BUFFERS else {}),
+        )
         if not _TAKES_HOST_BUFFERS:
             for role, buffer in buffers.items():
                 getattr(self.module, f"{role}_host").data = buffer

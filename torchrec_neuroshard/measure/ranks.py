@@ -69,15 +69,16 @@ class Ranks:
             ConfigError: Not started by torchrun, by a single rank, on unlike nodes,
                 without the backend's devices, or with groups that cannot be made.
         """
-        missing = [n for n in ("RANK", "WORLD_SIZE") if n not in os.environ]
-        if missing:
-            raise ConfigError(
-                f"{' and '.join(missing)} not set: collectives are measured by several "
-                f"processes; start them with '{_LAUNCH} ...'"
+        try:
+            self.rank, self.world_size = (
+                int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")
             )
-        self.world_size = int(os.environ["WORLD_SIZE"])
+        except KeyError as missing:
+            raise ConfigError(
+                f"{missing.args[0]} is not set: collectives are measured by several "
+                f"processes; start them with '{_LAUNCH} ...'"
+            ) from None
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        self.rank = int(os.environ["RANK"])
         if self.world_size < 2:
             raise ConfigError(
                 f"collectives need at least 2 ranks, got {self.world_size}; start "
@@ -184,19 +185,18 @@ class Ranks:
         Raises:
             NeuroShardError: What `work` raises; on other ranks it says where to look.
         """
-        value: T | None = None
-        failure: NeuroShardError | None = None
+        outcome: T | NeuroShardError | None = None
         if self.rank == 0:
             try:
-                value = work()
+                outcome = work()
             except NeuroShardError as error:
-                failure = error
-        failed, value = self.share((failure is not None, value))
-        if failed:
-            raise failure or NeuroShardError(
-                "rank 0 cannot use the file; see its message"
-            )
-        return cast(T, value)
+                outcome = error
+        outcome = self.share(outcome)
+        if not isinstance(outcome, NeuroShardError):
+            return cast(T, outcome)
+        if self.rank == 0:
+            raise outcome
+        raise NeuroShardError("rank 0 cannot use the file; see its message")
 
     def gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return every rank's array, stacked along a new last axis."""
