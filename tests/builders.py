@@ -287,7 +287,11 @@ def make_comms_header(
         device, reference_ms=1.0, command="neuroshard collect comms", **fields
     )
     return CommsHeader(
-        **{f.name: getattr(plain, f.name) for f in dataclasses.fields(RunHeader)},
+        **{
+            f.name: getattr(plain, f.name)
+            for f in dataclasses.fields(RunHeader)
+            if f.name != "kind"
+        },
         backend=backend,
         world_size=world_size,
         local_world_size=world_size,

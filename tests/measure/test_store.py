@@ -61,7 +61,7 @@ def test_parquet_round_trip(tmp_path: Path) -> None:
     headers, records = read_records([path])
     assert headers == [HEADER]
     assert records == [record(0), record(1), record(2)]
-    assert read_header(path, RunHeader) == HEADER
+    assert read_header(path) == HEADER
 
 
 def test_records_are_readable_before_the_end(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_torn_header_is_written_again(
     if before:
         write(path, *before)
     journal_path(path).write_text(start)
-    assert read_header(path, RunHeader) == (HEADER if before else None)
+    assert read_header(path) == (HEADER if before else None)
     with RecordStore(path, HEADER) as store:
         store.append(record(4))
         assert [r.index for r in read_records([path])[1]] == [*before, 4]
@@ -216,7 +216,7 @@ def test_damaged_journal_is_refused(tmp_path: Path, line: bytes, message: str) -
         ({"schema_version": 99, "novelty": 1}, "layout 99, this version reads 2"),
         ({"fingerprint": {"device": "x"}}, "not a record header"),
         ({"novelty": 1}, "not a record header"),
-        ({"kind": "comms"}, "of 'neuroshard collect comms', not of"),
+        ({"kind": "gossip"}, "has gossip records"),
     ],
 )
 def test_other_headers_are_refused(
@@ -226,4 +226,4 @@ def test_other_headers_are_refused(
     line = json.dumps({**to_fields(HEADER), **change})
     journal_path(path).write_text(line + "\n")
     with pytest.raises(RecordError, match=message):
-        read_header(path, RunHeader)
+        read_header(path)

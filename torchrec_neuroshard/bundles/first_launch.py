@@ -52,10 +52,8 @@ from torchrec_neuroshard.measure.ranks import Ranks
 from torchrec_neuroshard.measure.records import (
     CostRecord,
     RunHeader,
-    command_line,
     disturbance,
     steady_records,
-    utc_now,
 )
 from torchrec_neuroshard.measure.run import measure
 from torchrec_neuroshard.measure.run_collectives import CommsConfig, collect_comms
@@ -350,8 +348,6 @@ def measure_and_fit(request: LaunchRequest, folder: Path, begin: float) -> None:
             bounds_check=BOUNDS_CHECK,
             seed=request.seed,
             sampling={"first_launch": True, "num_shards": len(request.shards)},
-            command=command_line(),
-            created=utc_now(),
         )
         with RecordStore(bundle / KERNELS_NAME, header) as store:
             for record in found:

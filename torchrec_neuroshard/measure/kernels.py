@@ -270,14 +270,10 @@ def _draw_lengths(
     profile = table.profile_at(batch_size)
     mean = profile.pooling_factor / table.num_features
     variance = profile.pooling_std**2
-    means = torch.full(
-        (table.num_features * batch_size,),
-        mean,
-        dtype=torch.float64,
-        device=generator.device,
-    )
+    count = table.num_features * batch_size
+    means = torch.full((count,), mean, dtype=torch.float64, device=generator.device)
     if variance <= 0:
-        return means.add_(_uniform(len(means), generator)).long()
+        return means.add_(_uniform(count, generator)).long()
     if variance > mean * 1.05:
         # A negative binomial variable is Poisson's with a gamma-distributed mean.
         # torch's public Gamma takes no generator.

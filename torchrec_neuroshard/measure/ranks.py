@@ -90,7 +90,6 @@ class Ranks:
                 f"local_world_size ({self.local_world_size}); give every node the same "
                 "--nproc-per-node"
             )
-        self.backend = backend
         kind = device_type_of(backend)
         self.device = torch.device(kind)
         if is_accelerator(kind):

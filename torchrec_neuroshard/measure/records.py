@@ -62,26 +62,37 @@ class Fingerprint:
     fbgemm: str
 
 
+def command_line() -> str:
+    """Return the command under way, as provenance."""
+    return " ".join(map(shlex.quote, ["neuroshard", *sys.argv[1:]]))
+
+
+def utc_now() -> str:
+    """Return the time, UTC, ISO 8601 to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHeader:
     """What all records of one file share."""
 
     fingerprint: Fingerprint
-    reference_ms: float
+    reference_ms: float = 0.0
     """Nominal forward + backward time of the reference set [ms]; 0 where the device is
-    steady enough to be timed without one."""
+    steady enough to be timed without one, and before it is measured."""
     seed: int
     sampling: Mapping[str, Any]
     """The sampling configuration, in full."""
-    command: str
-    created: str
-    """UTC, ISO 8601."""
+    command: str = field(default_factory=command_line)
+    created: str = field(default_factory=utc_now)
     bounds_check: str = "none"
     """How FBGEMM checks ids within a timed forward: `warning`, as TorchRec trains;
     `none` in files from before it was on."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Index of each sample that a GPU failed on for good -> its error."""
     schema_version: int = SCHEMA_VERSION
+    kind: str = "compute"
+    """What `neuroshard collect` calls it."""
 
     def check_same_run(self, other: RunHeader, where: str) -> None:
         """Refuse to mix `other`'s records with this header's.
@@ -90,7 +101,7 @@ class RunHeader:
             RecordMismatchError: Other hardware, libraries, seed, sampling or check of
                 ids.
         """
-        names = ["seed", "world_size", "local_world_size", "sampling"]
+        names = ["kind", "seed", "world_size", "local_world_size", "sampling"]
         lines = self.measured_unlike(other) + _differences(self, other, names)
         if lines:
             raise RecordMismatchError(
@@ -125,9 +136,9 @@ class CommsHeader(RunHeader):
     """Ranks of the run."""
     local_world_size: int
     """Ranks per node."""
-    intra_gb_per_s: float
+    intra_gb_per_s: float = 0.0
     """Measured rate of one large message between two ranks of a node."""
-    inter_gb_per_s: float
+    inter_gb_per_s: float = 0.0
     """Same between two nodes; 0 where the run had one."""
     compute_slowdown: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Ranks of one node -> how many times as long forward and backward kernels take
@@ -330,13 +341,3 @@ def steady_records(records: Sequence[CostRecord]) -> list[CostRecord]:
         float(np.quantile(references, USUAL_SHARE)),
     )
     return [r for r in records if r.spread <= most_spread and r.reference_ms <= most_ms]
-
-
-def command_line() -> str:
-    """Return the command under way, as provenance."""
-    return " ".join(map(shlex.quote, ["neuroshard", *sys.argv[1:]]))
-
-
-def utc_now() -> str:
-    """Return the time, UTC, ISO 8601 to the second."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -34,12 +34,10 @@ from torchrec_neuroshard.measure.records import (
     CostRecord,
     RunHeader,
     TableSet,
-    command_line,
     disturbance,
     repeatability,
     repeatability_line,
     steady_records,
-    utc_now,
 )
 from torchrec_neuroshard.measure.sets import SampledSet, SamplingConfig, SetSampler
 from torchrec_neuroshard.measure.store import RecordStore, read_header
@@ -249,7 +247,7 @@ def collect_compute(
     device, path, base = as_device(config.device), config.out, list[TableConfig]()
     for file in config.tables:
         base.extend(itertools.chain.from_iterable(load_json(file).values()))
-    known = read_header(path, RunHeader)
+    known = read_header(path)
     with torch_threads(1):  # a rank on a CPU has one core
         timer = SetTimer(
             device,
@@ -270,8 +268,6 @@ def collect_compute(
                 "workloads": sorted({t.name.rsplit("/", 1)[0] for t in base}),
                 "num_base_tables": len(base),
             },
-            command=command_line(),
-            created=utc_now(),
             bounds_check=BOUNDS_CHECK,
         )
         sampler = SetSampler(config.sampling, config.seed, base, predict_ms)

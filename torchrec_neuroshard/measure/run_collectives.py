@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -49,11 +49,9 @@ from torchrec_neuroshard.measure.records import (
     Collective,
     CommsHeader,
     CommsRecord,
-    command_line,
     relative_spread,
     repeatability,
     repeatability_line,
-    utc_now,
 )
 from torchrec_neuroshard.measure.store import RecordStore, journal_path, read_header
 from torchrec_neuroshard.progress import phase
@@ -251,17 +249,14 @@ def _collect(
     config: CommsConfig, ranks: Ranks, stop: Sequence[int], say: Callable[[str], object]
 ) -> None:
     most_bytes = int(-ranks.agree([-float(_memory_cap(ranks))])[0])
-    most_bytes = 1 << most_bytes.bit_length() - 1
     header = ranks.from_first(lambda: _open(config, ranks, most_bytes))
     meter = _CollectiveMeter(ranks, config.sample_seconds)
     if not header.reference_ms:
         header = _measure_links(header, config, ranks, meter)
     low, high = header.sampling["bytes_per_rank"]
-    with contextlib.ExitStack() as stack:
-        store = None
-        if ranks.rank == 0:
-            store = stack.enter_context(RecordStore(config.out, header))
-        shown = stack.enter_context(phase(""))
+    is_first = ranks.rank == 0
+    keeper = RecordStore(config.out, header) if is_first else contextlib.nullcontext()
+    with keeper as store, phase("") as shown:
         done = ranks.share(store.done if store else None)
         deadline = time.monotonic() + config.time_limit_seconds
         for index in (i for i in range(config.num_samples) if i not in done):
@@ -300,30 +295,25 @@ def _open(config: CommsConfig, ranks: Ranks, most_bytes: int) -> CommsHeader:
     Raises:
         RecordMismatchError: The file holds another run.
     """
-    known = read_header(config.out, CommsHeader)
-    if known is not None:
-        most_bytes = int(known.sampling["bytes_per_rank"][1])
+    known = read_header(config.out)
+    most_bytes = known.sampling["bytes_per_rank"][1] if known else most_bytes
     low, high = config.bytes_per_rank
     asked = CommsHeader(
         fingerprint=device_fingerprint(ranks.device, 1),
-        reference_ms=0.0,
         seed=config.seed,
         sampling={
             "bytes_per_rank": [low, max(low, min(high, most_bytes))],
             "groups": sorted(ranks.groups),
             "cores": len(os.sched_getaffinity(0)),
         },
-        command=command_line(),
-        created=utc_now(),
         backend=config.backend,
         world_size=ranks.world_size,
         local_world_size=ranks.local_world_size,
-        intra_gb_per_s=0.0,
-        inter_gb_per_s=0.0,
     )
-    if known is not None:
-        known.check_same_run(asked, str(config.out))
-    return known or asked
+    if known is None:
+        return asked
+    known.check_same_run(asked, str(config.out))
+    return cast(CommsHeader, known)
 
 
 def _measure_links(

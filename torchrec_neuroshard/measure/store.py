@@ -14,7 +14,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -39,13 +39,11 @@ __all__ = [
 ]
 
 _HEADER_KEY = b"neuroshard_header"
-_KINDS: Mapping[type[RunHeader], tuple[str, Any]] = {
-    RunHeader: ("compute", CostRecord),
-    CommsHeader: ("comms", CommsRecord),
+_KINDS: Mapping[str, tuple[type[RunHeader], Any]] = {
+    "compute": (RunHeader, CostRecord),
+    "comms": (CommsHeader, CommsRecord),
 }
-"""Type of the header -> what `neuroshard collect` calls it, and the records' type."""
-
-HeaderT = TypeVar("HeaderT", bound=RunHeader)
+"""What `neuroshard collect` measures -> the types of the header and the records."""
 
 
 class RecordStore:
@@ -64,7 +62,7 @@ class RecordStore:
             RecordError: The file or its journal cannot be read.
         """
         self._path, self._journal = Path(path), journal_path(Path(path))
-        known, records = _read(self._path, type(header))
+        known, records = _read(self._path)
         if known is not None:
             known.check_same_run(header, str(self._path))
         self.header: RunHeader = known or header
@@ -140,21 +138,23 @@ def journal_path(path: Path) -> Path:
     return path.with_name(path.name + ".journal")
 
 
-def read_header(path: str | Path, kind: type[HeaderT]) -> HeaderT | None:
+def read_header(path: str | Path) -> RunHeader | None:
     """Return the header of a file of records or its journal.
 
-    Args:
-        path: The Parquet file.
-        kind: `RunHeader` for kernels, `CommsHeader` for collectives.
-
     Returns:
-        None where there is neither yet.
+        Of collectives, a `CommsHeader`; None where there is neither file yet.
 
     Raises:
         RecordError: The file or its journal cannot be read.
     """
-    data = _raw_header(Path(path))
-    return None if data is None else _header(data, path, kind)
+    path = Path(path)
+    if path.exists():
+        with _naming(path):
+            text = pq.read_schema(path).metadata[_HEADER_KEY].decode()
+            data = dict(parse_json(text))
+        return _header(data, path)
+    lines = _journal_lines(path)
+    return _header(lines[0], path) if lines else None
 
 
 def record_kind(path: str | Path) -> str:
@@ -163,10 +163,9 @@ def record_kind(path: str | Path) -> str:
     Raises:
         RecordError: There is no such file, or it is not a file of records.
     """
-    header = _raw_header(Path(path))
-    if header is None:
+    if (header := read_header(path)) is None:
         raise _missing(path, "compute")
-    return str(header.get("kind", "compute"))
+    return header.kind
 
 
 def read_records(
@@ -186,7 +185,7 @@ def read_records(
     """
     headers: list[RunHeader] = []
     records: list[CostRecord] = []
-    for header, found in _read_files(paths, RunHeader):
+    for header, found in _read_files(paths, "compute"):
         start = 1 + max((r.index for r in records), default=-1)
         unit_ms = headers[0].reference_ms if headers else 0.0
         factor = unit_ms / header.reference_ms if unit_ms and header.reference_ms else 1
@@ -221,17 +220,21 @@ def read_comms_records(
         RecordMismatchError: The files are of different hardware, libraries or
             backends.
     """
-    return _read_files(paths, CommsHeader)
+    return _read_files(paths, "comms")
 
 
-def _read_files(
-    paths: Iterable[str | Path], kind: type[HeaderT]
-) -> list[tuple[HeaderT, list[Any]]]:
-    files: list[tuple[HeaderT, list[Any]]] = []
+def _read_files(paths: Iterable[str | Path], kind: str) -> list[tuple[Any, list[Any]]]:
+    """Read files of records of one kind and device."""
+    files: list[tuple[Any, list[Any]]] = []
     for path in map(Path, paths):
-        header, records = _read(path, kind)
+        header, records = _read(path)
         if header is None:
-            raise _missing(path, _KINDS[kind][0])
+            raise _missing(path, kind)
+        if header.kind != kind:
+            raise RecordError(
+                f"{path} holds records of 'neuroshard collect {header.kind}', not of "
+                f"'neuroshard collect {kind}'; name another file"
+            )
         if files and (lines := files[0][0].measured_unlike(header)):
             raise RecordMismatchError(
                 f"{path} was measured elsewhere or otherwise than the files before "
@@ -248,59 +251,45 @@ def _missing(path: str | Path, kind: str) -> RecordError:
     )
 
 
-def _read(path: Path, kind: type[HeaderT]) -> tuple[HeaderT | None, list[Any]]:
+def _read(path: Path) -> tuple[RunHeader | None, list[Any]]:
     """Read a file and its journal, which may be killed writers' leavings."""
-    header, rows = read_header(path, kind), []
+    header, lines, rows = read_header(path), _journal_lines(path), []
+    if header is None:
+        return None, []
     if path.exists():
         with _naming(path):
             rows = pq.read_table(path).to_pylist()
-    journal = journal_path(path)
-    lines = _journal_lines(journal)
-    if header is not None and lines:
-        header.check_same_run(_header(lines[0], journal, kind), str(journal))
-    name, record_type = _KINDS[kind]
-    records = {
-        record.index: record
-        for row in (*rows, *lines[1:])
-        for record in [read_fields(record_type, row, RecordError, f"a {name} record")]
-    }
+    if lines:
+        journal = journal_path(path)
+        header.check_same_run(_header(lines[0], journal), str(journal))
+    kind, what = _KINDS[header.kind][1], f"a {header.kind} record"
+    read = [read_fields(kind, row, RecordError, what) for row in (*rows, *lines[1:])]
+    records = {record.index: record for record in read}
     return header, [records[i] for i in sorted(records)]
 
 
-def _raw_header(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return next(iter(_journal_lines(journal_path(path))), None)
-    with _naming(path):
-        return dict(parse_json(pq.read_schema(path).metadata[_HEADER_KEY].decode()))
-
-
-def _header(data: dict[str, Any], path: str | Path, kind: type[HeaderT]) -> HeaderT:
-    found, wanted = data.get("kind", "compute"), _KINDS[kind][0]
-    if found != wanted:
+def _header(data: dict[str, Any], path: Path) -> RunHeader:
+    kind, version = str(data.get("kind", "compute")), data.get("schema_version")
+    if kind not in _KINDS or version != SCHEMA_VERSION:
         raise RecordError(
-            f"{path} holds records of 'neuroshard collect {found!s:.60}', not of "
-            f"'neuroshard collect {wanted}'; name another file"
+            f"{path} has {kind:.60} records of layout {version!s:.60}, this version "
+            f"reads {SCHEMA_VERSION}; measure again or install the matching version"
         )
-    version = data.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise RecordError(
-            f"{path} has records of layout {version!s:.60}, this version reads "
-            f"{SCHEMA_VERSION}; measure again or install the matching version"
-        )
-    return read_fields(kind, data, RecordError, "a record header")
+    return read_fields(_KINDS[kind][0], data, RecordError, "a record header")
 
 
 def _journal_lines(path: Path) -> list[dict[str, Any]]:
-    """Parse complete lines; one cut off by the end of the process is left out."""
-    if not path.exists():
+    """Parse a file's journal; a line cut off by the end of the process is left out."""
+    journal = journal_path(path)
+    if not journal.exists():
         return []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = journal.read_text(encoding="utf-8", errors="replace")
         return [dict(parse_json(line)) for line in text.split("\n")[:-1]]
     except (OSError, TypeError, ValueError) as error:
         raise RecordError(
-            f"{path} is not a journal of records ({error}); delete the damaged line or "
-            "the file"
+            f"{journal} is not a journal of records ({error}); delete the damaged line "
+            "or the file"
         ) from error
 
 
