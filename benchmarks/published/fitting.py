@@ -51,7 +51,6 @@ START: Mapping[str, tuple[float, float]] = {
     "sort_ns": (0.07, 3.0),
     "update_thread_ns": (0.003, 5.0),
     "hot_row_ns": (10.0, 10.0),
-    "state_row_ns": (1.0, 3.0),
     "adam_ns": (1.0, 3.0),
     "weight_gradient_us": (20.0, 10.0),
     "weight_gradient_ns": (0.2, 10.0),

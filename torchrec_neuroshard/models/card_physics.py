@@ -33,8 +33,8 @@ _REFERENCE_GB_PER_S = 2_039.0
 """Work of threads is counted for an A100."""
 _ID_BYTES, _OFFSET_BYTES, _LOOKUP_WEIGHT_BYTES = 8.0, 8.0, 4.0
 _SECTOR_BYTES = 32.0
-"""Least that memory moves: what row-wise Adagrad's one number per row costs, each
-way."""
+"""Least that memory moves: what a number or row of optimizer state costs each way, here
+on top of its bytes."""
 _STATE_BYTES_PER_VALUE = 4.0
 
 
@@ -56,37 +56,35 @@ class PhysicalConstants:
     least_threads: float = LEAST_THREADS
     """Threads of the smallest group that reads a row: a quarter of a warp; 64 where
     FBGEMM does not divide its wavefronts (AMD)."""
-    efficiency: float = 0.853
+    efficiency: float = 0.854
     """Share of the memory bandwidth that kernels reach."""
-    forward_launch_us: float = 13.0
+    forward_launch_us: float = 13.1
     """Bounds check and forward kernel of no work, gaps before them included."""
-    backward_launch_us: float = 76.8
+    backward_launch_us: float = 77.3
     """Sort of the ids and update kernels of no work: about ten kernels."""
-    sort_pass_us: float = 11.4
+    sort_pass_us: float = 11.6
     """Backward, kernels for 8 bits of the ids."""
-    weight_gradient_us: float = 39.9
+    weight_gradient_us: float = 39.7
     """Backward of sets with weighted tables: kernels of no work."""
-    forward_step_us: float = 0.251
+    forward_step_us: float = 0.406
     """Forward, one id after the other of a set's longest bags."""
-    backward_step_us: float = 0.52
+    backward_step_us: float = 0.582
     """Backward, the same."""
-    bag_ns: float = 0.668
+    bag_ns: float = 0.714
     """Forward, one bag: the check of its ids, and where it begins."""
-    lookup_thread_ns: float = 0.00206
+    lookup_thread_ns: float = 0.00225
     """Forward, one id and thread of its group."""
-    sort_bag_ns: float = 0.11
+    sort_bag_ns: float = 0.112
     """Backward, one bag: which bag each id is of."""
-    sort_ns: float = 0.0943
+    sort_ns: float = 0.0909
     """Backward, sorting one id."""
-    update_thread_ns: float = 0.00354
+    update_thread_ns: float = 0.00403
     """Backward, one id and thread of its group."""
-    hot_row_ns: float = 35.7
+    hot_row_ns: float = 33.7
     """Backward, a row of many lookups."""
-    state_row_ns: float = 0.406
-    """Backward, one number or row of optimizer state, beyond bytes of rows."""
-    adam_ns: float = 1.13
+    adam_ns: float = 1.54
     """Backward, Adam's arithmetic for one row."""
-    weight_gradient_ns: float = 0.437
+    weight_gradient_ns: float = 0.44
     """Backward, the gradient of one lookup's weight."""
     host_read: float = 1.27
     """What reading looked-up rows in the host's memory reaches, in `host_gb_per_s`:
@@ -142,7 +140,7 @@ class PhysicalConstants:
             "output_bytes": byte,
             "missed_gradient_bytes": byte,
             "updated_bytes": 2.0 * byte,
-            "state_rows": self.state_row_ns * ns,
+            "state_rows": 2.0 * _SECTOR_BYTES * byte,
             "adam_rows": self.adam_ns * ns,
             "weighted_lookups": _LOOKUP_WEIGHT_BYTES * byte
             + self.weight_gradient_ns * ns,

@@ -12,7 +12,7 @@ from torchrec_neuroshard.models.base import CostModel, RangeWarning
 from torchrec_neuroshard.models.card_physics import PhysicalConstants, host_memory_ms
 from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.models.network import NetworkArrays, SetCostNetwork
-from torchrec_neuroshard.models.physical import SET_VALUES, set_values
+from torchrec_neuroshard.models.physical import SET_VALUES, set_values, set_works
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 __all__ = [
@@ -152,10 +152,19 @@ class PhysicalCostModel(CostModel):
         return np.concatenate([values_NV, self._physics.shards_ms(features_NF)], axis=1)
 
     def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Shards' and sets' work; see `Physics`."""
-        shards_S2 = np.maximum(sums_SE[:, -2:], 0.0)
-        sets_S2 = self._physics.sets_ms(sums_SE[:, :-2])
-        return np.where(sums_SE[:, :1] > 0.5, shards_S2 + sets_S2, 0.0)
+        """Shards' and sets' work; see `Physics`.
+
+        Forward, the ids of the longest bags pass beside all other work: the two join
+        as the root of the sum of their squares.
+        """
+        works_SG = set_works(sums_SE[:, :-2], self._physics.least_threads)
+        constants_G2 = self._physics.set_constants_G2
+        times_S2 = np.maximum(sums_SE[:, -2:], 0.0) + works_SG @ constants_G2
+        launch_ms, bag_id_ms = constants_G2[:2, 0]
+        longest_S = bag_id_ms * works_SG[:, 1]
+        work_S = times_S2[:, 0] - launch_ms - longest_S
+        times_S2[:, 0] = launch_ms + np.hypot(work_S, longest_S)
+        return np.where(sums_SE[:, :1] > 0.5, times_S2, 0.0)
 
     def host_memory(
         self,
