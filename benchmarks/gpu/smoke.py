@@ -22,7 +22,6 @@ import torch
 
 from torchrec_neuroshard.measure.clock import DeviceClock, SetTimer
 from torchrec_neuroshard.measure.kernels import device_fingerprint
-from torchrec_neuroshard.measure.run import default_sampling
 from torchrec_neuroshard.measure.sets import SamplingConfig, SetSampler
 
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
@@ -114,7 +113,7 @@ def main() -> int:
 
     tell({"hardware": dataclasses.asdict(device_fingerprint(device, 1))})
     tell({"properties": properties(device), "copy_gb_per_s": copy_gb_per_s(device)})
-    sampling = default_sampling(device)
+    sampling = SamplingConfig.for_device(device)
     if args.max_gib is not None:
         limit = min(int(args.max_gib * 2**30), sampling.max_weight_bytes)
         sampling = dataclasses.replace(sampling, max_weight_bytes=limit)

@@ -4,8 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from tests.builders import make_tables
+from torchrec_neuroshard.measure import sets as sets_module
 from torchrec_neuroshard.measure.sets import (
     SampledSet,
     SamplingConfig,
@@ -108,13 +110,18 @@ def test_small_sets_are_as_frequent_as_large_ones_where_costs_are_predicted() ->
     assert 0.3 < (ms < 1.0).sum() / (ms > 20.0).sum() < 3.0
 
 
-def test_a_gpu_gets_all_kinds_and_sets_as_large_as_it_has_room_for() -> None:
-    config = SamplingConfig.for_device("cuda")
+def test_a_gpu_gets_all_kinds_and_sets_as_large_as_it_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def config_of(memory: int) -> SamplingConfig:
+        monkeypatch.setattr(sets_module, "device_bytes", lambda device: memory)
+        return SamplingConfig.for_device(torch.device("cuda"))
+
     memory = 24 * 2**30
-    small = SamplingConfig.for_device("cuda", memory)
+    small, config = config_of(memory), config_of(10 * memory)
     assert 0.6 < small.max_weight_bytes / memory < 0.8
     assert small.max_lookups == memory // 1_400 < config.max_lookups
-    assert SamplingConfig.for_device("cuda", 12 * memory) == config
+    assert config_of(12 * memory) == config
     sets = [SetSampler(config, 4, []).sample(i) for i in range(150)]
     tables = [t for s in sets for t in s.tables]
     # FBGEMM's kernel for Adam takes no fp16 weights.

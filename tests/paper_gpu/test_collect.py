@@ -13,8 +13,7 @@ import torch
 
 from torchrec_neuroshard import load_cost_model
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.commands import measure
-from torchrec_neuroshard.measure.run import default_sampling
+from torchrec_neuroshard.measure.sets import SamplingConfig
 from torchrec_neuroshard.measure.store import read_comms_records, read_records
 from torchrec_neuroshard.tables.table import OPTIMIZERS
 
@@ -62,12 +61,12 @@ def test_calibrate_finds_and_measures_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = dataclasses.replace(
-        default_sampling(torch.device("cuda")),
+        SamplingConfig.for_device(torch.device("cuda")),
         max_lookups=2_000,
         batch_sizes=(64, 128),
         max_shards=3,
     )
-    monkeypatch.setattr(measure, "default_sampling", lambda device: tiny)
+    monkeypatch.setattr(SamplingConfig, "for_device", lambda device: tiny)
     out = tmp_path / "paper"
     arguments = ["--num-sets", "60", "--max-gib", "0.001", "--steps", "4"]
     assert main(["calibrate", "--out", str(out), *arguments]) == 0

@@ -468,7 +468,7 @@ def measure_mine(
 
 def _free_bytes(device: torch.device, num_ranks: int) -> int:
     """Memory that a rank's sets may take: a part of what is free now."""
-    usual = SamplingConfig.for_device(device.type).max_weight_bytes
+    usual = SamplingConfig.for_device(device).max_weight_bytes
     if is_accelerator(device.type):
         free, _ = accelerator(device.type).mem_get_info(device)
         return min(usual, int(_FREE_SHARE * free))

@@ -20,17 +20,13 @@ from torchrec_neuroshard.hardware.devices import (
     as_device,
     default_device_type,
 )
-from torchrec_neuroshard.measure.run import (
-    CollectConfig,
-    collect_compute,
-    default_sampling,
-)
+from torchrec_neuroshard.measure.run import CollectConfig, collect_compute
 from torchrec_neuroshard.measure.run_collectives import (
     CommsConfig,
     collect_comms,
     default_backend,
 )
-from torchrec_neuroshard.measure.sets import SampledSet
+from torchrec_neuroshard.measure.sets import SampledSet, SamplingConfig
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.tables.features import ShardFeaturizer
 
@@ -117,7 +113,7 @@ def measure_kernels(args: argparse.Namespace, out: Path) -> None:
                 out=out,
                 device=device,
                 sampling=dataclasses.replace(
-                    default_sampling(as_device(device)), **changes
+                    SamplingConfig.for_device(as_device(device)), **changes
                 ),
             ),
             predict_ms=predicted_ms(as_device(device).type),

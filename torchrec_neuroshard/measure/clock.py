@@ -319,7 +319,7 @@ class SetTimer:
         )
 
     def measure(
-        self, sampled: SampledSet, meanwhile: Callable[[], None] | None = None
+        self, sampled: SampledSet, meanwhile: Callable[[], None] = lambda: None
     ) -> Measurement:
         """Time forward and backward of the fused kernel over a set.
 
@@ -346,7 +346,7 @@ class SetTimer:
     def measure_passes(
         self,
         passes: Iterator[tuple[Forward, Backward]],
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Measurement:
         """Time anything that has two directions, each time beside the reference.
 
@@ -370,8 +370,7 @@ class SetTimer:
                 self.reference.run()
                 ref.append(self.reference.run())
             started.append(self.clock(forward, backward))
-        if meanwhile is not None:
-            meanwhile()
+        meanwhile()
         gpu = {} if self.monitor is None else self.monitor.state()
         fwd, bwd = zip(*(times() for times in started), strict=True)
         units = [ms / self.reference_ms for ms in ref] or [1.0] * len(fwd)

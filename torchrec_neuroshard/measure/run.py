@@ -24,7 +24,6 @@ from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.hardware.devices import (
     GPU,
     as_device,
-    device_bytes,
     free_cached_memory,
     torch_threads,
 )
@@ -48,7 +47,6 @@ from torchrec_neuroshard.tables.table import TableConfig
 __all__ = [
     "CollectConfig",
     "collect_compute",
-    "default_sampling",
     "measure",
     "unit_factor",
 ]
@@ -174,7 +172,7 @@ def _measure_if_it_fits(
 
 
 def measure_set(
-    sampled: SampledSet, timer: SetTimer, meanwhile: Callable[[], None] | None = None
+    sampled: SampledSet, timer: SetTimer, meanwhile: Callable[[], None] = lambda: None
 ) -> CostRecord:
     """Measure a set once, whatever the device's state.
 
@@ -353,8 +351,3 @@ def _summary(path: Path, header: RunHeader, records: Sequence[CostRecord]) -> st
     if throttled:
         text += f" {throttled} kept though the device was throttled."
     return text
-
-
-def default_sampling(device: torch.device) -> SamplingConfig:
-    """Return what is drawn for a device unless options say otherwise."""
-    return SamplingConfig.for_device(device.type, device_bytes(device))

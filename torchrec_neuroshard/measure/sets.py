@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+import torch
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.hardware.devices import device_bytes
 from torchrec_neuroshard.measure.records import TableSet
 from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.profile import FeatureProfile
@@ -93,28 +94,22 @@ class SamplingConfig:
             )
 
     @classmethod
-    def for_device(cls, device_type: str, memory_bytes: int | None = None) -> Self:
-        """Return what is measured on a kind of device unless asked otherwise.
+    def for_device(cls, device: torch.device) -> Self:
+        """Return what is measured on a device unless asked otherwise.
 
-        Args:
-            device_type: `cpu` or `cuda`; a GPU holds and reads tens of times more and
-                has kernels for all optimizers.
-            memory_bytes: All memory of the GPU; None is as much as a set can use.
+        A GPU holds and reads tens of times more and has kernels for all optimizers.
         """
-        if not is_accelerator(device_type):
+        memory_bytes = device_bytes(device)
+        if memory_bytes is None:
             return cls()
-        weight_bytes, lookups = 100 * 10**9, 100_000_000
-        if memory_bytes is not None:
-            # Of all memory, not of what is free: a run that goes on draws the same.
-            room = int(_WEIGHT_SHARE * memory_bytes) // _GIB * _GIB
-            weight_bytes = min(weight_bytes, max(room, 1))
-            lookups = min(lookups, max(memory_bytes // _BYTES_PER_LOOKUP, 1))
+        # Of all memory, not of what is free: a run that goes on draws the same.
+        room = int(_WEIGHT_SHARE * memory_bytes) // _GIB * _GIB
         return cls(
             max_shards=100,
             batch_sizes=(512, 65_536),
             rows=(10, 100_000_000),
-            max_lookups=lookups,
-            max_weight_bytes=weight_bytes,
+            max_lookups=min(100_000_000, max(memory_bytes // _BYTES_PER_LOOKUP, 1)),
+            max_weight_bytes=min(100 * 10**9, max(room, 1)),
             optimizers=OPTIMIZERS,
             fp16_share=0.3,
         )
