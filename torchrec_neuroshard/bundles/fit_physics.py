@@ -51,6 +51,7 @@ _BACKWARD_ALONE = (
     "update_threads",
     "hot_rows",
     "adam_rows",
+    "gradient_bytes",
     "widened_updates",
     "sort_passes",
     "weighted_sets",
@@ -61,6 +62,7 @@ _ACCELERATORS_ALONE = (
     "update_threads",
     "hot_rows",
     "adam_rows",
+    "gradient_bytes",
     *SET_WORKS[1:],
 )
 """Kinds of work that CPUs do not have. They bring the error of the physics on an H200

@@ -56,40 +56,40 @@ class PhysicalConstants:
     least_threads: float = LEAST_THREADS
     """Threads of the smallest group that reads a row: a quarter of a warp; 64 where
     FBGEMM does not divide its wavefronts (AMD)."""
-    efficiency: float = 0.854
+    efficiency: float = 0.834
     """Share of the memory bandwidth that kernels reach."""
     forward_launch_us: float = 13.1
     """Bounds check and forward kernel of no work, gaps before them included."""
-    backward_launch_us: float = 77.3
+    backward_launch_us: float = 78.1
     """Sort of the ids and update kernels of no work: about ten kernels."""
-    sort_pass_us: float = 11.6
+    sort_pass_us: float = 11.8
     """Backward, kernels for 8 bits of the ids."""
-    weight_gradient_us: float = 39.7
+    weight_gradient_us: float = 39.0
     """Backward of sets with weighted tables: kernels of no work."""
     forward_step_us: float = 0.406
     """Forward, one id after the other of a set's longest bags."""
-    backward_step_us: float = 0.582
+    backward_step_us: float = 0.494
     """Backward, the same."""
-    bag_ns: float = 0.714
+    bag_ns: float = 0.713
     """Forward, one bag: the check of its ids, and where it begins."""
-    lookup_thread_ns: float = 0.00225
+    lookup_thread_ns: float = 0.00223
     """Forward, one id and thread of its group."""
-    sort_bag_ns: float = 0.112
+    sort_bag_ns: float = 0.141
     """Backward, one bag: which bag each id is of."""
-    sort_ns: float = 0.0909
+    sort_ns: float = 0.0875
     """Backward, sorting one id."""
-    update_thread_ns: float = 0.00403
+    update_thread_ns: float = 0.00431
     """Backward, one id and thread of its group."""
-    hot_row_ns: float = 33.7
+    hot_row_ns: float = 31.2
     """Backward, a row of many lookups."""
-    adam_ns: float = 1.54
+    adam_ns: float = 1.48
     """Backward, Adam's arithmetic for one row."""
-    weight_gradient_ns: float = 0.44
+    weight_gradient_ns: float = 0.438
     """Backward, the gradient of one lookup's weight."""
     host_read: float = 1.27
     """What reading looked-up rows in the host's memory reaches, in `host_gb_per_s`:
     above 1, since the hottest are still cached."""
-    host_update: float = 1.53
+    host_update: float = 1.54
     """What updating rows there reaches: both ways at once."""
     cache_lookup_ns: float = 3.59
     """Forward, finding one id in a cache of rows (`fused_uvm_caching`)."""
@@ -137,7 +137,7 @@ class PhysicalConstants:
         backward = {
             "num_lookups": _ID_BYTES * byte + (self.sort_ns + self.gradient_ns) * ns,
             "num_bags": _OFFSET_BYTES * byte + self.sort_bag_ns * ns,
-            "output_bytes": byte,
+            "gradient_bytes": byte,
             "missed_gradient_bytes": byte,
             "updated_bytes": 2.0 * byte,
             "state_rows": 2.0 * _SECTOR_BYTES * byte,

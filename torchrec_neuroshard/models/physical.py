@@ -60,6 +60,7 @@ WORKS: tuple[str, ...] = (
     "update_threads",
     "hot_rows",
     "adam_rows",
+    "gradient_bytes",
 )
 """Kinds of a shard's work. Names of features mean the same here.
 
@@ -75,6 +76,7 @@ lie on many pages, whose addresses take longer to translate.
 `hot_rows`: rows of more than 32 lookups; a thread block of its own sums each of them.
 Source: FBGEMM, `max_segment_length_per_warp`.
 `adam_rows`: distinct rows that Adam updates.
+`gradient_bytes`: gradients of bags that are not empty.
 """
 SET_WORKS: tuple[str, ...] = (
     "launch",
@@ -216,6 +218,7 @@ def shard_works(
         "update_threads": threads * _update_ids(column),
         "hot_rows": (rows_NC * (counts_NC > _HOT_ROW_LOOKUPS)).sum(axis=1),
         "adam_rows": column["is_adam"] * distinct,
+        "gradient_bytes": np.minimum(gradients, outputs),
     }
     return np.stack([made[n] if n in made else column[n] for n in WORKS], axis=1)
 
