@@ -196,15 +196,11 @@ def draw_ids(
     Returns:
         `L` int64, values in `[0, num_embeddings)`.
     """
-    share = np.asarray(distribution.share)
-    num_ids = np.asarray(distribution.num_ids)
-    upper = np.cumsum(share)
-    draws = rng.random(count)
-    group = np.minimum(np.searchsorted(upper, draws, side="right"), len(share) - 1)
-    within = (draws - (upper - share)[group]) / share[group]
-    low_rank = np.cumsum(num_ids) - num_ids
-    rank = (low_rank[group] + within * num_ids[group]).astype(np.int64)
-    rank = np.clip(rank, 0, num_embeddings - 1)
+    # Within a group, an id's rank is linear in the draw that picks it.
+    shares = np.cumsum([0.0, *distribution.share])
+    ranks = np.cumsum([0.0, *distribution.num_ids])
+    rank = np.interp(rng.random(count), shares, ranks).astype(np.int64)
+    rank = np.minimum(rank, num_embeddings - 1)
     spread: npt.NDArray[np.int64] = (
         rank * coprime_step(num_embeddings) + num_embeddings // 3
     ) % num_embeddings
