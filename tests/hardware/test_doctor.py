@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import torchrec_neuroshard
 from torchrec_neuroshard.errors import EnvironmentMismatchError
 from torchrec_neuroshard.hardware import doctor
-from torchrec_neuroshard.hardware.doctor import Installed, find_problems, mend_command
+from torchrec_neuroshard.hardware.doctor import find_problems, mend_command
 
 ROOT = Path(torchrec_neuroshard.__file__).parents[1]
-SOUND = Installed(
-    torch="2.13.0+cpu", fbgemm=(("fbgemm-gpu-cpu", "1.8.0"),), torchrec="1.8.0"
-)
-OVERWRITTEN = dataclasses.replace(  # what `pip install torchrec` makes of it
-    SOUND, fbgemm=(("fbgemm-gpu", "1.9.0"), ("fbgemm-gpu-cpu", "1.8.0"))
-)
+SOUND = {
+    **{"torch": "2.13.0+cpu", "fbgemm-gpu-cpu": "1.8.0", "torchrec": "1.8.0"},
+    **dict.fromkeys(("pyre-extensions", "tensordict", "torchmetrics", "tqdm"), "1.0"),
+}
+OVERWRITTEN = {**SOUND, "fbgemm-gpu": "1.9.0"}  # by `pip install torchrec`
 
 
-def changed(**changes: Any) -> Installed:
-    return dataclasses.replace(SOUND, **changes)
+def changed(**changes: str) -> dict[str, str]:
+    return {**SOUND, **changes}
+
+
+def without(*names: str) -> dict[str, str]:
+    return {name: v for name, v in SOUND.items() if name not in names}
 
 
 def test_packages_of_one_release_fit() -> None:
     for release, (torch, _) in doctor.RELEASES.items():
-        fbgemm = (("fbgemm-gpu", f"{release}.0"),)
-        found = Installed(torch=f"{torch}.1", fbgemm=fbgemm, torchrec=f"{release}.2")
+        versions = {"fbgemm-gpu": f"{release}.0", "torchrec": f"{release}.2"}
+        found = {**without("fbgemm-gpu-cpu"), **versions, "torch": f"{torch}.1"}
         assert not find_problems(found)
     assert not find_problems(changed(torch="2.15.0.dev20270101+cpu"))
     assert not find_problems(changed(torchrec="2027.1.1"))
@@ -42,14 +43,14 @@ def test_packages_of_one_release_fit() -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (changed(torchrec=None), "torchrec is not installed"),
-        (changed(missing=("tensordict", "tqdm")), "torchrec needs tensordict, tqdm"),
+        (without("torchrec"), "torchrec is not installed"),
+        (without("tensordict", "tqdm"), "torchrec needs tensordict, tqdm"),
         (OVERWRITTEN, "fbgemm-gpu 1.9.0 and fbgemm-gpu-cpu 1.8.0 are both"),
         (changed(torchrec="1.7.0"), "torchrec 1.7.0, fbgemm 1.8.0 are of different"),
         (changed(torch="2.12.0"), "torch 2.12 belongs with fbgemm 1.7"),
     ],
 )
-def test_clash_is_named(environment: Installed, message: str) -> None:
+def test_clash_is_named(environment: dict[str, str], message: str) -> None:
     assert message in "; ".join(find_problems(environment))
 
 
@@ -57,13 +58,13 @@ def test_clash_is_named(environment: Installed, message: str) -> None:
     ("environment", "pins"),
     [
         (
-            changed(torch="2.12.0", fbgemm=(("fbgemm-gpu", "1.8.0"),)),
+            {"torch": "2.12.0", "fbgemm-gpu": "1.8.0"},
             "torch==2.12.* fbgemm-gpu==1.7.* torchrec==1.7.*",
         ),
         (OVERWRITTEN, "torch==2.13.* fbgemm-gpu-cpu==1.8.* torchrec==1.8.*"),
     ],
 )
-def test_one_command_brings_one_release(environment: Installed, pins: str) -> None:
+def test_one_command_brings_one_release(environment: dict[str, str], pins: str) -> None:
     torch_pin, *other_pins = pins.split()
     removal, torch, others = mend_command(environment).split(" && ")
     assert {"uninstall", "fbgemm-gpu", "fbgemm-gpu-cpu"} <= set(shlex.split(removal))

@@ -11,6 +11,7 @@ a clashing set is what crashes; `--load` does that in a process of its own.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import platform
 import re
@@ -18,14 +19,13 @@ import shlex
 import subprocess
 import sys
 import traceback
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from torchrec_neuroshard.errors import EnvironmentMismatchError
 from torchrec_neuroshard.progress import phase
 
 __all__ = [
     "RELEASES",
-    "Installed",
     "add_doctor",
     "explain_failure",
     "find_problems",
@@ -58,43 +58,35 @@ _FBGEMM = (
     "fbgemm-gpu-nightly-cpu",
 )
 """Distributions that all install the same folder, `fbgemm_gpu/`."""
+_TORCHREC = ("torchrec", "torchrec-nightly")
 _REQUIREMENTS = ("pyre-extensions", "tensordict", "torchmetrics", "tqdm")
 """What torchrec imports beside torch and fbgemm, left out by `--no-deps`."""
 _FRAMEWORKS = ("torch", "fbgemm_gpu", "torchrec")
 _LOAD_TIMEOUT_S = 300
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Installed:
-    """Versions in a Python environment; None where a package is absent."""
-
-    torch: str | None = None
-    fbgemm: tuple[tuple[str, str], ...] = ()
-    """Name and version of each installed distribution that holds fbgemm."""
-    torchrec: str | None = None
-    missing: tuple[str, ...] = ()
-    """What torchrec needs besides and that is not installed."""
+def read_installed() -> dict[str, str]:
+    """Return package -> version of what this interpreter has, without importing it."""
+    found = {}
+    for name in ("torch", *_FBGEMM, *_TORCHREC, *_REQUIREMENTS):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
-def read_installed() -> Installed:
-    """Return what the running interpreter has, without importing it."""
-    return Installed(
-        torch=_version("torch"),
-        fbgemm=tuple((name, v) for name in _FBGEMM if (v := _version(name))),
-        torchrec=_version("torchrec") or _version("torchrec-nightly"),
-        missing=tuple(name for name in _REQUIREMENTS if not _version(name)),
-    )
-
-
-def find_problems(installed: Installed) -> list[str]:
+def find_problems(installed: Mapping[str, str]) -> list[str]:
     """Say what is missing, clashes or does not belong together."""
-    found = {"torch": installed.torch, "torchrec": installed.torchrec}
-    found["fbgemm"] = installed.fbgemm[0][1] if installed.fbgemm else None
+    fbgemm = [name for name in _FBGEMM if name in installed]
+    found = {
+        "torch": installed.get("torch"),
+        "torchrec": _first(_TORCHREC, installed),
+        "fbgemm": _first(_FBGEMM, installed),
+    }
     problems = [f"{name} is not installed" for name, v in found.items() if v is None]
-    if installed.missing:
-        problems.append(f"torchrec needs {', '.join(installed.missing)}, not installed")
-    if len(installed.fbgemm) > 1:
-        listed = " and ".join(map(" ".join, installed.fbgemm))
+    if missing := [name for name in _REQUIREMENTS if name not in installed]:
+        problems.append(f"torchrec needs {', '.join(missing)}, not installed")
+    if len(fbgemm) > 1:
+        listed = " and ".join(f"{name} {installed[name]}" for name in fbgemm)
         problems.append(
             f"{listed} are both installed, and both own the folder fbgemm_gpu"
         )
@@ -115,14 +107,14 @@ def find_problems(installed: Installed) -> list[str]:
     return problems
 
 
-def mend_command(installed: Installed) -> str:
+def mend_command(installed: Mapping[str, str]) -> str:
     """Return the one shell command that makes a sound set of any environment.
 
     The release is that of the installed torch, the largest download. The build of
     fbgemm is for GPUs where that one alone is installed.
     """
     release = _target(installed)
-    only_gpu = [name for name, _ in installed.fbgemm] == ["fbgemm-gpu"]
+    only_gpu = [name for name in _FBGEMM if name in installed] == ["fbgemm-gpu"]
     fbgemm = "fbgemm-gpu" if only_gpu else "fbgemm-gpu-cpu"
     pip = f"{shlex.quote(sys.executable or 'python')} -m pip"
     torch = f'"torch=={RELEASES[release][0]}.*"'
@@ -138,13 +130,17 @@ def mend_command(installed: Installed) -> str:
     )
 
 
-def _target(installed: Installed) -> str:
+def _target(installed: Mapping[str, str]) -> str:
     """Release to mend towards."""
     return (
-        _release("torch", installed.torch)
-        or _release("torchrec", installed.torchrec)
+        _release("torch", installed.get("torch"))
+        or _release("torchrec", installed.get("torchrec"))
         or DEFAULT_RELEASE
     )
+
+
+def _first(names: Sequence[str], installed: Mapping[str, str]) -> str | None:
+    return next((installed[name] for name in names if name in installed), None)
 
 
 def _release(package: str, version: str | None) -> str | None:
@@ -154,13 +150,6 @@ def _release(package: str, version: str | None) -> str | None:
         if match and match.group() == (torch if package == "torch" else release):
             return release
     return None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def explain_failure(what: str, error: Exception) -> EnvironmentMismatchError | None:
@@ -240,20 +229,21 @@ def run_doctor(args: argparse.Namespace) -> int:
         1 if anything keeps the packages from working together, else 0.
     """
     installed = read_installed()
-    fbgemm = ", ".join(map(" ".join, installed.fbgemm))
+    fbgemm = ", ".join(f"{n} {installed[n]}" for n in _FBGEMM if n in installed)
+    torchrec = _first(_TORCHREC, installed)
     print(f"python    {platform.python_version()}  {sys.executable}")
-    print(f"torch     {installed.torch or 'missing'}")
+    print(f"torch     {installed.get('torch', 'missing')}")
     print(f"fbgemm    {fbgemm or 'missing'}")
-    print(f"torchrec  {installed.torchrec or 'missing'}")
+    print(f"torchrec  {torchrec or 'missing'}")
     problems = find_problems(installed)
     if args.load and not problems:
         with phase("loading torch, fbgemm and torchrec"):
             failure = load_frameworks()
         if failure is not None:
             problems = [f"versions fit, but the packages do not load: {failure}"]
-    if installed.torchrec and _release("torchrec", installed.torchrec) is None:
+    if torchrec and _release("torchrec", torchrec) is None:
         first, *_, last = RELEASES
-        print(f"\nwarning: torchrec {installed.torchrec} is none of {first} to {last}")
+        print(f"\nwarning: torchrec {torchrec} is none of {first} to {last}")
     for problem in problems:
         print(f"\nerror: {problem}")
     if problems:
