@@ -157,15 +157,13 @@ def draw_lengths(
     """
     variance = std**2
     if variance <= 0:
-        whole = np.full(batch_size, int(mean), dtype=np.int64)
-        whole += rng.random(batch_size) < mean - int(mean)
-        return whole
+        one_more = rng.random(batch_size) < mean % 1
+        return int(mean) + one_more.astype(np.int64)
     if variance <= mean * 1.05:
-        return rng.poisson(mean, batch_size).astype(np.int64)
+        return rng.poisson(mean, batch_size)
     success = mean / variance
-    return rng.negative_binomial(
-        mean * success / (1 - success), success, batch_size
-    ).astype(np.int64)
+    number = mean * success / (1 - success)
+    return rng.negative_binomial(number, success, batch_size)
 
 
 def coprime_step(num_embeddings: int) -> int:
