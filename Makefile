@@ -96,7 +96,7 @@ docs: $(STAMP)
 reproduce: $(STAMP)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/python benchmarks/compare_planners.py \
 	--out reproduced/planners $(if $(TABLES),--tables "$(TABLES)") --max-rows 400000 \
-	--plan-ahead --planning-processes 1 --plan-seconds 120 $(REPRODUCE_ARGS)
+	--planning-processes 1 --plan-seconds 120 $(REPRODUCE_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
