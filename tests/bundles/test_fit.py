@@ -145,14 +145,17 @@ def test_a_start_holds_where_sets_say_little() -> None:
     assert error(fit_physics(doubled, there)) < 0.5 * error(fit_physics(doubled))
 
 
-def test_members_see_different_sets_and_their_spread_tells_the_error() -> None:
-    training = build_sets(draw_records(300, 0))
-    noise = np.random.default_rng(0).lognormal(0.0, 0.1, (300, 1))
+@pytest.mark.parametrize(("num_sets", "share"), [(300, 0.3), (20, 0.05)])
+def test_members_see_different_sets_and_their_spread_tells_the_error(
+    num_sets: int, share: float
+) -> None:
+    training = build_sets(draw_records(num_sets, 0))
+    noise = np.random.default_rng(0).lognormal(0.0, 0.1, (num_sets, 1))
     noisy = dataclasses.replace(training, costs_S2=training.costs_S2 * noise)
     test = build_sets(draw_records(200, 1))
     noise = np.random.default_rng(1).lognormal(0.0, 0.1, (200, 1))
     test = dataclasses.replace(test, costs_S2=test.costs_S2 * noise)
-    config = dataclasses.replace(QUICK, validation_share=0.3)
+    config = dataclasses.replace(QUICK, validation_share=share)
     model = as_cost_model(train(noisy, config), noisy, "x")
     assert 0.8 < evaluate("x", model, test).inside < 0.98
 

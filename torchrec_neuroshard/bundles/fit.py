@@ -53,6 +53,8 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 
+_FEW_SETS = 30
+"""Fewer validation sets than this do not tell how far off a model is."""
 _INSIDE, _DEVIATIONS = 0.9, 1.645
 """Of normal errors, this share lies within so many standard deviations."""
 
@@ -175,7 +177,8 @@ def train(
 
     Each member leaves out other sets, one part in as many as there are members, and
     keeps the weights of its best epoch on the validation sets. How far members differ
-    is scaled such that it tells the errors of the validation sets.
+    is scaled such that it tells the errors of the validation sets. Where these are few,
+    so do the training sets, each by the member that left it out.
 
     Args:
         data: Sets to train on; a part becomes the validation sets.
@@ -219,14 +222,22 @@ def _train(
         else:
             network = copy.deepcopy(init)
         network.physics = physics
-        _fit(network, prepared, judged, config, rng)
+        left_out_S = _fit(network, prepared, judged, config, rng)
         if others:
             network = network.of_device(0)
             prepared, judged = (
                 _Prepared.of([(d, physics)], 0) for d in (training, validation)
             )
-            _fit(network, prepared, judged, config.tuning(training.num_sets), rng)
-    _scale_spread(network, judged)
+            tuning = config.tuning(training.num_sets)
+            left_out_S = _fit(network, prepared, judged, tuning, rng)
+    ratios_SM = _ratios(network, judged)
+    mean_S, std_S = ratios_SM.mean(axis=1), ratios_SM.std(axis=1)
+    if len(mean_S) < _FEW_SETS:
+        ratios_SM = _ratios(network, prepared)
+        unseen_S = ratios_SM[np.arange(len(ratios_SM)), left_out_S]
+        mean_S = np.concatenate([mean_S, unseen_S])
+        std_S = np.concatenate([std_S, ratios_SM.std(axis=1)])
+    _scale_spread(network, mean_S, std_S)
     return network.eval()
 
 
@@ -236,7 +247,8 @@ def _fit(
     validation: _Prepared,
     config: TrainConfig,
     rng: np.random.Generator,
-) -> None:
+) -> npt.NDArray[np.int64]:
+    """Train, and return which member has not seen each training set."""
     num_sets = len(training.costs_S3)
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
@@ -247,10 +259,10 @@ def _fit(
     )
     weight = torch.tensor([0.5, 0.5, 1.0])
     members = network.num_members
-    left_out = torch.from_numpy(rng.permutation(num_sets) % members)
+    left_out_S = rng.permutation(num_sets) % members
     seen_SM = torch.ones(num_sets, members)
     if members > 1:
-        seen_SM[torch.arange(num_sets), left_out] = 0.0
+        seen_SM[torch.arange(num_sets), torch.from_numpy(left_out_S)] = 0.0
 
     def loss(sets: npt.NDArray[np.int64]) -> torch.Tensor:
         error = training.error(network, sets) * weight
@@ -268,17 +280,27 @@ def _fit(
         max_grad_norm=10.0,
         schedule=schedule,
     )
+    return left_out_S
 
 
-def _scale_spread(network: SetCostNetwork, validation: _Prepared) -> None:
+def _ratios(network: SetCostNetwork, sets: _Prepared) -> Floats:
+    """Every member's total over the measured one, `S x M`."""
+    with torch.no_grad():
+        ratios_SM: Floats = sets.error(network)[..., 2].exp().double().numpy()
+    return ratios_SM
+
+
+def _scale_spread(network: SetCostNetwork, mean_S: Floats, std_S: Floats) -> None:
     """Scale the members' spread such that 90 % of sets lie inside the 90 % interval.
 
     Of the pairs of a factor and a least uncertainty that do so, the likeliest.
+
+    Args:
+        network: Gets the pair.
+        mean_S: Predicted over measured totals of sets that were not trained on.
+        std_S: How far the members differ on them.
     """
-    with torch.no_grad():
-        totals = validation.error(network)[..., 2].exp().double().numpy()  # S x M
-    mean = totals.mean(axis=1)
-    error, spread = np.abs(mean - 1.0) / mean, totals.std(axis=1) / mean
+    error, spread = np.abs(mean_S - 1.0) / mean_S, std_S / mean_S
     best, likeliest = (1.0, 0.0), -np.inf
     for least in np.arange(0.0, 0.2, 0.005):
         for factor in np.arange(0.0, 4.1, 0.1):
