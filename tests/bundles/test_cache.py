@@ -34,7 +34,7 @@ def make_key(**changes: Any) -> CacheKey:
     known = {"device": "A CPU (1/2)", "device_type": "cpu"}
     ranks = {"world_size": 2, "local_world_size": 2}
     tables = {"optimizers": ("sgd", "rowwise_adagrad"), "data_types": ("fp32",)}
-    return CacheKey.here(**{**known, **ranks, **tables, **changes})
+    return CacheKey(**{**known, **ranks, **tables, **changes})
 
 
 def store(key: CacheKey, created: str = CREATED) -> Path:

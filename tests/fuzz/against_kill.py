@@ -123,7 +123,7 @@ class Plan(Writer):
         read_plan(folder / "plan.json").report()
 
 
-KEY = cache.CacheKey.here(
+KEY = cache.CacheKey(
     device="d",
     device_type="cpu",
     world_size=2,

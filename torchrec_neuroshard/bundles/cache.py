@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -20,9 +21,8 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 from filelock import FileLock, Timeout
 
@@ -42,12 +42,6 @@ __all__ = [
 ]
 
 _KEY_NAME = "key.json"
-_FBGEMM = (
-    "fbgemm-gpu-cpu",
-    "fbgemm-gpu",
-    "fbgemm-gpu-nightly",
-    "fbgemm-gpu-nightly-cpu",
-)
 _HIDDEN_AGE_S = 86_400.0
 """What lies in the cache unfinished for so long was left by a job that ended early."""
 
@@ -60,16 +54,22 @@ def cache_folder() -> Path:
     return Path(base).expanduser() / "torchrec-neuroshard"
 
 
-def _release(*names: str) -> str:
-    for name in names:
+def _release(package: str) -> str:
+    """Return which release of a package is installed, or of one of its builds."""
+    for build in ("-cpu", "", "-nightly", "-nightly-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
+            return importlib.metadata.version(package + build)
     return "unknown"
+
+
+def _gates() -> tuple[str, ...]:
+    gates = (f"{k}={v}" for k, v in os.environ.items() if k.startswith("FBGEMM_"))
+    return tuple(sorted(gates))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheKey:
-    """What measured times depend on."""
+    """What measured times depend on: by default, on what this process runs."""
 
     device: str
     """Name of the CPU or GPU."""
@@ -79,43 +79,16 @@ class CacheKey:
     local_world_size: int
     """Ranks per node."""
     optimizers: tuple[str, ...]
-    """Of the tables measured, sorted."""
+    """Of the tables measured, each once and sorted."""
     data_types: tuple[str, ...]
-    """Their weights, sorted."""
-    torch: str
-    fbgemm: str
-    torchrec: str
-    feature_gates: tuple[str, ...]
+    """Of their weights; likewise."""
+    torch: str = field(default_factory=functools.partial(_release, "torch"))
+    fbgemm: str = field(default_factory=functools.partial(_release, "fbgemm-gpu"))
+    torchrec: str = field(default_factory=functools.partial(_release, "torchrec"))
+    feature_gates: tuple[str, ...] = field(default_factory=_gates)
     """FBGEMM's, as set in the environment: NAME=value, sorted."""
-    feature_version: int
+    feature_version: int = FEATURE_VERSION
     """Of the columns that the bundle's network takes."""
-
-    @classmethod
-    def here(
-        cls,
-        *,
-        device: str,
-        device_type: str,
-        world_size: int,
-        local_world_size: int,
-        optimizers: tuple[str, ...],
-        data_types: tuple[str, ...],
-    ) -> Self:
-        """Complete a key by the releases and gates of this process."""
-        gates = (f"{k}={v}" for k, v in os.environ.items() if k.startswith("FBGEMM_"))
-        return cls(
-            device=device,
-            device_type=device_type,
-            world_size=world_size,
-            local_world_size=local_world_size,
-            optimizers=tuple(sorted(set(optimizers))),
-            data_types=tuple(sorted(set(data_types))),
-            torch=_release("torch"),
-            fbgemm=_release(*_FBGEMM),
-            torchrec=_release("torchrec", "torchrec-nightly", "torchrec-nightly-cpu"),
-            feature_gates=tuple(sorted(gates)),
-            feature_version=FEATURE_VERSION,
-        )
 
     def name(self) -> str:
         """Name of the folder: the device, and a digest of all."""
@@ -153,9 +126,12 @@ def _read(folder: Path) -> CacheEntry | None:
         COMPUTE_BUNDLE.read_info(folder)
         COMMS_BUNDLE.find_info(folder)
         data = read_json(folder / _KEY_NAME)
+        key = from_fields(CacheKey, data["key"])
+        if key.name() != folder.name:
+            return None  # an older key, without some of the fields
         return CacheEntry(
             folder=folder,
-            key=from_fields(CacheKey, data["key"]),
+            key=key,
             created=str(data["created"]),
             seconds=float(data["seconds"]),
         )
@@ -195,11 +171,7 @@ def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
     final = root / key.name()
     with tempfile.TemporaryDirectory(prefix=".new-", dir=root) as scratch:
         beside = shutil.copytree(bundle, Path(scratch) / "bundle")
-        data = {
-            "key": dataclasses.asdict(key),
-            "created": created,
-            "seconds": seconds,
-        }
+        data = {"key": dataclasses.asdict(key), "created": created, "seconds": seconds}
         write_whole(beside / _KEY_NAME, json_text(data))
         try:
             beside.rename(final)

@@ -231,13 +231,13 @@ class FirstLaunch:
         if device is None:
             raise ConfigError(f"there is no {topology.compute_device} device here")
         world_size = int(topology.world_size)
-        return CacheKey.here(
+        return CacheKey(
             device=device,
             device_type=topology.compute_device,
             world_size=world_size,
             local_world_size=whole_nodes(world_size, topology.local_world_size),
-            optimizers=tuple(t.optimizer for t in shards),
-            data_types=tuple(t.data_type for t in shards),
+            optimizers=tuple(sorted({t.optimizer for t in shards})),
+            data_types=tuple(sorted({t.data_type for t in shards})),
         )
 
     def _shards(
