@@ -80,7 +80,7 @@ def _fit(
         return nn.functional.mse_loss(predict(samples), target[samples])
 
     rng = np.random.default_rng([config.seed, 1])
-    best = fit(
+    best_epoch = fit(
         net,
         torch.optim.Adam(net.parameters(), lr=config.learning_rate),
         shuffled_batches(rng, training, config.batch_samples, config.epochs),
@@ -94,7 +94,7 @@ def _fit(
     return FitReport(
         num_training=len(training),
         num_test=len(test),
-        best_epoch=int(best.epoch),
+        best_epoch=int(best_epoch),
         test_mse=test_mse,
         mean_test_mse=float((target[test] - mean).square().mean()),
     )

@@ -20,7 +20,6 @@ from torchrec_neuroshard.bundles.fit import (
     TrainConfig,
     as_cost_model,
     fit_model,
-    score,
     train,
     training_ranges,
 )
@@ -135,7 +134,7 @@ def test_bundle_and_card_tell_what_was_done(
     assert (info.fingerprint.device, info.reference_ms) == ("here", 6.0)
     assert info.trained_on["started_from"] == "old"
     # Fine-tuning bends what constants cannot.
-    scores = {n: score(c.evaluation) for n, c in found.candidates.items()}
+    scores = {n: c.evaluation.score for n, c in found.candidates.items()}
     assert scores["tuned"] < scores["refitted"] < 0.6 * scores["before"]
     assert info.trained_on["kept"] == found.kept == "tuned"
     training, test = split(read_records([path])[1])  # as stored

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from torchrec_neuroshard.bundles.find import PRETRAINED, pretrained_names
-from torchrec_neuroshard.bundles.fit import TrainConfig, evaluate, score
+from torchrec_neuroshard.bundles.fit import TrainConfig, evaluate
 from torchrec_neuroshard.bundles.fit_physics import best_factor
 from torchrec_neuroshard.bundles.format import (
     COMMS_BUNDLE,
@@ -236,8 +236,8 @@ def judge(bundle: Path, estimate: CostModel) -> LaunchVerdict | None:
     return LaunchVerdict(
         num_sets=len(records),
         num_disturbed=sum(disturbance(r, usual_ms) > 1.0 for r in records),
-        error=score(evaluate("bundle", load_bundle(bundle), data)),
-        estimate_error=score(evaluate("estimate", estimate, data)),
+        error=evaluate("bundle", load_bundle(bundle), data).score,
+        estimate_error=evaluate("estimate", estimate, data).score,
     )
 
 

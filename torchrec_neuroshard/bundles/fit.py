@@ -21,14 +21,10 @@ import numpy.typing as npt
 import torch
 from scipy import stats
 
+from torchrec_neuroshard.bundles.choice import Choice
 from torchrec_neuroshard.bundles.fit_physics import fit_physics, sum_values
 from torchrec_neuroshard.bundles.set_data import SetData, rows_of
-from torchrec_neuroshard.bundles.training_loop import (
-    fit,
-    kept_line,
-    seeded,
-    shuffled_batches,
-)
+from torchrec_neuroshard.bundles.training_loop import fit, seeded, shuffled_batches
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.models.compute import NeuralCostModel
@@ -37,16 +33,13 @@ from torchrec_neuroshard.models.physical import Physics
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 __all__ = [
-    "MEAN_ERROR",
     "Candidate",
     "Evaluation",
-    "Fitted",
     "TrainConfig",
     "as_cost_model",
     "evaluate",
     "fit_model",
     "physics_network",
-    "score",
     "train",
     "training_ranges",
 ]
@@ -191,18 +184,6 @@ def train(
     rng = np.random.default_rng(config.seed)
     training, validation = data.split(rng, config.validation_share)
     physics = fit_physics(training) if init is None else init.physics
-    return _train(training, validation, physics, config, rng, init, others)
-
-
-def _train(
-    training: SetData,
-    validation: SetData,
-    physics: Physics,
-    config: TrainConfig,
-    rng: np.random.Generator,
-    init: SetCostNetwork | None = None,
-    others: Sequence[SetData] = (),
-) -> SetCostNetwork:
     parts = [(training, physics), *((o, fit_physics(o)) for o in others)]
     devices = len(parts) if others else 0
     prepared = _Prepared.of(parts, devices)
@@ -336,7 +317,6 @@ class Evaluation:
     """How well a model predicts measured sets."""
 
     name: str
-    num_sets: int
     fwd_mape: float
     bwd_mape: float
     total_mape: float
@@ -350,6 +330,11 @@ class Evaluation:
     """Share of the sets inside the model's 90 % interval."""
     kendall_tau: float
     """Of predicted and measured totals."""
+
+    @property
+    def score(self) -> float:
+        """Mean error of forward, backward and total: candidates are compared by it."""
+        return (self.fwd_mape + self.bwd_mape + self.total_mape) / 3
 
     def line(self) -> str:
         """Return the errors as printed."""
@@ -371,7 +356,6 @@ def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
     interval = _DEVIATIONS * model.relative_uncertainty(sums) * total
     return Evaluation(
         name=name,
-        num_sets=data.num_sets,
         fwd_mape=float(error[:, 0].mean()),
         bwd_mape=float(error[:, 1].mean()),
         total_mape=float(total_error.mean()),
@@ -383,15 +367,6 @@ def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
     )
 
 
-MEAN_ERROR = "mean error over forward, backward and total"
-"""What `score` returns, in words."""
-
-
-def score(evaluation: Evaluation) -> float:
-    """Mean error of forward, backward and total: what candidates are compared by."""
-    return (evaluation.fwd_mape + evaluation.bwd_mape + evaluation.total_mape) / 3
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One way to predict a device."""
@@ -399,38 +374,8 @@ class Candidate:
     network: SetCostNetwork
     ranges: Mapping[str, tuple[float, float]]
     """Feature name -> smallest and largest value that it was trained on."""
-    error: float
-    """On validation sets: what it is chosen by."""
     evaluation: Evaluation
     """On the test sets, of held-out tables; its name is the candidate's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """The candidates, and which one to keep."""
-
-    candidates: Mapping[str, Candidate]
-    """By name: `physics`, and `learned` or, from a model of another device, `before`,
-    `refitted` and `tuned`."""
-
-    @property
-    def kept(self) -> str:
-        """The candidate with the least validation error."""
-        return min(self.candidates, key=lambda n: self.candidates[n].error)
-
-    @property
-    def best(self) -> Candidate:
-        """The candidate kept."""
-        return self.candidates[self.kept]
-
-    @property
-    def errors(self) -> dict[str, float]:
-        """Candidate -> validation error."""
-        return {n: c.error for n, c in self.candidates.items()}
-
-    def verdict(self) -> str:
-        """Say in one sentence what is kept and why."""
-        return kept_line(self.kept, self.errors, f"{MEAN_ERROR} in validation")
 
 
 def fit_model(
@@ -440,7 +385,7 @@ def fit_model(
     *,
     start: NeuralCostModel | None = None,
     others: Sequence[SetData] = (),
-) -> Fitted:
+) -> Choice[Candidate]:
     """Make the candidates for a device, and choose in validation.
 
     Args:
@@ -449,15 +394,18 @@ def fit_model(
         config: Sizes and rates.
         start: A model of another device to start from.
         others: Sets of other devices to learn from as well, without `start`.
+
+    Returns:
+        By name: `physics`, and `learned` or, from a model of another device, `before`,
+        `refitted` and `tuned`.
     """
     rng = np.random.default_rng(config.seed)
     training, validation = data.split(rng, config.validation_share)
     ranges = training_ranges(data)
     if start is None:
-        physics = fit_physics(training)
-        learned = _train(training, validation, physics, config, rng, others=others)
+        learned = train(data, config, others=others)
         made = {
-            "physics": (physics_network(physics), ranges),
+            "physics": (physics_network(learned.physics), ranges),
             "learned": (learned, ranges),
         }
     else:
@@ -465,25 +413,21 @@ def fit_model(
             name: (min(start.ranges[name][0], low), max(start.ranges[name][1], high))
             for name, (low, high) in ranges.items()
         }
-        physics = fit_physics(training, start.network.physics)
         refitted = copy.deepcopy(start.network)
-        refitted.physics = physics
-        tuning = config.tuning(training.num_sets)
-        tuned = _train(training, validation, physics, tuning, rng, refitted)
+        refitted.physics = fit_physics(training, start.network.physics)
+        tuned = train(data, config.tuning(training.num_sets), init=refitted)
         made = {
             "before": (start.network, start.ranges),
-            "physics": (physics_network(physics), ranges),
+            "physics": (physics_network(refitted.physics), ranges),
             "refitted": (refitted, both),
             "tuned": (tuned, both),
         }
-    return Fitted(
-        {
-            name: Candidate(
-                network,
-                seen,
-                score(evaluate(name, as_cost_model(network, data, name), validation)),
-                evaluate(name, as_cost_model(network, data, name), test),
-            )
-            for name, (network, seen) in made.items()
-        }
+    candidates: dict[str, Candidate] = {}
+    errors: dict[str, float] = {}
+    for name, (network, seen) in made.items():
+        model = as_cost_model(network, data, name)
+        errors[name] = evaluate(name, model, validation).score
+        candidates[name] = Candidate(network, seen, evaluate(name, model, test))
+    return Choice(
+        candidates, errors, "mean error over forward, backward and total in validation"
     )

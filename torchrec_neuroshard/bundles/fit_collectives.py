@@ -9,22 +9,21 @@ Shapes: `N` records, `W` ranks padded to the most, `K` terms, `L` collectives.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
+from torchrec_neuroshard.bundles.choice import Choice
 from torchrec_neuroshard.bundles.fit_physics import fit_constants
-from torchrec_neuroshard.bundles.training_loop import kept_line
 from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.measure.records import CommsRecord
 from torchrec_neuroshard.models.base import COLLECTIVES
 from torchrec_neuroshard.models.collective_terms import TERM_NAMES, collective_terms
 
 __all__ = [
-    "CommsCandidates",
     "CommsData",
     "CommsEvaluation",
     "build_comms",
@@ -56,10 +55,6 @@ class CommsData:
     world_size_N: npt.NDArray[np.int64]
     transfer_NW: Floats
     """Measured; 0 where padded."""
-
-    def select(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> CommsData:
-        """Return some records."""
-        return CommsData(*(getattr(self, name)[rows] for name in self.__slots__))
 
     def slowest_ms(self) -> Floats:
         """Time of each record's slowest rank, `N`."""
@@ -173,32 +168,19 @@ def _rescaled(coefficients_LK: Floats, data: CommsData) -> Floats:
     return rescaled_LK
 
 
-@dataclass(frozen=True, slots=True)
-class CommsCandidates:
-    """Coefficients for the same collectives, and which ones to keep."""
-
-    coefficients: Mapping[str, Floats]
-    """By name: another machine's `before`, `scaled` and `tuned`; `linear` is a fit to
-    these records alone."""
-    errors: Mapping[str, float]
-    """Median error on records that judge alone."""
-    kept: str
-    """The one that errs least; of equals the first."""
-
-    def verdict(self) -> str:
-        """Say in one sentence what is kept and why."""
-        return kept_line(self.kept, self.errors, "median error")
-
-
 def make_candidates(
     training: CommsData, test: CommsData, source_LK: Floats | None = None
-) -> CommsCandidates:
-    """Make models of collectives and choose one.
+) -> Choice[Floats]:
+    """Make coefficients of collectives and choose by the median error on the test.
 
     Args:
         training: Records to fit to.
         test: Records that judge and choose.
         source_LK: Another machine's coefficients for this backend, to start from.
+
+    Returns:
+        By name: another machine's `before`, `scaled` and `tuned`; `linear` is a fit to
+        these records alone.
 
     Raises:
         RecordError: Too few records.
@@ -212,13 +194,12 @@ def make_candidates(
         made["scaled"] = _rescaled(source_LK, training)
         made["tuned"] = fit_coefficients(training, made["scaled"])
     made["linear"] = fit_coefficients(training)
-    errors = {n: float(np.median(_errors(c, test))) for n, c in made.items()}
-    return CommsCandidates(made, errors, min(errors, key=errors.__getitem__))
-
-
-def _errors(coefficients_LK: Floats, data: CommsData) -> Floats:
-    error: Floats = np.abs(predict_comms(coefficients_LK, data) / data.slowest_ms() - 1)
-    return error
+    measured = test.slowest_ms()
+    errors = {
+        name: float(np.median(np.abs(predict_comms(c, test) / measured - 1)))
+        for name, c in made.items()
+    }
+    return Choice(made, errors, "median error")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,13 +218,6 @@ class CommsEvaluation:
     percentile_90: float
     kendall_tau: float
     """Not a number for fewer than three records."""
-
-    def line(self) -> str:
-        """Return the errors as printed."""
-        return (
-            f"median error {self.median:.2%}, 90th percentile "
-            f"{self.percentile_90:.2%}, tau {self.kendall_tau:.4f}"
-        )
 
 
 def evaluate_comms(

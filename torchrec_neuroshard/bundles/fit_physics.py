@@ -138,14 +138,8 @@ def fitted_kinds(device_type: str) -> npt.NDArray[np.bool_]:
     """
     names = (*WORKS, *SET_WORKS)
     absent = () if is_accelerator(device_type) else _ACCELERATORS_ALONE
-    return np.array(
-        [
-            [
-                n not in (*absent, *others)
-                for others in (_BACKWARD_ALONE, _FORWARD_ALONE)
-            ]
-            for n in names
-        ]
+    return np.column_stack(
+        [~np.isin(names, (*absent, *n)) for n in (_BACKWARD_ALONE, _FORWARD_ALONE)]
     )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from torchrec_neuroshard.bundles.choice import Choice
 from torchrec_neuroshard.bundles.find import bundle_folder, pretrained_names
-from torchrec_neuroshard.bundles.fit import Fitted, TrainConfig, fit_model
+from torchrec_neuroshard.bundles.fit import Candidate, TrainConfig, fit_model
 from torchrec_neuroshard.bundles.fit_collectives import (
     CommsEvaluation,
     build_comms,
@@ -29,18 +30,15 @@ from torchrec_neuroshard.bundles.format import (
 from torchrec_neuroshard.bundles.set_data import build_sets, split_records
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.measure.records import (
+    CommsHeader,
     CommsRecord,
     CostRecord,
-    RunHeader,
     command_line,
     repeatability,
     repeatability_line,
     steady_records,
 )
-from torchrec_neuroshard.measure.store import (
-    read_comms_records,
-    read_records,
-)
+from torchrec_neuroshard.measure.store import read_comms_records, read_records
 from torchrec_neuroshard.progress import phase
 
 __all__ = ["make_bundle", "source_folder", "train_comms_bundle"]
@@ -48,15 +46,6 @@ __all__ = ["make_bundle", "source_folder", "train_comms_bundle"]
 _TEST_EVERY = 5
 """Of the world sizes trained on, every so many records of collectives are kept for the
 test."""
-
-
-def _read_sets(
-    files: Sequence[Path], select: Callable[[Sequence[CostRecord]], list[CostRecord]]
-) -> tuple[Sequence[RunHeader], list[CostRecord], int]:
-    """Headers, records that count, and how many do not, of files of one machine."""
-    headers, records = read_records(files)
-    kept = select(records)
-    return headers, kept, len(records) - len(kept)
 
 
 def make_bundle(
@@ -68,7 +57,7 @@ def make_bundle(
     start: Path | None = None,
     others: Sequence[Sequence[Path]] = (),
     select: Callable[[Sequence[CostRecord]], list[CostRecord]] = steady_records,
-) -> Fitted:
+) -> Choice[Candidate]:
     """Fit a cost model of kernels to one device's records and write a bundle.
 
     Records that other work disturbed take no part. The candidate that errs least in
@@ -96,17 +85,19 @@ def make_bundle(
             f"{out} is the bundle to start from; name another folder for the new one"
         )
     with phase("reading the records"):
-        headers, kept, num_disturbed = _read_sets(records, select)
+        headers, measured = read_records(records)
+        kept = select(measured)
+        num_disturbed = len(measured) - len(kept)
         device_type = headers[0].fingerprint.device_type
         try:
             data, test = (build_sets(r, device_type) for r in split_records(kept))
         except RecordError as error:
             raise RecordError(
-                f"{error} ({num_disturbed} of {num_disturbed + len(kept)} records were "
-                "left out: other work disturbed them)"
+                f"{error} ({num_disturbed} of {len(measured)} records were left "
+                "out: other work disturbed them)"
             ) from error
         shared = [
-            build_sets(split_records(_read_sets(f, select)[1])[0], device_type)
+            build_sets(split_records(select(read_records(f)[1]))[0], device_type)
             for f in others
         ]
     before = None if start is None else load_bundle(start)
@@ -160,7 +151,7 @@ def train_comms_bundle(
         out: Folder of the bundle; a compute model in it is kept.
         name: What the model is called.
         test_world_sizes: World sizes that are only tested on.
-        before: A bundle to start from, if it has collectives of this backend.
+        before: A bundle to start from, with collectives of this backend.
         say: Prints a line.
 
     Returns:
@@ -173,36 +164,23 @@ def train_comms_bundle(
     with phase("reading the records"):
         files = read_comms_records(records)
     headers = [header for header, _ in files]
-    _check_world_sizes({r.world_size for _, f in files for r in f}, test_world_sizes)
-    training: list[CommsRecord] = []
-    test: list[CommsRecord] = []
-    for _, measured in files:
-        for record in measured:
-            kept_out = record.world_size in test_world_sizes
-            source = record.index if record.repeat_of is None else record.repeat_of
-            if not kept_out and source % _TEST_EVERY:
-                training.append(record)
-            elif record.repeat_of is None:
-                test.append(record)
+    training, test = _split_collectives(files, test_world_sizes)
     intra = _typical([h.intra_gb_per_s for h in headers])
     inter = _typical([h.inter_gb_per_s for h in headers])
     training_data = build_comms(training, intra, inter)
     test_data = build_comms(test, intra, inter)
     say(f"{len(training)} collectives to train on, {len(test)} to test")
 
-    start = None if before is None else COMMS_BUNDLE.find_info(before)
-    if start is not None and start.backend != headers[0].backend:
-        start = None
-    start_LK = None if start is None else start.table()
+    start = COMMS_BUNDLE.read_info(before) if before else None
+    start_LK = start.table() if start else None
     found = make_candidates(training_data, test_data, start_LK)
-    coefficients_LK = found.coefficients[found.kept]
-    evaluations = evaluate_comms(coefficients_LK, training_data, test_data)
+    evaluations = evaluate_comms(found.best, training_data, test_data)
     sums = [float(sum(r.bytes_per_peer)) for r in training]
     info = CommsBundleInfo(
         name=name,
         fingerprint=headers[0].fingerprint,
         backend=headers[0].backend,
-        coefficients=named_coefficients(coefficients_LK),
+        coefficients=named_coefficients(found.best),
         intra_gb_per_s=intra,
         inter_gb_per_s=inter,
         world_sizes=tuple(sorted({r.world_size for r in training})),
@@ -234,7 +212,8 @@ def train_comms_bundle(
         if e.collective == "all":
             say(
                 f"{e.world_size} ranks ({'' if e.trained else 'not '}in training): "
-                f"{e.line()}"
+                f"median error {e.median:.2%}, 90th percentile "
+                f"{e.percentile_90:.2%}, tau {e.kendall_tau:.4f}"
             )
     for line in (found.verdict(), noise, f"wrote {out}"):
         say(line)
@@ -264,17 +243,35 @@ def _merge(
     return merged
 
 
-def _check_world_sizes(known: set[int], test_world_sizes: Sequence[int]) -> None:
-    absent = sorted(set(test_world_sizes) - known)
-    if absent:
+def _split_collectives(
+    files: Sequence[tuple[CommsHeader, Sequence[CommsRecord]]],
+    test_world_sizes: Sequence[int],
+) -> tuple[list[CommsRecord], list[CommsRecord]]:
+    """Return the records to train on and those to test on.
+
+    Raises:
+        RecordError: There are none of a world size, or none to train on.
+    """
+    records = [record for _, measured in files for record in measured]
+    known, kept_out = {r.world_size for r in records}, set(test_world_sizes)
+    if absent := sorted(kept_out - known):
         raise RecordError(
             f"no records of world size {', '.join(map(str, absent))} to test on; the "
             f"files are of {', '.join(map(str, sorted(known)))}"
         )
-    if known <= set(test_world_sizes):
+    if known <= kept_out:
         raise RecordError(
             "every world size is kept for the test; leave one to train on"
         )
+    training: list[CommsRecord] = []
+    test: list[CommsRecord] = []
+    for record in records:
+        source = record.index if record.repeat_of is None else record.repeat_of
+        if record.world_size not in kept_out and source % _TEST_EVERY:
+            training.append(record)
+        elif record.repeat_of is None:
+            test.append(record)
+    return training, test
 
 
 def _typical(values: Sequence[float]) -> float:

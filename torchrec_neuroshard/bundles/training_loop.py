@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import nn
 
 from torchrec_neuroshard.hardware.devices import torch_threads
 
-__all__ = ["Fit", "fit", "kept_line", "seeded", "shuffled_batches"]
+__all__ = ["fit", "seeded", "shuffled_batches"]
 
 _Batch = TypeVar("_Batch")
 
@@ -47,28 +46,6 @@ def shuffled_batches(
         yield [order[start : start + batch_size] for start in starts]
 
 
-def kept_line(kept: str, errors: Mapping[str, float], what: str) -> str:
-    """Say in one sentence which of several models is kept and why.
-
-    Args:
-        kept: Its name.
-        errors: Name -> error of each model.
-        what: Which error it is.
-    """
-    listed = ", ".join(f"{name} {error:.1%}" for name, error in errors.items())
-    return f"Kept `{kept}`, of least {what} ({listed})."
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """The best epoch, whose weights were kept; one value per member, or one."""
-
-    error: torch.Tensor
-    """Least error in validation, float64."""
-    epoch: torch.Tensor
-    """Counted from 1; 0 where no epoch's error was a number."""
-
-
 def fit(
     network: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -76,10 +53,9 @@ def fit(
     loss: Callable[[_Batch], torch.Tensor],
     validate: Callable[[], torch.Tensor | float],
     *,
-    penalty: Callable[[], torch.Tensor] | None = None,
     max_grad_norm: float | None = None,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
-) -> Fit:
+) -> torch.Tensor:
     """Train a network, and leave it with the weights of its best epoch.
 
     Args:
@@ -91,19 +67,21 @@ def fit(
         loss: Loss of a batch.
         validate: Called without gradients after each epoch; returns the error to
             choose by.
-        penalty: Added to each loss.
         max_grad_norm: Gradients are scaled down to this norm.
         schedule: Of the learning rate, stepped after every batch.
+
+    Returns:
+        The best epoch, counted from 1, of each member or of all; 0 where no epoch's
+        error was a number.
     """
     parameters = dict(network.named_parameters())
     kept = {name: p.detach().clone() for name, p in parameters.items()}
-    best = Fit(torch.tensor(float("inf"), dtype=torch.float64), torch.tensor(0))
+    best_epoch = torch.tensor(0)
+    least = torch.tensor(float("inf"), dtype=torch.float64)
     for epoch, batches in enumerate(epochs):
         for batch in batches:
-            value = loss(batch)
             optimizer.zero_grad()
-            whole = value if penalty is None else value + penalty()
-            whole.backward()  # type: ignore[no-untyped-call]
+            loss(batch).backward()  # type: ignore[no-untyped-call]
             if max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(parameters.values(), max_grad_norm)
             optimizer.step()
@@ -111,11 +89,9 @@ def fit(
                 schedule.step()
         with torch.no_grad():
             error = torch.as_tensor(validate(), dtype=torch.float64)
-            improved = error < best.error
-            best = Fit(
-                torch.where(improved, error, best.error),
-                torch.where(improved, epoch + 1, best.epoch),
-            )
+            improved = error < least
+            least = torch.where(improved, error, least)
+            best_epoch = torch.where(improved, epoch + 1, best_epoch)
             for name, parameter in parameters.items():
                 rest = (1,) * (parameter.dim() - improved.dim())
                 chosen = improved.view(improved.shape + rest)
@@ -123,4 +99,4 @@ def fit(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(kept[name])
-    return best
+    return best_epoch

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from torchrec_neuroshard.bundles import cache
-from torchrec_neuroshard.bundles.fit import Fitted, TrainConfig
+from torchrec_neuroshard.bundles.choice import Choice
+from torchrec_neuroshard.bundles.fit import Candidate, TrainConfig
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE
 from torchrec_neuroshard.bundles.make import (
     make_bundle,
@@ -55,7 +56,7 @@ def run_train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tell(fitted: Fitted, out: Path) -> None:
+def _tell(fitted: Choice[Candidate], out: Path) -> None:
     """Print the errors on held-out tables, and what was kept."""
     for candidate in fitted.candidates.values():
         print(candidate.evaluation.line())
