@@ -78,9 +78,8 @@ def _collectives(cost_model: str, device_type: str, world_size: int) -> CommsMod
         device_type=device_type,
         world_size=world_size,
         local_world_size=world_size,
-        may_stand_in=False,
     )
-    if found is None:
+    if found is None or "stands in" in found.source:
         raise ConfigError(f"no collectives were measured for '{cost_model}'")
     return found
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from torchrec_neuroshard.bundles.format import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
-    BundleInfo,
+    Description,
     load_bundle,
     load_comms_bundle,
 )
@@ -22,10 +24,7 @@ from torchrec_neuroshard.hardware.devices import (
     is_accelerator,
 )
 from torchrec_neuroshard.models.base import CommsModel, CostModel
-from torchrec_neuroshard.models.compute import (
-    PhysicalConstants,
-    PhysicalCostModel,
-)
+from torchrec_neuroshard.models.compute import PhysicalConstants, PhysicalCostModel
 from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.models.published_links import published_comms_model
 
@@ -38,7 +37,10 @@ __all__ = [
     "load_cost_model",
     "physical_estimate",
     "pretrained_names",
+    "shipped",
 ]
+
+_Info = TypeVar("_Info")
 
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
 
@@ -82,6 +84,21 @@ def pretrained_names() -> tuple[str, ...]:
     return tuple(sorted(p.parent.name for p in PRETRAINED.glob("*/bundle.json")))
 
 
+def shipped(kind: Description[_Info]) -> Iterator[tuple[Path, _Info]]:
+    """Yield the shipped bundles that hold a model of a kind, and what each says of it.
+
+    Warns of those that cannot be read.
+    """
+    for path in sorted(PRETRAINED.glob(f"*/{kind.info_name}")):
+        try:
+            info = kind.read_info(path.parent)
+        except NeuroShardError as error:
+            name = path.parent.name
+            warnings.warn(f"shipped bundle '{name}' is unusable: {error}", stacklevel=3)
+            continue
+        yield path.parent, info
+
+
 def bundle_folder(name: str | Path) -> Path | None:
     """Find the folder of a shipped bundle, or one given by its path, if it is there."""
     shipped = str(name).lower()
@@ -118,7 +135,7 @@ def find_named_card(
     if card is not None or folder is None or device_type != GPU:
         return card
     info = COMPUTE_BUNDLE.find_info(folder)
-    return find_card(info.fingerprint.device) if info is not None else None
+    return find_card(info.fingerprint.device) if info else None
 
 
 def load_cost_model(
@@ -161,15 +178,13 @@ def load_cost_model(
             f"bundle ({', '.join(pretrained_names()) or 'none'}), nor a card "
             f"({', '.join(GPU_CARDS)}), nor a folder made by 'neuroshard train'"
         )
-    if folder is not None and not COMPUTE_BUNDLE.is_in(folder):
-        if COMMS_BUNDLE.is_in(folder):
-            warnings.warn(
-                f"{folder} holds collectives alone: kernels are costed as by "
-                "cost_model='auto'. 'neuroshard calibrate' or 'train' adds kernels to "
-                "it",
-                stacklevel=2,
-            )
-            is_auto = True
+    if folder and COMMS_BUNDLE.is_in(folder) and not COMPUTE_BUNDLE.is_in(folder):
+        warnings.warn(
+            f"{folder} holds collectives alone: kernels are costed as by "
+            "cost_model='auto'. 'neuroshard calibrate' or 'train' adds kernels to it",
+            stacklevel=2,
+        )
+        is_auto = True
     if is_auto:
         folder = _shipped_for(device_type, _planned_device(device_type, card))
     if folder is not None:
@@ -207,7 +222,6 @@ def load_comms_model(
     inter_gb_per_s: float | None = None,
     unmeasured_inter_gb_per_s: float | None = None,
     card: GpuCard | None = None,
-    may_stand_in: bool = True,
 ) -> CommsModel | None:
     """Find the model of collectives that belongs to a cost model.
 
@@ -221,7 +235,6 @@ def load_comms_model(
         unmeasured_inter_gb_per_s: Bandwidth between nodes to assume, with a warning,
             where the bundle was measured on one node; None is an error then.
         card: What is planned for. None: the card named, else the one of this machine.
-        may_stand_in: Whether another CPU's collectives do where none were measured.
 
     Returns:
         What was measured, if the bundle holds it for this backend; else the published
@@ -240,11 +253,9 @@ def load_comms_model(
     card = card or find_card(device)
     backend = backend_of(device_type)
     folder = _measured_collectives(cost_model, backend, device)
-    stands_in = may_stand_in and (
-        folder is None and not is_accelerator(device_type) and intra_gb_per_s is None
-    )
-    if stands_in:
-        folder = PRETRAINED / _STAND_IN
+    stands_in = False
+    if folder is None and intra_gb_per_s is None and not is_accelerator(device_type):
+        stands_in, folder = True, PRETRAINED / _STAND_IN
     if folder is None or not COMMS_BUNDLE.is_in(folder):
         if card is None:
             return None
@@ -256,21 +267,23 @@ def load_comms_model(
             inter_gb_per_s=inter_gb_per_s,
         )
     info = COMMS_BUNDLE.read_info(folder)
-    many = world_size > local_world_size
-    assumed = unmeasured_inter_gb_per_s
-    if many and not info.inter_gb_per_s and inter_gb_per_s is None and assumed:
-        inter_gb_per_s = assumed
-    if many and assumed and inter_gb_per_s is assumed and not stands_in:
-        warnings.warn(
-            f"the collectives of {folder} were measured inside one node: "
-            f"{assumed:g} GB/s between nodes is assumed. Give the topology "
-            "inter_host_bw or run 'neuroshard collect comms' on several nodes",
-            stacklevel=2,
-        )
+    crosses_unmeasured = world_size > local_world_size and not info.inter_gb_per_s
+    if crosses_unmeasured and inter_gb_per_s is None and unmeasured_inter_gb_per_s:
+        inter_gb_per_s = unmeasured_inter_gb_per_s
+        if not stands_in:
+            warnings.warn(
+                f"the collectives of {folder} were measured inside one node: "
+                f"{inter_gb_per_s:g} GB/s between nodes is assumed. Give the topology "
+                "inter_host_bw or run 'neuroshard collect comms' on several nodes",
+                stacklevel=2,
+            )
+    # The compute model in whose unit the collectives are to be given.
+    kernels: Path | None = folder
+    if not COMPUTE_BUNDLE.is_in(folder):
+        kernels = _shipped_for(device_type, current_device_name(device_type))
     model = load_comms_bundle(
         folder,
-        # One unit for kernels and collectives.
-        compute=_kernels_beside(folder, device_type),
+        compute=COMPUTE_BUNDLE.read_info(kernels) if kernels else None,
         world_size=world_size,
         local_world_size=local_world_size,
         intra_gb_per_s=intra_gb_per_s,
@@ -293,35 +306,22 @@ def _measured_collectives(
     """Folder of a bundle that holds collectives over a backend."""
     if cost_model is None:
         return None
-    by_name = str(cost_model) != "auto"
-    folders: list[Path] = sorted(p.parent for p in PRETRAINED.glob("*/comms.json"))
-    if by_name:
-        folders = list(filter(None, [bundle_folder(cost_model)]))
-    for folder in filter(COMMS_BUNDLE.is_in, folders):
-        info = COMMS_BUNDLE.read_info(folder)
-        if info.backend == backend and (by_name or info.fingerprint.device == device):
+    if str(cost_model) != "auto":
+        folder = bundle_folder(cost_model)
+        info = COMMS_BUNDLE.find_info(folder) if folder else None
+        return folder if info and info.backend == backend else None
+    for folder, found in shipped(COMMS_BUNDLE):
+        if (found.backend, found.fingerprint.device) == (backend, device):
             return folder
     return None
 
 
-def _kernels_beside(folder: Path, device_type: str) -> BundleInfo | None:
-    """The compute model in whose unit a bundle's collectives are to be given."""
-    if not COMPUTE_BUNDLE.is_in(folder):
-        shipped = _shipped_for(device_type, current_device_name(device_type))
-        return None if shipped is None else COMPUTE_BUNDLE.read_info(shipped)
-    return COMPUTE_BUNDLE.read_info(folder)
-
-
 def _shipped_for(device_type: str, device: str | None) -> Path | None:
     """The shipped bundle that was measured on a device."""
-    for name in pretrained_names():
-        try:
-            fingerprint = COMPUTE_BUNDLE.read_info(PRETRAINED / name).fingerprint
-        except NeuroShardError as error:
-            warnings.warn(f"shipped bundle '{name}' is unusable: {error}", stacklevel=3)
-            continue
-        if fingerprint.device_type == device_type and fingerprint.device == device:
-            return PRETRAINED / name
+    for folder, info in shipped(COMPUTE_BUNDLE):
+        measured_on = info.fingerprint
+        if (measured_on.device_type, measured_on.device) == (device_type, device):
+            return folder
     return None
 
 

@@ -27,20 +27,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchrec_neuroshard.bundles.find import PRETRAINED, pretrained_names
+from torchrec_neuroshard.bundles.find import shipped
 from torchrec_neuroshard.bundles.fit import TrainConfig, evaluate
 from torchrec_neuroshard.bundles.fit_physics import best_factor
-from torchrec_neuroshard.bundles.format import (
-    COMMS_BUNDLE,
-    COMPUTE_BUNDLE,
-    load_bundle,
-)
+from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE, load_bundle
 from torchrec_neuroshard.bundles.make import make_bundle, train_comms_bundle
 from torchrec_neuroshard.bundles.set_data import MIN_SETS, build_sets, split_records
 from torchrec_neuroshard.errors import RankFailureError, RecordError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.hardware.devices import (
     accelerator,
+    as_device,
     backend_of,
     free_host_bytes,
     is_accelerator,
@@ -96,6 +93,7 @@ _MOST_DISTURBED = 0.25
 _STEPS, _STEPS_PER_S = 300, 10
 """Fewer steps, at least a fifth, where there is little time."""
 _MIN_COLLECTIVES = 40
+_SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +116,11 @@ class LaunchRequest:
     grace_seconds: float = 60.0
     """A process is ended after twice the budget and this: starting may take long on a
     busy machine. A rank is waited for so long beyond the budget."""
-    seed: int = 0
+
+    @property
+    def limit_seconds(self) -> float:
+        """When a process is ended."""
+        return 2 * self.seconds + self.grace_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,24 +153,21 @@ def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | No
     """
     text = json.dumps(to_fields(request))
     (folder / _REQUEST).write_text(text, encoding="utf-8")
-    limit = 2 * request.seconds + request.grace_seconds
-    process = subprocess.Popen(
-        [sys.executable, *PROGRAM, str(folder), str(limit)],
-        env=_environment(request, member),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        # Progress is shown on rank 0 alone.
-        stderr=None if member.rank == 0 else subprocess.DEVNULL,
-    )
     try:
-        code = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        raise RankFailureError(f"it was not through after {limit:.0f} s") from None
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    if code:
+        process = subprocess.run(
+            [sys.executable, *PROGRAM, str(folder)],
+            timeout=request.limit_seconds,
+            env=_environment(request, member),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # Progress is shown on rank 0 alone.
+            stderr=None if member.rank == 0 else subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        reason = f"it was not through after {late.timeout:.0f} s"
+        raise RankFailureError(reason) from None
+    if code := process.returncode:
         reason = f"its process ended with code {code}"
         with contextlib.suppress(OSError):
             reason = (folder / _REASON).read_text(encoding="utf-8")
@@ -243,10 +242,7 @@ def judge(bundle: Path, estimate: CostModel) -> LaunchVerdict | None:
 
 def _environment(request: LaunchRequest, member: Member) -> dict[str, str]:
     """What torch.distributed reads in the process that measures."""
-    environment = {
-        k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")
-    }
-    environment.update(
+    mine = dict(
         RANK=str(member.rank),
         WORLD_SIZE=str(request.world_size),
         LOCAL_WORLD_SIZE=str(request.local_world_size),
@@ -256,8 +252,9 @@ def _environment(request: LaunchRequest, member: Member) -> dict[str, str]:
         PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
     )
     if request.device_type == "cpu":
-        environment["OMP_NUM_THREADS"] = "1"
-    return environment
+        mine["OMP_NUM_THREADS"] = "1"
+    others = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    return others | mine
 
 
 # In the process that measures.
@@ -271,7 +268,7 @@ def draw_launch_set(request: LaunchRequest, index: int, max_bytes: int) -> Sampl
         index: Equal ones give equal sets.
         max_bytes: Most bytes of a set; tables that are larger lose rows.
     """
-    rng = np.random.default_rng([request.seed, index])
+    rng = np.random.default_rng([_SEED, index])
     kernels = np.array(request.kernels)
     # As often as it has tables, a kernel is drawn.
     kernel = request.kernels[int(rng.integers(len(kernels)))]
@@ -296,7 +293,7 @@ def draw_launch_set(request: LaunchRequest, index: int, max_bytes: int) -> Sampl
         drawn.append(_with_rows(shard, rows, request.batch_size, len(drawn)))
     return SampledSet(
         index=index,
-        seed=(request.seed, index),
+        seed=(_SEED, index),
         # The first sets are held out in turn, so that few of them suffice.
         held_out=index % (2 if index < 2 * MIN_SETS else 5) == 0,
         batch_size=request.batch_size,
@@ -331,22 +328,19 @@ def measure_and_fit(request: LaunchRequest, folder: Path, begin: float) -> None:
     backend = backend_of(request.device_type)
     patience = request.seconds + request.grace_seconds
     ranks = Ranks(backend, patience) if request.world_size > 1 else None
-    rank = 0 if ranks is None else ranks.rank
-    device = torch.device("cpu") if ranks is None else ranks.device
-    if ranks is None and is_accelerator(request.device_type):
-        device = torch.device(request.device_type, 0)
+    device = as_device(request.device_type) if ranks is None else ranks.device
     until = begin + _KERNEL_SHARE * request.seconds
     with torch_threads(1):
         found, reference_ms = _measure_kernels(request, ranks, device, until)
     bundle = folder / _BUNDLE
     _say(begin, f"{len(found)} sets of your tables measured")
-    if rank == 0:
-        fingerprint = device_fingerprint(device, 1)
+    is_first = ranks is None or ranks.rank == 0
+    if is_first:
         header = RunHeader(
-            fingerprint=fingerprint,
+            fingerprint=device_fingerprint(device, 1),
             reference_ms=reference_ms,
             bounds_check=BOUNDS_CHECK,
-            seed=request.seed,
+            seed=_SEED,
             sampling={"first_launch": True, "num_shards": len(request.shards)},
         )
         with RecordStore(bundle / KERNELS_NAME, header) as store:
@@ -354,27 +348,23 @@ def measure_and_fit(request: LaunchRequest, folder: Path, begin: float) -> None:
                 store.append(record)
     if ranks is not None:
         left = begin + _COMMS_SHARE * request.seconds - time.monotonic()
+        usual = (_COMMS_SHARE - _KERNEL_SHARE) * request.seconds / _USUAL_COLLECTIVES
         collect_comms(
             CommsConfig(
-                out=bundle / COMMS_NAME if rank == 0 else folder / COMMS_NAME,
+                out=bundle / COMMS_NAME,
                 backend=backend,
                 num_samples=10_000,
                 timeout_seconds=patience,
                 time_limit_seconds=max(left, 0.1),
                 min_samples=_MIN_COLLECTIVES,
                 kernel_rounds=2,
-                sample_seconds=min(
-                    _MOST_COMMS_SECONDS,
-                    (_COMMS_SHARE - _KERNEL_SHARE)
-                    * request.seconds
-                    / _USUAL_COLLECTIVES,
-                ),
+                sample_seconds=min(_MOST_COMMS_SECONDS, usual),
                 bytes_per_rank=_bytes_per_rank(request),
             ),
             _tell,
         )
     _say(begin, "collectives measured")
-    if rank == 0:
+    if is_first:
         _fit(request, bundle)
         _say(begin, "cost models fitted")
 
@@ -385,8 +375,7 @@ def _say(begin: float, text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    if os.environ["RANK"] == "0":
-        print(text, file=sys.stderr)
+    print(text, file=sys.stderr)
 
 
 def _bytes_per_rank(request: LaunchRequest) -> tuple[int, int]:
@@ -408,34 +397,26 @@ def _measure_kernels(
     until: float,
 ) -> tuple[list[CostRecord], float]:
     """Measure this rank's sets and gather everyone's: records and their unit."""
-    turn, turns = 0, 1
-    if ranks is not None and device.type == "cpu":
-        turn, turns = ranks.turn()
+    if ranks is None:
+        return measure_mine(request, None, device, until)
+    turn, turns = ranks.turn() if device.type == "cpu" else (0, 1)
     begin = time.monotonic()
-    mine: list[CostRecord] = []
-    reference_ms = 0.0
     for number in range(turns):
-        if ranks is not None:
-            ranks.agree([0.0])
+        ranks.agree([0.0])
         if number == turn:
             end = begin + (until - begin) * (turn + 1) / turns
-            mine, reference_ms = measure_mine(request, ranks, device, end)
-    if ranks is None:
-        return mine, reference_ms
-    everyone = ranks.gather_objects((mine, reference_ms))
+            measured = measure_mine(request, ranks, device, end)
+    everyone = ranks.gather_objects(measured)
     # One unit for all, of the rank that was disturbed least as it took its own.
     unit_ms = min(ms for _, ms in everyone)
-    return [_in_unit(r, unit_ms, ms) for found, ms in everyone for r in found], unit_ms
-
-
-def _in_unit(record: CostRecord, unit_ms: float, own_ms: float) -> CostRecord:
-    """Return a record as of a rank whose reference set takes so long."""
-    if not own_ms:  # a GPU has no reference
-        return record
-    ratio = unit_ms / own_ms
-    return dataclasses.replace(
-        record, fwd_ms=record.fwd_ms * ratio, bwd_ms=record.bwd_ms * ratio
-    )
+    found: list[CostRecord] = []
+    for records, ms in everyone:
+        ratio = unit_ms / ms if ms else 1.0  # a GPU has no reference
+        found += (
+            dataclasses.replace(r, fwd_ms=ratio * r.fwd_ms, bwd_ms=ratio * r.bwd_ms)
+            for r in records
+        )
+    return found, unit_ms
 
 
 def measure_mine(
@@ -477,27 +458,26 @@ def _free_bytes(device: torch.device, num_ranks: int) -> int:
 
 def _fit(request: LaunchRequest, bundle: Path) -> None:
     records = bundle / KERNELS_NAME
+    steps = max(_STEPS // 5, min(_STEPS, int(_STEPS_PER_S * request.seconds)))
     make_bundle(
         [records],
         bundle,
         "first launch",
-        TrainConfig(tuning_steps=_steps(request), seed=request.seed),
+        TrainConfig(tuning_steps=steps, seed=_SEED),
         start=_nearest(request, records),
         select=_steady_enough,
     )
     collectives = bundle / COMMS_NAME
     if collectives.exists():
+        backend = backend_of(request.device_type)
+        known = (f for f, info in shipped(COMMS_BUNDLE) if info.backend == backend)
         train_comms_bundle(
             [collectives],
             bundle,
             "first launch",
-            before=_comms_source(request.device_type),
+            before=next(known, None),
             say=lambda text: None,
         )
-
-
-def _steps(request: LaunchRequest) -> int:
-    return max(_STEPS // 5, min(_STEPS, int(_STEPS_PER_S * request.seconds)))
 
 
 def _steady_enough(records: Sequence[CostRecord]) -> list[CostRecord]:
@@ -523,24 +503,13 @@ def _nearest(request: LaunchRequest, records: Path) -> Path | None:
 
     alike = [
         folder
-        for folder in (PRETRAINED / name for name in pretrained_names())
-        if COMPUTE_BUNDLE.read_info(folder).fingerprint.device_type
-        == request.device_type
+        for folder, info in shipped(COMPUTE_BUNDLE)
+        if info.fingerprint.device_type == request.device_type
     ]
     return min(alike, key=error, default=None)
 
 
-def _comms_source(device_type: str) -> Path | None:
-    """A shipped bundle whose collectives are of this kind of device."""
-    backend = backend_of(device_type)
-    for name in pretrained_names():
-        info = COMMS_BUNDLE.find_info(PRETRAINED / name)
-        if info is not None and info.backend == backend:
-            return PRETRAINED / name
-    return None
-
-
-def _main(folder: Path, limit: float) -> int:
+def _main(folder: Path) -> int:
     begin = time.monotonic()
     data = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
     request = from_fields(LaunchRequest, data)
@@ -550,7 +519,7 @@ def _main(folder: Path, limit: float) -> int:
         f"{request.seconds:.0f} s; later launches take it from the cache"
     )
     # The job that started this process may be gone.
-    timer = threading.Timer(limit, lambda: os._exit(3))
+    timer = threading.Timer(request.limit_seconds, lambda: os._exit(3))
     timer.daemon = True
     timer.start()
     try:
@@ -565,4 +534,4 @@ def _main(folder: Path, limit: float) -> int:
 
 if __name__ == "__main__":
     # Not `sys.exit`: threads of a group whose ranks have died may never end.
-    os._exit(_main(Path(sys.argv[1]), float(sys.argv[2])))
+    os._exit(_main(Path(sys.argv[1])))

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -44,9 +44,6 @@ from torchrec_neuroshard.tables.features import (
     check_schema,
 )
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 __all__ = [
     "COMMS_BUNDLE",
     "COMPUTE_BUNDLE",
@@ -60,8 +57,9 @@ __all__ = [
 
 BUNDLE_VERSION, COMMS_VERSION = 3, 2
 """Layouts; other versions are refused."""
+_WEIGHTS_NAME = "weights.safetensors"
 
-_Info = TypeVar("_Info", bound="DataclassInstance")
+_Info = TypeVar("_Info")
 _Network = TypeVar("_Network", bound=nn.Module)
 
 
@@ -106,7 +104,8 @@ class Description(Generic[_Info]):
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         write_whole(path / self.card_name, f"{card.strip()}\n".encode())
-        write_whole(path / self.info_name, json_text(dataclasses.asdict(info) | more))
+        data = dataclasses.asdict(cast(Any, info)) | more
+        write_whole(path / self.info_name, json_text(data))
 
     def _read(self, folder: Path) -> tuple[_Info, str]:
         """The description, and the checksum of the weights."""
@@ -115,7 +114,7 @@ class Description(Generic[_Info]):
             raise BundleCorruptError(
                 self.missing.format(folder=folder, file=self.info_name)
             )
-        known = {f.name for f in dataclasses.fields(self.info_type)}
+        known = {f.name for f in dataclasses.fields(cast(Any, self.info_type))}
         try:
             data = read_json(path)
             if not isinstance(data, dict):
@@ -139,7 +138,6 @@ class BundleFormat(Description[_Info], Generic[_Info, _Network]):
 
     make_network: Callable[[_Info], _Network]
     """Makes the network whose weights they are."""
-    weights_name: str = "weights.safetensors"
 
     def save(
         self, folder: str | Path, network: _Network, info: _Info, card: str
@@ -150,17 +148,17 @@ class BundleFormat(Description[_Info], Generic[_Info, _Network]):
         state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
         weights = save_tensors(state)
         digest = hashlib.sha256(weights).hexdigest()
-        for left in path.glob(f".{self.weights_name}.*"):
+        for left in path.glob(f".{_WEIGHTS_NAME}.*"):
             left.unlink()
         # The old weights stay until the description is of the new ones, which are found
         # here should this process end before they are in place.
         beside = path / self._name_beside(digest)
         write_whole(beside, weights)
         self.write_info(path, info, card, weights_sha256=digest)
-        os.replace(beside, path / self.weights_name)
+        os.replace(beside, path / _WEIGHTS_NAME)
 
     def _name_beside(self, digest: str) -> str:
-        return f".{self.weights_name}.{digest[:16]}"
+        return f".{_WEIGHTS_NAME}.{digest[:16]}"
 
     @plain_torch()
     def load(self, folder: str | Path) -> tuple[_Network, _Info]:
@@ -171,7 +169,7 @@ class BundleFormat(Description[_Info], Generic[_Info, _Network]):
             BundleMismatchError: It is of another version of this package.
         """
         info, sha256 = self._read(Path(folder))
-        path = Path(folder) / self.weights_name
+        path = Path(folder) / _WEIGHTS_NAME
         if sha256.isalnum() and (path.parent / self._name_beside(sha256)).is_file():
             path = path.parent / self._name_beside(sha256)
         try:
@@ -319,19 +317,6 @@ class CommsBundleInfo:
         rows = [self.coefficients[name] for name in COLLECTIVES]
         return np.array([[row.get(term, 0.0) for term in TERM_NAMES] for row in rows])
 
-    def time_scale(self, compute: BundleInfo | None) -> float:
-        """Milliseconds of a compute model, per one of the collectives.
-
-        Both were timed beside the same reference set, when the machine was as fast as
-        it happened to be.
-
-        Args:
-            compute: The compute model; None: there is none to agree with.
-        """
-        if compute is None or not (compute.reference_ms and self.compute_reference_ms):
-            return 1.0
-        return compute.reference_ms / self.compute_reference_ms
-
 
 def _check_comms(path: Path, data: Mapping[str, Any]) -> None:
     if (version := data.get("comms_version")) != COMMS_VERSION:
@@ -400,22 +385,25 @@ def load_comms_bundle(
             f"measured at {', '.join(map(str, info.world_sizes))}",
             stacklevel=2,
         )
+    # Kernels and collectives were timed beside the same reference set, each when the
+    # machine was as fast as it happened to be.
+    time_scale = 1.0
+    if compute is not None and compute.reference_ms and info.compute_reference_ms:
+        time_scale = compute.reference_ms / info.compute_reference_ms
+    slowdowns, column_order = (
+        {int(ranks): times for ranks, times in by_ranks.items()}
+        for by_ranks in (info.compute_slowdown, info.column_order_ms_per_mb)
+    )
     model = MeasuredCommsModel(
         info.table(),
-        time_scale=info.time_scale(compute),
+        time_scale=time_scale,
         world_size=world_size,
         local_world_size=local_world_size,
         measured_gb_per_s=(info.intra_gb_per_s, info.inter_gb_per_s),
         intra_gb_per_s=intra_gb_per_s,
         inter_gb_per_s=inter_gb_per_s,
-        slowdowns=_by_ranks(info.compute_slowdown),
-        column_order_ms_per_mb=_by_ranks(info.column_order_ms_per_mb),
+        slowdowns=slowdowns,
+        column_order_ms_per_mb=column_order,
     )
     _check_times(folder, model.all_to_all(np.full((1, world_size), 64.0), 4096))
     return model
-
-
-def _by_ranks(
-    values: Mapping[str, tuple[float, float]],
-) -> dict[int, tuple[float, ...]]:
-    return {int(n): v for n, v in values.items()}

@@ -193,7 +193,7 @@ class FirstLaunch:
         if self._find(options) or not (self._must or is_estimated):
             return None
         request = self.request(options(), ranks=pg.size())
-        limit_s = 2 * request.seconds + request.grace_seconds
+        limit_s = request.limit_seconds
         timeout_s = group_timeout_seconds(pg)
         if pg.size() > 1 and limit_s > _PATIENCE_SHARE * timeout_s:
             raise ConfigError(
