@@ -12,7 +12,12 @@ from torchrec_neuroshard.models.base import CostModel, RangeWarning
 from torchrec_neuroshard.models.card_physics import PhysicalConstants, host_memory_ms
 from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.models.network import NetworkArrays, SetCostNetwork
-from torchrec_neuroshard.models.physical import SET_VALUES, set_values, set_works
+from torchrec_neuroshard.models.physical import (
+    SET_VALUES,
+    SET_WORKS,
+    set_values,
+    set_works,
+)
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 __all__ = [
@@ -22,6 +27,7 @@ __all__ = [
 ]
 
 _INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
+_LONGEST = SET_WORKS.index("longest_bag")
 
 
 def _check_columns(features_NF: npt.NDArray[np.float32]) -> None:
@@ -160,8 +166,8 @@ class PhysicalCostModel(CostModel):
         works_SG = set_works(sums_SE[:, :-2], self._physics.least_threads)
         constants_G2 = self._physics.set_constants_G2
         times_S2 = np.maximum(sums_SE[:, -2:], 0.0) + works_SG @ constants_G2
-        launch_ms, bag_id_ms = constants_G2[:2, 0]
-        longest_S = bag_id_ms * works_SG[:, 1]
+        launch_ms = constants_G2[0, 0]
+        longest_S = works_SG[:, _LONGEST] * constants_G2[_LONGEST, 0]
         work_S = times_S2[:, 0] - launch_ms - longest_S
         times_S2[:, 0] = launch_ms + np.hypot(work_S, longest_S)
         return np.where(sums_SE[:, :1] > 0.5, times_S2, 0.0)
