@@ -73,8 +73,7 @@ def error_of(network: SetCostNetwork, test: SetData) -> float:
 
 def set_inputs(data: SetData, physics_SX: Floats) -> Floats:
     """What the residual models see: totals, mean properties of shards, the physics."""
-    sums = np.zeros((data.num_sets, data.features_NF.shape[1]))
-    np.add.at(sums, data.set_ids_N, data.features_NF)
+    sums = data.sum_shards(data.features_NF.astype(np.float64))
     sums[:, NUM_TOTALS:] /= sums[:, :1]
     sums[:, :NUM_TOTALS] = np.log1p(sums[:, :NUM_TOTALS])
     return np.concatenate([sums, np.log(physics_SX)], axis=1)

@@ -22,14 +22,14 @@ import torch
 from scipy import stats
 
 from torchrec_neuroshard.bundles.choice import Choice
-from torchrec_neuroshard.bundles.fit_physics import fit_physics, sum_values
+from torchrec_neuroshard.bundles.fit_physics import fit_physics
 from torchrec_neuroshard.bundles.set_data import SetData, rows_of
 from torchrec_neuroshard.bundles.training_loop import fit, seeded, shuffled_batches
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.models.compute import NeuralCostModel
 from torchrec_neuroshard.models.network import SetCostNetwork, ShardInputs, shard_inputs
-from torchrec_neuroshard.models.physical import Physics
+from torchrec_neuroshard.models.physical import Physics, set_values
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 __all__ = [
@@ -130,7 +130,8 @@ class _Prepared:
             x_NX = np.concatenate([made.x_NX, shown], axis=1)
             inputs.append(made._replace(x_NX=x_NX))
             ids.append(data.set_ids_N + start)
-            sets.append(physics.sets_ms(sum_values(data, physics.least_threads)))
+            values_NV = set_values(data.features_NF, physics.least_threads)
+            sets.append(physics.sets_ms(data.sum_shards(values_NV)))
             device.append(np.tile(one_hot, (data.num_sets, 1)))
             start += data.num_sets
         costs = np.concatenate([data.costs_S2 for data, _ in parts])
@@ -183,6 +184,17 @@ def train(
     """
     rng = np.random.default_rng(config.seed)
     training, validation = data.split(rng, config.validation_share)
+    return _train(training, validation, config, rng, init, others)
+
+
+def _train(
+    training: SetData,
+    validation: SetData,
+    config: TrainConfig,
+    rng: np.random.Generator,
+    init: SetCostNetwork | None = None,
+    others: Sequence[SetData] = (),
+) -> SetCostNetwork:
     physics = fit_physics(training) if init is None else init.physics
     parts = [(training, physics), *((o, fit_physics(o)) for o in others)]
     devices = len(parts) if others else 0
@@ -403,7 +415,7 @@ def fit_model(
     training, validation = data.split(rng, config.validation_share)
     ranges = training_ranges(data)
     if start is None:
-        learned = train(data, config, others=others)
+        learned = _train(training, validation, config, rng, others=others)
         made = {
             "physics": (physics_network(learned.physics), ranges),
             "learned": (learned, ranges),
@@ -415,7 +427,8 @@ def fit_model(
         }
         refitted = copy.deepcopy(start.network)
         refitted.physics = fit_physics(training, start.network.physics)
-        tuned = train(data, config.tuning(training.num_sets), init=refitted)
+        tuning = config.tuning(training.num_sets)
+        tuned = _train(training, validation, tuning, rng, refitted)
         made = {
             "before": (start.network, start.ranges),
             "physics": (physics_network(refitted.physics), ranges),

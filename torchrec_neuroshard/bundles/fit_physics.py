@@ -13,7 +13,6 @@ from torchrec_neuroshard.bundles.set_data import SetData
 from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.models.physical import (
     LEAST_THREADS,
-    SET_VALUES,
     SET_WORKS,
     WORKS,
     Physics,
@@ -22,7 +21,7 @@ from torchrec_neuroshard.models.physical import (
     shard_works,
 )
 
-__all__ = ["best_factor", "fit_constants", "fit_physics", "fitted_kinds", "sum_values"]
+__all__ = ["best_factor", "fit_constants", "fit_physics", "fitted_kinds"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -66,7 +65,7 @@ _ACCELERATORS_ALONE = (
     *SET_WORKS[1:],
 )
 """Kinds of work that CPUs do not have. They bring the error of the physics on an H200
-from 16 to 9 % (`benchmarks/results/cost_models_202611.md`)."""
+from 16 to 7 % (`benchmarks/results/cost_models_202611.md`)."""
 
 
 def best_factor(predicted_S: Floats, measured_S: Floats) -> float:
@@ -115,19 +114,10 @@ def fit_constants(
 
 def _set_works(data: SetData, cache_bytes: float, least_threads: float) -> Floats:
     """Return all work of each set: its shards' and its own, `S x (K + G)`."""
-    works_SK = np.zeros((data.num_sets, len(WORKS)))
     shards_NK = shard_works(data.features_NF, cache_bytes, least_threads)
-    np.add.at(works_SK, data.set_ids_N, shards_NK)
-    values_SV = sum_values(data, least_threads)
-    return np.concatenate([works_SK, set_works(values_SV, least_threads)], axis=1)
-
-
-def sum_values(data: SetData, least_threads: float) -> Floats:
-    """Return the sums of the shards' `set_values`, `S x V`."""
-    values_SV = np.zeros((data.num_sets, len(SET_VALUES)))
-    values_NV = set_values(data.features_NF, least_threads)
-    np.add.at(values_SV, data.set_ids_N, values_NV)
-    return values_SV
+    values_SV = data.sum_shards(set_values(data.features_NF, least_threads))
+    works_SG = set_works(values_SV, least_threads)
+    return np.concatenate([data.sum_shards(shards_NK), works_SG], axis=1)
 
 
 def fitted_kinds(device_type: str) -> npt.NDArray[np.bool_]:

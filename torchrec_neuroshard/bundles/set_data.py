@@ -44,6 +44,12 @@ class SetData:
         """Sets."""
         return len(self.costs_S2)
 
+    def sum_shards(self, values_NX: Floats) -> Floats:
+        """Return the sums of shards' values over each set, `S x X`."""
+        sums_SX = np.zeros((self.num_sets, values_NX.shape[1]))
+        np.add.at(sums_SX, self.set_ids_N, values_NX)
+        return sums_SX
+
     def select(self, sets: npt.NDArray[np.int64]) -> SetData:
         """Return the data of some sets, in the order given."""
         rows, ids = rows_of(self.set_ids_N, sets)

@@ -23,6 +23,7 @@ from torchrec_neuroshard.models.physical import (
     WORKS,
     Physics,
     columns,
+    wide_state_bytes,
 )
 
 __all__ = ["PhysicalConstants", "host_memory_ms"]
@@ -35,7 +36,6 @@ _ID_BYTES, _OFFSET_BYTES, _LOOKUP_WEIGHT_BYTES = 8.0, 8.0, 4.0
 _SECTOR_BYTES = 32.0
 """Least that memory moves: what a number or row of optimizer state costs each way, here
 on top of its bytes."""
-_STATE_BYTES_PER_VALUE = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,11 +161,8 @@ class PhysicalConstants:
 
 def _state_bytes(column: Mapping[str, Floats]) -> Floats:
     """Bytes of the optimizer state of distinct rows, read and written."""
-    width = np.round(2.0 ** column["log2_width"])
-    values = (column["is_adagrad"] + 2.0 * column["is_adam"]) * width
-    per_row = values * _STATE_BYTES_PER_VALUE
-    per_row = per_row + _SECTOR_BYTES * column["is_rowwise_adagrad"]
-    both: Floats = 2.0 * per_row * column["num_distinct"]
+    rowwise = _SECTOR_BYTES * column["is_rowwise_adagrad"] * column["num_distinct"]
+    both: Floats = 2.0 * (wide_state_bytes(column) + rowwise)
     return both
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "set_values",
     "set_works",
     "shard_works",
+    "wide_state_bytes",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -167,6 +168,15 @@ def columns(features_NF: npt.NDArray[np.float32]) -> Mapping[str, Floats]:
     return {n: features_NF[:, i].astype(np.float64) for n, i in _INDEX.items()}
 
 
+def wide_state_bytes(column: Mapping[str, Floats]) -> Floats:
+    """Return bytes of the optimizer state of distinct rows that is as wide as they."""
+    values = (column["is_adagrad"] + 2.0 * column["is_adam"]) * np.round(
+        2.0 ** column["log2_width"]
+    )
+    state: Floats = _STATE_BYTES_PER_VALUE * values * column["num_distinct"]
+    return state
+
+
 def _threads(log2_width_N: Floats, least_threads: float) -> Floats:
     """Threads of the group that reads a row: powers of two, 4 values each."""
     # Less a little, since widths are logarithms of float32.
@@ -204,13 +214,11 @@ def shard_works(
     fused = column["is_rowwise_adagrad"] * (1.0 - column["is_half"])
     fused = fused * (1.0 - column["is_shared"])
     wide_states = column["is_adagrad"] + 2.0 * column["is_adam"]
-    width = np.round(2.0 ** column["log2_width"])
     threads = _threads(column["log2_width"], least_threads)
     made = {
         "page_walks": walks,
         "missed_bytes": _missed_bytes(column, rows_NC, counts_NC, cache_bytes),
-        "updated_bytes": column["distinct_bytes"]
-        + _STATE_BYTES_PER_VALUE * wide_states * width * distinct,
+        "updated_bytes": column["distinct_bytes"] + wide_state_bytes(column),
         "missed_gradient_bytes": np.maximum(gradients - outputs, 0.0) * (1.0 - kept),
         "unfused_page_walks": (1.0 - fused) * walks,
         "state_rows": distinct * (wide_states + column["is_rowwise_adagrad"]),
