@@ -39,15 +39,17 @@ from torchrec_neuroshard.errors import (
 )
 from torchrec_neuroshard.files import read_fields
 from torchrec_neuroshard.hardware.cards import card_named
-from torchrec_neuroshard.planner.checks import KNOWN_VALUES
+from torchrec_neuroshard.planner.checks import KNOWN_VALUES, table_paths
 from torchrec_neuroshard.planner.compat import (
     accepted_arguments,
     no_options_reason,
     sharders_by_type,
 )
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.option_facts import (
-    table_configs,
+from torchrec_neuroshard.planner.table_keys import (
+    constraint_on,
+    table_keys,
+    unknown_table,
 )
 from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.plans.rehearse import quietly
@@ -285,7 +287,8 @@ def read_constraints(
 
     The file holds an object: table -> an object with fields of `ParameterConstraints`
     (and `cache_load_factor`, of its `cache_params`). The table "*" is every table. What
-    a table's own entry says goes before that, and both before the model's own.
+    a table's own entry says goes before that, what one with the path of its module says
+    before both, and all of them before the model's own.
 
     Raises:
         ConfigError: The file cannot be read, names what is not there, or a value is of
@@ -296,22 +299,24 @@ def read_constraints(
         raise ConfigError(
             f"'{path}' holds no constraints: expected an object, table -> fields"
         )
-    tables = {config.name for config in table_configs(model.module)}
-    for name in (n for n in data if n not in tables | {"*"}):
-        raise ConfigError(
-            f"'{path}' names table '{name!s:.60}', which the model does not have; "
-            + suggestion(str(name), tables, "tables")
-        )
+    paths = table_paths(model.module, model.sharders)
+    tables = {(module_path, config.name) for module_path, config in paths}
+    keys = {key for table in tables for key in table_keys(*table)}
+    for key in (str(entry) for entry in data if entry not in keys | {"*"}):
+        raise ConfigError(f"'{path}' {unknown_table('names', key, keys)}")
     found = dict(model.constraints)
-    for name in sorted(tables):
+    for module_path, name in sorted(tables):
         fields: dict[str, Any] = {}
-        for entry in ("*", name):
+        own = table_keys(module_path, name)
+        for entry in ("*", *reversed(own)):
             what = f"constraints of table '{entry}' in '{path}'"
             given = data.get(entry, {})
             fields |= read_fields(_TableConstraints, given, ConfigError, what).fields()
         if fields:
-            known = found.get(name) or ParameterConstraints()
-            found[name] = dataclasses.replace(known, **fields)
+            known = constraint_on(model.constraints, module_path, name)
+            found[own[0]] = dataclasses.replace(
+                known or ParameterConstraints(), **fields
+            )
     return found
 
 

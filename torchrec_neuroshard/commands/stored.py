@@ -134,20 +134,15 @@ def _devices(made_for: PlanFingerprint, memory_gb: float | None) -> Topology:
 def _constraints(
     made_for: PlanFingerprint, batch_size: int
 ) -> dict[str, ParameterConstraints]:
-    """Return ids per sample and samples of each table, as the plan was made for.
-
-    TorchRec's constraints are by a table's name alone: of several tables of one name,
-    in different modules, all count as the one that looks up most.
-    """
+    """Return ids per sample and samples of each table, as the plan was made for."""
     found: dict[str, ParameterConstraints] = {}
     factors, samples = made_for.pooling_factors or {}, made_for.batch_sizes or {}
-    known = [t for t in made_for.tables if t.full_name in factors]
-    for table in sorted(known, key=lambda t: factors[t.full_name]):
+    for table in (t for t in made_for.tables if t.full_name in factors):
         shares = [1.0] * max(1, len(table.feature_names))
         sizes = samples.get(table.full_name) if made_for.batch_size else None
         if sizes and made_for.batch_size:
             shares = [size / made_for.batch_size for size in sizes]
-        found[table.name] = ParameterConstraints(
+        found[table.full_name] = ParameterConstraints(
             pooling_factors=[factors[table.full_name] / sum(shares)] * len(shares),
             batch_sizes=sizes and [max(1, round(s * batch_size)) for s in shares],
         )

@@ -7,7 +7,7 @@ goes on as TorchRec's would.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.schedules import PREFETCHING
@@ -26,6 +27,7 @@ from torchrec_neuroshard.planner.option_facts import (
     TABLE_MODULES,
     table_configs,
 )
+from torchrec_neuroshard.planner.table_keys import table_keys, unknown_table
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "check_constraints",
     "check_kind",
     "check_profiles",
+    "table_paths",
     "unmatched_constraints",
     "unsharded_notes",
     "unsharded_tables",
@@ -110,8 +113,25 @@ def check_constraints(
             )
 
 
+def table_paths(
+    module: nn.Module, sharders: Iterable[ModuleSharder[Any]]
+) -> list[tuple[str, BaseEmbeddingConfig]]:
+    """Return module path, as constraints name it, and configuration of all tables.
+
+    Raises:
+        ConfigError: Something given is no sharder.
+    """
+    return [
+        (path, config)
+        for path, child, _ in _table_modules(module, sharders)
+        for config in table_configs(child)
+    ]
+
+
 def unmatched_constraints(
-    module: nn.Module, constraints: Mapping[str, ParameterConstraints]
+    module: nn.Module,
+    sharders: Iterable[ModuleSharder[Any]],
+    constraints: Mapping[str, ParameterConstraints],
 ) -> tuple[Note, ...]:
     """Return notes on constraints that do not fit the model's tables.
 
@@ -119,16 +139,14 @@ def unmatched_constraints(
     factors of a table with another number of features as their mean.
     """
     features: dict[str, set[int]] = {}
-    for config in table_configs(module):
-        features.setdefault(config.name, set()).add(len(config.feature_names) or 1)
+    for path, config in table_paths(module, sharders):
+        for key in table_keys(path, config.name):
+            features.setdefault(key, set()).add(len(config.feature_names) or 1)
     notes = []
     for name, constraint in constraints.items():
         count = len(constraint.pooling_factors or ())
         if name not in features:
-            text = (
-                f"constraints name table '{name}', which the model does not have; "
-                + suggestion(name, features, "tables")
-            )
+            text = f"constraints {unknown_table('name', name, features)}"
         elif count > 1 and count not in features[name]:
             known = max(features[name])
             text = (
@@ -150,18 +168,27 @@ def unsharded_tables(
     Raises:
         ConfigError: Something given is no sharder.
     """
-    taken, found = set(sharders_by_type(sharders)), {}
+    return {
+        path: [config.name for config in table_configs(child)]
+        for path, child, is_taken in _table_modules(module, sharders)
+        if not is_taken
+    }
+
+
+def _table_modules(
+    module: nn.Module, sharders: Iterable[ModuleSharder[Any]]
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield modules with tables, as TorchRec looks: path, module, if sharded."""
+    taken = set(sharders_by_type(sharders))
     queue = [("", module)]
     while queue:
         path, child = queue.pop()
-        if sharder_name(type(child)) in taken:
-            continue
-        if isinstance(child, TABLE_MODULES):
-            found[path] = [config.name for config in table_configs(child)]
+        is_taken = sharder_name(type(child)) in taken
+        if is_taken or isinstance(child, TABLE_MODULES):
+            yield path, child, is_taken
             continue
         inner = child.named_children()
         queue += [(f"{path}.{name}" if path else name, m) for name, m in inner]
-    return found
 
 
 def unsharded_notes(

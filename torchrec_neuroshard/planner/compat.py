@@ -55,6 +55,7 @@ from torchrec.modules.mc_embedding_modules import (
 from torchrec_neuroshard.costs.schedules import DenseMs, find_schedule
 from torchrec_neuroshard.costs.task import WireCodec
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.table_keys import ModuleConstraints
 
 try:
     from torchrec.distributed.planner.provider import DefaultPlannerProvider
@@ -162,7 +163,56 @@ def report_full(reservation: StorageReservation) -> Iterator[None]:
         ) from error
 
 
-class HookedEnumerator(EmbeddingEnumerator):
+class EnumeratorByModule(EmbeddingEnumerator):
+    """TorchRec's enumerator, which reads constraints by module as well as by name.
+
+    It names no module where it looks constraints up.
+    """
+
+    _constraints: ModuleConstraints
+    _path = ""
+    """Of the module whose tables are listed now."""
+
+    def enumerate(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> list[ShardingOption]:
+        """Return the options of every table, with estimates.
+
+        Args:
+            module: The model, or the part of it to shard.
+            sharders: TorchRec's sharders of its embedding modules.
+        """
+        paths = {child: path for path, child in module.named_modules()}
+
+        def announcing(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
+            """A copy that says whose tables TorchRec begins to list."""
+
+            def shardable_parameters(listed: nn.Module) -> dict[str, nn.Parameter]:
+                found: dict[str, nn.Parameter] = sharder.shardable_parameters(listed)
+                self._path = paths[listed]
+                self._constraints.enter(self._path, found)
+                return found
+
+            copied = copy.copy(sharder)
+            vars(copied)["shardable_parameters"] = shardable_parameters
+            return copied
+
+        try:
+            options = super().enumerate(module, [*map(announcing, sharders)])
+        finally:
+            self._sharder_map = sharders_by_type(sharders)
+        # Of a module that it knows, TorchRec would return copies of these options,
+        # whatever has become of costs and optimizers since.
+        self._last_stored_module, self._last_stored_search_space = None, options
+        return list(options)
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Set storage and perf of all shards, in place."""
+        for part in self._constraints.parts(sharding_options):
+            super().populate_estimates(part)
+
+
+class HookedEnumerator(EnumeratorByModule):
     """TorchRec's enumerator, with a say in the options that it lists.
 
     Nothing public keeps options from being estimated, or from being listed with a shard
@@ -194,9 +244,7 @@ class HookedEnumerator(EmbeddingEnumerator):
             super().enumerate(module, sharders)
         finally:
             self._world_size, self._listed = self._true_world_size, None
-        # Of a module that it knows, TorchRec would return copies of these options,
-        # whatever has become of costs and optimizers since.
-        self._last_stored_module, self._last_stored_search_space = None, options
+        self._last_stored_search_space = options
         return options
 
     @property
@@ -274,7 +322,10 @@ def _may_have_buckets(module: nn.Module) -> bool:
 
 def enumerator_constraints(enumerator: EmbeddingEnumerator) -> Mapping[str, Any]:
     """Return table -> constraints of TorchRec's enumerator: a private attribute."""
-    return enumerator._constraints or {}
+    constraints = enumerator._constraints or {}
+    if isinstance(constraints, ModuleConstraints):
+        return constraints.given
+    return constraints
 
 
 def with_devices(topology: Topology, devices: Sequence[DeviceHardware]) -> Topology:

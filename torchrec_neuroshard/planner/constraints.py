@@ -15,7 +15,7 @@ from torchrec_neuroshard.costs.placement_rules import (
     joined_sets,
     quoted,
 )
-from torchrec_neuroshard.errors import ConfigError, suggestion
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.option_facts import (
     table_name,
 )
@@ -23,6 +23,7 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
+from torchrec_neuroshard.planner.table_keys import table_keys, unknown_table
 from torchrec_neuroshard.planner.ways import node_ranks
 from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 
@@ -33,8 +34,8 @@ __all__ = ["PlacementConstraints", "permits", "ranks_by_table", "too_few_ranks"]
 class PlacementConstraints:
     """Which ranks may hold which tables, for `NeuroShardPlanner`.
 
-    Tables are named as in TorchRec's `constraints`, or "module.table" where several
-    modules have a table of that name:
+    Tables are named as in `constraints=`: by name, or with the path of their module
+    where several have a table of that name ("path.to.module/table", or with a dot):
 
         PlacementConstraints(
             pin={"user": [0, 1]},
@@ -185,20 +186,19 @@ def too_few_ranks(
 
 
 def _indices(tables: Sequence[str]) -> dict[str, list[int]]:
-    """Return full or bare name -> the tables that it means."""
-    bare: dict[str, list[int]] = {}
+    """Return key -> the tables that it means; full names go before bare ones."""
+    found: dict[str, list[int]] = {}
     for index, table in enumerate(tables):
-        bare.setdefault(table.rpartition(".")[2], []).append(index)
-    return bare | {table: [index] for index, table in enumerate(tables)}
+        path, _, name = table.rpartition(".")
+        for key in table_keys(path, name):
+            found.setdefault(key, []).append(index)
+    return found | {table: [index] for index, table in enumerate(tables)}
 
 
 def _meant(name: str, where: str, by_name: Mapping[str, list[int]]) -> list[int]:
     """Return all tables that a name means."""
     if name not in by_name:
-        raise ConfigError(
-            f"{where} names table '{name:.60}', which is not there; "
-            + suggestion(name, by_name, "tables")
-        )
+        raise ConfigError(f"{where} {unknown_table('names', name, by_name)}")
     return by_name[name]
 
 

@@ -93,8 +93,8 @@ class DescribesPlans(EmbeddingShardingPlanner):
 
     @property
     def constraints(self) -> Mapping[str, ParameterConstraints]:
-        """Table name -> TorchRec's constraints on it."""
-        return planner_part(self, "constraints") or {}
+        """Table, by name or by module path and name -> TorchRec's constraints on it."""
+        return self.costs.reader.constraints
 
     @property
     def profiles(self) -> Mapping[str, FeatureProfile]:
@@ -331,7 +331,7 @@ class DescribesPlans(EmbeddingShardingPlanner):
         check_profiles(module, self._profiles)
         notes = (
             *unsharded_notes(module, sharders),
-            *unmatched_constraints(module, self.constraints),
+            *unmatched_constraints(module, sharders, self.constraints),
         )
         for note in notes:
             warnings.warn(note.text, stacklevel=3)

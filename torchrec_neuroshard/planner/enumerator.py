@@ -54,6 +54,7 @@ from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,
     without_estimates,
 )
+from torchrec_neuroshard.planner.table_keys import ModuleConstraints, constraint_on
 from torchrec_neuroshard.planner.ways import is_placeable, useful_ways
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.sharding_types import (
@@ -159,7 +160,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         super().__init__(
             topology=topology,
             batch_size=batch_size,
-            constraints=constraints,
+            constraints=ModuleConstraints(constraints),
             estimator=estimator,
             **kwargs,
         )
@@ -177,7 +178,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         )
         self._one_node = topology.intra_group_size >= topology.world_size
         self._offloadable: set[str] = set()
-        self._withheld: dict[str, frozenset[str]] = {}
+        self._withheld: dict[tuple[str, str], frozenset[str]] = {}
         self._placement = placement or PlacementConstraints()
         self._for_search = for_search
 
@@ -292,7 +293,8 @@ class NeuroShardEnumerator(HookedEnumerator):
         found = []
         for option in options:
             fused = option.compute_kernel == _FUSED
-            for kernel in sorted(self._withheld.get(option.name, ()) if fused else ()):
+            held_back = self._withheld.get((option.path, option.name), ())
+            for kernel in sorted(held_back if fused else ()):
                 found.append(without_estimates(option))
                 found[-1].compute_kernel = kernel
         self.populate_estimates(found)
@@ -345,11 +347,11 @@ class NeuroShardEnumerator(HookedEnumerator):
         kernels = sorted(kernels)
         if table not in self._modelled or _FUSED not in kernels:
             return kernels
-        constraint = enumerator_constraints(self).get(table)
+        constraint = constraint_on(enumerator_constraints(self), self._path, table)
         asked = constraint.compute_kernels if constraint else None
         spared = not (asked or table in self._offloadable)
         withheld = kernels if spared and self._on_gpus else ()
-        self._withheld[table] = OFFLOADED_KERNELS.intersection(withheld)
+        self._withheld[self._path, table] = OFFLOADED_KERNELS.intersection(withheld)
         if spared:
             return [_FUSED]
         params = constraint.cache_params if constraint else None
@@ -362,5 +364,8 @@ class NeuroShardEnumerator(HookedEnumerator):
 
 def _sizes_of(name: str, sizes: Sequence[tuple[str, int]]) -> list[int]:
     """Bytes of the tables that a name, with or without its module, may mean."""
-    bare = name.rpartition(".")[2]
-    return [size for known, size in sizes if known in (name, bare)]
+    return [
+        size
+        for known, size in sizes
+        if name == known or name.endswith((f".{known}", f"/{known}"))
+    ]

@@ -33,6 +33,7 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import price_later, sampled
+from torchrec_neuroshard.planner.table_keys import ModuleConstraints
 
 __all__ = [
     "NeuroShardEstimator",
@@ -66,10 +67,11 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
         **kwargs: Any,
     ) -> None:
         super().__init__(topology, constraints, **kwargs)
+        self._named = ModuleConstraints(constraints)
         self._stock, self._inference = (
             EmbeddingPerfEstimator(
                 topology=topology,
-                constraints=dict(constraints) if constraints else None,
+                constraints=self._named,
                 is_inference=is_inference,
             )
             for is_inference in (False, True)
@@ -96,8 +98,8 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
         read_only = [o for o in others if is_quantised(o)]
         trained = [o for o in others if not is_quantised(o)]
         for stock, options in ((self._stock, trained), (self._inference, read_only)):
-            if options:
-                stock.estimate(options, *args, **kwargs)
+            for part in self._named.parts(options) if options else ():
+                stock.estimate(part, *args, **kwargs)
         for option in others:
             forward, backward = self.costs.launch_ms(option)
             for shard in () if is_dense(option) else option.shards:
@@ -136,11 +138,8 @@ class StorageEstimator(EmbeddingStorageEstimator):
         given = {}
         if pipeline_type is not None:
             given["pipeline_type"] = torchrec_pipeline(pipeline_type)
-        super().__init__(
-            topology=topology,
-            constraints=dict(constraints) if constraints else None,
-            **given,
-        )
+        self._named = ModuleConstraints(constraints)
+        super().__init__(topology=topology, constraints=self._named, **given)
         self._reader = reader
         self.memory = MemoryModel(reader, pipeline_type=pipeline_type)
 
@@ -160,10 +159,10 @@ class StorageEstimator(EmbeddingStorageEstimator):
         for option in sharding_options:
             (known if self.memory.knows(option) else others).append(option)
         others = list(map(sampled, others))
-        if others:
-            if not self.memory.is_lenient:
-                others = [self._with_optimizer(option) for option in others]
-            super().estimate(others, *args, **kwargs)
+        if not self.memory.is_lenient:
+            others = [self._with_optimizer(option) for option in others]
+        for part in self._named.parts(others) if others else ():
+            super().estimate(part, *args, **kwargs)
         self.memory.estimate(known)
 
     def _with_optimizer(self, option: ShardingOption) -> ShardingOption:

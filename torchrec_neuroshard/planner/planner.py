@@ -79,6 +79,7 @@ from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.proposer import (
     NeuroShardProposer,
 )
+from torchrec_neuroshard.planner.table_keys import with_bare_names
 from torchrec_neuroshard.planner.topology import default_topology, enough_ranks
 from torchrec_neuroshard.planner.torchrec_plan import last_resort
 from torchrec_neuroshard.search import make_searcher
@@ -146,9 +147,10 @@ class NeuroShardPlanner(DescribesPlans):
         partitioner: None: `NeuroShardPartitioner`.
         performance_model: None: `NeuroShardPerfModel`.
         stats: None: TorchRec's default.
-        constraints: Table name -> TorchRec's constraints on it. `min_partition` is the
-            narrowest column shard; without it, 4, or 32 on a GPU whose costs are an
-            estimate.
+        constraints: Table name -> TorchRec's constraints on it; a key may name the
+            module, too: "path.to.module/table" or "path.to.module.table".
+            `min_partition` is the narrowest column shard; without it, 4, or 32 on a GPU
+            whose costs are an estimate.
         debug: As in TorchRec.
         callbacks: As in TorchRec; they may change the plan.
         timeout_seconds: As in TorchRec; also limits the search.
@@ -320,7 +322,11 @@ class NeuroShardPlanner(DescribesPlans):
                 topology, constraints, costs=self.costs
             )
         super().__init__(
-            **{**shared, "callbacks": [*(callbacks or []), self._select]},
+            **{
+                **shared,
+                "constraints": with_bare_names(constraints),
+                "callbacks": [*(callbacks or []), self._select],
+            },
             enumerator=enumerator,
             proposer=proposer,
             partitioner=partitioner,

@@ -63,6 +63,7 @@ from torchrec_neuroshard.planner.option_facts import (
     table_name,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
+from torchrec_neuroshard.planner.table_keys import constraint_on
 from torchrec_neuroshard.planner.topology import node_size
 from torchrec_neuroshard.tables.profile import (
     FeatureProfile,
@@ -183,6 +184,10 @@ class TableReader:
         )
         self._tables: dict[tuple[Any, ...], TableConfig] = {}
 
+    def constraint(self, option: ShardingOption) -> ParameterConstraints | None:
+        """Return TorchRec's constraints on the option's table."""
+        return constraint_on(self.constraints, option.path, option.name)
+
     def _module(self, option: ShardingOption) -> _Module:
         """Read the option's module, once."""
         module = option.module[1]
@@ -200,7 +205,7 @@ class TableReader:
             ):
                 shared = module.optimizer_type().__name__
             sizes = frozenset(
-                size for name in configs for size in self.batch_sizes(name)
+                size for name in configs for size in self.batch_sizes(option.path, name)
             )
             known = _Module(configs, weighted, shared, sizes)
             self._modules[module] = known
@@ -253,7 +258,11 @@ class TableReader:
             and tensor.dim() == 2,
             optimizer=optimizer,
             state_bytes=(STATE_BYTES * per_value, STATE_BYTES * per_row),
-            bags=sum(self._batch_shares(option.name, features, option.batch_size)),
+            bags=sum(
+                self._batch_shares(
+                    option.path, option.name, features, option.batch_size
+                )
+            ),
             kernel=(
                 str(config and config.data_type),
                 str(pooling),
@@ -400,7 +409,9 @@ class TableReader:
             return 1.0
         config = self.config(option)
         features = config.feature_names if config is not None else []
-        given = self.pooling_factor(option.name, features, option.batch_size)
+        given = self.pooling_factor(
+            option.path, option.name, features, option.batch_size
+        )
         return max(1.0, given / looked_up)
 
     def _described(self, option: ShardingOption) -> TableConfig:
@@ -432,9 +443,14 @@ class TableReader:
     ) -> tuple[Sequence[float], Sequence[float]]:
         """Return each feature's ids per sample, and its samples over the batch's."""
         pooling = self._pooling_factors(
-            option.name, option.input_lengths, num_features, option.num_poolings
+            self.constraint(option),
+            option.input_lengths,
+            num_features,
+            option.num_poolings,
         )
-        return pooling, self._batch_shares(option.name, num_features, option.batch_size)
+        return pooling, self._batch_shares(
+            option.path, option.name, num_features, option.batch_size
+        )
 
     def _describe(
         self, option: ShardingOption, config: BaseEmbeddingConfig, optimizer: str
@@ -485,7 +501,7 @@ class TableReader:
         """
         config = self.config(option)
         features = list(config.feature_names or []) if config else []
-        constraint = self.constraints.get(option.name)
+        constraint = self.constraint(option)
         found = {}
         for feature in features or [option.name]:
             known = self._profiles.get(feature)
@@ -502,20 +518,21 @@ class TableReader:
         return found
 
     def pooling_factor(
-        self, name: str, features: Sequence[str], batch_size: int | None
+        self, path: str, name: str, features: Sequence[str], batch_size: int | None
     ) -> float:
         """Return the ids that a sample looks up in a table, over its features.
 
         Args:
+            path: Of the table's module.
             name: Of the table, without its module.
             features: That read it.
             batch_size: Samples per rank; None: not known.
         """
         features = features or [name]
-        constraint = self.constraints.get(name)
+        constraint = constraint_on(self.constraints, path, name)
         lengths = constraint.pooling_factors if constraint else [POOLING_FACTOR]
-        pooling = self._pooling_factors(name, lengths, len(features))
-        shares = self._batch_shares(name, len(features), batch_size)
+        pooling = self._pooling_factors(constraint, lengths, len(features))
+        shares = self._batch_shares(path, name, len(features), batch_size)
         return sum(
             s * (self._profiles[f].pooling_factor if f in self._profiles else p)
             for f, p, s in zip(features, pooling, shares, strict=True)
@@ -525,16 +542,16 @@ class TableReader:
         """Return the bags of an option's table per sample, over its features."""
         return self.facts(option).bags
 
-    def batch_sizes(self, name: str) -> tuple[float, ...]:
+    def batch_sizes(self, path: str, name: str) -> tuple[float, ...]:
         """Return the samples of each feature of a table; empty where those of all."""
-        constraint = self.constraints.get(name)
+        constraint = constraint_on(self.constraints, path, name)
         return tuple(map(float, constraint.batch_sizes or ())) if constraint else ()
 
     def _batch_shares(
-        self, name: str, count: int, batch_size: int | None
+        self, path: str, name: str, count: int, batch_size: int | None
     ) -> list[float]:
         """Samples of each feature over those of the batch: less where it varies."""
-        sizes = self.batch_sizes(name)
+        sizes = self.batch_sizes(path, name)
         if not (batch_size and sizes):
             return [1.0] * count
         shares = [size / batch_size for size in sizes]
@@ -542,14 +559,13 @@ class TableReader:
 
     def _pooling_factors(
         self,
-        name: str,
+        constraint: ParameterConstraints | None,
         input_lengths: Sequence[float],
         count: int,
         num_poolings: Sequence[float] | None = None,
     ) -> list[float]:
         """Ids in each feature's samples, by the constraints."""
         lengths = [float(v) for v in input_lengths]
-        constraint = self.constraints.get(name)
         repeats = num_poolings or (constraint.num_poolings if constraint else None)
         if repeats and len(repeats) == len(lengths):
             lengths = [a * b for a, b in zip(lengths, repeats, strict=True)]

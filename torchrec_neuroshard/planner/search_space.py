@@ -195,7 +195,7 @@ class SearchSpace:
             ),
             _bytes=shard_bytes,
             _may_be_table_wise=tuple(
-                _may_be_table_wise(reader.constraints.get(o.name)) for o in options
+                _may_be_table_wise(reader.constraint(o)) for o in options
             ),
         )
 

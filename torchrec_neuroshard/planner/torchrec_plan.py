@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import (
     GreedyProposer,
@@ -23,6 +24,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.planner.compat import (
+    EnumeratorByModule,
     planner_part,
     report_full,
     sharders_by_type,
@@ -34,6 +36,10 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.reader import (
     TableReader,
+)
+from torchrec_neuroshard.planner.table_keys import (
+    ModuleConstraints,
+    with_bare_names,
 )
 from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE
 
@@ -70,6 +76,13 @@ def stock_plan(
             f"TorchRec's planner would estimate {num_shards:,} shards one by one; it "
             f"is not asked for more than {MOST_SHARDS:,}"
         )
+    constraints = arguments.get("constraints")
+    arguments["constraints"] = with_bare_names(constraints)
+    arguments["enumerator"] = arguments.get("enumerator") or EnumeratorByModule(
+        arguments["topology"],
+        arguments["batch_size"] or BATCH_SIZE,
+        ModuleConstraints(constraints),
+    )
     planner = EmbeddingShardingPlanner(**arguments)
     with report_full(planner_part(planner, "storage_reservation")):
         return planner.plan(module, sharders)

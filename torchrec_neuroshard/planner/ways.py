@@ -264,7 +264,7 @@ def _min_partition(
     option: ShardingOption, reader: TableReader, least_columns: int
 ) -> int:
     """Columns of the narrowest shard that a constraint allows, a multiple of four."""
-    constraint = reader.constraints.get(option.name)
+    constraint = reader.constraint(option)
     asked = (constraint.min_partition if constraint else None) or least_columns
     return math.ceil(asked / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 

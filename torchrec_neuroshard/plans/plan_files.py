@@ -57,6 +57,7 @@ from torchrec_neuroshard.planner.given_plans import (
 from torchrec_neuroshard.planner.option_facts import device_tier
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.reader import TableReader
+from torchrec_neuroshard.planner.table_keys import constraint_on
 from torchrec_neuroshard.planner.topology import ShardingGroup, sharding_group
 from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
 from torchrec_neuroshard.report import PlanComparison, PlanReport
@@ -271,7 +272,7 @@ def _made_for(
         }
     else:
         reader = TableReader(topology, planner_part(planner, "constraints"))
-    sizes = {t.full_name: reader.batch_sizes(t.name) for t in tables}
+    sizes = {t.full_name: reader.batch_sizes(t.path, t.name) for t in tables}
     tier = device_tier(topology)
     storages = [device.storage for device in topology.devices]
     hosts = None if tier == "ddr" else tuple(int(s.ddr) for s in storages)
@@ -286,7 +287,9 @@ def _made_for(
         sharding_group=sharding_group(topology),
         batch_size=batch_size,
         pooling_factors={
-            t.full_name: reader.pooling_factor(t.name, t.feature_names, batch_size)
+            t.full_name: reader.pooling_factor(
+                t.path, t.name, t.feature_names, batch_size
+            )
             for t in tables
         },
         batch_sizes={name: each for name, each in sizes.items() if each} or None,
@@ -441,12 +444,15 @@ def _forbidden(
 ) -> Iterator[str]:
     """Say which tables of a plan break a planner's constraints."""
     constraints = planner_part(planner, "constraints") or {}
+    if isinstance(planner, NeuroShardPlanner):
+        constraints = planner.constraints
     ranks = {}
     for path, name, sharding in plan_entries(plan):
         full_name = f"{path}.{name}" if path else name
         ranks[full_name] = sharding.ranks
         for field in ("sharding_type", "compute_kernel"):
-            allowed = getattr(constraints.get(name), f"{field}s", None)
+            constraint = constraint_on(constraints, path, name)
+            allowed = getattr(constraint, f"{field}s", None)
             if allowed and (value := getattr(sharding, field)) not in allowed:
                 yield (
                     f"table '{full_name}' is {value} in the file, and constraints "

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Shard,
@@ -49,6 +48,7 @@ from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import (
+    EnumeratorByModule,
     pipeline_name,
     sharder_params,
     sharders_by_type,
@@ -69,6 +69,7 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.reader import TableReader
+from torchrec_neuroshard.planner.table_keys import ModuleConstraints
 from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal
 from torchrec_neuroshard.tables.profile import FeatureProfile
@@ -130,11 +131,8 @@ def rehearse(
     storage = StorageEstimator(
         topology, constraints, reader=reader, pipeline_type=pipeline_type
     )
-    enumerator = EmbeddingEnumerator(
-        topology,
-        batch_size,
-        dict(constraints) if constraints else None,
-        estimator=[storage],
+    enumerator = EnumeratorByModule(
+        topology, batch_size, ModuleConstraints(constraints), estimator=[storage]
     )
     options = placed_options(plan, model, sharders, enumerator, world_size)
     num_built, faults, texts = _build(model, plan, sharders, topology)
