@@ -66,6 +66,28 @@ def test_training_plans_first_and_the_loss_falls() -> None:
     assert losses[-1] < min(losses[0], math.log(2)) - 0.1  # better than chance, too
 
 
+def test_watched_training_writes_predicted_beside_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    lines, runs = tmp_path / "phases.jsonl", tmp_path / "runs"
+    options = ("--lines", str(lines), "--tensorboard", str(runs), "--steps", "20")
+    with quiet():
+        runpy.run_path(str(EXAMPLES / "watch_training.py"))["main"](options)
+    out = capsys.readouterr().out
+    phases = "iteration index_comms fwd_compute fwd_comms bwd_comms bwd_compute"
+    rows = [line.split() for line in out.splitlines()[1:]]
+    assert [row[2] for row in rows if row[:2] == ["20", "all"]] == phases.split()
+    assert float(next(r[5] for r in rows if r[1:3] == ["0", "fwd_compute"])) > 0
+    shown = EventMultiplexer().AddRunsFromDirectory(str(runs)).Reload()
+    for run in ("planned", "predicted", "measured"):
+        points = shown.Scalars(run, "fwd_compute_ms/rank_0")
+        assert points[-1].step == 20 and points[-1].value > 0
+    first = json.loads(lines.read_text().splitlines()[0])
+    assert first["record"] == "plan" and first["memory_bytes"][0] > 0
+
+
 def test_plan_for_gpus_places_all_columns_and_names_its_sources(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

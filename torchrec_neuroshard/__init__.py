@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.plans.rehearse import rehearse
     from torchrec_neuroshard.plans.replan import apply_moves, replan
     from torchrec_neuroshard.report.page import write_html
+    from torchrec_neuroshard.reporters import (
+        JsonLinesReporter,
+        MLflowReporter,
+        TensorBoardReporter,
+    )
     from torchrec_neuroshard.search.base import SearchConfig, SearchResult
     from torchrec_neuroshard.tables.profile import FeatureProfile, profile_inputs
     from torchrec_neuroshard.tables.table import TableConfig
@@ -35,6 +40,8 @@ __version__ = "0.1.0"
 __all__ = [
     "DenseMs",
     "FeatureProfile",
+    "JsonLinesReporter",
+    "MLflowReporter",
     "NeuroShardError",
     "NeuroShardPlanner",
     "NeuroShardPlannerProvider",
@@ -46,6 +53,7 @@ __all__ = [
     "SearchConfig",
     "SearchResult",
     "TableConfig",
+    "TensorBoardReporter",
     "__version__",
     "apply_moves",
     "group_topology",
@@ -62,6 +70,8 @@ __all__ = [
 _LOCATIONS = {
     "DenseMs": "torchrec_neuroshard.costs.schedules",
     "FeatureProfile": "torchrec_neuroshard.tables.profile",
+    "JsonLinesReporter": "torchrec_neuroshard.reporters",
+    "MLflowReporter": "torchrec_neuroshard.reporters",
     "NeuroShardPlanner": "torchrec_neuroshard.planner.planner",
     "NeuroShardPlannerProvider": "torchrec_neuroshard.planner.provider",
     "PaperSearcher": "torchrec_neuroshard.papers.neuroshard",
@@ -72,6 +82,7 @@ _LOCATIONS = {
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",
     "TableConfig": "torchrec_neuroshard.tables.table",
+    "TensorBoardReporter": "torchrec_neuroshard.reporters",
     "apply_moves": "torchrec_neuroshard.plans.replan",
     "group_topology": "torchrec_neuroshard.planner.topology",
     "load_cost_model": "torchrec_neuroshard.bundles.find",

@@ -136,9 +136,14 @@ def _obstacle(path: Path) -> str:
     return ""
 
 
-def json_text(data: Any) -> str:
-    """Return strict JSON; what is infinite or not known becomes null."""
-    return json.dumps(_finite(data), indent=1, allow_nan=False) + "\n"
+def json_text(data: Any, indent: int | None = 1) -> str:
+    """Return strict JSON; what is infinite or not known becomes null.
+
+    Args:
+        data: What JSON can hold.
+        indent: Of what is nested. None: all in one line.
+    """
+    return json.dumps(_finite(data), indent=indent, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

@@ -13,7 +13,7 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -37,6 +37,8 @@ from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.placed import stage_name
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.plans.replan import ReplanResult, apply_moves, replan
+from torchrec_neuroshard.report import PlanReport
+from torchrec_neuroshard.reporters import PhaseRecord, PlanRecord, Reporter, write_to
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
 __all__ = ["MonitorReport", "PlanMonitor", "Replanned"]
@@ -161,6 +163,30 @@ class MonitorReport:
             sorted(found, key=lambda p: -abs(self.measured[p] - self.predicted[p]))
         )
 
+    @property
+    def records(self) -> tuple[PhaseRecord, ...]:
+        """Each phase by rank, and the whole iteration: what reporters write."""
+        whole = PhaseRecord(
+            iteration=self.last_iteration,
+            rank=None,
+            phase="iteration",
+            planned_ms=None,
+            predicted_ms=None,
+            measured_ms=self.iteration_ms,
+        )
+        phases = (
+            PhaseRecord(
+                iteration=self.last_iteration,
+                rank=rank,
+                phase=phase,
+                planned_ms=planned_ms,
+                predicted_ms=self.predicted[phase, rank],
+                measured_ms=self.measured.get((phase, rank)),
+            )
+            for (phase, rank), planned_ms in self.planned.items()
+        )
+        return (whole, *phases)
+
     def __str__(self) -> str:
         """Return it as text."""
         lines = [f"iteration {self.last_iteration}: {self.iteration_ms:.3f} ms"]
@@ -210,6 +236,10 @@ class Assessor:
             self._options = planner.placed_options(plan, self._model, self._sharders)
             self._planned = self._price(planner)
         return self._planned
+
+    def report(self, plan: Any) -> PlanReport:
+        """Say what a plan costs and holds, with the inputs that it was made for."""
+        return self._planner.evaluate(plan, self._model, self._sharders)
 
     def _price(self, planner: NeuroShardPlanner) -> PredictedCosts:
         started = time.perf_counter()
@@ -294,7 +324,8 @@ class PlanMonitor:
     Every `every` iterations a few are timed, phase by phase, and rank 0 logs what was
     predicted beside what was measured, to the logger "torchrec_neuroshard.monitor".
     Inputs are profiled from the ids that enter the sharded modules, and the table whose
-    inputs changed most is named. `replan()` looks for better places of the tables with
+    inputs changed most is named. Reporters write the same to files, TensorBoard or
+    MLflow. `replan()` looks for better places of the tables with
     these inputs, and moves them.
 
     A monitor never breaks training: where something goes wrong on a rank, nothing more
@@ -312,6 +343,7 @@ class PlanMonitor:
         every: int = 200,
         timed: int = 5,
         max_overhead: float = 0.005,
+        reporters: Sequence[Reporter] = (),
     ) -> None:
         """Install the hooks; every rank does, with the same settings.
 
@@ -322,6 +354,8 @@ class PlanMonitor:
             timed: Iterations of these whose phases are timed.
             max_overhead: Part of the job's time that profiling inputs and predicting
                 may take on a rank. What does not fit waits for the next report.
+            reporters: Write the plan and every report, on rank 0; those of other ranks
+                are not used. One that fails is left out from then on, with a warning.
 
         Raises:
             ConfigError: A setting is outside what it may be, the ranks' settings
@@ -336,6 +370,8 @@ class PlanMonitor:
         self.last_report: MonitorReport | None = None
         self._model, self._planner = model, planner
         self._every, self._timed, self._max_overhead = every, timed, max_overhead
+        self._reporters: list[Reporter] = []
+        self._written: ShardingPlan | None = None
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._error: str | None = None
@@ -346,6 +382,7 @@ class PlanMonitor:
         self._spent = self._deadline = 0.0
         failure = ""
         try:
+            self._reporters += reporters
             self._check()
             self._sampler = InputSampler(
                 model.module, self._rank, self._world_size, self._fail
@@ -363,7 +400,7 @@ class PlanMonitor:
         if not failure and len(settings) > 1:
             failure = f"ranks have {', '.join(settings)}: give all ranks the same"
         if failure:
-            self.close()
+            self._hooks.close()
             raise ConfigError(failure)
         self._began = self._left = time.perf_counter()
         if self._rank == 0:
@@ -371,6 +408,7 @@ class PlanMonitor:
                 assert planner.last_model is not None, "_check asks for one"
                 self._assessor = Assessor(planner, *planner.last_model)
                 self._assessor.planned(model.plan)
+                self._write_plan()
             except Exception as error:
                 self._fail(error)
 
@@ -392,6 +430,12 @@ class PlanMonitor:
                 "the planner has planned no model: call planner.remember(model, "
                 "sharders) before DistributedModelParallel takes the model"
             )
+        for number, reporter in enumerate(self._reporters):
+            if not isinstance(reporter, Reporter):
+                raise ConfigError(
+                    f"reporters[{number}] is {reporter!r:.80}, which is no Reporter: "
+                    "pass objects, such as JsonLinesReporter('phases.jsonl')"
+                )
         if not 1 <= timed < every - _LAG or not self._max_overhead > 0:
             raise ConfigError(
                 f"timed must be at least 1, every above timed + {_LAG} and "
@@ -501,6 +545,21 @@ class PlanMonitor:
             drifts=drifts,
         )
         logger.info("%s", self.last_report)
+        self._write_plan()
+        records = self.last_report.records
+        self._have_written(lambda reporter: reporter.write_phases(records))
+
+    def _write_plan(self) -> None:
+        """Have the plan at work written down, unless it has been."""
+        if not self._reporters or self._written is self._plan:
+            return
+        self._written = self._plan
+        report = self._assessor.report(self._plan)
+        record = PlanRecord.of_report(report, self._count)
+        self._have_written(lambda reporter: reporter.write_plan(record))
+
+    def _have_written(self, write: Callable[[Reporter], None]) -> None:
+        write_to(self._reporters, write, "training goes on")
 
     def _fail(self, error: Exception) -> None:
         """Measure no more on this rank; the others hear of it at the next report."""
@@ -576,3 +635,4 @@ class PlanMonitor:
         """
         self._error = self._error or _CLOSED
         self._hooks.close()
+        self._have_written(lambda reporter: reporter.close())

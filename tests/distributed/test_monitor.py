@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import warnings
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from tests.builders import (
 )
 from tests.distributed.ranks import ONE_NODE, Jobs, OfJob, message_of
 from tests.distributed.unsharded import shard_model
-from torchrec_neuroshard import PlanMonitor, apply_moves, replan
+from torchrec_neuroshard import JsonLinesReporter, PlanMonitor, apply_moves, replan
 from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -184,10 +185,21 @@ def described(done: Any) -> Any:
     }
 
 
-def run_moved_by_others(rank: int) -> dict[str, Any]:
+class Broken(JsonLinesReporter):
+    """Its file is on a disk that is full."""
+
+    def _append(self, records: Any) -> None:
+        raise OSError("disk full")
+
+
+def run_moved_by_others(rank: int, folder: Path) -> dict[str, Any]:
     """All tables are on rank 0 at first, and then moved without the monitor."""
     sharded, planner = shard(FixedSearcher([(i, DIM, 0) for i in range(4)]))
-    monitor = PlanMonitor(sharded, planner, **EAGER)
+    path = folder / f"phases{rank}.jsonl"
+    reporters = [Broken(path), JsonLinesReporter(path)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monitor = PlanMonitor(sharded, planner, **EAGER, reporters=reporters)
     batch = drifting(sharded, rank)(0)
     found: dict[str, Any] = {}
     for when in ("before", "between", "after"):
@@ -213,6 +225,8 @@ def run_moved_by_others(rank: int) -> dict[str, Any]:
             ),
         ]
     monitor.close()
+    found["warnings"] = [str(w.message) for w in caught if "disk" in str(w.message)]
+    found["written"] = path.exists() and path.read_text().splitlines()
     return found
 
 
@@ -303,15 +317,16 @@ def run_refusals(rank: int) -> dict[str, str]:
         "max_overhead=0.0": made(max_overhead=float(rank)),
         "planned no model": made(make_planner()),
         "for 4 ranks": made(make_planner(4)),
+        "reporters[0] is 'phases.jsonl', which": made(reporters=["phases.jsonl"]),
     }
 
 
-def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
+def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
     if num_nodes != ONE_NODE:
         return {}
     return {
         "drift": lambda: run_drift(rank),
-        "moved by others": lambda: run_moved_by_others(rank),
+        "moved by others": lambda: run_moved_by_others(rank, folder),
         "warnings as errors": lambda: run_with_warnings_as_errors(rank),
         "closed": lambda: run_closed_on_one_rank(rank),
         "failures": lambda: run_failures(rank),
@@ -359,6 +374,30 @@ def test_moves_that_others_made_are_seen(results: OfJob) -> None:
     assert last == 3 * EVERY
     assert planned == pytest.approx(found["priced"]) and planned != before
     assert min(measured) > 0.0
+
+
+def test_the_first_rank_writes_plans_and_times(results: OfJob) -> None:
+    first, second = results("moved by others")
+    assert not second["written"] and not second["warnings"]
+    (text,) = first["warnings"]  # of one reporter; the other one goes on
+    assert text == "Broken is off, training goes on: OSError: disk full"
+    lines = [json.loads(line) for line in first["written"]]
+    plans = [line for line in lines if line["record"] == "plan"]
+    assert [plan["iteration"] for plan in plans] == [0, 3 * EVERY]
+    for plan, when in zip(plans, ("before", "after"), strict=True):
+        last, planned, measured = first[when]
+        assert plan["phases_ms"]["fwd_compute"] == pytest.approx(planned)
+        assert min(plan["used_bytes"]) > 0
+        written = [
+            line
+            for line in lines
+            if (line["iteration"], line.get("phase")) == (last, "fwd_compute")
+            and line["rank"] is not None
+        ]
+        assert [line["rank"] for line in written] == [0, 1]
+        assert [line["planned_ms"] for line in written] == pytest.approx(planned)
+        assert [line["measured_ms"] for line in written] == pytest.approx(measured)
+    assert {line["iteration"] for line in lines} == {0, EVERY, 3 * EVERY}
 
 
 def test_failure_ends_the_monitor_and_not_the_job(results: OfJob) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from tests.builders import (
     entries_of,
     make_planner,
 )
-from torchrec_neuroshard import NeuroShardPlannerProvider
+from torchrec_neuroshard import JsonLinesReporter, NeuroShardPlannerProvider
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -28,7 +30,9 @@ QUICKLY: dict[str, Any] = {"search": QUICK}
 ANALYTIC: dict[str, Any] = {**analytic(), **QUICKLY}
 
 
-def dry_run(provider: Any, skus: list[str], **fields: Any) -> tuple[Any, Any]:
+def dry_run(
+    provider: Any, skus: list[str], reporter: Any = None, **fields: Any
+) -> tuple[Any, Any]:
     """Results by SKU, and TorchRec's context."""
     from torchrec.distributed.planner.dry_run import DryRunOrchestrator, DryRunRequest
     from torchrec.distributed.planner.executor import DefaultPlannerExecutor
@@ -47,7 +51,7 @@ def dry_run(provider: Any, skus: list[str], **fields: Any) -> tuple[Any, Any]:
         }
     )
     ctx = PlannerSessionContext(request=request, results={})
-    orchestrator = DryRunOrchestrator(DefaultPlannerExecutor(provider), None)
+    orchestrator = DryRunOrchestrator(DefaultPlannerExecutor(provider), reporter)
     return orchestrator.plan(request, ctx), ctx
 
 
@@ -74,6 +78,33 @@ def test_unified_planner_returns_our_plan_with_its_costs() -> None:
         # TorchRec's critical path knows no order of collectives.
         assert result.critical_path_ms == pytest.approx(cost_of(own), rel=0.2)
         assert len(ctx.search_space[sku]) >= 3
+
+
+@needs_seam
+@pytest.mark.parametrize("stock", [False, True])
+def test_reporters_write_what_each_sku_is_planned_to_take(
+    stock: bool, tmp_path: Path
+) -> None:
+    from torchrec.distributed.planner.provider import DefaultPlannerProvider
+    from torchrec.distributed.planner.reporter import PlanReporter
+
+    path = tmp_path / "plans.jsonl"
+    reporter = JsonLinesReporter(path)
+    assert isinstance(reporter, PlanReporter)
+    provider = Kept(**ANALYTIC)
+    results, _ = dry_run(
+        DefaultPlannerProvider() if stock else provider, ["a", "b"], reporter
+    )
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["plan"] for line in lines] == ["a", "b"]
+    for line in lines:
+        assert max(line["used_bytes"]) == results[line["plan"]].estimated_max_hbm_bytes
+        assert len(line["memory_bytes"]) == 4
+        by_rank = [sum(ms) for ms in zip(*line["phases_ms"].values(), strict=True)]
+        assert max(by_rank) == pytest.approx(results[line["plan"]].max_rank_perf)
+    for line, planner in zip(lines, provider.built, strict=not stock):
+        predicted = [rank.costs.fwd_compute for rank in planner.report().ranks]
+        assert line["phases_ms"]["fwd_compute"] == pytest.approx(predicted)
 
 
 class Kept(NeuroShardPlannerProvider):

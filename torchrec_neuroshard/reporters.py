@@ -1,0 +1,363 @@
+"""Writing down what a plan is predicted to cost, and beside it what training takes.
+
+    reporters = [JsonLinesReporter("phases.jsonl"), TensorBoardReporter("runs/plan")]
+    monitor = PlanMonitor(model, planner, reporters=reporters)
+
+`PlanMonitor` hands them its plan and every report, on rank 0. A reporter is also a
+`PlanReporter` of TorchRec's planning API (since 1.9), and what its `build_stats`
+returns are `stats` for any planner of TorchRec's. Packages are imported when a reporter
+is made; files and runs begin with what is written first.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed.planner.stats import EmbeddingStats
+from torchrec.distributed.planner.types import (
+    ShardingOption,
+    Stats,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.types import ShardingPlan
+
+from torchrec_neuroshard.costs.simulator import PHASES
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import check_outputs, json_text, to_fields
+from torchrec_neuroshard.planner.option_facts import device_tier
+from torchrec_neuroshard.report import PlanReport
+
+__all__ = [
+    "JsonLinesReporter",
+    "MLflowReporter",
+    "PhaseRecord",
+    "PlanRecord",
+    "Reporter",
+    "TensorBoardReporter",
+    "write_to",
+]
+
+logger = logging.getLogger(__name__)
+
+_SHARD_PHASES = (*PHASES[1:], "prefetch_compute")
+"""What TorchRec's `Perf` knows of a shard; index exchanges are in `fwd_comms`."""
+_GIB = 2**30
+_MOST_METRICS = 1000
+"""MLflow takes no more in one request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRecord:
+    """What each rank of a plan is predicted to take."""
+
+    plan: str = ""
+    """The SKU that TorchRec plans for; "" in training."""
+    iteration: int = 0
+    """After which training has this plan."""
+    phases_ms: Mapping[str, tuple[float, ...]]
+    """Phase -> of each rank."""
+    used_bytes: tuple[float, ...]
+    """Of each rank's shards, in the memory that fused tables live in."""
+    memory_bytes: tuple[int | None, ...]
+    """What each rank has for them; None: not known."""
+    unit: str = "ms"
+    """Of the phases."""
+
+    @classmethod
+    def of_report(cls, report: PlanReport, iteration: int) -> PlanRecord:
+        """Read a planner's report."""
+        ranks = report.ranks
+        return cls(
+            iteration=iteration,
+            phases_ms={p: tuple(getattr(r.costs, p) for r in ranks) for p in PHASES},
+            used_bytes=tuple(r.used_bytes for r in ranks),
+            memory_bytes=tuple(r.memory_bytes for r in ranks),
+        )
+
+    @classmethod
+    def of_options(
+        cls, plan: str, options: Sequence[ShardingOption], topology: Topology
+    ) -> PlanRecord:
+        """Add up what TorchRec's planners leave on the shards of a plan.
+
+        Args:
+            plan: What it is for.
+            options: Its options, placed and estimated.
+            topology: The devices, with the memory that is left for shards.
+        """
+        devices, tier = topology.devices, device_tier(topology)
+        phases_ms = {phase: [0.0] * len(devices) for phase in _SHARD_PHASES}
+        used_bytes = [0.0] * len(devices)
+        for shard in (shard for option in options for shard in option.shards):
+            if shard.perf is not None:
+                for phase, by_rank in phases_ms.items():
+                    by_rank[shard.rank] += getattr(shard.perf, phase)
+            if shard.storage is not None:
+                used_bytes[shard.rank] += getattr(shard.storage, tier)
+        return cls(
+            plan=plan,
+            phases_ms={phase: tuple(ms) for phase, ms in phases_ms.items()},
+            used_bytes=tuple(used_bytes),
+            memory_bytes=tuple(int(getattr(d.storage, tier)) for d in devices),
+        )
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """Its figures, by names such as "fwd_compute_ms/rank_0"."""
+        found = {
+            f"{phase}_{self.unit}/rank_{rank}": ms
+            for phase, by_rank in self.phases_ms.items()
+            for rank, ms in enumerate(by_rank)
+        }
+        for rank, used in enumerate(self.used_bytes):
+            found[f"used_gib/rank_{rank}"] = used / _GIB
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseRecord:
+    """One phase in training: planned, predicted and measured."""
+
+    iteration: int
+    """The last one of the stretch that was measured."""
+    rank: int | None
+    """None: of all ranks together."""
+    phase: str
+    """One of `costs.simulator.PHASES`; "iteration" is all that training does."""
+    planned_ms: float | None
+    """Predicted with the inputs that the plan was made for."""
+    predicted_ms: float | None
+    """With the inputs as they are now."""
+    measured_ms: float | None
+    """None: this phase was not timed."""
+    unit: str = "ms"
+
+    @property
+    def name(self) -> str:
+        """A name such as "fwd_compute_ms/rank_0" or "iteration_ms/all_ranks"."""
+        where = "all_ranks" if self.rank is None else f"rank_{self.rank}"
+        return f"{self.phase}_{self.unit}/{where}"
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """What is known, as "planned", "predicted" and "measured"."""
+        times = {
+            "planned": self.planned_ms,
+            "predicted": self.predicted_ms,
+            "measured": self.measured_ms,
+        }
+        return {name: ms for name, ms in times.items() if ms is not None}
+
+
+class Reporter(abc.ABC):
+    """Writes plans, and what training makes of them, to where people look.
+
+    One that raises an exception is not asked again, with one warning; training and
+    planning go on.
+    """
+
+    @abc.abstractmethod
+    def write_plan(self, plan: PlanRecord) -> None:
+        """Write down what a plan is predicted to cost."""
+
+    @abc.abstractmethod
+    def write_phases(self, phases: Sequence[PhaseRecord]) -> None:
+        """Write down the phases of one stretch of training."""
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to close)
+        """Let go of files; writing again opens them again."""
+
+    def build_stats(self, ctx: Any, sku: str) -> list[Stats]:
+        """Return TorchRec's own report of a plan, and one that is written here.
+
+        Args:
+            ctx: TorchRec's `PlannerSessionContext`; not read.
+            sku: What the plan is called where it is written.
+        """
+        return [EmbeddingStats(), _WrittenStats(self, sku)]
+
+
+class _WrittenStats(Stats):
+    """Writes the plan that a planner of TorchRec's has found."""
+
+    def __init__(self, reporter: Reporter, sku: str) -> None:
+        self._reporters, self._sku = [reporter], sku
+
+    def log(
+        self,
+        sharding_plan: ShardingPlan,
+        topology: Topology,
+        storage_reservation: StorageReservation,
+        best_plan: Sequence[ShardingOption],
+        **_: Any,
+    ) -> None:
+        """See `Stats`; a search that found no plan has nothing to write."""
+        if not sharding_plan.plan:
+            return
+
+        def write(reporter: Reporter) -> None:
+            room = storage_reservation.last_reserved_topology or topology
+            reporter.write_plan(PlanRecord.of_options(self._sku, best_plan, room))
+
+        write_to(self._reporters, write, "planning goes on")
+
+
+def write_to(
+    reporters: list[Reporter], write: Callable[[Reporter], None], goes_on: str
+) -> None:
+    """Have reporters write; one that fails is left out from then on.
+
+    Args:
+        reporters: Those that are left; changed in place.
+        write: Has one of them write.
+        goes_on: What goes on all the same, for the warning.
+    """
+    for reporter in [*reporters]:
+        try:
+            write(reporter)
+        except Exception as error:
+            reporters.remove(reporter)
+            name, cause = type(reporter).__name__, f"{type(error).__name__}: {error}"
+            text = f"{name} is off, {goes_on}: {cause}"
+            try:
+                warnings.warn(text, stacklevel=2)
+            except UserWarning:  # raised on this rank alone, others would wait for it
+                logger.warning("%s", text)
+
+
+class JsonLinesReporter(Reporter):
+    """Appends to a file: one JSON object in each line.
+
+    `"record"` is "plan" or "phase"; the other fields are those of `PlanRecord` and of
+    `PhaseRecord`. What is not known is null.
+
+    Args:
+        path: The file; what it holds already stays.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        [self._path] = check_outputs(Path(path))
+
+    def write_plan(self, plan: PlanRecord) -> None:
+        """See `Reporter`."""
+        self._append([{"record": "plan", **to_fields(plan)}])
+
+    def write_phases(self, phases: Sequence[PhaseRecord]) -> None:
+        """See `Reporter`."""
+        self._append([{"record": "phase", **to_fields(phase)} for phase in phases])
+
+    def _append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(json_text(record, indent=None) for record in records))
+
+
+class TensorBoardReporter(Reporter):
+    """Writes TensorBoard's events.
+
+    Planned, predicted and measured times are three runs, so that they share a chart for
+    each phase and rank. A plan of TorchRec's planning API is the run of its SKU.
+
+    Args:
+        folder: What `tensorboard --logdir` is given.
+
+    Raises:
+        ConfigError: There is no package `tensorboard`.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        module = _imported("torch.utils.tensorboard", "tensorboard", self)
+        self._writer_of: Callable[[str], Any] = module.SummaryWriter
+        self._folder = Path(folder)
+        self._writers: dict[str, Any] = {}
+
+    def write_plan(self, plan: PlanRecord) -> None:
+        """See `Reporter`."""
+        run = plan.plan or "planned"
+        self._add((run, name, x, plan.iteration) for name, x in plan.scalars.items())
+
+    def write_phases(self, phases: Sequence[PhaseRecord]) -> None:
+        """See `Reporter`."""
+        self._add(
+            (run, phase.name, ms, phase.iteration)
+            for phase in phases
+            for run, ms in phase.scalars.items()
+        )
+
+    def _add(self, scalars: Iterator[tuple[str, str, float, int]]) -> None:
+        for run, name, value, iteration in scalars:
+            if run not in self._writers:
+                self._writers[run] = self._writer_of(str(self._folder / run))
+            self._writers[run].add_scalar(name, value, iteration)
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        """See `Reporter`."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+
+class MLflowReporter(Reporter):
+    """Logs metrics to a run of MLflow, such as "fwd_compute_ms/rank_0/measured".
+
+    Where runs are kept is what MLflow was told: `mlflow.set_tracking_uri`,
+    MLFLOW_TRACKING_URI. The first rank waits for the server; with
+    MLFLOW_ENABLE_ASYNC_LOGGING=true it does not, and errors are not seen.
+
+    Args:
+        run_id: The run. None: the one that is active when something is written; MLflow
+            starts one where there is none.
+
+    Raises:
+        ConfigError: There is no package `mlflow`.
+    """
+
+    def __init__(self, run_id: str | None = None) -> None:
+        self._log_metrics = _imported("mlflow", "mlflow", self).log_metrics
+        self._run_id = run_id
+
+    def write_plan(self, plan: PlanRecord) -> None:
+        """See `Reporter`; metrics of a SKU begin with its name."""
+        start = f"{plan.plan}/" if plan.plan else ""
+        found = {f"{start}{name}/planned": x for name, x in plan.scalars.items()}
+        self._log(found, plan.iteration)
+
+    def write_phases(self, phases: Sequence[PhaseRecord]) -> None:
+        """See `Reporter`."""
+        for iteration in {phase.iteration for phase in phases}:
+            found = {
+                f"{phase.name}/{kind}": ms
+                for phase in phases
+                if phase.iteration == iteration
+                for kind, ms in phase.scalars.items()
+            }
+            self._log(found, iteration)
+
+    def _log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        pairs = [*metrics.items()]
+        for start in range(0, len(pairs), _MOST_METRICS):
+            some = dict(pairs[start : start + _MOST_METRICS])
+            self._log_metrics(some, step=iteration, run_id=self._run_id)
+
+
+def _imported(module: str, package: str, reporter: Reporter) -> Any:
+    """Import what a reporter writes with."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = type(reporter).__name__
+        raise ConfigError(
+            f"{name} needs {package}: pip install {package} ({error})"
+        ) from error
