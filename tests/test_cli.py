@@ -60,7 +60,7 @@ def test_help_lists_every_command_and_loads_none() -> None:
         (ConfigError("no card 'x'"), 2, "no card 'x'\n"),
         (OSError(28, "No space left", "plan.json"), 2, "No space left: 'plan.json'\n"),
         # The doctor is named where a framework is missing.
-        (ModuleNotFoundError("no", name="torchrec"), 2, "torchrec_neuroshard doctor`"),
+        (ModuleNotFoundError("no", name="torchrec"), 3, "torchrec_neuroshard doctor`"),
         (KeyboardInterrupt(), 130, None),
     ],
 )
@@ -81,8 +81,24 @@ def test_an_error_is_one_line_on_stderr(
     if said is not None:
         assert printed.err.startswith("neuroshard: error: ") and said in printed.err
         monkeypatch.setenv("NEUROSHARD_DEBUG", "1")  # shows where it came from
-        with pytest.raises(type(error)):
-            cli.main(["act"])
+        assert cli.main(["act"]) == code
+        shown = capsys.readouterr().err
+        assert shown.startswith("Traceback ") and shown.endswith(printed.err)
+
+
+def test_a_fault_of_our_own_is_none_of_the_plans(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own exit code would say that no plan fits."""
+
+    def run(args: argparse.Namespace) -> int:
+        raise ZeroDivisionError("division by zero")
+
+    use_command(monkeypatch, run)
+    assert cli.main(["act"]) == cli.EXIT_FAULT == 70
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback ")
+    assert shown.endswith("ZeroDivisionError: division by zero\n")
 
 
 @pytest.mark.parametrize(

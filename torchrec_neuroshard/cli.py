@@ -5,7 +5,9 @@ A subcommand `x` is a line in `COMMANDS` and two functions of the module named t
 or missing framework never keeps `neuroshard doctor` from running.
 
 Exit codes: 0 done; 1 no plan fits, or a rank cannot run it; 2 something that
-was given cannot be used; 130 interrupted; 141 nobody reads the output any more.
+was given cannot be used; 3 torch, fbgemm and torchrec are missing or do not fit
+together; 70 a fault of our own; 130 interrupted; 141 nobody reads the output any more.
+Scripts rely on them: see docs/job_gate.md.
 """
 
 from __future__ import annotations
@@ -20,11 +22,16 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torchrec_neuroshard import __version__, progress
-from torchrec_neuroshard.errors import InfeasibleError, NeuroShardError
+from torchrec_neuroshard.errors import (
+    EnvironmentMismatchError,
+    InfeasibleError,
+    NeuroShardError,
+)
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -33,6 +40,9 @@ _STARTED = time.monotonic()
 
 EXIT_NO_PLAN = 1
 EXIT_USER_ERROR = 2
+EXIT_BROKEN_ENVIRONMENT = 3
+EXIT_FAULT = 70
+"""As in BSD's sysexits; Python's own 1 would read as "no plan fits"."""
 EXIT_INTERRUPTED = 130
 EXIT_PIPE_CLOSED = 141
 
@@ -76,12 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code. Errors of this package, frameworks that do not load and files
-        that cannot be read or written end in a message on stderr. SIGTERM interrupts as
-        Ctrl-C does.
+        that cannot be read or written end in a message on stderr, a fault of our own in
+        a traceback. With the environment variable NEUROSHARD_DEBUG=1 every error has
+        one, to show where it came from. SIGTERM interrupts as Ctrl-C does.
 
     Raises:
-        Exception: a fault of our own. With the environment variable
-            NEUROSHARD_DEBUG=1 every error, to show where it came from.
         SystemExit: `--help`, `--version`, or arguments that do not parse.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -100,10 +109,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         reason = _explain(error)
         if reason is None or os.environ.get("NEUROSHARD_DEBUG") == "1":
-            raise
+            traceback.print_exc()
+        if reason is None:
+            return EXIT_FAULT
         print(f"neuroshard: error: {reason}", file=sys.stderr)
-        no_plan = isinstance(error, InfeasibleError)
-        return EXIT_NO_PLAN if no_plan else EXIT_USER_ERROR
+        if isinstance(reason, InfeasibleError):
+            return EXIT_NO_PLAN
+        if isinstance(reason, EnvironmentMismatchError):
+            return EXIT_BROKEN_ENVIRONMENT
+        return EXIT_USER_ERROR
 
 
 @contextlib.contextmanager
