@@ -200,6 +200,10 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._wide = set()
         sizes: list[tuple[str, int]] = []
         for config in table_configs(module):
+            constraint = self._constraints.given.get(config.name)
+            group = constraint.device_group if constraint else None
+            if group and group != self._compute_device:
+                continue  # TorchRec lists it for other devices
             modelled = is_modelled_config(config)
             known[config.name] = known.get(config.name, True) and modelled
             size = 4 * config.num_embeddings * config.embedding_dim
