@@ -18,15 +18,24 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
 
-from tests.builders import bag_sharders, make_ebc, make_tables
-from torchrec_neuroshard import load_plan
+from tests.builders import (
+    FixedSearcher,
+    bag_sharders,
+    each,
+    make_ebc,
+    make_planner,
+    make_tables,
+)
+from torchrec_neuroshard import load_plan, topology_for
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.commands import plan
+from torchrec_neuroshard.commands.codecs import coded_sharders
 from torchrec_neuroshard.commands.inputs import (
     devices_named,
     read_constraints,
     read_model,
 )
+from torchrec_neuroshard.planner import kernels
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.report import Sweep, SweepCell
@@ -393,18 +402,95 @@ def test_limits_and_sources_are_named() -> None:
     assert cell(num_in_host_memory=1).limit == "memory"
     no_room = cell(card="v100", obstacle="no room", iteration_ms=None)
     assert (no_room.limit, no_room.fits) == ("memory", False)
-    lines = str(Sweep(cells=(cell(), no_room, cell(num_ranks=4)))).splitlines()
-    shown = "h100 8 8 1,000 4.000 10% 2,000,000 1.00 2.00 links"
+    half = cell(num_ranks=4, group_size=4)
+    lines = str(Sweep(cells=(no_room, half, cell()))).splitlines()
+    shown = "h100 8 8 none 1,000 4.000 10% 2,000,000 1.00 2.00 links best"
     assert lines[1].split() == shown.split()
-    assert lines[0].endswith("limit   does not fit")
-    assert lines[2].endswith("memory  no room")
-    assert (
-        lines[5]
-        == "most samples per second: 8 x h100 in groups of 8, 1,000 samples per rank"
-    )
-    assert lines[6:] == [
-        "h100: compute: measured; collectives: published links of h100, not measured"
+    assert lines[0].endswith("does not fit") and "best" not in lines[2]
+    assert lines[3].endswith("memory        no room")
+    assert lines[5:] == [
+        "most samples per second: 8 x h100 in groups of 8, codec none, 1,000 samples "
+        "per rank.",
+        "samples per second and rank, of those at 4 ranks: 4: 100%, 8: 100%",
+        "h100: compute: measured; collectives: published links of h100, not measured",
     ]
+
+
+def test_the_best_row_is_recommended_and_set_beside_the_plain_one() -> None:
+    coded = cell(codec="fp8", group_size=4, links_ms=0.5, iteration_ms=1.5)
+    slower = cell(codec="fp16", iteration_ms=3.0)
+    swept = Sweep(
+        cells=(cell(), slower, coded),
+        left_out=("fp32: it is what collectives send without a codec",),
+        search_seconds=3.0,
+        sync_interval=10,
+    )
+    assert swept.best is coded
+    lines = str(swept).splitlines()
+    assert [line.split()[3] for line in lines[1:4]] == ["fp8", "fp16", "none"]
+    assert [line.endswith("best") for line in lines[1:4]] == [True, False, False]
+    assert lines[5] == (
+        "most samples per second: 8 x h100 in groups of 4, codec fp8, 1,000 samples "
+        "per rank, as far as 3 s of search for each row tell. Its links take 0.500 ms "
+        "of an iteration and its kernels 1.000; without groups and codec 3.000 and "
+        "1.000, at 38% of its rate."
+    )
+    said = "\n".join(lines[6:])
+    assert "average their weights every 10 iterations" in said
+    assert "codecs: change bytes on the wire" in said and "as fp16 and" in said
+    assert lines[-1].startswith("not tried: fp32: it is what")
+    alone = str(Sweep(cells=(coded, slower)))
+    assert "in groups of 8 with codec fp16" in alone
+
+
+def test_groups_codecs_and_ranks_are_planned_together(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--ranks", "1,2", "--group-sizes", "1,2", "--seconds", "0.1"]
+    options += ["--codecs", "none,fp32,fp16,fp8", "--csv", "s.csv"]
+    assert main(["sweep", "t.csv", *options]) == 0
+    out = capsys.readouterr().out
+    rows = list(csv.DictReader(Path("s.csv").read_text().splitlines()))
+    # A group of all ranks is the plain plan, and is planned once.
+    assert [(r["num_ranks"], r["group_size"], r["codec"]) for r in rows] == [
+        ("1", "1", "none"),
+        ("2", "2", "none"),
+        ("2", "2", "fp16"),
+        ("2", "2", "fp8"),
+        ("2", "1", "none"),
+    ]
+    best = max(rows, key=lambda row: float(row["samples_per_s"]))
+    named = f"{best['num_ranks']} x h100 in groups of {best['group_size']}, codec "
+    assert f"{named}{best['codec']}" in out
+    assert "not tried: fp32: it is what collectives send without a codec" in out
+    assert "not tried: fp16: a group of one rank sends nothing" in out
+    assert main(["sweep", "t.csv", "--card=cpu", "--ranks=2", "--codecs=fp8"]) == 2
+    said = capsys.readouterr().err
+    assert "leaves nothing to try: fp8: FBGEMM has no kernel of it on CPUs" in said
+
+
+def test_half_the_bytes_take_the_time_of_half_the_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Coding aside; where bytes bound, that is half the time."""
+    monkeypatch.setattr(kernels, "_priced", lambda codec, _: codec)
+
+    def exchange_ms(codec: str, batch_size: int) -> float:
+        planner = make_planner(
+            topology=topology_for("h100", num_nodes=2, ranks_per_node=1),
+            batch_size=batch_size,
+            constraints=each(2, "table_wise"),
+            comms_model=None,
+            search=FixedSearcher([(0, 512, 0), (1, 512, 1)]),
+        )
+        sharders = coded_sharders(bag_sharders(), codec, "cuda")
+        planner.plan(make_ebc([(10_000, 512)] * 2), sharders)
+        worst = planner.report().worst_ms
+        return worst["fwd_comms"] + worst["bwd_comms"]
+
+    coded, plain = (exchange_ms(codec, 2**19) for codec in ("fp16", "none"))
+    assert coded == pytest.approx(exchange_ms("none", 2**18))
+    assert coded == pytest.approx(plain / 2, rel=0.02)
 
 
 def test_what_fits_nowhere_is_said_and_bad_options_are_refused(
@@ -414,6 +500,7 @@ def test_what_fits_nowhere_is_said_and_bad_options_are_refused(
         ("--card=h100, h900", "unknown card 'h900'; did you mean 'h200'"),
         ("--batch-size=0", "--batch-size must be above 0, got 0"),
         ("--group-sizes=3", "--group-sizes has 3, which is no part of any"),
+        ("--codecs=none,fp9", "--codecs has 'fp9', which is no codec; did you mean"),
     ):
         assert message in refused(capsys, "sweep", "t.csv", option)
     Path("t.csv").write_text(TABLES.replace("200000", "200000000000"))

@@ -13,6 +13,12 @@ from typing import Any
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.types import PlannerError, Topology
 
+from torchrec_neuroshard.commands.codecs import (
+    NO_CODEC,
+    check_codecs,
+    coded_sharders,
+    why_left_out,
+)
 from torchrec_neuroshard.commands.inputs import (
     GivenModel,
     devices_named,
@@ -30,7 +36,7 @@ from torchrec_neuroshard.commands.options import (
     option,
     write_outputs,
 )
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, suggestion
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.topology import group_topology
@@ -43,6 +49,8 @@ from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.search import SEARCHES, SearchConfig
 from torchrec_neuroshard.search.base import BOUNDS
 
+STRIDED, ADJACENT = "strided", "adjacent"
+"""How sharding groups are dealt out: `use_inter_host_allreduce` False and True."""
 _CELL_SECONDS = 3.0
 """For the search of a cell: less than for a plan that is to run."""
 
@@ -178,6 +186,10 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     add_devices(parser, many=True, ranks="8,16,32")
     text = "ranks of a sharding group to try as well, such as 4,8"
     option(parser, "--group-sizes", list_of(int), text)
+    text = "of groups: strided (averages stay in a node) or adjacent (groups do)"
+    option(parser, "--layouts", list_of(str), text, STRIDED)
+    text = "of collectives to try: none, fp16, bf16, fp8, int8, mx4"
+    option(parser, "--codecs", list_of(str), text, NO_CODEC)
     text = "iterations from one average of the groups to the next"
     option(parser, "--sync-interval", int, text, 1)
     option(parser, "--csv", Path, "write all cells there")
@@ -192,7 +204,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     check_files(args, "profiles", "constraints")
     with phase("reading the model"):
         given = read_model(args.model)
-    cells = list(_cells(args))
+    cells, left_out = _cells(args)
     arguments = planner_arguments(args, given)
     config = SearchConfig(
         time_budget_seconds=_CELL_SECONDS if args.seconds is None else args.seconds,
@@ -203,6 +215,8 @@ def run_sweep(args: argparse.Namespace) -> int:
     with planning(args.model), phase("planning") as shown:
         for topology, where in cells:
             shown.text = f"planning: {len(found)} of {len(cells)} done"
+            codec, device_type = where["codec"], str(topology.compute_device)
+            sharders = coded_sharders(given.sharders, codec, device_type)
             planner = NeuroShardPlanner(
                 topology=topology,
                 batch_size=where["batch_size"],
@@ -211,30 +225,67 @@ def run_sweep(args: argparse.Namespace) -> int:
                 **arguments,
             )
             try:
-                planner.plan(given.module, given.sharders)
+                planner.plan(given.module, sharders)
             except PlannerError as error:
                 found.append(SweepCell(obstacle=_first_line(error), **where))
+            except ConfigError as error:
+                if codec == NO_CODEC:
+                    raise
+                left_out.append(f"{codec} at {where['num_ranks']} ranks: {error}")
             else:
                 found.append(SweepCell.of(planner.report(), **where))
-    swept = Sweep(cells=tuple(found))
+    swept = Sweep(
+        cells=tuple(found),
+        left_out=tuple(dict.fromkeys(left_out)),
+        search_seconds=config.time_budget_seconds,
+        sync_interval=args.sync_interval,
+    )
     print(swept)
     write_outputs(args, swept)
     return 0 if any(cell.fits for cell in swept.cells) else 1
 
 
-def _cells(args: argparse.Namespace) -> Iterator[tuple[Topology, dict[str, Any]]]:
-    """Yield the devices of each cell, and what it is for.
+def _cells(
+    args: argparse.Namespace,
+) -> tuple[list[tuple[Topology, dict[str, Any]]], list[str]]:
+    """Return the devices of each cell and what it is for, and what is not tried.
+
+    Raises:
+        ConfigError: There are no such devices, batches, codecs or groups.
+    """
+    check_codecs(args.codecs)
+    found, left_out = [], []
+    for topology, where in _devices(args):
+        for codec in args.codecs:
+            size, kind = where["group_size"], str(topology.compute_device)
+            if reason := why_left_out(codec, kind, size):
+                left_out.append(f"{codec}: {reason}")
+            else:
+                found.append((topology, {**where, "codec": codec}))
+    if not found:
+        raise ConfigError(
+            f"--codecs leaves nothing to try: {'; '.join(dict.fromkeys(left_out))}. "
+            f"Add '{NO_CODEC}'"
+        )
+    return found, left_out
+
+
+def _devices(args: argparse.Namespace) -> Iterator[tuple[Topology, dict[str, Any]]]:
+    """Yield the devices of cells without codecs, and what each is for.
 
     Raises:
         ConfigError: There are no such devices, batches or groups.
     """
     sizes = args.group_sizes or []
     for size in sizes:
-        if not any(0 < size < ranks and ranks % size == 0 for ranks in args.ranks):
+        if not any(0 < size <= ranks and ranks % size == 0 for ranks in args.ranks):
             raise ConfigError(
                 f"--group-sizes has {size}, which is no part of any of the --ranks "
                 f"{', '.join(map(str, args.ranks))}: take a divisor of one"
             )
+    for layout in (each for each in args.layouts if each not in (STRIDED, ADJACENT)):
+        near = suggestion(layout, (STRIDED, ADJACENT), "layouts")
+        raise ConfigError(f"--layouts has '{layout:.60}', which is no layout; {near}")
     batches = args.batch_size or [BATCH_SIZE]
     if min(batches) < 1:
         raise ConfigError(f"--batch-size must be above 0, got {min(batches)}")
@@ -242,9 +293,12 @@ def _cells(args: argparse.Namespace) -> Iterator[tuple[Topology, dict[str, Any]]
         topology = devices_named(card, ranks, args.ranks_per_node, args.memory_gb)
         where = {"card": card, "num_ranks": ranks, "batch_size": batch}
         yield topology, {**where, "group_size": ranks}
-        for size in sizes:
+        for size, layout in itertools.product(sizes, args.layouts):
             if size < ranks and ranks % size == 0:
                 grouped = group_topology(
-                    topology, size, sync_interval=args.sync_interval
+                    topology,
+                    size,
+                    sync_interval=args.sync_interval,
+                    use_inter_host_allreduce=layout == ADJACENT,
                 )
-                yield grouped, {**where, "group_size": size}
+                yield grouped, {**where, "group_size": size, "layout": layout}

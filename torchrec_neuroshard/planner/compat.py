@@ -493,6 +493,16 @@ def wire_codecs(sharder: Any) -> Mapping[str, tuple[WireCodec, WireCodec]]:
     }
 
 
+def with_codecs(sharder: ModuleSharder[Any], registry: Any) -> ModuleSharder[Any]:
+    """Return a copy of a sharder with other codecs, to plan with.
+
+    The property has no setter.
+    """
+    other: Any = copy.copy(sharder)
+    other._qcomm_codecs_registry = registry
+    return other
+
+
 def is_sharder(given: Any) -> bool:
     """Whether it is a sharder, not what TorchRec gives estimators of one."""
     return hasattr(given, "module_type")

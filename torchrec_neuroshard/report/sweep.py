@@ -27,6 +27,10 @@ class SweepCell:
     """Samples per rank."""
     group_size: int
     """Ranks that share the tables out; all, without replicas."""
+    layout: str = ""
+    """Of the groups' ranks, "strided" or "adjacent"; "" where there is one group."""
+    codec: str = "none"
+    """Of the collectives of outputs and their gradients, both ways."""
     obstacle: str = ""
     """Why nothing fits; what is not known is None then."""
     iteration_ms: float | None = None
@@ -86,6 +90,16 @@ class SweepCell:
         return self.num_ranks * self.batch_size / self.iteration_ms * 1e3
 
     @property
+    def groups(self) -> str:
+        """The sharding groups, in words."""
+        return f"{self.layout} groups of {self.group_size}".lstrip()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all ranks share the tables out, and send values as they are."""
+        return self.group_size == self.num_ranks and self.codec == "none"
+
+    @property
     def limit(self) -> str:
         """What it would take more of to be quicker: kernels, links or memory."""
         if not self.fits or self.num_in_host_memory:
@@ -93,10 +107,16 @@ class SweepCell:
         return "kernels" if (self.kernels_ms or 0) >= (self.links_ms or 0) else "links"
 
 
+def _share(cell: SweepCell, best: SweepCell) -> float:
+    return (cell.samples_per_s or 0.0) / (best.samples_per_s or math.inf)
+
+
 _COLUMNS: tuple[GridColumn, ...] = (
     ("card", "text", lambda c: c.card),
     ("ranks", "count", lambda c: c.num_ranks),
     ("group", "count", lambda c: c.group_size),
+    ("layout", "text", lambda c: c.layout or None),
+    ("codec", "text", lambda c: c.codec),
     ("batch", "count", lambda c: c.batch_size),
     ("ms", "ms", lambda c: c.iteration_ms),
     ("+-", "percent", lambda c: c.uncertainty),
@@ -111,26 +131,105 @@ _COLUMNS: tuple[GridColumn, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep(Report):
-    """Plans of one model for many devices; `print` shows a table."""
+    """Plans of one model for many devices; `print` shows a table, the best first."""
 
     cells: tuple[SweepCell, ...]
+    """In the order in which they were planned."""
+    left_out: tuple[str, ...] = ()
+    """What was not tried, and why."""
+    search_seconds: float | None = None
+    """That each cell was searched for."""
+    sync_interval: int = 1
+    """Iterations from one average of the groups to the next."""
+
+    @property
+    def best(self) -> SweepCell | None:
+        """The cell of most samples per second; None where nothing fits."""
+        fitting = [cell for cell in self.cells if cell.fits]
+        return max(fitting, key=lambda c: c.samples_per_s or 0.0, default=None)
 
     def sections(self) -> Sequence[Section]:
         """See `Report`: all cells, the best of them, and what the costs rest on."""
+        best = self.best
         fitting = [cell for cell in self.cells if cell.fits]
         lines = ["nothing fits; each line says what would help"]
-        if fitting:
-            best = max(fitting, key=lambda cell: cell.samples_per_s or 0.0)
-            lines = [
-                f"most samples per second: {best.num_ranks} x {best.card} in groups of "
-                f"{best.group_size}, {best.batch_size:,} samples per rank"
-            ]
+        if best is not None:
+            lines = [f"{self._recommended(best)}.", *self._scaling(best)]
         lines += dict.fromkeys(
             f"{c.card}: compute: {c.kernels_source}; collectives: {c.links_source}"
             for c in fitting
         )
-        cells = Grid("cells", self.cells, _COLUMNS, limit=len(self.cells))
+        lines += [*self._assumed(), *(f"not tried: {text}" for text in self.left_out)]
+        rows = sorted(self.cells, key=lambda c: -(c.samples_per_s or 0.0))
+        mark = ("", "text", lambda c: "best" if c is best else None)
+        cells = Grid("cells", rows, (*_COLUMNS[:-1], mark, _COLUMNS[-1]), len(rows))
         return [Section(grid=cells), Section(lines=lines)]
+
+    def _recommended(self, best: SweepCell) -> str:
+        """Name the best cell, and why it is."""
+        said = (
+            f"most samples per second: {best.num_ranks} x {best.card} in "
+            f"{best.groups}, codec {best.codec}, {best.batch_size:,} samples per rank"
+        )
+        if self.search_seconds is not None:
+            said += f", as far as {self.search_seconds:g} s of search for each row tell"
+        same = ("card", "num_ranks", "batch_size")
+        where = [getattr(best, name) for name in same]
+        rivals = [
+            cell
+            for cell in self.cells
+            if cell.fits
+            and cell is not best
+            and [getattr(cell, name) for name in same] == where
+        ]
+        plain = [cell for cell in rivals if cell.is_plain]
+        if not rivals:
+            return said
+        rival = plain[0] if plain else max(rivals, key=lambda c: c.samples_per_s or 0)
+        name = "without groups and codec"
+        if not plain:
+            name = f"in {rival.groups} with codec {rival.codec}"
+        return (
+            f"{said}. Its links take {best.links_ms:.3f} ms of an iteration and its "
+            f"kernels {best.kernels_ms:.3f}; {name} {rival.links_ms:.3f} and "
+            f"{rival.kernels_ms:.3f}, at {_share(rival, best):.0%} of its rate"
+        )
+
+    def _scaling(self, best: SweepCell) -> list[str]:
+        """Say what more ranks are worth, of the best cell's card and batch."""
+        rates: dict[int, float] = {}
+        for cell in self.cells:
+            if (cell.card, cell.batch_size) == (best.card, best.batch_size):
+                rate = cell.samples_per_s or 0.0
+                rates[cell.num_ranks] = max(rate, rates.get(cell.num_ranks, 0.0))
+        known = [(ranks, rate / ranks) for ranks, rate in sorted(rates.items()) if rate]
+        if len(known) < 2:
+            return []
+        first = known[0][1]
+        told = ", ".join(f"{ranks}: {each / first:.0%}" for ranks, each in known)
+        return [f"samples per second and rank, of those at {known[0][0]} ranks: {told}"]
+
+    def _assumed(self) -> list[str]:
+        """Say what the choice of codecs and groups rests on."""
+        lines = []
+        if any(c.codec != "none" for c in self.cells):
+            lines += [
+                "codecs: change bytes on the wire and add kernels that code and decode "
+                "(on GPUs an estimate, by the memory that these move); what a codec "
+                "does to the model is not known here"
+            ]
+        if any(c.codec in ("fp8", "mx4") for c in self.cells):
+            lines.append(
+                "fp8, mx4: sums of row-wise shards go as fp16 and come back as bf16"
+            )
+        if any(c.group_size < c.num_ranks for c in self.cells):
+            every = self.sync_interval
+            often = "every iteration" if every == 1 else f"every {every} iterations"
+            lines.append(
+                f"groups: replicas average their weights {often}; adjacent ones need "
+                "use_inter_host_allreduce=True"
+            )
+        return lines
 
     def to_csv(self) -> str:
         """Return all cells as CSV, with what each rests on."""
