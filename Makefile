@@ -15,7 +15,7 @@
 # make format   apply formatting and the safe lint fixes
 # make check    lint + test
 
-# The interpreter that .venv is built from: 3.11 or 3.12.
+# The interpreter that .venv is built from: 3.11, 3.12 or 3.13.
 PYTHON ?= python3
 # Package index that holds PyTorch's CPU builds. Empty: what pip is set up with,
 # which on Linux is usually the (far larger) CUDA build; that works too.
@@ -53,8 +53,8 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@command -v "$(PYTHON)" >/dev/null || { echo "There is no $(PYTHON) here." \
 	"Name another interpreter: make setup PYTHON=python3.11" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; \
-	sys.exit(0 if v in ((3, 11), (3, 12)) else \
-	"This project needs Python 3.11 or 3.12, but $(PYTHON) is %d.%d.\n" % v + \
+	sys.exit(0 if v in ((3, 11), (3, 12), (3, 13)) else \
+	"This project needs Python 3.11, 3.12 or 3.13, but $(PYTHON) is %d.%d.\n" % v + \
 	"Name another interpreter: make setup PYTHON=python3.11")'
 	"$(PYTHON)" -m venv $(VENV)
 ifneq ($(strip $(TORCH_INDEX_URL)),)

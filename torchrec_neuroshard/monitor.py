@@ -373,7 +373,7 @@ class PlanMonitor:
         self._reporters: list[Reporter] = []
         self._written: ShardingPlan | None = None
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._group: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._error: str | None = None
         self._is_over = False
         self._hooks = contextlib.ExitStack()

@@ -68,7 +68,7 @@ class Ranks:
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group(backend, timeout=timeout)
         # What is not training: measuring and planning take rank 0 minutes.
-        self.control: dist.ProcessGroup = dist.new_group(
+        self.control: Any = dist.new_group(
             backend="gloo", timeout=datetime.timedelta(hours=2)
         )
 

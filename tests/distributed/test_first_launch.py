@@ -107,7 +107,7 @@ def run_twice(folder: Path) -> dict[str, Any]:
 
 def run_two_jobs(folder: Path) -> dict[str, Any]:
     """Two groups of ranks plan at once; each is a job."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = groups[dist.get_rank() // 2]
     found = launch(mine, trains=False)
     dist.barrier()

@@ -228,7 +228,7 @@ DAILY = (
 
 
 def in_group(case: Case, folder: Path) -> dict[str, Any]:
-    pg = dist.new_group(timeout=timedelta(seconds=case.seconds), backend="gloo")
+    pg: Any = dist.new_group(timeout=timedelta(seconds=case.seconds), backend="gloo")
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"error": None, "plan": None}
     with (

@@ -39,6 +39,7 @@ from torchrec.modules.mc_modules import (
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
+from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import (
@@ -93,6 +94,10 @@ def weighted_bags(tables: Sequence[Any]) -> Any:
 
 def sequences_of(tables: Sequence[Any]) -> Any:
     return EmbeddingCollection(tables=list(tables))
+
+
+def prioritised(tables: Sequence[Any]) -> Any:
+    return PECEmbeddingCollection(sequences_of(tables))
 
 
 def own_optimizer_bags(tables: Sequence[Any]) -> Any:
@@ -171,6 +176,7 @@ ALONE = [
     Part("FeatureProcessedEmbeddingBagCollection", processed_bags, processed_bags),
     Part("FusedEmbeddingBagCollection", own_optimizer_bags, bags_of),
     SEQUENCES,
+    Part("PECEmbeddingCollection", prioritised, sequences_of),
     *(
         Part(
             f"ManagedCollision{part.kind}",
@@ -218,11 +224,14 @@ class Model(nn.Module):
 def in_turn(task: ShardingTask) -> Triples:
     """Whole tables, and halves of those that may be split, on one rank each."""
     triples = []
-    for i, table in enumerate(task.tables):
+    for ways in task.ways:
+        table = task.tables[ways[0]]
         width, first = table.embedding_dim, int(table.name.split("/")[-1])
-        halves = 2 if task.min_widths[i] <= width // 2 else 1
+        ranks = task.rules.ranks(ways[0])  # table-column-wise ones are for a node
+        halves = 2 if task.min_widths[ways[0]] <= width // 2 else 1
         for half in range(halves):
-            triples.append((i, width // halves, (first + half) % task.world_size))
+            rank = ranks[(first + half) % len(ranks)]
+            triples.append((ways[0], width // halves, rank))
     return triples
 
 

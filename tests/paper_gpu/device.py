@@ -26,6 +26,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests.paper_gpu.build import LIBRARY, stand_in
+
 assert "torch" not in sys.modules, "import tests.paper_gpu.device before torch"
 
 
@@ -50,9 +52,13 @@ def _load() -> None:
     """
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None, "there is no torch"
+    folder, library = Path(found.origin).parent / "lib", Path(os.environ[LIBRARY])
     for name in ("libc10.so", "libtorch_cpu.so"):
-        ctypes.CDLL(str(Path(found.origin).parent / "lib" / name), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(os.environ["PAPER_CUDA_LIBRARY"])
+        ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
+    if (folder / "libc10_cuda.so").is_file():  # a build for CUDA, without its kernels
+        ctypes.CDLL(str(folder / "libc10_cuda.so"), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(stand_in(library)), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library))
 
 
 with _quiet():

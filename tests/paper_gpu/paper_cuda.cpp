@@ -387,7 +387,11 @@ class FusedKernel {
   // Puts the weights' and the states' buffers where the CPU's kernel reads them. Tables
   // of one kernel may lie in either memory: it then gets a copy of both.
   void use_device_buffers() {
-    use_device_buffer("weights", "host_weights", "dev_weights", "uvm_weights");
+    if (has("weights")) {
+      use_device_weights();
+    } else {
+      use_device_buffer("weights", "host_weights", "dev_weights", "uvm_weights");
+    }
     for (const auto& argument : schema_.arguments()) {
       if (ends_with(argument.name(), "_dev")) {
         const std::string state = argument.name().substr(0, argument.name().size() - 4);
@@ -407,17 +411,31 @@ class FusedKernel {
  private:
   void use_device_buffer(const std::string& name, const std::string& host,
                          const std::string& dev_name, const std::string& uvm_name) {
-    const Tensor dev = tensor(dev_name), uvm = tensor(uvm_name);
+    Tensor offsets = tensor(name + "_offsets");
+    (*this)[host] = joined(tensor(dev_name), tensor(uvm_name),
+                           tensor(name + "_placements"), offsets);
+    (*this)[name + "_offsets"] = offsets;
+  }
+
+  // Backward kernels take their weights in a list: the device's buffer, placements,
+  // offsets, managed memory and the cache. On a CPU it has the first three.
+  void use_device_weights() {
+    const auto given = (*this)["weights"].toTensorVector();
+    Tensor offsets = given[2];
+    const Tensor host = joined(given[0], given[3], given[1], offsets);
+    (*this)["weights"] = c10::List<Tensor>({host, given[1], offsets});
+  }
+
+  // The one buffer that has all tables, and where in it they begin.
+  Tensor joined(const Tensor& dev, const Tensor& uvm, const Tensor& placements,
+                Tensor& offsets) {
     if (dev.numel() <= 1 || uvm.numel() <= 1) {  // one value or none: not in use
-      (*this)[host] = uvm.numel() > dev.numel() ? uvm : dev;
-      return;
+      return uvm.numel() > dev.numel() ? uvm : dev;
     }
     const Tensor both = at::cat({dev.flatten(), uvm.flatten()});
-    const Tensor is_managed = tensor(name + "_placements").ne(0);
-    (*this)[host] = both;
-    (*this)[name + "_offsets"] =
-        tensor(name + "_offsets") + is_managed.to(at::kLong) * dev.numel();
+    offsets = offsets + placements.ne(0).to(at::kLong) * dev.numel();
     copies_.push_back({both, dev, uvm});
+    return both;
   }
 
   const c10::FunctionSchema& schema_;
@@ -757,7 +775,9 @@ void adam(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stac
   const Tensor ids = kernel.tensor("indices").to(at::kLong);
   const Tensor offsets = kernel.tensor("offsets").to(at::kLong);
   const Tensor sample_weights = kernel.tensor("indice_weights");
-  Tensor weights = kernel.tensor("host_weights");
+  const auto held_weights = kernel["weights"].toTensorVector();
+  Tensor weights = held_weights[0];
+  const Tensor places = held_weights[2];
   Tensor moment1 = kernel.tensor("momentum1_host"),
          moment2 = kernel.tensor("momentum2_host");
   const Tensor columns = kernel.tensor("D_offsets").to(at::kLong);
@@ -778,7 +798,7 @@ void adam(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stac
   for (int64_t f = 0; f < num_features; ++f) {
     const int64_t left = columns[f].item<int64_t>(),
                   right = columns[f + 1].item<int64_t>();
-    const int64_t place = kernel.tensor("weights_offsets")[f].item<int64_t>();
+    const int64_t place = places[f].item<int64_t>();
     const Tensor bounds = offsets.slice(0, f * batch_size, (f + 1) * batch_size + 1);
     const int64_t low = bounds[0].item<int64_t>(), high = bounds[-1].item<int64_t>();
     const Tensor bags = at::arange(batch_size).repeat_interleave(bounds.diff());
@@ -818,12 +838,11 @@ void adam(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stac
 }
 
 constexpr const char* kAdamArguments =
-    "(Tensor grad_output, Tensor(a!) host_weights, Tensor(b!) dev_weights, "
-    "Tensor(c!) uvm_weights, Tensor(d!) lxu_cache_weights, Tensor weights_placements, "
-    "Tensor weights_offsets, Tensor D_offsets, SymInt max_D, bool mixed_D, "
+    "(Tensor grad_output, Tensor[](a!) weights, Tensor D_offsets, SymInt max_D, "
+    "bool mixed_D, "
     "Tensor hash_size_cumsum, int total_hash_size_bits, Tensor indices, Tensor "
     "offsets, "
-    "int pooling_mode, Tensor indice_weights, Tensor lxu_cache_locations, "
+    "int pooling_mode, Tensor indice_weights, Tensor[] aux_tensor_bwd, "
     "int BT_block_size, int max_segment_length_per_warp, bool stochastic_rounding, "
     "int info_B_num_bits, int info_B_mask_int64, bool use_uniq_cache_locations, "
     "bool use_homogeneous_placements, Tensor(g!) momentum1_host, Tensor(h!) "

@@ -48,7 +48,7 @@ Source: the compatibility table in FBGEMM's `fbgemm_gpu/__init__.py` (1.6 to 1.8
 1.9 continues the series.
 """
 
-DEFAULT_RELEASE = "1.8"
+DEFAULT_RELEASE = "1.9"
 """The release that this package is developed and measured on."""
 
 _FBGEMM = (

@@ -28,10 +28,12 @@ __all__ = [
 ]
 
 # The names of torch 2.13; older ones have only the second.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or (
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or (
     dist.reduce_scatter_tensor
 )
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 
 REPEAT_EVERY, REPEAT_LAG = 20, 60
 """Every so many records an earlier collective is measured again, at least so many

@@ -407,7 +407,7 @@ def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
         dist.broadcast_object_list(sent, root, group=pg)
         if pg.rank() and sent[0] is not None:
             value, failure = _attempt(pickle.loads, sent[0])
-        text = failure and f"{type(failure).__name__}: {failure}"
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
         dist.all_gather_object(told, text, group=pg)
     except RuntimeError as error:
         raise ExchangeError(

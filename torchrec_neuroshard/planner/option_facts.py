@@ -112,6 +112,7 @@ OPTIMIZERS: Mapping[str, tuple[str, int, int]] = {
             "RowWiseAdagrad EXACT_ROWWISE_ADAGRAD EMAINPLACE_ROWWISE_ADAGRAD",
             ("rowwise_adagrad", 0, 1),
         ),
+        ("ROWWISE_RMSPROP_AR", ("rowwise_adagrad", 0, 2)),  # since FBGEMM 1.9
         ("Adagrad EXACT_ADAGRAD LarsSGD LARS_SGD", ("adagrad", 1, 0)),
         (
             "PartialRowWiseAdam PARTIAL_ROWWISE_ADAM PartialRowWiseLAMB "
