@@ -56,6 +56,9 @@ from tests.builders import (
 from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.checks import check_profiles
+from torchrec_neuroshard.planner.compat import POD_VARIABLES
+from torchrec_neuroshard.planner.topology import check_pods
+from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.testing import AnalyticCostModel
@@ -173,6 +176,41 @@ def test_pods_of_several_nodes() -> None:
     ranks = entry_of(plan).ranks
     # Two nodes of two ranks are a pod, which holds all rows of a table.
     assert len(ranks) == 4 and len({r // 4 for r in ranks}) == 1
+    assert rehearse(bags(), plan, topology, batch_size=32).runs
+
+
+def test_pods_that_do_not_fill_the_ranks_hold_no_tables() -> None:
+    topology = gpus(12, 4, pod_size=2)
+    told = "pod_size=2 makes pods of 8 ranks, which do not fill the 12 ranks"
+    for kind in ("table_row_wise", "grid_shard"):
+        with pytest.raises(ConfigError, match=f"table 't0' .*{told}"):
+            limits = only(sharding_types=[kind], min_partition=16)
+            plan_of(bags(), 12, topology=topology, constraints=limits)
+    both = only(sharding_types=["table_row_wise", "row_wise"])
+    plan, _ = plan_of(bags(), 12, topology=topology, constraints=both)
+    assert entry_of(plan).sharding_type == "row_wise"
+    with pytest.raises(ConfigError, match="pods of 16 ranks, which do not fill the 8"):
+        make_planner(topology=gpus(8, 2, pod_size=8))
+
+
+def test_a_job_without_the_pods_of_its_plan_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topology = gpus(8, 2, pod_size=2)
+    kinds = only(sharding_types=["table_row_wise"])
+    plan, _ = plan_of(bags(), 8, topology=topology, constraints=kinds)
+    other, _ = plan_of(bags(), 8, topology=topology)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name in POD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    check_pods(topology, other)
+    check_pods(gpus(8, 2), plan)
+    told = r"'t0' .* pods of 4 ranks .* groups of 2, .*TORCHREC_RESOLVED_POD_SIZE=2"
+    with pytest.raises(ConfigError, match=told):
+        check_pods(topology, plan)
+    for name in POD_VARIABLES:
+        monkeypatch.setenv(name, "2")
+    check_pods(topology, plan)
 
 
 @pytest.mark.parametrize(

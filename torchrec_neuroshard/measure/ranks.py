@@ -129,7 +129,9 @@ class Ranks:
 
     def _add(self, name: str, groups: Sequence[range], local_world_size: int) -> None:
         """Make groups; this rank has the one that it is in."""
-        made: list[Any] = [dist.new_group(list(g), timeout=self._timeout) for g in groups]
+        made: list[Any] = [
+            dist.new_group(list(g), timeout=self._timeout) for g in groups
+        ]
         mine = next((i for i, g in enumerate(groups) if self.rank in g), 0)
         self.groups[name] = _Group(made[mine], tuple(groups[0]), local_world_size)
 

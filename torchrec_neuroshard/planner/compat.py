@@ -514,6 +514,16 @@ def grids_vary_batches() -> bool:
     return hasattr(GridPooledEmbeddingDist, part)
 
 
+POD_VARIABLES = ("TOPOLOGY_DOMAIN_MULTIPLE", "TORCHREC_RESOLVED_POD_SIZE")
+"""Environment variables with the nodes of a pod. TorchRec's runtime reads the first one
+before 1.8 and the second one since, which nothing in TorchRec sets."""
+
+
+def group_size_of_job(world_size: int) -> int:
+    """Return the ranks over which this job's TorchRec spreads table-row-wise shards."""
+    return int(torchrec_comm.get_topology_group_world_size(world_size))
+
+
 def removes_repeats(sharder: Any) -> bool:
     """Whether a sharder has repeated ids of a local batch looked up once.
 

@@ -60,6 +60,7 @@ from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
+    NODE_TYPES,
     TABLE_COLUMN_WISE,
     TABLE_WISE,
 )
@@ -69,7 +70,6 @@ __all__ = ["NeuroShardEnumerator"]
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _ROW_WISE = ShardingType.ROW_WISE.value
-_NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 
 _NEARLY_ALL = 0.9
 """Part of the devices' memory that tables fill with the state of an optimizer: if less,
@@ -318,7 +318,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         if COLUMN_WISE in types and not self._some_by_node:
             types = [t for t in types if t != TABLE_COLUMN_WISE]
         if _ROW_WISE in types and self._one_node:
-            types = [t for t in types if t not in _NODE_TYPES]
+            types = [t for t in types if t not in NODE_TYPES]
         return types
 
     def _that_run(

@@ -59,6 +59,7 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
+from torchrec_neuroshard.tables.sharding_types import NODE_TYPES
 
 __all__ = ["INSTANTS", "MemoryModel", "RankMemory", "StaticMemory"]
 
@@ -69,8 +70,7 @@ Bools = npt.NDArray[np.bool_]
 INSTANTS = ("forward", "arrival", "outputs", "exchange", "kernel", "replicas")
 """When memory may be at its peak, in the order of a step."""
 
-_BY_NODE = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
-_BY_ROWS = (*_BY_NODE, ShardingType.ROW_WISE.value)
+_BY_ROWS = (*NODE_TYPES, ShardingType.ROW_WISE.value)
 _BY_COLUMNS = (
     ShardingType.TABLE_WISE.value,
     ShardingType.COLUMN_WISE.value,
@@ -292,7 +292,7 @@ class MemoryModel:
         kind, dense = option.sharding_type, is_dense(option)
         facts, table = self._reader.facts(option), self._reader.table(option)
         local, world = float(option.batch_size), 1 if dense else self._reader.world_size
-        by_rows, by_node = kind in _BY_ROWS, kind in _BY_NODE
+        by_rows, by_node = kind in _BY_ROWS, kind in NODE_TYPES
         parts = (self._reader.node_size if by_node else world) if by_rows else 1
         offloaded = _is_offloaded(option)
         return (
@@ -597,7 +597,9 @@ class MemoryModel:
     def _is_reduced_at_once(self, option: ShardingOption) -> bool:
         """Whether a reduce-scatter alone brings the outputs to their samples."""
         kind = option.sharding_type
-        within = kind in _BY_NODE and self._reader.world_size <= self._reader.node_size
+        within = (
+            kind in NODE_TYPES and self._reader.world_size <= self._reader.node_size
+        )
         return within or kind == ShardingType.ROW_WISE.value
 
     def _num_pieces(self, option: ShardingOption) -> tuple[int, int]:
@@ -608,7 +610,7 @@ class MemoryModel:
         columns = len({int(s.offset[1]) for s in option.shards})
         if option.sharding_type == ShardingType.ROW_WISE.value:
             return 1, self._reader.world_size
-        if option.sharding_type in _BY_NODE:
+        if option.sharding_type in NODE_TYPES:
             return columns, columns * self._reader.node_size
         return columns, columns
 

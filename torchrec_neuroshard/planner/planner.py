@@ -80,7 +80,12 @@ from torchrec_neuroshard.planner.proposer import (
     NeuroShardProposer,
 )
 from torchrec_neuroshard.planner.table_keys import with_bare_names
-from torchrec_neuroshard.planner.topology import default_topology, enough_ranks
+from torchrec_neuroshard.planner.topology import (
+    check_pods,
+    default_topology,
+    enough_ranks,
+    pod_fault,
+)
 from torchrec_neuroshard.planner.torchrec_plan import last_resort
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher
@@ -232,6 +237,8 @@ class NeuroShardPlanner(DescribesPlans):
         if not constraints and isinstance(enumerator, EmbeddingEnumerator):
             constraints = enumerator_constraints(enumerator)
         constraints = dict(constraints) if constraints else None
+        if topology.intra_group_size > topology.world_size:
+            raise ConfigError(pod_fault(topology))
         self.costs = PlanCosts(
             topology,
             constraints,
@@ -540,6 +547,8 @@ class NeuroShardPlanner(DescribesPlans):
                 warnings.warn(trouble, stacklevel=2)
         if error is not None:
             raise error
+        if plan is not None:
+            check_pods(self.topology, plan)
         return plan
 
     def relearned(self, profiles: Mapping[str, FeatureProfile]) -> NeuroShardPlanner:

@@ -64,13 +64,14 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_keys import constraint_on
-from torchrec_neuroshard.planner.topology import node_size
+from torchrec_neuroshard.planner.topology import node_size, pod_fault
 from torchrec_neuroshard.tables.profile import (
     FeatureProfile,
     merge_profiles,
 )
 from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_SHARDED_TYPES,
+    NODE_TYPES,
     SHARDING_TYPES,
 )
 from torchrec_neuroshard.tables.table import (
@@ -176,6 +177,7 @@ class TableReader:
         self.constraints = constraints or {}
         self.world_size = int(topology.world_size)
         self.node_size = node_size(topology)
+        self._pod_fault = pod_fault(topology)
         self.on_gpu = is_accelerator(topology.compute_device)
         self.max_columns = MAX_CUDA_COLUMNS if self.on_gpu else sys.maxsize
         self._profiles = profiles or {}
@@ -304,6 +306,8 @@ class TableReader:
                 f"of a module; batch_sizes has {min(samples):g} beside "
                 f"{option.batch_size}. Allow other sharding types"
             )
+        if option.sharding_type in NODE_TYPES and self._pod_fault:
+            return self._pod_fault
         return codec_fault(option)
 
     def _is_weighted(self, option: ShardingOption) -> bool:

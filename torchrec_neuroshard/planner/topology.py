@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torchrec.distributed.planner import constants
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import BasicCommsBandwidths, Storage, Topology
+from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.bundles.find import find_named_card
 from torchrec_neuroshard.errors import ConfigError
@@ -41,14 +42,17 @@ from torchrec_neuroshard.hardware.cards import (
 from torchrec_neuroshard.hardware.devices import GPU, accelerator, is_accelerator
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.planner.compat import (
+    POD_VARIABLES,
     accepted_arguments,
     custom_data,
+    group_size_of_job,
     planner_part,
     with_bandwidths,
     with_devices,
     with_ranks,
 )
 from torchrec_neuroshard.report.parts import DeviceFigure
+from torchrec_neuroshard.tables.sharding_types import NODE_TYPES
 
 __all__ = [
     "GB_PER_S",
@@ -532,6 +536,51 @@ def whole_nodes(world_size: int, local_world_size: int) -> int:
 def node_size(topology: Topology) -> int:
     """Return the ranks that TorchRec spreads a table-row-wise table over."""
     return whole_nodes(topology.world_size, topology.intra_group_size)
+
+
+def pod_fault(topology: Topology) -> str | None:
+    """Say why no table can be spread over the pods of a topology; None: it can.
+
+    TorchRec's groups for table-row-wise and grid shards are whole pods, of `pod_size`
+    nodes each. Where pods do not fill the ranks, it starts no job.
+    """
+    group, node = int(topology.intra_group_size), int(topology.local_world_size)
+    world_size = int(topology.world_size)
+    if group <= node or world_size % group == 0:
+        return None
+    return (
+        f"pod_size={group // node} makes pods of {group} ranks, which do not fill the "
+        f"{world_size} ranks of the topology. Give Topology a pod_size that divides "
+        f"its {world_size // node} nodes, or leave pod_size out"
+    )
+
+
+def check_pods(topology: Topology, plan: ShardingPlan) -> None:
+    """Check that TorchRec runs the tables of a plan in the pods of its topology.
+
+    A plan of a sharding group is not checked: there `DMPCollection` is told the size.
+
+    Raises:
+        ConfigError: It would use groups of another size, and leave shards out.
+    """
+    group, node = int(topology.intra_group_size), int(topology.local_world_size)
+    if group <= node or sharding_group(topology) is not None:
+        return
+    tables = [
+        f"{path}.{name}" if path else name
+        for path, module in plan.plan.items()
+        for name, sharding in module.items()
+        if sharding.sharding_type in NODE_TYPES
+    ]
+    used = group_size_of_job(int(topology.world_size)) if tables else group
+    if used != group:
+        names = " ".join(f"{name}={group // node}" for name in POD_VARIABLES)
+        raise ConfigError(
+            f"table '{tables[0]}' is planned in pods of {group} ranks (pod_size="
+            f"{group // node}), but this job runs table-row-wise shards in groups of "
+            f"{used}, and TorchRec would leave shards out. Start the job with {names}, "
+            "or leave pod_size out of the topology"
+        )
 
 
 def _visible_card(device_type: str) -> tuple[str, int] | None:

@@ -48,6 +48,7 @@ from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import (
+    POD_VARIABLES,
     EnumeratorByModule,
     pipeline_name,
     sharder_params,
@@ -293,6 +294,8 @@ def _rank(rank: int, topology: Topology) -> Iterator[None]:
     world_size, node = int(topology.world_size), int(topology.local_world_size)
     environment, hook = dict(os.environ), sys.excepthook
     os.environ |= {"LOCAL_RANK": str(rank % node), "LOCAL_WORLD_SIZE": str(node)}
+    pod_nodes = str(max(int(topology.intra_group_size) // node, 1))
+    os.environ |= dict.fromkeys(POD_VARIABLES, pod_nodes)
     try:
         with quietly(logging.WARNING), without_other_ranks():
             dist.init_process_group(

@@ -17,6 +17,7 @@ from typing import Literal
 __all__ = [
     "COLUMN_SHARDED_TYPES",
     "COLUMN_WISE",
+    "NODE_TYPES",
     "SHARDING_TYPES",
     "TABLE_COLUMN_WISE",
     "TABLE_WISE",
@@ -99,6 +100,11 @@ _ROWS = (
 
 SHARDING_TYPES: Mapping[str, ShardingType] = {row.name: row for row in _ROWS}
 """By TorchRec's name."""
+
+NODE_TYPES: frozenset[str] = frozenset(
+    name for name, kind in SHARDING_TYPES.items() if kind.block == "node"
+)
+"""Sharding types that spread rows over the ranks of a node, or of a pod."""
 
 COLUMN_SHARDED_TYPES: frozenset[str] = frozenset(
     name for name, kind in SHARDING_TYPES.items() if kind.in_columns
