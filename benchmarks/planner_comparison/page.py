@@ -210,6 +210,41 @@ def _carries(data: Data) -> str:
     return f"{title}\n\n{table(head, rows)}"
 
 
+def _choices(data: Data) -> str:
+    """How often the plan that the costs call shortest is so, and what is lost."""
+    rows = []
+    for cluster, tasks in _clusters(data).items():
+        found = paired.choices(tasks)
+        regrets = sorted(c.regret for c in found)
+        if not found:
+            continue
+        wrong = [r for r in regrets if r > 0]
+        rows.append(
+            (
+                cluster,
+                f"{len(found)}",
+                _median([c.num_plans for c in found], ".0f"),
+                f"{1 - len(wrong) / len(found):.0%}",
+                f"{sum(r <= paired.SAME for r in regrets) / len(found):.0%}",
+                f"{statistics.fmean(regrets):.2%}",
+                f"{statistics.fmean(wrong or [0.0]):.2%}",
+                f"{regrets[-1]:.1%}",
+            )
+        )
+    head = (
+        "cluster",
+        "tasks",
+        "different plans, median",
+        "top-1",
+        f"top-1, or within {paired.SAME:.0%}",
+        "regret, mean",
+        "regret where it is another plan, mean",
+        "regret, worst task",
+    )
+    title = "## Is the plan that the costs choose the shortest on measured kernels"
+    return f"{title}\n\n{table(head, rows)}"
+
+
 def _more(data: Data) -> str:
     rows = []
     for rival in data["rivals"]:
@@ -302,6 +337,7 @@ def markdown(data: Data) -> str:
         *([_against(data, COLUMNS)] if COLUMNS in _planners(data) else []),
         _by_family(data),
         _carries(data),
+        _choices(data),
         _more(data),
         _troubles(data),
         "How it was measured: `docs/comparison.md`. Intervals: "

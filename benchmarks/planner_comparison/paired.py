@@ -160,6 +160,61 @@ def nearest(
     return max(means.items(), key=lambda item: item[1], default=None)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """The plan of a task that the costs call shortest, among different ones."""
+
+    task: str
+    num_plans: int
+    predicted_best: str
+    """Who made it."""
+    measured_best: str
+    """Who made the plan that is the shortest."""
+    regret: float
+    """How much longer the former takes, as a share; 0 where they are one plan."""
+
+
+def choices(
+    tasks: Iterable[Task], metric: str = KERNELS, least_plans: int = 2
+) -> list[Choice]:
+    """Return which of each task's plans the costs choose, and which is the shortest.
+
+    Plans that are predicted to take the same, to six digits, count as one: their
+    measured times are averaged. The plan that is timed twice is not counted twice.
+
+    Args:
+        tasks: With what was predicted and measured of each plan.
+        metric: What plans are compared by.
+        least_plans: Tasks with fewer different plans are left out.
+    """
+    found = []
+    for task in tasks:
+        by_prediction: dict[str, list[tuple[str, float]]] = {}
+        for name, entry in task["planners"].items():
+            real = measured(task, name, metric)
+            if real is not None and name != AGAIN:
+                key = f"{entry['predicted'][metric]:.6g}"
+                by_prediction.setdefault(key, []).append((name, real))
+        plans = [
+            (float(key), statistics.fmean(ms for _, ms in same), same[0][0])
+            for key, same in by_prediction.items()
+        ]
+        if len(plans) < least_plans:
+            continue
+        _, chosen_ms, chosen = min(plans)
+        _, best_ms, best = min(plans, key=lambda plan: plan[1])
+        found.append(
+            Choice(
+                task=task["name"],
+                num_plans=len(plans),
+                predicted_best=chosen,
+                measured_best=best,
+                regret=chosen_ms / best_ms - 1,
+            )
+        )
+    return found
+
+
 def planners(tasks: Iterable[Task]) -> list[str]:
     """Return all planners that were asked, in order."""
     return list(dict.fromkeys(n for t in tasks for n in t["planners"]))

@@ -22,9 +22,9 @@ from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.search.base import Searcher
 from torchrec_neuroshard.testing import AnalyticCostModel
 
-kernels, page, planning, plans, results, rivals, run, tasks = (
+kernels, page, paired, planning, plans, results, rivals, run, tasks = (
     import_module(f"planner_comparison.{name}")
-    for name in "kernels page planning plans results rivals run tasks".split()
+    for name in "kernels page paired planning plans results rivals run tasks".split()
 )
 pytestmark = ATTACHES_OPTIMIZERS
 
@@ -180,6 +180,34 @@ def test_the_page_drops_no_loss(tmp_path: Path) -> None:
     assert row["random"] == ["-"] * 3
     assert row["the shortest of TorchRec's"][1:] == ["0.75", "2/0"]
     assert row["the shortest of all rivals'"][1:] == ["1.50", "0/1"]
+
+
+def test_the_plan_that_costs_choose_is_held_to_the_shortest() -> None:
+    def task(name: str, **plans: tuple[float, float]) -> dict[str, Any]:
+        """Plans by who made them: predicted and measured."""
+        entries = {
+            planner: {
+                "predicted": {paired.KERNELS: predicted},
+                "measured": {paired.KERNELS: real},
+            }
+            for planner, (predicted, real) in plans.items()
+        }
+        return {"name": name, "planners": {**entries, "none": {"status": "no plan"}}}
+
+    right, wrong, single = paired.choices(
+        [
+            task("right", a=(1.0, 2.0), b=(1.5, 4.0), c=(1.0, 4.0)),
+            task("wrong", a=(1.0, 5.0), b=(1.5, 4.0), **{paired.AGAIN: (1.0, 0.1)}),
+            task("one plan", a=(1.0, 5.0), b=(1.0, 4.0)),
+        ],
+        least_plans=1,
+    )
+    # The two plans that are one take 3.0.
+    assert (right.num_plans, right.regret) == (2, 0.0)
+    assert (wrong.predicted_best, wrong.measured_best) == ("a", "b")
+    assert wrong.regret == pytest.approx(0.25)
+    assert (single.num_plans, single.regret) == (1, 0.0)
+    assert not paired.choices([task("one plan", a=(1.0, 5.0))])
 
 
 def test_the_readmes_table_is_the_results(tmp_path: Path) -> None:
