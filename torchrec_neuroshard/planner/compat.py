@@ -423,6 +423,11 @@ def kernel_settings(option: ShardingOption) -> tuple[str | None, ...]:
     return tuple(value if value is None else repr(value) for value in values)
 
 
+def is_stashed(option: ShardingOption) -> bool:
+    """Whether weights go to the host between lookups and updates: since 1.9."""
+    return bool(getattr(option, "stash_weights", False))
+
+
 def sharders_by_type(
     sharders: Iterable[ModuleSharder[Any]],
 ) -> dict[str, ModuleSharder[Any]]:

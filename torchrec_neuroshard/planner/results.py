@@ -16,7 +16,7 @@ from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.cautions import cautions, optimizer_notes
+from torchrec_neuroshard.planner.cautions import cautions, optimizer_notes, stash_notes
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
@@ -118,6 +118,7 @@ def describe_plan(
         known += best.result.notes if fallback is None else ()
     known += placed.range_notes()
     known += optimizer_notes(selected, costs.reader)
+    known += stash_notes(costs, selected)
     if memory is not None and (full := memory.overflow(selected, room)):
         known.append(Note("memory", full, severity="error"))
     known += cautions(costs, selected, room)
