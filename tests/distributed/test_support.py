@@ -29,6 +29,7 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.pec_embedding import PECEmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules import mc_embedding_modules
@@ -161,7 +162,9 @@ class Part:
 def sharder_of(kind: str) -> Any:
     """TorchRec's sharder, but offering on CPUs what it offers on GPUs."""
     base: Any = next(
-        type(s) for s in get_default_sharders() if s.module_type.__name__ == kind
+        type(s)
+        for s in (*get_default_sharders(), PECEmbeddingCollectionSharder())
+        if s.module_type.__name__ == kind
     )
 
     class Sharder(OnCpus, base): ...

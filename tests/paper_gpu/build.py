@@ -22,7 +22,7 @@ _SOURCE = _HERE / "paper_cuda.cpp"
 _STAND_IN = _HERE / "no_cuda.cpp"
 _FLAGS = ("-std=c++20", "-O1", "-w", "-fPIC", "-shared")
 _LIBRARIES = ("-lc10", "-ltorch_cpu")
-_TORCH_RELEASE = "2.14."
+_TORCH_RELEASES = ("2.13.", "2.14.")
 """The library is written against torch's own headers, which each release changes."""
 
 
@@ -36,10 +36,10 @@ def why_not() -> str:
         return "the paper GPU is built by g++, which is not installed"
     if torch.cuda.is_available():
         return "there is a real GPU here"
-    if not torch.__version__.startswith(_TORCH_RELEASE):
+    if not torch.__version__.startswith(_TORCH_RELEASES):
         return (
-            f"the paper GPU is written against torch {_TORCH_RELEASE}x, this is "
-            f"{torch.__version__}"
+            f"the paper GPU is written against torch {' and '.join(_TORCH_RELEASES)}, "
+            f"this is {torch.__version__}"
         )
     return ""
 

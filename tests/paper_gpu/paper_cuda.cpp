@@ -16,6 +16,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
+#include <torch/headeronly/version.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
@@ -400,6 +401,15 @@ class FusedKernel {
     }
   }
 
+  // The buffer that the CPU's kernel reads, and where in it each feature's table begins.
+  std::pair<Tensor, Tensor> host_weights() const {
+    if (!has("weights")) {
+      return {tensor("host_weights"), tensor("weights_offsets")};
+    }
+    const auto given = (*this)["weights"].toTensorVector();
+    return {given[0], given[2]};
+  }
+
   // Hands what the kernel wrote into such copies back.
   void write_back() const {
     for (const auto& [both, dev, uvm] : copies_) {
@@ -417,8 +427,9 @@ class FusedKernel {
     (*this)[name + "_offsets"] = offsets;
   }
 
-  // Backward kernels take their weights in a list: the device's buffer, placements,
-  // offsets, managed memory and the cache. On a CPU it has the first three.
+  // Since FBGEMM 1.9 backward kernels take their weights in a list: the device's
+  // buffer, placements, offsets, managed memory and the cache. On a CPU it has the
+  // first three.
   void use_device_weights() {
     const auto given = (*this)["weights"].toTensorVector();
     Tensor offsets = given[2];
@@ -775,9 +786,7 @@ void adam(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stac
   const Tensor ids = kernel.tensor("indices").to(at::kLong);
   const Tensor offsets = kernel.tensor("offsets").to(at::kLong);
   const Tensor sample_weights = kernel.tensor("indice_weights");
-  const auto held_weights = kernel["weights"].toTensorVector();
-  Tensor weights = held_weights[0];
-  const Tensor places = held_weights[2];
+  auto [weights, places] = kernel.host_weights();
   Tensor moment1 = kernel.tensor("momentum1_host"),
          moment2 = kernel.tensor("momentum2_host");
   const Tensor columns = kernel.tensor("D_offsets").to(at::kLong);
@@ -837,12 +846,23 @@ void adam(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stac
   call.give_back(stack);
 }
 
+// FBGEMM 1.9 belongs to torch 2.14, earlier ones to earlier releases.
+#if TORCH_VERSION_MINOR >= 14
+#define WEIGHTS "Tensor[](a!) weights, "
+#define AUXILIARY "Tensor[] aux_tensor_bwd, "
+#else
+#define WEIGHTS                                                                  \
+  "Tensor(a!) host_weights, Tensor(b!) dev_weights, Tensor(c!) uvm_weights, "    \
+  "Tensor(d!) lxu_cache_weights, Tensor weights_placements, Tensor "             \
+  "weights_offsets, "
+#define AUXILIARY "Tensor lxu_cache_locations, "
+#endif
+
 constexpr const char* kAdamArguments =
-    "(Tensor grad_output, Tensor[](a!) weights, Tensor D_offsets, SymInt max_D, "
-    "bool mixed_D, "
+    "(Tensor grad_output, " WEIGHTS "Tensor D_offsets, SymInt max_D, bool mixed_D, "
     "Tensor hash_size_cumsum, int total_hash_size_bits, Tensor indices, Tensor "
     "offsets, "
-    "int pooling_mode, Tensor indice_weights, Tensor[] aux_tensor_bwd, "
+    "int pooling_mode, Tensor indice_weights, " AUXILIARY
     "int BT_block_size, int max_segment_length_per_warp, bool stochastic_rounding, "
     "int info_B_num_bits, int info_B_mask_int64, bool use_uniq_cache_locations, "
     "bool use_homogeneous_placements, Tensor(g!) momentum1_host, Tensor(h!) "
