@@ -191,6 +191,8 @@ def test_pods_that_do_not_fill_the_ranks_hold_no_tables() -> None:
     assert entry_of(plan).sharding_type == "row_wise"
     with pytest.raises(ConfigError, match="pods of 16 ranks, which do not fill the 8"):
         make_planner(topology=gpus(8, 2, pod_size=8))
+    # A node with more ranks than the job has is no pod.
+    plan_of(bags(), topology=gpus(2, 8))
 
 
 def test_a_job_without_the_pods_of_its_plan_is_refused(

@@ -237,8 +237,9 @@ class NeuroShardPlanner(DescribesPlans):
         if not constraints and isinstance(enumerator, EmbeddingEnumerator):
             constraints = enumerator_constraints(enumerator)
         constraints = dict(constraints) if constraints else None
-        if topology.intra_group_size > topology.world_size:
-            raise ConfigError(pod_fault(topology))
+        fault = pod_fault(topology)
+        if fault and topology.intra_group_size > topology.world_size:
+            raise ConfigError(fault)
         self.costs = PlanCosts(
             topology,
             constraints,
