@@ -19,7 +19,7 @@ NOTE_CODES: Mapping[str, str] = {
     "memory": "the plan needs more memory than a rank has, or may",
     "host-memory": "tables are in the host's memory",
     "out-of-range": "a shard is outside what the cost model was trained on",
-    "stash": ("tables have `stash_weights`: what the copies take, and what that frees"),
+    "stash": "tables have `stash_weights`: what the copies take, and what that frees",
     "optimizer": "tables have an optimizer whose state is not known",
     "unusual": "the plan looks unusual, and only an estimate recommends it",
     "constraints": "constraints do not fit the model's tables",

@@ -50,7 +50,7 @@ Source: the compatibility table in FBGEMM's `fbgemm_gpu/__init__.py` (1.6 to 1.8
 
 DEFAULT_RELEASE = "1.8"
 """The release that this package is developed and measured on. On CPUs, FBGEMM 1.9's
-row-wise Adagrad takes twice to ten times as long backward
+row-wise Adagrad takes twice as long backward, and up to 15 times
 (`benchmarks/results/fbgemm_19_202611.md`)."""
 
 _FBGEMM = (
