@@ -111,6 +111,13 @@ def test_training_is_the_same_for_the_same_seed() -> None:
     assert not torch.equal(weights(0), weights(1))
 
 
+@pytest.mark.parametrize("epochs", [1, 9, 10, 11])
+def test_any_number_of_steps_trains(epochs: int) -> None:
+    data = build_sets(draw_records(20, 0))  # one batch
+    network = train(data, dataclasses.replace(QUICK, epochs=epochs))
+    assert all(p.isfinite().all() for p in network.parameters())
+
+
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_physics_is_found_again(device_type: str) -> None:
     """Times made of known constants and another cache."""

