@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.types import ShardingOption
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from tests.builders import bags, each, entries_of, gpus, make_ebc, make_planner
+from tests.builders import each, entries_of, gpus, make_ebc, make_planner
 from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.planner import PlanFileError
 from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
@@ -87,33 +84,3 @@ def test_searched_priced_flagged_kept_in_files_and_rehearsed(
     slower = theirs["t1"].fwd_compute / theirs["t0"].fwd_compute
     assert slower == pytest.approx(1.0) if kernel == "fused_triton" else slower > 2.0
     assert ours["t0"].fwd_compute != pytest.approx(theirs["t0"].fwd_compute)
-
-
-@pytest.mark.skipif(
-    "stash_weights" not in inspect.signature(ShardingOption).parameters,
-    reason="TorchRec's options say so since 1.9",
-)
-def test_stashed_tables_are_told_of() -> None:
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t{i}",
-            num_embeddings=10_000_000,
-            embedding_dim=64,
-            feature_names=[f"f{i}"],
-            **({"stash_weights": True} if i else {}),
-        )
-        for i in range(2)
-    ]
-    planner: Any = make_planner(
-        topology=gpus(hbm_to_ddr_mem_bw=2**30 * 20 / 1000),
-        constraints=each(2, "row_wise"),
-        dense_ms=30.0,
-    )
-    planner.plan(bags(*tables), [EmbeddingBagCollectionSharder()])
-    [note] = [n for n in planner.last_result.notes if n.code == "stash"]
-    # Half of 10 million rows of 256 bytes, twice, at 20 x 2^30 / 1e9 = 21.5 GB/s.
-    assert note.text.startswith(
-        "tables 't1' are stashed: rank 0 copies 1.19 GiB to the host and back in each "
-        "iteration, 119 ms at 21.5 GB/s. At most 30 ms of it are hidden by dense "
-        "layers (dense_ms). The other 89.2 ms are in no prediction"
-    )

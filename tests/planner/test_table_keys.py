@@ -98,6 +98,14 @@ def test_a_path_that_is_not_there_is_told_with_the_near_miss() -> None:
     assert "'t9', which the model does not have; the tables are 't0', 't1'." in texts[1]
 
 
+def test_a_device_group_is_of_one_module_s_table() -> None:
+    constraints = {"user.ebc/t0": ParameterConstraints(device_group="cpu")}
+    enumerator = NeuroShardEnumerator(gpus(2), 64, constraints, **analytic())
+    options = enumerator.enumerate(towers(), bag_sharders())
+    found = {(o.path, o.name) for o in options}
+    assert ("user.ebc", "t0") not in found and ("item.ebc", "t0") in found
+
+
 def test_memory_of_the_host_is_for_the_module_that_may_use_it() -> None:
     fused = ParameterConstraints(compute_kernels=["fused"])
     cached = ParameterConstraints(compute_kernels=["fused_uvm_caching"])

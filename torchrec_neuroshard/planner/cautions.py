@@ -10,13 +10,11 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.compat import is_stashed
 from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.plan_costs import ESTIMATED_COLUMNS, PlanCosts
 from torchrec_neuroshard.planner.reader import TableReader
-from torchrec_neuroshard.planner.topology import GB_PER_S
 
-__all__ = ["cautions", "optimizer_notes", "stash_notes"]
+__all__ = ["cautions", "optimizer_notes"]
 
 FULLEST = 3.0
 """Times the mean memory that the fullest rank may hold without a caution."""
@@ -77,36 +75,3 @@ def optimizer_notes(
         for name, tables in sorted(odd.items())
     )
     return tuple(Note("optimizer", text) for text in texts)
-
-
-def stash_notes(costs: PlanCosts, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Say what stashing tables frees, and what copying them takes in each iteration.
-
-    TorchRec copies stashed weights to the host after their lookups, and back before
-    their updates.
-
-    Args:
-        costs: What the plan was priced by.
-        plan: Placed options.
-    """
-    topology, stashed = costs.topology, [o for o in plan if is_stashed(o)]
-    if not stashed or topology.compute_device == "cpu":
-        return ()
-    bytes_W = np.zeros(int(topology.world_size))
-    for option in stashed:
-        for shard in option.shards:
-            size = float(np.prod(shard.size)) * option.tensor.element_size()
-            bytes_W[int(shard.rank)] += size
-    most = int(bytes_W.argmax())
-    gb_per_s = float(topology.hbm_to_ddr_mem_bw) * GB_PER_S
-    copy_ms = 2 * bytes_W[most] / (gb_per_s * 1e6)
-    dense_ms = costs.dense.forward + costs.dense.backward
-    left_ms = max(copy_ms - dense_ms, 0.0)
-    text = (
-        f"tables {quoted([table_name(o) for o in stashed])} are stashed: rank {most} "
-        f"copies {format_bytes(bytes_W[most])} to the host and back in each iteration, "
-        f"{copy_ms:.3g} ms at {gb_per_s:.3g} GB/s. At most {dense_ms:.3g} ms of it are "
-        f"hidden by dense layers (dense_ms). The other {left_ms:.3g} ms are in no "
-        "prediction, and the memory that is free meanwhile is not planned with"
-    )
-    return (Note("stash", text),)

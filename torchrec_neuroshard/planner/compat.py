@@ -176,12 +176,7 @@ class EnumeratorByModule(EmbeddingEnumerator):
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
-        """Return the options of every table, with estimates.
-
-        Args:
-            module: The model, or the part of it to shard.
-            sharders: TorchRec's sharders of its embedding modules.
-        """
+        """Return the options of every table, with estimates, as TorchRec's does."""
         paths = {child: path for path, child in module.named_modules()}
 
         def announcing(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
@@ -228,12 +223,7 @@ class HookedEnumerator(EnumeratorByModule):
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
-        """Return the options of every table, with estimates.
-
-        Args:
-            module: The model, or the part of it to shard.
-            sharders: TorchRec's sharders of its embedding modules.
-        """
+        """Return the options of every table, with estimates, as TorchRec's does."""
         self._has_buckets = any(map(_may_have_buckets, module.modules()))
         self._true_world_size = self._world_size
         options: list[ShardingOption] = []
@@ -426,6 +416,16 @@ def kernel_settings(option: ShardingOption) -> tuple[str | None, ...]:
 def is_stashed(option: ShardingOption) -> bool:
     """Whether weights go to the host between lookups and updates: since 1.9."""
     return bool(getattr(option, "stash_weights", False))
+
+
+def stash(option: ShardingOption) -> None:
+    """Mark an option as stashed."""
+    option.stash_weights = True
+
+
+def torchrec_stashes() -> bool:
+    """Whether this release can stash tables that a planner chose: since 1.9."""
+    return "stash_weights" in inspect.signature(ShardingOption).parameters
 
 
 def sharders_by_type(

@@ -132,6 +132,16 @@ class DescribesPlans(EmbeddingShardingPlanner):
         known = self.last_known
         return known.task if known else None
 
+    @property
+    def stashed_tables(self) -> set[str]:
+        """Tables of the last plan to stash.
+
+        For `MemoryStashingManager.set_stashed_tables`, before
+        `DistributedModelParallel` takes the plan.
+        """
+        known = self.last_known
+        return set(known.stashed) if known else set()
+
     def get_selected_options(self) -> list[ShardingOption]:
         """Return the last plan's options, with the costs and memory of its shards.
 

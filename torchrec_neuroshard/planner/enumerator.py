@@ -21,9 +21,7 @@ from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.models.base import CommsModel, CostModel
-from torchrec_neuroshard.planner.checks import (
-    check_constraints,
-)
+from torchrec_neuroshard.planner.checks import check_constraints, table_paths
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
     enumerator_constraints,
@@ -43,7 +41,6 @@ from torchrec_neuroshard.planner.option_facts import (
     is_modelled_config,
     is_pooled,
     note_sharders,
-    table_configs,
     table_name,
 )
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
@@ -199,8 +196,8 @@ class NeuroShardEnumerator(HookedEnumerator):
         known: dict[str, bool] = {}
         self._wide = set()
         sizes: list[tuple[str, int]] = []
-        for config in table_configs(module):
-            constraint = self._constraints.given.get(config.name)
+        for path, config in table_paths(module, sharders):
+            constraint = constraint_on(self._constraints.given, path, config.name)
             group = constraint.device_group if constraint else None
             if group and group != self._compute_device:
                 continue  # TorchRec lists it for other devices

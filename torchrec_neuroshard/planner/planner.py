@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
@@ -73,11 +74,19 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.partitioner import (
     NeuroShardPartitioner,
     SearchLog,
+    SearchRecord,
 )
 from torchrec_neuroshard.planner.perf_model import NeuroShardPerfModel
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.proposer import (
     NeuroShardProposer,
+)
+from torchrec_neuroshard.planner.stashing import (
+    RoomOfDenseLayers,
+    check_stash_bytes,
+    exposed_ms,
+    stash_enough,
+    with_room,
 )
 from torchrec_neuroshard.planner.table_keys import with_bare_names
 from torchrec_neuroshard.planner.topology import (
@@ -110,9 +119,13 @@ class _FoundPlan:
     plan: ShardingPlan
     options: list[ShardingOption] | None
     """Its options, as callbacks left them; None of a model without tables."""
+    records: Sequence[SearchRecord]
+    """The searches that were made for it."""
     fallback: str | None = None
     """Why TorchRec's own planner was asked, if it was."""
     notes: tuple[Note, ...] = ()
+    more_bytes: float = 0.0
+    """Memory of each rank that it takes beside what is left for tables."""
 
 
 class NeuroShardPlanner(DescribesPlans):
@@ -185,6 +198,11 @@ class NeuroShardPlanner(DescribesPlans):
         strict_memory: Whether a plan must fit by what ranks allocate. False: where none
             does, one that fits by TorchRec's count is returned, and a warning names the
             rank, the bytes and what takes them.
+        stash_bytes: Memory of each rank that is kept back for dense layers and that
+            they need only while they run, such as their activations [bytes]. Tables may
+            take it if others are stashed meanwhile (TorchRec 1.9). The search plans
+            with and without it, and takes what is shorter, copies counted;
+            `stashed_tables` says which tables to stash.
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
@@ -222,6 +240,7 @@ class NeuroShardPlanner(DescribesPlans):
         pipeline_type: Any = None,
         dense_ms: DenseMs | float | None = None,
         strict_memory: bool = False,
+        stash_bytes: float = 0,
         **kwargs: Any,
     ) -> None:
         topology = default_topology() if topology is None else topology
@@ -240,6 +259,8 @@ class NeuroShardPlanner(DescribesPlans):
         fault = pod_fault(topology)
         if fault and topology.intra_group_size > topology.world_size:
             raise ConfigError(fault)
+        if stash_bytes:
+            check_stash_bytes(stash_bytes, topology)
         self.costs = PlanCosts(
             topology,
             constraints,
@@ -285,6 +306,7 @@ class NeuroShardPlanner(DescribesPlans):
             "pipeline_type": pipeline_type,
             "dense_ms": dense_ms,
             "strict_memory": strict_memory,
+            "stash_bytes": stash_bytes,
         }
         self._arguments = {**shared, **parts, **own}
         self._torchrec_arguments = {
@@ -394,8 +416,8 @@ class NeuroShardPlanner(DescribesPlans):
             self._last.options = found.options
             self._last.known = self._known(
                 found.options,
-                self._reserved(module, sharders),
-                records=self._log.records,
+                with_room(self._reserved(module, sharders), found.more_bytes),
+                records=found.records,
                 fallback=found.fallback,
                 notes=[*notes, *found.notes],
             )
@@ -408,9 +430,13 @@ class NeuroShardPlanner(DescribesPlans):
 
         Where the search finds none by that count, either, it is TorchRec's own plan.
         """
+        stashed = self._find_stashed(module, sharders)
         try:
-            return self._searched(module, sharders)
+            found = self._searched(module, sharders)
+            return found if stashed is None else self._shorter(found, stashed)
         except PlannerError as error:
+            if stashed is not None:
+                return stashed
             memory, is_crowded = self._strict, self._log.is_crowded
             if error.error_type not in _NO_PLAN:
                 raise
@@ -431,6 +457,47 @@ class NeuroShardPlanner(DescribesPlans):
             found.notes += (Note("memory", _LENIENT, severity="warning"),)
             warnings.warn(f"{text}. {_LENIENT}", stacklevel=2)
         return found
+
+    def _find_stashed(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> _FoundPlan | None:
+        """Return the shortest plan found that also takes the memory of dense layers.
+
+        Returns:
+            None where there is none, or stashing tables does not free that much.
+        """
+        more_bytes, memory = self._arguments["stash_bytes"], self.memory
+        if not more_bytes or memory is None:
+            return None
+        inner = copy.deepcopy(planner_part(self, "storage_reservation"))
+        other = self._again(
+            storage_reservation=RoomOfDenseLayers(inner, more_bytes), stash_bytes=0
+        )
+        try:
+            found = NeuroShardPlanner._searched(other, module, sharders)
+            left = self.reserve(module, sharders)
+        except PlannerError:
+            return None
+        if found.options is None:
+            return None
+        peak_W = np.array([float(r.peak) for r in memory.ranks(found.options)])
+        room_W = np.array([float(d.storage.hbm) for d in left.devices])
+        if not stash_enough(found.options, peak_W - room_W):
+            return None
+        found.more_bytes = more_bytes
+        return found
+
+    def _shorter(self, found: _FoundPlan, stashed: _FoundPlan) -> _FoundPlan:
+        """Return the shorter plan, with what the copies of stashed tables add."""
+
+        def taken_ms(plan: _FoundPlan) -> float:
+            options = plan.options or []
+            path_ms = self.costs.placed(options).predicted.critical_path_ms
+            return path_ms + exposed_ms(self.costs, options)
+
+        if found.options is None or taken_ms(found) <= taken_ms(stashed):
+            return found
+        return stashed
 
     def _searched(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -456,7 +523,7 @@ class NeuroShardPlanner(DescribesPlans):
         self._selected = None
         with report_full(planner_part(self, "storage_reservation")):
             plan = super().plan(module, sharders)
-        return _FoundPlan(plan=plan, options=self._selected)
+        return _FoundPlan(plan=plan, options=self._selected, records=self._log.records)
 
     @property
     def _strict(self) -> MemoryModel | None:
@@ -642,7 +709,12 @@ class NeuroShardPlanner(DescribesPlans):
             raise PlannerError(
                 message=f"{ours}\n{error}", error_type=error.error_type
             ) from None
-        return _FoundPlan(plan=plan, options=options, fallback=ours or str(error))
+        return _FoundPlan(
+            plan=plan,
+            options=options,
+            records=self._log.records,
+            fallback=ours or str(error),
+        )
 
     def _enough_ranks(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]], strict: bool

@@ -16,7 +16,8 @@ from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.cautions import cautions, optimizer_notes, stash_notes
+from torchrec_neuroshard.planner.cautions import cautions, optimizer_notes
+from torchrec_neuroshard.planner.compat import is_stashed
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
@@ -32,6 +33,7 @@ from torchrec_neuroshard.planner.reader import (
     DEFAULT_INPUTS,
     TableReader,
 )
+from torchrec_neuroshard.planner.stashing import stash_notes
 from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.report import PlanReport, explain
 from torchrec_neuroshard.report.parts import (
@@ -56,6 +58,8 @@ class KnownPlan:
     """The tables that the result's placement counts, in its order."""
     shown: PlanReport
     """Its report; what splits are good for is left out."""
+    stashed: tuple[str, ...] = ()
+    """Tables whose weights wait on the host while dense layers run."""
 
     def report(self, simulator: Simulator | None = None) -> PlanReport:
         """Return the plan's report.
@@ -143,6 +147,7 @@ def describe_plan(
     return KnownPlan(
         result=result,
         task=task,
+        stashed=tuple(table_name(o) for o in selected if is_stashed(o)),
         shown=PlanReport.of(
             result,
             _table_reports(selected, tier, hosts, shards_ms),
