@@ -40,7 +40,7 @@ SCHEMA_VERSION = 4
 _AGAIN_ABOUT = f"the plan of `{OURS}`, its kernels timed as if they were others"
 _ENVIRONMENT = ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables that plans and times may depend on."""
-_QUICK = {"max_rows": 20_000, "plan_seconds": 10.0, "solver_seconds": 1.0}
+_QUICK = {"max_rows": 20_000, "plan_seconds": 10.0, "solver_seconds": 1.0, "rounds": 1}
 """Upper limits of options under `--quick`."""
 _QUICK_BATCH = 2_048
 
@@ -72,6 +72,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--solver-seconds", type=float, default=4.0)
     parser.add_argument("--planning-processes", type=int, default=2)
     parser.add_argument("--num-tasks", type=int, help="only the first")
+    parser.add_argument(
+        "--clusters", nargs="*", default=[*CLUSTERS], help="judge on these alone"
+    )
+    parser.add_argument(
+        "--max-lookups", type=int, help="halve batches that read more in all"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of timing each kernel")
     parser.add_argument("--every", type=int, default=1, help="only every so many task")
     parser.add_argument("--quick", action="store_true", help="a dry run: few, small")
     parser.add_argument(
@@ -103,9 +110,10 @@ class Comparison:
             seed=options.seed,
             quick=options.quick,
             device_type=self._device.type,
+            max_lookups=options.max_lookups,
         )
         tasks = make_tasks(options.tables, settings)
-        self._judged_on = judged_on(tasks)
+        self._judged_on = judged_on(tasks, options.clusters)
         self.tasks = tasks[:: options.every][: options.num_tasks]
         self._planning = PlanningSettings(
             names=None if options.planners is None else tuple(options.planners),
@@ -121,7 +129,7 @@ class Comparison:
             self._device,
             max(t.memory_bytes for t in self.tasks),
             getattr(model, "reference_ms", 0.0),
-            KernelSettings(rounds=1 if options.quick else 5, passes=1),
+            KernelSettings(rounds=options.rounds, passes=1),
         )
         self.data = describe(
             self._planning,
@@ -155,12 +163,15 @@ class Comparison:
         )
         planned = [(own, with_again(self._planners.plan(own))) for own in judged_on]
         plans = [o.plan for _, some in planned for o in some.values() if o.plan]
+        start = time.monotonic()
         times = self._timer.medians(self._timer.measure(plans))
+        seconds = round(time.monotonic() - start, 1)
         speed = round(self._timer.machine_speed(), 4)
         return [
             {
                 **own.to_json(),
                 "machine_speed": speed,
+                "measuring_seconds": seconds,
                 "planners": judge(own, outcomes, times, self._planning),
             }
             for own, outcomes in planned
@@ -237,12 +248,14 @@ def describe(
     }
 
 
-def judged_on(tasks: Sequence[Task]) -> dict[str, list[Cluster]]:
-    """Return the clusters that each task is judged on, by the task's name."""
+def judged_on(
+    tasks: Sequence[Task], names: Sequence[str] = tuple(CLUSTERS)
+) -> dict[str, list[Cluster]]:
+    """Return those of the clusters that each task is judged on, by the task's name."""
     seen: Counter[str] = Counter()
     found: dict[str, list[Cluster]] = {}
     for task in tasks:
-        known = clusters_of(task.world_size)
+        known = [c for c in clusters_of(task.world_size) if c.name in names]
         found[task.name] = [c for c in known if seen[c.name] % c.every == 0]
         seen.update(c.name for c in known)
     return found

@@ -119,6 +119,8 @@ class TaskSettings:
     """One small task of each family."""
     device_type: str = "cpu"
     """Where kernels are timed."""
+    max_lookups: int | None = None
+    """A batch that reads more is halved until it does not; None: by the device."""
 
     def fitting_batch(self, batch_size: int, pooling_factor: float) -> int:
         """Return the batch size, halved until it reads no more than it may.
@@ -127,7 +129,8 @@ class TaskSettings:
             batch_size: Samples over all ranks.
             pooling_factor: Lookups of a sample in all tables.
         """
-        limit = MOST_LOOKUPS if self.device_type == "cpu" else MOST_GPU_LOOKUPS
+        most = MOST_LOOKUPS if self.device_type == "cpu" else MOST_GPU_LOOKUPS
+        limit = self.max_lookups or most
         while pooling_factor * batch_size > limit and batch_size > 1:
             batch_size //= 2
         return batch_size
