@@ -240,7 +240,8 @@ def describe(
         "options": {
             name: value.name if isinstance(value, Path) else value
             for name, value in options.items()
-        },
+        }
+        | {"cost_model": model.name},
         "families": FAMILIES,
         "rivals": rivals,
         "num_tasks": num_tasks,
