@@ -29,7 +29,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.checks import table_paths, unsharded_tables
-from torchrec_neuroshard.planner.compat import with_devices
+from torchrec_neuroshard.planner.greedy import without
 from torchrec_neuroshard.planner.topology import default_topology
 
 __all__ = ["DynamicEmbeddingShardingPlanner", "dynamic_bytes"]
@@ -96,7 +96,7 @@ class DynamicEmbeddingShardingPlanner:
             dynamic_bytes(given[name].dynamicemb_options) for name in self._dynamic
         )
         self.static = NeuroShardPlanner(
-            _without(topology, self.reserved_bytes, self._dynamic),
+            _room(topology, self.reserved_bytes, self._dynamic),
             batch_size,
             constraints={
                 name: _plain(constraint, is_dynamic=name in self._dynamic)
@@ -197,18 +197,14 @@ def _plain(constraint: Any, *, is_dynamic: bool) -> ParameterConstraints:
     return ParameterConstraints(**values)
 
 
-def _without(topology: Topology, taken: int, tables: Iterable[str]) -> Topology:
+def _room(topology: Topology, taken: int, tables: Iterable[str]) -> Topology:
     """The devices with what dynamic tables leave of their memory."""
-    devices = []
     for device in topology.devices:
-        left = device.storage.hbm - taken
-        if left < 0:
+        if device.storage.hbm < taken:
             raise ConfigError(
                 f"the dynamic tables {', '.join(sorted(tables))} take "
                 f"{taken / 2**30:.2f} GiB of each device; rank {device.rank} has "
                 f"{device.storage.hbm / 2**30:.2f} GiB. Lower global_hbm_for_values or "
                 "num_embeddings, or raise world_size"
             )
-        storage = dataclasses.replace(device.storage, hbm=left)
-        devices.append(dataclasses.replace(device, storage=storage))
-    return with_devices(topology, devices)
+    return without(topology, taken)

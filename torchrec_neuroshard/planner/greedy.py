@@ -177,7 +177,7 @@ def check_memory(
 
 
 def without(topology: Topology, num_bytes: float) -> Topology:
-    """Return the topology with less memory on every device."""
+    """Return the topology with less memory on every device; with more, if below 0."""
     taken = Storage(hbm=math.ceil(num_bytes), ddr=0)
     return with_devices(
         topology,

@@ -66,7 +66,7 @@ from torchrec_neuroshard.planner.first_launch import (
 from torchrec_neuroshard.planner.given_plans import (
     copied,
 )
-from torchrec_neuroshard.planner.greedy import check_memory
+from torchrec_neuroshard.planner.greedy import check_memory, without
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
     table_name,
@@ -86,7 +86,6 @@ from torchrec_neuroshard.planner.stashing import (
     check_stash_bytes,
     exposed_ms,
     stash_enough,
-    with_room,
 )
 from torchrec_neuroshard.planner.table_keys import with_bare_names
 from torchrec_neuroshard.planner.topology import (
@@ -416,7 +415,7 @@ class NeuroShardPlanner(DescribesPlans):
             self._last.options = found.options
             self._last.known = self._known(
                 found.options,
-                with_room(self._reserved(module, sharders), found.more_bytes),
+                without(self._reserved(module, sharders), -found.more_bytes),
                 records=found.records,
                 fallback=found.fallback,
                 notes=[*notes, *found.notes],

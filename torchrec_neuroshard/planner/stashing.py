@@ -9,7 +9,6 @@ Shapes: `W` ranks.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +28,8 @@ from torchrec_neuroshard.planner.compat import (
     is_stashed,
     stash,
     torchrec_stashes,
-    with_devices,
 )
+from torchrec_neuroshard.planner.greedy import without
 from torchrec_neuroshard.planner.option_facts import is_fused, table_name
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.topology import GB_PER_S
@@ -41,7 +40,6 @@ __all__ = [
     "exposed_ms",
     "stash_enough",
     "stash_notes",
-    "with_room",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -64,16 +62,6 @@ def check_stash_bytes(stash_bytes: float, topology: Topology) -> None:
         )
 
 
-def with_room(topology: Topology, more_bytes: float) -> Topology:
-    """Return the devices, each with so much more memory."""
-    if not more_bytes:
-        return topology
-    devices = copy.deepcopy(topology.devices)
-    for device in devices:
-        device.storage.hbm += int(more_bytes)
-    return with_devices(topology, devices)
-
-
 class RoomOfDenseLayers(StorageReservation):
     """Leaves more for tables than another reservation does.
 
@@ -94,7 +82,7 @@ class RoomOfDenseLayers(StorageReservation):
     def reserve(self, *arguments: Any, **named: Any) -> Topology:
         """Return the devices with what is left; arguments as in TorchRec."""
         left = self._inner.reserve(*arguments, **named)
-        self._left = with_room(left, self._more_bytes)
+        self._left = without(left, -self._more_bytes)
         return self._left
 
 
@@ -111,17 +99,18 @@ def stash_enough(plan: Sequence[ShardingOption], excess_W: Floats) -> bool:
     Returns:
         Whether that is possible; if not, nothing is marked.
     """
-    lacking_W = excess_W - _stashed_bytes(plan, len(excess_W))
-    left = {i: o for i, o in enumerate(plan) if is_fused(o) and not is_stashed(o)}
-    bytes_TW = {i: _weight_bytes(o, len(excess_W)) for i, o in left.items()}
+    world_size = len(excess_W)
+    lacking_W = excess_W - _stashed_bytes(plan, world_size)
+    left = [o for o in plan if is_fused(o) and not is_stashed(o)]
+    bytes_TW = np.array([_weight_bytes(o, world_size) for o in left])
     chosen: list[int] = []
     while (lacking_W > 0).any():
+        lacks_W = np.maximum(lacking_W, 0)
         served = {
-            i: float(np.clip(bytes_TW[i], 0, np.maximum(lacking_W, 0)).sum())
-            for i in left
-            if i not in chosen
+            i: num_bytes
+            for i, bytes_W in enumerate(bytes_TW)
+            if i not in chosen and (num_bytes := np.minimum(bytes_W, lacks_W).sum()) > 0
         }
-        served = {i: n for i, n in served.items() if n > 0}
         if not served:
             return False
         # Of tables that serve all of their bytes, the largest: few copies.
