@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -12,6 +15,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from tests.builders import bags, each, entries_of, gpus, make_planner
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.compat import torchrec_stashes
+from torchrec_neuroshard.planner.stashing import stash_enough
 
 pytestmark = pytest.mark.skipif(
     not torchrec_stashes(), reason="TorchRec stashes tables since 1.9"
@@ -108,6 +112,27 @@ def test_marked_tables_are_counted_before_others_are_stashed() -> None:
     planner = planner_of(FAST, stash_bytes=150 * MIB)
     planner.plan(model, SHARDERS)
     assert planner.stashed_tables == {"t0", "t1", "t2"}
+
+
+def test_only_weights_on_devices_are_freed() -> None:
+    def option(kernel: str, stash_weights: bool = False) -> Any:
+        """A table of 100 MiB on the second rank."""
+        shard = SimpleNamespace(rank=1, size=[100 * MIB // 256, 64])
+        return SimpleNamespace(
+            compute_kernel=kernel,
+            stash_weights=stash_weights,
+            tensor=torch.empty(0),
+            shards=[shard],
+        )
+
+    excess_W = np.array([0.0, 50.0 * MIB])
+    elsewhere = ("dense", "fused_uvm", "fused_uvm_caching", "key_value")
+    for marked in (False, True):
+        assert not stash_enough([option(k, marked) for k in elsewhere], excess_W)
+    plan = [*map(option, elsewhere), option("fused")]
+    assert stash_enough(plan, excess_W)
+    assert [o.stash_weights for o in plan] == [False] * 4 + [True]
+    assert not stash_enough([option("fused")], np.array([1.0, 0.0]))
 
 
 def test_what_cannot_be_stashed_is_refused() -> None:

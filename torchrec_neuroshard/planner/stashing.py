@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import (
     ShardingOption,
     StorageReservation,
@@ -30,7 +31,7 @@ from torchrec_neuroshard.planner.compat import (
     torchrec_stashes,
 )
 from torchrec_neuroshard.planner.greedy import without
-from torchrec_neuroshard.planner.option_facts import is_fused, table_name
+from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.topology import GB_PER_S
 
@@ -101,7 +102,7 @@ def stash_enough(plan: Sequence[ShardingOption], excess_W: Floats) -> bool:
     """
     world_size = len(excess_W)
     lacking_W = excess_W - _stashed_bytes(plan, world_size)
-    left = [o for o in plan if is_fused(o) and not is_stashed(o)]
+    left = [o for o in plan if not is_stashed(o)]
     bytes_TW = np.array([_weight_bytes(o, world_size) for o in left])
     chosen: list[int] = []
     while (lacking_W > 0).any():
@@ -142,7 +143,8 @@ def stash_notes(costs: PlanCosts, plan: Sequence[ShardingOption]) -> tuple[Note,
         costs: What the plan was priced by.
         plan: Placed options.
     """
-    topology, stashed = costs.topology, [o for o in plan if is_stashed(o)]
+    topology = costs.topology
+    stashed = [o for o in plan if is_stashed(o) and _is_on_devices(o)]
     if not stashed or topology.compute_device == "cpu":
         return ()
     bytes_W = _stashed_bytes(plan, int(topology.world_size))
@@ -181,9 +183,16 @@ def _stashed_bytes(plan: Sequence[ShardingOption], world_size: int) -> Floats:
 
 
 def _weight_bytes(option: ShardingOption, world_size: int) -> Floats:
-    """Return a table's weights on each rank [bytes]."""
+    """Return what stashing a table frees on each rank [bytes]."""
     bytes_W = np.zeros(world_size)
+    if not _is_on_devices(option):
+        return bytes_W
     for shard in option.shards:
         size = float(np.prod(shard.size)) * option.tensor.element_size()
         bytes_W[int(shard.rank)] += size
     return bytes_W
+
+
+def _is_on_devices(option: ShardingOption) -> bool:
+    """Whether FBGEMM keeps the weights on devices: TorchRec stashes no others."""
+    return bool(option.compute_kernel == EmbeddingComputeKernel.FUSED.value)
