@@ -102,36 +102,50 @@ def test_a_fault_of_our_own_is_none_of_the_plans(
 
 
 @pytest.mark.parametrize(
-    ("option", "hint"),
-    [("--bach-size=3", "; did you mean --batch-size?"), ("--zzz", ""), ("more", "")],
+    ("arguments", "said"),
+    [
+        (
+            "act --bach-size=3",
+            "act: error: unknown argument '--bach-size'; did you mean --batch-size?",
+        ),
+        ("act --batch 3", "did you mean --batch-size?"),  # no abbreviations
+        ("act --zzz", "act: error: unknown argument '--zzz'\n"),
+        ("act more", "act: error: unknown argument 'more'\n"),
+        ("atc", "error: unknown command 'atc'; did you mean 'act'?"),
+    ],
 )
-def test_options_that_are_misspelt_are_suggested(
+def test_misspelt_options_and_commands_are_suggested(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    option: str,
-    hint: str,
+    arguments: str,
+    said: str,
 ) -> None:
     use_command(monkeypatch, lambda args: 0)
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["act", option])
-    said = capsys.readouterr().err
-    assert said.endswith(f"unrecognized arguments: {option}{hint}\n")
+        cli.main(arguments.split())
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert len(shown.splitlines()) == 2 and shown.endswith("lists the options\n")
 
 
-def test_nobody_who_reads_the_output_is_no_fault(
+def test_a_reader_who_leaves_stops_no_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    finished = []
+
     def run(args: argparse.Namespace) -> int:
-        print("x")
-        return 0
+        print("x" * 100_000, flush=True)
+        print("the rest goes nowhere")
+        finished.append(args)
+        return 1
 
     use_command(monkeypatch, run)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        assert cli.main(["act"]) == cli.EXIT_PIPE_CLOSED
-        print("what is said later goes nowhere", flush=True)
+        assert cli.main(["act"]) == 1
+    assert finished
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -1,13 +1,12 @@
-"""The `neuroshard` command: picks a subcommand, and loads only that one.
+"""The `neuroshard` command: picks a subcommand and loads only that one.
 
-A subcommand `x` is a line in `COMMANDS` and two functions of the module named there:
-`add_x(parser)`, and `run_x(args) -> int`. No other module is imported, so that a broken
-or missing framework never keeps `neuroshard doctor` from running.
+A subcommand `x` is a line in `COMMANDS` and two functions in the module named there:
+`add_x(parser)` and `run_x(args) -> int`. No other module is imported, so
+`neuroshard doctor` runs even where torch or torchrec is broken or missing.
 
-Exit codes: 0 done; 1 no plan fits, or a rank cannot run it; 2 something that
-was given cannot be used; 3 torch, fbgemm and torchrec are missing or do not fit
-together; 70 a fault of our own; 130 interrupted; 141 nobody reads the output any more.
-Scripts rely on them: see docs/job_gate.md.
+Exit codes: 0 done; 1 no plan fits, or a rank cannot run the plan; 2 bad input; 3 torch,
+fbgemm and torchrec are missing or do not match; 70 a bug in this package; 130
+interrupted. Scripts rely on them: see docs/job_gate.md.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from torchrec_neuroshard import __version__, progress
 from torchrec_neuroshard.errors import (
     EnvironmentMismatchError,
     InfeasibleError,
     NeuroShardError,
+    suggestion,
 )
 
 __all__ = ["COMMANDS", "Command", "main"]
 
 _STARTED = time.monotonic()
-"""When this process began: before torch and fbgemm, which take seconds to import."""
+"""When this process began, before torch and fbgemm take seconds to import."""
 
 EXIT_NO_PLAN = 1
 EXIT_USER_ERROR = 2
 EXIT_BROKEN_ENVIRONMENT = 3
 EXIT_FAULT = 70
-"""As in BSD's sysexits; Python's own 1 would read as "no plan fits"."""
+"""From BSD's sysexits. Python's own 1 would read as "no plan fits"."""
 EXIT_INTERRUPTED = 130
-EXIT_PIPE_CLOSED = 141
 
 
 class Command(NamedTuple):
@@ -56,56 +55,101 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command(
-        "doctor",
-        ".hardware.doctor",
-        "check that torch, fbgemm and torchrec fit together",
-    ),
+    Command("plan", ".commands.plan", "plan a model or a file of tables"),
+    Command("show", ".commands.stored", "show a saved plan"),
+    Command("diff", ".commands.stored", "compare two saved plans"),
+    Command("sweep", ".commands.plan", "compare cards, ranks and batch sizes"),
+    Command("rehearse", ".commands.stored", "build every rank of a saved plan"),
+    Command("profile", ".commands.profile", "profile the ids of a data set"),
+    Command("calibrate", ".commands.bundles", "fit a cost model to this machine"),
     Command("collect", ".commands.measure", "measure kernels and collectives here"),
     Command("train", ".commands.bundles", "train a cost model on measurements"),
+    Command("cache", ".commands.bundles", "list or delete first-launch measurements"),
     Command(
-        "calibrate",
-        ".commands.bundles",
-        "fit a cost model to this machine with a few measurements",
+        "doctor", ".hardware.doctor", "check that torch, fbgemm and torchrec match"
     ),
-    Command("cache", ".commands.bundles", "list or delete what jobs measured at start"),
-    Command("plan", ".commands.plan", "plan a model or a file of tables"),
-    Command("profile", ".commands.profile", "profile the ids of a data set"),
-    Command("show", ".commands.stored", "show a stored plan"),
-    Command("diff", ".commands.stored", "say what moved between two stored plans"),
-    Command("sweep", ".commands.plan", "predict many cards, ranks and batches"),
-    Command("rehearse", ".commands.stored", "build every rank of a stored plan"),
 )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong option in one line, with the option that was probably meant."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0].partition("=")[0]
+            self.error(f"unknown argument '{word}'{self._meant(word)}")
+        return found, unknown
+
+    def _meant(self, word: str) -> str:
+        known = set(re.findall(r"--[a-z][a-z-]+", self.format_help())) - {"--help"}
+        near = difflib.get_close_matches(word, known, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
+
+    def error(self, message: str) -> NoReturn:
+        text = f"{message}\n'{self.prog} --help' lists the options"
+        self.exit(EXIT_USER_ERROR, f"{self.prog}: error: {text}\n")
+
+
+class _UntilClosed:
+    """An output whose reader may leave, as `head` does: the rest goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write, or drop the text once the reader has left."""
+        with self._dropped():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what is left once the reader has left."""
+        with self._dropped():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _dropped(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Args:
-        argv: the arguments after the program's name; `sys.argv[1:]` when None.
+        argv: the arguments after the program's name; None reads `sys.argv`.
 
     Returns:
-        The exit code. Errors of this package, frameworks that do not load and files
-        that cannot be read or written end in a message on stderr, a fault of our own in
-        a traceback. With the environment variable NEUROSHARD_DEBUG=1 every error has
-        one, to show where it came from. SIGTERM interrupts as Ctrl-C does.
+        The exit code. Errors of this package, missing frameworks, and files that cannot
+        be read or written print a message to stderr. Bugs print a traceback. With the
+        environment variable NEUROSHARD_DEBUG=1 every error prints one. SIGTERM
+        interrupts like Ctrl-C. A closed output, such as a pipe to `head`, is no error:
+        the command finishes and writes its files.
 
     Raises:
         SystemExit: `--help`, `--version`, or arguments that do not parse.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    output: Any = _UntilClosed(sys.stdout)
     try:
-        with _interrupted_by_sigterm(), _phases_shown():
-            code = _run(arguments)
-        sys.stdout.flush()
-        return code
+        with (
+            contextlib.redirect_stdout(output),
+            _interrupted_by_sigterm(),
+            _phases_shown(),
+        ):
+            return _run(arguments)
     except KeyboardInterrupt:
         print("neuroshard: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output has seen enough; Python's last flush has no place.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_PIPE_CLOSED
     except Exception as error:
         reason = _explain(error)
         if reason is None or os.environ.get("NEUROSHARD_DEBUG") == "1":
@@ -118,13 +162,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(reason, EnvironmentMismatchError):
             return EXIT_BROKEN_ENVIRONMENT
         return EXIT_USER_ERROR
+    finally:
+        output.flush()
 
 
 @contextlib.contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM interrupt as Ctrl-C does, so that what was measured is kept."""
+    """Let SIGTERM interrupt like Ctrl-C, so that measurements are kept."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python sets handlers in the main thread alone
+        yield  # Python sets signal handlers only in the main thread
         return
 
     def interrupt(number: int, frame: object) -> None:
@@ -138,35 +184,30 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _phases_shown() -> contextlib.AbstractContextManager[None]:
-    """Show phases, of commands that torchrun starts on one rank alone."""
+    """Show phases; under torchrun only on the first rank."""
     is_first = os.environ.get("RANK", "0") == "0"
     return progress.shown() if is_first else contextlib.nullcontext()
 
 
 def _run(arguments: list[str]) -> int:
     chosen = next((word for word in arguments if not word.startswith("-")), None)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="neuroshard",
         description="Shard TorchRec embedding tables by measured cost.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="command")
-    module, options = None, parser.format_help()
+    module = None
     for name, where, text in COMMANDS:
         subparser = subparsers.add_parser(name, help=text, description=_sentence(text))
         if name == chosen:
             with progress.phase("loading torch and torchrec"):
                 module = importlib.import_module(where, __package__)
                 getattr(module, f"add_{name}")(subparser)
-            options = subparser.format_help()
-    args, unknown = parser.parse_known_args(
-        arguments, argparse.Namespace(started=_STARTED)
-    )
-    if unknown:
-        known = re.findall(r"--[a-z][a-z-]+", options)
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if chosen is not None and module is None:
+        near = suggestion(chosen, [command.name for command in COMMANDS], "commands")
+        parser.error(f"unknown command '{chosen}'; {near}")
+    args = parser.parse_args(arguments, argparse.Namespace(started=_STARTED))
     if module is None:
         parser.print_help(sys.stderr)
         return EXIT_USER_ERROR
@@ -175,7 +216,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _explain(error: Exception) -> Exception | str | None:
-    """The error to show a user; None for a fault of our own."""
+    """Return the error to show a user; None for a bug in this package."""
     if isinstance(error, NeuroShardError):
         return error
     if isinstance(error, OSError) and error.filename is not None:

@@ -202,14 +202,14 @@ def test_a_function_may_give_sharders_and_constraints(
         ("twice", "must return a torch.nn.Module.*got Embed"),
         ("broken", "broken': ZeroDivisionError: division by zero.*NEUROSHARD_DEBUG=1"),
         ("brokn", "has no function 'brokn'; did you mean 'broken'"),
-        ("others", "no sharder is for a module of the EmbeddingBagCollection"),
+        ("others", "no sharder takes a module of the EmbeddingBagCollection"),
     ):
         with pytest.raises(ValueError, match=message):
             read_model(f"my_models:{name}")
     Path("a").mkdir()
     Path("a/b.py").write_text("import my_models\nmake = my_models.alone\n")
     assert type(read_model("./a/b.py:make").module) is type(alone.module)
-    with pytest.raises(ValueError, match=r"A model is package\.module:function"):
+    with pytest.raises(ValueError, match=r"a \.json, \.yaml or \.csv file, or package"):
         read_model("table.jsn")
 
 
@@ -262,7 +262,7 @@ def test_constraints_of_all_tables_and_of_one() -> None:
             "--constraints f.json",
             '{"user": {"sharding_types": ["data_parallel"], '
             '"compute_kernels": ["fused"]}}',
-            "constraints for user. No kernel of those",
+            "constraints for user. None of the kernels",
         ),
         ("--placement f.json", '{"pinned": {}}', "unknown field 'pinned'.*'pin'"),
         ("--placement f.json", '{"pin": {"user": [7]}}', "rank 7, which is not in 0"),
@@ -272,10 +272,9 @@ def test_constraints_of_all_tables_and_of_one() -> None:
             "mean 'user'",
         ),
         ("--card h10", "", "card 'h10'; did you mean 'h100'"),
-        ("--ranks 0", "", "there must be 1 to 65,536 ranks, got 0"),
         ("--out t.csv", "", "cannot write 't.csv': that is read"),
         ("--memory-gb 1e-5", "", "no plan for 't.csv': The reserved"),
-        ("--search milp", "", "--seconds is for the default search"),
+        ("--search milp", "", "--seconds limits the default search, but"),
         ("--card cpu --memory-gb 3", "", "is the host's"),
     ],
 )
@@ -286,6 +285,39 @@ def test_what_cannot_be_is_named(
     code = 1 if "--memory-gb 1e-5" in arguments else 2
     said = refused(capsys, "plan", "t.csv", *QUICK, *arguments.split(), code=code)
     assert re.search(message, said), said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan --ranks eight", "argument --ranks: 'eight' is not a whole number"),
+        ("plan --ranks 8,16", "'8,16' is not a whole number; 'neuroshard sweep' takes"),
+        ("plan --ranks 0", "argument --ranks: must be at least 1, got 0"),
+        ("plan --ranks 65537", "must be at most 65,536, got 65,537"),
+        ("plan --batch-size 0", "argument --batch-size: must be at least 1, got 0"),
+        ("plan --memory-gb 80GB", "'80GB' is not a number; leave out the unit"),
+        ("plan --seconds -1", "argument --seconds: must be finite and above 0, got -1"),
+        ("plan --dense-ms nan", "must be finite and at least 0, got nan"),
+        ("plan --search greedi", "not one of the searches; did you mean 'greedy-"),
+        ("plan --pipeline train_sparse", "did you mean 'train_sparse_dist'"),
+        ("plan --memory-gib 80", "did you mean --memory-gb?"),
+        ("sweep --batch-size 0", "argument --batch-size: must be at least 1, got 0"),
+        ("sweep --ranks eight", "argument --ranks: 'eight' is not a whole number"),
+        ("sweep --codecs none,fp9", "'fp9' is not one of the codecs; did you mean"),
+        ("sweep --layouts strded", "'strded' is not one of the layouts; did you mean"),
+        ("sweep --html x.html", "unknown argument '--html'\n"),
+        ("sweep --ranks ,", "argument --ranks: is empty; separate values by commas"),
+    ],
+)
+def test_bad_values_are_named_in_the_words_of_the_command_line(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
+) -> None:
+    name, *options = arguments.split()
+    with pytest.raises(SystemExit, match="2"):
+        main([name, "t.csv", *options])
+    said = capsys.readouterr().err
+    assert message in said and said.startswith(f"neuroshard {name}: error: ")
+    assert len(said.splitlines()) == 2  # no usage of 20 lines above it
 
 
 def test_tables_that_cannot_be_built_are_named(
@@ -421,7 +453,7 @@ def test_the_best_row_is_recommended_and_set_beside_the_plain_one() -> None:
     slower = cell(codec="fp16", iteration_ms=3.0)
     swept = Sweep(
         cells=(cell(), slower, coded),
-        left_out=("fp32: it is what collectives send without a codec",),
+        left_out=("fp32: collectives send fp32 without a codec",),
         search_seconds=3.0,
         sync_interval=10,
     )
@@ -438,7 +470,7 @@ def test_the_best_row_is_recommended_and_set_beside_the_plain_one() -> None:
     said = "\n".join(lines[6:])
     assert "average their weights every 10 iterations" in said
     assert "codecs: change bytes on the wire" in said and "as fp16 and" in said
-    assert lines[-1].startswith("not tried: fp32: it is what")
+    assert lines[-1].startswith("not tried: fp32: collectives send")
     alone = str(Sweep(cells=(coded, slower)))
     assert "in groups of 8 with codec fp16" in alone
 
@@ -462,11 +494,11 @@ def test_groups_codecs_and_ranks_are_planned_together(
     best = max(rows, key=lambda row: float(row["samples_per_s"]))
     named = f"{best['num_ranks']} x h100 in groups of {best['group_size']}, codec "
     assert f"{named}{best['codec']}" in out
-    assert "not tried: fp32: it is what collectives send without a codec" in out
+    assert "not tried: fp32: collectives send fp32 without a codec" in out
     assert "not tried: fp16: a group of one rank sends nothing" in out
     assert main(["sweep", "t.csv", "--card=cpu", "--ranks=2", "--codecs=fp8"]) == 2
     said = capsys.readouterr().err
-    assert "leaves nothing to try: fp8: FBGEMM has no kernel of it on CPUs" in said
+    assert "can be tried: fp8: FBGEMM has no CPU kernel" in said
 
 
 def test_half_the_bytes_take_the_time_of_half_the_samples(
@@ -498,9 +530,7 @@ def test_what_fits_nowhere_is_said_and_bad_options_are_refused(
 ) -> None:
     for option, message in (
         ("--card=h100, h900", "unknown card 'h900'; did you mean 'h200'"),
-        ("--batch-size=0", "--batch-size must be above 0, got 0"),
-        ("--group-sizes=3", "--group-sizes has 3, which is no part of any"),
-        ("--codecs=none,fp9", "--codecs has 'fp9', which is no codec; did you mean"),
+        ("--group-sizes=3", "--group-sizes 3 divides none of the --ranks"),
     ):
         assert message in refused(capsys, "sweep", "t.csv", option)
     Path("t.csv").write_text(TABLES.replace("200000", "200000000000"))

@@ -1,4 +1,4 @@
-"""`neuroshard train`, `calibrate` and `cache`: cost models made, and kept."""
+"""`neuroshard train`, `calibrate` and `cache`: make and keep cost models."""
 
 from __future__ import annotations
 
@@ -15,36 +15,42 @@ from torchrec_neuroshard.bundles.make import (
     train_comms_bundle,
 )
 from torchrec_neuroshard.bundles.set_data import MIN_SETS
-from torchrec_neuroshard.commands.options import add_bundle, add_measuring, option
+from torchrec_neuroshard.commands.options import (
+    add_bundle,
+    add_measuring,
+    one_of,
+    option,
+    whole,
+)
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_folder, from_options
 from torchrec_neuroshard.measure.store import record_kind
 
 RECORDS_NAME = "calibration.parquet"
-"""Measured sets are kept under this name in the bundle's folder. The same command,
-given again, goes on from them."""
+"""File of measured sets in the bundle's folder. The same command continues it."""
 _NUM_SETS, _FEWEST_SETS = 300, 5 * MIN_SETS
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard train`."""
     known = TrainConfig()
-    text = "Parquet files of 'neuroshard collect'"
+    text = "Parquet files from 'neuroshard collect'"
     parser.add_argument("records", type=Path, nargs="+", help=text)
     add_bundle(parser)
-    option(parser, "--epochs", int, "passes over records of kernels", known.epochs)
-    text, members = "nets whose mean predicts kernels", known.num_members
-    option(parser, "--members", int, text, members, dest="num_members")
-    text = "files of other devices of the kind, to learn from as well; once per device"
+    text = "passes over the records of kernels"
+    option(parser, "--epochs", whole(), text, known.epochs, metavar="N")
+    text, members = "nets in the ensemble", known.num_members
+    option(parser, "--members", whole(), text, members, dest="num_members", metavar="N")
+    text = "files of another device of this kind to learn from too; repeat per device"
     parser.add_argument(
         "--others", type=Path, nargs="+", action="append", default=[], help=text
     )
-    text = "numbers of ranks of 'collect comms' to test on and not to train on"
-    option(parser, "--test-world-sizes", int, text, nargs="+")
+    text = "world sizes of 'collect comms' to hold out as the test set"
+    option(parser, "--test-world-sizes", whole(), text, nargs="+", metavar="N")
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Train on records of kernels, or of collectives, and write a bundle."""
+    """Train on records of kernels or of collectives, and write a bundle."""
     check_folder(args.out)
     files, out = args.records, args.out
     if record_kind(files[0]) == "comms":
@@ -57,7 +63,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def _tell(fitted: Choice[Candidate], out: Path) -> None:
-    """Print the errors on held-out tables, and what was kept."""
+    """Print each candidate's error on held-out tables, and the choice."""
     for candidate in fitted.candidates.values():
         print(candidate.evaluation.line())
     print(f"{fitted.verdict()}\nwrote {out}")
@@ -65,13 +71,14 @@ def _tell(fitted: Choice[Candidate], out: Path) -> None:
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard calibrate`."""
-    text = "bundle to start from: a shipped one's name or a folder"
-    option(parser, "--from", str, text, "cpu", dest="source")
+    text = "bundle to start from: the name of a shipped one, or a folder"
+    option(parser, "--from", str, text, "cpu", dest="source", metavar="BUNDLE")
     add_bundle(parser)
     known = TrainConfig().tuning_steps
-    option(parser, "--steps", int, "training steps", known, dest="tuning_steps")
-    text = "files of 'neuroshard collect compute' to use instead of measuring"
-    option(parser, "--records", Path, text, nargs="+")
+    text = "training steps"
+    option(parser, "--steps", whole(), text, known, dest="tuning_steps", metavar="N")
+    text = "use these files from 'neuroshard collect compute'; measure nothing"
+    option(parser, "--records", Path, text, nargs="+", metavar="FILE")
     add_measuring(parser.add_argument_group("without --records"), _NUM_SETS)
 
 
@@ -79,16 +86,15 @@ def run_calibrate(args: argparse.Namespace) -> int:
     """Fit a bundle to this machine's kernels."""
     if args.num_sets < _FEWEST_SETS:
         raise ConfigError(
-            f"--num-sets {args.num_sets} is too few: a fifth of the sets are of "
-            f"held-out tables, and {MIN_SETS} of those have to judge; give "
-            f"{_FEWEST_SETS} or more"
+            f"--num-sets {args.num_sets} is too few: a fifth of the sets test the "
+            f"model, and the test needs {MIN_SETS}; give {_FEWEST_SETS} or more"
         )
     check_folder(args.out)
     source = source_folder(args.source)
     config = from_options(TrainConfig, args)
     records = args.records
     if not records:
-        # Only here: with --records, calibrating does without fbgemm.
+        # Imported here: with --records, no fbgemm is needed.
         from torchrec_neuroshard.commands.measure import measure_kernels
 
         records = [args.out / RECORDS_NAME]
@@ -96,24 +102,24 @@ def run_calibrate(args: argparse.Namespace) -> int:
     _tell(make_bundle(records, args.out, args.out.name, config, start=source), args.out)
     if not COMMS_BUNDLE.is_in(args.out):
         print(
-            "no collectives: they will be predicted from the topology's bandwidths. "
-            "'neuroshard collect comms' and 'train' add them to the bundle"
+            "The bundle has no collectives: plans will use published bandwidths. "
+            "'neuroshard collect comms' and 'neuroshard train' add them"
         )
     return 0
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard cache`."""
-    text = "list all bundles, or delete them (list)"
-    known = ("list", "clear")
-    parser.add_argument("action", nargs="?", default="list", choices=known, help=text)
+    text = "list (the default), or clear to delete all"
+    action = one_of(("list", "clear"), "actions")
+    parser.add_argument("action", nargs="?", default="list", type=action, help=text)
 
 
 def run_cache(args: argparse.Namespace) -> int:
-    """List or delete what first launches have measured."""
+    """List or delete the bundles that first launches made."""
     folder = cache.cache_folder()
     if args.action == "clear":
-        print(f"{cache.clear()} bundles deleted from {folder}")
+        print(f"deleted {cache.clear()} bundles from {folder}")
         return 0
     for entry in (entries := cache.entries()):
         key = entry.key

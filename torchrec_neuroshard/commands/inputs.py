@@ -1,4 +1,4 @@
-"""What command lines name: a model, constraints on its tables, the devices."""
+"""Read what a command line names: a model, its constraints, the devices."""
 
 from __future__ import annotations
 
@@ -65,21 +65,18 @@ from torchrec_neuroshard.tables.table import TableConfig
 _TABLE_FILE = re.compile(
     r"(?P<path>.+?\.(json|yaml|yml|csv))(:(?P<workload>.*))?", re.IGNORECASE
 )
-_MOST_RANKS = 65_536
-"""More than any job has. A mistyped number must not fill this machine's memory."""
-
 _OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "rowwise_adagrad": RowWiseAdagrad,
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
 }
-"""Name in `TableConfig` -> the class that TorchRec is told."""
+"""Optimizer's name in `TableConfig` -> the class that TorchRec gets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GivenModel:
-    """A model to plan, with what came along with it."""
+    """A model to plan, with its sharders, constraints and profiles."""
 
     module: nn.Module
     sharders: list[ModuleSharder[Any]]
@@ -91,13 +88,12 @@ def read_model(name: str) -> GivenModel:
     """Return the model that a command line names.
 
     Args:
-        name: "package.module:function", where modules of the working directory count,
-            or a file of tables. One of several workloads of a file is named after a
-            colon.
+        name: A file of tables, where a workload's name may follow after a colon; or
+            "package.module:function", importable from the working directory.
 
     Raises:
-        ConfigError: There is no such function or file, the function raises, or what it
-            returns is not a model.
+        ConfigError: The function or file does not exist, or the function raises or
+            returns no model.
         TableError: The file's tables cannot be used.
     """
     if found := _TABLE_FILE.fullmatch(name):
@@ -125,9 +121,10 @@ def read_model(name: str) -> GivenModel:
     taken = sharders_by_type(sharders)
     if not any(sharder_name(type(m)) in taken for m in module.modules()):
         raise ConfigError(
-            f"'{name}': no sharder is for a module of the {type(module).__name__}; a "
-            "class derived from EmbeddingBagCollection, and torch's own EmbeddingBag, "
-            "need sharders of their own"
+            f"'{name}': no sharder takes a module of the {type(module).__name__}. "
+            "Return (model, sharders) with sharders for its classes; TorchRec's "
+            "defaults take neither classes derived from EmbeddingBagCollection nor "
+            "torch's own EmbeddingBag"
         )
     return GivenModel(
         module=module,
@@ -138,24 +135,27 @@ def read_model(name: str) -> GivenModel:
 
 
 def _call(name: str) -> Any:
-    """Call the function that is named, in a module or a path of one."""
+    """Call the named function, in a module or a .py file."""
     module, _, function = name.partition(":")
     if module.endswith(".py"):
         module = ".".join(Path(module[:-3]).parts)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:  # the user's code may raise anything
+    try:  # the user's code may raise any error
         known = vars(importlib.import_module(module))
         if function in known:
             made = known[function]
             return made if isinstance(made, nn.Module) else made()
     except (Exception, SystemExit) as error:
         said = " ".join(str(error).split())
+        meant = ""
+        if not function and Path(module.partition(".")[0] + ".py").exists():
+            meant = f" Did you mean '{':'.join(name.rsplit('.', 1))}'?"
         raise ConfigError(
-            f"cannot load '{name}': {type(error).__name__}: {said:.300}. A model is "
-            "package.module:function without arguments, or a .json, .yaml or .csv "
-            f"file. Run the command where `import {module}` works; "
-            "NEUROSHARD_DEBUG=1 shows the traceback"
+            f"cannot load '{name}': {type(error).__name__}: {said:.300}. A model is a "
+            ".json, .yaml or .csv file, or package.module:function, whose function "
+            f"takes no arguments.{meant} Run the command where `import {module}` "
+            "works. NEUROSHARD_DEBUG=1 shows the traceback"
         ) from error
     functions = [n for n, value in known.items() if callable(value)]
     raise ConfigError(
@@ -169,11 +169,11 @@ def build_model(
 ) -> GivenModel:
     """Build tables on the "meta" device, with their optimizers.
 
-    Tables whose lookups carry weights are in a collection of their own.
+    Tables with weighted lookups get a collection of their own.
 
     Args:
-        tables: The model's.
-        not_described: Names of those whose pooling factor nobody gave.
+        tables: The model's tables.
+        not_described: Names of tables without a given pooling factor.
 
     Raises:
         TableError: TorchRec cannot hold a table of such a name or size.
@@ -233,7 +233,7 @@ def _collection(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
         said = str(error).strip("\"'").partition("\n")[0]
         raise TableError(f"torch cannot hold a table: {said:.300}") from error
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of modules of its own
+        warnings.simplefilter("ignore")  # torch warns of its own modules
         for table in tables:
             weights = collection.embedding_bags[table.name].parameters()
             apply_optimizer_in_backward(
@@ -244,7 +244,7 @@ def _collection(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TableConstraints:
-    """A table's constraints in a file: fields of TorchRec's, and of `cache_params`."""
+    """A table's constraints in a file: fields of TorchRec's `ParameterConstraints`."""
 
     sharding_types: Sequence[str] | None = None
     compute_kernels: Sequence[str] | None = None
@@ -259,7 +259,7 @@ class _TableConstraints:
         for name, known in KNOWN_VALUES.items():
             for odd in [v for v in getattr(self, name) or () if v not in known]:
                 raise ValueError(
-                    f"{name} has '{odd:.60}', which TorchRec does not have; "
+                    f"{name} has '{odd:.60}', which TorchRec does not know; "
                     + suggestion(odd, known, name.replace("_", " "))
                 )
         if self.cache_load_factor is not None and not 0 < self.cache_load_factor <= 1:
@@ -269,7 +269,7 @@ class _TableConstraints:
             )
 
     def fields(self) -> dict[str, Any]:
-        """Return what is given, as TorchRec names and holds it."""
+        """Return the given fields, as arguments of `ParameterConstraints`."""
         found = {
             name: list(value) if isinstance(value, tuple) else value
             for name in self.__slots__
@@ -286,18 +286,18 @@ def read_constraints(
     """Read TorchRec's constraints on tables from a JSON or YAML file.
 
     The file holds an object: table -> an object with fields of `ParameterConstraints`
-    (and `cache_load_factor`, of its `cache_params`). The table "*" is every table. What
-    a table's own entry says goes before that, what one with the path of its module says
-    before both, and all of them before the model's own.
+    (`cache_load_factor` sets `cache_params`). The table "*" is every table. A table's
+    own entry overrides "*", an entry with its module's path overrides both, and all
+    override the model's constraints.
 
     Raises:
-        ConfigError: The file cannot be read, names what is not there, or a value is of
-            another kind.
+        ConfigError: The file cannot be read, names an unknown table or field, or a
+            value is of the wrong type.
     """
     data = read_document(path)
     if not isinstance(data, Mapping):
         raise ConfigError(
-            f"'{path}' holds no constraints: expected an object, table -> fields"
+            f"'{path}' holds no constraints; it must be an object, table -> fields"
         )
     paths = table_paths(model.module, model.sharders)
     tables = {(module_path, config.name) for module_path, config in paths}
@@ -321,10 +321,11 @@ def read_constraints(
 
 
 def read_placement(path: str | Path) -> PlacementConstraints:
-    """Read `PlacementConstraints` from a JSON or YAML file: its fields.
+    """Read the fields of `PlacementConstraints` from a JSON or YAML file.
 
     Raises:
-        ConfigError: The file cannot be read, or a field is unknown or of another kind.
+        ConfigError: The file cannot be read, or a field is unknown or has the wrong
+            type.
     """
     what = f"placement constraints in '{path}'"
     return read_fields(PlacementConstraints, read_document(path), ConfigError, what)
@@ -347,8 +348,6 @@ def devices_named(
     Raises:
         ConfigError: There is no such card, or the ranks do not fill whole nodes.
     """
-    if not 1 <= ranks <= _MOST_RANKS:
-        raise ConfigError(f"there must be 1 to {_MOST_RANKS:,} ranks, got {ranks}")
     usual = ranks if card == "cpu" else card_named(card).gpus_per_node
     per_node = min(ranks, usual) if ranks_per_node is None else ranks_per_node
     if per_node < 1 or ranks % per_node:
@@ -370,7 +369,7 @@ def devices_named(
 
 
 def planner_arguments(args: argparse.Namespace, given: GivenModel) -> dict[str, Any]:
-    """Return what the options of `add_planner` say, as `NeuroShardPlanner` takes it.
+    """Return the options of `add_planner` as arguments of `NeuroShardPlanner`.
 
     Raises:
         NeuroShardError: A file cannot be used.
@@ -398,18 +397,23 @@ def planning(name: str) -> Iterator[None]:
 
     Raises:
         InfeasibleError: No plan fits.
-        ConfigError: The constraints leave a table nothing.
+        ConfigError: The constraints leave a table without a sharding type.
     """
     try:
         with quietly(logging.ERROR):
             yield
     except PlannerError as error:
-        raise InfeasibleError(f"no plan for '{name}': {error}") from error
+        raise InfeasibleError(f"no plan for '{name}': {first_line(error)}") from error
     except RuntimeError as error:
         reason = no_options_reason(error)
         if reason is None:
             raise
         raise ConfigError(
-            f"no plan for '{name}': {reason}. No kernel of those that its constraints "
-            "allow runs a sharding type that they allow: leave one of both out"
+            f"no plan for '{name}': {reason}. None of the kernels that the constraints "
+            "allow runs a sharding type that they allow; drop one of the two"
         ) from error
+
+
+def first_line(error: PlannerError) -> str:
+    """Return the reason alone; TorchRec appends pages of storage figures to it."""
+    return str(error).strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""`neuroshard collect`: kernels and collectives of this machine, measured."""
+"""`neuroshard collect`: measure this machine's kernels and collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from torchrec_neuroshard.bundles.find import physical_estimate
-from torchrec_neuroshard.commands.options import add_measuring, add_time_limit, option
+from torchrec_neuroshard.commands.options import (
+    add_measuring,
+    add_time_budget,
+    number,
+    one_of,
+    option,
+    whole,
+)
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
 from torchrec_neuroshard.files import from_options
 from torchrec_neuroshard.hardware.devices import (
@@ -32,48 +39,55 @@ from torchrec_neuroshard.tables.features import ShardFeaturizer
 
 
 def add_collect(parser: argparse.ArgumentParser) -> None:
-    """Declare the kinds of measurement, and the options of each."""
+    """Declare both kinds of measurement, and their options."""
     kinds = parser.add_subparsers(dest="kind", required=True)
-    text = "forward and backward of fused embedding kernels"
+    text = "measure forward and backward of fused embedding kernels"
     _add_compute(kinds.add_parser("compute", help=text))
-    text = "collectives between ranks; start it with torchrun"
+    text = "measure collectives between ranks; start it with torchrun"
     _add_comms(kinds.add_parser("comms", help=text))
 
 
 def _add_compute(parser: argparse.ArgumentParser) -> None:
-    option(parser, "--out", Path, "Parquet file", required=True)
-    option(parser, "--seed", int, "of what is drawn", 0)
+    text = "Parquet file to write"
+    option(parser, "--out", Path, text, required=True, metavar="FILE")
+    option(parser, "--seed", whole(0), "random seed", 0)
     add_measuring(parser, CollectConfig(out=Path()).num_sets)
-    text = "JSON file of real tables to draw from (repeatable)"
-    option(parser, "--tables", Path, text, [], action="append")
-    option(parser, "--set-seconds", float, "seconds to repeat a set (0.6 on a CPU)")
-    text = "Defaults are the device's: a GPU gets larger sets."
-    ranges = parser.add_argument_group("what is drawn", text)
-    option(ranges, "--max-shards", int, "shards of a set, at most")
-    option(ranges, "--max-lookups", int, "ids of a set, at most")
+    text = "JSON file of real tables to draw from; may be repeated"
+    option(parser, "--tables", Path, text, [], action="append", metavar="FILE")
+    text = "seconds to repeat a set (default: 0.6 on a CPU)"
+    option(parser, "--set-seconds", number(zero=True), text, metavar="SECONDS")
+    text = "Defaults depend on the device: GPUs get larger sets."
+    ranges = parser.add_argument_group("sizes of the sets", text)
+    option(ranges, "--max-shards", whole(), "most shards in a set", metavar="N")
+    option(ranges, "--max-lookups", whole(), "most ids in a set", metavar="N")
     names = ("LOW", "HIGH")
-    text = "samples, at least and at most"
-    option(ranges, "--batch-sizes", int, text, nargs=2, metavar=names)
+    text = "fewest and most samples"
+    option(ranges, "--batch-sizes", whole(), text, nargs=2, metavar=names)
 
 
 def _add_comms(parser: argparse.ArgumentParser) -> None:
     known = CommsConfig(out=Path())
-    option(parser, "--out", Path, "Parquet file", required=True)
-    option(parser, "--seed", int, "of what is drawn", 0)
-    text, backends = "nccl where every rank has a GPU", list(BACKENDS.values())
-    option(parser, "--backend", str, text, choices=backends)
-    option(parser, "--num-samples", int, "collectives to measure", known.num_samples)
-    most = known.bytes_per_rank[1]
-    option(parser, "--max-bytes", int, "bytes of a rank, at most", most)
-    add_time_limit(parser, known.time_limit_seconds)
-    text = "seconds to repeat a collective"
-    option(parser, "--sample-seconds", float, text, known.sample_seconds)
-    text = "measure groups of the first so many ranks as well"
-    option(parser, "--group-sizes", int, text, (), nargs="*")
+    text = "Parquet file to write"
+    option(parser, "--out", Path, text, required=True, metavar="FILE")
+    option(parser, "--seed", whole(0), "random seed", 0)
+    backends = list(BACKENDS.values())
+    text = f"{' or '.join(backends)} (default: nccl where every rank has a GPU)"
+    option(parser, "--backend", one_of(backends, "backends"), text, metavar="NAME")
+    text, samples = "collectives to measure", known.num_samples
+    option(parser, "--num-samples", whole(), text, samples, metavar="N")
+    text, most = "most bytes that a rank sends", known.bytes_per_rank[1]
+    option(parser, "--max-bytes", whole(), text, most, metavar="N")
+    add_time_budget(parser, known.time_limit_seconds)
+    text, seconds = "seconds to repeat a collective", known.sample_seconds
+    option(
+        parser, "--sample-seconds", number(zero=True), text, seconds, metavar="SECONDS"
+    )
+    text = "also measure groups of the first N ranks"
+    option(parser, "--group-sizes", whole(), text, (), nargs="*", metavar="N")
 
 
 def run_collect(args: argparse.Namespace) -> int:
-    """Measure; of an error that all ranks have, rank 0 alone tells."""
+    """Measure; only rank 0 prints an error that all ranks have."""
     if args.kind == "compute":
         measure_kernels(args, args.out)
         return 0
@@ -94,7 +108,7 @@ def run_collect(args: argparse.Namespace) -> int:
 
 
 def measure_kernels(args: argparse.Namespace, out: Path) -> None:
-    """Measure sets of tables, as the options of `add_measuring` say, into a file."""
+    """Measure sets of tables into a file, by the options of `add_measuring`."""
     device = args.device or default_device_type()
     changes: dict[str, Any] = {
         name: value
@@ -121,7 +135,7 @@ def measure_kernels(args: argparse.Namespace, out: Path) -> None:
 
 
 def predicted_ms(device_type: str) -> Callable[[SampledSet], float]:
-    """Return the physical estimate of what a set takes on this machine."""
+    """Return the physical estimate of a set's milliseconds on this machine."""
     estimate = physical_estimate(device_type)
 
     def predict(sampled: SampledSet) -> float:

@@ -6,13 +6,18 @@ An option has the same name, unit and default in every subcommand.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from torchrec_neuroshard.costs.schedules import SCHEDULES
+from torchrec_neuroshard.errors import suggestion
 from torchrec_neuroshard.files import check_outputs, json_text, write_whole
 from torchrec_neuroshard.progress import phase
+
+_MOST_RANKS = 65_536
+"""More than any job has. A mistyped number must not fill this machine's memory."""
 
 
 def option(
@@ -21,58 +26,118 @@ def option(
     """Declare an option; its help ends with its default.
 
     Args:
-        parser: Of the subcommand, or a group of its options.
-        name: With its dashes.
-        kind: What reads its value.
-        text: Its help.
-        default: None: none, or `text` says what happens.
-        others: Of `add_argument`.
+        parser: The subcommand's, or a group of its options.
+        name: The option, with its dashes.
+        kind: Reads the value.
+        text: The help text.
+        default: None for no default, or where `text` says what happens.
+        others: More arguments of `add_argument`.
     """
     if default not in (None, (), []):
-        text += " (%(default)s)"
+        text += " (default %(default)s)"
     parser.add_argument(name, type=kind, help=text, default=default, **others)
 
 
+def flag(parser: Any, name: str, text: str) -> None:
+    """Declare an option without a value."""
+    parser.add_argument(name, action="store_true", help=text)
+
+
+def whole(least: int | None = 1, most: int | None = None) -> Callable[[str], int]:
+    """Return a reader of whole numbers from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            hint = "; 'neuroshard sweep' takes several" if "," in text else ""
+            raise _refused(f"'{text:.60}' is not a whole number{hint}") from None
+        if least is not None and value < least:
+            raise _refused(f"must be at least {least}, got {value}")
+        if most is not None and value > most:
+            raise _refused(f"must be at most {most:,}, got {value:,}")
+        return value
+
+    return parse
+
+
+def number(*, zero: bool = False) -> Callable[[str], float]:
+    """Return a reader of finite numbers above 0, or from 0 on."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            hint = "; leave out the unit" if text[:1].isdigit() else ""
+            raise _refused(f"'{text:.60}' is not a number{hint}") from None
+        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+            rule = "at least 0" if zero else "above 0"
+            raise _refused(f"must be finite and {rule}, got {text:.60}")
+        return value
+
+    return parse
+
+
+def one_of(names: Collection[str], kind: str) -> Callable[[str], str]:
+    """Return a reader of one of these names; `kind` is their noun, in the plural."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            near = suggestion(text, names, kind)
+            raise _refused(f"'{text:.60}' is not one of the {kind}; {near}")
+        return text
+
+    return parse
+
+
 def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """Return what reads a list of values with commas between them."""
+    """Return a reader of values with commas between them; doubles count once."""
 
     def parse(text: str) -> list[Any]:
         parts = [part.strip().lower() for part in text.split(",")]
         if found := list(dict.fromkeys(kind(part) for part in parts if part)):
             return found
-        raise ValueError("it is empty")
+        raise _refused("is empty; separate values by commas")
 
-    parse.__name__ = f"list of {kind.__name__}s, with commas between"
     return parse
 
 
+def _refused(text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(text)
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Declare the model to plan, and its training loop."""
+    """Declare the model to plan, and its training pipeline."""
     parser.add_argument(
         "model",
-        help="package.module:function that returns the model, best on the meta device, "
-        "or (model, sharders, constraints); or a file of tables: .json, .yaml or .csv",
+        help="a .json, .yaml or .csv file of tables; or package.module:function, which "
+        "returns the model, best on the meta device, or (model, sharders, constraints)",
     )
     known = list(SCHEDULES)
-    option(parser, "--pipeline", str, "TorchRec's training pipeline", choices=known)
+    text = f"TorchRec's training pipeline: {', '.join(known)}"
+    kind = one_of(known, "training pipelines")
+    option(parser, "--pipeline", kind, text, metavar="NAME")
 
 
 def add_planner(parser: argparse.ArgumentParser, seconds: float, what: str) -> None:
-    """Declare the model and what the planner is to know of it.
+    """Declare the model, and what else the planner takes.
 
     Args:
-        parser: Of the subcommand.
+        parser: The subcommand's.
         seconds: The default of `--seconds`.
         what: What these seconds are for.
     """
     add_model(parser)
-    option(parser, "--profiles", Path, "how ids repeat: a file of 'neuroshard profile'")
-    text = "JSON or YAML: table, or * for all -> TorchRec's constraints"
-    option(parser, "--constraints", Path, text)
-    text = "auto, a shipped bundle's or a card's name, or a bundle's folder"
-    option(parser, "--cost-model", str, text, "auto")
-    option(parser, "--dense-ms", float, "time of the other layers in an iteration [ms]")
-    option(parser, "--seconds", float, f"seconds that {what} may take ({seconds:g})")
+    text = "how ids repeat: a file from 'neuroshard profile'"
+    option(parser, "--profiles", Path, text, metavar="FILE")
+    text = "TorchRec's constraints: a JSON or YAML file, table (* for all) -> fields"
+    option(parser, "--constraints", Path, text, metavar="FILE")
+    text = "auto, the name of a shipped bundle or card, or the folder of a bundle"
+    option(parser, "--cost-model", str, text, "auto", metavar="NAME")
+    text = "milliseconds of the other layers in an iteration"
+    option(parser, "--dense-ms", number(zero=True), text, metavar="MS")
+    text = f"time budget of {what} in seconds (default {seconds:g})"
+    option(parser, "--seconds", number(), text)
 
 
 def add_devices(
@@ -81,67 +146,82 @@ def add_devices(
     """Declare the devices and the batch.
 
     Args:
-        parser: Of the subcommand.
+        parser: The subcommand's.
         many: Whether cards, ranks and batches are lists.
-        ranks: The default number.
+        ranks: The default number of ranks.
     """
-    text, number, like = (
-        (list_of(str), list_of(int), "; several with commas between")
-        if many
-        else (str, int, "")
+    some = list_of if many else lambda kind: kind
+    also = "; several, separated by commas" if many else ""
+    text = f"h100, a100, ... or cpu{also}"
+    option(parser, "--card", some(str), text, "h100")
+    option(
+        parser, "--ranks", some(whole(1, _MOST_RANKS)), f"number of ranks{also}", ranks
     )
-    option(parser, "--card", text, f"h100, a100, ... or cpu{like}", "h100")
-    option(parser, "--ranks", number, f"ranks in all{like}", ranks)
-    like_sold = "ranks of a node (as the card's nodes are sold; of CPUs all)"
-    option(parser, "--ranks-per-node", int, like_sold)
-    option(parser, "--memory-gb", float, "memory of a GPU [GB] (as sold)")
-    option(parser, "--batch-size", number, f"samples per rank{like} (512)")
+    text = "ranks per node (default: a node of this card as sold; all CPU ranks)"
+    option(parser, "--ranks-per-node", whole(), text, metavar="N")
+    text = "memory of a GPU in GB (default: as sold)"
+    option(parser, "--memory-gb", number(), text, metavar="GB")
+    text = f"samples per rank{also} (TorchRec's default, 512)"
+    option(parser, "--batch-size", some(whole()), text, metavar="N")
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Declare the files that a report is written to."""
-    option(parser, "--html", Path, "write the report there, as a page")
-    option(parser, "--json", Path, "write the report there, as JSON")
+    """Declare the detail of the printed report, and the files to write it to."""
+    text = "print all ranks and tables, and the source of each figure"
+    flag(parser, "--verbose", text)
+    option(parser, "--html", Path, "write the report as a page", metavar="FILE")
+    option(parser, "--json", Path, "write the report as JSON", metavar="FILE")
 
 
 def add_bundle(parser: argparse.ArgumentParser) -> None:
-    """Declare the bundle to write, and the seed of what makes it."""
-    option(parser, "--out", Path, "folder of the bundle, which names it", required=True)
-    option(parser, "--seed", int, "of all that is drawn", 0)
+    """Declare the bundle to write, and the seed that it depends on."""
+    text = "folder for the bundle; its name becomes the bundle's"
+    option(parser, "--out", Path, text, required=True, metavar="FOLDER")
+    option(parser, "--seed", whole(0), "random seed", 0)
 
 
 def add_measuring(parser: Any, num_sets: int) -> None:
-    """Declare what is measured of kernels, and for how long.
+    """Declare which kernels to measure, and for how long.
 
     Args:
-        parser: Of the subcommand, or a group of its options.
-        num_sets: How many sets of tables by default.
+        parser: The subcommand's, or a group of its options.
+        num_sets: The default number of table sets.
     """
-    option(parser, "--num-sets", int, "sets to measure, a fifth to judge by", num_sets)
-    option(parser, "--device", str, "cpu or cuda[:N] (the GPU where there is one)")
-    option(parser, "--max-gib", float, "GiB of a set, at most (by the device's memory)")
-    add_time_limit(parser)
+    text = "table sets to measure; a fifth of them test the model"
+    option(parser, "--num-sets", whole(), text, num_sets, metavar="N")
+    text = "cpu or cuda[:N] (default: a GPU where there is one)"
+    option(parser, "--device", str, text)
+    text = "largest set in GiB (default: by the device's memory)"
+    option(parser, "--max-gib", number(), text, metavar="GIB")
+    add_time_budget(parser)
 
 
-def add_time_limit(parser: Any, default: float | None = None) -> None:
+def add_time_budget(parser: Any, default: float | None = None) -> None:
     """Declare when a command that measures stops."""
-    text = "seconds after which it stops; the same command goes on"
-    field = "time_limit_seconds"
-    option(parser, "--time-limit", float, text, default, dest=field)
+    text = "stop after this many seconds; the same command continues"
+    parser.add_argument(
+        "--seconds",
+        "--time-limit",  # the spelling in the commands of shipped cards
+        type=number(),
+        help=text if default is None else f"{text} (default {default:g})",
+        default=default,
+        dest="time_limit_seconds",
+        metavar="SECONDS",
+    )
 
 
 _OUTPUTS = ("out", "html", "json", "csv")
 
 
 def check_files(args: argparse.Namespace, *read: str) -> None:
-    """Check the files to write, before the work that they are to hold is done.
+    """Check before the work starts that its files can be written.
 
     Args:
         args: The options.
-        read: Names of options that are files to read.
+        read: Names of options whose files are read.
 
     Raises:
-        ConfigError: A file cannot be written, or is one that is read.
+        ConfigError: A file cannot be written, or is also read.
     """
     found = [getattr(args, name) for name in read]
     if "model" in args:
@@ -150,21 +230,30 @@ def check_files(args: argparse.Namespace, *read: str) -> None:
     check_outputs(*(getattr(args, name, None) for name in _OUTPUTS), read=found)
 
 
+def show(args: argparse.Namespace, *reports: Any) -> None:
+    """Print reports, in the detail that --verbose asks for; skips None."""
+    shown = [
+        text(verbose=args.verbose) if (text := getattr(each, "text", None)) else each
+        for each in reports
+    ]
+    print(*filter(None, shown), sep="\n\n")
+
+
 def write_outputs(
     args: argparse.Namespace, shown: Any, title: str = "", data: Any = None
 ) -> None:
-    """Write a report to the files that options name; say which have been written.
+    """Write a report to the files that the options name, and print their names.
 
     Args:
         args: The options.
         shown: The report.
-        title: Of its page.
-        data: What the JSON holds; None: the report.
+        title: The page's title.
+        data: The JSON; None writes the report's.
     """
     files = {name: getattr(args, name, None) for name in _OUTPUTS}
     with phase("writing"):
         if files["html"]:
-            # Only here: some subcommands do without torch.
+            # Imported here: some subcommands run without torch.
             from torchrec_neuroshard.report import write_html
 
             write_html(shown, files["html"], title)

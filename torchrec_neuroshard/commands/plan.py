@@ -1,4 +1,4 @@
-"""`neuroshard plan` and `sweep`: a model or a file of tables in, plans out."""
+"""`neuroshard plan` and `sweep`: plan a model or a file of tables."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.types import PlannerError, Topology
 
 from torchrec_neuroshard.commands.codecs import (
+    CODECS,
     NO_CODEC,
-    check_codecs,
     coded_sharders,
     why_left_out,
 )
 from torchrec_neuroshard.commands.inputs import (
     GivenModel,
     devices_named,
+    first_line,
     planner_arguments,
     planning,
     read_model,
@@ -32,11 +33,15 @@ from torchrec_neuroshard.commands.options import (
     add_outputs,
     add_planner,
     check_files,
+    flag,
     list_of,
+    one_of,
     option,
+    show,
+    whole,
     write_outputs,
 )
-from torchrec_neuroshard.errors import ConfigError, suggestion
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.topology import group_topology
@@ -50,44 +55,47 @@ from torchrec_neuroshard.search import SEARCHES, SearchConfig
 from torchrec_neuroshard.search.base import BOUNDS
 
 STRIDED, ADJACENT = "strided", "adjacent"
-"""How sharding groups are dealt out: `use_inter_host_allreduce` False and True."""
+"""Layouts of sharding groups: `use_inter_host_allreduce` False and True."""
 _CELL_SECONDS = 3.0
-"""For the search of a cell: less than for a plan that is to run."""
+"""Search budget of a cell. Less than a plan gets that is meant to run."""
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard plan`."""
     default = SearchConfig()
-    both = "the default search, and again TorchRec's planner,"
+    both = "the default search, and again of TorchRec's planner with --compare,"
     add_planner(parser, default.time_budget_seconds, both)
     add_devices(parser)
-    text = "JSON or YAML: ranks of tables (pin, together, apart, forbid_ranks)"
-    option(parser, "--placement", Path, text)
-    kinds = sorted(SEARCHES)
-    option(parser, "--search", str, "what finds placements", "default", choices=kinds)
-    text = "how hard to look for a time that no plan can be below"
-    option(parser, "--bound", str, text, default.bound, choices=BOUNDS)
-    text = "compare the plan with the one of TorchRec's planner"
-    parser.add_argument("--compare", action="store_true", help=text)
-    text = "build every rank without its device"
-    parser.add_argument("--rehearse", action="store_true", help=text)
-    option(parser, "--out", Path, "write the plan there, for load_plan")
+    text = "ranks of tables, as JSON or YAML: pin, together, apart, forbid_ranks"
+    option(parser, "--placement", Path, text, metavar="FILE")
+    searches = sorted(SEARCHES)
+    text = f"search method: {', '.join(searches)}"
+    kind = one_of(searches, "searches")
+    option(parser, "--search", kind, text, "default", metavar="NAME")
+    text = f"effort for a lower bound on the time of every plan: {', '.join(BOUNDS)}"
+    kind = one_of(BOUNDS, "efforts")
+    option(parser, "--bound", kind, text, default.bound, metavar="EFFORT")
+    flag(parser, "--compare", "compare with the plan of TorchRec's planner")
+    flag(parser, "--rehearse", "build every rank, without its device")
+    text = "write the plan, for load_plan and 'neuroshard show'"
+    option(parser, "--out", Path, text, metavar="FILE")
     add_outputs(parser)
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Plan; 1 where a rank lacks memory for the plan, or cannot run it as rehearsed.
+    """Plan; return 1 if a rank lacks memory, or cannot run the plan when rehearsed.
 
     Raises:
         InfeasibleError: No plan fits.
-        NeuroShardError: Something that is given cannot be used.
+        NeuroShardError: An option or a file cannot be used.
     """
-    if args.batch_size == 0:  # TorchRec's planner takes its default for it
-        raise ConfigError("--batch-size is the samples per rank, at least 1; got 0")
     check_files(args, "profiles", "constraints", "placement")
     is_default = args.search == "default"
     if args.seconds is not None and not (is_default or args.compare):
-        raise ConfigError(f"--seconds is for the default search, not '{args.search}'")
+        raise ConfigError(
+            f"--seconds limits the default search, but --search is '{args.search}'; "
+            "leave one out"
+        )
     limits = SearchConfig(bound=args.bound)
     if args.seconds is not None:
         limits = dataclasses.replace(limits, time_budget_seconds=args.seconds)
@@ -131,10 +139,10 @@ def run_plan(args: argparse.Namespace) -> int:
                     **inputs,
                 )
     print(f"{args.model}: planned for {args.ranks} x {args.card} in {seconds:.1f} s")
-    print(*filter(None, (report, compared, rehearsed)), sep="\n\n")
+    made = {"plan": report, "compared": compared, "rehearsed": rehearsed}
+    show(args, *made.values())
     if args.out:
         save_plan(plan, args.out, model=given.module, planner=planner)
-    made = {"plan": report, "compared": compared, "rehearsed": rehearsed}
     data = {name: r.to_json() for name, r in made.items() if isinstance(r, Report)}
     shown = compared if isinstance(compared, PlanComparison) else report
     write_outputs(args, shown, f"Plan of {args.model}", data)
@@ -147,7 +155,7 @@ def _compared(
     seconds: float,
     inputs: dict[str, Any],
 ) -> PlanComparison | str:
-    """Compare the plan with that of TorchRec's own planner; else say why not."""
+    """Compare with the plan of TorchRec's planner; return why not if it has none."""
     start = time.monotonic()
     try:
         theirs = stock_plan(
@@ -161,8 +169,8 @@ def _compared(
         )
     except PlannerError as error:
         return (
-            f"TorchRec's planner has no plan after {seconds:g} s: {_first_line(error)}"
-            ". Raise --seconds where it gave up for want of time"
+            f"TorchRec's planner has no plan after {seconds:g} s: {first_line(error)}"
+            ". If it ran out of time, raise --seconds"
         )
     compared = planner.compare(
         theirs, given.module, given.sharders, "TorchRec's own plan"
@@ -170,36 +178,39 @@ def _compared(
     if time.monotonic() - start <= seconds:
         return compared
     text = (
-        f"TorchRec's planner was stopped after {seconds:g} s: this is the best plan "
-        "that it had; --seconds gives it longer"
+        f"TorchRec's planner was stopped after {seconds:g} s; this is its best plan "
+        "so far. --seconds gives it longer"
     )
     return dataclasses.replace(compared, notes=(Note("comparison", text),))
 
 
-def _first_line(error: PlannerError) -> str:
-    return str(error).strip().partition("\n")[0]
-
-
 def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard sweep`."""
-    add_planner(parser, _CELL_SECONDS, "the search of each cell")
+    add_planner(parser, _CELL_SECONDS, "each cell's search")
     add_devices(parser, many=True, ranks="8,16,32")
-    text = "ranks of a sharding group to try as well, such as 4,8"
-    option(parser, "--group-sizes", list_of(int), text)
-    text = "of groups: strided (averages stay in a node) or adjacent (groups do)"
-    option(parser, "--layouts", list_of(str), text, STRIDED)
-    text = "of collectives to try: none, fp16, bf16, fp8, int8, mx4"
-    option(parser, "--codecs", list_of(str), text, NO_CODEC)
-    text = "iterations from one average of the groups to the next"
-    option(parser, "--sync-interval", int, text, 1)
-    option(parser, "--csv", Path, "write all cells there")
+    text = "also try sharding groups of these numbers of ranks, such as 4,8"
+    option(parser, "--group-sizes", list_of(whole()), text, metavar="N,N")
+    text = (
+        f"group layouts: {STRIDED} keeps averaging inside a node, {ADJACENT} keeps a "
+        "group inside a node"
+    )
+    layouts = list_of(one_of((STRIDED, ADJACENT), "layouts"))
+    option(parser, "--layouts", layouts, text, STRIDED, metavar="NAME,NAME")
+    text = f"codecs of collectives: {', '.join(CODECS)}"
+    codecs = list_of(one_of(CODECS, "codecs"))
+    option(parser, "--codecs", codecs, text, NO_CODEC, metavar="NAME,NAME")
+    text = "iterations between two averages of the groups"
+    option(parser, "--sync-interval", whole(), text, 1, metavar="N")
+    text = "print what the figures rest on"
+    flag(parser, "--verbose", text)
+    option(parser, "--csv", Path, "write all cells as CSV", metavar="FILE")
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    """Plan every cell; 1 where none fits.
+    """Plan every cell; return 1 if none fits.
 
     Raises:
-        NeuroShardError: Something that is given cannot be used.
+        NeuroShardError: An option or a file cannot be used.
     """
     check_files(args, "profiles", "constraints")
     with phase("reading the model"):
@@ -227,7 +238,7 @@ def run_sweep(args: argparse.Namespace) -> int:
             try:
                 planner.plan(given.module, sharders)
             except PlannerError as error:
-                found.append(SweepCell(obstacle=_first_line(error), **where))
+                found.append(SweepCell(obstacle=first_line(error), **where))
             except ConfigError as error:
                 if codec == NO_CODEC:
                     raise
@@ -240,7 +251,7 @@ def run_sweep(args: argparse.Namespace) -> int:
         search_seconds=config.time_budget_seconds,
         sync_interval=args.sync_interval,
     )
-    print(swept)
+    show(args, swept)
     write_outputs(args, swept)
     return 0 if any(cell.fits for cell in swept.cells) else 1
 
@@ -248,12 +259,11 @@ def run_sweep(args: argparse.Namespace) -> int:
 def _cells(
     args: argparse.Namespace,
 ) -> tuple[list[tuple[Topology, dict[str, Any]]], list[str]]:
-    """Return the devices of each cell and what it is for, and what is not tried.
+    """Return each cell's devices and labels, and the codecs that are left out.
 
     Raises:
-        ConfigError: There are no such devices, batches, codecs or groups.
+        ConfigError: The devices or groups do not exist, or no codec is left.
     """
-    check_codecs(args.codecs)
     found, left_out = [], []
     for topology, where in _devices(args):
         for codec in args.codecs:
@@ -264,31 +274,26 @@ def _cells(
                 found.append((topology, {**where, "codec": codec}))
     if not found:
         raise ConfigError(
-            f"--codecs leaves nothing to try: {'; '.join(dict.fromkeys(left_out))}. "
+            f"none of the --codecs can be tried: {'; '.join(dict.fromkeys(left_out))}. "
             f"Add '{NO_CODEC}'"
         )
     return found, left_out
 
 
 def _devices(args: argparse.Namespace) -> Iterator[tuple[Topology, dict[str, Any]]]:
-    """Yield the devices of cells without codecs, and what each is for.
+    """Yield the devices and labels of cells, before codecs.
 
     Raises:
-        ConfigError: There are no such devices, batches or groups.
+        ConfigError: The devices or groups do not exist.
     """
     sizes = args.group_sizes or []
     for size in sizes:
-        if not any(0 < size <= ranks and ranks % size == 0 for ranks in args.ranks):
+        if not any(ranks % size == 0 for ranks in args.ranks):
             raise ConfigError(
-                f"--group-sizes has {size}, which is no part of any of the --ranks "
-                f"{', '.join(map(str, args.ranks))}: take a divisor of one"
+                f"--group-sizes {size} divides none of the --ranks "
+                f"{', '.join(map(str, args.ranks))}; give a divisor"
             )
-    for layout in (each for each in args.layouts if each not in (STRIDED, ADJACENT)):
-        near = suggestion(layout, (STRIDED, ADJACENT), "layouts")
-        raise ConfigError(f"--layouts has '{layout:.60}', which is no layout; {near}")
     batches = args.batch_size or [BATCH_SIZE]
-    if min(batches) < 1:
-        raise ConfigError(f"--batch-size must be above 0, got {min(batches)}")
     for card, ranks, batch in itertools.product(args.card, args.ranks, batches):
         topology = devices_named(card, ranks, args.ranks_per_node, args.memory_gb)
         where = {"card": card, "num_ranks": ranks, "batch_size": batch}

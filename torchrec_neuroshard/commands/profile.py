@@ -1,12 +1,11 @@
-"""`neuroshard profile`: files of ids in, profiles of features out."""
+"""`neuroshard profile`: profile the features in files of ids."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from torchrec_neuroshard.commands.options import option
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.commands.options import option, whole
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.tables.id_files import profile_data
@@ -20,26 +19,24 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "data",
         type=Path,
-        help="Parquet, Feather or CSV, a file or a folder; a column of integers is a "
-        "feature with an id per sample, one of lists of integers a bag",
+        help="file or folder of Parquet, Feather or CSV; a column of integers is a "
+        "feature with one id per sample, a column of lists of integers has a bag per "
+        "sample",
     )
-    option(parser, "--out", Path, "JSON to write", required=True)
-    option(parser, "--features", str, "columns (all that hold ids)", nargs="+")
-    text = "rows to read: best, the samples of an iteration of all ranks"
-    option(parser, "--samples", int, text, 65_536)
+    text = "JSON file to write"
+    option(parser, "--out", Path, text, required=True, metavar="FILE")
+    text = "columns (default: all with ids)"
+    option(parser, "--features", str, text, nargs="+", metavar="NAME")
+    text = "rows to read; best are the samples of one iteration over all ranks"
+    option(parser, "--samples", whole(1, _MOST_SAMPLES), text, 65_536, metavar="N")
 
 
 def run_profile(args: argparse.Namespace) -> int:
     """Profile the data, and print a line for each feature.
 
     Raises:
-        ConfigError: An option is outside what it may be.
         ProfileError: The data cannot be profiled.
     """
-    if not 1 <= args.samples <= _MOST_SAMPLES:
-        raise ConfigError(
-            f"--samples must be 1 to {_MOST_SAMPLES:,}, got {args.samples}"
-        )
     check_outputs(args.out, read=(args.data,))
     profiles, skipped = profile_data(args.data, args.samples, args.features)
     with phase("writing"):

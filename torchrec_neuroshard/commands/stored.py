@@ -1,10 +1,9 @@
-"""`neuroshard show`, `diff` and `rehearse`: plan files in, reports out."""
+"""`neuroshard show`, `diff` and `rehearse`: report on saved plans."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from pathlib import Path
 
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
@@ -14,7 +13,11 @@ from torchrec_neuroshard.commands.options import (
     add_model,
     add_outputs,
     check_files,
+    flag,
+    number,
     option,
+    show,
+    whole,
     write_outputs,
 )
 from torchrec_neuroshard.errors import ConfigError
@@ -24,7 +27,7 @@ from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.progress import phase
 
 _GB = 10**9
-_PLAN_HELP = "plan file: of save_plan, or of 'neuroshard plan --out'"
+_PLAN_HELP = "plan file, from 'neuroshard plan --out' or save_plan"
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +37,7 @@ def add_show(parser: argparse.ArgumentParser) -> None:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Show what a plan file holds.
+    """Show a saved plan.
 
     Raises:
         PlanFileError: The file cannot be used.
@@ -44,7 +47,7 @@ def run_show(args: argparse.Namespace) -> int:
         stored = read_plan(args.plan)
         report = stored.report()
     print(f"{args.plan}: {stored.made_for}")
-    print(report)
+    show(args, report)
     write_outputs(args, report, f"Plan {args.plan}")
     return 0
 
@@ -52,21 +55,21 @@ def run_show(args: argparse.Namespace) -> int:
 def add_diff(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard diff`."""
     parser.add_argument("first", type=Path, help=_PLAN_HELP)
-    parser.add_argument("second", type=Path, help="another one, of the same tables")
+    parser.add_argument("second", type=Path, help="plan file of the same tables")
     add_outputs(parser)
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    """Say what moved between two plan files, and what it saves.
+    """Compare two saved plans: moved tables, bytes and milliseconds.
 
     Raises:
-        PlanFileError: A file cannot be used, or they are plans of other tables.
+        PlanFileError: A file cannot be used, or the plans are of different tables.
     """
     check_files(args, "first", "second")
     names = str(args.first), str(args.second)
     with phase("comparing the plans"):
         found = read_plan(args.first).compared_to(read_plan(args.second), names)
-    print(found)
+    show(args, found)
     write_outputs(args, found, " and ".join(names))
     return 0
 
@@ -75,14 +78,16 @@ def add_rehearse(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard rehearse`."""
     parser.add_argument("plan", type=Path, help=_PLAN_HELP)
     add_model(parser)
-    option(parser, "--batch-size", int, "samples per rank (the plan's)")
-    text = "memory of a device [GB] (the plan's)"
-    option(parser, "--memory-gb", float, text)
-    option(parser, "--json", Path, "write the report there, as JSON")
+    text = "samples per rank (default: the plan's)"
+    option(parser, "--batch-size", whole(), text, metavar="N")
+    text = "memory of a device in GB (default: the plan's)"
+    option(parser, "--memory-gb", number(), text, metavar="GB")
+    flag(parser, "--verbose", "print every rank's memory")
+    option(parser, "--json", Path, "write the report as JSON", metavar="FILE")
 
 
 def run_rehearse(args: argparse.Namespace) -> int:
-    """Rehearse; 1 where some rank cannot run the plan.
+    """Rehearse; return 1 if a rank cannot run the plan.
 
     Raises:
         NeuroShardError: The plan file or the model cannot be used.
@@ -93,8 +98,7 @@ def run_rehearse(args: argparse.Namespace) -> int:
     batch_size = made_for.batch_size if args.batch_size is None else args.batch_size
     if batch_size is None:
         raise ConfigError(
-            f"plan file '{args.plan}' does not say for which batch size it was made; "
-            "pass --batch-size"
+            f"plan file '{args.plan}' does not hold its batch size; pass --batch-size"
         )
     with phase("reading the model"):
         given = read_model(args.model)
@@ -108,15 +112,13 @@ def run_rehearse(args: argparse.Namespace) -> int:
             constraints=_constraints(made_for, batch_size),
             pipeline_type=args.pipeline or made_for.pipeline_type,
         )
-    print(report)
+    show(args, report)
     write_outputs(args, report)
     return 0 if report.runs else 1
 
 
 def _devices(made_for: PlanFingerprint, memory_gb: float | None) -> Topology:
-    """Return the devices that a plan was made for, with other memory if asked for."""
-    if memory_gb is not None and not 0 < memory_gb < math.inf:
-        raise ConfigError(f"--memory-gb must be above 0 and finite, got {memory_gb}")
+    """Return the devices of a plan, with the memory of --memory-gb if given."""
     topology = Topology(
         world_size=made_for.world_size,
         local_world_size=made_for.local_world_size,
@@ -134,7 +136,7 @@ def _devices(made_for: PlanFingerprint, memory_gb: float | None) -> Topology:
 def _constraints(
     made_for: PlanFingerprint, batch_size: int
 ) -> dict[str, ParameterConstraints]:
-    """Return ids per sample and samples of each table, as the plan was made for."""
+    """Return the pooling factors and batch sizes that the plan was made for."""
     found: dict[str, ParameterConstraints] = {}
     factors, samples = made_for.pooling_factors or {}, made_for.batch_sizes or {}
     for table in (t for t in made_for.tables if t.full_name in factors):
