@@ -44,11 +44,11 @@ def test_outputs_are_checked_before_the_work(
     (tmp_path / "link").symlink_to(given)
     assert check_outputs(other, None, read=(given, None)) == [other]
     for paths, message in (
-        ([tmp_path], "that is a folder"),
+        ([tmp_path], "it is a folder"),
         ([tmp_path / "no" / "a"], "no folder '.*no'"),
         ([tmp_path / ("a" * 300)], "file name too long"),
         ([other, other], "two options name it"),
-        ([tmp_path / "link"], "that is read"),
+        ([tmp_path / "link"], "it is an input file"),
     ):
         with pytest.raises(ConfigError, match=f"cannot write '.*': {message}"):
             check_outputs(*paths, read=(given,))
@@ -96,7 +96,7 @@ def test_json_is_strict_both_ways(tmp_path: Path) -> None:
         ('["\\u001b[2J"]', "control character"),
         ("9" * 5000, "4300 digits"),
         (" \n", "it is empty"),
-        ('[{"a": 1, "b": 2, "a": 3}]', "'a' stands twice in one object"),
+        ('[{"a": 1, "b": 2, "a": 3}]', "'a' appears twice in one object"),
     ],
 )
 def test_json_that_nobody_should_write(text: str, message: str) -> None:

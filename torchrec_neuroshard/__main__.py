@@ -1,4 +1,4 @@
-"""`python -m torchrec_neuroshard`: the same as the `neuroshard` command."""
+"""Run the `neuroshard` command as `python -m torchrec_neuroshard`."""
 
 import sys
 

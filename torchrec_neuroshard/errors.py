@@ -3,27 +3,27 @@
 The tree, with the built-in class that each branch also derives from:
 
 - NeuroShardError
-    - ConfigError (ValueError): a setting is outside what it may be
+    - ConfigError (ValueError): a setting is not allowed
         - TableError: a table's description contradicts itself
         - ProfileError: batches or a profile cannot be used
-    - FeatureSchemaError (ValueError): features and cost model do not fit
+    - FeatureSchemaError (ValueError): features and cost model do not match
     - BundleError (ValueError): a cost-model bundle cannot be used
         - BundleCorruptError: its files are missing, damaged or altered
-        - BundleMismatchError: it is sound, but made for something else
+        - BundleMismatchError: it is intact, but was made for something else
     - RecordError (ValueError): a cost record cannot be used
-        - RecordMismatchError: records that do not belong together
+        - RecordMismatchError: records do not belong together
     - PlacementError (ValueError): a placement breaks one of its own rules
-        - InfeasibleError: no placement satisfies the limits given
-    - RankFailureError (RuntimeError): a rank died or fell silent while the others
-      waited for it
-    - DeviceFailureError (RuntimeError): a GPU failed for good while it was measured
+        - InfeasibleError: no placement satisfies the given limits
+    - RankFailureError (RuntimeError): a rank died or stopped responding while the
+      others waited for it
+    - DeviceFailureError (RuntimeError): a GPU failed during a measurement and only a
+      new process can recover it
     - EnvironmentMismatchError (RuntimeError): installed packages are missing
-      or do not belong together; `neuroshard doctor` prints the command that mends it
+      or do not belong together; `neuroshard doctor` prints the command that fixes it
 
 A message says the rule, the value, where it was found and the way out. Inner
-code raises the bare fact; the entry point adds table, rank and plan. What it quotes may
-come out of a file that anybody has written: of a text longer than 4,000 characters
-the middle is left out.
+code raises the bare fact; the entry point adds table, rank and plan. Messages may quote
+files from unknown authors, so texts above 4,000 characters lose their middle.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ __all__ = [
 
 _MOST_CHARACTERS = 4_000
 _MAX_NAMED, _MAX_LETTERS = 12, 100
-"""Names that a message lists, and their letters; of more, the first ones."""
+"""Most names that a message lists, and most letters of each; the rest is cut off."""
 
 
 def suggestion(name: str, known: Collection[str], kind: str) -> str:
-    """Return what may have been meant by a name that is not known: a clause.
+    """Return a clause that suggests known names for an unknown one.
 
     Args:
-        name: What was given.
-        known: What there is.
-        kind: Of what, in the plural.
+        name: The unknown name.
+        known: All known names.
+        kind: Plural noun for the names, e.g. "columns".
     """
     names = sorted(set(known))
     lower = {n.lower(): n for n in reversed(names)}
@@ -90,7 +90,7 @@ def _shortened(text: str) -> str:
 
 
 class ConfigError(NeuroShardError, ValueError):
-    """A setting is outside what it may be."""
+    """A setting is not allowed."""
 
 
 class TableError(ConfigError):
@@ -98,11 +98,11 @@ class TableError(ConfigError):
 
 
 class ProfileError(ConfigError):
-    """Batches cannot be profiled, or a profile does not fit its table."""
+    """Batches cannot be profiled, or a profile does not match its table."""
 
 
 class FeatureSchemaError(NeuroShardError, ValueError):
-    """Features differ in number, names or version from what a model expects."""
+    """Features differ in number, names or version from those that a model expects."""
 
 
 class BundleError(NeuroShardError, ValueError):
@@ -114,7 +114,7 @@ class BundleCorruptError(BundleError):
 
 
 class BundleMismatchError(BundleError):
-    """A sound bundle that was made for another device, schema or version."""
+    """An intact bundle was made for another device, schema or version."""
 
 
 class RecordError(NeuroShardError, ValueError):
@@ -122,7 +122,7 @@ class RecordError(NeuroShardError, ValueError):
 
 
 class RecordMismatchError(RecordError):
-    """Cost records that do not belong together, or to the task at hand."""
+    """Cost records do not belong together, or belong to another task."""
 
 
 class PlacementError(NeuroShardError, ValueError):
@@ -130,15 +130,15 @@ class PlacementError(NeuroShardError, ValueError):
 
 
 class InfeasibleError(PlacementError):
-    """No placement satisfies the limits given."""
+    """No placement satisfies the given limits."""
 
 
 class RankFailureError(NeuroShardError, RuntimeError):
-    """A rank died or fell silent while the others waited for it."""
+    """A rank died or stopped responding while the others waited for it."""
 
 
 class DeviceFailureError(NeuroShardError, RuntimeError):
-    """A GPU failed in a way that only a new process recovers from."""
+    """A GPU failed, and only a new process can recover it."""
 
 
 class EnvironmentMismatchError(NeuroShardError, RuntimeError):

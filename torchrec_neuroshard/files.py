@@ -1,8 +1,8 @@
-"""Files that appear whole or not at all, and what anybody may have written or typed.
+"""Read and write files safely: atomic writes, strict JSON, checked dataclasses.
 
-What a document holds is checked once, against the types of the dataclass that it is to
-become. Errors here are bare facts, `ValueError` throughout: whoever reads a file knows
-what it was and what to do.
+A document is checked once, against the types of the dataclass that it becomes. Errors
+here are bare facts, always `ValueError`: the caller knows which file it was and what to
+do about it.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ __all__ = [
 T = TypeVar("T")
 
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:[bf]|u00[01][0-9a-f])|[\x7f-\x9f])")
-"""In JSON: all but tabulators and ends of lines."""
+"""Control characters in JSON text, except tabs and line ends."""
 TOO_LARGE = 2**63
-"""Whole numbers are below: arrays, files and kernels hold no larger ones."""
+"""Limit of integers (exclusive): arrays, files and kernels hold 64 bits."""
 
 
 def write_whole(path: str | Path, data: bytes | str) -> None:
-    """Write a file that appears whole or not at all; text is UTF-8.
+    """Write a file atomically; text is UTF-8.
 
-    Pipes and devices are written to, and links followed: they stay what they are.
+    Links are followed. Pipes and devices are written to, never replaced.
 
     Raises:
-        OSError: It cannot be written; the old file, if any, is as it was.
+        OSError: The file cannot be written; an old file stays unchanged.
     """
     content = data.encode() if isinstance(data, str) else data
     if _is_stream(path):
@@ -71,12 +71,12 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
     except BaseException as error:
         beside.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename = str(path)  # not that of a file which the user never named
+            error.filename = str(path)  # the user never named the temporary file
         raise
 
 
 def _is_stream(path: str | Path) -> bool:
-    """Whether there is something that is neither a file nor a folder."""
+    """Whether the path exists and is neither a file nor a folder."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -87,22 +87,22 @@ def _is_stream(path: str | Path) -> bool:
 def check_outputs(
     *paths: Path | None, read: Sequence[str | Path | None] = ()
 ) -> list[Path]:
-    """Return the files to write, before the work that they are to hold is done.
+    """Return the files to write, after checking early that they can be written.
 
     Args:
-        paths: What the user named; None: nothing.
-        read: What is read: none of it is to be written over.
+        paths: Output files that the user named; None is skipped.
+        read: Input files, which must not be overwritten.
 
     Raises:
-        ConfigError: One is a folder, has none to be in, may not be written, is named
-            twice, or is read.
+        ConfigError: An output file is a folder, its folder is missing, it may not be
+            written, it is named twice, or it is also an input.
     """
     wanted = [path for path in paths if path is not None]
-    taken = {os.path.realpath(path): "that is read" for path in read if path}
+    taken = {os.path.realpath(path): "it is an input file" for path in read if path}
     for path in wanted:
         try:
             why = _obstacle(path)
-        except OSError as error:  # a name too long, a folder that may not be looked at
+        except OSError as error:  # the name is too long or a folder is unreadable
             why = str(error.strerror).lower()
         real = os.path.realpath(path)
         if why := why or taken.get(real, ""):
@@ -113,10 +113,10 @@ def check_outputs(
 
 
 def check_folder(path: Path) -> None:
-    """Check that a folder can be written to or made, before what it is to hold is.
+    """Check early that a folder can be created or written to.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The folder can be neither created nor written to.
     """
     found = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not found.is_dir():
@@ -126,9 +126,9 @@ def check_folder(path: Path) -> None:
 
 
 def _obstacle(path: Path) -> str:
-    """Say why a file cannot be written; "" where nothing is known to be in the way."""
+    """Return why a file cannot be written; "" if no obstacle is known."""
     if path.is_dir():
-        return "that is a folder"
+        return "it is a folder"
     if not path.parent.is_dir():
         return f"no folder '{path.parent}'"
     if not os.access(path if _is_stream(path) else path.parent, os.W_OK):
@@ -137,11 +137,11 @@ def _obstacle(path: Path) -> str:
 
 
 def json_text(data: Any, indent: int | None = 1) -> str:
-    """Return strict JSON; what is infinite or not known becomes null.
+    """Return strict JSON; infinite numbers and NaN become null.
 
     Args:
-        data: What JSON can hold.
-        indent: Of what is nested. None: all in one line.
+        data: Values that JSON can hold.
+        indent: Spaces per nesting level; None writes a single line.
     """
     return json.dumps(_finite(data), indent=indent, allow_nan=False) + "\n"
 
@@ -158,20 +158,20 @@ def read_json(path: str | Path) -> Any:
     """Parse a file; see `parse_json`.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is no such JSON.
+        OSError: The file cannot be read.
+        ValueError: The file is not strict JSON.
     """
     return parse_json(Path(path).read_text(encoding="utf-8-sig"))
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON whose numbers are finite and whose strings are text.
+    """Parse strict JSON: finite numbers, no control characters, no duplicate names.
 
-    So no name in it can move a terminal's cursor or speak to it. No name stands twice
-    in an object, of which one would be lost.
+    Without control characters no name can move a terminal's cursor or send it commands.
+    Of two equal names in an object, one would be lost.
 
     Raises:
-        ValueError: It is no such JSON, or nested too deep.
+        ValueError: The text is not strict JSON, or is nested too deep.
     """
     if not text.strip():
         raise ValueError("it is empty")
@@ -183,7 +183,7 @@ def parse_json(text: str) -> Any:
             raise ValueError("a number in it is not finite") from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    again.encode()  # which halves of characters do not survive
+    again.encode()  # fails on lone surrogates
     if found := _CONTROL.search(again):
         raise ValueError(f"it holds the control character {found[1]!r}")
     return data
@@ -194,31 +194,30 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counted = Counter(name for name, _ in pairs)
         twice = next(name for name, count in counted.items() if count > 1)
-        raise ValueError(f"'{twice:.60}' stands twice in one object")
+        raise ValueError(f"'{twice:.60}' appears twice in one object")
     return found
 
 
 def from_fields(kind: type[T], data: Any) -> T:
-    """Make a dataclass of what JSON or Parquet gave for its fields.
+    """Make a dataclass from the fields that JSON or Parquet hold.
 
-    Lists become tuples, and whole numbers that are stated as 3.0 whole, where the
-    field's type says so.
+    The field's type decides: lists become tuples, and 3.0 becomes the integer 3.
 
     Raises:
-        ValueError: A field is missing, unknown or of another type, or what the
-            dataclass itself raises.
+        ValueError: A field is missing, unknown or of another type, or the dataclass
+            itself raises it.
     """
     made: T = _reader(typing.cast(Any, kind))(data, kind.__name__)
     return made
 
 
 def from_options(kind: type[T], options: argparse.Namespace, **others: Any) -> T:
-    """Make a dataclass of those options of a command that are called as its fields.
+    """Make a dataclass from a command's options that share names with its fields.
 
     Args:
         kind: The dataclass.
-        options: As they were parsed; lists become tuples.
-        others: What no option says as it stands.
+        options: Parsed options; lists become tuples.
+        others: Further fields; they take precedence over the options.
     """
     names = {f.name for f in dataclasses.fields(typing.cast(Any, kind))}
     given = {n: v for n, v in vars(options).items() if n in names} | others
@@ -226,15 +225,15 @@ def from_options(kind: type[T], options: argparse.Namespace, **others: Any) -> T
 
 
 def to_fields(made: Any) -> dict[str, Any]:
-    """Return a dataclass as JSON holds it, for `from_fields` to read back.
+    """Return a dataclass's fields ready for JSON; `from_fields` reads them back.
 
-    Dataclasses that it holds write themselves, where they have a `to_json`.
+    Nested dataclasses use their own `to_json` if they have one.
     """
     return {f.name: _plain(getattr(made, f.name)) for f in dataclasses.fields(made)}
 
 
 def _plain(value: Any) -> Any:
-    if type(value) in _PLAIN:  # most are, and the checks below take longer
+    if type(value) in _PLAIN:  # a fast path: the checks below take longer
         return value
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
@@ -244,13 +243,13 @@ def _plain(value: Any) -> Any:
 
 
 def read_fields(kind: type[T], data: Any, error: type[ValueError], what: str) -> T:
-    """Do as `from_fields`, but raise one kind of error.
+    """Make a dataclass like `from_fields`, but raise one kind of error.
 
     Args:
         kind: The dataclass.
-        data: What a document gave for its fields.
-        error: What to raise; the dataclass may raise it by itself, too.
-        what: It is not, if not: "a table".
+        data: Its fields as the document holds them.
+        error: Class of the error; the dataclass may raise it itself, too.
+        what: Noun for the error message, e.g. "a table".
     """
     try:
         return from_fields(kind, data)
@@ -261,15 +260,15 @@ def read_fields(kind: type[T], data: Any, error: type[ValueError], what: str) ->
 
 
 _Read = Callable[[Any, str], Any]
-"""A value and where it was found -> the value as its type wants it."""
+"""A value and its place in the document -> the value converted to its type."""
 
 
 @functools.cache
 def _reader(hint: Any) -> _Read:
-    """Return what reads values of a type."""
+    """Return the function that reads values of a type."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        # The only unions that files hold.
+        # Files hold no unions except `... | None`.
         [known] = [a for a in inner if a is not types.NoneType]
         read = _reader(known)
         return lambda value, where: None if value is None else read(value, where)
@@ -300,7 +299,7 @@ def _number(value: Any, where: str) -> float:
 def _whole(value: Any, where: str) -> int:
     if type(value) in (int, float) and abs(value) < TOO_LARGE and value == int(value):
         return int(value)
-    raise _wrong(where, "a number, whole and of 64 bits", value)
+    raise _wrong(where, "a 64-bit integer", value)
 
 
 def _text(value: Any, where: str) -> str:

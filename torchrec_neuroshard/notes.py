@@ -1,7 +1,8 @@
-"""Notes: what to know of a plan, with a code for programs and a text for people.
+"""Notes: facts worth knowing about a plan, with a code for programs and a text.
 
-Whoever notices something makes the note. A plan's result and its report carry all of
-them; text, JSON, page, warnings and exit codes read code and severity, never the text.
+The code that notices something makes the note. A plan's result and report carry all
+notes. Terminal output, JSON, HTML page, warnings and exit codes depend on a note's code
+and severity, never on its text.
 """
 
 from __future__ import annotations
@@ -12,43 +13,43 @@ from dataclasses import dataclass
 __all__ = ["NOTE_CODES", "SEVERITIES", "Note"]
 
 NOTE_CODES: Mapping[str, str] = {
-    "devices": "a figure of the devices, or the cost model, was not measured on them",
-    "first-launch": "measuring at the first launch failed, or could not be kept",
-    "dense-time": "a pipeline was given without the time of the other layers",
-    "fallback": "TorchRec's own planner made the plan, since the search found none",
-    "memory": "the plan needs more memory than a rank has, or may",
+    "devices": "device figures or the cost model were not measured on these devices",
+    "first-launch": "the first launch's measurement failed or could not be stored",
+    "dense-time": "a pipeline was given without the time of the dense layers",
+    "fallback": "TorchRec's own planner made the plan because the search found none",
+    "memory": "the plan needs, or may need, more memory than a rank has",
     "host-memory": "tables are in the host's memory",
-    "out-of-range": "a shard is outside what the cost model was trained on",
-    "stash": "tables have `stash_weights`: what the copies take, and what that frees",
-    "optimizer": "tables have an optimizer whose state is not known",
+    "out-of-range": "a shard is outside the cost model's training range",
+    "stash": "tables have `stash_weights`: memory that the copies take and free",
+    "optimizer": "tables have an optimizer whose state size is unknown",
     "unusual": "the plan looks unusual, and only an estimate recommends it",
-    "constraints": "constraints do not fit the model's tables",
-    "unsharded": "tables are in no plan, since no sharder takes their module",
-    "search": "the search says something of its plan",
-    "stored": "the plan file does not hold what the plan costs",
+    "constraints": "constraints do not match the model's tables",
+    "unsharded": "tables are not sharded because no sharder takes their module",
+    "search": "the search reports something about its plan",
+    "stored": "the plan file does not hold the plan's costs",
     "comparison": "two plans were made for different jobs, or by different means",
     "rehearsal": "the rehearsal did not check everything",
 }
-"""Code -> what it stands for."""
+"""Code -> meaning."""
 
 SEVERITIES = ("info", "warning", "error")
-"""Nothing to do; worth a look; the plan will not run."""
+"""info: nothing to do; warning: worth a look; error: the plan will not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something to know of a plan. `print` shows its severity and text.
+    """A fact worth knowing about a plan. `print` shows its severity and text.
 
     Raises:
         ValueError: There is no such code or severity.
     """
 
     code: str
-    """One of `NOTE_CODES`."""
+    """A key of `NOTE_CODES`."""
     text: str
     """A sentence without a full stop."""
     table: str | None = None
-    """The table that it is about; None: several, or none."""
+    """The table that the note is about; None for several tables or none."""
     severity: str = "warning"
     """One of `SEVERITIES`."""
 
@@ -59,5 +60,5 @@ class Note:
             raise ValueError(f"no note has the severity '{self.severity:.60}'")
 
     def __str__(self) -> str:
-        """Return it as a line of text."""
+        """Return the note as a line of text."""
         return f"{self.severity}: {self.text}"

@@ -1,7 +1,7 @@
-"""What a command is doing, on stderr, for as long as that takes.
+"""Show on stderr what a command is doing.
 
-On a terminal it is one line that goes when the phase ends. Elsewhere a line is printed
-every ten seconds. Where no command runs, phases show nothing.
+On a terminal the phase is one line, which disappears when the phase ends. Elsewhere a
+line is printed every ten seconds. Outside a command, phases show nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 __all__ = ["Phase", "clear", "phase", "shown"]
 
 LINE_EVERY_S = 10.0
-"""Without a terminal: how often a line is printed."""
+"""Without a terminal: seconds between two lines."""
 QUIET_S = 1.0
-"""On a terminal: shorter phases show no line."""
+"""On a terminal: phases shorter than this show no line."""
 TICK_S = 0.25
-"""Between two looks at the clock."""
+"""Seconds between two updates of the line."""
 
 _ERASE = "\r\x1b[K"
 
@@ -31,12 +31,12 @@ class Phase:
     """A phase of a running command."""
 
     text: str
-    """Shown from the next tick on; nothing is shown while it is empty."""
+    """Shown from the next tick on; an empty text shows nothing."""
     started: float = field(default_factory=time.monotonic)
 
 
 class _Ticker:
-    """Shows the innermost phase, in a thread of its own."""
+    """Shows the innermost phase from its own thread."""
 
     def __init__(self) -> None:
         self._phases: list[Phase] = []
@@ -54,7 +54,7 @@ class _Ticker:
             self._phases.append(entered)
 
     def leave(self, left: Phase) -> None:
-        """Leave a phase, and those within it that a thread left behind."""
+        """Leave a phase and any inner phases that a thread never left."""
         with self._lock:
             if left in self._phases:
                 del self._phases[self._phases.index(left) :]
@@ -95,7 +95,7 @@ _ticker: _Ticker | None = None
 
 @contextlib.contextmanager
 def shown() -> Iterator[None]:
-    """Show phases while this lasts; within another one it changes nothing."""
+    """Show phases inside this context; nested contexts change nothing."""
     global _ticker
     if _ticker is not None:
         yield
@@ -110,12 +110,12 @@ def shown() -> Iterator[None]:
 
 @contextlib.contextmanager
 def phase(text: str) -> Iterator[Phase]:
-    """Show what a command does here.
+    """Show what the command does inside this context.
 
     Args:
-        text: Without a full stop, such as "reading the model". Change it by `text` of
-            what is returned. Phases within this one are shown in its place; an empty
-            text leaves the line to a bar of progress.
+        text: Phrase without a full stop, e.g. "reading the model". Set the yielded
+            phase's `text` to change it. Inner phases are shown instead of this one; an
+            empty text leaves the line to a progress bar.
     """
     entered, ticker = Phase(text=text), _ticker
     if ticker is not None:
@@ -128,7 +128,7 @@ def phase(text: str) -> Iterator[Phase]:
 
 
 def clear() -> None:
-    """Take the line away until the next tick, for something else to be printed."""
+    """Remove the line until the next tick, so that other output can be printed."""
     if _ticker is not None:
         _ticker.clear()
 

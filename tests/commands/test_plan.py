@@ -256,7 +256,7 @@ def test_constraints_of_all_tables_and_of_one() -> None:
         (
             "--constraints f.json",
             '{"*": {"min_partition": "x"}}',
-            "a number, whole.*got 'x'",
+            "a 64-bit integer, got 'x'",
         ),
         (
             "--constraints f.json",
@@ -272,7 +272,7 @@ def test_constraints_of_all_tables_and_of_one() -> None:
             "mean 'user'",
         ),
         ("--card h10", "", "card 'h10'; did you mean 'h100'"),
-        ("--out t.csv", "", "cannot write 't.csv': that is read"),
+        ("--out t.csv", "", "cannot write 't.csv': it is an input file"),
         ("--memory-gb 1e-5", "", "no plan for 't.csv': The reserved"),
         ("--search milp", "", "--seconds limits the default search, but"),
         ("--card cpu --memory-gb 3", "", "is the host's"),

@@ -76,7 +76,7 @@ def test_lines_have_the_fields_that_are_documented(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot write '.*': that is a folder"):
+    with pytest.raises(ConfigError, match=r"cannot write '.*': it is a folder"):
         JsonLinesReporter(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot write '.*lines': no folder"):
         JsonLinesReporter(tmp_path / "none" / "lines")

@@ -1,1 +1,1 @@
-"""Know devices: their data sheets, their limits, their installed packages."""
+"""Devices: published figures of GPUs, their state, and the installed packages."""

@@ -1,8 +1,8 @@
-"""Published figures of GPUs: what a card has where nothing was measured on it.
+"""Published figures of GPUs, for GPUs without measurements.
 
-`cards.toml` holds the figures: each says where it is from and what kind of figure
-it is. As in data sheets, memory is in GB and bandwidth in GB/s. Bandwidths of links are
-*effective* ones: what a collective reaches in one direction, not the line rate.
+`cards.toml` holds the figures, each with its source and its basis. As in data sheets,
+memory is in GB and bandwidth in GB/s. Bandwidths of links are *effective*: the rate
+that a collective reaches in one direction, not the line rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["GPU_CARDS", "Figure", "GpuCard", "card_named", "find_card"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number with its origin."""
+    """A number with its basis and source."""
 
     value: float
     basis: str
@@ -31,36 +31,36 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuCard:
-    """One kind of GPU, in a node of the kind that it is mostly sold in.
+    """One model of GPU, in the kind of node that it is usually sold in.
 
-    A card of two devices (MI250X) is listed as one of them, since that is what torch
-    shows and a rank plans for.
+    A card with two devices (MI250X) is listed as one device, because torch shows single
+    devices and a rank uses one.
     """
 
     name: str
-    """What users call it: the key in `GPU_CARDS`."""
+    """Name that users type: the key in `GPU_CARDS`."""
     title: str
     device_names: tuple[str, ...]
-    """Regular expressions of `torch.cuda.get_device_name`, without the maker's name."""
+    """Regular expressions for `torch.cuda.get_device_name` without the maker's name."""
     memory_gb: Figure
     """Memory [GB]."""
     hbm_gb_per_s: Figure
     """Bandwidth of that memory [GB/s]."""
     l2_mib: Figure
-    """L2 cache, all of its parts together [MiB]."""
+    """L2 cache, all partitions together [MiB]."""
     l3_mib: Figure
-    """Cache between L2 and memory [MiB]; 0 where there is none."""
+    """Cache between L2 and memory [MiB]; 0 if there is none."""
     host_gb_per_s: Figure
     """Effective one-way bandwidth to the host's memory [GB/s]."""
     intra_gb_per_s: Figure
-    """Effective one-way bandwidth to the other GPUs of a node, all together [GB/s]."""
+    """Effective one-way bandwidth to all other GPUs of a node together [GB/s]."""
     inter_gb_per_s: Figure
-    """Effective one-way bandwidth to other nodes, of one GPU's share of the NICs
+    """Effective one-way bandwidth to other nodes, for one GPU's share of the NICs
     [GB/s]."""
     threads_per_ns: Figure | None = None
-    """Of AMD's cards: threads that the cores issue an instruction for, 64 per clock
-    and compute unit. FBGEMM's kernels do not keep up with the memory there; on
-    NVIDIA's cards its bandwidth tells how fast they are."""
+    """Issue rate of AMD cards: threads per ns, 64 per clock and compute unit. On AMD,
+    FBGEMM's kernels cannot keep up with the memory; on NVIDIA, the memory's bandwidth
+    alone decides how fast they are."""
     gpus_per_node: int = 8
 
 
@@ -76,13 +76,13 @@ _MAKERS = re.compile(r"^((nvidia|tesla|amd|instinct)\s+)+", re.IGNORECASE)
 
 
 def find_card(device_name: str | None) -> GpuCard | None:
-    """Find the card that torch shows under a name.
+    """Return the card that torch shows under a name.
 
     Args:
-        device_name: As `torch.cuda.get_device_name` prints it, or a card's title.
+        device_name: Name from `torch.cuda.get_device_name`, or a card's title.
 
     Returns:
-        None for a card that the table lacks, and for a part of one (MIG).
+        The card; None for cards that are not listed and for MIG partitions.
     """
     name = device_name or ""
     bare = _MAKERS.sub("", name.strip())
@@ -94,16 +94,16 @@ def find_card(device_name: str | None) -> GpuCard | None:
 
 
 def card_named(name: str) -> GpuCard:
-    """Return the card of a name of `GPU_CARDS`, in any case.
+    """Return the card with this name in `GPU_CARDS`; upper and lower case are equal.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No card has this name.
     """
     try:
         return GPU_CARDS[name.lower()]
     except KeyError:
         raise ConfigError(
             f"unknown card '{name:.60}'; {suggestion(name, GPU_CARDS, 'cards')} Known "
-            f"are {', '.join(GPU_CARDS)}. For another one name the nearest and give "
-            "its own figures beside it"
+            f"cards: {', '.join(GPU_CARDS)}. For another card, name the most similar "
+            "one and pass your card's own figures"
         ) from None

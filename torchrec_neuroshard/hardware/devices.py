@@ -1,4 +1,4 @@
-"""Kinds of devices; which CPU or GPU this is, and what state a GPU is in."""
+"""Device types, the CPU or GPU of this machine, and a GPU's state."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""Device type, as torch calls it -> what carries its collectives. All but the CPU are
-accelerators, each with a module of torch's, such as `torch.cuda`."""
+"""Device type, as torch calls it -> backend of its collectives. All types except the
+CPU are accelerators with their own torch module, e.g. `torch.cuda`."""
 
 _THROTTLING = {
     0x08: "hardware slowdown",
@@ -46,51 +46,51 @@ _THROTTLING = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""Bits of NVML's clock event reasons that make a time useless. The software power cap
-(0x04) is left out: under load it is a GPU's usual state."""
+"""Bits of NVML's clock event reasons that make a measured time useless. The software
+power cap (0x04) is left out: it is normal for a GPU under load."""
 
 GPU = "cuda"
-"""What torch calls the type of the cards in `cards`."""
+"""Device type of the cards in `cards`, as torch calls it."""
 
 
 def is_accelerator(device_type: str) -> bool:
-    """Whether a type of device is not the CPU itself."""
+    """Whether a device type is anything but the CPU."""
     return device_type != "cpu"
 
 
 def accelerator(device_type: str) -> Any:
-    """Return torch's module for a type of accelerator, such as `torch.cuda`.
+    """Return torch's module for an accelerator type, e.g. `torch.cuda`.
 
     Raises:
-        RuntimeError: torch knows no such type.
+        RuntimeError: torch does not know the type.
     """
     return torch.get_device_module(device_type)
 
 
 def backend_of(device_type: str) -> str:
-    """Name what carries the collectives of a type of device; gloo, where unknown."""
+    """Return the collective backend of a device type; gloo for unknown types."""
     return BACKENDS.get(device_type, "gloo")
 
 
 def device_type_of(backend: str) -> str:
-    """Name the type of device whose collectives a backend carries."""
+    """Return the device type that a collective backend belongs to."""
     return next(device for device, its in BACKENDS.items() if its == backend)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator is through with its queue."""
+    """Wait until an accelerator has finished its queue; a CPU returns at once."""
     if is_accelerator(device.type):
         accelerator(device.type).synchronize(device)
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Give back what torch keeps of an accelerator's memory, in whatever pieces."""
+    """Free the accelerator memory that torch's allocator caches."""
     if is_accelerator(device.type):
         accelerator(device.type).empty_cache()
 
 
 def cpu_name() -> str:
-    """Model name of this machine's CPU, with family and model number."""
+    """Return the model name of this machine's CPU, with family and model number."""
     first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
     fields = dict(re.findall(r"^(.+?)\s*: (.*?)\s*$", first, re.MULTILINE))
     name = fields.get("model name", platform.machine())
@@ -98,7 +98,7 @@ def cpu_name() -> str:
 
 
 def current_device_name(device_type: str) -> str | None:
-    """Name of the device of a type that this process works on; None if it has none."""
+    """Return the name of this process's device of a type; None if there is none."""
     if not is_accelerator(device_type):
         return cpu_name()
     try:
@@ -109,7 +109,7 @@ def current_device_name(device_type: str) -> str | None:
 
 
 def default_device_type() -> str:
-    """Name the first type of accelerator that torch sees here; `cpu` without any."""
+    """Return the first accelerator type that torch sees; `cpu` without accelerators."""
     accelerators = filter(is_accelerator, BACKENDS)
     return next((t for t in accelerators if accelerator(t).is_available()), "cpu")
 
@@ -118,10 +118,10 @@ def as_device(name: str) -> torch.device:
     """Return a device of this machine.
 
     Args:
-        name: As torch names them, such as `cpu`, `cuda` or `cuda:1`.
+        name: Name of the device in torch, e.g. `cpu`, `cuda` or `cuda:1`.
 
     Raises:
-        ConfigError: It is not here.
+        ConfigError: This machine has no such device.
     """
     device = torch.device(name)
     if not is_accelerator(device.type):
@@ -130,14 +130,14 @@ def as_device(name: str) -> torch.device:
     count = module.device_count() if module.is_available() else 0
     if (device.index or 0) >= count:
         raise ConfigError(
-            f"no device '{name}': torch sees {count} of them; use --device cpu or run "
-            "'neuroshard doctor'"
+            f"no device '{name}': torch sees {count} {device.type} devices. Use "
+            "--device cpu or run 'neuroshard doctor'"
         )
     return device
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """All memory of an accelerator that is here; None for a CPU."""
+    """Return the total memory of an accelerator [bytes]; None for a CPU."""
     if not is_accelerator(device.type):
         return None
     return int(accelerator(device.type).get_device_properties(device).total_memory)
@@ -145,7 +145,7 @@ def device_bytes(device: torch.device) -> int | None:
 
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
-    """Compute in fp32 on the CPU, whatever the caller has told torch to do by default.
+    """Compute in fp32 on the CPU, whatever torch's defaults are.
 
     A job may plan under another default dtype or device, autocast or fake tensors.
     """
@@ -163,7 +163,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def free_host_bytes() -> int:
-    """Memory of the host that is free or can be freed [bytes], by Linux's count."""
+    """Return the host memory that Linux reports as available [bytes]."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     sizes = dict(line.split(":", 1) for line in lines)
     return int(sizes["MemAvailable"].split()[0]) * 1024
@@ -171,7 +171,7 @@ def free_host_bytes() -> int:
 
 @contextlib.contextmanager
 def torch_threads(num_threads: int) -> Iterator[None]:
-    """Have torch use so many threads; leave it as it was afterwards."""
+    """Limit torch to a number of threads inside this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -181,14 +181,14 @@ def torch_threads(num_threads: int) -> Iterator[None]:
 
 
 class GpuMonitor:
-    """Reads a GPU's state by `pynvml`, and counts how often the driver did not answer.
+    """Reads a GPU's state with `pynvml` and counts how often the driver failed.
 
     Attributes:
-        num_failures: Reads that failed: a measurement does not end for that.
+        num_failures: Failed reads so far; they do not stop a measurement.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Find the GPU; raises whatever `pynvml` does where it does not answer."""
+        """Find the GPU; raises pynvml's error if the driver does not answer."""
         uuid = accelerator(device.type).get_device_properties(device).uuid
         self._nvml: Any = importlib.import_module("pynvml")
         self._nvml.nvmlInit()
@@ -197,10 +197,10 @@ class GpuMonitor:
         self._read()
 
     def state(self) -> dict[str, Any]:
-        """Return the state now, as fields of a `CostRecord`; empty where that fails."""
+        """Return the current state as fields of a `CostRecord`; empty on failure."""
         try:
             return self._read()
-        except Exception:  # whatever a driver library raises
+        except Exception:  # driver libraries raise anything
             self.num_failures += 1
             return {}
 
@@ -222,8 +222,8 @@ class GpuMonitor:
 
 
 def find_gpu_monitor(device: torch.device) -> GpuMonitor | None:
-    """Return a monitor of a GPU; None where `pynvml` is missing or does not answer."""
+    """Return a monitor for a GPU; None if `pynvml` is missing or does not answer."""
     try:
         return GpuMonitor(device)
-    except Exception:  # whatever a driver library raises
+    except Exception:  # driver libraries raise anything
         return None

@@ -1,11 +1,11 @@
-"""`neuroshard doctor`: do the installed torch, fbgemm and torchrec fit together?
+"""`neuroshard doctor`: do the installed torch, fbgemm and torchrec belong together?
 
-Three packages of one release are needed, and pip alone gets this wrong: torchrec asks
-for an unpinned `fbgemm-gpu`, so that installing it beside `fbgemm-gpu-cpu` writes the
-newest CUDA build over the CPU one's files.
+All three packages must be of one release, and pip alone gets this wrong: torchrec
+requires an unpinned `fbgemm-gpu`, so installing torchrec beside `fbgemm-gpu-cpu`
+overwrites the files of the CPU build with the newest CUDA build.
 
-Versions are read from package metadata. None of the three is imported, since importing
-a clashing set is what crashes; `--load` does that in a process of its own.
+Versions are read from package metadata. The packages are not imported, since importing
+mismatched packages can crash; `--load` imports them in a separate process.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ RELEASES = {
     "1.8": ("2.13", "1.8.0"),
     "1.9": ("2.14", "1.9.2"),
 }
-"""Release of torchrec and of fbgemm that is supported -> the release of torch that
-belongs to it, and the version of torchrec that the tests run on (`make test-versions`).
+"""Supported release of torchrec and fbgemm -> the matching release of torch, and the
+version of torchrec that the tests run on (`make test-versions`).
 
 Source: the compatibility table in FBGEMM's `fbgemm_gpu/__init__.py` (1.6 to 1.8);
 1.9 continues the series.
 """
 
 DEFAULT_RELEASE = "1.8"
-"""The release that this package is developed and measured on. On CPUs, FBGEMM 1.9's
-row-wise Adagrad takes twice as long backward, and up to 15 times
+"""Release that this package is developed and measured on. On CPUs, the backward of
+FBGEMM 1.9's row-wise Adagrad takes twice as long, in places 15 times
 (`benchmarks/results/fbgemm_19_202611.md`)."""
 
 _FBGEMM = (
@@ -59,16 +59,16 @@ _FBGEMM = (
     "fbgemm-gpu-nightly",
     "fbgemm-gpu-nightly-cpu",
 )
-"""Distributions that all install the same folder, `fbgemm_gpu/`."""
+"""Distributions that install the same folder, `fbgemm_gpu/`."""
 _TORCHREC = ("torchrec", "torchrec-nightly")
 _REQUIREMENTS = ("pyre-extensions", "tensordict", "torchmetrics", "tqdm")
-"""What torchrec imports beside torch and fbgemm, left out by `--no-deps`."""
+"""Other packages that torchrec imports; `--no-deps` does not install them."""
 _FRAMEWORKS = ("torch", "fbgemm_gpu", "torchrec")
 _LOAD_TIMEOUT_S = 300
 
 
 def read_installed() -> dict[str, str]:
-    """Return package -> version of what this interpreter has, without importing it."""
+    """Return package -> installed version, without importing the packages."""
     found = {}
     for name in ("torch", *_FBGEMM, *_TORCHREC, *_REQUIREMENTS):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -77,7 +77,7 @@ def read_installed() -> dict[str, str]:
 
 
 def find_problems(installed: Mapping[str, str]) -> list[str]:
-    """Say what is missing, clashes or does not belong together."""
+    """Return a sentence for each package that is missing, clashes or mismatches."""
     fbgemm = [name for name in _FBGEMM if name in installed]
     found = {
         "torch": installed.get("torch"),
@@ -86,14 +86,12 @@ def find_problems(installed: Mapping[str, str]) -> list[str]:
     }
     problems = [f"{name} is not installed" for name, v in found.items() if v is None]
     if missing := [name for name in _REQUIREMENTS if name not in installed]:
-        problems.append(f"torchrec needs {', '.join(missing)}, not installed")
+        problems.append(f"torchrec needs {', '.join(missing)}: not installed")
     if len(fbgemm) > 1:
         listed = " and ".join(f"{name} {installed[name]}" for name in fbgemm)
-        problems.append(
-            f"{listed} are both installed, and both own the folder fbgemm_gpu"
-        )
-    # A nightly's version says nothing of the release that it belongs to: torch writes
-    # 2.14.0.dev20260801, fbgemm and torchrec write 2026.8.1.
+        problems.append(f"{listed} are both installed and overwrite each other's files")
+    # A nightly's version does not tell its release: torch writes 2.14.0.dev20260801,
+    # fbgemm and torchrec write 2026.8.1.
     dated = {
         name: version
         for name, version in found.items()
@@ -103,17 +101,17 @@ def find_problems(installed: Mapping[str, str]) -> list[str]:
         release = _target(installed)
         problems.append(
             f"{', '.join(map(' '.join, dated.items()))} are of different releases; "
-            f"torch {RELEASES[release][0]} belongs with fbgemm {release} and torchrec "
+            f"torch {RELEASES[release][0]} needs fbgemm {release} and torchrec "
             f"{release}"
         )
     return problems
 
 
 def mend_command(installed: Mapping[str, str]) -> str:
-    """Return the one shell command that makes a sound set of any environment.
+    """Return the shell command that installs matching packages in any environment.
 
-    The release is that of the installed torch, the largest download. The build of
-    fbgemm is for GPUs where that one alone is installed.
+    The release is that of the installed torch, which is the largest download. fbgemm's
+    GPU build is chosen only if it alone is installed.
     """
     release = _target(installed)
     only_gpu = [name for name in _FBGEMM if name in installed] == ["fbgemm-gpu"]
@@ -122,18 +120,18 @@ def mend_command(installed: Mapping[str, str]) -> str:
     torch = f'"torch=={RELEASES[release][0]}.*"'
     return " && ".join(
         (
-            # All at once: removing one takes the shared files of the others along.
+            # All at once: removing one deletes files that the others share.
             f"{pip} uninstall -y {' '.join(_FBGEMM)}",
             f"{pip} install {torch} torchmetrics==1.0.3 tensordict tqdm "
             "pyre-extensions iopath numpy",
-            # Never without --no-deps: torchrec asks for the newest CUDA fbgemm.
+            # Always --no-deps: torchrec requires the newest CUDA build of fbgemm.
             f'{pip} install --no-deps "{fbgemm}=={release}.*" "torchrec=={release}.*"',
         )
     )
 
 
 def _target(installed: Mapping[str, str]) -> str:
-    """Release to mend towards."""
+    """Release that the packages should have."""
     return (
         _release("torch", installed.get("torch"))
         or _release("torchrec", installed.get("torchrec"))
@@ -146,7 +144,7 @@ def _first(names: Sequence[str], installed: Mapping[str, str]) -> str | None:
 
 
 def _release(package: str, version: str | None) -> str | None:
-    """Release in `RELEASES` that a package's version belongs to; None if none does."""
+    """Release in `RELEASES` that a package's version belongs to, or None."""
     match = re.match(r"\d+\.\d+", version or "")
     for release, (torch, _) in RELEASES.items():
         if match and match.group() == (torch if package == "torch" else release):
@@ -155,15 +153,15 @@ def _release(package: str, version: str | None) -> str | None:
 
 
 def explain_failure(what: str, error: Exception) -> EnvironmentMismatchError | None:
-    """Tell a broken installation from a fault of our own.
+    """Return an error that explains a broken installation; None for any other cause.
 
     Args:
         what: The name that was being loaded.
-        error: What loading it raised.
+        error: The error that loading it raised.
 
     Returns:
-        The error to raise instead, when torch, fbgemm or torchrec is missing or
-        fails in a set that does not belong together; None for any other cause.
+        The error to raise instead if torch, fbgemm or torchrec is missing, or fails
+        while the versions do not match; None otherwise.
     """
     causes = find_problems(read_installed())
     frames = traceback.walk_tb(error.__traceback__)
@@ -175,7 +173,7 @@ def explain_failure(what: str, error: Exception) -> EnvironmentMismatchError | N
     return EnvironmentMismatchError(
         f"{what} needs torch, fbgemm and torchrec of one release, but loading them "
         f"failed: {error}{found}. Run `{shlex.quote(sys.executable)} -m "
-        "torchrec_neuroshard doctor`: it prints the command that mends this."
+        "torchrec_neuroshard doctor`: it prints the command that fixes this."
     )
 
 
@@ -187,9 +185,9 @@ def load_frameworks() -> str | None:
     """Import the three packages in a new process and run one embedding kernel.
 
     Returns:
-        None when that worked, else the last line that it printed.
+        None if that worked, else the last line that the process printed.
     """
-    # An operator call, since a library of the wrong build may load and then crash.
+    # Call an operator, since a library of the wrong build may load and then crash.
     code = (
         "import torch, fbgemm_gpu, torchrec\n"
         "lengths = torch.ones(3, dtype=torch.int64)\n"
@@ -209,7 +207,7 @@ def load_frameworks() -> str | None:
     if done.returncode == 0:
         return None
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else f"it ended with code {done.returncode}"
+    return lines[-1].strip() if lines else f"exit code {done.returncode}"
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -217,12 +215,12 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load",
         action="store_true",
-        help="also import the packages and run a kernel, in a process of its own",
+        help="also import the packages and run a kernel, in a separate process",
     )
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Print what is installed and the command that mends it.
+    """Print whether the packages belong together, how to fix them, and what is there.
 
     Args:
         args: `load`, as parsed from the options.
@@ -231,26 +229,28 @@ def run_doctor(args: argparse.Namespace) -> int:
         1 if anything keeps the packages from working together, else 0.
     """
     installed = read_installed()
-    fbgemm = ", ".join(f"{n} {installed[n]}" for n in _FBGEMM if n in installed)
-    torchrec = _first(_TORCHREC, installed)
-    print(f"python    {platform.python_version()}  {sys.executable}")
-    print(f"torch     {installed.get('torch', 'missing')}")
-    print(f"fbgemm    {fbgemm or 'missing'}")
-    print(f"torchrec  {torchrec or 'missing'}")
     problems = find_problems(installed)
     if args.load and not problems:
         with phase("loading torch, fbgemm and torchrec"):
             failure = load_frameworks()
         if failure is not None:
-            problems = [f"versions fit, but the packages do not load: {failure}"]
+            problems = [f"versions match, but the packages do not load: {failure}"]
+    if problems:
+        print(f"not ok: {'; '.join(problems)}. To fix this, run")
+        print(f"    {mend_command(installed)}")
+        print("(on a machine with a GPU, replace fbgemm-gpu-cpu with fbgemm-gpu)")
+    else:
+        print("ok: torch, fbgemm and torchrec belong together")
+    fbgemm = ", ".join(f"{n} {installed[n]}" for n in _FBGEMM if n in installed)
+    torchrec = _first(_TORCHREC, installed)
     if torchrec and _release("torchrec", torchrec) is None:
         first, *_, last = RELEASES
-        print(f"\nwarning: torchrec {torchrec} is none of {first} to {last}")
-    for problem in problems:
-        print(f"\nerror: {problem}")
-    if problems:
-        print("this mends it (with a GPU, put fbgemm-gpu for fbgemm-gpu-cpu):")
-        print(f"    {mend_command(installed)}")
-        return 1
-    print("\nok: these belong together")
-    return 0
+        print(
+            f"warning: torchrec {torchrec} is not supported; supported releases are "
+            f"{first} to {last}"
+        )
+    print(f"python    {platform.python_version()}  {sys.executable}")
+    print(f"torch     {installed.get('torch', 'missing')}")
+    print(f"fbgemm    {fbgemm or 'missing'}")
+    print(f"torchrec  {torchrec or 'missing'}")
+    return 1 if problems else 0
