@@ -71,11 +71,15 @@ def test_what_cannot_be_profiled_is_named(
     out = tmp_path / "out.json"
     for path, options, says in (
         (data, ["--features", "usr"], "has no column 'usr'; did you mean 'user'?"),
-        (data, ["--features", "title"], "column 'title': ids are integers or lists"),
+        (
+            data,
+            ["--features", "title"],
+            "column 'title': ids must be integers or lists",
+        ),
         (tmp_path / "none.parquet", [], "there is no data at"),
         (bad, [], "cannot be read"),
         (words, [], "has no column of integers"),
-        (hashes, [], f"ids are row numbers from 0, got {2**63 + 1}"),
+        (hashes, [], f"ids must be row numbers from 0, got {2**63 + 1}"),
     ):
         assert main(["profile", str(path), "--out", str(out), *options]) == 2
         assert says in capsys.readouterr().err

@@ -125,5 +125,5 @@ def test_schema() -> None:
         check_schema((*FEATURE_NAMES, "hue"), FEATURE_VERSION)
     with pytest.raises(FeatureSchemaError, match="differing: order"):
         check_schema(FEATURE_NAMES[::-1], FEATURE_VERSION)
-    with pytest.raises(FeatureSchemaError, match="version 999 were given"):
+    with pytest.raises(FeatureSchemaError, match="of version 999, but"):
         check_schema(FEATURE_NAMES, 999)

@@ -45,7 +45,7 @@ def test_workloads_are_unrolled_and_one_of_several_is_named(tmp_path: Path) -> N
     assert found == [("g/0", 3, 1), ("g/1", 3, 1), ("g/2", 11, 2)]
     assert len(read_tables(path, "two").tables) == 2
     for name, message in (
-        (None, "say which, as in .*t.json:NAME; they are w, two, b, g"),
+        (None, "choose one with .*t.json:NAME; they are w, two, b, g"),
         ("tow", "none is named 'tow'; did you mean 'two'"),
         ("three", "the workloads are 'b', 'g', 'two', 'w'"),
     ):
@@ -93,7 +93,7 @@ def test_tables_of_every_kind_of_file(name: str, tmp_path: Path) -> None:
         ("t.csv", f"{CSV}a,1x,8\n", "line 2: .*num_embeddings .* '1x'"),
         ("t.csv", f"{CSV}a,9,8\n a ,9,8\n", "'a' is given twice"),
         ("t.csv", f'{CSV}"a,9,8\n', "is a quote left open"),
-        ("t.csv", f"{CSV}é,9,8\n".encode("latin-1"), "Save it as text of UTF-8"),
+        ("t.csv", f"{CSV}é,9,8\n".encode("latin-1"), "Save it as UTF-8 text"),
         ("t.json", "[3]", "table 0: .* must be an object, got 3"),
         ("t.json", "{", "cannot be read as JSON"),
         ("t.json", '{"workloads": ["w"]}', "workload 0 is not an object"),

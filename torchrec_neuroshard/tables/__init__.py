@@ -1,1 +1,1 @@
-"""Describe embedding tables and their inputs, and read them from files."""
+"""Embedding tables and their inputs: descriptions, profiles and files."""

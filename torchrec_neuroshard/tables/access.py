@@ -1,4 +1,4 @@
-"""How ids are drawn: distributions over groups of equally likely rows.
+"""Distributions of ids, as groups of equally likely ids, and draws from them.
 
 Shapes: `B` samples, `L` lookups, `G` groups of equally likely ids.
 """
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 NUM_COUNT_BINS = 17
-"""Bins of the access histogram, as in the three seed papers' released features."""
+"""Bins of the access histogram; the three seed papers' features have the same."""
 
 COUNT_BIN_HIGH: npt.NDArray[np.float64] = np.array(
     [2.0**j for j in range(NUM_COUNT_BINS - 1)] + [np.inf]
@@ -40,26 +40,26 @@ COUNT_BIN_LOW: npt.NDArray[np.float64] = np.append(1.0, COUNT_BIN_HIGH[:-1] + 1)
 """Smallest count of each bin: 1, 2, 3, 5, 9, ..., 32769."""
 
 _LEAST_RATE = 0.05
-"""Lookups of an id a batch below which as many ids as there are rows may have it."""
+"""Lookups per id and batch; ids with a lower rate stand for all remaining rows."""
 _FITS = 8
-"""Times that lookups are moved to rare ids until as many distinct ones are expected."""
+"""Iterations that move lookups to rare ids until the number of distinct ids matches."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessDistribution:
-    """Groups of ids; within a group all ids are equally likely."""
+    """Groups of ids; all ids of a group are equally likely."""
 
     num_ids: tuple[float, ...]
-    """Ids of each group, most likely first."""
+    """Number of ids in each group, most likely group first."""
     share: tuple[float, ...]
     """Share of the lookups that each group gets; sums to 1."""
 
     @classmethod
     def power_law(cls, num_embeddings: int, exponent: float) -> AccessDistribution:
-        """Ids whose probability falls with rank^-exponent; 0 is uniform.
+        """Return a power law: probability falls with rank^-exponent; 0 is uniform.
 
         Raises:
-            ProfileError: No rows, or an exponent below 0.
+            ProfileError: There are no rows, or the exponent is below 0.
         """
         if num_embeddings < 1 or not exponent >= 0:
             raise ProfileError(
@@ -81,10 +81,10 @@ class AccessDistribution:
     def from_profile(
         cls, profile: FeatureProfile, num_embeddings: int
     ) -> AccessDistribution:
-        """Ids that are looked up as often as the profile's histogram counts.
+        """Return the distribution of the profile's ids, by its histogram.
 
-        Ids that the profile has not met are never drawn: for a batch about as large as
-        the profile's take `of_batch`.
+        Ids that the profile has not seen are never drawn. For batches about as large as
+        the profile's, use `of_batch`.
         """
         ids = np.asarray(profile.access_histogram, dtype=np.float64)
         if not ids.any():
@@ -98,15 +98,15 @@ class AccessDistribution:
     def of_batch(
         cls, profile: FeatureProfile, num_embeddings: int
     ) -> AccessDistribution:
-        """Ids of which batches like the profile's are made, each of them of others.
+        """Return a distribution whose fresh batches match the profile.
 
-        A batch of as many lookups is expected to have as many distinct ids as the
-        profile, as far as the table has rows: counts are held to be Poisson's, of which
-        only those above 0 were seen (their rate by Lambert's W function). What was seen
-        about once stands for all rows that are left.
+        A batch with the profile's number of lookups is expected to have the profile's
+        number of distinct ids, if the table has enough rows. Counts are taken to be
+        Poisson's, and only counts above 0 were seen; Lambert's W function gives their
+        rate. Ids seen about once stand for all remaining rows.
 
         Args:
-            profile: Of the batch size that batches will have.
+            profile: A profile of the batch size that will be drawn.
             num_embeddings: Rows of the table.
         """
         ids = np.asarray(profile.access_histogram, dtype=np.float64)
@@ -115,7 +115,7 @@ class AccessDistribution:
         used = np.flatnonzero(ids)[::-1]
         ids = ids[used] * min(1.0, num_embeddings / ids.sum())
         count = profile.bin_mean_counts()[used]
-        above = np.maximum(count, 1 + 1e-9)  # at 1, where it is 0, W knows none
+        above = np.maximum(count, 1 + 1e-9)  # the rate of a count of 1 is 0
         rate = above + lambertw(-above * np.exp(-above)).real
         more = np.where(
             rate > _LEAST_RATE, ids * (count / np.maximum(rate, _LEAST_RATE) - 1), 0.0
@@ -127,7 +127,7 @@ class AccessDistribution:
             more[rare] = (room - more.sum()) * ids[rare] / ids[rare].sum()
         num_ids, mass = ids + more, ids * count
         for _ in range(_FITS if rare.any() else 0):
-            # Few rows are left: some of what was seen once now comes twice.
+            # Few rows are left: some ids that were seen once are now drawn twice.
             met = num_ids * -np.expm1(-mass / num_ids)
             lacks = min(ids.sum() - met.sum(), mass[~rare].sum() / 2)
             mass[rare] += lacks * mass[rare] / mass[rare].sum()
@@ -135,9 +135,9 @@ class AccessDistribution:
         return cls(tuple(num_ids.tolist()), tuple((mass / mass.sum()).tolist()))
 
     def histogram(self, num_lookups: float) -> tuple[float, ...]:
-        """Return the expected access histogram of that many independent draws.
+        """Return the expected access histogram of `num_lookups` independent draws.
 
-        How often an id is drawn is Poisson's.
+        The count of each id is Poisson distributed.
         """
         num_ids, share = np.asarray(self.num_ids), np.asarray(self.share)
         used = (num_ids > 0) & (share > 0)
@@ -150,10 +150,10 @@ class AccessDistribution:
 def draw_lengths(
     rng: np.random.Generator, mean: float, std: float, batch_size: int
 ) -> npt.NDArray[np.int64]:
-    """Draw `batch_size` bag lengths with this mean and about this spread.
+    """Draw `batch_size` bag lengths with this mean and about this standard deviation.
 
-    Spread 0 gives equal lengths (but for the fraction of the mean); a spread up to that
-    of a Poisson distribution gives Poisson lengths, a larger one negative binomial.
+    A deviation of 0 gives equal lengths, up to the mean's fraction. Deviations up to
+    Poisson's give Poisson lengths, larger ones negative binomial lengths.
     """
     variance = std**2
     if variance <= 0:
@@ -167,7 +167,7 @@ def draw_lengths(
 
 
 def coprime_step(num_embeddings: int) -> int:
-    """Return a factor that, modulo the rows, permutes them and parts neighbours."""
+    """Return a factor that, modulo the rows, permutes them and separates neighbours."""
     step = max(1, int(num_embeddings * 0.6180339887))
     while math.gcd(step, num_embeddings) != 1:
         step += 1
@@ -182,14 +182,14 @@ def draw_ids(
 ) -> npt.NDArray[np.int64]:
     """Draw ids independently.
 
-    Hot ids lie anywhere in the table, by a permutation that depends on the rows only:
-    batch after batch reads the same ones.
+    A permutation spreads hot ids over the table. It depends only on the number of rows,
+    so every batch has the same hot ids.
 
     Args:
         rng: Source of the draws.
-        distribution: How likely the ids are.
+        distribution: Probabilities of the ids.
         num_embeddings: Rows of the table.
-        count: Ids to draw.
+        count: Number of ids to draw.
 
     Returns:
         `L` int64, values in `[0, num_embeddings)`.

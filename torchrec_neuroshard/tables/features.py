@@ -1,4 +1,4 @@
-"""What a cost model sees of a shard: named, versioned columns.
+"""Features of shards, the cost models' inputs: named, versioned columns.
 
 Shapes: `T` tables, `N` shards, `F` features.
 """
@@ -24,29 +24,29 @@ __all__ = [
 ]
 
 FEATURE_VERSION = 2
-"""Changes whenever a column changes its meaning."""
+"""Incremented whenever a column changes its meaning."""
 
 NUM_TOTALS = 16
-"""First columns: physical quantities of a shard; a set's are their sums."""
+"""The first columns are physical quantities of a shard; a set has their sums."""
 
 OUTPUT_BYTES_PER_VALUE = 4
 """Pooled outputs leave the kernel as fp32."""
 _LINE_BYTES, _DIGIT_BITS = 64, 8
-"""Of a CPU's cache, and of the sort of the ids."""
+"""Cache line of a CPU [bytes], and digits of the ids' radix sort [bits]."""
 
 
 def _columns(table: TableConfig, batch_size: int) -> dict[str, float]:
-    """Return the features of a table by name, in order, whatever its width.
+    """Return the features of a table by name, in order, independent of its width.
 
-    Those called `*_bytes` and `*_values` are of a shard of one column, those called
-    `*_lines` of one whose rows fill one cache line.
+    `*_bytes` and `*_values` count a shard of one column. `*_lines` count a shard whose
+    rows fill one cache line.
 
-    `weighted_bytes` are read once more for the gradient of the lookups' weights.
-    `*_lines` are what rows of `*_bytes` take of a cache. `sorted_digits` are ids times
-    the passes of the radix sort that the backward starts with. `unfused_values` are
-    gradients that FBGEMM's CPU backward adds one by one: of all optimizers but row-wise
-    Adagrad, of fp16 weights, and of tables with several features. `half_*` are
-    converted to fp32 and back.
+    `weighted_bytes` are read again for the gradient of the lookups' weights. `*_lines`
+    are the cache lines that the rows occupy. `sorted_digits` are ids times the passes
+    of the radix sort at the start of the backward. `unfused_values` are gradients that
+    FBGEMM's CPU backward adds one by one: for every optimizer except row-wise Adagrad,
+    for fp16 weights, and for tables with several features. `half_*` are converted to
+    fp32 and back.
     Source: FBGEMM 1.8, embedding_backward_split_cpu_template.cpp, csr2csc and
     radix_sort_parallel.
     """
@@ -111,25 +111,26 @@ def check_schema(names: Sequence[str], version: int) -> None:
     if version != FEATURE_VERSION or tuple(names) != FEATURE_NAMES:
         odd = sorted(set(names) ^ set(FEATURE_NAMES)) or "order"
         raise FeatureSchemaError(
-            f"feature columns of version {version} were given, this package computes "
-            f"version {FEATURE_VERSION} (differing: {odd}); train the model again"
+            f"the model needs feature columns of version {version}, but this package "
+            f"computes version {FEATURE_VERSION} (differing: {odd}); train the model "
+            "again"
         )
 
 
 class ShardFeaturizer:
-    """Features of column shards of a list of tables, which may grow.
+    """Computes features of column shards; tables can be added later.
 
-    What does not depend on the width is computed once per table.
+    Features that do not depend on the width are computed once per table.
     """
 
     def __init__(self, tables: Sequence[TableConfig], batch_size: int) -> None:
-        """Derive each table's profile at `batch_size` samples."""
+        """Take tables whose kernels see `batch_size` samples."""
         self._base_TF = np.zeros((0, len(FEATURE_NAMES)))
         self._value_bytes_T = np.zeros(0)
         self.add(tables, [batch_size] * len(tables))
 
     def add(self, tables: Sequence[TableConfig], batch_sizes: Sequence[int]) -> None:
-        """Add tables to the list, each with the samples that its kernel sees."""
+        """Add tables and, for each, the number of samples that its kernel sees."""
         base_TF = np.zeros((len(tables), len(FEATURE_NAMES)))
         for row, table, batch_size in zip(base_TF, tables, batch_sizes, strict=True):
             row[:] = [*_columns(table, batch_size).values()]
@@ -139,7 +140,7 @@ class ShardFeaturizer:
 
     @property
     def num_lookups(self) -> npt.NDArray[np.float64]:
-        """Ids of each table in one batch, `T`."""
+        """Lookups of each table in one batch, `T`."""
         return self._base_TF[:, _INDEX["num_lookups"]]
 
     def features(

@@ -1,4 +1,4 @@
-"""How often the features of a data set look up which ids."""
+"""Profile the features of a data set, from Parquet, CSV or Feather files."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def profile_data(
     """Profile the first samples of a data set.
 
     Args:
-        path: A file of `FORMATS`, or a folder of files of one of them.
-        num_samples: Rows that are read.
-        features: Columns; None: all that hold ids.
+        path: A file in one of `FORMATS`, or a folder of files in one format.
+        num_samples: Rows to read.
+        features: Columns to profile; None takes all columns that hold ids.
 
     Returns:
         Profile of each feature, and the columns that were left out.
 
     Raises:
-        ProfileError: There is no such data, a column is missing or holds no ids.
+        ProfileError: There is no such data, or a column is missing or holds no ids.
     """
     data = _open(path)
     known = {field.name: field.type for field in data.schema}
@@ -47,13 +47,13 @@ def profile_data(
             raise ProfileError(f"{path} has no column '{name}'; {near}")
         if not _is_of_ids(known[name]):
             raise ProfileError(
-                f"{path}, column '{name}': ids are integers or lists of integers, not "
-                f"{known[name]}; turn its values into row numbers first, as the model "
+                f"{path}, column '{name}': ids must be integers or lists of integers, "
+                f"got {known[name]}; convert them to row numbers first, as the model "
                 "does"
             )
     if not wanted:
         raise ProfileError(
-            f"{path} has no column of integers or of lists of integers, but "
+            f"{path} has no column of integers or lists of integers; its columns are "
             + ", ".join(f"{name} ({kind})" for name, kind in known.items())
         )
     try:
@@ -96,19 +96,19 @@ def _is_of_ids(kind: pyarrow.DataType) -> bool:
 
 
 def _ids(where: str, column: pyarrow.Array) -> tuple[Ints, Ints]:
-    """Return the ids of a column, and how many each sample has."""
+    """Return a column's ids and the number of ids of each sample."""
     if _is_list(column.type):
         lengths = compute.list_value_length(column).fill_null(0)
         ids = compute.list_flatten(column)
         if ids.null_count:
-            raise ProfileError(f"{where}: a list holds no value")
+            raise ProfileError(f"{where}: a list holds a null; remove it")
     else:
         lengths, ids = column.is_valid(), column.drop_null()
     values = np.asarray(ids)
     for odd in (values.min(), values.max()) if len(values) else ():
         if not 0 <= odd < TOO_LARGE:
             raise ProfileError(
-                f"{where}: ids are row numbers from 0, got {odd}; turn them into such "
-                "first, as the model does, or leave the column out by --features"
+                f"{where}: ids must be row numbers from 0, got {odd}; convert them "
+                "first, as the model does, or choose other columns with --features"
             )
     return values.astype(np.int64), np.asarray(lengths).astype(np.int64)

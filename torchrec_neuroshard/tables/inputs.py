@@ -1,4 +1,4 @@
-"""Input batches that read tables as their profiles say.
+"""Draw input batches that match the tables' profiles.
 
 Shapes: `B` samples, `L` lookups.
 """
@@ -18,14 +18,14 @@ from torchrec_neuroshard.tables.table import TableConfig, check_tables
 __all__ = ["draw_batch", "feature_names"]
 
 _PROFILE_BATCHES = 16
-"""Ids come from a profile of at least this many times the batch: a profile of the batch
-itself knows none of the ids that the batch happened not to read."""
+"""Ids are drawn from a profile of at least this many batches: a single batch's profile
+lacks the ids that this batch did not read."""
 
 
 def feature_names(table: TableConfig) -> tuple[str, ...]:
     """Return the names of the features that read a table.
 
-    One feature has the table's name; several are `name:0`, `name:1`, ...
+    A single feature has the table's name; several are `name:0`, `name:1`, ...
     """
     if table.num_features == 1:
         return (table.name,)
@@ -37,22 +37,23 @@ def draw_batch(
 ) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
     """Draw one batch.
 
-    A table's hot ids are the same in every batch; bag lengths follow the profile's
-    mean and spread (equal lengths where the spread is 0). Each table draws from a
-    stream of its own, so that adding a table changes no other's input.
+    A table has the same hot ids in every batch. Bag lengths follow the profile's mean
+    and standard deviation (equal lengths if that is 0). Each table has its own random
+    stream, so adding a table changes no other table's input.
 
     Args:
-        tables: Tables, best with profiles; without one a power law is assumed.
+        tables: Tables, preferably with profiles; without one a power law is assumed.
         batch_size: Samples.
-        seed: Of this batch; equal seeds give equal batches in any process.
+        seed: Seed of this batch; equal seeds give equal batches in any process.
 
     Returns:
-        Feature name -> ids (`L` int64, bag after bag) and bag lengths (`B` int64). What
-        `KeyedJaggedTensor.from_lengths_sync` takes when concatenated over the features.
+        Feature name -> ids (`L` int64, bag after bag) and bag lengths (`B` int64).
+        Concatenated over the features, `KeyedJaggedTensor.from_lengths_sync` takes
+        them.
 
     Raises:
-        ConfigError: `batch_size` is below 1 or the seed negative.
-        TableError: No tables, or two of one name.
+        ConfigError: `batch_size` is below 1 or the seed is negative.
+        TableError: There are no tables, or two have the same name.
     """
     check_tables(tables)
     if batch_size < 1 or seed < 0:

@@ -1,4 +1,4 @@
-"""Table sets and profiles, from files and to them."""
+"""Read table sets from files; read and write profiles."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ __all__ = [
 ]
 
 PROFILE_BATCH_SIZE = 65_536
-"""Batch that assumed profiles are stated at: the released DLRM dataset's."""
+"""Batch size of assumed profiles; the released DLRM dataset's."""
 
 MOST_TABLES = 100_000
-"""Of a published workload: a mistyped number must not fill the memory."""
+"""Most tables of a published workload: a mistyped number must not fill the memory."""
 
 _TEXT = ("name", "data_type", "optimizer")
-"""Fields that are text, whatever they look like."""
+"""Fields that stay text even if they look like numbers."""
 
 
 def read_document(path: str | Path) -> Any:
-    """Read a JSON file or, by its ending .yaml or .yml, a YAML file.
+    """Read a YAML file if it ends in .yaml or .yml, else a JSON file.
 
     Raises:
-        ConfigError: The file is missing or not of its kind, or PyYAML is missing.
+        ConfigError: The file is missing or malformed, or PyYAML is missing.
     """
     text, is_yaml = _read_text(path), Path(path).suffix.lower() in (".yaml", ".yml")
     try:
@@ -65,9 +65,9 @@ def read_document(path: str | Path) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"cannot read '{path}': PyYAML is not installed. Run `pip install pyyaml`, "
-            "or write the same as JSON"
+            "or convert the file to JSON"
         ) from error
-    except Exception as error:  # of JSON or of YAML
+    except Exception as error:  # JSON's or YAML's
         reason = " ".join(str(error).split())
         kind = "YAML" if is_yaml else "JSON"
         raise ConfigError(f"'{path}' cannot be read as {kind}: {reason}") from error
@@ -80,12 +80,12 @@ def _read_text(path: str | Path) -> str:
         raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"cannot read '{path}': {error}. Save it as text of UTF-8"
+            f"cannot read '{path}': {error}. Save it as UTF-8 text"
         ) from error
 
 
 def save_profiles(profiles: Mapping[str, FeatureProfile], path: str | Path) -> None:
-    """Write profiles as JSON, by feature name."""
+    """Write profiles to a JSON file, by feature name."""
     write_whole(path, json_text({n: to_fields(p) for n, p in profiles.items()}))
 
 
@@ -99,8 +99,8 @@ def load_profiles(path: str | Path) -> dict[str, FeatureProfile]:
     data = read_document(path)
     if not isinstance(data, Mapping):
         raise ProfileError(
-            f"'{path}' holds no profiles: expected an object of features, as "
-            "save_profiles writes it"
+            f"'{path}' holds no profiles: expected a JSON object of features, as "
+            "`neuroshard profile` and save_profiles write it"
         )
     found = {}
     for name, entry in data.items():
@@ -113,29 +113,29 @@ def load_profiles(path: str | Path) -> dict[str, FeatureProfile]:
 
 
 class ReadTables(NamedTuple):
-    """The tables of a file."""
+    """Tables that were read from a file."""
 
     tables: tuple[TableConfig, ...]
     not_described: frozenset[str] = frozenset()
-    """Names of those without a pooling factor or a profile: 1 id per sample."""
+    """Names of tables without a pooling factor or profile; they get 1 id per sample."""
 
 
 def read_tables(path: str | Path, workload: str | None = None) -> ReadTables:
     """Read the tables of a model from a file.
 
-    JSON and YAML hold a list of tables, an object with such a list as `tables`, or one
-    with `workloads` as `load_json` takes it; CSV a line for each table, below a line of
-    fields, with commas, semicolons or tabulators between them. The fields of a table
-    are those of `TableConfig`: `name`, `num_embeddings` and `embedding_dim`, and with
-    defaults all others.
+    A JSON or YAML file holds a list of tables, an object with such a list as `tables`,
+    or an object with `workloads` (see `load_json`). A CSV file holds a header line and
+    then a line for each table, separated by commas, semicolons or tabs. The fields are
+    those of `TableConfig`: `name`, `num_embeddings` and `embedding_dim` are required,
+    all others have defaults.
 
     Args:
-        path: The file; its ending says what it is.
-        workload: Which of several that the file holds. None: its only one.
+        path: The file; its ending decides the format.
+        workload: Name of a workload in the file; None takes the only one.
 
     Raises:
         ConfigError: There is no such file or workload.
-        TableError: A value is missing or cannot be.
+        TableError: A value is missing or not allowed.
     """
     if Path(path).suffix.lower() == ".csv":
         entries = _csv_entries(_read_text(path))
@@ -152,8 +152,8 @@ def read_tables(path: str | Path, workload: str | None = None) -> ReadTables:
         entries = ((f"table {n}", entry) for n, entry in enumerate(listed))
     if workload is not None:
         raise ConfigError(
-            f"'{path}' holds one set of tables, none of them named '{workload}': leave "
-            f"':{workload}' out"
+            f"'{path}' holds one set of tables and no workload named '{workload}': "
+            f"leave ':{workload}' out"
         )
     tables, not_described = [], set()
     try:
@@ -177,7 +177,7 @@ def _chosen(
         return next(iter(workloads.values()))
     if workload is not None and workload in workloads:
         return workloads[workload]
-    asked = f"say which, as in {path}:NAME; they are {', '.join(workloads)}"
+    asked = f"choose one with {path}:NAME; they are {', '.join(workloads)}"
     if workload is not None:
         near = suggestion(workload, workloads, "workloads")
         asked = f"none is named '{workload:.60}'; {near}"
@@ -185,7 +185,7 @@ def _chosen(
 
 
 def _csv_entries(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where a table is in the file, and its fields."""
+    """Yield each table's place in the file and its fields."""
     separator = max(",;\t", key=text.partition("\n")[0].count)
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     fields: list[str] = []
@@ -199,14 +199,14 @@ def _csv_entries(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 fields = cells
                 if len(set(fields)) < len(fields):
                     listed = ", ".join(fields)
-                    raise TableError(f"{where}: a field stands twice in {listed}")
+                    raise TableError(f"{where}: a field appears twice in {listed}")
             elif len(cells) > len(fields):
                 raise TableError(
                     f"{where}: {len(cells)} values for {len(fields)} fields; write "
                     "numbers without separators, and names that hold one in quotes"
                 )
             elif cells:
-                # What is left empty, or out at a line's end, has its default.
+                # Empty cells, and cells missing at the line's end, get defaults.
                 given = zip(fields, cells, strict=False)
                 yield where, {f: _cell(f, cell) for f, cell in given if cell}
     except csv.Error as error:
@@ -215,7 +215,7 @@ def _csv_entries(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _cell(field: str, text: str) -> Any:
-    """Return what a cell holds: a number, true or false, or text."""
+    """Return a cell's value: a number, true or false, or text."""
     if field in _TEXT:
         return text
     try:
@@ -225,10 +225,10 @@ def _cell(field: str, text: str) -> Any:
 
 
 def _one_table(where: str, entry: Any) -> TableConfig:
-    """Read a table, in which null stands for a default.
+    """Read a table; null stands for a field's default.
 
     Raises:
-        TableError: It is none; says where, and the way out.
+        TableError: The entry is not a table; the message says where it is.
     """
     name = entry.get("name") if isinstance(entry, Mapping) else None
     if isinstance(entry, Mapping):
@@ -238,7 +238,7 @@ def _one_table(where: str, entry: Any) -> TableConfig:
     except TableError as error:
         named = f"table {name!r:.60}: " if isinstance(name, str) else ""
         raise TableError(f"{where}: {named}{error}") from error
-    # Such names would move a terminal's cursor.
+    # Control characters would move a terminal's cursor.
     if not table.name.strip() or re.search(r"[\x00-\x1f\x7f-\x9f]", table.name):
         raise TableError(
             f"{where}: name must be text without control characters, got "
@@ -253,24 +253,27 @@ def _one_table(where: str, entry: Any) -> TableConfig:
 def load_json(path: str | Path) -> dict[str, tuple[TableConfig, ...]]:
     """Load named table sets.
 
-    The file holds `{"workloads": [{"name": ..., ...}, ...]}`. A workload gives its
-    tables in one of three ways: as `tables`, a list of `TableConfig.to_json()`; as
-    parallel lists `rows` with `pooling` or (`lookups`, `count_hist`, `batch_size`) and
-    an optional `dim` or `dims`; or as `groups` of equal tables (`num_tables`, `rows`,
-    `dim`, `hotness`). Widths that are missing are 64; a workload without lookups reads
-    one id per sample.
+    The file holds `{"workloads": [{"name": ..., ...}, ...]}`. A workload describes its
+    tables in one of three ways:
+
+    - `tables`: a list of `TableConfig.to_json()`;
+    - parallel lists: `rows`, with `pooling` or (`lookups`, `count_hist`,
+      `batch_size`), and optionally `dim` or `dims`;
+    - `groups` of equal tables (`num_tables`, `rows`, `dim`, `hotness`).
+
+    Missing widths are 64; a workload without lookups reads one id per sample.
 
     Returns:
         Workload name -> its tables, in the file's order.
 
     Raises:
         ConfigError: The file cannot be read.
-        TableError: It is not such a file, or a table's value is out of range.
+        TableError: The file holds no workloads, or a table's value is out of range.
     """
     data = read_document(path)
     workloads = data.get("workloads") if isinstance(data, Mapping) else None
     if not isinstance(workloads, list):
-        raise TableError(f"'{path}' is no object with a list 'workloads'")
+        raise TableError(f"'{path}' is not an object with a list 'workloads'")
     loaded: dict[str, tuple[TableConfig, ...]] = {}
     for number, workload in enumerate(workloads):
         if not isinstance(workload, Mapping):
@@ -298,11 +301,11 @@ def workload_tables(name: str, workload: Mapping[str, Any]) -> Iterator[TableCon
     published = _of_groups(workload["groups"]) if groups else _of_lists(workload)
     for number, (rows, dim, num_features, profile) in enumerate(published):
         if number == MOST_TABLES:
-            raise TableError(f"it has more than {MOST_TABLES:,} tables")
+            raise TableError(f"a workload has at most {MOST_TABLES:,} tables")
         yield TableConfig(
             name=f"{name}/{number}",
             num_embeddings=rows,
-            # Published widths are rounded up to what kernels need.
+            # Kernels need multiples of 4: published widths are rounded up.
             embedding_dim=max(1, -(-dim // COLUMN_MULTIPLE)) * COLUMN_MULTIPLE,
             pooling_factor=profile.pooling_factor,
             num_features=num_features,
@@ -311,7 +314,7 @@ def workload_tables(name: str, workload: Mapping[str, Any]) -> Iterator[TableCon
 
 
 _Published = Iterator[tuple[int, int, int, FeatureProfile]]
-"""Rows, width, features and profile of each table."""
+"""For each table: rows, width, number of features and profile."""
 
 
 def _of_lists(workload: Mapping[str, Any]) -> _Published:

@@ -1,4 +1,4 @@
-"""The tables of MLPerf DLRM-v2, which are Criteo 1 TB's.
+"""The tables of MLPerf DLRM-v2, from the Criteo 1 TB data set.
 
 Sources of the figures:
 
@@ -29,27 +29,27 @@ CRITEO_1TB_ROWS: tuple[int, ...] = (
 MLPERF_MULTI_HOT: tuple[int, ...] = (
     3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1,
 )
-"""Ids per sample of the 26 tables of MLPerf DLRM-v2; 214 together."""
+"""Ids per sample of the 26 tables of MLPerf DLRM-v2; 214 in total."""
 # fmt: on
 
 MLPERF_MAX_ROWS = 40_000_000
-"""MLPerf's cap: larger columns are hashed into this many rows."""
+"""MLPerf's cap: columns with more distinct values are hashed into this many rows."""
 
 
 def mlperf_dlrm_v2(
     max_rows: int = MLPERF_MAX_ROWS, embedding_dim: int = 128
 ) -> tuple[TableConfig, ...]:
-    """Return the 26 tables of MLPerf DLRM-v2, or a version of them that fits.
+    """Return the 26 tables of MLPerf DLRM-v2, scaled down with `max_rows`.
 
-    The rule that scales them is the benchmark's own: a table above the cap is hashed
-    into `max_rows` rows, smaller ones stay. Ids per sample and skew are kept.
+    The benchmark's own rule scales the tables: tables above the cap are hashed into
+    `max_rows` rows, smaller tables stay. Ids per sample and skew are kept.
 
     Args:
         max_rows: The cap.
         embedding_dim: Columns of every table.
 
     Returns:
-        Tables `cat_0` to `cat_25`, each with a profile at the benchmark's batch.
+        Tables `cat_0` to `cat_25`, each with a profile at the benchmark's batch size.
 
     Raises:
         ConfigError: `max_rows` is below 1.

@@ -1,8 +1,8 @@
-"""Feature profiles: what a table's input looks like, at this batch and at another.
+"""Feature profiles: statistics of a table's input, at any batch size.
 
-A profile is measured once on some batches and re-derived for the batch at hand, because
-the number of distinct rows (and so the memory traffic of a fused kernel) does not grow
-in proportion to the batch.
+A profile is measured once on some batches and converted to other batch sizes. Scaling
+is not enough, because the number of distinct rows, and so a fused kernel's memory
+traffic, does not grow in proportion to the batch.
 
 Shapes: `B` samples, `C` = 17 count bins.
 """
@@ -44,24 +44,24 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 DEFAULT_ZIPF_EXPONENT = 1.05
-"""Assumed skew where nothing was profiled: the power law of NVIDIA's synthetic
+"""Assumed skew of features without a profile: the power law of NVIDIA's synthetic
 recommendation models (distributed-embeddings, config_v3)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureProfile:
-    """How one feature (or all features of one table together) reads its table."""
+    """How one feature, or all features of a table together, read the table."""
 
     batch_size: int
-    """Samples that the numbers below were counted over."""
+    """Samples that were counted."""
     num_lookups: float
-    """Ids looked up in those samples."""
+    """Ids looked up in these samples."""
     pooling_std: float = 0.0
     """Standard deviation of the length of one bag."""
     access_histogram: tuple[float, ...] = ()
     """17 values: distinct ids that occur once, twice, 3-4, 5-8, ..., above 32768 times.
 
-    Empty when unknown: `with_repeats` then assumes a power law."""
+    Empty if unknown: `with_repeats` then assumes a power law."""
     weighted: bool = False
     """Whether lookups carry per-sample weights."""
 
@@ -74,7 +74,7 @@ class FeatureProfile:
         values = (self.num_lookups, self.pooling_std, *self.access_histogram)
         if not all(math.isfinite(v) and v >= 0 for v in values):
             raise ProfileError(
-                "a profile holds finite values of at least 0, got "
+                "a profile needs finite values of at least 0, got "
                 f"num_lookups={self.num_lookups}, pooling_std={self.pooling_std}, "
                 f"access_histogram={self.access_histogram}; profile the batches again"
             )
@@ -92,22 +92,23 @@ class FeatureProfile:
 
     @property
     def num_distinct(self) -> float:
-        """Distinct ids among the lookups (0 when no histogram is known)."""
+        """Distinct ids among the lookups; 0 without a histogram."""
         return float(sum(self.access_histogram))
 
     def access_rates(self, num_embeddings: int) -> tuple[Floats, Floats]:
-        """Return groups of ids by how often they are expected in such a batch.
+        """Return groups of ids and their expected lookups in a batch of this size.
 
-        Ids seen more than four times are taken to come as often again; of the others,
-        those not met yet among them, the rates are the gamma mixture's (see
-        `at_batch_size`). Where that has more ids than the table has rows, the rarest
-        share the lookups of the rows that are left.
+        Ids seen more than four times are expected equally often again. The rates of all
+        other ids, including unseen ones, follow the gamma mixture of `at_batch_size`.
+        If that has more ids than the table has rows, the rarest ids share the remaining
+        rows.
 
         Args:
             num_embeddings: Rows of the table.
 
         Returns:
-            Ids of each group, no more than the rows, and their rate, falling.
+            Number of ids in each group, in total at most the rows, and the groups'
+            rates, falling.
         """
         num_ids = np.asarray(self.access_histogram, dtype=np.float64)
         if not num_ids.sum() > 0:
@@ -129,10 +130,10 @@ class FeatureProfile:
         return num_ids, rate
 
     def bin_mean_counts(self) -> Floats:
-        """Mean count of an id in each bin, such that the lookups add up.
+        """Return the mean count of an id in each bin, such that the lookups add up.
 
         Returns:
-            `C` float64, the mean count per bin (its lower bound for empty bins).
+            `C` float64; empty bins have their lower bound.
         """
         ids, lookups = np.array(self.access_histogram), np.array([self.num_lookups])
         mean: Floats = bin_mean_counts(ids[None], lookups)[0]
@@ -141,17 +142,17 @@ class FeatureProfile:
     def at_batch_size(
         self, batch_size: int, num_embeddings: float = math.inf
     ) -> FeatureProfile:
-        """Return the expected profile of another number of samples.
+        """Return the expected profile at another batch size.
 
         Fewer samples: each lookup is kept with probability `batch_size /
         self.batch_size` (binomial thinning of the counts). More samples: lookups grow
-        in proportion; ids not met yet follow the gamma mixture of Poisson rates that
-        the rarely seen ids fit, capped by the table. Against power laws of exponent 0
-        to 1.4 that is within 0.5 % of the distinct ids at twice the batch and 3 % at
-        four times; beyond that it is a guess.
+        in proportion. A gamma mixture of Poisson rates, fitted to the rarely seen ids,
+        predicts how many unseen ids appear; the table's rows cap them. For power laws
+        with exponents 0 to 1.4, the distinct ids are within 0.5 % at twice the batch
+        and 3 % at four times; beyond that they are a guess.
 
         Args:
-            batch_size: Samples of the profile to return.
+            batch_size: Samples of the returned profile.
             num_embeddings: Rows of the table; caps the distinct ids.
 
         Returns:
@@ -177,10 +178,10 @@ class FeatureProfile:
         )
 
     def with_repeats(self, batch_size: int, num_embeddings: int) -> FeatureProfile:
-        """Return the expected profile of a batch; unknown repeats are a power law's.
+        """Return the expected profile of a batch; without a histogram, of a power law.
 
         Args:
-            batch_size: Samples of the profile to return.
+            batch_size: Samples of the returned profile.
             num_embeddings: Rows of the table.
         """
         if self.access_histogram:
@@ -193,13 +194,13 @@ class FeatureProfile:
         return replace(assumed, pooling_std=self.pooling_std, weighted=self.weighted)
 
     def distinct_in_parts(self, num_parts: int, num_embeddings: int) -> FeatureProfile:
-        """Return the profile once each part of the batch asks for an id once.
+        """Return the profile if each part of the batch looks up an id at most once.
 
-        Lookups are spread over the parts at random: of `n` parts, an id that occurs `c`
-        times is expected in `n * (1 - (1 - 1 / n)**c)`.
+        Lookups are spread over the parts at random: with `n` parts, an id that occurs
+        `c` times is expected in `n * (1 - (1 - 1 / n)**c)` of them.
 
         Args:
-            num_parts: Equal parts of the batch, such as the local batches of ranks.
+            num_parts: Equal parts of the batch, e.g. the ranks' local batches.
             num_embeddings: Rows of the table.
         """
         if not self.access_histogram:
@@ -215,7 +216,7 @@ class FeatureProfile:
         ids = np.asarray(self.access_histogram)
         histogram = np.zeros(NUM_COUNT_BINS)
         for count, share in ((low, 1 - upper), (low + 1, upper)):
-            # What occurs at all is in one part at least.
+            # Every id that occurs is in at least one part.
             bins = np.searchsorted(COUNT_BIN_HIGH, np.maximum(count, 1.0))
             np.add.at(histogram, bins, ids * share)
         return replace(
@@ -227,17 +228,17 @@ class FeatureProfile:
 
 
 def bin_mean_counts(ids_NC: Floats, lookups_N: Floats) -> Floats:
-    """Mean count of an id in each bin of histograms, such that the lookups add up.
+    """Return the mean count of an id in each bin, such that the lookups add up.
 
-    Within a bin only the bounds are known. One fraction between low and high, the same
-    for all bins, is solved for; the open last bin takes what remains.
+    Only the bounds of a bin are known. The mean counts are at one fraction between low
+    and high, the same in all bins; the open last bin takes the remaining lookups.
 
     Args:
-        ids_NC: Distinct ids in each bin.
+        ids_NC: Distinct ids in each bin, for `N` histograms.
         lookups_N: Lookups of each histogram.
 
     Returns:
-        `N x C` float64 (the lower bound for empty bins).
+        `N x C` float64; empty bins have their lower bound.
     """
     low, high = COUNT_BIN_LOW, COUNT_BIN_HIGH.copy()
     high[-1] = low[-1]
@@ -254,14 +255,14 @@ def bin_mean_counts(ids_NC: Floats, lookups_N: Floats) -> Floats:
 
 
 _MOST_COUNT = 2.0**30
-"""What SciPy's binomials take. Of a next to empty open bin, which takes what rounding
-leaves of all lookups, the mean count may be anything."""
+"""Largest count that SciPy's binomials take. In an almost empty last bin, which absorbs
+the rounding errors of all lookups, the mean count can be huge."""
 
 
 def _thin(ids: Floats, mean_count: Floats, keep: float) -> Floats:
-    """Distinct ids by their counts, once each lookup is kept with a probability."""
+    """Return the histogram after each lookup is kept with probability `keep`."""
     used = ids > 0
-    # Binomial; counts between two integers mix both.
+    # Binomial; a count between two integers is a mix of both.
     count = np.minimum(mean_count[used, None], _MOST_COUNT)
     low = np.floor(count)
     upper_weight = count - low
@@ -278,27 +279,27 @@ def _thin(ids: Floats, mean_count: Floats, keep: float) -> Floats:
 
 _LOG_RATES = np.linspace(math.log(1e-8), math.log(32.0), 440)
 RARE_RATES: Floats = np.exp(_LOG_RATES)
-"""Rates of rare ids, of a batch, that are told apart; rising."""
+"""Grid of rare ids' rates [lookups per batch], rising."""
 _RARELY_MET = special.pdtr(4, RARE_RATES)
-"""Chance that a batch meets an id of such a rate at most four times."""
+"""Probability that a batch has at most four lookups of an id, for each rate."""
 _NARROW_SHAPE = 100.0
-"""Shape of the gamma density from which on all rates count as its mean."""
+"""From this shape on, the gamma density is narrow: all rates count as its mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RareIds:
     """Gamma mixture of Poisson rates, fitted to the ids seen at most four times.
 
-    Exact for uniform ids (scale 0) and for an endless power law (scale 1).
+    Exact for uniform ids (scale 0) and for an infinite power law (scale 1).
     """
 
     shape: float
-    """Of the gamma density of the rates; below 0 new ids never cease."""
+    """Shape of the rates' gamma density; below 0, new ids never run out."""
     scale: float
 
     @classmethod
     def fit(cls, ids: Floats) -> _RareIds:
-        """Solve for the ratios of the first three bins (1, 2, and 3-4 lookups)."""
+        """Fit to the ratios of the first three bins (1, 2, and 3-4 lookups)."""
         once, twice, three_or_four = (float(v) for v in ids[:3])
         # The mixture has f_{k+1} / f_k = (slope + (k - 1) * scale) / (k + 1), where
         # slope is (1 + shape) * scale.
@@ -311,13 +312,13 @@ class _RareIds:
         return cls(slope / scale - 1, scale)
 
     def rates(self, once: float) -> tuple[Floats, Floats]:
-        """Ids seen at most four times, unseen ones among them: numbers and rates.
+        """Return numbers and rates of ids seen at most four times, unseen ids included.
 
         Args:
             once: Ids seen once.
         """
         odds = self.scale / (1 - self.scale)
-        if self.shape > _NARROW_SHAPE:  # all of one rate, about
+        if self.shape > _NARROW_SHAPE:  # all have about the same rate
             rate = np.array([self.shape * odds])
             return once * np.exp(rate) / rate * special.pdtr(4, rate), rate
         log_density = (
@@ -331,11 +332,11 @@ class _RareIds:
         return num_ids * _RARELY_MET, RARE_RATES
 
     def fresh(self, once: float, more: float) -> Floats:
-        """Ids met for the first time in further lookups, by how often they are met.
+        """Return the histogram of ids that first appear in further lookups.
 
         Args:
             once: Ids seen once so far.
-            more: Further lookups, over those counted so far.
+            more: Further lookups divided by the lookups counted so far.
         """
         growth, power = math.log1p(more * self.scale), -self.shape
         if abs(power) < 1e-9:
@@ -343,7 +344,7 @@ class _RareIds:
         else:
             num_fresh = once * math.expm1(power * growth) / (power * self.scale)
         success = more * self.scale / (1 + more * self.scale)
-        # From about shape * odds on, a share is about `success` times the last one.
+        # Beyond about shape * odds, each share is about `success` times the previous.
         last = max(0.0, self.shape) * more * self.scale + _DIGITS / -math.log(success)
         count = _COUNTS[: math.ceil(last) + 2]
         log_step = np.log((count[:-1] + self.shape) * success / count[1:])
@@ -356,7 +357,7 @@ class _RareIds:
 
 
 def _extrapolate(ids: Floats, mean_count: Floats, ratio: float) -> Floats:
-    """Distinct ids by their counts, once there are `ratio` times the lookups."""
+    """Return the histogram at `ratio` times the lookups."""
     more = ratio - 1
     # An id seen m times has a rate of about m: gamma posterior of shape m, scale 1.
     shape, scale = mean_count.copy(), np.ones(NUM_COUNT_BINS)
@@ -389,16 +390,16 @@ def zipf_profile(
     num_embeddings: int,
     exponent: float = DEFAULT_ZIPF_EXPONENT,
 ) -> FeatureProfile:
-    """Return the expected profile of ids drawn by a power law, rank^-exponent.
+    """Return the expected profile of ids that follow a power law, rank^-exponent.
 
     Args:
         batch_size: Samples.
         pooling_factor: Mean ids per sample.
         num_embeddings: Rows of the table.
-        exponent: 0 is uniform.
+        exponent: Skew; 0 is uniform.
 
     Raises:
-        ProfileError: No rows, or a value that is negative or not finite.
+        ProfileError: There are no rows, or a value is negative or not finite.
     """
     access = AccessDistribution.power_law(num_embeddings, exponent)
     lookups = batch_size * pooling_factor
@@ -410,10 +411,12 @@ def zipf_profile(
 
 
 def merge_profiles(profiles: Sequence[FeatureProfile]) -> FeatureProfile:
-    """Return the profile of a table that several features read, ids counted for each.
+    """Return the profile of a table that several features read.
+
+    Ids are counted per feature: an id that two features look up counts twice.
 
     Args:
-        profiles: One for each feature, of one batch size.
+        profiles: One profile per feature, all at one batch size.
     """
     known = all(p.access_histogram for p in profiles)
     columns = zip(*(p.access_histogram for p in profiles), strict=True) if known else ()
@@ -430,8 +433,8 @@ def merge_profiles(profiles: Sequence[FeatureProfile]) -> FeatureProfile:
 def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
     """Profile each feature over some batches of model input.
 
-    The batches are counted as one: eight local batches profile what eight ranks read in
-    one iteration. Memory grows with the ids of the batches given.
+    All batches count as one large batch: eight local batches give the profile of one
+    iteration on eight ranks. Memory grows with the number of ids.
 
     Args:
         batches: KeyedJaggedTensors, one per training batch, all with the same keys.
@@ -440,13 +443,13 @@ def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
         Feature name -> profile over all samples of the batches.
 
     Raises:
-        ProfileError: No batches, one that is no KeyedJaggedTensor, or a batch with
-            other features than the first.
+        ProfileError: There are no batches, a batch is not a KeyedJaggedTensor, or its
+            features differ from the first batch's.
     """
     if hasattr(batches, "stride") or not isinstance(batches, Iterable):
-        # A batch alone would be taken for its keys.
+        # Iterating over a single batch would yield its keys.
         raise ProfileError(
-            f"profile_inputs takes several batches, such as a list; got one "
+            f"profile_inputs takes several batches, e.g. a list; got one "
             f"{type(batches).__name__}. Pass [batch]"
         )
     found: dict[str, list[tuple[Ints, Ints]]] | None = None
@@ -455,17 +458,17 @@ def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
         if not all(hasattr(batch, n) for n in ("keys", "stride", "to_dict")):
             raise ProfileError(
                 f"batch {number} is a {type(batch).__name__}, not a "
-                "KeyedJaggedTensor; pass the model's sparse inputs, such as "
+                "KeyedJaggedTensor; pass the model's sparse inputs, e.g. "
                 "[batch.sparse_features for batch in data]"
             )
         if found is None:
             found = {key: [] for key in batch.keys()}
         if odd := sorted(set(batch.keys()) ^ found.keys()):
             raise ProfileError(
-                f"batch {number} has other features than batch 0: {odd}; profile "
-                "batches of one model input"
+                f"batch {number} has other features than batch 0 (differing: {odd}); "
+                "profile batches of one model input"
             )
-        if batch.stride() == 0:  # TorchRec cannot take such a batch apart
+        if batch.stride() == 0:  # TorchRec cannot split an empty batch
             continue
         weighted = weighted or batch.weights_or_none() is not None
         for key, jagged in batch.to_dict().items():
@@ -491,11 +494,11 @@ def profile_ids(
     lengths: npt.NDArray[np.integer[Any]],
     weighted: bool = False,
 ) -> FeatureProfile:
-    """Profile one feature.
+    """Return the profile of one feature.
 
     Args:
-        ids: Looked up in all samples.
-        lengths: Ids of each sample, at least one sample.
+        ids: Ids looked up, over all samples.
+        lengths: Number of ids of each sample; at least one sample.
         weighted: Whether lookups carry weights.
     """
     _, counts = np.unique(ids, return_counts=True)

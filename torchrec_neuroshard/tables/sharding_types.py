@@ -1,11 +1,11 @@
-"""The sharding types, a row each: how a table is cut, over which ranks, what moves.
+"""The sharding types as a table: how each splits a table, and its collectives.
 
-A *block* is the ranks that share the rows of a table (or have replicas of it): one
-rank, the ranks of a node, or all. A table is cut by columns between blocks, where its
-type allows that, and by rows inside one; every rank of a block has its equal part of
-the rows, the last ones less or none.
+A *block* is a group of ranks that share the rows of a table or hold replicas of it: one
+rank, the ranks of a node, or all ranks. Blocks hold different columns, if the type
+splits columns. Inside a block, ranks hold different rows, if the type splits rows:
+equal parts, except that the last ranks may hold fewer rows or none.
 
-Source: `torchrec/distributed/sharding`, a module for each type.
+Source: `torchrec/distributed/sharding`, one module per type.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ __all__ = [
 ]
 
 Collective = Literal["all_to_all", "row_wise", "node_row_wise", "all_reduce"]
-"""A method of `CommsModel`. All but the last follow an index all-to-all."""
+"""A method of `CommsModel`. An index all-to-all precedes all except the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingType:
-    """One way to lay a table out over ranks."""
+    """One sharding type of TorchRec."""
 
     name: str
-    """TorchRec's."""
+    """TorchRec's name."""
     block: Literal["rank", "node", "world"] = "rank"
-    """Ranks that rows of the same columns, or replicas, are spread over."""
+    """Ranks that share the rows of the same columns, or hold replicas."""
     splits_columns: bool = False
     """Whether different blocks may hold different columns."""
     splits_rows: bool = False
     """Whether the ranks of a block hold different rows."""
     is_replicated: bool = False
-    """Whether every rank reads its own samples in a table of its own."""
+    """Whether every rank holds the whole table and reads it for its own samples."""
     pooled: Collective = "all_to_all"
-    """What moves outputs of modules that pool, or gradients."""
+    """Collective that moves the outputs of pooling modules, or the gradients."""
 
     @property
     def sequences(self) -> Collective:
-        """The same of modules that do not pool: whole rows, no partial sums."""
+        """Collective of modules that do not pool: whole rows, no partial sums."""
         return "all_to_all" if self.pooled == "row_wise" else self.pooled
 
     @property
     def in_columns(self) -> bool:
-        """Whether every shard is whole columns on one rank."""
+        """Whether every shard holds whole columns on one rank."""
         return self.block == "rank"
 
     def block_size(self, world_size: int, node_size: int) -> int:
-        """Ranks of a block."""
+        """Return the number of ranks in a block."""
         return {"rank": 1, "node": node_size, "world": world_size}[self.block]
 
     def part_rows(self, num_embeddings: int, block_size: int) -> int:
-        """Rows that every rank of a block holds; the last ones less, or none."""
+        """Return the rows of each rank of a block; the last ranks may hold fewer."""
         return -(-num_embeddings // block_size) if self.splits_rows else num_embeddings
 
     def rows_at(
         self, place: int, num_embeddings: int, block_size: int
     ) -> tuple[int, int]:
-        """First row that a rank of a block holds, by its place there, and how many."""
+        """Return the first row and the number of rows of a block's rank `place`."""
         if not self.splits_rows:
             return 0, num_embeddings
         part = self.part_rows(num_embeddings, block_size)
@@ -76,7 +76,7 @@ class ShardingType:
 
 TABLE_WISE, COLUMN_WISE = "table_wise", "column_wise"
 TABLE_COLUMN_WISE = "table_column_wise"
-"""Columns are cut as by `COLUMN_WISE`, but all shards are in one node."""
+"""Splits columns like `COLUMN_WISE`, but keeps all shards in one node."""
 
 _ROWS = (
     ShardingType(name=TABLE_WISE),
@@ -99,14 +99,14 @@ _ROWS = (
 )
 
 SHARDING_TYPES: Mapping[str, ShardingType] = {row.name: row for row in _ROWS}
-"""By TorchRec's name."""
+"""TorchRec's name -> sharding type."""
 
 NODE_TYPES: frozenset[str] = frozenset(
     name for name, kind in SHARDING_TYPES.items() if kind.block == "node"
 )
-"""Sharding types that spread rows over the ranks of a node, or of a pod."""
+"""Sharding types that split rows over the ranks of a node, or of a pod."""
 
 COLUMN_SHARDED_TYPES: frozenset[str] = frozenset(
     name for name, kind in SHARDING_TYPES.items() if kind.in_columns
 )
-"""Sharding types whose shards are whole columns on one rank each."""
+"""Sharding types whose shards hold whole columns on one rank each."""

@@ -1,4 +1,4 @@
-"""What the planner must know of an embedding table."""
+"""Embedding tables as the planner sees them: sizes, types and how they are read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMN_MULTIPLE = 4
 """FBGEMM's fused kernels need every shard width to be a multiple of this."""
 
 MAX_CUDA_COLUMNS = 2_048
-"""Most columns of a shard that FBGEMM's CUDA kernels take (1.8: checked by them)."""
+"""Most columns of a shard in FBGEMM's CUDA kernels (FBGEMM 1.8 checks this)."""
 
 DATA_TYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 """Bytes of one weight."""
@@ -38,7 +38,7 @@ OPTIMIZERS: tuple[str, ...] = ("rowwise_adagrad", "sgd", "adam", "adagrad")
 """Optimizers that the cost models know by name."""
 
 MAX_FEATURES = 100_000
-"""Most of a table; each is a thing of its own where kernels are measured."""
+"""Most features of a table: a measurement makes an input for each."""
 
 
 _RULES = {
@@ -50,37 +50,37 @@ _RULES = {
     "data_type": f"one of {', '.join(DATA_TYPE_BYTES)}",
     "optimizer": f"one of {', '.join(OPTIMIZERS)}",
 }
-"""Field of a table -> what it must be."""
+"""Field of a table -> its allowed values, for error messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableConfig:
-    """One embedding table, or one column shard of it, and how it is read."""
+    """One embedding table, or a column shard of one, and how it is read."""
 
     name: str
     num_embeddings: int
     """Rows ("hash size")."""
     embedding_dim: int
-    """Columns held here; a multiple of 4."""
+    """Columns of the table or shard; a multiple of 4."""
     pooling_factor: float = 1.0
-    """Mean ids per sample, over all features of the table together."""
+    """Mean ids per sample, summed over the table's features."""
     num_features: int = 1
     """Features (bags per sample) that read the table; each has its own output."""
     outputs_per_sample: float | None = None
-    """Rows that the kernel returns per sample, where that is not `num_features`: some
-    features have fewer bags than there are samples, or sequences were made distinct."""
+    """Rows that the kernel returns per sample; None for `num_features`. The two differ
+    if features have fewer bags than samples, or if sequences are deduplicated."""
     profile: FeatureProfile | None = None
-    """Measured access, over all features together. None: a power law is assumed."""
+    """Measured access, over all features together; None assumes a power law."""
     weighted: bool = False
     """Whether lookups carry per-sample weights."""
     data_type: str = "fp32"
-    """Weight type: a key of DATA_TYPE_BYTES."""
+    """Weight type, a key of DATA_TYPE_BYTES."""
     optimizer: str = "rowwise_adagrad"
-    """One of OPTIMIZERS."""
+    """Optimizer, one of OPTIMIZERS."""
 
     def __post_init__(self) -> None:
         width = self.embedding_dim
-        holds = {  # False for NaN, too
+        holds = {  # NaN fails each of them
             "num_embeddings": 1 <= self.num_embeddings < TOO_LARGE,
             "embedding_dim": 1 <= width < TOO_LARGE and width % COLUMN_MULTIPLE == 0,
             "pooling_factor": 0 <= self.pooling_factor < math.inf,
@@ -104,7 +104,7 @@ class TableConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights."""
+        """Size of the weights [bytes]."""
         return (
             self.num_embeddings * self.embedding_dim * DATA_TYPE_BYTES[self.data_type]
         )
@@ -112,7 +112,7 @@ class TableConfig:
     def profile_at(self, batch_size: int) -> FeatureProfile:
         """Return the access profile at a batch of `batch_size` samples.
 
-        The lookups follow the profile where there is one, else `pooling_factor`.
+        The lookups follow the profile if there is one, else `pooling_factor`.
         """
         known = self.profile or FeatureProfile(
             batch_size=1, num_lookups=self.pooling_factor, weighted=self.weighted
@@ -120,7 +120,7 @@ class TableConfig:
         return _with_repeats(known, batch_size, self.num_embeddings)
 
     def with_width(self, embedding_dim: int) -> TableConfig:
-        """Return the column shard of this table that is `embedding_dim` wide."""
+        """Return the column shard of this table with `embedding_dim` columns."""
         return dataclasses.replace(self, embedding_dim=embedding_dim)
 
     def to_json(self) -> dict[str, Any]:
@@ -141,23 +141,23 @@ class TableConfig:
 
 
 _with_repeats = functools.lru_cache(maxsize=2**17)(FeatureProfile.with_repeats)
-"""Kept, since each part of a planner asks again."""
+"""Cached, since every part of a planner computes the same profiles."""
 
 
 def row_shard(
     table: TableConfig, rows: int, batch_size: int, *, pooled: bool = True
 ) -> TableConfig:
-    """Describe some rows of a table as a table.
+    """Return a table that describes a row shard.
 
-    Assumed is that ids are spread evenly over the rows: a shard is looked up, and has
-    distinct ids of each count, in proportion to its rows.
+    Ids are assumed to be spread evenly over the rows: a shard's lookups and its
+    distinct ids of each count are in proportion to its rows.
 
     Args:
         table: The whole table.
-        rows: Rows of the shard; 0 where there are more ranks than rows.
+        rows: Rows of the shard; 0 if there are more ranks than rows.
         batch_size: Samples that the kernel sees.
-        pooled: Every shard has a partial sum for each bag; tables of sequences return
-            only the rows that they hold.
+        pooled: Whether every shard returns a partial sum for each bag; tables of
+            sequences return only the rows that the shard holds.
     """
     if rows >= table.num_embeddings:
         return table
@@ -169,7 +169,7 @@ def row_shard(
     features, outputs = table.num_features, table.outputs_per_sample
     if not pooled:
         features = max(1, round(features * share))
-        outputs = (outputs or 0.0) * share or None  # a shard may have no rows
+        outputs = (outputs or 0.0) * share or None  # None for a shard without rows
     return dataclasses.replace(
         table,
         num_embeddings=max(1, rows),
@@ -186,7 +186,7 @@ def row_shard(
 
 
 def check_tables(tables: Sequence[TableConfig]) -> None:
-    """Raise `TableError` when there is no table or a name stands twice."""
+    """Raise `TableError` if there are no tables or two have the same name."""
     if not tables:
         raise TableError("no tables given; pass at least one TableConfig")
     counted = Counter(table.name for table in tables)
