@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -140,3 +141,10 @@ def test_what_cannot_be_stashed_is_refused() -> None:
         planner_of(FAST, stash_bytes=-1)
     with pytest.raises(ConfigError, match="for GPUs; the topology's device is 'cpu'"):
         make_planner(stash_bytes=1)
+    topology = gpus(hbm_cap=500 * MIB)
+    with pytest.raises(ConfigError, match="got EmbeddingEnumerator"):
+        make_planner(
+            topology=topology,
+            enumerator=EmbeddingEnumerator(topology, 64),
+            stash_bytes=1,
+        )

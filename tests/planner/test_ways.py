@@ -136,13 +136,6 @@ def test_a_grid_has_no_more_blocks_than_nodes() -> None:
     assert last_result(planner).fallback is None
 
 
-def test_arguments_that_go_are_ignored_with_a_word() -> None:
-    for name in ("consider_stock", "max_switches", "measure_finalists"):
-        arguments: dict[str, Any] = {name: 0}
-        with pytest.warns(DeprecationWarning, match=name):
-            make_planner(2, **arguments)
-
-
 def test_later_searches_share_what_is_left_of_the_budget() -> None:
     """The first of a run makes full effort, the others less, in what it left."""
     log, first = SearchLog(), NeuroShardSearcher(SearchConfig(time_budget_seconds=20.0))

@@ -128,85 +128,91 @@ class _FoundPlan:
 
 
 class NeuroShardPlanner(DescribesPlans):
-    """Plans with learned costs of fused kernels; otherwise TorchRec's planner.
+    """Plan how TorchRec shards embedding tables, with learned costs and a search.
 
-    It takes every argument of `EmbeddingShardingPlanner` and fills in only the parts
-    that the caller leaves out. TorchRec's own planner is asked only where the search
-    finds no plan; `last_result.fallback` says why.
+    It takes every argument of `EmbeddingShardingPlanner`. Parts that you pass replace
+    its own. TorchRec's own planner runs only if the search finds no plan;
+    `last_result.fallback` then says why.
 
-    `last_result.lower_bound_ms` is for all plans of the tables that the search may
-    place, whatever sharding types, splits, kernels and ranks the constraints allow
-    them; of grids, those in even blocks, at most one to a node; of caches, those of the
-    sizes that the search chose from (0, unknown, where the plan's are better). Other
-    tables add nothing to it. It is a proof where `last_result.bound_is_proven`, else an
-    estimate.
-
-    Attributes:
-        costs: The cost model at work.
-        last_result: What is known of the plan last returned; None before the first
-            one and for a model without tables. After `collective_plan` the same on
-            all ranks. Its costs are of all tables; its `placement` holds those alone
-            whose shards are whole columns in fused kernels on devices. The plan
-            itself says where the others are, and `report` names them.
-        last_task: The tables that `last_result.placement` counts, in its order; None
-            when it has none.
+    Example:
+        ```python
+        topology = topology_for("h100", world_size=16)
+        planner = NeuroShardPlanner(topology, batch_size=4096)
+        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+        print(planner.report())
+        model = DistributedModelParallel(model, plan=plan, sharders=sharders)
+        ```
 
     Args:
-        topology: The devices to plan for, by `topology_for`, `group_topology` or
+        topology: The devices to plan for, from `topology_for`, `group_topology` or
             TorchRec's `Topology`. None: TorchRec's default for the process group.
-            What it leaves at TorchRec's defaults is taken from the card that is planned
-            for, where it is known.
+            Figures left at TorchRec's defaults are taken from the card, if it is known.
         batch_size: Samples per rank.
-        enumerator: None: `NeuroShardEnumerator`. Its constraints stand in for those
-            left out here.
+        enumerator: None: `NeuroShardEnumerator`. If `constraints` is left out, the
+            enumerator's are used.
         storage_reservation: None: TorchRec's default.
         proposer: None: `NeuroShardProposer`.
         partitioner: None: `NeuroShardPartitioner`.
         performance_model: None: `NeuroShardPerfModel`.
         stats: None: TorchRec's default.
-        constraints: Table name -> TorchRec's constraints on it; a key may name the
-            module, too: "path.to.module/table" or "path.to.module.table".
-            `min_partition` is the narrowest column shard; without it, 4, or 32 on a GPU
-            whose costs are an estimate.
+        constraints: Table name -> TorchRec's constraints on the table. The key may
+            include the module: "path.to.module/table" or "path.to.module.table".
+            `min_partition` is the narrowest column shard. It defaults to 4, and to 32
+            on a GPU whose costs are estimates.
         debug: As in TorchRec.
-        callbacks: As in TorchRec; they may change the plan.
-        timeout_seconds: As in TorchRec; also limits the search.
-        cost_model: "auto", the name of a shipped bundle, a bundle's folder, a model, or
-            "measure": what first launches measured on this device, or measure now.
-        profiles: Feature name -> its profile, from `profile_inputs`. Features without
-            one are described by the constraints' pooling factors.
-        search: "default", another search's name, its settings, or a searcher.
-        comms_model: None: bytes over the topology's bandwidths.
-        consider_stock: Ignored; TorchRec's planner is asked where the search has no
-            plan. `compare` shows what its plan costs.
-        max_switches: Ignored; the search chooses sharding types by itself.
-        placement_constraints: Which ranks tables may be on, and with which others.
-        calibrate: Whether a first launch measures: where `cost_model` is "auto" and
-            neither the cache nor a shipped bundle knows this device, the ranks of
-            `collective_plan` measure the model's own tables for so many seconds, and
-            the bundle that comes of it is kept for later launches. "auto": 60 s on
-            GPUs; on CPUs only with cost_model="measure". "never", or seconds.
-        measure_finalists: Ignored; measuring them made plans no quicker.
+        callbacks: As in TorchRec. Callbacks may change the plan.
+        timeout_seconds: As in TorchRec. It also limits the search.
+        cost_model: "auto", the name of a shipped bundle, a bundle's folder, a
+            `CostModel`, or "measure". "measure" uses what earlier first launches
+            measured on this device, and measures now if there is nothing.
+        profiles: Feature name -> profile, from `profile_inputs`. For features without a
+            profile, the constraints' pooling factors are used.
+        search: "default", the name of another search, a `SearchConfig` or a `Searcher`.
+        comms_model: None: bytes divided by the topology's bandwidths.
+        placement_constraints: Which ranks tables may use, and which tables go together.
+        calibrate: Whether a first launch measures: "auto", "never" or seconds. A first
+            launch has cost_model="auto" and a device that neither the cache nor a
+            shipped bundle knows. The ranks of `collective_plan` then measure the
+            model's own tables for that time, and later launches reuse the bundle.
+            "auto" measures for 60 s on GPUs, and on CPUs only with
+            cost_model="measure".
         pipeline_type: TorchRec's `PipelineType` of the training loop, or
-            "train_semi_sync" or "train_fused_sparse_dist": what it runs beside
-            something else costs nothing as long as that takes longer, and what it keeps
-            on the device counts as memory. None: one phase after another, no pipeline.
-            An enumerator that is given counts memory by its own.
-        dense_ms: What the rest of the model takes in an iteration [ms]; `DenseMs` says
-            it part by part. None: 0, and collectives have nothing to run beside.
-        strict_memory: Whether a plan must fit by what ranks allocate. False: where none
-            does, one that fits by TorchRec's count is returned, and a warning names the
-            rank, the bytes and what takes them.
-        stash_bytes: Memory of each rank that is kept back for dense layers and that
-            they need only while they run, such as their activations [bytes]. Tables may
-            take it if others are stashed meanwhile (TorchRec 1.9). The search plans
-            with and without it, and takes what is shorter, copies counted;
-            `stashed_tables` says which tables to stash.
+            "train_semi_sync" or "train_fused_sparse_dist". Phases that the pipeline
+            overlaps with longer ones cost nothing. What the pipeline keeps on the
+            device counts as memory, unless you pass an enumerator, which counts memory
+            itself. None: phases run one after another, without a pipeline.
+        dense_ms: Time of the rest of the model per iteration [ms]; `DenseMs` splits it
+            into parts. None: 0, so collectives have nothing to overlap with.
+        strict_memory: Whether a plan must fit by what ranks allocate. False: if no such
+            plan exists, one that fits by TorchRec's count is returned, and a warning
+            names the rank, the bytes and what needs them.
+        stash_bytes: Memory of each rank [bytes] that is reserved for dense layers but
+            used only while they run, for example by activations. Tables may use it if
+            other tables are stashed meanwhile (TorchRec 1.9). The search plans with and
+            without this memory and returns the shorter plan, copies included.
+            `stashed_tables` names the tables to stash.
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
+    Attributes:
+        costs: The cost model in use.
+        last_result: Costs and placement of the plan returned last. None before the
+            first plan and for a model without tables. After `collective_plan` it is
+            the same on all ranks. Its costs cover all tables. Its `placement` covers
+            only tables that are whole columns in fused kernels on devices; the plan
+            itself and `report` show the others.
+            `lower_bound_ms` holds for every plan of the tables that the search may
+            place, over all sharding types, splits, kernels and ranks that the
+            constraints allow. It covers grids of even blocks, at most one per node,
+            and the cache sizes that the search considered (0, unknown, if the plan's
+            are better). Other tables add nothing to it. The bound is proven if
+            `bound_is_proven` says so, otherwise estimated.
+        last_task: The tables of `last_result.placement`, in its order. None if there
+            are none.
+
     Raises:
-        ConfigError: There is no such cost model, search, pipeline or `calibrate`, the
-            batch size, `dense_ms` or a number of the constraints cannot be.
+        ConfigError: `cost_model`, `search`, `pipeline_type` or `calibrate` is unknown,
+            or the batch size, `dense_ms`, `stash_bytes` or a number in the constraints
+            is impossible. Or `stash_bytes` is used with another enumerator.
         BundleError: The cost model's bundle cannot be used.
     """
 
@@ -231,11 +237,8 @@ class NeuroShardPlanner(DescribesPlans):
         profiles: Mapping[str, FeatureProfile] | None = None,
         search: str | SearchConfig | Searcher = "default",
         comms_model: CommsModel | None = None,
-        consider_stock: bool | None = None,
-        max_switches: int | None = None,
         placement_constraints: PlacementConstraints | None = None,
         calibrate: str | float = "auto",
-        measure_finalists: int | None = None,
         pipeline_type: Any = None,
         dense_ms: DenseMs | float | None = None,
         strict_memory: bool = False,
@@ -260,6 +263,12 @@ class NeuroShardPlanner(DescribesPlans):
             raise ConfigError(fault)
         if stash_bytes:
             check_stash_bytes(stash_bytes, topology)
+            if not isinstance(enumerator, NeuroShardEnumerator | None):
+                raise ConfigError(
+                    "stash_bytes needs an enumerator that counts what ranks allocate; "
+                    f"got {type(enumerator).__name__}. Leave enumerator "
+                    "out, pass a NeuroShardEnumerator, or leave stash_bytes out"
+                )
         self.costs = PlanCosts(
             topology,
             constraints,
@@ -271,17 +280,6 @@ class NeuroShardPlanner(DescribesPlans):
         )
         self._first_launch = FirstLaunch(self.costs, cost_model, calibrate)
         topology = self.costs.topology
-        for name, given in (
-            ("consider_stock", consider_stock),
-            ("max_switches", max_switches),
-            ("measure_finalists", measure_finalists),
-        ):
-            if given is not None:
-                warnings.warn(
-                    f"{name} is ignored and will go",
-                    DeprecationWarning,
-                    stacklevel=2,
-                )
         parts = {
             "enumerator": enumerator,
             "proposer": proposer,
