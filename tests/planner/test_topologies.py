@@ -94,11 +94,44 @@ def test_topologies_have_the_figures_given_else_the_cards() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "nodes", "per_node"),
+    [
+        ({}, 1, 8),
+        ({"world_size": 16}, 2, 8),
+        ({"world_size": 3}, 1, 3),
+        ({"world_size": 12, "ranks_per_node": 4}, 3, 4),
+        ({"world_size": 12, "num_nodes": 2}, 2, 6),
+        ({"world_size": 12, "num_nodes": 2, "ranks_per_node": 6}, 2, 6),
+    ],
+)
+def test_ranks_are_split_into_nodes(
+    options: dict[str, int], nodes: int, per_node: int
+) -> None:
+    topology = topology_for("h100", **options)
+    assert topology.world_size == nodes * per_node
+    assert topology.local_world_size == per_node
+
+
+@pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"card": "tpu"}, "unknown card 'tpu'"),
         ({"num_nodes": 0}, "num_nodes must be above 0 and finite, got 0"),
         ({"memory_gb": float("nan")}, "memory_gb must be above 0 and finite, got"),
+        ({"world_size": 0}, "world_size must be above 0 and finite, got 0"),
+        (
+            {"world_size": 12},
+            "12 ranks do not fill whole nodes of 8; take 8 or 16 ranks, or change",
+        ),
+        ({"world_size": 4, "ranks_per_node": 8}, "4 ranks .* of 8; take 8 ranks, or"),
+        (
+            {"world_size": 16, "num_nodes": 3},
+            "world_size=16, num_nodes=3 contradict each other: .* leave one of them",
+        ),
+        (
+            {"world_size": 16, "num_nodes": 2, "ranks_per_node": 4},
+            "world_size=16, num_nodes=2, ranks_per_node=4 contradict each other",
+        ),
     ],
 )
 def test_impossible_nodes_are_refused(options: dict[str, Any], match: str) -> None:

@@ -38,7 +38,6 @@ from torchrec_neuroshard.errors import (
     suggestion,
 )
 from torchrec_neuroshard.files import read_fields
-from torchrec_neuroshard.hardware.cards import card_named
 from torchrec_neuroshard.planner.checks import KNOWN_VALUES, table_paths
 from torchrec_neuroshard.planner.compat import (
     accepted_arguments,
@@ -51,7 +50,7 @@ from torchrec_neuroshard.planner.table_keys import (
     table_keys,
     unknown_table,
 )
-from torchrec_neuroshard.planner.topology import topology_for
+from torchrec_neuroshard.planner.topology import node_counts, topology_for
 from torchrec_neuroshard.plans.rehearse import quietly
 from torchrec_neuroshard.tables.inputs import feature_names
 from torchrec_neuroshard.tables.loaders import (
@@ -348,22 +347,16 @@ def devices_named(
     Raises:
         ConfigError: There is no such card, or the ranks do not fill whole nodes.
     """
-    usual = ranks if card == "cpu" else card_named(card).gpus_per_node
-    per_node = min(ranks, usual) if ranks_per_node is None else ranks_per_node
-    if per_node < 1 or ranks % per_node:
-        raise ConfigError(
-            f"{ranks} ranks do not fill whole nodes of {per_node}: take another "
-            "number of ranks, or other ranks per node"
-        )
     if card != "cpu":
         return topology_for(
             card,
-            num_nodes=ranks // per_node,
-            ranks_per_node=per_node,
+            world_size=ranks,
+            ranks_per_node=ranks_per_node,
             memory_gb=memory_gb,
         )
     if memory_gb is not None:
         raise ConfigError("the memory of a CPU's rank is the host's: leave it out")
+    _, per_node = node_counts(ranks, world_size=ranks, ranks_per_node=ranks_per_node)
     looked_up = accepted_arguments(Topology, created_by_factory=True)
     return Topology(ranks, "cpu", local_world_size=per_node, **looked_up)
 

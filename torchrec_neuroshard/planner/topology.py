@@ -62,6 +62,7 @@ __all__ = [
     "default_topology",
     "enough_ranks",
     "group_topology",
+    "node_counts",
     "node_size",
     "sharding_group",
     "topology_for",
@@ -135,7 +136,8 @@ class CardTopology(Topology):
 def topology_for(
     card: str,
     *,
-    num_nodes: int = 1,
+    world_size: int | None = None,
+    num_nodes: int | None = None,
     ranks_per_node: int | None = None,
     memory_gb: float | None = None,
     hbm_gb_per_s: float | None = None,
@@ -144,30 +146,39 @@ def topology_for(
     inter_gb_per_s: float | None = None,
     host_memory_gb: float | None = None,
 ) -> Topology:
-    """Return TorchRec's topology of nodes of one card, by its published figures.
+    """Return a TorchRec topology with a card's published figures.
 
-    A figure that is passed counts as given, also where it equals TorchRec's default.
+    A figure that you pass counts as given, even if it equals TorchRec's default.
 
     Args:
-        card: A name of `torchrec_neuroshard.hardware.cards.GPU_CARDS`, such as "h100".
-        num_nodes: Nodes.
-        ranks_per_node: GPUs of a node; None: as the card's nodes are sold.
-        memory_gb: Memory of a GPU [GB].
-        hbm_gb_per_s: Its bandwidth [GB/s].
-        host_gb_per_s: Bandwidth of a GPU to the host's memory, one way [GB/s].
-        intra_gb_per_s: Same to the other GPUs of its node, all together.
-        inter_gb_per_s: Same to other nodes.
-        host_memory_gb: Memory of a node's host, which its ranks share equally [GB];
-            0: no table may be there. None: what TorchRec takes a rank to have, 128 GiB.
+        card: A key of `torchrec_neuroshard.hardware.cards.GPU_CARDS`, for example
+            "h100".
+        world_size: Ranks in all nodes. None: `num_nodes` times `ranks_per_node`.
+        num_nodes: Nodes. None: as many as `world_size` fills, else one.
+        ranks_per_node: GPUs per node. None: as nodes with this card are sold; fewer
+            ranks than that are one smaller node.
+        memory_gb: Memory per GPU [GB].
+        hbm_gb_per_s: Memory bandwidth per GPU [GB/s].
+        host_gb_per_s: Bandwidth per GPU to host memory, one way [GB/s].
+        intra_gb_per_s: Bandwidth per GPU to all other GPUs of its node, one way [GB/s].
+        inter_gb_per_s: Bandwidth per GPU to other nodes, one way [GB/s].
+        host_memory_gb: Host memory per node [GB], shared equally by its ranks. 0: no
+            table may be in host memory. None: TorchRec's default of 128 GiB per rank.
 
     Raises:
-        ConfigError: There is no such card, or a value is not above 0.
+        ConfigError: The card is unknown, a value is not above 0, or the ranks do not
+            fill whole nodes.
 
     Example:
-        `topology_for("h100", num_nodes=2)` has 16 ranks.
+        `topology_for("h100", world_size=16)` has two nodes of eight ranks.
     """
     found = card_named(card)
-    per_node = found.gpus_per_node if ranks_per_node is None else ranks_per_node
+    nodes, per_node = node_counts(
+        found.gpus_per_node,
+        world_size=world_size,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+    )
     of_card = {
         "memory_gb": memory_gb,
         "hbm_gb_per_s": hbm_gb_per_s,
@@ -175,14 +186,7 @@ def topology_for(
         "intra_gb_per_s": intra_gb_per_s,
         "inter_gb_per_s": inter_gb_per_s,
     }
-    others = {
-        "num_nodes": num_nodes,
-        "ranks_per_node": per_node,
-        "host_memory_gb": host_memory_gb or None,
-    }
-    for name, value in {**of_card, **others}.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} must be above 0 and finite, got {value}")
+    _check_positive({**of_card, "host_memory_gb": host_memory_gb or None})
     # Its figures were looked up.
     arguments = accepted_arguments(Topology, created_by_factory=True)
     given = set()
@@ -201,7 +205,7 @@ def topology_for(
     topology = CardTopology(
         found,
         given,
-        world_size=num_nodes * per_node,
+        world_size=nodes * per_node,
         local_world_size=per_node,
         compute_device=GPU,
         **arguments,
@@ -209,6 +213,57 @@ def topology_for(
     for device in topology.devices if host_memory_gb == 0 else ():
         device.storage.ddr = 0  # for which torchrec 1.6 takes its default
     return topology
+
+
+def node_counts(
+    usual: int,
+    *,
+    world_size: int | None = None,
+    num_nodes: int | None = None,
+    ranks_per_node: int | None = None,
+) -> tuple[int, int]:
+    """Return the number of nodes and of ranks per node.
+
+    Args:
+        usual: Ranks per node by default.
+        world_size: As for `topology_for`.
+        num_nodes: As for `topology_for`.
+        ranks_per_node: As for `topology_for`.
+
+    Raises:
+        ConfigError: A number is not above 0, or they contradict each other.
+    """
+    counts = {
+        "world_size": world_size,
+        "num_nodes": num_nodes,
+        "ranks_per_node": ranks_per_node,
+    }
+    _check_positive(counts)
+    if world_size is None:
+        return num_nodes or 1, ranks_per_node or usual
+    if num_nodes is None:
+        per_node = ranks_per_node or min(world_size, usual)
+        if world_size % per_node:
+            below = world_size // per_node * per_node
+            fitting = [str(n) for n in (below, below + per_node) if n]
+            raise ConfigError(
+                f"{world_size} ranks do not fill whole nodes of {per_node}; take "
+                f"{' or '.join(fitting)} ranks, or change the ranks per node"
+            )
+        return world_size // per_node, per_node
+    if world_size != num_nodes * (ranks_per_node or world_size // num_nodes):
+        given = ", ".join(f"{n}={v}" for n, v in counts.items() if v is not None)
+        raise ConfigError(
+            f"{given} contradict each other: world_size must be num_nodes times "
+            "ranks_per_node; leave one of them out"
+        )
+    return num_nodes, world_size // num_nodes
+
+
+def _check_positive(values: Mapping[str, float | None]) -> None:
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be above 0 and finite, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
