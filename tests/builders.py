@@ -254,7 +254,9 @@ class FixedSearcher(Searcher):
 # --- records of measurements ---
 
 
-ONE_PASS = PassCounts(min_passes=1, max_passes=1, budget_seconds=0.0, num_batches=1)
+ONE_PASS = PassCounts(
+    min_passes=1, max_passes=1, time_budget_seconds=0.0, num_batches=1
+)
 """Measures next to nothing."""
 
 

@@ -107,7 +107,7 @@ class KernelTimer:
             counts=PassCounts(
                 min_passes=settings.passes,
                 max_passes=settings.passes,
-                budget_seconds=0.0,
+                time_budget_seconds=0.0,
                 num_batches=settings.passes,
             ),
         )

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 SMALL = SamplingConfig(
     max_shards=3, batch_sizes=(64, 128), rows=(10, 1_000), max_lookups=2_000
 )
-THREE = PassCounts(min_passes=3, max_passes=3, budget_seconds=0.0, num_batches=3)
+THREE = PassCounts(min_passes=3, max_passes=3, time_budget_seconds=0.0, num_batches=3)
 
 
 def test_time_is_the_median_ratio_times_the_nominal() -> None:

@@ -76,7 +76,8 @@ BANDWIDTHS = {
 
 
 def test_topologies_have_the_figures_given_else_the_cards() -> None:
-    card, given = GPU_CARDS["h100"], {"inter_gb_per_s": 12.5, "memory_gb": 94.0}
+    card = GPU_CARDS["h100"]
+    given: dict[str, Any] = {"inter_gb_per_s": 12.5, "memory_gb": 94.0}
     topology = topology_for(
         "h100", num_nodes=2, ranks_per_node=4, host_memory_gb=2000, **given
     )

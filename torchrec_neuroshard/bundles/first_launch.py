@@ -355,7 +355,7 @@ def measure_and_fit(request: LaunchRequest, folder: Path, begin: float) -> None:
                 backend=backend,
                 num_samples=10_000,
                 timeout_seconds=patience,
-                time_limit_seconds=max(left, 0.1),
+                time_budget_seconds=max(left, 0.1),
                 min_samples=_MIN_COLLECTIVES,
                 kernel_rounds=2,
                 sample_seconds=min(_MOST_COMMS_SECONDS, usual),
@@ -432,7 +432,7 @@ def measure_mine(
     if device.type == "cpu":
         time_left = max(0.0, until - time.monotonic())
         each = min(_MOST_SET_SECONDS, time_left * size / _USUAL_SETS)
-    timer = SetTimer(device, max_bytes, budget_seconds=each)
+    timer = SetTimer(device, max_bytes, time_budget_seconds=each)
     kept: dict[int, CostRecord] = {}
     measure(
         (draw_launch_set(request, i, max_bytes) for i in itertools.count(rank, size)),

@@ -77,7 +77,7 @@ def _add_comms(parser: argparse.ArgumentParser) -> None:
     option(parser, "--num-samples", whole(), text, samples, metavar="N")
     text, most = "most bytes that a rank sends", known.bytes_per_rank[1]
     option(parser, "--max-bytes", whole(), text, most, metavar="N")
-    add_time_budget(parser, known.time_limit_seconds)
+    add_time_budget(parser, known.time_budget_seconds)
     text, seconds = "seconds to repeat a collective", known.sample_seconds
     option(
         parser, "--sample-seconds", number(zero=True), text, seconds, metavar="SECONDS"

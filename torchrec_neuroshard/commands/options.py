@@ -205,7 +205,7 @@ def add_time_budget(parser: Any, default: float | None = None) -> None:
         type=number(),
         help=text if default is None else f"{text} (default {default:g})",
         default=default,
-        dest="time_limit_seconds",
+        dest="time_budget_seconds",
         metavar="SECONDS",
     )
 

@@ -74,15 +74,19 @@ class PassCounts:
     """Timed passes that every sample gets."""
     max_passes: int
     """Most timed passes."""
-    budget_seconds: float
+    time_budget_seconds: float
     """After this time no pass is added to the least number."""
     num_batches: int
     """Different inputs that the timed passes take in turn."""
 
 
-CPU_PASSES = PassCounts(min_passes=5, max_passes=19, budget_seconds=0.6, num_batches=19)
+CPU_PASSES = PassCounts(
+    min_passes=5, max_passes=19, time_budget_seconds=0.6, num_batches=19
+)
 """A new input for every pass: as in training, where no batch comes twice."""
-CUDA_PASSES = PassCounts(min_passes=7, max_passes=7, budget_seconds=0.0, num_batches=2)
+CUDA_PASSES = PassCounts(
+    min_passes=7, max_passes=7, time_budget_seconds=0.0, num_batches=2
+)
 """Two inputs do: the L2 cache is flushed between passes, nothing else holds them. The
 warm-up loads kernels and allocates; should the first timed pass be slower still, the
 median of seven leaves it out."""
@@ -278,7 +282,7 @@ class SetTimer:
         arena_bytes: int,
         reference_ms: float | None = None,
         *,
-        budget_seconds: float | None = None,
+        time_budget_seconds: float | None = None,
         counts: PassCounts | None = None,
     ) -> None:
         """Allocate the arena and the reference.
@@ -288,17 +292,17 @@ class SetTimer:
             arena_bytes: Most weight bytes of a set.
             reference_ms: Nominal time of the reference; None measures it now. A GPU
                 has none.
-            budget_seconds: Stop repeating a sample after this time. None takes that of
-                `counts`.
+            time_budget_seconds: Stop repeating a sample after this time. None: the
+                budget of `counts`.
             counts: How often a sample is run. None takes the device's: `CPU_PASSES` or
                 `CUDA_PASSES`.
         """
         self.device = device
         on_gpu = is_accelerator(device.type)
         self._counts = counts or (CUDA_PASSES if on_gpu else CPU_PASSES)
-        if budget_seconds is not None:
+        if time_budget_seconds is not None:
             self._counts = dataclasses.replace(
-                self._counts, budget_seconds=budget_seconds
+                self._counts, time_budget_seconds=time_budget_seconds
             )
         self.arena: Arena | None = None
         self.reference: Reference | None = None
@@ -359,7 +363,7 @@ class SetTimer:
         counts = self._counts
         started: list[Times] = []
         ref: list[float] = []
-        deadline = time.perf_counter() + counts.budget_seconds
+        deadline = time.perf_counter() + counts.time_budget_seconds
         while len(started) < counts.max_passes:
             if len(started) >= counts.min_passes and time.perf_counter() > deadline:
                 break

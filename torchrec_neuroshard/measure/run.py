@@ -210,7 +210,7 @@ class CollectConfig:
     tables: tuple[Path, ...] = ()
     """JSON files of real tables to draw from beside generated ones."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    time_limit_seconds: float | None = None
+    time_budget_seconds: float | None = None
     """Measure no further set after this time; None measures them all."""
     started: float | None = None
     """When the time began, by `time.monotonic`; None: when measuring begins."""
@@ -251,7 +251,7 @@ def collect_compute(
             device,
             config.sampling.max_weight_bytes,
             reference_ms=known.reference_ms if known else None,
-            budget_seconds=config.set_seconds,
+            time_budget_seconds=config.set_seconds,
         )
         if timer.monitor is not None:
             say("clocks and temperature are read by pynvml")
@@ -287,9 +287,9 @@ def _fill(
 ) -> None:
     """Measure the sets that a file lacks."""
     until = math.inf
-    if config.time_limit_seconds is not None:
+    if config.time_budget_seconds is not None:
         begin = time.monotonic() if config.started is None else config.started
-        until = begin + config.time_limit_seconds
+        until = begin + config.time_budget_seconds
     numbers, done, failed = range(config.num_sets), store.done, store.header.failed
     todo = [i for i in numbers if i not in done and str(i) not in failed]
     firsts = [r for r in store.records if r.repeat_of is None]
@@ -319,7 +319,7 @@ def _fill(
             "goes on without that set"
         ) from error
     if len(store.done) + len(left_out) + len(failed) < config.num_sets:
-        say(f"stopped at the time limit of {config.time_limit_seconds:g} s")
+        say(f"stopped at the time limit of {config.time_budget_seconds:g} s")
     for index, why in left_out.items():
         say(f"set {index} was left out: {why}")
 

@@ -91,7 +91,7 @@ class CommsConfig:
     seed: int = 0
     timeout_seconds: float = 20.0
     """A rank that is silent for so long ends the run."""
-    time_limit_seconds: float = float("inf")
+    time_budget_seconds: float = float("inf")
     """Stop after this time; the same command goes on later."""
     min_samples: int = 0
     """Measured whatever the time."""
@@ -258,7 +258,7 @@ def _collect(
     keeper = RecordStore(config.out, header) if is_first else contextlib.nullcontext()
     with keeper as store, phase("") as shown:
         done = ranks.share(store.done if store else None)
-        deadline = time.monotonic() + config.time_limit_seconds
+        deadline = time.monotonic() + config.time_budget_seconds
         for index in (i for i in range(config.num_samples) if i not in done):
             late = index >= config.min_samples and time.monotonic() > deadline
             if ranks.agree([float(late or bool(stop))])[0]:
