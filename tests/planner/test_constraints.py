@@ -88,7 +88,7 @@ def test_names_may_be_full_or_bare() -> None:
     apart = PlacementConstraints(apart=[["user.t", "u"]])
     assert apart.rules(tables, 4).apart == ((0, 2),)
     both = PlacementConstraints(apart=[["t", "u"]])
-    with pytest.raises(ConfigError, match="which several modules have; say which: 'it"):
+    with pytest.raises(ConfigError, match="which several modules have; name 'it"):
         both.rules(tables, 4)
     assert not PlacementConstraints().rules(NAMES, 4)
 

@@ -121,7 +121,7 @@ class Kept(NeuroShardPlannerProvider):
 
 @needs_seam
 @pytest.mark.filterwarnings("ignore:no cost model was measured")
-@pytest.mark.filterwarnings("ignore:the topology does not give")
+@pytest.mark.filterwarnings("ignore:the topology does not set")
 def test_dry_run_command_plans_cards_by_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

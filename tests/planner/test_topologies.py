@@ -144,7 +144,7 @@ def test_a_card_that_is_named_stands_in_for_torchrecs_defaults_alone() -> None:
     naive = Topology(16, "cuda", local_world_size=8)
     before = vars(naive).copy()
     costs, [text] = costs_of(naive, "h100")
-    assert "does not give hbm_cap, hbm_mem_bw, hbm_to_ddr_mem_bw, intra_host" in text
+    assert "does not set hbm_cap, hbm_mem_bw, hbm_to_ddr_mem_bw, intra_host" in text
     assert "topology_for('h100', ...)" in text
     same, none = costs_of(topology_for("h100", num_nodes=2, ranks_per_node=8), "auto")
     assert none == []
@@ -157,14 +157,14 @@ def test_a_card_that_is_named_stands_in_for_torchrecs_defaults_alone() -> None:
     # Values given are left alone.
     topology = Topology(8, "cuda", hbm_cap=GIB, hbm_mem_bw=2.4e9, intra_host_bw=3e8)
     costs, [text] = costs_of(topology, "h100")
-    assert text.startswith("the topology does not give hbm_to_ddr_mem_bw, or gives")
+    assert text.startswith("the topology does not set hbm_to_ddr_mem_bw, or sets")
     assert costs.topology.hbm_mem_bw == 2.4e9
     assert costs.topology.intra_host_bw == 3e8
     assert costs.topology.devices[0].storage.hbm == GIB
     assert memory_gb_per_s(costs) == pytest.approx(2400.0)
     # Nothing given, no card: what is said is what is planned with.
     costs, [text] = costs_of(Topology(16, "cuda"), "auto")
-    assert "TorchRec's defaults, which are no card's" in text
+    assert "TorchRec's defaults, which match no real card" in text
     assert "hbm_cap 34.36 GB, hbm_mem_bw 963.1 GB/s" in text
     assert memory_gb_per_s(costs) == pytest.approx(963.1, abs=0.1)
 
@@ -173,7 +173,7 @@ def test_figures_that_equal_torchrecs_defaults_can_be_given() -> None:
     wanted = 32 * GIB, INTRA_NODE_BANDWIDTH
     plain = Topology(8, "cuda", hbm_cap=wanted[0], intra_host_bw=wanted[1])
     costs, [text] = costs_of(plain, "h100")
-    assert "or gives TorchRec's default, which counts as left out; planned" in text
+    assert "or sets TorchRec's default, which counts as not set. The planner" in text
     assert costs.topology.intra_host_bw < wanted[1]
     # The ways out.
     named = topology_for(
@@ -204,7 +204,7 @@ def test_bandwidths_that_cannot_be(argument: str, value: float, read_as: str) ->
     topology = Topology(16, "cuda", local_world_size=8, **{argument: value})
     devices = PlannedDevices.of(topology, AnalyticCostModel())
     [text] = devices.notes
-    assert text.startswith(f"{argument}={value:g} cannot be")
+    assert text.startswith(f"{argument}={value:g} is impossible")
     assert f"so that is {read_as}. Multiply GB/s by 1,000,000, or call" in text
     assert devices.topology is topology  # nobody guesses what is meant
 
@@ -264,7 +264,7 @@ def test_the_card_here_is_as_large_as_it_is(
 @pytest.mark.usefixtures("group")
 def test_group_that_cannot_train_by_the_plan_is_told() -> None:
     planner = make_planner(calibrate="never")
-    with pytest.warns(UserWarning, match="has 2 ranks, the process group 1, which"):
+    with pytest.warns(UserWarning, match="has 2 ranks, but the process group has 1"):
         planner.collective_plan(make_ebc([(1000, 64)]), bag_sharders())
 
 

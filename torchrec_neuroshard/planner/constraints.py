@@ -1,4 +1,7 @@
-"""Which ranks tables may be on, and with which others: what TorchRec cannot be told."""
+"""Placement constraints: which ranks may hold a table, and which tables go together.
+
+TorchRec's own constraints cannot express these.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ __all__ = ["PlacementConstraints", "permits", "ranks_by_table", "too_few_ranks"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementConstraints:
-    """Which ranks may hold which tables, for `NeuroShardPlanner`.
+    """Which ranks may hold which tables.
 
-    Tables are named as in `constraints=`: by name, or with the path of their module
-    where several have a table of that name ("path.to.module/table", or with a dot):
+    Name tables as in `constraints=`. If several modules have a table of that name, add
+    the module's path ("path.to.module/table" or "path.to.module.table"):
 
         PlacementConstraints(
             pin={"user": [0, 1]},
@@ -44,23 +47,23 @@ class PlacementConstraints:
             forbid_ranks=[3],
         )
 
-    Every plan keeps them, whatever a table's sharding type and kernel: what would break
-    them is no candidate. Row-wise and data-parallel tables are on every rank, so that
-    tables with fewer ranks to be on are neither.
+    Every plan satisfies them, whatever a table's sharding type and kernel. Row-wise and
+    data-parallel tables are on every rank, so a table that may not use all ranks is
+    neither.
 
     Raises:
-        ConfigError: A value is not of its kind, or says nothing.
+        ConfigError: A value has the wrong type or no effect.
     """
 
     pin: Mapping[str, Collection[int]] = field(default_factory=dict)
-    """Table -> the ranks that may hold shards of it. A name that several modules have a
-    table of means all of these."""
+    """Table -> the ranks that may hold its shards. A name that several modules use
+    stands for all of these tables."""
     together: Collection[Collection[str]] = ()
-    """Sets of tables that lie whole, all of a set on one common rank."""
+    """Sets of tables. The tables of a set are not split and share one rank."""
     apart: Collection[Collection[str]] = ()
-    """Sets of tables of which no rank holds shards of more than one."""
+    """Sets of tables. No rank holds shards of two tables of a set."""
     forbid_ranks: Collection[int] = ()
-    """Ranks that hold no table at all."""
+    """Ranks that hold no tables."""
 
     def __post_init__(self) -> None:
         pin = {name: _ranks(r, f"pin['{name}']") for name, r in self.pin.items()}
@@ -79,12 +82,12 @@ class PlacementConstraints:
         return hash((*self.pin.items(), self.together, self.apart, self.forbid_ranks))
 
     def rules(self, tables: Iterable[str], world_size: int) -> PlacementRules:
-        """Say what the constraints mean for a model's tables; that is kept.
+        """Return the constraints as rules for a model's tables; the result is cached.
 
         Args:
-            tables: Full names, "module.table", of all of them, in the order in which
-                the rules count them.
-            world_size: Ranks that there are.
+            tables: Full names, "module.table", of all tables. The rules number tables
+                in this order.
+            world_size: Number of ranks.
 
         Raises:
             ConfigError: A table or rank does not exist, or constraints contradict
@@ -97,7 +100,7 @@ class PlacementConstraints:
 def _resolved(
     constraints: PlacementConstraints, tables: tuple[str, ...], world_size: int
 ) -> PlacementRules:
-    """Resolve the names once for a model, whoever asks."""
+    """Return the rules of a model, resolved once for all callers."""
     if not constraints:
         return PlacementRules(tables, world_size)
     forbidden, by_name = constraints.forbid_ranks, _indices(tables)
@@ -132,8 +135,8 @@ def _resolved(
         if not open_ranks:
             raise ConfigError(
                 f"pin, together, apart and forbid_ranks leave no rank for table "
-                f"'{tables[table]}'. Allow it, or the tables that it belongs apart "
-                "from, more ranks"
+                f"'{tables[table]}'. Allow more ranks for it or for the tables that "
+                "it must be apart from"
             )
     return propagated
 
@@ -141,15 +144,15 @@ def _resolved(
 def ranks_by_table(
     plan: Iterable[ShardingOption], rules: PlacementRules
 ) -> dict[int, set[int]]:
-    """Return table -> ranks that hold shards of it, of a placed plan."""
+    """Return table -> the ranks that hold its shards in a placed plan."""
     return {rules.index[table_name(o)]: {int(s.rank) for s in o.shards} for o in plan}
 
 
 def permits(rules: PlacementRules, option: ShardingOption, reader: TableReader) -> bool:
-    """Say whether the ranks that an option needs are open to its table.
+    """Whether a table may use the ranks that an option needs.
 
     Args:
-        rules: Of the model.
+        rules: The model's rules.
         option: One of a table's options, with or without ranks.
         reader: Knows the devices.
     """
@@ -161,7 +164,7 @@ def permits(rules: PlacementRules, option: ShardingOption, reader: TableReader) 
         return False
     node = node_ranks(option, reader)
     if node is not None and len(node) < rules.world_size:
-        # Tables that lie together would all have to be for the same node.
+        # Tables that go together would all need options for the same node.
         return not is_joined and not set(node).isdisjoint(rules.ranks(table))
     if block == "world":
         return rules.is_free(table)
@@ -176,17 +179,17 @@ def permits(rules: PlacementRules, option: ShardingOption, reader: TableReader) 
 def too_few_ranks(
     options: Sequence[ShardingOption], how: str = "may only be sharded"
 ) -> str:
-    """Say that none of a table's options is permitted."""
+    """Return the error text for a table without a permitted option."""
     kinds = ", ".join(sorted({o.sharding_type for o in options}))
     return (
         f"table '{table_name(options[0])}' {how} {kinds}, which needs "
-        "more ranks than placement constraints leave it. Allow it more ranks or "
-        "table-wise sharding"
+        "more ranks than placement_constraints allow. Allow more ranks or table-wise "
+        "sharding for it"
     )
 
 
 def _indices(tables: Sequence[str]) -> dict[str, list[int]]:
-    """Return key -> the tables that it means; full names go before bare ones."""
+    """Return key -> the tables it stands for; full names win over bare names."""
     found: dict[str, list[int]] = {}
     for index, table in enumerate(tables):
         path, _, name = table.rpartition(".")
@@ -196,7 +199,7 @@ def _indices(tables: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _meant(name: str, where: str, by_name: Mapping[str, list[int]]) -> list[int]:
-    """Return all tables that a name means."""
+    """Return all tables that a name stands for."""
     if name not in by_name:
         raise ConfigError(f"{where} {unknown_table('names', name, by_name)}")
     return by_name[name]
@@ -208,29 +211,29 @@ def _each(
     by_name: Mapping[str, list[int]],
     tables: Sequence[str],
 ) -> tuple[int, ...]:
-    """Return the tables of a set, in which each name means one table."""
+    """Return the tables of a set, in which each name stands for one table."""
     for name in names:
         if len(found := _meant(name, where, by_name)) > 1:
             raise ConfigError(
-                f"{where} names table '{name}', which several modules have; say "
-                f"which: {quoted(sorted(tables[t] for t in found), ' or ')}"
+                f"{where} names table '{name}', which several modules have; "
+                f"name {quoted(sorted(tables[t] for t in found), ' or ')}"
             )
     return tuple(sorted({by_name[name][0] for name in names}))
 
 
 def _ranks(value: Any, where: str) -> tuple[int, ...]:
-    """Sorted ranks without repeats."""
+    """Return sorted ranks without repeats."""
     if isinstance(value, (str, bytes, int)) or not all(
         isinstance(r, (int, np.integer)) and not isinstance(r, bool) for r in value
     ):
         raise ConfigError(
-            f"{where} takes a list of ranks, such as [0, 1]; got {value!r:.60}"
+            f"{where} takes a list of ranks, for example [0, 1]; got {value!r:.60}"
         )
     return tuple(sorted({int(r) for r in value}))
 
 
 def _sets(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
-    """Sets of table names, each in order and without repeats."""
+    """Return sets of table names, each sorted and without repeats."""
     sets = set()
     for names in value:
         if (
@@ -239,8 +242,8 @@ def _sets(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
             or len(set(names)) < 2
         ):
             raise ConfigError(
-                f"{where} takes sets of at least two tables, such as [['a', 'b']]; one "
-                f"of them is {names!r:.60}"
+                f"{where} takes sets of at least two tables, for example "
+                f"[['a', 'b']]; one set is {names!r:.60}"
             )
         sets.add(tuple(sorted(set(names))))
     return tuple(sorted(sets))

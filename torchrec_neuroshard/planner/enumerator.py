@@ -1,4 +1,4 @@
-"""The search space: TorchRec's, in a fixed order and without what nothing reads."""
+"""The search space: TorchRec's sharding options, sorted and without useless ones."""
 
 from __future__ import annotations
 
@@ -69,51 +69,54 @@ _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _ROW_WISE = ShardingType.ROW_WISE.value
 
 _NEARLY_ALL = 0.9
-"""Part of the devices' memory that tables fill with the state of an optimizer: if less,
-the small ones stay there."""
+"""If tables with optimizer state fill less than this share of all device memory, small
+tables stay on devices."""
 _SMALL_SHARE = 1 / 16
-"""Part of a device's memory that a small table fills with that state at most."""
+"""A small table, with optimizer state, fills at most this share of one device."""
 
 
 class NeuroShardEnumerator(HookedEnumerator):
     """TorchRec's enumerator with learned estimates and a fixed order of options.
 
-    Of tables that the cost model knows, options are left out that are no better than
-    others which stay:
+    For tables that the cost model knows, it leaves out options that cannot win:
 
-    - table-column-wise ones, where the table may be column-wise and no constraint asks
-      for them alone: the search splits columns by itself, down to the constraint's
-      `min_partition` (default 4, on GPUs whose costs are an estimate 32);
-    - what kernels or collectives would refuse when they run;
-    - table-row-wise ones where all ranks are in one node: row-wise is the same there;
-    - kernels that read the host's memory, where no constraint asks for them and device
-      memory is not scarce: all tables, with the state of an optimizer, fill less than
-      half of the devices, and none fills one alone. The same is asked of tables that
-      placement constraints pin to some devices or keep together on one. Of tables that
-      fill more than that, but not nearly all, the small ones go without these kernels,
-      too: it is the large ones that make room. `withheld` returns these options.
+    - table-column-wise, if the table may be column-wise and no constraint asks for
+      table-column-wise alone. The search splits columns itself, down to the
+      constraint's `min_partition` (default 4; 32 on GPUs whose costs are estimates).
+    - options that kernels or collectives would refuse at run time.
+    - table-row-wise, if all ranks are in one node, where row-wise is the same.
+    - kernels that read host memory, if no constraint asks for them and device memory is
+      plentiful. It is plentiful if all tables with optimizer state fill less than half
+      of the devices and no table fills one device alone. Tables that placement
+      constraints pin to some devices, or keep together on one, are checked the same
+      way. If tables fill more than half but not nearly all, only small tables go
+      without these kernels, since large tables free the memory. `withheld` returns
+      these options.
 
-    An option that a constraint leaves no alternative to stays, and so does every option
-    of other tables.
+    An option stays if a constraint allows nothing else, and other tables keep all
+    options.
 
     Attributes:
-        memory: What ranks allocate; None where the caller estimates memory.
+        memory: The memory model of what ranks allocate. None: the caller's `estimator`
+            counts memory.
 
     Args:
         topology: The devices to plan for.
         batch_size: Samples per rank.
-        constraints: Table name -> TorchRec's constraints on it.
-        estimator: Replaces the learned estimator and that of memory.
-        cost_model: "auto", a bundle's name or folder, or a model.
-        comms_model: None: as measured, else as published, else by the topology.
+        constraints: Table name -> TorchRec's constraints on the table.
+        estimator: Replaces the learned estimator and the estimator of memory.
+        cost_model: "auto", a bundle's name or folder, or a `CostModel`.
+        comms_model: None: measured times, else published ones, else the topology's
+            bandwidths.
         profiles: Feature name -> its measured profile.
-        costs: Shares one loaded cost model between parts; replaces the three above.
-        placement: Which ranks tables may be on. None: any.
-        pipeline_type: TorchRec's, of the training loop: what it keeps on the device
-            counts as memory, unless there is an `estimator`, and caches are made ready
-            for being loaded ahead. None: no pipeline.
-        for_search: Whether `NeuroShardPartitioner` alone places the options: then those
-            that others include for it are left out, too (`useful_ways`).
+        costs: One loaded cost model shared between parts; replaces the three arguments
+            above.
+        placement: Which ranks tables may use. None: any.
+        pipeline_type: TorchRec's `PipelineType` of the training loop. Unless there is
+            an `estimator`, what the pipeline keeps on the device counts as memory. It
+            also turns on prefetching for caches. None: no pipeline.
+        for_search: Whether only `NeuroShardPartitioner` places the options. It then
+            also leaves out options that others include for the search (`useful_ways`).
         kwargs: Passed to `EmbeddingEnumerator`.
     """
 
@@ -186,11 +189,11 @@ class NeuroShardEnumerator(HookedEnumerator):
 
         Args:
             module: The model, or the part of it to shard.
-            sharders: TorchRec's sharders of its embedding modules.
+            sharders: TorchRec's sharders for its embedding modules.
 
         Raises:
-            ConfigError: A table has no way to be sharded that could run, or something
-                given is no sharder.
+            ConfigError: A table has no option that could run, or an item of `sharders`
+                is not a sharder.
         """
         self._sharders = sharders_by_type(sharders)
         known: dict[str, bool] = {}
@@ -200,7 +203,7 @@ class NeuroShardEnumerator(HookedEnumerator):
             constraint = constraint_on(self._constraints.given, path, config.name)
             group = constraint.device_group if constraint else None
             if group and group != self._compute_device:
-                continue  # TorchRec lists it for other devices
+                continue  # the constraint keeps the table on other devices
             modelled = is_modelled_config(config)
             known[config.name] = known.get(config.name, True) and modelled
             size = 4 * config.num_embeddings * config.embedding_dim
@@ -211,12 +214,16 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._offloadable = self._short_of_memory(sizes) if self._on_gpus else set()
         options: list[ShardingOption] = super().enumerate(module, sharders)
         has = sum(d.storage.hbm + d.storage.ddr for d in self._topology.devices)
-        if sum(size for _, size in sizes) <= 4 * has:  # else memory is refused first
+        if sum(size for _, size in sizes) <= 4 * has:  # else they never fit anyway
             options = self._that_run(options, known)
         return options
 
     def _short_of_memory(self, sizes: Sequence[tuple[str, int]]) -> set[str]:
-        """Tables of these bytes, by name, for which device memory is scarce."""
+        """Return the names of tables for which device memory is scarce.
+
+        Args:
+            sizes: Name and weight bytes of every table.
+        """
         placement = self._placement
         caps = {
             d.rank: d.storage.hbm
@@ -235,7 +242,7 @@ class NeuroShardEnumerator(HookedEnumerator):
             ([sum(sum(_sizes_of(n, sizes)) for n in names)], list(caps.values()))
             for names in placement.together
         ]
-        # Weights and as much again for the state.
+        # Count weights and as many bytes of optimizer state.
         scarce = [
             4 * sum(own) > sum(room) or 2 * max(own, default=0) > max(room, default=0)
             for own, room in needs
@@ -254,23 +261,23 @@ class NeuroShardEnumerator(HookedEnumerator):
         Args:
             sharding_options: Changed in place.
         """
-        # Estimators are told less of sharders.
+        # TorchRec tells estimators less about sharders.
         note_sharders(sharding_options, self._sharders)
         if self._for_search and self._listed is not None:
             sharding_options[:] = self._useful(sharding_options)
         for option in filter(has_cache, sharding_options if self._prefetches else ()):
-            # TorchRec leaves it to the caller; without it rows come out wrong.
+            # TorchRec leaves this flag to the caller; without it rows are wrong.
             option.cache_params = dataclasses.replace(
                 option.cache_params or CacheParams(), prefetch_pipeline=True
             )
         super().populate_estimates(sharding_options)
 
     def _useful(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
-        """Leave out options that others include for a search."""
+        """Leave out options that other options include for the search."""
         self._reader.share_facts(options)
         tables: dict[tuple[str, str], list[ShardingOption]] = {}
         for option in options:
-            # Of table-wise ones the column-wise ones tell enough.
+            # Column-wise options already cover table-wise ones.
             is_whole = option.sharding_type == TABLE_WISE and is_pooled(option)
             if is_whole or (
                 option.sharding_type in COLUMN_SHARDED_TYPES
@@ -283,10 +290,10 @@ class NeuroShardEnumerator(HookedEnumerator):
         return [o for o in options if id(o) not in left_out]
 
     def withheld(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
-        """Return, of listed options, those by kernels that were left out.
+        """Return the options with kernels that `enumerate` left out.
 
-        Device memory may be scarcer than tables alone tell: a reservation or the
-        outputs of a large batch fill it as well.
+        The search may need them if device memory is scarcer than the tables show: a
+        reservation or the outputs of a large batch also fill it.
 
         Args:
             options: As `enumerate` listed them.
@@ -302,7 +309,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         return found
 
     def spread(self, option: ShardingOption, world_size: int) -> ShardingOption:
-        """List the shards of a row-wise or data-parallel option when they are read."""
+        """Return a row-wise or data-parallel option that lists its shards lazily."""
         return SpreadOption.spread(option, world_size)
 
     def narrowed_types(self, table: str, types: list[str]) -> list[str]:
@@ -321,10 +328,10 @@ class NeuroShardEnumerator(HookedEnumerator):
     def _that_run(
         self, options: Sequence[ShardingOption], tables: Collection[str]
     ) -> list[ShardingOption]:
-        """Leave out the options of TorchRec's tables that could not run.
+        """Leave out options of `tables` that could not run.
 
         Raises:
-            ConfigError: None is left of a table.
+            ConfigError: A table has no option left.
         """
         faults: dict[str, str] = {}
         kept, running = [], set()
@@ -364,7 +371,7 @@ class NeuroShardEnumerator(HookedEnumerator):
 
 
 def _sizes_of(name: str, sizes: Sequence[tuple[str, int]]) -> list[int]:
-    """Bytes of the tables that a name, with or without its module, may mean."""
+    """Return the bytes of all tables that `name`, with or without module, matches."""
     return [
         size
         for known, size in sizes

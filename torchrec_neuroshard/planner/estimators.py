@@ -1,4 +1,4 @@
-"""Costs and memory of single shards, for TorchRec's enumerator."""
+"""Estimators of the cost and memory of single shards, for TorchRec's enumerator."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ _STATE_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
 }
-"""Optimizers that keep state -> the class by which TorchRec knows how much."""
+"""Optimizer with state -> the class from which TorchRec derives the state's size."""
 
 
 class NeuroShardEstimator(CostedPart, ShardEstimator):
-    """Predicts the shards of each option as if its table were alone.
+    """Predicts the time of each option's shards as if its table were alone.
 
-    Options are predicted many at a time, row shards, replicas and kernels that no cost
-    model holds (`costs.kernels`) included, once the `perf` of a shard is read. Options
-    without a price (quantised tables, odd widths) keep TorchRec's estimate, which knows
-    no launch overhead: what the cost model says any kernel costs is added to their
-    compute, so that both can be compared.
+    Options are predicted in one batch when the `perf` of a shard is first read. That
+    includes row shards, replicas and kernels that the cost model does not cover
+    (`costs.kernels`). Options without a price (quantised tables, odd widths) keep
+    TorchRec's estimate. It has no launch overhead, so the cost model's overhead of a
+    kernel is added to make both comparable.
 
-    The arguments are those of `CostedPart`.
+    For the arguments, see `CostedPart`.
     """
 
     def __init__(
@@ -109,20 +109,20 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
-    """What shards take of memory; of GPUs, as FBGEMM and TorchRec allocate it.
+    """Estimates the memory of shards; on GPUs, as FBGEMM and TorchRec allocate it.
 
-    Sums of its estimates, with `memory.common_bytes`, bound what ranks allocate from
-    above; `memory.ranks` says it exactly. Of CPUs, and of options that the cost model
-    has no price for, the estimate is TorchRec's with the state of every optimizer:
-    TorchRec counts that of optimizers which `apply_optimizer_in_backward` sets; here,
-    what a sharder's `fused_params` or a fused collection asks for counts as well.
+    The sum of a rank's estimates and `memory.common_bytes` is an upper bound of what
+    the rank allocates; `memory.ranks` is exact. On CPUs, and for options that the cost
+    model does not cover, the estimate is TorchRec's plus the state of every optimizer.
+    TorchRec counts only optimizers set by `apply_optimizer_in_backward`. This class
+    also counts those in a sharder's `fused_params` or a fused collection.
 
     Attributes:
-        memory: What ranks allocate.
+        memory: The memory model of what ranks allocate.
 
     Args:
         topology: The devices to plan for.
-        constraints: Table name -> TorchRec's constraints on it.
+        constraints: Table name -> TorchRec's constraints on the table.
         reader: Knows the tables' optimizers.
         pipeline_type: As in TorchRec's estimator. None: no pipeline.
     """
@@ -166,7 +166,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
         self.memory.estimate(known)
 
     def _with_optimizer(self, option: ShardingOption) -> ShardingOption:
-        """Name the optimizer where TorchRec looks for it; the shards are the same."""
+        """Return a copy that names the optimizer for TorchRec and shares the shards."""
         state = _STATE_CLASSES.get(self._reader.optimizer(option))
         if state is None:
             return option
@@ -174,7 +174,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
 
 
 def _note_sharders(options: list[ShardingOption], *given: Any) -> None:
-    """Read the sharders that TorchRec gave an estimator."""
+    """Record on the options the sharders that TorchRec passed to an estimator."""
     for sharders in given:
         if isinstance(sharders, Mapping):
             note_sharders(options, sharders)

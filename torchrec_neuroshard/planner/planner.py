@@ -105,26 +105,26 @@ logger = logging.getLogger(__name__)
 
 _PLANNED = "planned"
 _LENIENT = (
-    "No plan was found that fits by what ranks allocate, so this one fits by "
-    "TorchRec's count; strict_memory=True raises an error instead"
+    "No plan fits by what ranks allocate, so this plan fits only by TorchRec's count; "
+    "strict_memory=True raises an error instead"
 )
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
 @dataclass(kw_only=True, slots=True)
 class _FoundPlan:
-    """A plan that was found, before anything is said of it."""
+    """A plan before it is described."""
 
     plan: ShardingPlan
     options: list[ShardingOption] | None
-    """Its options, as callbacks left them; None of a model without tables."""
+    """The plan's options after all callbacks. None: the model has no tables."""
     records: Sequence[SearchRecord]
-    """The searches that were made for it."""
+    """The searches that led to the plan."""
     fallback: str | None = None
-    """Why TorchRec's own planner was asked, if it was."""
+    """Why TorchRec's own planner ran; None if it did not."""
     notes: tuple[Note, ...] = ()
     more_bytes: float = 0.0
-    """Memory of each rank that it takes beside what is left for tables."""
+    """Memory that the plan uses on each rank beyond what is reserved for tables."""
 
 
 class NeuroShardPlanner(DescribesPlans):
@@ -265,9 +265,9 @@ class NeuroShardPlanner(DescribesPlans):
             check_stash_bytes(stash_bytes, topology)
             if not isinstance(enumerator, NeuroShardEnumerator | None):
                 raise ConfigError(
-                    "stash_bytes needs an enumerator that counts what ranks allocate; "
-                    f"got {type(enumerator).__name__}. Leave enumerator "
-                    "out, pass a NeuroShardEnumerator, or leave stash_bytes out"
+                    "stash_bytes needs a NeuroShardEnumerator, which counts what ranks "
+                    f"allocate; got {type(enumerator).__name__}. Leave out enumerator "
+                    "or stash_bytes"
                 )
         self.costs = PlanCosts(
             topology,
@@ -364,7 +364,7 @@ class NeuroShardPlanner(DescribesPlans):
             for part in planner_part(self, "stats")
         ]
         set_planner_part(self, "stats", stats_of_plans)
-        # Proposers of TorchRec forget nothing in `load`: each search starts from here.
+        # TorchRec's proposers keep their state in `load`: reset them for each search.
         self._unused = [
             (part, copy.deepcopy(vars(part)))
             for part in planner_part(self, "proposers")
@@ -372,7 +372,7 @@ class NeuroShardPlanner(DescribesPlans):
         ]
 
     def _select(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """Last of TorchRec's callbacks: sees the options of the plan returned."""
+        """Keep the options of the returned plan. Runs as TorchRec's last callback."""
         self._selected = options
         return options
 
@@ -380,26 +380,25 @@ class NeuroShardPlanner(DescribesPlans):
     def plan(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> ShardingPlan:
-        """Plan the model, on this rank alone; see `collective_plan`.
-
-        The loop is TorchRec's own.
+        """Plan the model on this rank alone; `collective_plan` plans for all ranks.
 
         Args:
             module: The model, or the part of it to shard.
-            sharders: TorchRec's sharders of its embedding modules.
+            sharders: TorchRec's sharders for its embedding modules.
 
         Returns:
-            What `DistributedModelParallel(plan=...)` takes.
+            A plan for `DistributedModelParallel(plan=...)`.
 
         Raises:
-            PlannerError: No plan fits, neither by the search nor by TorchRec's own
-                planner.
-            ProfileError: A profile is none, or of a feature that no table reads.
-            ConfigError: The cost model predicts something that is not a time; placement
-                constraints contradict each other or the model, or a callback or a
-                loaded plan breaks them.
-            RuntimeError: TorchRec lists no option for a table that it names.
-            Exception: What a part that was given raises.
+            PlannerError: Neither the search nor TorchRec's own planner finds a plan
+                that fits.
+            ProfileError: A profile is not a `FeatureProfile`, or no table reads its
+                feature.
+            ConfigError: The cost model predicts something that is not a time. Or
+                placement constraints contradict each other or the model, or a callback
+                or a loaded plan breaks them.
+            RuntimeError: TorchRec has no sharding option for a table, which it names.
+            Exception: Whatever a part that you passed raises.
         """
         self._last = LastPlan()
         notes = self._check_inputs(module, sharders)
@@ -423,9 +422,9 @@ class NeuroShardPlanner(DescribesPlans):
     def _find_plan(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> _FoundPlan:
-        """Return the search's plan, else one that fits by TorchRec's count of memory.
+        """Return the search's plan, or one that fits only by TorchRec's memory count.
 
-        Where the search finds none by that count, either, it is TorchRec's own plan.
+        If the search finds no plan by that count either, return TorchRec's own plan.
         """
         stashed = self._find_stashed(module, sharders)
         try:
@@ -446,7 +445,7 @@ class NeuroShardPlanner(DescribesPlans):
                 found = self._torchrecs(error, module, sharders, is_crowded)
         if found.options is None:
             return found
-        # From here on, estimates are by what ranks allocate.
+        # From here on, estimates count what ranks allocate.
         self.enumerator.populate_estimates(found.options)
         self.costs.attribute(found.options)
         memory.attribute(found.options)
@@ -458,10 +457,10 @@ class NeuroShardPlanner(DescribesPlans):
     def _find_stashed(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> _FoundPlan | None:
-        """Return the shortest plan found that also takes the memory of dense layers.
+        """Return the shortest plan that also uses the memory of dense layers.
 
         Returns:
-            None where there is none, or stashing tables does not free that much.
+            None if no plan is found or stashing tables does not free enough memory.
         """
         more_bytes, memory = self._arguments["stash_bytes"], self.memory
         if not more_bytes or memory is None:
@@ -485,7 +484,7 @@ class NeuroShardPlanner(DescribesPlans):
         return found
 
     def _shorter(self, found: _FoundPlan, stashed: _FoundPlan) -> _FoundPlan:
-        """Return the shorter plan, with what the copies of stashed tables add."""
+        """Return the shorter plan, counting the copies of stashed tables."""
 
         def taken_ms(plan: _FoundPlan) -> float:
             options = plan.options or []
@@ -499,17 +498,22 @@ class NeuroShardPlanner(DescribesPlans):
     def _searched(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> _FoundPlan:
-        """Plan by TorchRec's loop with the parts of this planner.
+        """Run TorchRec's planning loop with the parts of this planner.
 
-        `EmbeddingShardingPlanner.plan` asks, in this order: the storage reservation
-        for the memory that is left, the enumerator for the options of every table, the
-        proposer for a proposal (every table in all its ways), the partitioner for a
-        plan of it (this is the search), the performance model for its milliseconds;
-        then the callbacks and the stats. All but the search is TorchRec's own loop, so
-        that parts of a caller's are used as TorchRec uses them.
+        `EmbeddingShardingPlanner.plan` calls, in this order:
+
+        1. the storage reservation, for the memory left for tables;
+        2. the enumerator, for the options of every table;
+        3. the proposer, for a proposal (every table in all its ways);
+        4. the partitioner, for a plan: this is the search;
+        5. the performance model, for the plan's milliseconds;
+        6. the callbacks and the stats.
+
+        Only the search replaces TorchRec's code, so TorchRec calls a caller's parts as
+        always.
 
         Raises:
-            PlannerError: Of a type of `_NO_PLAN` where no plan was found.
+            PlannerError: Its type is in `_NO_PLAN` if no plan was found.
         """
         for proposer, state in self._unused:
             proposer.__dict__.update(copy.deepcopy(state))
@@ -524,14 +528,14 @@ class NeuroShardPlanner(DescribesPlans):
 
     @property
     def _strict(self) -> MemoryModel | None:
-        """The count of memory that TorchRec's may take the place of; None: none may."""
+        """The memory model that may be relaxed to TorchRec's count; None: none may."""
         memory = self.memory
         if memory is None or memory.is_lenient or self._arguments["strict_memory"]:
             return None
         return memory
 
     def _may_search_again(self) -> bool:
-        """Whether a search without a plan is followed by one that counts less."""
+        """Whether a failed search is repeated with TorchRec's smaller memory count."""
         return self._strict is not None
 
     def _options(
@@ -546,11 +550,11 @@ class NeuroShardPlanner(DescribesPlans):
         sharders: list[ModuleSharder[Any]] | None = None,
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plan on the group's first rank and hand the plan to all of them.
+        """Plan on the group's first rank and return the same plan on every rank.
 
-        What is decided is decided there, by its planner's arguments, cache and devices;
-        the others measure when they are asked to. An error on the first rank is raised
-        on every rank, at once; so are interrupts and exits.
+        The first rank decides, with its planner's arguments, cache and devices. The
+        other ranks only help to measure. An error, interrupt or exit on the first rank
+        is raised on every rank at once.
 
         Args:
             module: The model, or the part of it to shard.
@@ -558,12 +562,12 @@ class NeuroShardPlanner(DescribesPlans):
             pg: None: all ranks.
 
         Returns:
-            The same plan on every rank; `last_result` is the same, too.
+            The same plan on every rank. `last_result` is also the same.
 
         Raises:
-            Exception: What `plan` raised on the first rank; where that cannot be sent,
-                an error of the same kind that quotes it.
-            RankFailureError: A rank died, or was silent for as long as the group waits.
+            Exception: The error that `plan` raised on the first rank. If it cannot be
+                sent, an error of the same kind that quotes it.
+            RankFailureError: A rank died or did not answer before the group's timeout.
                 Or the plan cannot be sent, or a rank cannot read it.
             RuntimeError: There is no process group.
         """
@@ -571,8 +575,8 @@ class NeuroShardPlanner(DescribesPlans):
             if not dist.is_initialized():
                 raise RuntimeError(
                     "collective_plan needs a process group: call "
-                    "torch.distributed.init_process_group first, or plan() for a plan "
-                    "on one rank"
+                    "torch.distributed.init_process_group first, or call plan() to "
+                    "plan on one rank"
                 )
             pg = dist.group.WORLD
             assert pg is not None, "there is one once it is initialised"
@@ -585,10 +589,10 @@ class NeuroShardPlanner(DescribesPlans):
             try:
                 if pg.size() % self.topology.world_size:
                     warnings.warn(
-                        f"the topology has {self.topology.world_size} ranks, the "
-                        f"process group {pg.size()}, which cannot train by the plan. "
-                        "Give the topology as many, or call plan() for the plan of "
-                        "another job",
+                        f"the topology has {self.topology.world_size} ranks, but the "
+                        f"process group has {pg.size()} and cannot train with this "
+                        "plan. Use a topology of the same size, or call plan() to plan "
+                        "for another job",
                         stacklevel=2,
                     )
                 self._first_launch.on_all_ranks(options, pg)
@@ -606,9 +610,8 @@ class NeuroShardPlanner(DescribesPlans):
                 found = from_first(None, pg, _PLANNED)
             plan, known, error = found
             self._last = LastPlan(plan=plan and copied(plan), known=known)
-            if (
-                trouble is not None
-            ):  # told last: where warnings are errors, nobody waits
+            if trouble is not None:
+                # Warn last: if warnings are errors, no other rank waits for this one.
                 warnings.warn(trouble, stacklevel=2)
         if error is not None:
             raise error
@@ -617,23 +620,23 @@ class NeuroShardPlanner(DescribesPlans):
         return plan
 
     def relearned(self, profiles: Mapping[str, FeatureProfile]) -> NeuroShardPlanner:
-        """Return a planner like this one that has learned of a job under way.
+        """Return a planner like this one with fresh profiles from a running job.
 
         Args:
-            profiles: Fresh ones, by feature; the others stay.
+            profiles: Feature name -> fresh profile. Other features keep theirs.
 
         Returns:
-            The planner. Parts that were given to this one are shared, and a `costs` of
-            their own that they may have stays as it is.
+            The planner. It shares the parts that were passed to this planner; a part
+            with its own `costs` keeps them.
         """
-        # Relieved of nothing, so that what kernels take at once is not counted twice.
+        # Without reliefs, so that the overlap of kernels is not counted twice.
         return self._again(
             comms_model=RelievedCommsModel(self.costs.comms_model, {}),
             profiles={**self._profiles, **profiles},
         )
 
     def _again(self, **changes: Any) -> NeuroShardPlanner:
-        """Return a planner with the same arguments but for some."""
+        """Return a planner with the same arguments except for `changes`."""
         given = {
             **self._arguments,
             "cost_model": self.costs.cost_model,
@@ -642,11 +645,11 @@ class NeuroShardPlanner(DescribesPlans):
             "calibrate": "never",
         }
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they were given for this planner
+            warnings.simplefilter("ignore")  # this planner already gave them
             return NeuroShardPlanner(**given | changes)
 
     def _violation(self, options: Sequence[ShardingOption]) -> str | None:
-        """How a plan breaks the placement constraints, if it does."""
+        """Return how a plan breaks the placement constraints; None if it does not."""
         rules = self.placement_constraints.rules(
             map(table_name, options), int(self.topology.world_size)
         )
@@ -655,8 +658,8 @@ class NeuroShardPlanner(DescribesPlans):
     def _check_rules(self, options: Sequence[ShardingOption]) -> None:
         if broken := self._violation(options):
             raise ConfigError(
-                f"the plan breaks placement_constraints: {broken}. A partitioner, "
-                "callback or plan loader that was given made it so"
+                f"the plan breaks placement_constraints: {broken}. It comes from the "
+                "partitioner, callback or plan loader that you passed"
             )
 
     def _torchrecs(
@@ -666,16 +669,16 @@ class NeuroShardPlanner(DescribesPlans):
         sharders: list[ModuleSharder[Any]],
         is_crowded: bool,
     ) -> _FoundPlan:
-        """Ask TorchRec's own planner, where the search found no plan.
+        """Return the plan of TorchRec's own planner after the search found none.
 
         Args:
-            error: Why it found none.
+            error: Why the search found no plan.
             module: The model.
-            sharders: Of its embedding modules.
-            is_crowded: Whether the outputs of a rank's own samples filled its memory.
+            sharders: The sharders of its embedding modules.
+            is_crowded: Whether the outputs for a rank's own samples filled its memory.
 
         Raises:
-            PlannerError: TorchRec has none, either, or none that can run.
+            PlannerError: TorchRec finds no plan either, or none that can run.
         """
         if error.error_type not in _NO_PLAN:
             raise error
@@ -697,12 +700,12 @@ class NeuroShardPlanner(DescribesPlans):
                 room = self.reserve(module, sharders)
                 check_memory(room, options, "TorchRec's own plan")
         except Exception as failure:
-            # It may fail in other ways, too; why there is no plan is known.
+            # Whatever failed here, report why the search found no plan.
             if ours is None:
                 raise error from failure
             if count := self._enough_ranks(module, sharders, strict=not is_crowded):
                 ours = f"{ours} {count} ranks of this kind are enough."
-            # The reason first, TorchRec's general advice after it.
+            # First the reason, then TorchRec's general advice.
             raise PlannerError(
                 message=f"{ours}\n{error}", error_type=error.error_type
             ) from None
@@ -716,15 +719,16 @@ class NeuroShardPlanner(DescribesPlans):
     def _enough_ranks(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]], strict: bool
     ) -> int:
-        """Return how many ranks of this kind have a plan, by planning for them.
+        """Return how many ranks of this kind are enough, by planning for more ranks.
 
         Args:
             module: The model.
-            sharders: Of its embedding modules.
-            strict: Whether it must fit by what ranks allocate.
+            sharders: The sharders of its embedding modules.
+            strict: Whether the plan must fit by what ranks allocate.
 
         Returns:
-            0 where parts were given, which are made for these ranks, or none is found.
+            0 if no number of ranks is found, or if the caller passed parts, which fit
+            only these ranks.
         """
         parts = ("enumerator", "proposer", "partitioner", "performance_model")
         if any(self._arguments[name] is not None for name in parts):
@@ -752,13 +756,13 @@ class NeuroShardPlanner(DescribesPlans):
 
         try:
             return enough_ranks(fits, self.topology)
-        except Exception as failure:  # the plan failed before, and that is told
+        except Exception as failure:  # the error to report is that no plan fits
             logger.debug("more ranks could not be tried: %r", failure)
             return 0
 
 
 class _StatsOfPlans(Stats):
-    """Logs a search without a plan only where no other search follows it."""
+    """Logs a failed search only if no other search follows."""
 
     def __init__(self, inner: Stats, another_follows: Callable[[], bool]) -> None:
         self._inner, self._another_follows = inner, another_follows

@@ -1,4 +1,4 @@
-"""Proposes to the partitioner every table in all the ways it may be sharded in."""
+"""The proposer: offers the partitioner every table in all ways it may be sharded."""
 
 from __future__ import annotations
 
@@ -43,28 +43,31 @@ __all__ = ["NeuroShardProposer"]
 
 
 MOST_LISTED_SHARDS = 1_000_000
-"""Of a proposal after the first. Where it does not fit either, TorchRec's loop reads
-all of its shards, which take more than half a kilobyte each."""
+"""Most shards of the proposal of least memory. If it does not fit either, TorchRec's
+loop creates all of its shards, each of more than half a kilobyte."""
 
 
 class NeuroShardProposer(CostedPart, Proposer):
     """Proposes one option per table; `NeuroShardPartitioner` does the search.
 
-    First, every table in all the ways that its constraints allow: an option that
-    `NeuroShardPartitioner` takes for all of them and any other partitioner for one,
-    column-wise or table-wise where that fits a rank, else the cheapest that does; of
-    tables that no search places, the one that is cheapest were all sharded like it.
-    Where that does not fit, the same with the kernels that the enumerator withheld;
-    then every table by its option of least memory.
+    It makes up to three proposals, each only if the one before does not fit:
 
-    Options that placement constraints leave no ranks for are never proposed.
+    1. Every table in all ways that its constraints allow. One option stands for all of
+       them in `NeuroShardPartitioner`, and for itself in any other partitioner. It is
+       column-wise or table-wise if that fits a rank, else the cheapest that fits. For
+       tables that no search places, it is the option that is cheapest if all such
+       tables are sharded like it.
+    2. The same with the kernels that the enumerator withheld.
+    3. Every table by its option of least memory.
 
-    The other arguments are those of `CostedPart`.
+    Options that placement constraints rule out are never proposed.
+
+    For the other arguments, see `CostedPart`.
 
     Args:
         topology: The devices to plan for.
-        constraints: Table name -> TorchRec's constraints on it.
-        placement: Which ranks tables may be on. None: any.
+        constraints: Table name -> TorchRec's constraints on the table.
+        placement: Which ranks tables may use. None: any.
     """
 
     def __init__(
@@ -88,13 +91,13 @@ class NeuroShardProposer(CostedPart, Proposer):
 
         Args:
             search_space: All options, with estimates.
-            enumerator: Estimates grids in other blocks than TorchRec's, even rows
-                where its are not, and caches of other sizes (see `ways`). None: these
+            enumerator: Estimates ways that TorchRec does not list: grids of other
+                blocks, even rows and caches of other sizes (see `ways`). None: these
                 are not proposed.
 
         Raises:
             ConfigError: Placement constraints contradict each other or the model, or
-                leave a table no way to be sharded.
+                rule out all options of a table.
         """
         self._by_table: dict[str, list[ShardingOption]] = {}
         self._even: set[int] = set()
@@ -107,7 +110,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         self._proposal = next(self._proposals)
 
     def _add(self, options: Sequence[ShardingOption]) -> None:
-        """Add options, and their like in other grids and caches, to their tables."""
+        """Add options, with their variants (grids, caches, nodes), to their tables."""
         others = []
         if self._enumerator is not None:
             reader, least = self.costs.reader, self.costs.least_columns
@@ -123,7 +126,7 @@ class NeuroShardProposer(CostedPart, Proposer):
             own += [c for o in own for c in on_nodes(o, self.costs.reader, number)]
 
     def _proposed(self) -> Iterator[list[ShardingOption]]:
-        """Yield proposals, each for where none before it fits; see the class."""
+        """Yield the proposals of the class docstring, in order."""
         tables = [list(self._permitted(own)) for own in self._by_table.values()]
         ways = list(map(self._ways, tables))
         self._num_others = sum(not own for own in ways)
@@ -142,7 +145,7 @@ class NeuroShardProposer(CostedPart, Proposer):
             yield least
 
     def propose(self) -> list[ShardingOption] | None:
-        """Return the next proposal, None after the last one."""
+        """Return the next proposal; None after the last one."""
         return self._proposal
 
     def feedback(
@@ -152,10 +155,10 @@ class NeuroShardProposer(CostedPart, Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Learn how the proposal did.
+        """Move on to the next proposal, unless this one fits.
 
         Args:
-            partitionable: Whether it fits; if so, no other is made.
+            partitionable: Whether the proposal fits.
             plan: Not needed.
             perf_rating: Not needed.
             storage_constraint: Not needed.
@@ -164,7 +167,11 @@ class NeuroShardProposer(CostedPart, Proposer):
         self._proposal = None if partitionable else next(self._proposals, None)
 
     def _permitted(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """Options that can be where placement constraints allow the table."""
+        """Return the options that placement constraints allow.
+
+        Raises:
+            ConfigError: They allow none.
+        """
         if self._rules.is_free(self._rules.index[table_name(options[0])]):
             return options
         reader = self.costs.reader
@@ -179,12 +186,13 @@ class NeuroShardProposer(CostedPart, Proposer):
         ways: Sequence[ShardingOption],
         order: Callable[[ShardingOption], Any] | None = None,
     ) -> ShardingOption:
-        """Return the table in all ways that a search can place.
+        """Return one option that stands for a table in all its ways.
 
         Args:
-            options: Its own.
-            ways: Of these, what a search can place.
-            order: The first by it stands for them. None: see the class.
+            options: The table's options.
+            ways: Those of them that a search can place.
+            order: Sort key; the first option stands for all. None: as the class
+                describes.
         """
         ranks = self._rules.ranks(self._rules.index[table_name(options[0])])
         if ranks not in self._room:
@@ -203,9 +211,10 @@ class NeuroShardProposer(CostedPart, Proposer):
         return [o for o in options if is_placeable(o, reader)]
 
     def _share_ms(self, option: ShardingOption) -> float:
-        """Return what a rank takes for the option, or for all tables if they were so.
+        """Return the time per rank if all tables without a search used such options.
 
-        No search weighs those that it cannot place against each other.
+        It is at least the time of the option's own slowest shard [ms]. This replaces a
+        search for tables that the search cannot place.
         """
         total = float(sum(s.perf.total for s in option.shards))
         share = self._num_others / int(self._topology.world_size)
@@ -214,7 +223,7 @@ class NeuroShardProposer(CostedPart, Proposer):
     def _cost_order(
         self, room: int, may_be_split: bool, option: ShardingOption
     ) -> tuple[Any, ...]:
-        """Options that run and fit first; of these, those by columns."""
+        """Sort key: options that run and fit come first, and column-wise ones lead."""
         size = max(float(getattr(s.storage, self._tier)) for s in sample_shards(option))
         fused = option.compute_kernel == "fused"
         faulty = not may_be_split and self._is_faulty(option)
@@ -223,7 +232,7 @@ class NeuroShardProposer(CostedPart, Proposer):
                 option, self.costs.reader, self.costs.least_columns
             )
             size *= narrowest / max(int(s.size[1]) for s in sample_shards(option))
-        elif option.is_pooled:  # no search chooses another
+        elif option.is_pooled:  # no search will choose a better option
             return (faulty, size > room, not fused)
         first, second = (COLUMN_WISE, TABLE_WISE)
         if not is_pooled(option):
@@ -239,7 +248,7 @@ class NeuroShardProposer(CostedPart, Proposer):
     def _memory_order(self, option: ShardingOption) -> tuple[Any, ...]:
         scarce = max(s.storage.hbm for s in sample_shards(option))
         other = max(s.storage.ddr for s in sample_shards(option))
-        # Rows cut by the ranks' memory need a larger part of none than even ones.
+        # Rows split by free memory never fill a larger share of a rank than even rows.
         is_even = id(option) in self._even
         return (self._is_faulty(option), is_even, scarce, other, *_name_order(option))
 
@@ -252,7 +261,7 @@ def _least(
     order: Callable[[ShardingOption], Any],
     then: Callable[[ShardingOption], Any] = lambda option: 0,
 ) -> ShardingOption:
-    """Return the first option by an order; `then` is asked where that is a draw."""
+    """Return the first option by `order`; `then` breaks ties."""
     orders = [order(option) for option in options]
     least = min(orders)
     drawn = [o for o, own in zip(options, orders, strict=True) if own == least]

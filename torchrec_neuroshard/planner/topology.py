@@ -1,14 +1,15 @@
-"""The devices to plan for: TorchRec's topology, completed by published figures.
+"""The devices to plan for: TorchRec's topology, completed with published figures.
 
-TorchRec counts memory in bytes and bandwidth in bytes per millisecond, data sheets in
-GB and GB/s: `GB_PER_S` and `GB` are the only conversions. A figure that the caller
-leaves out has TorchRec's default, which is of no card in particular. The figure of the
-card that is planned for replaces it, where the card is known.
+TorchRec counts memory in bytes and bandwidth in bytes per millisecond. Data sheets use
+GB and GB/s. `GB_PER_S` and `GB` are the only conversions.
 
-With 2D parallelism (`DMPCollection`) a *sharding group* shares the tables out among its
-ranks; every other group holds a replica of them. The ranks of one number in their
-groups average their weights every so many iterations. A plan is made for the topology
-of one group: TorchRec moves it to the ranks of each.
+TorchRec has a default for every figure that the caller leaves out, and the default
+matches no real card. If the card is known, its published figure replaces the default.
+
+With 2D parallelism (`DMPCollection`), each *sharding group* holds all tables, sharded
+among its ranks, so every other group is a replica. Ranks at the same position of their
+groups average their weights every few iterations. A plan is made for the topology of
+one group, and TorchRec applies it to every group.
 """
 
 from __future__ import annotations
@@ -71,19 +72,19 @@ __all__ = [
 ]
 
 GB = 1e9
-"""Bytes."""
+"""Bytes per GB."""
 GB_PER_S = 1e-6
-"""Of TorchRec's bytes per millisecond."""
+"""GB/s per byte per millisecond, TorchRec's unit."""
 
 
 class _Setting(NamedTuple):
-    """A figure that TorchRec's topology takes."""
+    """A figure in TorchRec's topology."""
 
     title: str
     default: float
-    """TorchRec's, in bytes or bytes per millisecond."""
+    """TorchRec's default, in bytes or bytes per millisecond."""
     card_field: str | None = None
-    """Of `GpuCard`; None: no card has it."""
+    """The field of `GpuCard` with this figure; None: cards do not have it."""
 
 
 _SETTINGS = {
@@ -101,34 +102,34 @@ _SETTINGS = {
         "links between nodes", constants.CROSS_NODE_BANDWIDTH, "inter_gb_per_s"
     ),
 }
-"""By the name of `Topology`'s argument."""
+"""Argument of `Topology` -> the figure."""
 _TIERS = {"hbm_cap": "hbm", "ddr_cap": "ddr"}
-"""Capacity -> the field of TorchRec's `Storage`. All other settings are bandwidths."""
+"""Memory setting -> field of TorchRec's `Storage`. Other settings are bandwidths."""
 _LINKS = ("intra_host_bw", "inter_host_bw")
 
 _PLAUSIBLE = (1e-4, 300.0)
-"""Least and most that a bandwidth can be, in TorchRec's defaults. The published cards
-have 0.07 to 8.3 of them; the least leaves room for ranks on one machine over gloo."""
+"""Plausible range of a bandwidth, in multiples of TorchRec's default. Published cards
+have 0.07 to 8.3 times the default. The lower end allows gloo ranks on one machine."""
 
 _GROUP = "sharding_group"
-"""Attribute of a topology: see `group_topology`."""
+"""Attribute that `group_topology` sets on a topology."""
 
 _MOST_TIMES, _SECONDS = 64, 2.0
-"""Ranks that `enough_ranks` tries, relative to those there are, and for how long."""
+"""`enough_ranks` tries up to this multiple of the ranks, for this many seconds."""
 
 Ranks = npt.NDArray[np.int64]
 
 
 class CardTopology(Topology):
-    """TorchRec's topology that knows its card, and which figures are the caller's.
+    """TorchRec's topology with its card and the list of figures that the caller set.
 
     Attributes:
-        card: Of every rank.
-        given: Arguments of `Topology` whose values the caller gave.
+        card: The card of every rank.
+        given: Arguments of `Topology` whose values the caller set.
     """
 
     def __init__(self, card: GpuCard, given: Set[str], **arguments: Any) -> None:
-        """Take the card and what `Topology` takes."""
+        """Take the card, the figures set, and the arguments of `Topology`."""
         super().__init__(**arguments)
         self.card, self.given = card, frozenset(given)
 
@@ -187,7 +188,7 @@ def topology_for(
         "inter_gb_per_s": inter_gb_per_s,
     }
     _check_positive({**of_card, "host_memory_gb": host_memory_gb or None})
-    # Its figures were looked up.
+    # Tell TorchRec that these are a real card's figures.
     arguments = accepted_arguments(Topology, created_by_factory=True)
     given = set()
     for name, setting in _SETTINGS.items():
@@ -211,7 +212,7 @@ def topology_for(
         **arguments,
     )
     for device in topology.devices if host_memory_gb == 0 else ():
-        device.storage.ddr = 0  # for which torchrec 1.6 takes its default
+        device.storage.ddr = 0  # torchrec 1.6 turns ddr_cap=0 into its default
     return topology
 
 
@@ -268,21 +269,21 @@ def _check_positive(values: Mapping[str, float | None]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingGroup:
-    """What a sharding group's topology does not say: the job around it."""
+    """The job around a sharding group, which the group's topology does not show."""
 
     num_ranks: int
-    """Of all groups."""
+    """Ranks of all groups together."""
     ranks_per_node: int
-    """Of all groups."""
+    """Ranks per node, of all groups together."""
     num_replicas: int
-    """Sharding groups: ranks of a replica group."""
+    """Number of sharding groups, which is also the ranks of a replica group."""
     replicas_per_node: int
-    """Ranks of a replica group that lie in one node."""
+    """Ranks of one replica group in the same node."""
     sync_interval: int
-    """Iterations from one average of the weights to the next."""
+    """Iterations between two averages of the weights."""
 
     def __str__(self) -> str:
-        """Return it as part of a sentence."""
+        """Return the group as part of a sentence."""
         return (
             f"one of {self.num_replicas} sharding groups of {self.num_ranks} ranks, "
             f"{self.ranks_per_node} per node, whose weights are averaged every "
@@ -297,34 +298,36 @@ def group_topology(
     sync_interval: int = 1,
     use_inter_host_allreduce: bool = False,
 ) -> Topology:
-    """Return the topology of one sharding group, to plan in and to rehearse.
+    """Return the topology of one sharding group, to plan for or to rehearse.
 
-    A plan for it is what `DMPCollection(plan=...)` takes, with the same
-    `sharding_group_size` and `use_inter_host_allreduce`, and the topology's
-    `intra_group_size` as `node_group_size`. A device has what the least of its
-    replicas has.
+    Pass a plan for this topology to `DMPCollection(plan=...)`, with the same
+    `sharding_group_size` and `use_inter_host_allreduce`, and with the topology's
+    `intra_group_size` as `node_group_size`. If replicas of a rank have different
+    memory, the smallest counts.
 
     Args:
         topology: All ranks.
-        sharding_group_size: Ranks that the tables are shared out among; divides all.
+        sharding_group_size: Ranks that share one copy of the tables. It must divide the
+            number of ranks.
         sync_interval: Iterations between two calls of `DMPCollection.sync`.
-        use_inter_host_allreduce: As in TorchRec: whether a group's ranks follow one
-            another; else those of a replica group do.
+        use_inter_host_allreduce: As in TorchRec. True: a sharding group has consecutive
+            ranks. False: a replica group has.
 
     Raises:
         ConfigError: The size does not divide the ranks, the interval is below 1, or
-            the topology is a group's already.
+            the topology is already that of a group.
     """
     num_ranks, size = int(topology.world_size), sharding_group_size
     if sharding_group(topology) is not None:
         raise ConfigError(
-            "the topology is one of a sharding group already; pass that of all ranks"
+            "the topology is already that of a sharding group; pass the topology of "
+            "all ranks"
         )
     if size < 1 or num_ranks % size:
         raise ConfigError(
             f"sharding_group_size={size} does not divide the {num_ranks} ranks of the "
             f"topology; take one of {', '.join(map(str, _divisors(num_ranks)))}, or "
-            "other ranks"
+            "change the number of ranks"
         )
     if sync_interval < 1:
         raise ConfigError(f"sync_interval must be at least 1, got {sync_interval}")
@@ -356,13 +359,13 @@ def group_topology(
 
 
 def with_sharding_group(topology: Topology, group: ShardingGroup | None) -> Topology:
-    """Note on the topology of a sharding group, in place, what is around it."""
+    """Attach the job around a sharding group to its topology, in place."""
     setattr(topology, _GROUP, group)
     return topology
 
 
 def sharding_group(topology: Topology) -> ShardingGroup | None:
-    """Return what `group_topology` knew; None where the topology is of all ranks."""
+    """Return the group that a topology is of; None if it is of all ranks."""
     group: ShardingGroup | None = vars(topology).get(_GROUP)
     return group
 
@@ -372,7 +375,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _side_by_side(groups_NR: Ranks, node_size: int) -> int:
-    """Most ranks that whole groups can be cut into, each part inside one node."""
+    """Return the largest part, in ranks, that divides groups within single nodes."""
     nodes_NR = groups_NR // node_size
     return max(
         n
@@ -383,16 +386,16 @@ def _side_by_side(groups_NR: Ranks, node_size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedDevices:
-    """A topology with every figure that is planned with, and where each is from."""
+    """A topology with all figures that the planner uses, and the source of each."""
 
     topology: Topology
-    """The caller's; a copy of it, where its card's figures replace defaults."""
+    """The caller's topology, or a copy in which the card's figures replace defaults."""
     card: GpuCard | None
-    """None where no card of the table is planned for."""
+    """None: no known card."""
     figures: Mapping[str, DeviceFigure]
-    """By the name of `Topology`'s argument."""
+    """Argument of `Topology` -> its figure."""
     notes: tuple[str, ...]
-    """Warnings about values that no device has, and about figures left out."""
+    """Warnings about impossible values and about figures left out."""
 
     @classmethod
     def of(
@@ -400,21 +403,22 @@ class PlannedDevices:
     ) -> PlannedDevices:
         """Complete a topology.
 
-        The card is that of `topology_for`, else the one whose costs are asked for, else
-        the one of this machine, with the memory that it really has.
+        The card comes from `topology_for`; otherwise from `cost_model`; otherwise from
+        this machine, with its actual memory.
 
-        A figure that equals TorchRec's default counts as left out: `Topology` does not
-        tell the two apart. To plan with it all the same, give it to `topology_for`,
-        which takes every argument as given, or memory to `custom_topology_data`.
-        Without a card, change a bandwidth by one byte per millisecond.
+        A figure that equals TorchRec's default counts as left out, since `Topology`
+        does not tell the two apart. To plan with such a figure, pass it to
+        `topology_for`, which keeps every argument. Memory may also be in
+        `custom_topology_data`. Without a card, change a bandwidth by one byte per
+        millisecond.
 
         Args:
-            topology: The caller's, or `default_topology`; stays as it is.
-            cost_model: As for `load_cost_model`. With a model of the caller's own there
-                is no warning about figures left out.
+            topology: The caller's topology, or `default_topology`. It is not changed.
+            cost_model: As for `load_cost_model`. With a caller's `CostModel` there is
+                no warning about figures left out.
 
         Raises:
-            ConfigError: A card is named for devices that are no GPUs.
+            ConfigError: `cost_model` names a card, but the devices are not GPUs.
         """
         device_type = str(topology.compute_device)
         visible = _visible_card(device_type)
@@ -460,17 +464,17 @@ class PlannedDevices:
 
     @property
     def given(self) -> Set[str]:
-        """Arguments of `Topology` whose values are the caller's."""
+        """Arguments of `Topology` that the caller set."""
         return {name for name, f in self.figures.items() if f.basis == "given"}
 
 
 def _scale(name: str) -> float:
-    """Return GB or GB/s of TorchRec's unit."""
+    """Return the factor from TorchRec's unit to GB or GB/s."""
     return 1 / GB if name in _TIERS else GB_PER_S
 
 
 def _is_used(name: str, topology: Topology) -> bool:
-    """Whether a figure says anything of such devices."""
+    """Whether a figure matters for these devices."""
     group = sharding_group(topology)
     world_size, per_node = (
         (group.num_ranks, group.ranks_per_node)
@@ -487,17 +491,17 @@ def _is_used(name: str, topology: Topology) -> bool:
 
 
 def _value(name: str, topology: Topology) -> float:
-    """What the topology has, in TorchRec's unit; of unlike ranks the least."""
+    """Return a figure in TorchRec's unit; the least if ranks differ."""
     if name in _TIERS:
         return float(min(getattr(d.storage, _TIERS[name]) for d in topology.devices))
     return float(getattr(topology, name))
 
 
 def _is_given(name: str, topology: Topology) -> bool:
-    """Whether a figure is the caller's: `topology_for`'s argument, or no default.
+    """Whether the caller set a figure.
 
-    A `Topology` does not tell an argument that equals TorchRec's default from one left
-    out, except in its `custom_topology_data`.
+    For `topology_for` this is recorded. For a plain `Topology`, a figure counts as set
+    if it differs from TorchRec's default or is in `custom_topology_data`.
     """
     if isinstance(topology, CardTopology):
         return name in topology.given
@@ -514,7 +518,7 @@ def _is_given(name: str, topology: Topology) -> bool:
 
 
 def _with_values(topology: Topology, values: Mapping[str, float]) -> Topology:
-    """Return a topology with other memory and bandwidths of its devices."""
+    """Return a topology with other memory and bandwidths."""
     if "hbm_cap" in values:
         hbm = round(values["hbm_cap"])
         devices = [
@@ -527,7 +531,7 @@ def _with_values(topology: Topology, values: Mapping[str, float]) -> Topology:
 
 
 def _impossible(topology: Topology, figures: Mapping[str, DeviceFigure]) -> list[str]:
-    """Say which bandwidths no device has, and what TorchRec's unit is."""
+    """Return a warning for each bandwidth that no device has, with TorchRec's unit."""
     texts = []
     low, high = _PLAUSIBLE
     for name in sorted(n for n in figures if n not in _TIERS):
@@ -537,7 +541,7 @@ def _impossible(topology: Topology, figures: Mapping[str, DeviceFigure]) -> list
         ):
             continue
         texts.append(
-            f"{name}={value:g} cannot be: TorchRec counts bandwidths in bytes per "
+            f"{name}={value:g} is impossible: TorchRec counts bandwidths in bytes per "
             f"millisecond, so that is {value * GB_PER_S:,g} GB/s. Multiply GB/s by "
             f"{1 / GB_PER_S:,.0f}, or call topology_for, which takes GB/s"
         )
@@ -545,7 +549,7 @@ def _impossible(topology: Topology, figures: Mapping[str, DeviceFigure]) -> list
 
 
 def _left_out(card: GpuCard | None, figures: Mapping[str, DeviceFigure]) -> list[str]:
-    """Say which figures the caller left out, what replaces them, the way out."""
+    """Return a warning that names the figures left out and their replacements."""
     names = [
         n
         for n, figure in figures.items()
@@ -555,14 +559,16 @@ def _left_out(card: GpuCard | None, figures: Mapping[str, DeviceFigure]) -> list
         return []
     taken = ", ".join(f"{n} {figures[n]}" for n in names)
     whose = (
-        f"the {card.title}'s" if card else "TorchRec's defaults, which are no card's"
+        f"figures of the {card.title}"
+        if card
+        else "TorchRec's defaults, which match no real card"
     )
     example = card.name if card else "h100"
     return [
-        f"the topology does not give {', '.join(names)}, or gives TorchRec's default, "
-        f"which counts as left out; planned with {whose}: {taken}. Name the card and "
-        f"give what differs: topology_for('{example}', ...), with one of "
-        f"{', '.join(GPU_CARDS)}"
+        f"the topology does not set {', '.join(names)}, or sets TorchRec's default, "
+        f"which counts as not set. The planner uses {whose}: {taken}. Name the card "
+        f"and pass the figures that differ: topology_for('{example}', ...), with one "
+        f"of {', '.join(GPU_CARDS)}"
     ]
 
 
@@ -574,30 +580,30 @@ def default_topology() -> Topology:
     """
     if not dist.is_initialized():
         raise ConfigError(
-            "topology: the process has no process group to take it from. Call "
-            "torch.distributed.init_process_group first, or pass one, such as "
-            'topology_for("h100", num_nodes=2)'
+            "without a topology, the planner needs a process group: call "
+            "torch.distributed.init_process_group first, or pass topology, for example "
+            'topology_for("h100", world_size=16)'
         )
     topology: Topology = planner_part(EmbeddingShardingPlanner(), "topology")
     return topology
 
 
 def whole_nodes(world_size: int, local_world_size: int) -> int:
-    """Return the ranks per node, at most as many as given, that fill whole nodes."""
+    """Return the most ranks per node, up to `local_world_size`, that fill all nodes."""
     most = min(int(world_size), int(local_world_size))
     return max(n for n in range(1, most + 1) if world_size % n == 0)
 
 
 def node_size(topology: Topology) -> int:
-    """Return the ranks that TorchRec spreads a table-row-wise table over."""
+    """Return the number of ranks that TorchRec spreads a table-row-wise table over."""
     return whole_nodes(topology.world_size, topology.intra_group_size)
 
 
 def pod_fault(topology: Topology) -> str | None:
-    """Say why no table can be spread over the pods of a topology; None: it can.
+    """Return why tables cannot be spread over a topology's pods; None if they can.
 
-    TorchRec's groups for table-row-wise and grid shards are whole pods, of `pod_size`
-    nodes each. Where pods do not fill the ranks, it starts no job.
+    TorchRec spreads table-row-wise and grid shards over whole pods of `pod_size` nodes.
+    It does not start a job whose ranks do not fill whole pods.
     """
     group, node = int(topology.intra_group_size), int(topology.local_world_size)
     world_size = int(topology.world_size)
@@ -611,12 +617,12 @@ def pod_fault(topology: Topology) -> str | None:
 
 
 def check_pods(topology: Topology, plan: ShardingPlan) -> None:
-    """Check that TorchRec runs the tables of a plan in the pods of its topology.
+    """Check that TorchRec runs a plan's tables in the pods of its topology.
 
-    A plan of a sharding group is not checked: there `DMPCollection` is told the size.
+    Plans of sharding groups are not checked: `DMPCollection` is told the size.
 
     Raises:
-        ConfigError: It would use groups of another size, and leave shards out.
+        ConfigError: TorchRec would use groups of another size and leave shards out.
     """
     group, node = int(topology.intra_group_size), int(topology.local_world_size)
     if group <= node or sharding_group(topology) is not None:
@@ -639,7 +645,7 @@ def check_pods(topology: Topology, plan: ShardingPlan) -> None:
 
 
 def _visible_card(device_type: str) -> tuple[str, int] | None:
-    """Name and memory [bytes] of the card that this process uses, if it has one."""
+    """Return the name and memory [bytes] of this process's card, if it has one."""
     if not is_accelerator(device_type):
         return None
     module = accelerator(device_type)
@@ -650,14 +656,14 @@ def _visible_card(device_type: str) -> tuple[str, int] | None:
 
 
 def enough_ranks(fits: Callable[[Topology], bool], topology: Topology) -> int:
-    """Double the ranks until a model fits, then look for fewer.
+    """Return a number of ranks on which a model fits: double, then bisect.
 
     Args:
         fits: Whether the model has a plan on these devices.
-        topology: The devices that it has none on.
+        topology: The devices on which it has none.
 
     Returns:
-        Ranks, in whole nodes where there are several; 0 where none are found in time.
+        Ranks, in whole nodes if there are several nodes. 0: none found in time.
     """
     num_ranks, node = int(topology.world_size), int(topology.local_world_size)
     step = node if node < num_ranks else 1
@@ -675,7 +681,7 @@ def enough_ranks(fits: Callable[[Topology], bool], topology: Topology) -> int:
 
 
 def _more_ranks(topology: Topology, count: int) -> Topology:
-    """Return a copy with so many ranks, each new one as the last one is."""
+    """Return a copy with `count` ranks; new ranks are like the last one."""
     given, node = topology.devices, int(topology.local_world_size)
     more = [
         dataclasses.replace(copy.deepcopy(given[-1]), rank=r)
