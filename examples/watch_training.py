@@ -3,7 +3,7 @@
     python examples/watch_training.py --lines phases.jsonl --tensorboard runs/plan
     tensorboard --logdir runs/plan
 
-One rank on a CPU; more of them with torchrun. See docs/phases.md.
+One rank on a CPU; more of them with torchrun. See docs/monitoring.md.
 """
 
 from __future__ import annotations

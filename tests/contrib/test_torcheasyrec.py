@@ -18,7 +18,7 @@ from tests.builders import (
     types_of,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "neighbours.md"
+PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 
 
 class EmbeddingGroupImpl(nn.Module):
