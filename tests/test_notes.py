@@ -11,7 +11,8 @@ from torchrec_neuroshard.notes import NOTE_CODES, Note
 
 
 def test_the_page_explains_every_code() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text("utf-8")
+    path = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
+    page = path.read_text("utf-8")
     (section,) = re.findall(r"^## Notes$(.*?)(?=^## |\Z)", page, re.DOTALL | re.M)
     assert dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", section, re.M)) == NOTE_CODES
 
