@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.tables.profile import FeatureProfile, profile_inputs
     from torchrec_neuroshard.tables.table import TableConfig
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DenseMs",
