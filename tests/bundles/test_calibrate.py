@@ -153,7 +153,7 @@ def test_bundle_and_card_tell_what_was_done(
     for name, candidate in found.candidates.items():
         e = candidate.evaluation
         assert f"{name}" in card and f"| {e.fwd_mape:.1%} | {e.bwd_mape:.1%} |" in card
-    assert "Started from `old`, measured on there (400 sets to train on)" in card
+    assert "Started from `old`, measured on there (400 training sets)" in card
 
 
 def test_split_keeps_held_out_tables_and_repeats_apart() -> None:

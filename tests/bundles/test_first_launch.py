@@ -170,8 +170,8 @@ with open(sys.argv[2] + ".count", "a") as file:
     ("truth", "noisy", "said"),
     [
         ("bundle", 4, None),
-        ("bundle", 20, "20 of 40 sets were disturbed by other work"),
-        ("estimate", 0, "0 of 40 sets were disturbed by other work"),
+        ("bundle", 20, "other work disturbed 20 of 40 sets"),
+        ("estimate", 0, "other work disturbed 0 of 40 sets"),
     ],
 )
 def test_what_was_measured_badly_is_not_kept(

@@ -254,7 +254,7 @@ def test_planner_finds_what_was_measured_or_published(
     # A bundle of collectives alone leaves kernels to "auto".
     with pytest.warns(UserWarning, match="no cost model was measured on a CPU") as said:
         planner = make_planner(cost_model=bundle, comms_model=None)
-    alone = "holds collectives alone: kernels are costed"
+    alone = "holds only collectives: kernels are costed"
     assert any(alone in str(w.message) for w in said)
     assert "physical estimate" in planner.costs.cost_model.source
     assert planner.costs.comms_model.source == "measured"

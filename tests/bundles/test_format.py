@@ -65,7 +65,12 @@ VERSION = f"feature columns of version {FEATURE_VERSION}"
     [
         (WEIGHTS, lambda data: data[:-1] + b"?", BundleCorruptError, "checksum"),
         (INFO, lambda data: b"[1]", BundleCorruptError, "bundle.json is damaged"),
-        (INFO, edited(fingerprint={"device": "x"}), BundleCorruptError, "garbles a"),
+        (
+            INFO,
+            edited(fingerprint={"device": "x"}),
+            BundleCorruptError,
+            "is missing or malformed",
+        ),
         (INFO, edited(network=SIZES), BundleCorruptError, "size mis"),
         (INFO, edited(feature_names=["a", "b"]), BundleMismatchError, VERSION),
         (INFO, edited(bundle_version=99), BundleMismatchError, "bundle version 99"),
@@ -96,7 +101,7 @@ def test_load_by_path_name_and_object(tmp_path: Path) -> None:
     assert (tmp_path / "CARD.md").read_text() == "# card\n"
     for device_type, source in (
         ("cpu", "measured"),
-        ("cuda", "measured on another kind of device, AMD EPYC"),
+        ("cuda", "measured on another device type, AMD EPYC"),
     ):
         found = load_cost_model("cpu_epyc_zen5", device_type=device_type)
         assert found.source.startswith(source)
@@ -108,7 +113,7 @@ def test_load_by_path_name_and_object(tmp_path: Path) -> None:
     assert comms is not None and "published links of h100" in comms.source
     for name in ("h200", "H200"):
         assert load_cost_model(name, device_type="cuda").source == "measured"
-    with pytest.raises(ConfigError, match=r"'h100' is a GPU's, the devices .* 'cpu'"):
+    with pytest.raises(ConfigError, match=r"'h100' is for GPUs, but .* 'cpu'"):
         load_cost_model("h100", device_type="cpu")
     with pytest.raises(ConfigError, match=r"'tpu'.*cpu_epyc.* nor a card \(v100,"):
         load_cost_model("tpu")
@@ -216,7 +221,7 @@ def test_measured_collectives_stand_in_for_those_of_other_cpus(
     measured = exchange(load_comms_model("cpu_epyc_zen5", **cpus))
     np.testing.assert_array_equal(exchange(found), measured)
     assert found is not None and found.source.startswith("measured on AMD EPYC")
-    assert found.source.endswith("which stands in")
+    assert found.source.endswith("as a stand-in")
     # A bandwidth that is given goes before what another machine measured.
     assert load_comms_model("auto", **cpus, intra_gb_per_s=5.0) is None
     # Collectives come in the compute model's milliseconds.

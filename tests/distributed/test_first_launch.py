@@ -151,7 +151,7 @@ def test_no_failure_reaches_the_job(results: OfJob) -> None:
     first, *others = results("aborts")
     (text,) = first["warnings"]
     assert "measuring at the first launch failed (" in text
-    assert "process ended with code -6" in text
+    assert "process exited with code -6" in text
     assert "not measured" in first["kernels"]
     assert text in first["noted"]
     for found in (first, *others):

@@ -1,1 +1,1 @@
-"""Make, store and find bundles: trained cost models with their provenance."""
+"""Bundles: make, store and find trained cost models with their provenance."""

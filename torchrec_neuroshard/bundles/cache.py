@@ -1,9 +1,9 @@
-"""Bundles that first launches have measured, kept for the launches after them.
+"""Cache of the bundles that first launches measure.
 
-The cache is a folder, `$NEUROSHARD_CACHE` or `torchrec-neuroshard` in the user's cache
-folder, with a bundle's folder for each key: what the times depend on. A bundle is
-written beside and appears whole by one rename, so that jobs may share the folder, on
-several machines, too.
+The cache is a folder: `$NEUROSHARD_CACHE`, or `torchrec-neuroshard` in the user's cache
+folder. It holds a bundle's folder per key; the key lists everything that the times
+depend on. A new bundle appears with a single rename, so jobs on several machines can
+share the cache.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ __all__ = [
 
 _KEY_NAME = "key.json"
 _HIDDEN_AGE_S = 86_400.0
-"""What lies in the cache unfinished for so long was left by a job that ended early."""
+"""Unfinished bundles older than this were left behind by jobs that ended early."""
 
 
 def cache_folder() -> Path:
-    """Where bundles are kept; need not exist."""
+    """Return the cache's folder; it need not exist."""
     if given := os.environ.get("NEUROSHARD_CACHE"):
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -55,7 +55,7 @@ def cache_folder() -> Path:
 
 
 def _release(package: str) -> str:
-    """Return which release of a package is installed, or of one of its builds."""
+    """Return the installed version of a package or of one of its builds."""
     for build in ("-cpu", "", "-nightly", "-nightly-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package + build)
@@ -69,7 +69,7 @@ def _gates() -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheKey:
-    """What measured times depend on: by default, on what this process runs."""
+    """What measured times depend on; the defaults describe this process."""
 
     device: str
     """Name of the CPU or GPU."""
@@ -79,26 +79,26 @@ class CacheKey:
     local_world_size: int
     """Ranks per node."""
     optimizers: tuple[str, ...]
-    """Of the tables measured, each once and sorted."""
+    """Optimizers of the measured tables, sorted and without repeats."""
     data_types: tuple[str, ...]
-    """Of their weights; likewise."""
+    """Weight types of the measured tables, sorted and without repeats."""
     torch: str = field(default_factory=functools.partial(_release, "torch"))
     fbgemm: str = field(default_factory=functools.partial(_release, "fbgemm-gpu"))
     torchrec: str = field(default_factory=functools.partial(_release, "torchrec"))
     feature_gates: tuple[str, ...] = field(default_factory=_gates)
-    """FBGEMM's, as set in the environment: NAME=value, sorted."""
+    """FBGEMM's feature gates in the environment: NAME=value, sorted."""
     feature_version: int = FEATURE_VERSION
-    """Of the columns that the bundle's network takes."""
+    """Version of the features that the bundle's network takes."""
 
     def name(self) -> str:
-        """Name of the folder: the device, and a digest of all."""
+        """Return the folder's name: the device, and a digest of the whole key."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")[:40]
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"{slug}-{self.world_size}x-{digest}"
 
     def covers(self, wanted: CacheKey) -> bool:
-        """Whether what was measured under this key serves another one."""
+        """Whether a bundle measured under this key can be used for another key."""
         same = dataclasses.replace(
             wanted, optimizers=self.optimizers, data_types=self.data_types
         )
@@ -118,7 +118,7 @@ class CacheEntry:
     created: str
     """UTC, ISO 8601."""
     seconds: float
-    """What measuring and fitting took."""
+    """Time that measuring and fitting took."""
 
 
 def _read(folder: Path) -> CacheEntry | None:
@@ -136,11 +136,11 @@ def _read(folder: Path) -> CacheEntry | None:
             seconds=float(data["seconds"]),
         )
     except (OSError, ValueError, LookupError, TypeError, OverflowError):
-        return None  # of another version, or being deleted: not one to use
+        return None  # of another version, or being deleted
 
 
 def entries() -> list[CacheEntry]:
-    """All bundles in the cache, newest first; none where it cannot be read."""
+    """Return all bundles in the cache, newest first; none if it cannot be read."""
     try:
         folders = [p for p in cache_folder().iterdir() if not p.name.startswith(".")]
     except OSError:
@@ -150,14 +150,14 @@ def entries() -> list[CacheEntry]:
 
 
 def find(wanted: CacheKey) -> CacheEntry | None:
-    """The newest bundle that serves a key."""
+    """Return the newest bundle that can be used for a key, or None."""
     return next((e for e in entries() if e.key.covers(wanted)), None)
 
 
 def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
-    """Copy a bundle into the cache, whole or not at all.
+    """Copy a bundle into the cache atomically.
 
-    Where another job was first, its bundle stays.
+    If another job was first, its bundle stays.
 
     Returns:
         The bundle's folder in the cache.
@@ -183,13 +183,13 @@ def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a bundle at once: nothing ever finds half of it."""
+    """Delete a bundle atomically, so that no job finds half of it."""
     hidden = folder.rename(folder.with_name(f".old-{uuid.uuid4().hex}"))
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _sweep(root: Path) -> None:
-    """Delete what jobs that ended early have left unfinished."""
+    """Delete unfinished bundles of jobs that ended early."""
     for path in root.glob(".*-*"):
         with contextlib.suppress(OSError):
             if path.is_dir() and time.time() - path.stat().st_mtime > _HIDDEN_AGE_S:
@@ -197,7 +197,7 @@ def _sweep(root: Path) -> None:
 
 
 def clear() -> int:
-    """Delete all bundles, and return how many there were."""
+    """Delete all bundles and return their number."""
     found = entries()
     for entry in found:
         _remove(entry.folder)
@@ -206,17 +206,17 @@ def clear() -> int:
 
 @contextlib.contextmanager
 def lock(key: CacheKey, seconds: float) -> Iterator[None]:
-    """Have other jobs wait while this one measures.
+    """Make other jobs wait while this one measures.
 
-    A job that ends, however it does, gives the lock back. Where the cache cannot be
-    written, nothing is locked.
+    The lock is released when the job ends, even if it crashes. Without write access to
+    the cache, nothing is locked.
 
     Args:
-        key: What is measured.
-        seconds: How long to wait for another job.
+        key: Key of the measurement.
+        seconds: Longest time to wait for another job.
 
     Raises:
-        TimeoutError: Another job has had the lock for so long.
+        TimeoutError: Another job still holds the lock after `seconds`.
     """
     path = cache_folder() / f".lock-{key.name()}"
     with contextlib.ExitStack() as held:
@@ -226,5 +226,5 @@ def lock(key: CacheKey, seconds: float) -> Iterator[None]:
         except Timeout:
             raise
         except OSError:
-            pass  # no other job can keep anything here, either
+            pass  # no other job can write to the cache, either
         yield

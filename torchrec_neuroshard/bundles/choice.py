@@ -1,4 +1,4 @@
-"""Several models of one thing, of which the one that errs least is kept."""
+"""Candidate models, and the choice of the one with the lowest error."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _Candidate = TypeVar("_Candidate")
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[_Candidate]):
-    """Candidates by name, and which one to keep."""
+    """Candidates by name, and the errors that decide which one is kept."""
 
     candidates: Mapping[str, _Candidate]
     errors: Mapping[str, float]
-    """Error of each candidate, by which one is chosen."""
+    """Error of each candidate; the lowest is kept."""
     criterion: str
-    """What that error is, in words."""
+    """Name of this error, e.g. "median error"."""
 
     @property
     def kept(self) -> str:
-        """Name of the candidate that errs least; of equals the first."""
+        """Name of the candidate with the lowest error; ties go to the earliest."""
         return min(self.errors, key=self.errors.__getitem__)
 
     @property
     def best(self) -> _Candidate:
-        """The candidate kept."""
+        """The candidate with the lowest error."""
         return self.candidates[self.kept]
 
     def verdict(self) -> str:
-        """Say in one sentence what is kept and why."""
+        """Return a sentence that says which candidate is kept and why."""
         listed = ", ".join(f"{name} {error:.1%}" for name, error in self.errors.items())
-        return f"Kept `{self.kept}`, of least {self.criterion} ({listed})."
+        return f"Kept `{self.kept}`: it has the lowest {self.criterion} ({listed})."

@@ -1,4 +1,4 @@
-"""`load_cost_model`: from a name, a path or a device to a cost model."""
+"""Find cost models by name, path or device: `load_cost_model`."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ _CPU_CONSTANTS = PhysicalConstants(
     lookup_ns=30.0,
     gradient_ns=120.0,
 )
-"""One core of a server CPU: assumed, not measured."""
+"""Constants of one core of a server CPU; assumed, not measured."""
 _A100_THREADS_PER_NS = 19_492.0
 """108 multiprocessors at 1.41 GHz, 128 threads each. Source: NVIDIA A100 white
 paper."""
 _STAND_IN = "cpu_epyc_zen5"
-"""Its gloo collectives stand in for those of CPUs that none were measured on."""
+"""Bundle whose gloo collectives stand in for CPUs without measured collectives."""
 
 
 def card_constants(card: GpuCard) -> PhysicalConstants:
-    """Return the physical model's constants of a card of the table."""
+    """Return the physical model's constants for a card of `GPU_CARDS`."""
     threads = card.threads_per_ns
     return PhysicalConstants(
         memory_gb_per_s=card.hbm_gb_per_s.value,
@@ -80,14 +80,14 @@ def card_constants(card: GpuCard) -> PhysicalConstants:
 
 
 def pretrained_names() -> tuple[str, ...]:
-    """Names of the bundles that come with the package."""
+    """Return the names of the bundles that come with the package."""
     return tuple(sorted(p.parent.name for p in PRETRAINED.glob("*/bundle.json")))
 
 
 def shipped(kind: Description[_Info]) -> Iterator[tuple[Path, _Info]]:
-    """Yield the shipped bundles that hold a model of a kind, and what each says of it.
+    """Yield folder and description of each shipped bundle with a model of this kind.
 
-    Warns of those that cannot be read.
+    Warns about bundles that cannot be read.
     """
     for path in sorted(PRETRAINED.glob(f"*/{kind.info_name}")):
         try:
@@ -100,7 +100,7 @@ def shipped(kind: Description[_Info]) -> Iterator[tuple[Path, _Info]]:
 
 
 def bundle_folder(name: str | Path) -> Path | None:
-    """Find the folder of a shipped bundle, or one given by its path, if it is there."""
+    """Return the folder of a bundle, by shipped name or path; None if there is none."""
     shipped = str(name).lower()
     if shipped in pretrained_names():
         return PRETRAINED / shipped
@@ -110,14 +110,17 @@ def bundle_folder(name: str | Path) -> Path | None:
 def find_named_card(
     cost_model: str | Path | CostModel, device_type: str
 ) -> GpuCard | None:
-    """Find the card whose costs are asked for, by its name or by what was measured.
+    """Return the card that a cost model is for, by its name or measured device.
 
     Args:
-        cost_model: As for `load_cost_model`.
-        device_type: Device that is planned for, of `BACKENDS`.
+        cost_model: Same as for `load_cost_model`.
+        device_type: Device type to plan for, a key of `BACKENDS`.
+
+    Returns:
+        The card; None if it is unknown.
 
     Raises:
-        ConfigError: A card is named for devices that are no GPUs.
+        ConfigError: `cost_model` names a card, but the devices are not GPUs.
     """
     if isinstance(cost_model, CostModel):
         if device_type != GPU:
@@ -127,8 +130,8 @@ def find_named_card(
     card = GPU_CARDS.get(str(cost_model).lower())
     if card is not None and device_type != GPU:
         raise ConfigError(
-            f"cost model '{cost_model}' is a GPU's, the devices to plan for are of "
-            f"type '{device_type}': give the topology compute_device='{GPU}' or take "
+            f"cost model '{cost_model}' is for GPUs, but the devices to plan for are "
+            f"of type '{device_type}': use a topology with compute_device='{GPU}' or "
             "another cost model"
         )
     folder = bundle_folder(cost_model)
@@ -146,22 +149,26 @@ def load_cost_model(
     host_gb_per_s: float | None = None,
     card: GpuCard | None = None,
 ) -> CostModel:
-    """Find the cost model to plan with.
+    """Return the cost model to plan with.
 
     Args:
-        cost_model: "auto", the name of a shipped bundle or of a card of `GPU_CARDS`, a
-            bundle's folder, a model, or "measure": the estimate that a planner starts
-            from until it has measured. "auto" takes the bundle measured on this very
-            device, else a physical estimate, with a warning; it never takes a CPU's
-            bundle for a GPU. So it is with a folder that holds collectives alone. A
-            card's name asks for its shipped bundle, else for the physical estimate.
-        device_type: Device that is planned for, of `BACKENDS`.
-        hbm_gb_per_s: Its memory bandwidth, for the physical estimate; None: the card's.
-        host_gb_per_s: Its bandwidth to the host's memory, one way; None: the card's.
-        card: What is planned for. None: the card named, else the one of this machine.
+        cost_model: A model, or one of:
+
+            - "auto": the shipped bundle measured on this very device, else a physical
+              estimate, with a warning. A CPU's bundle is never used for a GPU.
+            - the name of a shipped bundle.
+            - the name of a card of `GPU_CARDS`: its shipped bundle, else its physical
+              estimate.
+            - a bundle's folder. If the folder holds only collectives, kernels are
+              costed as with "auto".
+            - "measure": the estimate that a planner uses until it has measured.
+        device_type: Device type to plan for, a key of `BACKENDS`.
+        hbm_gb_per_s: Memory bandwidth for the physical estimate; None takes the card's.
+        host_gb_per_s: One-way bandwidth to the host's memory; None takes the card's.
+        card: Card to plan for. None takes the named card, else this machine's.
 
     Raises:
-        ConfigError: No bundle has that name or path, or a GPU's is asked for a CPU.
+        ConfigError: No bundle has this name or path, or a card is named for CPUs.
         BundleCorruptError: The bundle is damaged.
         BundleMismatchError: The bundle is of another version of this package.
     """
@@ -180,7 +187,7 @@ def load_cost_model(
         )
     if folder and COMMS_BUNDLE.is_in(folder) and not COMPUTE_BUNDLE.is_in(folder):
         warnings.warn(
-            f"{folder} holds collectives alone: kernels are costed as by "
+            f"{folder} holds only collectives: kernels are costed as with "
             "cost_model='auto'. 'neuroshard calibrate' or 'train' adds kernels to it",
             stacklevel=2,
         )
@@ -192,8 +199,8 @@ def load_cost_model(
         measured_on = COMPUTE_BUNDLE.read_info(folder).fingerprint.device_type
         if measured_on != device_type:
             model.source = (
-                f"measured on another kind of device, {model.hardware} "
-                f"({measured_on}): no estimate for {device_type}"
+                f"measured on another device type, {model.hardware} "
+                f"({measured_on}): not an estimate for {device_type}"
             )
         return model
     estimate = physical_estimate(
@@ -205,8 +212,8 @@ def load_cost_model(
     warnings.warn(
         f"no cost model was measured on {estimate.hardware}: costs are a physical "
         f"estimate from {basis}. On that machine run 'neuroshard collect compute' and "
-        "'neuroshard train', then pass cost_model=<the folder>; shipped bundles that "
-        f"can be asked for by name: {', '.join(pretrained_names()) or 'none'}",
+        "'neuroshard train', then pass cost_model=<the folder>; names of shipped "
+        f"bundles work, too: {', '.join(pretrained_names()) or 'none'}",
         stacklevel=2,
     )
     return estimate
@@ -223,29 +230,32 @@ def load_comms_model(
     unmeasured_inter_gb_per_s: float | None = None,
     card: GpuCard | None = None,
 ) -> CommsModel | None:
-    """Find the model of collectives that belongs to a cost model.
+    """Return the model of collectives that belongs to a cost model.
 
     Args:
-        cost_model: As for `load_cost_model`; None: nothing was measured beside it.
-        device_type: Device that is planned for, of `BACKENDS`.
-        world_size: Ranks.
+        cost_model: Same as for `load_cost_model`; None if it has no measured
+            collectives.
+        device_type: Device type to plan for, a key of `BACKENDS`.
+        world_size: Number of ranks.
         local_world_size: Ranks per node.
-        intra_gb_per_s: Bandwidth inside a node to predict for; None is as measured.
-        inter_gb_per_s: Same between nodes.
-        unmeasured_inter_gb_per_s: Bandwidth between nodes to assume, with a warning,
-            where the bundle was measured on one node; None is an error then.
-        card: What is planned for. None: the card named, else the one of this machine.
+        intra_gb_per_s: Bandwidth inside a node to predict for; None keeps the measured
+            bandwidth.
+        inter_gb_per_s: The same between nodes.
+        unmeasured_inter_gb_per_s: Bandwidth between nodes to assume, with a warning, if
+            the bundle was measured on one node; None raises an error instead.
+        card: Card to plan for. None takes the named card, else this machine's.
 
     Returns:
-        What was measured, if the bundle holds it for this backend; else the published
-        links of the card, with the bandwidths given in place of its own; else, on CPUs
-        whose bandwidth inside a node is not given, what was measured on another one.
-        None where none of these is known and the topology's bandwidths have to do.
+        The first of these that exists: the bundle's collectives for this backend; the
+        card's published links, with the given bandwidths in place of its own; on CPUs
+        without a given bandwidth inside a node, collectives measured on another CPU.
+        None if there are none: only the topology's bandwidths are known then.
 
     Raises:
         BundleCorruptError: The bundle is damaged.
         BundleMismatchError: The bundle is of another version of this package.
-        ConfigError: The ranks do not fill whole nodes, or were measured on one node.
+        ConfigError: The ranks do not fill whole nodes, or no bandwidth between nodes is
+            known.
     """
     device = _planned_device(device_type, card)
     if card is None and cost_model is not None:
@@ -273,11 +283,11 @@ def load_comms_model(
         if not stands_in:
             warnings.warn(
                 f"the collectives of {folder} were measured inside one node: "
-                f"{inter_gb_per_s:g} GB/s between nodes is assumed. Give the topology "
-                "inter_host_bw or run 'neuroshard collect comms' on several nodes",
+                f"{inter_gb_per_s:g} GB/s between nodes is assumed. Pass inter_host_bw "
+                "to the topology or run 'neuroshard collect comms' on several nodes",
                 stacklevel=2,
             )
-    # The compute model in whose unit the collectives are to be given.
+    # The compute model whose time unit the collectives must have.
     kernels: Path | None = folder
     if not COMPUTE_BUNDLE.is_in(folder):
         kernels = _shipped_for(device_type, current_device_name(device_type))
@@ -290,12 +300,12 @@ def load_comms_model(
         inter_gb_per_s=inter_gb_per_s,
     )
     if stands_in:
-        model.source = f"measured on {info.fingerprint.device}, which stands in"
+        model.source = f"measured on {info.fingerprint.device} as a stand-in"
     return model
 
 
 def _planned_device(device_type: str, card: GpuCard | None) -> str | None:
-    """Name of this machine's device, unless another card than it is planned for."""
+    """Return this machine's device name; None if the plan is for another card."""
     device = current_device_name(device_type)
     return device if card is None or card is find_card(device) else None
 
@@ -303,7 +313,7 @@ def _planned_device(device_type: str, card: GpuCard | None) -> str | None:
 def _measured_collectives(
     cost_model: str | Path | None, backend: str, device: str | None
 ) -> Path | None:
-    """Folder of a bundle that holds collectives over a backend."""
+    """Return the folder of a bundle with collectives of this backend, or None."""
     if cost_model is None:
         return None
     if str(cost_model) != "auto":
@@ -317,7 +327,7 @@ def _measured_collectives(
 
 
 def _shipped_for(device_type: str, device: str | None) -> Path | None:
-    """The shipped bundle that was measured on a device."""
+    """Return the shipped bundle that was measured on this device, or None."""
     for folder, info in shipped(COMPUTE_BUNDLE):
         measured_on = info.fingerprint
         if (measured_on.device_type, measured_on.device) == (device_type, device):
@@ -332,13 +342,13 @@ def physical_estimate(
     *,
     host_gb_per_s: float | None = None,
 ) -> PhysicalCostModel:
-    """Return the estimate for a device that nothing was measured on.
+    """Return the physical estimate for a device without measurements.
 
     Args:
-        device_type: Of `BACKENDS`.
-        hbm_gb_per_s: Its memory bandwidth; None: the card's.
-        card: What is planned for; None: the one of this machine.
-        host_gb_per_s: Its bandwidth to the host's memory, one way; None: the card's.
+        device_type: Device type, a key of `BACKENDS`.
+        hbm_gb_per_s: Memory bandwidth; None takes the card's.
+        card: Card to plan for; None takes this machine's.
+        host_gb_per_s: One-way bandwidth to the host's memory; None takes the card's.
     """
     device = current_device_name(device_type)
     card = card or find_card(device)

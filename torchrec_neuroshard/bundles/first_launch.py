@@ -1,11 +1,11 @@
-"""The first launch on a device is its calibration: all ranks measure, rank 0 fits.
+"""The first launch on a device calibrates: all ranks measure, rank 0 fits a bundle.
 
-Each rank measures in a process of its own, started beside the job: what it takes is
-given back with its end, and whatever ends it (a kernel, the system, the time) leaves
-the job as it was. These processes form a group of their own, measure different sets of
-the user's own tables (in turn where they share a CPU) and then collectives. The process
-of rank 0 fits a bundle. It starts from the shipped bundle of this kind of device that
-errs least, times a factor, on the sets.
+Each rank starts a separate process that measures. The job gets all memory back when the
+process ends, and survives whatever kills the process: a kernel, the system or the time
+limit. The processes form their own group. They measure different sets of the user's
+tables (taking turns if they share a CPU) and then collectives. Rank 0's process fits a
+bundle. The fit starts from the shipped bundle of this device type that, times a factor,
+has the lowest error on the sets.
 """
 
 from __future__ import annotations
@@ -73,53 +73,54 @@ __all__ = [
 ]
 
 KERNELS_NAME, COMMS_NAME = "kernels.parquet", "collectives.parquet"
-"""The records behind a bundle, kept beside it."""
+"""Files of the measured records, in the bundle's folder."""
 _REQUEST, _BUNDLE, _REASON = "request.json", "bundle", "reason.txt"
 
 _KERNEL_SHARE, _COMMS_SHARE = 0.5, 0.75
-"""Of the budget: when measuring kernels ends, and when measuring collectives does."""
+"""Shares of the budget after which measuring kernels, and then collectives, ends."""
 PROGRAM = ("-m", "torchrec_neuroshard.bundles.first_launch")
 _FREE_SHARE = 0.5
-"""Of the memory that is free, what the sets of all ranks may take."""
+"""Share of the free memory that the sets of all ranks may take."""
 _MOST_SET_SECONDS, _USUAL_SETS = 0.2, 60
-"""Passes of a set are repeated for so long on a CPU, or for less where the time would
-not do for so many sets: many sets, each a bit noisier, teach more."""
+"""On a CPU, a set is repeated for at most this long, and shorter if the budget is too
+short for this many sets: many noisy sets teach more than few precise ones."""
 _MOST_COMMS_SECONDS, _USUAL_COLLECTIVES = 0.05, 100
-"""The same of collectives."""
+"""The same limits for collectives."""
 _SCALE_ROWS = 4
-"""No table of a set takes more than one part in so many of the memory."""
+"""A table of a set takes at most one part in this many of the set's memory."""
 _MOST_DISTURBED = 0.25
-"""Share of sets that may stay disturbed: of more, what is left says little."""
+"""Largest share of disturbed sets; beyond it the measurement is not trusted."""
 _STEPS, _STEPS_PER_S = 300, 10
-"""Fewer steps, at least a fifth, where there is little time."""
+"""Training steps; short budgets get fewer, but at least a fifth."""
 _MIN_COLLECTIVES = 40
 _SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRequest:
-    """What is to be measured, the same on all ranks."""
+    """What to measure; the same on all ranks."""
 
     shards: tuple[TableConfig, ...]
-    """What the search may put on a rank: whole tables, columns and rows of them."""
+    """Shards that the search may place: whole tables, column shards and row shards."""
     kernels: tuple[int, ...]
-    """Beside `shards`: the kernel that each would run in."""
+    """Kernel of each shard."""
     tables: tuple[int, ...]
-    """Beside `shards`: the table that each is of."""
+    """Table of each shard."""
     batch_size: int
     """Samples that a kernel sees."""
     device_type: str
     world_size: int
     local_world_size: int
     seconds: float
-    """Budget."""
+    """Time budget."""
     grace_seconds: float = 60.0
-    """A process is ended after twice the budget and this: starting may take long on a
-    busy machine. A rank is waited for so long beyond the budget."""
+    """Extra time, since starting may take long on a busy machine. A process is ended
+    after twice the budget plus this; ranks wait for each other for the budget plus
+    this."""
 
     @property
     def limit_seconds(self) -> float:
-        """When a process is ended."""
+        """Time after which a process is ended."""
         return 2 * self.seconds + self.grace_seconds
 
 
@@ -137,19 +138,19 @@ class Member:
 
 
 def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | None:
-    """Measure in a process of its own and wait for its end.
+    """Measure in a separate process and wait until it ends.
 
     Args:
         request: What to measure.
-        member: Which rank this is.
+        member: This rank.
         folder: An empty folder; on rank 0 it gets the bundle.
 
     Returns:
-        The bundle's folder on rank 0; None elsewhere.
+        The bundle's folder on rank 0; None on other ranks.
 
     Raises:
-        RankFailureError: The process failed, or was too late.
-        OSError: It could not be started.
+        RankFailureError: The process failed or took too long.
+        OSError: The process could not be started.
     """
     text = json.dumps(to_fields(request))
     (folder / _REQUEST).write_text(text, encoding="utf-8")
@@ -165,64 +166,64 @@ def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | No
             check=False,
         )
     except subprocess.TimeoutExpired as late:
-        reason = f"it was not through after {late.timeout:.0f} s"
+        reason = f"it had not finished after {late.timeout:.0f} s"
         raise RankFailureError(reason) from None
     if code := process.returncode:
-        reason = f"its process ended with code {code}"
+        reason = f"its process exited with code {code}"
         with contextlib.suppress(OSError):
             reason = (folder / _REASON).read_text(encoding="utf-8")
         raise RankFailureError(reason)
     if member.rank:
         return None
     if not COMPUTE_BUNDLE.is_in(folder / _BUNDLE):
-        raise RankFailureError("its process left no bundle")
+        raise RankFailureError("its process wrote no bundle")
     return folder / _BUNDLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchVerdict:
-    """How far to trust what a first launch has measured."""
+    """How far to trust the measurement of a first launch."""
 
     num_sets: int
     num_disturbed: int
-    """Sets that other work disturbed whenever they were measured."""
+    """Sets that other work disturbed every time they were measured."""
     error: float
-    """Of the bundle: mean error of forward, backward and total, on held-out sets."""
+    """The bundle's mean error of forward, backward and total on held-out sets."""
     estimate_error: float
-    """The same of what costs were by before."""
+    """The same error of the cost model that was used before."""
 
     @property
     def is_worse(self) -> bool:
-        """Whether costs had better stay what they were before."""
+        """Whether the cost model from before is better than the bundle."""
         return self.error > self.estimate_error
 
     @property
     def is_sound(self) -> bool:
-        """Whether later launches may take it."""
+        """Whether later launches may use the bundle."""
         is_quiet = self.num_disturbed <= _MOST_DISTURBED * self.num_sets
         return is_quiet and not self.is_worse
 
     def __str__(self) -> str:
-        """Return the figures that speak for or against it."""
+        """Return the figures for and against the bundle."""
         return (
-            f"{self.num_disturbed} of {self.num_sets} sets were disturbed by other "
-            f"work, and on held-out sets its error is {self.error:.1%}, the "
+            f"other work disturbed {self.num_disturbed} of {self.num_sets} sets; on "
+            f"held-out sets the measured model's error is {self.error:.1%}, the "
             f"estimate's {self.estimate_error:.1%}"
         )
 
 
 def judge(bundle: Path, estimate: CostModel) -> LaunchVerdict | None:
-    """Judge what a first launch has measured by its records.
+    """Judge the bundle of a first launch by its records.
 
     Args:
-        bundle: What `take_part` returned.
-        estimate: What costs are by without it.
+        bundle: Folder that `take_part` returned.
+        estimate: Cost model to use without the bundle.
 
     Returns:
-        None where no records lie beside the bundle.
+        The verdict; None if the bundle's folder holds no records.
 
     Raises:
-        RecordError: The records are too few, or damaged.
+        RecordError: There are too few records, or they are damaged.
         BundleError: The bundle cannot be used.
     """
     path = bundle / KERNELS_NAME
@@ -241,7 +242,7 @@ def judge(bundle: Path, estimate: CostModel) -> LaunchVerdict | None:
 
 
 def _environment(request: LaunchRequest, member: Member) -> dict[str, str]:
-    """What torch.distributed reads in the process that measures."""
+    """Return the environment of the measuring process, for torch.distributed."""
     mine = dict(
         RANK=str(member.rank),
         WORLD_SIZE=str(request.world_size),
@@ -261,21 +262,21 @@ def _environment(request: LaunchRequest, member: Member) -> dict[str, str]:
 
 
 def draw_launch_set(request: LaunchRequest, index: int, max_bytes: int) -> SampledSet:
-    """Return set number `index`: some of the shards that a rank may be given.
+    """Return set number `index`: a draw of shards that a rank may get.
 
     Args:
-        request: What may be drawn.
-        index: Equal ones give equal sets.
-        max_bytes: Most bytes of a set; tables that are larger lose rows.
+        request: Shards to draw from.
+        index: Number of the set; equal numbers give equal sets.
+        max_bytes: Most bytes of a set; larger tables lose rows.
     """
     rng = np.random.default_rng([_SEED, index])
     kernels = np.array(request.kernels)
-    # As often as it has tables, a kernel is drawn.
+    # A kernel's probability is in proportion to its shards.
     kernel = request.kernels[int(rng.integers(len(kernels)))]
     mine = np.flatnonzero(kernels == kernel)
     tables = np.unique(np.array(request.tables)[mine])
     usual = len(tables) / request.world_size
-    # From one table to twice what a rank holds on average, split tables counted.
+    # From one table to twice a rank's average, plus two for split tables.
     most = max(1.0, min(len(tables), 2 * usual + 2))
     count = round(float(np.exp(rng.uniform(0, np.log(most)))))
     drawn: list[TableConfig] = []
@@ -294,7 +295,7 @@ def draw_launch_set(request: LaunchRequest, index: int, max_bytes: int) -> Sampl
     return SampledSet(
         index=index,
         seed=(_SEED, index),
-        # The first sets are held out in turn, so that few of them suffice.
+        # Every other one of the first sets is held out, so that few sets suffice.
         held_out=index % (2 if index < 2 * MIN_SETS else 5) == 0,
         batch_size=request.batch_size,
         tables=tuple(drawn),
@@ -322,8 +323,8 @@ def measure_and_fit(request: LaunchRequest, folder: Path, begin: float) -> None:
         begin: `time.monotonic()` when the budget began to count.
 
     Raises:
-        RecordError: Time or memory was enough for too few sets.
-        RankFailureError: Another rank died or was too late.
+        RecordError: Time or memory allowed too few sets.
+        RankFailureError: Another rank died or took too long.
     """
     backend = backend_of(request.device_type)
     patience = request.seconds + request.grace_seconds
@@ -379,7 +380,7 @@ def _tell(text: str) -> None:
 
 
 def _bytes_per_rank(request: LaunchRequest) -> tuple[int, int]:
-    """Return sizes of collectives around those of the user's outputs."""
+    """Return a range of collective sizes around the sizes of the user's outputs."""
     samples = request.batch_size / request.world_size
     widest: dict[int, int] = {}
     for shard, table in zip(request.shards, request.tables, strict=True):
@@ -396,7 +397,7 @@ def _measure_kernels(
     device: torch.device,
     until: float,
 ) -> tuple[list[CostRecord], float]:
-    """Measure this rank's sets and gather everyone's: records and their unit."""
+    """Measure this rank's sets; return all ranks' records and their time unit."""
     if ranks is None:
         return measure_mine(request, None, device, until)
     turn, turns = ranks.turn() if device.type == "cpu" else (0, 1)
@@ -407,7 +408,7 @@ def _measure_kernels(
             end = begin + (until - begin) * (turn + 1) / turns
             measured = measure_mine(request, ranks, device, end)
     everyone = ranks.gather_objects(measured)
-    # One unit for all, of the rank that was disturbed least as it took its own.
+    # One unit for all: that of the rank whose reference was disturbed least.
     unit_ms = min(ms for _, ms in everyone)
     found: list[CostRecord] = []
     for records, ms in everyone:
@@ -425,7 +426,7 @@ def measure_mine(
     device: torch.device,
     until: float,
 ) -> tuple[list[CostRecord], float]:
-    """Measure until the time; at least this rank's part of the fewest sets."""
+    """Measure until a time, but at least this rank's part of the minimum of sets."""
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     max_bytes = _free_bytes(device, request.local_world_size)
     each = None
@@ -443,12 +444,12 @@ def measure_mine(
         title="measuring your tables",
     )
     if not kept:
-        raise RecordError("no set of the tables could be measured")
+        raise RecordError("none of the sets of tables could be measured")
     return list(kept.values()), timer.reference_ms
 
 
 def _free_bytes(device: torch.device, num_ranks: int) -> int:
-    """Memory that a rank's sets may take: a part of what is free now."""
+    """Return the memory that a rank's sets may take: a share of the free memory."""
     usual = SamplingConfig.for_device(device).max_weight_bytes
     if is_accelerator(device.type):
         free, _ = accelerator(device.type).mem_get_info(device)
@@ -481,7 +482,7 @@ def _fit(request: LaunchRequest, bundle: Path) -> None:
 
 
 def _steady_enough(records: Sequence[CostRecord]) -> list[CostRecord]:
-    """Leave out disturbed records, as far as enough are left to fit and to judge."""
+    """Leave out disturbed records, unless too few would be left to fit and judge."""
     steady = steady_records(records)
     held_out = sum(r.held_out for r in steady)
     enough = min(held_out, len(steady) - held_out) >= MIN_SETS
@@ -489,7 +490,7 @@ def _steady_enough(records: Sequence[CostRecord]) -> list[CostRecord]:
 
 
 def _nearest(request: LaunchRequest, records: Path) -> Path | None:
-    """The shipped bundle of this kind of device that a factor brings nearest."""
+    """Return the shipped bundle of this device type that fits best, times a factor."""
     _, measured = read_records([records])
     training, _ = split_records(_steady_enough(measured))
     data = build_sets(training, request.device_type)
@@ -516,9 +517,9 @@ def _main(folder: Path) -> int:
     warnings.simplefilter("ignore")
     _tell(
         f"neuroshard: first launch on this device: measuring for about "
-        f"{request.seconds:.0f} s; later launches take it from the cache"
+        f"{request.seconds:.0f} s; later launches use the cached result"
     )
-    # The job that started this process may be gone.
+    # The job that started this process may have ended.
     timer = threading.Timer(request.limit_seconds, lambda: os._exit(3))
     timer.daemon = True
     timer.start()
@@ -533,5 +534,5 @@ def _main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    # Not `sys.exit`: threads of a group whose ranks have died may never end.
+    # Not `sys.exit`: if ranks of the group died, its threads may never end.
     os._exit(_main(Path(sys.argv[1])))

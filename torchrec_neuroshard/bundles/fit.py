@@ -1,12 +1,12 @@
-"""Fit cost models of kernels to measured sets, and judge them.
+"""Fit cost models of kernels to measured sets, and evaluate them.
 
-First the physics: constants per kind of work (`models.physical`), by least squares of
-relative errors. Then a network that bends it, trained on the same sets. Both may start
-from a model of another device: its constants are fitted anew, its network is
-fine-tuned. Candidates are compared on validation sets. Test sets, of tables that no
-candidate has seen, only report.
+First the physics is fitted: constants per kind of work (`models.physical`), by least
+squares of relative errors. Then a network that corrects the physics is trained on the
+same sets. Both may start from a model of another device: its constants are refitted,
+its network is fine-tuned. Validation sets decide between the candidates. The test sets
+hold tables that no candidate has seen; their errors are only reported.
 
-Shapes: as in `models.network` and `models.physical`.
+Shapes: see `models.network` and `models.physical`.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 
 _FEW_SETS = 30
-"""Fewer validation sets than this do not tell how far off a model is."""
+"""With fewer validation sets, training sets also calibrate the uncertainty."""
 _INSIDE, _DEVIATIONS = 0.9, 1.645
-"""Of normal errors, this share lies within so many standard deviations."""
+"""90 % of normally distributed errors are within 1.645 standard deviations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """How to train."""
+    """Settings of the training."""
 
     epochs: int = 120
     batch_sets: int = 256
     """Sets per step."""
     learning_rate: float = 1e-2
-    """Peak; warmed up over the first steps, then cosine to zero."""
+    """Peak learning rate; the first steps warm up, then a cosine falls to zero."""
     weight_decay: float = 1e-3
     num_members: int = 8
     """Networks in the ensemble."""
@@ -68,9 +68,10 @@ class TrainConfig:
     latent: int = 16
     head_hidden: int = 32
     validation_share: float = 0.1
-    """Share of the training sets that picks members' best epochs and candidates."""
+    """Share of the training sets used to pick each member's best epoch and the best
+    candidate."""
     tuning_steps: int = 500
-    """Steps when a trained network is fine-tuned, in batches of at most 64 sets."""
+    """Steps of fine-tuning, in batches of at most 64 sets."""
     tuning_rate: float = 3e-3
     seed: int = 0
 
@@ -82,7 +83,7 @@ class TrainConfig:
             )
 
     def tuning(self, num_sets: int) -> TrainConfig:
-        """Return the configuration that fine-tunes on so many sets."""
+        """Return the settings for fine-tuning on `num_sets` sets."""
         batch = min(64, self.batch_sets)
         epochs = -(-self.tuning_steps // max(1, -(-num_sets // batch)))
         return dataclasses.replace(
@@ -91,7 +92,7 @@ class TrainConfig:
 
 
 def physics_network(physics: Physics) -> SetCostNetwork:
-    """Return a network that bends nothing: the physics alone."""
+    """Return a network that corrects nothing and predicts the physics alone."""
     with seeded(0), torch.no_grad():
         network = SetCostNetwork(num_members=1, hidden=1, latent=1, head_hidden=1)
         for layer in (*network.encoder, *network.head):
@@ -108,7 +109,7 @@ class _Prepared:
     """Sets of one or more devices as the network's inputs."""
 
     inputs: tuple[torch.Tensor, ...]
-    """`ShardInputs` of all shards; with several devices, which one is among `x`."""
+    """`ShardInputs` of all shards; with several devices, `x` holds the device, too."""
     set_ids_N: npt.NDArray[np.int64]
     sets_S2: torch.Tensor
     """`Physics.sets_ms`."""
@@ -148,7 +149,7 @@ class _Prepared:
     def error(
         self, network: SetCostNetwork, sets: npt.NDArray[np.int64] | None = None
     ) -> torch.Tensor:
-        """Log ratio of predicted and measured of some sets or all, `S x M x 3`."""
+        """Return log(predicted / measured) of some sets or all, `S x M x 3`."""
         if sets is None:
             sets = np.arange(len(self.costs_S3))
         rows, ids = rows_of(self.set_ids_N, sets)
@@ -169,18 +170,19 @@ def train(
 ) -> SetCostNetwork:
     """Train an ensemble.
 
-    Each member leaves out other sets, one part in as many as there are members, and
-    keeps the weights of its best epoch on the validation sets. How far members differ
-    is scaled such that it tells the errors of the validation sets. Where these are few,
-    so do the training sets, each by the member that left it out.
+    With M members, each leaves out a different M-th of the sets, and keeps the weights
+    of its best epoch on the validation sets. The members' spread is scaled to match the
+    errors on the validation sets. If there are few of these, training sets are used as
+    well, each predicted by the member that left it out.
 
     Args:
         data: Sets to train on; a part becomes the validation sets.
         config: Sizes and rates.
-        init: Start from these weights and their physics (fine-tuning) instead of random
-            ones and a physics fitted to the sets.
-        others: Sets of other devices of the kind to learn from as well: one network for
-            all, told which device it is, and fine-tuned on `data` in the end.
+        init: Network to fine-tune, with its physics. None starts from random weights
+            and a physics fitted to the sets.
+        others: Sets of other devices of this type to learn from as well. One network is
+            trained for all devices, with the device as an input, and finally fine-tuned
+            on `data`.
     """
     rng = np.random.default_rng(config.seed)
     training, validation = data.split(rng, config.validation_share)
@@ -241,13 +243,13 @@ def _fit(
     config: TrainConfig,
     rng: np.random.Generator,
 ) -> npt.NDArray[np.int64]:
-    """Train, and return which member has not seen each training set."""
+    """Train, and return for each training set the member that left it out."""
     num_sets = len(training.costs_S3)
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
     )
     num_steps = config.epochs * -(-num_sets // config.batch_sets)
-    # The schedule divides by 0 where its first phase has one step.
+    # The schedule divides by 0 if its first phase has one step.
     warm_up = 0.2 if num_steps == 10 else 0.1
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.learning_rate, total_steps=num_steps, pct_start=warm_up
@@ -279,21 +281,22 @@ def _fit(
 
 
 def _ratios(network: SetCostNetwork, sets: _Prepared) -> Floats:
-    """Every member's total over the measured one, `S x M`."""
+    """Return each member's predicted total over the measured total, `S x M`."""
     with torch.no_grad():
         ratios_SM: Floats = sets.error(network)[..., 2].exp().double().numpy()
     return ratios_SM
 
 
 def _scale_spread(network: SetCostNetwork, mean_S: Floats, std_S: Floats) -> None:
-    """Scale the members' spread such that 90 % of sets lie inside the 90 % interval.
+    """Scale the members' spread such that 90 % of sets are inside the 90 % interval.
 
-    Of the pairs of a factor and a least uncertainty that do so, the likeliest.
+    The scaling is a factor and a minimum uncertainty; of the pairs that reach 90 %, the
+    likeliest is taken.
 
     Args:
-        network: Gets the pair.
+        network: The network to scale.
         mean_S: Predicted over measured totals of sets that were not trained on.
-        std_S: How far the members differ on them.
+        std_S: Standard deviation between the members on these sets.
     """
     error, spread = np.abs(mean_S - 1.0) / mean_S, std_S / mean_S
     best, likeliest = (1.0, 0.0), -np.inf
@@ -309,49 +312,49 @@ def _scale_spread(network: SetCostNetwork, mean_S: Floats, std_S: Floats) -> Non
 
 
 def as_cost_model(network: SetCostNetwork, data: SetData, name: str) -> NeuralCostModel:
-    """Wrap a network trained on `data`, for judging it before it is saved."""
+    """Return a network trained on `data` as a cost model, to evaluate it unsaved."""
     return NeuralCostModel(
         network, name=name, hardware="", ranges=training_ranges(data)
     )
 
 
 def training_ranges(data: SetData) -> dict[str, tuple[float, float]]:
-    """Smallest and largest value of each per-shard feature."""
+    """Return the smallest and largest value of each per-shard feature."""
     low, high = data.features_NF.min(axis=0), data.features_NF.max(axis=0)
     return {
         name: (float(low[i]), float(high[i])) for i, name in enumerate(FEATURE_NAMES)
     }
 
 
-# Judging and choosing.
+# Evaluation and choice.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """How well a model predicts measured sets."""
+    """Errors of a model on measured sets."""
 
     name: str
     fwd_mape: float
     bwd_mape: float
     total_mape: float
-    """Mean absolute error of forward + backward, relative to the measured."""
+    """Mean absolute error of forward + backward, relative to the measured time."""
     total_median: float
     cheapest_mape: float
-    """The same of the tenth of the sets that takes least."""
+    """`total_mape` of the cheapest tenth of the sets."""
     bias: float
-    """Mean error of forward + backward, relative to the measured."""
+    """Mean error of forward + backward, relative to the measured time."""
     inside: float
     """Share of the sets inside the model's 90 % interval."""
     kendall_tau: float
-    """Of predicted and measured totals."""
+    """Kendall's tau of predicted and measured totals."""
 
     @property
     def score(self) -> float:
-        """Mean error of forward, backward and total: candidates are compared by it."""
+        """Mean error of forward, backward and total, which ranks the candidates."""
         return (self.fwd_mape + self.bwd_mape + self.total_mape) / 3
 
     def line(self) -> str:
-        """Return the errors as printed."""
+        """Return the errors as a line of text."""
         return (
             f"{self.name}: forward {self.fwd_mape:.2%}, backward {self.bwd_mape:.2%}, "
             f"total {self.total_mape:.2%} (median {self.total_median:.2%}, bias "
@@ -360,7 +363,7 @@ class Evaluation:
 
 
 def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
-    """Judge a model on measured sets."""
+    """Return a model's errors on measured sets."""
     sums = model.sum_sets(data.features_NF, data.set_ids_N, data.num_sets)
     predicted = model.predict_sums(sums)
     error = np.abs(predicted / data.costs_S2 - 1)
@@ -383,13 +386,13 @@ def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to predict a device."""
+    """One candidate model for a device."""
 
     network: SetCostNetwork
     ranges: Mapping[str, tuple[float, float]]
-    """Feature name -> smallest and largest value that it was trained on."""
+    """Feature name -> smallest and largest value in training."""
     evaluation: Evaluation
-    """On the test sets, of held-out tables; its name is the candidate's."""
+    """Errors on the test sets of held-out tables; its name is the candidate's."""
 
 
 def fit_model(
@@ -400,18 +403,18 @@ def fit_model(
     start: NeuralCostModel | None = None,
     others: Sequence[SetData] = (),
 ) -> Choice[Candidate]:
-    """Make the candidates for a device, and choose in validation.
+    """Make the candidates for a device and choose by their validation errors.
 
     Args:
-        data: Its sets to train on; a part validates.
-        test: Its sets of held-out tables, which report.
+        data: The device's training sets; a part becomes the validation sets.
+        test: The device's sets of held-out tables, for the reported errors.
         config: Sizes and rates.
         start: A model of another device to start from.
-        others: Sets of other devices to learn from as well, without `start`.
+        others: Sets of other devices to learn from as well; only without `start`.
 
     Returns:
-        By name: `physics`, and `learned` or, from a model of another device, `before`,
-        `refitted` and `tuned`.
+        Candidates `physics` and `learned`; with `start`, candidates `before`,
+        `physics`, `refitted` and `tuned`.
     """
     rng = np.random.default_rng(config.seed)
     training, validation = data.split(rng, config.validation_share)

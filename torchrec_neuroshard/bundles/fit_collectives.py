@@ -1,10 +1,10 @@
-"""Fitting coefficients of collectives to records, judging them on others.
+"""Fit coefficients of collectives to records, and evaluate them on other records.
 
-The candidates are another machine's coefficients (as they are, rescaled, and fitted but
-pulled toward the rescaled ones) and a fit to these records alone. The one that errs
-least on other records is kept.
+The candidates are another machine's coefficients (as they are, rescaled, or refitted
+with a pull toward the rescaled ones) and a fit to these records alone. The candidate
+with the lowest error on other records is kept.
 
-Shapes: `N` records, `W` ranks padded to the most, `K` terms, `L` collectives.
+Shapes: `N` records, `W` ranks padded to the largest world, `K` terms, `L` collectives.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 
 _LEAST_SHARE = 0.05
-"""A rank that is through sooner than this share of the slowest one's time counts as
-needing that share: such times are noise, and nobody waits for them."""
+"""Times below this share of the slowest rank's time are raised to it: they are noise,
+and nobody waits for them."""
 _LEAST_MS = 1e-3
 _LEAST_RECORDS = 5
-"""Fewest records of a collective that a factor of its own is taken from."""
+"""A collective with fewer records gets no factor of its own."""
 _FEWEST_RECORDS = 20
 """Fewest records to fit to."""
 
@@ -54,25 +54,25 @@ class CommsData:
     collective_N: npt.NDArray[np.int64]
     world_size_N: npt.NDArray[np.int64]
     transfer_NW: Floats
-    """Measured; 0 where padded."""
+    """Measured times [ms]; 0 for padding."""
 
     def slowest_ms(self) -> Floats:
-        """Time of each record's slowest rank, `N`."""
+        """Return the time of each record's slowest rank, `N`."""
         return np.asarray(np.maximum(self.transfer_NW.max(axis=1), _LEAST_MS))
 
 
 def build_comms(
     records: Sequence[CommsRecord], intra_gb_per_s: float, inter_gb_per_s: float
 ) -> CommsData:
-    """Turn records into arrays.
+    """Convert records into arrays.
 
     Args:
-        records: Of any world sizes.
+        records: Records of any world sizes.
         intra_gb_per_s: Nominal bandwidth inside a node.
         inter_gb_per_s: Nominal bandwidth between nodes.
 
     Raises:
-        RecordError: There are no records, or a bandwidth that they need is missing.
+        RecordError: There are no records, or a bandwidth is missing.
     """
     if not records:
         raise RecordError("no records to train on; run 'neuroshard collect comms'")
@@ -106,7 +106,7 @@ def build_comms(
 
 
 def predict_comms(coefficients_LK: Floats, data: CommsData) -> Floats:
-    """Predict the slowest rank of measured records, `N` [ms]."""
+    """Return the predicted time of each record's slowest rank, `N` [ms]."""
     each_NK = coefficients_LK[data.collective_N]
     slowest: Floats = np.einsum("nwk,nk->nw", data.terms_NWK, each_NK).max(axis=1)
     return slowest
@@ -117,9 +117,9 @@ def fit_coefficients(data: CommsData, start_LK: Floats | None = None) -> Floats:
 
     Args:
         data: Records to fit to.
-        start_LK: Coefficients that the fit is pulled toward, each as hard as all the
-            records of its collective pull it away. They stay where there are no
-            records. None: nothing pulls; collectives without records take the mean.
+        start_LK: Coefficients that the fit is pulled toward, with the weight of all
+            records of a collective; collectives without records keep them. None fits
+            without a pull; collectives without records get the others' mean.
 
     Returns:
         `L x K`.
@@ -146,7 +146,7 @@ def fit_coefficients(data: CommsData, start_LK: Floats | None = None) -> Floats:
 
 
 def named_coefficients(coefficients_LK: Floats) -> dict[str, dict[str, float]]:
-    """Return collective -> term -> coefficient, without those that are 0."""
+    """Return collective -> term -> coefficient, without zero coefficients."""
     return {
         name: {t: float(v) for t, v in zip(TERM_NAMES, row, strict=True) if v > 0}
         for name, row in zip(COLLECTIVES, coefficients_LK, strict=True)
@@ -154,9 +154,9 @@ def named_coefficients(coefficients_LK: Floats) -> dict[str, dict[str, float]]:
 
 
 def _rescaled(coefficients_LK: Floats, data: CommsData) -> Floats:
-    """Return coefficients times one factor per collective: half of the data is above.
+    """Return coefficients times one factor per collective, the median ratio.
 
-    The factor of least relative error would lean low where records are noisy.
+    The factor with the lowest relative error would be too low for noisy records.
     """
     ratio_N = data.slowest_ms() / predict_comms(coefficients_LK, data).clip(_LEAST_MS)
     factors_L1 = np.full((len(COLLECTIVES), 1), np.median(ratio_N))
@@ -171,19 +171,19 @@ def _rescaled(coefficients_LK: Floats, data: CommsData) -> Floats:
 def make_candidates(
     training: CommsData, test: CommsData, source_LK: Floats | None = None
 ) -> Choice[Floats]:
-    """Make coefficients of collectives and choose by the median error on the test.
+    """Make the candidates for collectives and choose by the median test error.
 
     Args:
         training: Records to fit to.
-        test: Records that judge and choose.
+        test: Records that decide which candidate is kept.
         source_LK: Another machine's coefficients for this backend, to start from.
 
     Returns:
-        By name: another machine's `before`, `scaled` and `tuned`; `linear` is a fit to
-        these records alone.
+        Candidate `linear`, a fit to these records alone. With `source_LK` also
+        `before`, `scaled` and `tuned`.
 
     Raises:
-        RecordError: Too few records.
+        RecordError: There are too few records.
     """
     count = len(training.collective_N)
     if count < _FEWEST_RECORDS:
@@ -204,7 +204,7 @@ def make_candidates(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommsEvaluation:
-    """How well a model predicts the slowest rank of measured collectives."""
+    """Errors of a model's times for the slowest rank of measured collectives."""
 
     world_size: int
     collective: str
@@ -213,20 +213,21 @@ class CommsEvaluation:
     """Whether the training records have this world size."""
     num_records: int
     median: float
-    """Of the absolute error relative to the measured time."""
+    """Median of the absolute error relative to the measured time."""
     mean: float
     percentile_90: float
     kendall_tau: float
-    """Not a number for fewer than three records."""
+    """Kendall's tau; NaN for fewer than three records."""
 
 
 def evaluate_comms(
     coefficients_LK: Floats, training: CommsData, test: CommsData
 ) -> list[CommsEvaluation]:
-    """Judge coefficients on records that they were not fitted to.
+    """Return the errors of coefficients on records that they were not fitted to.
 
     Returns:
-        One row per world size and collective, and one per world size for all.
+        One row per world size and collective, and one row per world size for all
+        collectives.
     """
     predicted, measured = predict_comms(coefficients_LK, test), test.slowest_ms()
     rows = []

@@ -1,6 +1,6 @@
 """Fit the constants of a device's physics to measured sets.
 
-Shapes: as in `models.physical`.
+Shapes: see `models.physical`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["best_factor", "fit_constants", "fit_physics", "fitted_kinds"]
 Floats = npt.NDArray[np.float64]
 
 _CACHE_BYTES = tuple(2.0**n for n in range(19, 28))
-"""512 KiB to 128 MiB: sizes of the cache that are tried."""
+"""Cache sizes to try: 512 KiB to 128 MiB."""
 _ROBUST = 0.03
-"""Relative errors beyond this count by their size, not its square."""
+"""Relative errors above this count linearly, not squared."""
 _FORWARD_ALONE = (
     "num_lookups",
     "lookup_lines",
@@ -55,7 +55,7 @@ _BACKWARD_ALONE = (
     "sort_passes",
     "weighted_sets",
 )
-"""Kinds of work of one direction; all others are work of both."""
+"""Kinds of work that only forward or only backward has; both have all others."""
 _ACCELERATORS_ALONE = (
     "lookup_threads",
     "update_threads",
@@ -64,12 +64,12 @@ _ACCELERATORS_ALONE = (
     "gradient_bytes",
     *SET_WORKS[1:],
 )
-"""Kinds of work that CPUs do not have. They bring the error of the physics on an H200
-from 16 to 7 % (`benchmarks/results/cost_models_202611.md`)."""
+"""Kinds of work that CPUs do not have. They reduce the physics' error on an H200 from
+16 to 7 % (`benchmarks/results/cost_models_202611.md`)."""
 
 
 def best_factor(predicted_S: Floats, measured_S: Floats) -> float:
-    """Return the factor on predictions that has the least mean relative error."""
+    """Return the factor on the predictions with the lowest mean relative error."""
     # Least sum of |f * p / y - 1| is the median of y / p, weighted by p / y.
     ratio = np.sort(measured_S / predicted_S)
     weight = np.cumsum(1.0 / ratio)
@@ -87,11 +87,11 @@ def fit_constants(
     """Fit constants of at least 0 by least squares of relative errors.
 
     Args:
-        works_SK: Work of samples.
-        measured_S: Their times.
-        start_K: Constants that the fit is pulled toward; None: none.
-        pull: Each constant is pulled as if so many more samples spoke for it.
-        robust: Larger errors than this count by their size; None: all by their square.
+        works_SK: Work of the samples.
+        measured_S: Measured times of the samples.
+        start_K: Constants that the fit is pulled toward; None for no pull.
+        pull: Strength of the pull, as a number of additional samples per constant.
+        robust: Errors above this count linearly; None counts all errors squared.
     """
     relative = works_SK / measured_S[:, None]
     scale_K = np.linalg.norm(relative, axis=0) / np.sqrt(len(measured_S))
@@ -113,7 +113,7 @@ def fit_constants(
 
 
 def _set_works(data: SetData, cache_bytes: float, least_threads: float) -> Floats:
-    """Return all work of each set: its shards' and its own, `S x (K + G)`."""
+    """Return the work of each set: its shards' sum and its own, `S x (K + G)`."""
     shards_NK = shard_works(data.features_NF, cache_bytes, least_threads)
     values_SV = data.sum_shards(set_values(data.features_NF, least_threads))
     works_SG = set_works(values_SV, least_threads)
@@ -124,7 +124,7 @@ def fitted_kinds(device_type: str) -> npt.NDArray[np.bool_]:
     """Return which kinds of work get a constant, forward and backward.
 
     Returns:
-        `(K + G) x 2`, rows as WORKS and then SET_WORKS.
+        `(K + G) x 2`; the rows are WORKS, then SET_WORKS.
     """
     names = (*WORKS, *SET_WORKS)
     absent = () if is_accelerator(device_type) else _ACCELERATORS_ALONE
@@ -138,8 +138,8 @@ def fit_physics(data: SetData, start: Physics | None = None) -> Physics:
 
     Args:
         data: Measured sets.
-        start: Another device: times a factor, its constants hold where the sets say
-            little.
+        start: Another device's physics. The fit is pulled toward its constants, times a
+            factor.
     """
     is_fitted = fitted_kinds(data.device_type)
     threads = LEAST_THREADS if start is None else start.least_threads

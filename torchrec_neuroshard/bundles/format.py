@@ -1,9 +1,9 @@
-"""Trained models on disk: weights, schema, statistics, hardware, card.
+"""Trained models on disk: weights, schema, statistics, hardware and card.
 
-A bundle is a folder. Its compute model is `weights.safetensors`, `bundle.json`
-(everything else, and the weights' checksum) and `CARD.md` for people. A model of
-collectives, beside it or alone, is `comms.json` and `COMMS_CARD.md`. Both are for one
-kind of hardware, collectives for one backend too.
+A bundle is a folder. Its compute model consists of `weights.safetensors`, `bundle.json`
+(everything else, with the weights' checksum) and `CARD.md` for people. Its model of
+collectives consists of `comms.json` and `COMMS_CARD.md`. A folder may hold one or both.
+Each is for one kind of hardware, collectives also for one backend.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 BUNDLE_VERSION, COMMS_VERSION = 3, 2
-"""Layouts; other versions are refused."""
+"""Versions of the file layouts; other versions are refused."""
 _WEIGHTS_NAME = "weights.safetensors"
 
 _Info = TypeVar("_Info")
@@ -65,34 +65,34 @@ _Network = TypeVar("_Network", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class Description(Generic[_Info]):
-    """What a model says of itself, in JSON, and its card."""
+    """How a model's JSON description and card are stored."""
 
     info_type: type[_Info]
     """A dataclass; a field `fingerprint` is a `Fingerprint`."""
     check: Callable[[Path, Mapping[str, Any]], None]
-    """Called with the description's file and what it holds; raises
-    `BundleMismatchError` where this package reads another version or schema."""
+    """Called with the description's path and content; raises `BundleMismatchError` if
+    version or schema differ from this package's."""
     info_name: str
     card_name: str = "CARD.md"
     missing: str = (
         "{folder} is not a cost-model bundle: it has no {file}; make one with "
         "'neuroshard train'"
     )
-    """The error where there is no description."""
+    """Error message if there is no description."""
 
     def is_in(self, folder: str | Path) -> bool:
         """Whether a folder holds a model of this kind."""
         return (Path(folder) / self.info_name).is_file()
 
     def find_info(self, folder: str | Path) -> _Info | None:
-        """Same as `read_info`; None where there is no model of this kind."""
+        """Same as `read_info`; None if there is no model of this kind."""
         return self.read_info(folder) if self.is_in(folder) else None
 
     def read_info(self, folder: str | Path) -> _Info:
-        """Read and check the description without the weights.
+        """Return the checked description, without reading the weights.
 
         Raises:
-            BundleCorruptError: It is missing or damaged.
+            BundleCorruptError: The description is missing or damaged.
             BundleMismatchError: It is of another version of this package.
         """
         return self._read(Path(folder))[0]
@@ -100,7 +100,7 @@ class Description(Generic[_Info]):
     def write_info(
         self, folder: str | Path, info: _Info, card: str, **more: str
     ) -> None:
-        """Write the card, then the description and what else it is to hold."""
+        """Write the card, then the description with further fields."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         write_whole(path / self.card_name, f"{card.strip()}\n".encode())
@@ -108,7 +108,7 @@ class Description(Generic[_Info]):
         write_whole(path / self.info_name, json_text(data))
 
     def _read(self, folder: Path) -> tuple[_Info, str]:
-        """The description, and the checksum of the weights."""
+        """Return the description and the checksum of the weights."""
         path = folder / self.info_name
         if not path.is_file():
             raise BundleCorruptError(
@@ -118,7 +118,7 @@ class Description(Generic[_Info]):
         try:
             data = read_json(path)
             if not isinstance(data, dict):
-                raise TypeError("no description of a bundle")
+                raise TypeError("not a JSON object")
             self.check(path, data)
             values = {k: v for k, v in data.items() if k in known}
             info = from_fields(self.info_type, values)
@@ -126,8 +126,8 @@ class Description(Generic[_Info]):
             raise
         except (OSError, TypeError, ValueError) as error:
             raise BundleCorruptError(
-                f"{path} is damaged, or lacks or garbles a field ({error}); restore it "
-                "or train again"
+                f"{path} is damaged, or a field is missing or malformed ({error}); "
+                "restore it or train again"
             ) from error
         return info, str(data.get("weights_sha256"))
 
@@ -137,12 +137,12 @@ class BundleFormat(Description[_Info], Generic[_Info, _Network]):
     """A trained network on disk: description, weights and card."""
 
     make_network: Callable[[_Info], _Network]
-    """Makes the network whose weights they are."""
+    """Makes the network that the weights are loaded into."""
 
     def save(
         self, folder: str | Path, network: _Network, info: _Info, card: str
     ) -> None:
-        """Write the three files: the folder holds the old model or this one."""
+        """Write the three files; a crash leaves the old or the new model."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
@@ -150,8 +150,8 @@ class BundleFormat(Description[_Info], Generic[_Info, _Network]):
         digest = hashlib.sha256(weights).hexdigest()
         for left in path.glob(f".{_WEIGHTS_NAME}.*"):
             left.unlink()
-        # The old weights stay until the description is of the new ones, which are found
-        # here should this process end before they are in place.
+        # The old weights stay until the new description is written. If this process
+        # ends before the last line, `load` finds the new weights under this name.
         beside = path / self._name_beside(digest)
         write_whole(beside, weights)
         self.write_info(path, info, card, weights_sha256=digest)
@@ -162,11 +162,11 @@ class BundleFormat(Description[_Info], Generic[_Info, _Network]):
 
     @plain_torch()
     def load(self, folder: str | Path) -> tuple[_Network, _Info]:
-        """Read and check all of it.
+        """Return network and description, after checking both.
 
         Raises:
             BundleCorruptError: A file is missing, truncated or damaged.
-            BundleMismatchError: It is of another version of this package.
+            BundleMismatchError: The bundle is of another version of this package.
         """
         info, sha256 = self._read(Path(folder))
         path = Path(folder) / _WEIGHTS_NAME
@@ -177,11 +177,11 @@ class BundleFormat(Description[_Info], Generic[_Info, _Network]):
             digest = hashlib.sha256(weights).hexdigest()
             if digest != sha256:
                 raise ValueError(
-                    f"damaged or not of this bundle: checksum {digest[:12]}, expected "
+                    f"damaged or from another bundle: checksum {digest[:12]}, expected "
                     f"{sha256[:12]}"
                 )
             tensors = load_tensors(weights)
-            with torch.device("meta"):  # sizes may be anything until they are compared
+            with torch.device("meta"):  # no memory until the sizes are compared
                 network = self.make_network(info)
             for name, wanted in network.state_dict().items():
                 if name in tensors and tensors[name].dtype != wanted.dtype:
@@ -202,7 +202,7 @@ class BundleFormat(Description[_Info], Generic[_Info, _Network]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleInfo:
-    """What a compute model says of itself."""
+    """Description of a compute model."""
 
     name: str
     fingerprint: Fingerprint
@@ -223,7 +223,7 @@ def _check_compute(path: Path, data: Mapping[str, Any]) -> None:
     version = data.get("bundle_version")
     if version != BUNDLE_VERSION:
         raise BundleMismatchError(
-            f"{path.parent} has bundle version {version!s:.60}, this package reads "
+            f"{path.parent} has bundle version {version!s:.60}, but this package reads "
             f"{BUNDLE_VERSION}; train again or install the matching version"
         )
     try:
@@ -241,7 +241,7 @@ COMPUTE_BUNDLE = BundleFormat(
 
 
 def load_bundle(folder: str | Path) -> NeuralCostModel:
-    """Load a bundle's compute model and check all of it.
+    """Return a bundle's compute model, after checking it.
 
     Raises:
         BundleCorruptError: A file is missing, truncated or damaged.
@@ -263,8 +263,8 @@ def load_bundle(folder: str | Path) -> NeuralCostModel:
 def _check_times(folder: str | Path, times: npt.NDArray[np.float64]) -> None:
     if not (np.isfinite(times).all() and (times >= 0).all()):
         raise BundleCorruptError(
-            f"{folder} predicts {times.ravel().tolist()!s:.60} ms: weights or units "
-            "are not what was trained; restore it or train again"
+            f"{folder} predicts {times.ravel().tolist()!s:.60} ms: its weights or "
+            "units are wrong; restore it or train again"
         )
 
 
@@ -273,22 +273,22 @@ def _check_times(folder: str | Path, times: npt.NDArray[np.float64]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommsBundleInfo:
-    """What the model of collectives says of itself."""
+    """Description of a model of collectives."""
 
     name: str
     fingerprint: Fingerprint
     backend: str
     """`gloo` or `nccl`."""
     coefficients: Mapping[str, Mapping[str, float]]
-    """Collective -> term -> coefficient; terms that are left out cost nothing."""
+    """Collective -> term -> coefficient; missing terms cost nothing."""
     intra_gb_per_s: float
     """Nominal bandwidth inside a node, as measured."""
     inter_gb_per_s: float
-    """Same between nodes; 0 where one node was measured."""
+    """The same between nodes; 0 if only one node was measured."""
     world_sizes: tuple[int, ...]
-    """Ranks of the groups in training."""
+    """World sizes in training."""
     bytes_per_rank: tuple[float, float]
-    """Least and most in training."""
+    """Smallest and largest number of bytes in training."""
     trained_on: Mapping[str, Any]
     """Records, seeds and commands behind the weights."""
     compute_slowdown: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -304,13 +304,13 @@ class CommsBundleInfo:
     def __post_init__(self) -> None:
         for ranks in (*self.compute_slowdown, *self.column_order_ms_per_mb):
             if not ranks.isdecimal() or int(ranks) < 1:
-                raise ValueError(f"{ranks!r:.60} is no number of ranks")
+                raise ValueError(f"{ranks!r:.60} is not a number of ranks")
         if not (self.world_sizes and self.intra_gb_per_s > 0 <= self.inter_gb_per_s):
             raise ValueError("world_sizes or a bandwidth is missing")
         terms = [t for row in self.coefficients.values() for t in row.items()]
         unsound = any(name not in TERM_NAMES or value < 0 for name, value in terms)
         if unsound or set(self.coefficients) != set(COLLECTIVES):
-            raise ValueError("coefficients are negative, or of other terms")
+            raise ValueError("coefficients are negative, or of unknown terms")
 
     def table(self) -> npt.NDArray[np.float64]:
         """Return the coefficients: a row per collective, a column per term."""
@@ -321,8 +321,8 @@ class CommsBundleInfo:
 def _check_comms(path: Path, data: Mapping[str, Any]) -> None:
     if (version := data.get("comms_version")) != COMMS_VERSION:
         raise BundleMismatchError(
-            f"{path} has version {version!s:.60}, this package reads {COMMS_VERSION}; "
-            "train again or install the matching one"
+            f"{path} has version {version!s:.60}, but this package reads "
+            f"{COMMS_VERSION}; train again or install the matching version"
         )
 
 
@@ -335,7 +335,7 @@ COMMS_BUNDLE = Description(
 
 
 def save_comms_bundle(folder: str | Path, info: CommsBundleInfo, card: str) -> None:
-    """Write the model of collectives into a bundle, new or not.
+    """Write a model of collectives into a new or existing bundle.
 
     Raises:
         BundleMismatchError: The bundle's compute model is of other hardware.
@@ -345,8 +345,8 @@ def save_comms_bundle(folder: str | Path, info: CommsBundleInfo, card: str) -> N
         theirs = compute.fingerprint
         if (theirs.device_type, theirs.device) != (mine.device_type, mine.device):
             raise BundleMismatchError(
-                f"{folder} holds a compute model of {theirs.device}, the collectives "
-                f"were measured on {mine.device}; name another folder"
+                f"{folder} holds a compute model of {theirs.device}, but the "
+                f"collectives were measured on {mine.device}; name another folder"
             )
     COMMS_BUNDLE.write_info(folder, info, card)
 
@@ -360,23 +360,23 @@ def load_comms_bundle(
     intra_gb_per_s: float | None = None,
     inter_gb_per_s: float | None = None,
 ) -> MeasuredCommsModel:
-    """Load the model of collectives for one group of ranks.
+    """Return a bundle's model of collectives for one group of ranks.
 
-    Warns where the world size is beyond those measured.
+    Warns if the world size is more than twice the largest measured one.
 
     Args:
         folder: The bundle.
-        compute: The compute model in whose milliseconds to predict; None: in those of
-            the run that measured the collectives.
+        compute: Compute model whose time unit the predictions get; None keeps the unit
+            of the run that measured the collectives.
         world_size: Ranks to predict for.
         local_world_size: Ranks per node.
-        intra_gb_per_s: Bandwidth inside a node; None is as measured.
-        inter_gb_per_s: Same between nodes.
+        intra_gb_per_s: Bandwidth inside a node; None keeps the measured bandwidth.
+        inter_gb_per_s: The same between nodes.
 
     Raises:
         BundleCorruptError: A file is missing, truncated or damaged.
-        BundleMismatchError: It is of another version of this package.
-        ConfigError: The ranks do not fill whole nodes, or a bandwidth is not known.
+        BundleMismatchError: The bundle is of another version of this package.
+        ConfigError: The ranks do not fill whole nodes, or a bandwidth is unknown.
     """
     info = COMMS_BUNDLE.read_info(folder)
     if world_size > 2 * max(info.world_sizes):
@@ -385,8 +385,8 @@ def load_comms_bundle(
             f"measured at {', '.join(map(str, info.world_sizes))}",
             stacklevel=2,
         )
-    # Kernels and collectives were timed beside the same reference set, each when the
-    # machine was as fast as it happened to be.
+    # Kernels and collectives were measured at different times, when the machine was
+    # faster or slower. Both runs timed the same reference set, which gives the ratio.
     time_scale = 1.0
     if compute is not None and compute.reference_ms and info.compute_reference_ms:
         time_scale = compute.reference_ms / info.compute_reference_ms

@@ -1,4 +1,4 @@
-"""Records of kernels or of collectives in, a bundle out."""
+"""Make bundles from records of kernels or collectives."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ from torchrec_neuroshard.progress import phase
 __all__ = ["make_bundle", "source_folder", "train_comms_bundle"]
 
 _TEST_EVERY = 5
-"""Of the world sizes trained on, every so many records of collectives are kept for the
-test."""
+"""Of the training world sizes, one in this many collectives is kept for the test."""
 
 
 def make_bundle(
@@ -60,24 +59,24 @@ def make_bundle(
 ) -> Choice[Candidate]:
     """Fit a cost model of kernels to one device's records and write a bundle.
 
-    Records that other work disturbed take no part. The candidate that errs least in
-    validation is kept; the card tells its errors on held-out tables. A model of
-    collectives beside `start` is not taken over: it was measured there.
+    Records that other work disturbed are left out. The candidate with the lowest error
+    in validation is kept; the card shows its errors on held-out tables. `start`'s model
+    of collectives is not copied, because it was measured on the other device.
 
     Args:
         records: Parquet files of one machine.
         out: Folder of the bundle.
-        name: What the bundle is called.
+        name: Name of the bundle.
         config: Sizes and rates.
-        start: Folder of a bundle of another device to start from.
-        others: Files of other devices of the kind, device by device, to learn from as
-            well; without `start`.
-        select: Leaves out records that do not count.
+        start: Folder of another device's bundle to start from.
+        others: Files of other devices of this type, device by device, to learn from as
+            well; only without `start`.
+        select: Function that leaves out unwanted records.
 
     Raises:
         ConfigError: `out` is the bundle to start from.
-        RecordError: Too few records, or none of held-out tables.
-        RecordMismatchError: The files of a device are of different machines.
+        RecordError: There are too few records, or none of held-out tables.
+        RecordMismatchError: The files of one device are of different machines.
         BundleCorruptError: `start` is damaged.
     """
     if start is not None and out.resolve() == start.resolve():
@@ -140,25 +139,26 @@ def train_comms_bundle(
     before: Path | None = None,
     say: Callable[[str], object] = print,
 ) -> list[CommsEvaluation]:
-    """Train on files of collectives, judge on others, write into a bundle.
+    """Fit a model of collectives to records and write it into a bundle.
 
-    Kept is what errs least on the others: a fit to them alone or, with `before`, that
-    bundle's model as it is, rescaled or refitted.
+    Some records are kept for the test. The candidate with the lowest error on them is
+    kept: a fit to the training records alone or, with `before`, that bundle's model as
+    it is, rescaled or refitted.
 
     Args:
-        records: Files of one machine and backend; several world sizes, each in a run of
-            its own or in one run (`--group-sizes`).
+        records: Files of one machine and backend. World sizes may come from separate
+            runs or from one run (`--group-sizes`).
         out: Folder of the bundle; a compute model in it is kept.
-        name: What the model is called.
-        test_world_sizes: World sizes that are only tested on.
+        name: Name of the model.
+        test_world_sizes: World sizes that are only tested.
         before: A bundle to start from, with collectives of this backend.
-        say: Prints a line.
+        say: Function that prints a line.
 
     Returns:
         The errors by world size and collective.
 
     Raises:
-        RecordError: Too few records, or none of a world size.
+        RecordError: There are too few records, or none of a world size.
         RecordMismatchError: The files are of different machines or backends.
     """
     with phase("reading the records"):
@@ -221,7 +221,7 @@ def train_comms_bundle(
 
 
 def _card(template: str, **values: Any) -> str:
-    """Fill in a card's template."""
+    """Return a card: its template, filled in."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         trim_blocks=True,
@@ -234,7 +234,7 @@ def _card(template: str, **values: Any) -> str:
 def _merge(
     files: Sequence[Mapping[str, tuple[float, float]]],
 ) -> dict[str, tuple[float, float]]:
-    """Median over the files of each number of ranks."""
+    """Return the median over the files for each number of ranks."""
     merged = {}
     for count in sorted({n for of_file in files for n in of_file}, key=int):
         values = [of_file[count] for of_file in files if count in of_file]
@@ -247,17 +247,17 @@ def _split_collectives(
     files: Sequence[tuple[CommsHeader, Sequence[CommsRecord]]],
     test_world_sizes: Sequence[int],
 ) -> tuple[list[CommsRecord], list[CommsRecord]]:
-    """Return the records to train on and those to test on.
+    """Return the records to train on and the records to test on.
 
     Raises:
-        RecordError: There are none of a world size, or none to train on.
+        RecordError: There are no records of a world size, or none to train on.
     """
     records = [record for _, measured in files for record in measured]
     known, kept_out = {r.world_size for r in records}, set(test_world_sizes)
     if absent := sorted(kept_out - known):
         raise RecordError(
             f"no records of world size {', '.join(map(str, absent))} to test on; the "
-            f"files are of {', '.join(map(str, sorted(known)))}"
+            f"files hold {', '.join(map(str, sorted(known)))}"
         )
     if known <= kept_out:
         raise RecordError(
@@ -280,17 +280,17 @@ def _typical(values: Sequence[float]) -> float:
 
 
 def source_folder(name: str | Path) -> Path:
-    """Find the bundle to start from.
+    """Return the folder of the bundle to start from.
 
     Args:
         name: Name of a shipped bundle, or a bundle's folder.
 
     Raises:
-        ConfigError: There is neither.
+        ConfigError: There is no such bundle.
     """
     if (folder := bundle_folder(name)) is None:
         raise ConfigError(
-            f"no bundle '{name}' to start from: it is neither a shipped one "
+            f"no bundle '{name}' to start from: it is neither a shipped bundle "
             f"({', '.join(pretrained_names()) or 'none'}) nor a folder made by "
             "'neuroshard train'"
         )

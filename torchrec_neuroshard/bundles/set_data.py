@@ -1,4 +1,4 @@
-"""Measured sets as arrays, and which of them train, validate and test.
+"""Measured sets as arrays, split into training, validation and test.
 
 Shapes: `N` shards, `S` sets, `F` features.
 """
@@ -21,7 +21,7 @@ __all__ = ["MIN_SETS", "SetData", "build_sets", "rows_of", "split_records"]
 Floats = npt.NDArray[np.float64]
 
 MIN_SETS = 10
-"""Fewest sets to train on, and fewest of held-out tables to judge by."""
+"""Fewest training sets, and fewest test sets of held-out tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,27 +31,27 @@ class SetData:
     device_type: str
     features_NF: npt.NDArray[np.float32]
     set_ids_N: npt.NDArray[np.int64]
-    """Sorted."""
+    """Set of each shard; sorted."""
     costs_S2: Floats
     """Measured forward and backward [ms]."""
     is_new_S: npt.NDArray[np.bool_]
-    """Whether the tables of a set are in no other set."""
+    """Whether a set's tables are in no other set."""
     validates_S: npt.NDArray[np.bool_]
-    """Whether they were drawn for validation; older records do not say."""
+    """Whether a set was drawn for validation; always False in older records."""
 
     @property
     def num_sets(self) -> int:
-        """Sets."""
+        """Number of sets."""
         return len(self.costs_S2)
 
     def sum_shards(self, values_NX: Floats) -> Floats:
-        """Return the sums of shards' values over each set, `S x X`."""
+        """Return the sum of the shards' values in each set, `S x X`."""
         sums_SX = np.zeros((self.num_sets, values_NX.shape[1]))
         np.add.at(sums_SX, self.set_ids_N, values_NX)
         return sums_SX
 
     def select(self, sets: npt.NDArray[np.int64]) -> SetData:
-        """Return the data of some sets, in the order given."""
+        """Return the data of some sets, in the given order."""
         rows, ids = rows_of(self.set_ids_N, sets)
         return SetData(
             self.device_type,
@@ -65,9 +65,9 @@ class SetData:
     def split(self, rng: np.random.Generator, share: float) -> tuple[SetData, SetData]:
         """Return training and validation sets.
 
-        Validation asks what the test asks, tables never seen: it takes the sets that
-        were drawn for it, else some whose tables are in no other set, if there are
-        enough.
+        Like the test, validation should use tables that training has not seen. It gets
+        the sets that were drawn for it, else sets whose tables are in no other set. If
+        there are too few of both, it gets random sets.
         """
         count = max(1, int(self.num_sets * share))
         held_out = rng.permutation(self.num_sets)[:count]
@@ -87,21 +87,21 @@ class SetData:
 def rows_of(
     set_ids_N: npt.NDArray[np.int64], sets: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the shards of some sets, and which of these sets each is of."""
+    """Return the shards of some sets, and each shard's index among these sets."""
     first, last = (np.searchsorted(set_ids_N, sets, side) for side in ("left", "right"))
     rows = np.concatenate([np.arange(f, n) for f, n in zip(first, last, strict=True)])
     return rows, np.repeat(np.arange(len(sets)), last - first)
 
 
 def build_sets(records: Sequence[CostRecord], device_type: str = "cpu") -> SetData:
-    """Turn records into arrays.
+    """Convert records into arrays.
 
     Args:
-        records: Of one device.
-        device_type: Its type.
+        records: Records of one device.
+        device_type: Type of the device.
 
     Raises:
-        RecordError: There are none, or one has a time that is not above 0.
+        RecordError: There are no records, or a time is not above 0.
     """
     if not records:
         raise RecordError("no records to train on; run 'neuroshard collect compute'")
@@ -128,11 +128,11 @@ def split_records(
 ) -> tuple[list[CostRecord], list[CostRecord]]:
     """Split measured sets by table.
 
-    The split is the collector's: by table name, the same in every run, so that a bundle
-    trained on another run has not seen the held-out tables either.
+    `neuroshard collect` decides the split by table name. All runs hold out the same
+    tables, so a bundle that was trained on another run has not seen them either.
 
     Returns:
-        Sets to train on, and sets that hold only tables kept from any training.
+        Sets to train on, and sets that consist of held-out tables.
 
     Raises:
         RecordError: There are fewer than `MIN_SETS` of either.
@@ -141,8 +141,8 @@ def split_records(
     held_out = [r for r in records if r.held_out and r.repeat_of is None]
     if min(len(training), len(held_out)) < MIN_SETS:
         raise RecordError(
-            f"a model needs {MIN_SETS} sets to train on and {MIN_SETS} of "
-            f"held-out tables to judge by, got {len(training)} and {len(held_out)}; "
+            f"a model needs {MIN_SETS} sets to train on and {MIN_SETS} sets of "
+            f"held-out tables to test on, got {len(training)} and {len(held_out)}; "
             "measure more sets"
         )
     return training, held_out

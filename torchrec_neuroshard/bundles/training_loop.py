@@ -1,4 +1,4 @@
-"""The loop that trains every net on samples, and what it starts from."""
+"""The training loop of all networks, with seeded weights and shuffled batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Batch = TypeVar("_Batch")
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw first weights from a seed, on one thread; leave the caller's state alone."""
+    """Seed the initial weights, on one thread; the caller's random state stays."""
     with torch_threads(1), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -32,13 +32,13 @@ def shuffled_batches(
     batch_size: int,
     num_epochs: int,
 ) -> Iterator[list[npt.NDArray[np.int64]]]:
-    """Yield each epoch's batches: all samples once, in another order each time.
+    """Yield each epoch's batches: all samples once, in a new order each epoch.
 
     Args:
-        rng: Draws an order when its epoch begins.
-        samples: Which ones, or how many.
-        batch_size: Samples of a batch; the last one of an epoch may be smaller.
-        num_epochs: Epochs.
+        rng: Draws the order at the start of each epoch.
+        samples: Indices of the samples, or their number.
+        batch_size: Samples of a batch; an epoch's last batch may be smaller.
+        num_epochs: Number of epochs.
     """
     for _ in range(num_epochs):
         order = rng.permutation(samples)
@@ -56,23 +56,23 @@ def fit(
     max_grad_norm: float | None = None,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> torch.Tensor:
-    """Train a network, and leave it with the weights of its best epoch.
+    """Train a network and leave it with the weights of its best epoch.
 
     Args:
-        network: Where it is an ensemble whose `validate` returns one error per member,
-            the first dimension of all parameters is the member: each keeps its own
-            best epoch.
-        optimizer: Of its parameters.
+        network: The network. In an ensemble, `validate` returns one error per member
+            and the first dimension of every parameter is the member; each member keeps
+            its own best epoch.
+        optimizer: Optimizer of the network's parameters.
         epochs: The batches of each epoch.
         loss: Loss of a batch.
-        validate: Called without gradients after each epoch; returns the error to
-            choose by.
+        validate: Called after each epoch, without gradients; returns the error that
+            decides which epoch is best.
         max_grad_norm: Gradients are scaled down to this norm.
-        schedule: Of the learning rate, stepped after every batch.
+        schedule: Learning-rate schedule, stepped after every batch.
 
     Returns:
-        The best epoch, counted from 1, of each member or of all; 0 where no epoch's
-        error was a number.
+        The best epoch, counted from 1, of the network or of each member; 0 if no
+        epoch's error was a number.
     """
     parameters = dict(network.named_parameters())
     kept = {name: p.detach().clone() for name, p in parameters.items()}
