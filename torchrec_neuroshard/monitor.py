@@ -1,7 +1,7 @@
-"""Watching a training job: predicted beside measured, and moves on request.
+"""Watch a training job: compare predicted and measured times, move tables on request.
 
-`Assessor` sets measured times beside predicted ones on rank 0, and `PlanMonitor` keeps
-the ranks together.
+`PlanMonitor` measures on all ranks and exchanges the times. `Assessor` makes the
+predictions on rank 0.
 
 Shapes: `W` ranks, `S` stages.
 """
@@ -47,23 +47,23 @@ logger = logging.getLogger("torchrec_neuroshard.monitor")
 
 _COMPUTE = ("fwd_compute", "bwd_compute")
 _LEAST_DRIFT = 1.1
-"""Inputs that changed by less than this factor are not named."""
+"""Inputs that changed by a smaller factor are not reported."""
 _UNLIMITED = 2**62
 _PATIENCE = timedelta(minutes=5)
-"""A rank that does not come to a report for this long ends the monitor."""
+"""The monitor ends if a rank does not reach a report within this time."""
 _CLOSED = "closed"
 _LAG = 2
-"""Iterations between the last timed one and the report, for a GPU to get there."""
+"""Iterations between the last timed one and the report, so that a GPU has finished."""
 
 
 Phase = tuple[str, int | None]
-"""One of `PHASES`, and the rank that it is of. None: of all ranks together."""
+"""One of `PHASES`, and a rank; None is all ranks together."""
 
 
 def predicted_phases(
     costs: PredictedCosts, stages: Collection[str]
 ) -> dict[Phase, float]:
-    """Return the phases of some stages, as they were predicted [ms]."""
+    """Return the predicted phases of some stages [ms]."""
     timed_S = [stage.name in stages for stage in costs.stages]
     phases_WS5 = costs.phases_WS6[:, timed_S, : len(PHASES)]
     critical = dict(zip(PHASES, phases_WS5.max(axis=0).sum(axis=0), strict=True))
@@ -76,11 +76,13 @@ def predicted_phases(
 def measured_phases(
     iterations_W: Sequence[Sequence[Sequence[PhaseTimes]]],
 ) -> dict[Phase, float]:
-    """Return the medians of what ranks measured [ms].
+    """Return the median of each phase's measured times [ms].
+
+    Phases that no rank timed are left out.
 
     Args:
-        iterations_W: What `PhaseTimer.take_all` returned on each rank, of as many
-            iterations each. Phases that none of them timed are left out.
+        iterations_W: Result of `PhaseTimer.take_all` on each rank, with the same number
+            of iterations.
     """
     median = statistics.median
     steps = [critical_times(by_rank) for by_rank in zip(*iterations_W, strict=True)]
@@ -98,17 +100,18 @@ def measured_phases(
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A table whose inputs are no longer those that were planned for."""
+    """A table whose inputs have changed since it was planned."""
 
     table: str
     """Full name, "module.table"."""
     planned: FeatureProfile
-    """At one local batch."""
+    """Profile that was planned for, of one local batch."""
     now: FeatureProfile
+    """Profile measured since, of one local batch."""
 
     @property
     def factor(self) -> float:
-        """How many times as many, or as few, lookups or distinct ids there are now."""
+        """Factor, at least 1, by which lookups or distinct ids rose or fell."""
         pairs = (
             (self.planned.num_lookups, self.now.num_lookups),
             (self.planned.num_distinct, self.now.num_distinct),
@@ -116,44 +119,45 @@ class Drift:
         return max(max(a, b, 1.0) / max(min(a, b), 1.0) for a, b in pairs)
 
     def __str__(self) -> str:
-        """Return it as text."""
+        """Return the drift as text."""
         return (
-            f"table '{self.table}': {self.planned.pooling_factor:.2f} ids per sample "
-            f"planned for, {self.now.pooling_factor:.2f} now; distinct ids in a batch "
-            f"{self.planned.num_distinct:,.0f} and {self.now.num_distinct:,.0f}"
+            f"table '{self.table}': planned for {self.planned.pooling_factor:.2f} ids "
+            f"per sample, now {self.now.pooling_factor:.2f}; distinct ids in a batch "
+            f"{self.planned.num_distinct:,.0f}, now {self.now.num_distinct:,.0f}"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorReport:
-    """Predicted beside measured, of one stretch of training.
+    """Predicted and measured times of one stretch of training.
 
-    Of the compute phases there is what each rank takes, and the slowest one; of
-    collectives, what they take over all ranks. Only modules that are timed count.
+    Compute phases have a time per rank and the slowest rank's time. Collectives have
+    one time for all ranks. Only timed modules count.
     """
 
     last_iteration: int
-    """Counted from the monitor's first."""
+    """Last iteration of the stretch, counted from the monitor's first."""
     iteration_ms: float
-    """Of a whole iteration, as the ranks' loops took it without timing phases."""
+    """Time of a whole iteration in the training loop, while no phases are timed."""
     planned: Mapping[Phase, float]
-    """Predicted with the inputs that the plan was made for [ms]."""
+    """Times predicted for the inputs that were planned for [ms]."""
     predicted: Mapping[Phase, float]
-    """With the inputs as they are now; `planned` while those are not known."""
+    """Times predicted for the current inputs [ms]; equals `planned` until these are
+    known."""
     measured: Mapping[Phase, float]
-    """Phases that were not timed are left out."""
+    """Measured times [ms], without phases that were not timed."""
     drifts: tuple[Drift, ...]
-    """Tables whose inputs changed, the most changed first."""
+    """Tables whose inputs changed, largest change first."""
 
     @property
     def rest_ms(self) -> float:
-        """Of an iteration without a pipeline: what is not the embedding part."""
+        """Time of an iteration outside the embeddings, without a pipeline [ms]."""
         phases = (ms for (_, rank), ms in self.measured.items() if rank is None)
         return max(self.iteration_ms - sum(phases), 0.0)
 
     @property
     def differences(self) -> tuple[Phase, ...]:
-        """Compute phases of each rank, and collectives; the furthest off first."""
+        """Compute phases of each rank, and collectives; the largest error first."""
         found = [
             (phase, rank)
             for phase, rank in self.measured
@@ -165,7 +169,7 @@ class MonitorReport:
 
     @property
     def records(self) -> tuple[PhaseRecord, ...]:
-        """Each phase by rank, and the whole iteration: what reporters write."""
+        """Records for reporters: the whole iteration, and each phase by rank."""
         whole = PhaseRecord(
             iteration=self.last_iteration,
             rank=None,
@@ -188,7 +192,7 @@ class MonitorReport:
         return (whole, *phases)
 
     def __str__(self) -> str:
-        """Return it as text."""
+        """Return the report as text."""
         lines = [f"iteration {self.last_iteration}: {self.iteration_ms:.3f} ms"]
         for phase, rank in self.measured:
             if rank is None:
@@ -197,7 +201,7 @@ class MonitorReport:
                     for ms in (self.planned, self.predicted, self.measured)
                 )
                 lines.append(
-                    f"{phase}: {planned:.3f} ms planned, {predicted:.3f} with today's "
+                    f"{phase}: {planned:.3f} ms planned, {predicted:.3f} with current "
                     f"inputs, {measured:.3f} measured"
                 )
         for phase, rank in self.differences[:1]:
@@ -212,16 +216,16 @@ class MonitorReport:
 
 
 class Assessor:
-    """Prices the plan at work as inputs and times come in.
+    """Predicts the current plan's times for the inputs that training sees.
 
     Attributes:
-        profiles: Of the features seen so far.
+        profiles: Profiles of the features seen so far.
     """
 
     def __init__(
         self, planner: NeuroShardPlanner, model: nn.Module, sharders: Sequence[Any]
     ) -> None:
-        """Take what plans are made with, the model as it was planned."""
+        """Take the planner, and the model and sharders that it planned."""
         self._planner, self._model, self._sharders = planner, model, list(sharders)
         self.profiles: dict[str, FeatureProfile] = {}
         self._options: list[Any] = []
@@ -230,7 +234,7 @@ class Assessor:
         self._seconds = 0.0
 
     def planned(self, plan: Any) -> PredictedCosts:
-        """Price a plan with the inputs that the planner was given; the last is kept."""
+        """Return a plan's costs for the planned inputs; the last plan's are cached."""
         if self._planned is None or plan != self._plan:
             planner, self._plan = self._planner, copied(plan)
             self._options = planner.placed_options(plan, self._model, self._sharders)
@@ -238,7 +242,7 @@ class Assessor:
         return self._planned
 
     def report(self, plan: Any) -> PlanReport:
-        """Say what a plan costs and holds, with the inputs that it was made for."""
+        """Return the report of a plan, for the inputs that were planned for."""
         return self._planner.evaluate(plan, self._model, self._sharders)
 
     def _price(self, planner: NeuroShardPlanner) -> PredictedCosts:
@@ -262,13 +266,12 @@ class Assessor:
     def assess(
         self, plan: Any, modules: Collection[str], seconds: float
     ) -> tuple[dict[Phase, float], dict[Phase, float], tuple[Drift, ...]]:
-        """Predict the phases of modules with the inputs planned for and those of now.
+        """Predict the modules' phases for the planned inputs and for current inputs.
 
-        With fewer seconds left than pricing took the last time, inputs are taken to be
-        those that were planned for.
+        If `seconds` is less than the last prediction took, current inputs are ignored.
 
         Returns:
-            Both predictions, and how inputs drifted from the first to the second.
+            Both predictions, and the tables whose inputs changed.
         """
         costs, stages = self.planned(plan), self.stages(modules)
         planned = predicted_phases(costs, stages)
@@ -278,7 +281,7 @@ class Assessor:
         return planned, predicted_phases(self._price(now), stages), self._drifts(now)
 
     def stages(self, modules: Collection[str]) -> set[str]:
-        """Return the stages of modules, and of what holds one of them."""
+        """Return the stages of these modules and of modules that contain them."""
         return {
             stage_name(o.path, o.sharding_type)
             for o in self._options
@@ -286,7 +289,7 @@ class Assessor:
         }
 
     def replan(self, plan: Any, budget_bytes: int | None) -> ReplanResult:
-        """Call `replan` with inputs as they are now."""
+        """Call `replan` with current inputs."""
         return replan(
             plan,
             planner=self._planner.relearned(self.profiles),
@@ -296,43 +299,42 @@ class Assessor:
         )
 
     def follow(self) -> None:
-        """Take it that moves were made, for the inputs known now."""
+        """Plan for current inputs from now on, after tables were moved."""
         self._planner = self._planner.relearned(self.profiles)
         self._planned = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replanned:
-    """What `PlanMonitor.replan` did, the same on all ranks."""
+    """Outcome of `PlanMonitor.replan`, the same on all ranks."""
 
     result: ReplanResult
-    """What `replan` found."""
+    """Result of `replan`."""
     applied: bool
     """Whether the model has the new plan now."""
     reason: str | None
-    """Why it has not."""
+    """Why the model does not have the new plan; None if it has."""
 
 
 class PlanMonitor:
     """Watches the plan of a training job: measures, compares, moves on request.
 
-        monitor = PlanMonitor(model, planner)  # what DistributedModelParallel returned
+        monitor = PlanMonitor(model, planner)  # the DistributedModelParallel
         for batch in batches:
             train_step(batch)  # or pipeline.progress(batches)
             monitor.step()
 
-    Every `every` iterations a few are timed, phase by phase, and rank 0 logs what was
-    predicted beside what was measured, to the logger "torchrec_neuroshard.monitor".
-    Inputs are profiled from the ids that enter the sharded modules, and the table whose
-    inputs changed most is named. Reporters write the same to files, TensorBoard or
-    MLflow. `replan()` looks for better places of the tables with
-    these inputs, and moves them.
+    Of every `every` iterations, a few are timed phase by phase. Rank 0 then logs
+    predicted and measured times to the logger "torchrec_neuroshard.monitor", and names
+    the table whose inputs changed most; inputs are profiled from the ids that enter the
+    sharded modules. Reporters write the same to files, TensorBoard or MLflow.
+    `replan()` searches better placements for these inputs and moves the tables.
 
-    A monitor never breaks training: where something goes wrong on a rank, nothing more
-    is measured there, and at the next report all ranks give one warning and end.
+    A monitor never breaks training. If something fails on a rank, this rank stops
+    measuring; at the next report all ranks warn once and the monitor ends.
 
     Attributes:
-        last_report: On rank 0, what was found last; None before the first report.
+        last_report: The last report, on rank 0; None before the first.
     """
 
     def __init__(
@@ -345,22 +347,22 @@ class PlanMonitor:
         max_overhead: float = 0.005,
         reporters: Sequence[Reporter] = (),
     ) -> None:
-        """Install the hooks; every rank does, with the same settings.
+        """Install the hooks; call this on every rank, with the same settings.
 
         Args:
             model: The `DistributedModelParallel` in training.
-            planner: Made its plan, or prices it.
-            every: Iterations from report to report.
-            timed: Iterations of these whose phases are timed.
-            max_overhead: Part of the job's time that profiling inputs and predicting
-                may take on a rank. What does not fit waits for the next report.
-            reporters: Write the plan and every report, on rank 0; those of other ranks
-                are not used. One that fails is left out from then on, with a warning.
+            planner: Planner that made the plan, or that predicts its costs.
+            every: Iterations between reports.
+            timed: Number of these iterations whose phases are timed.
+            max_overhead: Largest share of the job's time that profiling and predicting
+                may take on a rank. Work beyond it waits for the next report.
+            reporters: Write the plan and every report, on rank 0 only. A reporter that
+                fails is dropped with a warning.
 
         Raises:
-            ConfigError: A setting is outside what it may be, the ranks' settings
-                differ, nothing in the model is sharded, the planner is for other ranks
-                or knows no model.
+            ConfigError: A setting is not allowed, the ranks' settings differ, nothing
+                in the model is sharded, or the planner is for another number of ranks
+                or has planned no model.
         """
         if not dist.is_initialized():
             raise ConfigError(
@@ -398,14 +400,14 @@ class PlanMonitor:
         failure = failure or next((text for text, *_ in told if text), "")
         settings = sorted({f"every={e} and timed={t}" for _, e, t in told})
         if not failure and len(settings) > 1:
-            failure = f"ranks have {', '.join(settings)}: give all ranks the same"
+            failure = f"ranks have {', '.join(settings)}: use the same on all ranks"
         if failure:
             self._hooks.close()
             raise ConfigError(failure)
         self._began = self._left = time.perf_counter()
         if self._rank == 0:
             try:
-                assert planner.last_model is not None, "_check asks for one"
+                assert planner.last_model is not None, "_check requires it"
                 self._assessor = Assessor(planner, *planner.last_model)
                 self._assessor.planned(model.plan)
                 self._write_plan()
@@ -413,16 +415,16 @@ class PlanMonitor:
                 self._fail(error)
 
     def _check(self) -> None:
-        """Check that this rank can watch the model, in this way."""
+        """Check that this rank can watch the model with these settings."""
         every, timed, planned = self._every, self._timed, self._planner.topology
         if not isinstance(self._model, DistributedModelParallel):
             raise ConfigError(
-                "PlanMonitor takes what DistributedModelParallel returned, got a "
+                "PlanMonitor takes a DistributedModelParallel, got a "
                 f"{type(self._model).__name__}"
             )
         if planned.world_size != self._world_size:
             raise ConfigError(
-                f"the planner is for {planned.world_size} ranks, training runs on "
+                f"the planner is for {planned.world_size} ranks, but training runs on "
                 f"{self._world_size}"
             )
         if self._rank == 0 and self._planner.last_model is None:
@@ -433,8 +435,8 @@ class PlanMonitor:
         for number, reporter in enumerate(self._reporters):
             if not isinstance(reporter, Reporter):
                 raise ConfigError(
-                    f"reporters[{number}] is {reporter!r:.80}, which is no Reporter: "
-                    "pass objects, such as JsonLinesReporter('phases.jsonl')"
+                    f"reporters[{number}] is {reporter!r:.80}, not a Reporter: pass "
+                    "objects, e.g. JsonLinesReporter('phases.jsonl')"
                 )
         if not 1 <= timed < every - _LAG or not self._max_overhead > 0:
             raise ConfigError(
@@ -444,13 +446,13 @@ class PlanMonitor:
             )
 
     def _new_timer(self) -> PhaseTimer:
-        """Hook a timer into the kernels that the model has now."""
+        """Hook a timer into the model's current kernels."""
         return PhaseTimer(
             self._model.module, self._model.device, wait=False, on_error=self._fail
         )
 
     def _all_tell(self, message: Any) -> list[Any]:
-        """Give every rank's message to all ranks; they wait for each other."""
+        """Return every rank's message on all ranks; the ranks wait for each other."""
         told: list[Any] = [None] * self._world_size
         dist.all_gather_object(told, message, group=self._group)
         return told
@@ -461,7 +463,7 @@ class PlanMonitor:
         return self._error is None
 
     def step(self) -> None:
-        """Say that an iteration is over; on every rank, after each."""
+        """Call this on every rank after each iteration."""
         if self._is_over:
             return
         now = time.perf_counter()
@@ -482,7 +484,7 @@ class PlanMonitor:
         self._spent += self._left - now
 
     def _measure(self, now: float) -> Any:
-        """Time what is due; return what to report, where that is due."""
+        """Time the iterations that are due; return this rank's part of a report."""
         if self._timer.enabled:
             self._timer.end_iteration()
         elif self._count > 1:
@@ -502,22 +504,22 @@ class PlanMonitor:
         return self._timer.take_all(), statistics.median(intervals) * 1e3, profiles
 
     def _exchange(self, message: Any) -> None:
-        """Tell all ranks what was measured; where one has failed, all are off."""
+        """Exchange the ranks' measurements; if a rank has failed, end on all ranks."""
         began = time.perf_counter()
         try:
             told = self._all_tell((self._error, message))
             for rank, (text, _) in enumerate(told):
                 if text is not None:
                     raise NeuroShardError(f"rank {rank}: {text}")
-        except Exception as error:  # that, or a rank is not there
+        except Exception as error:  # a rank failed or is missing
             self._is_over = True
             self._fail(error)
             if self._error != _CLOSED:
-                # On all ranks in one step, where warnings may be errors.
+                # On all ranks in the same step, since warnings may be errors.
                 text = f"PlanMonitor is off, training goes on: {self._error}"
                 warnings.warn(text, stacklevel=3)
             return
-        waited = time.perf_counter() - began  # as training would, for slower ranks
+        waited = time.perf_counter() - began  # training would wait as long
         self._spent -= waited
         self._deadline += waited
         if self._rank == 0:
@@ -529,7 +531,7 @@ class PlanMonitor:
     def _report(self, iterations_W: Any, interval_ms_W: Any, profiles_W: Any) -> None:
         for profiles in profiles_W:
             self._assessor.profiles.update(profiles)
-        if self._model.plan != self._plan:  # times are of another one
+        if self._model.plan != self._plan:  # the times are another plan's
             return
         planned, predicted, drifts = self._assessor.assess(
             self._model.plan,
@@ -550,7 +552,7 @@ class PlanMonitor:
         self._have_written(lambda reporter: reporter.write_phases(records))
 
     def _write_plan(self) -> None:
-        """Have the plan at work written down, unless it has been."""
+        """Write the current plan to the reporters, once."""
         if not self._reporters or self._written is self._plan:
             return
         self._written = self._plan
@@ -562,31 +564,31 @@ class PlanMonitor:
         write_to(self._reporters, write, "training goes on")
 
     def _fail(self, error: Exception) -> None:
-        """Measure no more on this rank; the others hear of it at the next report."""
+        """Stop measuring on this rank; the others learn of it at the next report."""
         if self._error is None:
             self._error = f"{type(error).__name__}: {error}"
             self._hooks.close()
 
     def replan(self, *, budget_bytes: int | None = None) -> Replanned | None:
-        """Look for better places and move tables; on every rank, between iterations.
+        """Search a better plan and move tables; call it between iterations, everywhere.
 
-        Rank 0 calls `torchrec_neuroshard.replan` while the others wait. Costs are the
-        planner's, with the profiles of the inputs seen so far. The moves are made by
-        `apply_moves`, unless a train pipeline has batches under way.
+        Rank 0 calls `torchrec_neuroshard.replan` while the other ranks wait. Costs are
+        the planner's, for the profiles of the inputs seen so far. `apply_moves` moves
+        the tables, unless a train pipeline has batches in flight.
 
-        After moves `model.fused_optimizer` is a new object: give it to the wrappers and
+        After moves, `model.fused_optimizer` is a new object: pass it to wrappers and
         schedulers that hold the old one.
 
         Args:
-            budget_bytes: Most to move, as rank 0 gives it. None: whatever pays.
+            budget_bytes: Most bytes to move; rank 0's value counts. None sets no limit.
 
         Returns:
-            What was done. None where the monitor is off on any rank.
+            The outcome; None if the monitor has ended on any rank.
 
         Raises:
-            ConfigError: A setting is outside what it may be.
-            Exception: What the search raised on rank 0, on all ranks; or what failed
-                after moves had begun, when the model is not sound any more.
+            ConfigError: A setting is not allowed.
+            Exception: An error of rank 0's search, raised on all ranks; or an error
+                while tables were moved, after which the model is broken.
         """
         told = self._all_tell((self._error, self._sampler.num_under_way))
         if any(error is not None for error, _ in told):
@@ -600,7 +602,7 @@ class PlanMonitor:
             except BaseException as error:
                 found = None, portable(error)
         group = dist.group.WORLD
-        assert group is not None, "there is one since this object was made"
+        assert group is not None, "__init__ requires a process group"
         result, wrong = from_first(found, group, "looked for moves")
         if wrong is not None:
             raise wrong
@@ -609,17 +611,17 @@ class PlanMonitor:
         return Replanned(result=result, applied=reason is None, reason=reason)
 
     def _move(self, result: ReplanResult, is_under_way: bool) -> str | None:
-        """Carry out moves; say why not."""
+        """Move the tables; return the reason if they are not moved."""
         if not result.moves:
-            return "no moves within the budget pay"
+            return "no moves within the budget pay off"
         if is_under_way:
             return (
-                "a train pipeline has batches under way: let it run until its iterator "
-                "ends, call replan() then, and go on with a new iterator"
+                "a train pipeline has batches in flight: let it run until its iterator "
+                "ends, then call replan() and continue with a new iterator"
             )
         try:
             apply_moves(self._model, result if self._rank == 0 else None)
-        except ConfigError as error:  # on all ranks alike, with nothing moved
+        except ConfigError as error:  # on all ranks, before anything was moved
             return str(error)
         self._in_window, self._plan = 0, copied(self._model.plan)
         self._intervals.clear()
@@ -629,9 +631,9 @@ class PlanMonitor:
         return None
 
     def close(self) -> None:
-        """Take the hooks out of the model, on every rank.
+        """Remove the hooks from the model; call this on every rank.
 
-        Where `step` is called on, all ranks hear of it at the next report and end.
+        If ranks keep calling `step`, the monitor ends on all ranks at the next report.
         """
         self._error = self._error or _CLOSED
         self._hooks.close()

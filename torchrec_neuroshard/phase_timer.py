@@ -1,12 +1,12 @@
-"""Measures the phases of a sharded model in training, as the simulator names them.
+"""Measure the phases of a sharded model in training, with the simulator's names.
 
-    timer = PhaseTimer(model, device)  # what DistributedModelParallel returned
+    timer = PhaseTimer(model, device)  # the DistributedModelParallel
     ...                                # one iteration
     for module in timer.take():
         print(module.module, module.duration_ms("fwd_comms"))
 
-`critical_times` and `embedding_ms` put what several ranks took together.
-`InputSampler` profiles the ids that enter the same modules.
+`critical_times` and `embedding_ms` combine the times of several ranks. `InputSampler`
+profiles the ids that enter the same modules.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ __all__ = [
 _KERNEL = "SplitTableBatchedEmbeddingBagsCodegen"
 _KERNEL_NODE = "SplitLookup"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Names this boot of the machine. Its processes share one monotonic clock."""
+"""Identifies this boot of the machine, whose processes share one monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
     """One rank's phases of one iteration in one sharded module.
 
-    Each phase is a start and an end [s]; several fused kernels of a phase are several
-    spans. A phase that did not run has no span.
+    A span is a start and an end [s]. A phase has a span for each of its fused kernels,
+    and none if it did not run.
     """
 
     module: str
     """Path of the sharded module."""
     spans: Mapping[str, Sequence[tuple[float, float]]]
-    """By the names of `PHASES`."""
+    """Name of a phase in `PHASES` -> its spans."""
     clock: str = ""
-    """What read the times. Times of different clocks have no common zero, nor have
-    iterations that are timed by events."""
+    """Clock of the times. Different clocks have no common zero; with GPU events, each
+    iteration has its own zero, too."""
 
     def duration_ms(self, phase: str) -> float:
-        """Time that this rank spent in a phase, waiting for others included [ms]."""
+        """Return the time that this rank spent in a phase, waiting included [ms]."""
         return sum(end - start for start, end in self.spans[phase]) * 1e3
 
 
@@ -79,21 +79,23 @@ _Spans = defaultdict[tuple[str, str], list[tuple[Any, Any]]]
 class PhaseTimer:
     """Hooks into the sharded embedding modules of a model and times their phases.
 
-    Index all-to-all: from the module's call until ids are on the ranks of their tables,
-    TorchRec's permutations included. Forward and backward compute: the fused kernels,
-    by their calls and by their nodes in the autograd graph (the optimizer is fused into
-    the latter). Forward all-to-all: from the last kernel's end until the pooled output
-    is there. Backward all-to-all: from the arrival of the output's gradient until the
-    first kernel's backward pass starts.
+    - Index all-to-all: from the module's call until the ids are on their tables' ranks,
+      including TorchRec's permutations.
+    - Forward and backward compute: the fused kernels, timed at their calls and at their
+      nodes in the autograd graph. The backward includes the fused optimizer.
+    - Forward all-to-all: from the last kernel's end until the pooled output is there.
+    - Backward all-to-all: from the arrival of the output's gradient until the first
+      kernel's backward starts.
 
-    Under a train pipeline, which sends a batch's ids in the iteration before, the index
-    all-to-all has no span. On a GPU every mark waits for the device, which keeps phases
-    from overlapping: time whole iterations without a timer, or let marks be events in
-    the device's stream (`wait=False`), which then hold what lies between kernels, too.
+    A train pipeline sends a batch's ids one iteration earlier, so the index all-to-all
+    has no span then. On a GPU, every timestamp waits for the device, which keeps phases
+    from overlapping. To time whole iterations, use no timer. With `wait=False`,
+    timestamps are events in the device's stream instead; phases then include the time
+    between kernels.
 
     Attributes:
-        enabled: Whether iterations are timed; change it between two of them.
-        num_kernels: Fused kernels on this rank.
+        enabled: Whether iterations are timed; change it only between iterations.
+        num_kernels: Number of fused kernels on this rank.
     """
 
     def __init__(
@@ -108,10 +110,10 @@ class PhaseTimer:
 
         Args:
             model: A model whose `EmbeddingBagCollection`s are sharded.
-            device: Where the rank's tables are.
-            wait: Whether marks wait for a GPU.
-            on_error: Called with what goes wrong in a hook, after which nothing more is
-                timed. None: it is raised where the model calls the hook.
+            device: Device of this rank's tables.
+            wait: Whether timestamps wait for a GPU.
+            on_error: Called with an error in a hook; timing ends then. None raises the
+                error inside the model's call.
 
         Raises:
             ConfigError: Nothing in the model is sharded.
@@ -124,7 +126,7 @@ class PhaseTimer:
         self._spans: _Spans = defaultdict(list)
         self._origin: Any = None
         self._ended: list[tuple[_Spans, Any]] = []
-        self._hooks = contextlib.ExitStack()  # the last to come is the first to go
+        self._hooks = contextlib.ExitStack()  # the last hook is removed first
         self.enabled = True
         self.num_kernels = 0
         for path, module in model.named_modules():
@@ -133,24 +135,24 @@ class PhaseTimer:
                 self._hook(module, path)
         if not self._paths:
             raise ConfigError(
-                "the model has no sharded EmbeddingBagCollection to time; pass what "
-                "DistributedModelParallel returned"
+                "the model has no sharded EmbeddingBagCollection to time; pass the "
+                "DistributedModelParallel"
             )
 
     def take(self) -> list[PhaseTimes]:
-        """Return the phases since the last call, a list over sharded modules."""
+        """Return the phases since the last call, one entry per sharded module."""
         self.end_iteration()
         return self.take_all()[-1]
 
     def end_iteration(self) -> None:
-        """Keep the phases since the last call for `take_all`; waits for nothing."""
+        """Store the phases since the last call for `take_all`, without waiting."""
         self._ended.append((self._spans, self._origin))
         self._starts, self._spans, self._origin = {}, defaultdict(list), None
 
     def take_all(self) -> list[list[PhaseTimes]]:
-        """Return the iterations that were ended, each a list over sharded modules.
+        """Return all stored iterations, each with one entry per sharded module.
 
-        Where marks are events, it waits for the last of them.
+        With `wait=False`, this waits for the last event.
         """
         ended, self._ended = self._ended, []
         return [
@@ -172,7 +174,7 @@ class PhaseTimer:
         return PhaseTimes(path, times, self._clock)
 
     def remove(self) -> None:
-        """Take the hooks out of the model."""
+        """Remove the hooks from the model."""
         self.enabled = False
         self._hooks.close()
 
@@ -181,7 +183,8 @@ class PhaseTimer:
             device = accelerator(self._device.type)
             event: Any = device.Event(enable_timing=True)
             event.record(device.current_stream(self._device))
-            # An event of this iteration: CUDA tells time between events in 24 bits.
+            # The iteration's first event is its zero: CUDA measures the time between
+            # events as a float with 24 bits.
             self._origin = self._origin or event
             return event
         synchronize(self._device)
@@ -192,11 +195,11 @@ class PhaseTimer:
 
     def _end(self, path: str, phase: str) -> None:
         start = self._starts.pop((path, phase), None)
-        if start is not None:  # else it is in an iteration that was not timed
+        if start is not None:  # None if the phase started while timing was off
             self._spans[path, phase].append((start, self._now()))
 
     def _mark(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Do something if enabled; what goes wrong in it is told to `on_error`."""
+        """Call `action` if timing is enabled; `on_error` gets its errors."""
         if not self.enabled:
             return
         try:
@@ -211,7 +214,7 @@ class PhaseTimer:
         input_dist, compute = module.input_dist, module.compute_and_output_dist
 
         def timed_input_dist(*args: Any, **kwargs: Any) -> Any:
-            # A train pipeline has put a call of its own in the place of `forward`.
+            # A train pipeline replaces `forward` by its own function.
             if "forward" not in vars(module):
                 self._mark(self._start, path, "index_comms")
             return input_dist(*args, **kwargs)
@@ -249,7 +252,7 @@ class PhaseTimer:
         node: Any = output.grad_fn
         while node is not None and _KERNEL_NODE not in node.name():
             node = node.next_functions[0][0] if node.next_functions else None
-        if node is None:  # no gradients are taken
+        if node is None:  # no gradients are computed
             return
 
         def begin(_gradients: Any) -> None:
@@ -280,11 +283,11 @@ class PhaseTimer:
 
 
 class InputSampler:
-    """Takes copies of ids on their way into a model's sharded modules.
+    """Copies ids on their way into a model's sharded modules.
 
-    A kernel sees the batch of all ranks. In place of it each rank takes as many of its
-    own batches as there are ranks, of its share of the features alone, so that all
-    ranks together count the ids of about one batch of one rank.
+    A kernel sees the batches of all W ranks. To profile that, each rank copies W of its
+    own batches, but only for its share of the features. All ranks together then copy
+    about as many ids as one rank's batch has.
     """
 
     def __init__(
@@ -297,10 +300,10 @@ class InputSampler:
         """Install the hooks.
 
         Args:
-            model: What holds the sharded modules.
-            rank: This rank, which profiles each `world_size`-th feature.
-            world_size: All ranks, and how many batches make a profile.
-            on_error: Called with what goes wrong in a hook; it calls `remove`.
+            model: Model with the sharded modules.
+            rank: This rank; it profiles every `world_size`-th feature.
+            world_size: Number of ranks, and of batches per profile.
+            on_error: Called with an error in a hook; must call `remove`.
         """
         self._rank, self._world_size = rank, world_size
         self._num_batches = world_size
@@ -313,20 +316,20 @@ class InputSampler:
 
     @property
     def num_under_way(self) -> int:
-        """Batches whose ids were sent and that no kernel has seen yet.
+        """Number of batches whose ids were sent, but that no kernel has seen yet.
 
-        A train pipeline has some; a plain loop has none between iterations.
+        A train pipeline has such batches; a plain loop has none between iterations.
         """
         return max(self._num_under_way.values(), default=0)
 
     def profile(self, is_time_left: Callable[[], bool]) -> dict[str, FeatureProfile]:
-        """Return profiles of features that have their batches, while there is time."""
+        """Return profiles of the features with enough batches, while time is left."""
         profiles = {}
         for feature, held in [*self._batches.items()]:
             if len(held) < self._num_batches or not is_time_left():
                 continue
             ids, lengths, weighted = zip(*self._batches.pop(feature), strict=True)
-            synchronize(ids[0].device)  # copies are made in the stream that sent ids
+            synchronize(ids[0].device)  # the stream that sent the ids makes the copies
             joined = torch.cat(lengths).cpu().numpy()
             if len(joined):
                 profiles[feature] = profile_ids(
@@ -335,7 +338,7 @@ class InputSampler:
         return profiles
 
     def remove(self) -> None:
-        """Take the hooks out of the model."""
+        """Remove the hooks from the model."""
         self._num_batches = 0
         self._hooks.close()
 
@@ -348,7 +351,7 @@ class InputSampler:
             sent = input_dist(ctx, *inputs, **named)
             self._num_under_way[number] += 1
             try:
-                # Afterwards, when TorchRec has counted the ids of each feature.
+                # Only afterwards has TorchRec counted the ids of each feature.
                 self._see(number, *inputs[:1])
             except Exception as error:
                 on_error(error)
@@ -369,12 +372,12 @@ class InputSampler:
         """Copy this rank's share of a batch that enters a module."""
         if not isinstance(features, KeyedJaggedTensor):
             return
-        if features.variable_stride_per_key():  # features have batches of their own
+        if features.variable_stride_per_key():  # each feature has its own batch size
             return
         if number not in self._shares:
             known = {key for share in self._shares.values() for key in share}
             mine = sorted(features.keys())[self._rank :: self._world_size]
-            # Another module may read the same ids.
+            # Skip features that another module reads, too.
             self._shares[number] = [key for key in mine if key not in known]
         weighted = features.weights_or_none() is not None
         for key in self._shares[number]:
@@ -386,7 +389,7 @@ class InputSampler:
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
-    """Sharded modules that are not part of another one."""
+    """Yield the sharded modules that are not part of another sharded module."""
     if isinstance(model, ShardedModule):
         yield model
         return
@@ -395,9 +398,9 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _replace(hooks: contextlib.ExitStack, module: Any, **functions: Any) -> None:
-    """Put functions in the place of a module's methods, until `hooks` is closed.
+    """Replace a module's methods by functions until `hooks` is closed.
 
-    A function that somebody has wrapped in turn stays, and must then hand through.
+    A function that other code has wrapped meanwhile stays, and must call the original.
     """
 
     def restore(name: str, function: Any, before: Any) -> None:
@@ -412,7 +415,7 @@ def _replace(hooks: contextlib.ExitStack, module: Any, **functions: Any) -> None
 
 
 def _machine() -> str:
-    """Name the machine, whose processes share one clock."""
+    """Return an identifier of the machine, whose processes share one clock."""
     return _BOOT.read_text().strip() if _BOOT.exists() else platform.node()
 
 
@@ -421,19 +424,19 @@ def _share_clock(ranks: Sequence[PhaseTimes]) -> bool:
 
 
 def critical_times(by_rank: Sequence[Sequence[PhaseTimes]]) -> list[dict[str, float]]:
-    """What each phase of one iteration took over all ranks.
+    """Return the time of each phase over all ranks, in one iteration.
 
     Compute takes as long as on the slowest rank. A collective takes from the last
     rank's arrival to the last rank's end, so that waiting for compute is not counted
     twice. Ranks on several machines, and GPUs timed by events (`wait=False`), share no
-    clock: there a collective takes as long as on the rank that spends least in it,
-    which arrived last.
+    clock: there a collective takes as long as on the rank that spends the least time in
+    it, because that rank arrived last.
 
     Args:
-        by_rank: What `PhaseTimer.take` returned on each rank.
+        by_rank: Result of `PhaseTimer.take` on each rank.
 
     Returns:
-        Phase -> milliseconds, for each sharded module.
+        For each sharded module: phase -> milliseconds.
     """
     totals = []
     for ranks in zip(*by_rank, strict=True):
@@ -454,14 +457,14 @@ def critical_times(by_rank: Sequence[Sequence[PhaseTimes]]) -> list[dict[str, fl
 
 
 def embedding_ms(by_rank: Sequence[Sequence[PhaseTimes]]) -> float:
-    """What one iteration's embedding part took over all ranks [ms].
+    """Return the time of the embeddings over all ranks, in one iteration [ms].
 
-    From the last rank's start to the last rank's end, forward and backward, added up
-    over sharded modules. Of ranks without a common clock: the phases of
-    `critical_times`, added up.
+    Forward and backward each take from the last rank's start to the last rank's end,
+    summed over sharded modules. For ranks without a common clock, it is the sum of the
+    phases of `critical_times`.
 
     Args:
-        by_rank: What `PhaseTimer.take` returned on each rank.
+        by_rank: Result of `PhaseTimer.take` on each rank.
     """
     if not all(map(_share_clock, zip(*by_rank, strict=True))):
         return sum(sum(phases.values()) for phases in critical_times(by_rank))

@@ -1,12 +1,12 @@
-"""Writing down what a plan is predicted to cost, and beside it what training takes.
+"""Reporters write a plan's predicted costs and training's measured times.
 
     reporters = [JsonLinesReporter("phases.jsonl"), TensorBoardReporter("runs/plan")]
     monitor = PlanMonitor(model, planner, reporters=reporters)
 
-`PlanMonitor` hands them its plan and every report, on rank 0. A reporter is also a
-`PlanReporter` of TorchRec's planning API (since 1.9), and what its `build_stats`
-returns are `stats` for any planner of TorchRec's. Packages are imported when a reporter
-is made; files and runs begin with what is written first.
+`PlanMonitor` passes its plan and every report to them, on rank 0. A reporter is also a
+`PlanReporter` of TorchRec's planning API (since 1.9): any planner of TorchRec takes the
+result of its `build_stats` as `stats`. A reporter imports its package when it is
+created, and opens its file or run at the first write.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _SHARD_PHASES = (*PHASES[1:], "prefetch_compute")
-"""What TorchRec's `Perf` knows of a shard; index exchanges are in `fwd_comms`."""
+"""Phases of a shard in TorchRec's `Perf`, where index exchanges are in `fwd_comms`."""
 _GIB = 2**30
 _MOST_METRICS = 1000
-"""MLflow takes no more in one request."""
+"""Most metrics that MLflow takes in one request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRecord:
-    """What each rank of a plan is predicted to take."""
+    """A plan's predicted time and memory on each rank."""
 
     plan: str = ""
-    """The SKU that TorchRec plans for; "" in training."""
+    """SKU that TorchRec plans for; "" in training."""
     iteration: int = 0
-    """After which training has this plan."""
+    """Iteration after which training has this plan."""
     phases_ms: Mapping[str, tuple[float, ...]]
-    """Phase -> of each rank."""
+    """Phase -> each rank's time."""
     used_bytes: tuple[float, ...]
-    """Of each rank's shards, in the memory that fused tables live in."""
+    """Memory that each rank's shards need, where fused tables are stored."""
     memory_bytes: tuple[int | None, ...]
-    """What each rank has for them; None: not known."""
+    """Memory that each rank has for shards; None if unknown."""
     unit: str = "ms"
-    """Of the phases."""
+    """Unit of the phases."""
 
     @classmethod
     def of_report(cls, report: PlanReport, iteration: int) -> PlanRecord:
-        """Read a planner's report."""
+        """Return the record of a planner's report."""
         ranks = report.ranks
         return cls(
             iteration=iteration,
@@ -86,11 +86,11 @@ class PlanRecord:
     def of_options(
         cls, plan: str, options: Sequence[ShardingOption], topology: Topology
     ) -> PlanRecord:
-        """Add up what TorchRec's planners leave on the shards of a plan.
+        """Return the record of a plan by one of TorchRec's planners.
 
         Args:
-            plan: What it is for.
-            options: Its options, placed and estimated.
+            plan: SKU that the plan is for.
+            options: The plan's options, placed and estimated.
             topology: The devices, with the memory that is left for shards.
         """
         devices, tier = topology.devices, device_tier(topology)
@@ -111,7 +111,7 @@ class PlanRecord:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """Its figures, by names such as "fwd_compute_ms/rank_0"."""
+        """The plan's figures by name, e.g. "fwd_compute_ms/rank_0"."""
         found = {
             f"{phase}_{self.unit}/rank_{rank}": ms
             for phase, by_rank in self.phases_ms.items()
@@ -124,31 +124,31 @@ class PlanRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseRecord:
-    """One phase in training: planned, predicted and measured."""
+    """Planned, predicted and measured time of one phase in training."""
 
     iteration: int
-    """The last one of the stretch that was measured."""
+    """Last iteration of the measured stretch."""
     rank: int | None
-    """None: of all ranks together."""
+    """Rank; None for all ranks together."""
     phase: str
-    """One of `costs.simulator.PHASES`; "iteration" is all that training does."""
+    """One of `costs.simulator.PHASES`, or "iteration" for the whole iteration."""
     planned_ms: float | None
-    """Predicted with the inputs that the plan was made for."""
+    """Time predicted for the inputs that were planned for."""
     predicted_ms: float | None
-    """With the inputs as they are now."""
+    """Time predicted for the current inputs."""
     measured_ms: float | None
-    """None: this phase was not timed."""
+    """Measured time; None if the phase was not timed."""
     unit: str = "ms"
 
     @property
     def name(self) -> str:
-        """A name such as "fwd_compute_ms/rank_0" or "iteration_ms/all_ranks"."""
+        """Name, e.g. "fwd_compute_ms/rank_0" or "iteration_ms/all_ranks"."""
         where = "all_ranks" if self.rank is None else f"rank_{self.rank}"
         return f"{self.phase}_{self.unit}/{where}"
 
     @property
     def scalars(self) -> dict[str, float]:
-        """What is known, as "planned", "predicted" and "measured"."""
+        """The known times, by "planned", "predicted" and "measured"."""
         times = {
             "planned": self.planned_ms,
             "predicted": self.predicted_ms,
@@ -158,35 +158,35 @@ class PhaseRecord:
 
 
 class Reporter(abc.ABC):
-    """Writes plans, and what training makes of them, to where people look.
+    """Writes plans and their times in training to a file or tracking tool.
 
-    One that raises an exception is not asked again, with one warning; training and
+    A reporter that raises an exception is dropped with one warning; training and
     planning go on.
     """
 
     @abc.abstractmethod
     def write_plan(self, plan: PlanRecord) -> None:
-        """Write down what a plan is predicted to cost."""
+        """Write a plan's predicted costs."""
 
     @abc.abstractmethod
     def write_phases(self, phases: Sequence[PhaseRecord]) -> None:
-        """Write down the phases of one stretch of training."""
+        """Write the phases of one stretch of training."""
 
     def close(self) -> None:  # noqa: B027 (most have nothing to close)
-        """Let go of files; writing again opens them again."""
+        """Close files; the next write opens them again."""
 
     def build_stats(self, ctx: Any, sku: str) -> list[Stats]:
-        """Return TorchRec's own report of a plan, and one that is written here.
+        """Return stats for a TorchRec planner: TorchRec's own, and this reporter's.
 
         Args:
-            ctx: TorchRec's `PlannerSessionContext`; not read.
-            sku: What the plan is called where it is written.
+            ctx: TorchRec's `PlannerSessionContext`; not used.
+            sku: Name of the plan in the output.
         """
         return [EmbeddingStats(), _WrittenStats(self, sku)]
 
 
 class _WrittenStats(Stats):
-    """Writes the plan that a planner of TorchRec's has found."""
+    """Writes a plan that one of TorchRec's planners found."""
 
     def __init__(self, reporter: Reporter, sku: str) -> None:
         self._reporters, self._sku = [reporter], sku
@@ -199,7 +199,7 @@ class _WrittenStats(Stats):
         best_plan: Sequence[ShardingOption],
         **_: Any,
     ) -> None:
-        """See `Stats`; a search that found no plan has nothing to write."""
+        """See `Stats`; writes nothing if the search found no plan."""
         if not sharding_plan.plan:
             return
 
@@ -213,12 +213,12 @@ class _WrittenStats(Stats):
 def write_to(
     reporters: list[Reporter], write: Callable[[Reporter], None], goes_on: str
 ) -> None:
-    """Have reporters write; one that fails is left out from then on.
+    """Write to each reporter; one that fails is removed with a warning.
 
     Args:
-        reporters: Those that are left; changed in place.
-        write: Has one of them write.
-        goes_on: What goes on all the same, for the warning.
+        reporters: The active reporters; changed in place.
+        write: Writes to one reporter.
+        goes_on: End of the warning, e.g. "training goes on".
     """
     for reporter in [*reporters]:
         try:
@@ -229,18 +229,18 @@ def write_to(
             text = f"{name} is off, {goes_on}: {cause}"
             try:
                 warnings.warn(text, stacklevel=2)
-            except UserWarning:  # raised on this rank alone, others would wait for it
+            except UserWarning:  # raised on this rank only: other ranks would hang
                 logger.warning("%s", text)
 
 
 class JsonLinesReporter(Reporter):
-    """Appends to a file: one JSON object in each line.
+    """Appends to a file, one JSON object per line.
 
-    `"record"` is "plan" or "phase"; the other fields are those of `PlanRecord` and of
-    `PhaseRecord`. What is not known is null.
+    `"record"` is "plan" or "phase"; the other fields are those of `PlanRecord` or
+    `PhaseRecord`. Unknown values are null.
 
     Args:
-        path: The file; what it holds already stays.
+        path: The file; existing content stays.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -263,16 +263,16 @@ class JsonLinesReporter(Reporter):
 
 
 class TensorBoardReporter(Reporter):
-    """Writes TensorBoard's events.
+    """Writes TensorBoard events.
 
-    Planned, predicted and measured times are three runs, so that they share a chart for
-    each phase and rank. A plan of TorchRec's planning API is the run of its SKU.
+    Planned, predicted and measured times are three runs, so each phase and rank has one
+    chart with all three. A plan of TorchRec's planning API is a run named by its SKU.
 
     Args:
-        folder: What `tensorboard --logdir` is given.
+        folder: Folder for `tensorboard --logdir`.
 
     Raises:
-        ConfigError: There is no package `tensorboard`.
+        ConfigError: The package `tensorboard` is not installed.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -310,18 +310,18 @@ class TensorBoardReporter(Reporter):
 
 
 class MLflowReporter(Reporter):
-    """Logs metrics to a run of MLflow, such as "fwd_compute_ms/rank_0/measured".
+    """Logs metrics to an MLflow run, e.g. "fwd_compute_ms/rank_0/measured".
 
-    Where runs are kept is what MLflow was told: `mlflow.set_tracking_uri`,
-    MLFLOW_TRACKING_URI. The first rank waits for the server; with
-    MLFLOW_ENABLE_ASYNC_LOGGING=true it does not, and errors are not seen.
+    Set the server as usual, with `mlflow.set_tracking_uri` or MLFLOW_TRACKING_URI. Rank
+    0 waits for the server; with MLFLOW_ENABLE_ASYNC_LOGGING=true it does not wait, but
+    errors go unnoticed.
 
     Args:
-        run_id: The run. None: the one that is active when something is written; MLflow
-            starts one where there is none.
+        run_id: The run; None takes the active run at the time of writing. MLflow starts
+            a run if none is active.
 
     Raises:
-        ConfigError: There is no package `mlflow`.
+        ConfigError: The package `mlflow` is not installed.
     """
 
     def __init__(self, run_id: str | None = None) -> None:
@@ -329,7 +329,7 @@ class MLflowReporter(Reporter):
         self._run_id = run_id
 
     def write_plan(self, plan: PlanRecord) -> None:
-        """See `Reporter`; metrics of a SKU begin with its name."""
+        """See `Reporter`; a SKU's metrics start with its name."""
         start = f"{plan.plan}/" if plan.plan else ""
         found = {f"{start}{name}/planned": x for name, x in plan.scalars.items()}
         self._log(found, plan.iteration)
@@ -353,7 +353,7 @@ class MLflowReporter(Reporter):
 
 
 def _imported(module: str, package: str, reporter: Reporter) -> Any:
-    """Import what a reporter writes with."""
+    """Import the package that a reporter needs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -350,7 +350,7 @@ def test_tables_that_have_become_popular_are_spread(results: OfJob) -> None:
     assert found[0]["done"] == found[1]["done"]
     for rank in found:
         assert not rank["early"]["applied"] and rank["early"]["bytes"] > 0
-        assert rank["early"]["reason"].startswith("a train pipeline has batches under")
+        assert rank["early"]["reason"].startswith("a train pipeline has batches in")
         assert rank["done"]["applied"] and rank["done"]["bytes"] > 0
         popular = [f for f, r in rank["before"].items() if r == 0]
         assert sorted(rank["after"][f] for f in popular) == [0, 1]
