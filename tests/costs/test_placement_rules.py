@@ -36,7 +36,7 @@ def test_violations_are_told() -> None:
     for change, message in [
         ({A: {2}, B: {2}}, "'a' is on rank 2; it may be on ranks 0-1 only"),
         ({B: {1}}, "'a' and 'b' are on ranks 0-1, not together"),
-        ({A: {0, 1}, B: {0, 1}}, "'a' is on ranks 0-1; it belongs on one"),
+        ({A: {0, 1}, B: {0, 1}}, "'a' is on ranks 0-1; it must be on one"),
         ({D: {2}}, "rank 2 holds both 'c' and 'd'"),
     ]:
         assert message in str(rules.violation(fine | change))

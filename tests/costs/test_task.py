@@ -98,7 +98,7 @@ def test_bad_tasks_are_refused(options: dict[str, Any], message: str) -> None:
         ([(0, 0, 6, 0), (0, 6, 2, 1)], "a shard is 6 wide; widths are multiples of 4"),
         ([(0, 0, 8, 4)], "rank 4 is not in 0 to 3"),
         ([(0, 0, 4, 0), (0, 4, 4, 0)], "a rank holds two shards of it"),
-        ([(0, 0, 8, 0), (2, 0, 8, 0)], "shard of table 2, which is not there"),
+        ([(0, 0, 8, 0), (2, 0, 8, 0)], "table 2, which the task does not have"),
         ([(0, 0, 8, 0), (1, 0, 12, 0), (1, 12, 4, 1)], "'t1': a shard is 4 wide; .* 8"),
         ([(0, 0, 4, 0), (0, 4, 4, 1), (1, 0, 16, 0)], "'t0': 2 shards, at most 1 all"),
     ],
@@ -115,7 +115,9 @@ def test_broken_placements_are_refused(
 def test_full_rank_is_named() -> None:
     task = small_task(8, 8, column_bytes=(GIB, GIB), memory_bytes=(9 * GIB,) * 4)
     Placement.from_widths(4, [(0, 8, 1), (1, 8, 2)]).check(task)
-    with pytest.raises(InfeasibleError, match=r"rank 1 holds 16\.00 GiB, it has 9\.00"):
+    with pytest.raises(
+        InfeasibleError, match=r"rank 1 holds 16\.00 GiB, but has 9\.00"
+    ):
         Placement.from_widths(4, [(0, 8, 1), (1, 8, 1)]).check(task)
 
 

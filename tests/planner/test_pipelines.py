@@ -139,10 +139,10 @@ def test_what_does_not_count_is_noted_and_what_cannot_be_is_refused() -> None:
         codes = [note.code for note in last_result(planner).notes]
         assert ("dense-time" in codes) == is_noted
 
-    with pytest.raises(ConfigError, match="pipeline_type 'sparse' has no schedule"):
+    with pytest.raises(ConfigError, match="pipeline_type 'sparse' is unknown"):
         planner_for("sparse")
     given = module(), planned(None)[1], gpus(), bag_sharders()
-    with pytest.raises(ConfigError, match="pipeline_type 'sparse' has no schedule"):
+    with pytest.raises(ConfigError, match="pipeline_type 'sparse' is unknown"):
         rehearse(*given, batch_size=8, pipeline_type="sparse")
     with pytest.raises(ConfigError, match="dense_ms"):
         planner_for("train_sparse_dist", -3.0)

@@ -101,17 +101,17 @@ CONTRADICTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"together": ((0, 1),), "allowed_ranks": ((0,), (1, 2), (), ())},
         ConfigError,
-        r"'t0' and 't1' belong together, but no rank",
+        r"'t0' and 't1' must be together, but no rank",
     ),
     (
         {"together": ((0, 1), (1, 2)), "apart": ((0, 2),)},
         ConfigError,
-        r"'t0' and 't2' are asked to lie both",
+        r"'t0' and 't2' must be both",
     ),
     (
         {"apart": ((0, 1, 2),), "allowed_ranks": ((0, 1),) * 3 + ((),)},
         ConfigError,
-        r"'t0', 't1', 't2' belong apart, but there is not a rank for each",
+        r"'t0', 't1', 't2' must be apart, but there are too few ranks",
     ),
     (
         {"allowed_ranks": ((2,), (2,), (), ()), "memory_bytes": (10**6, 10**6, 60_000)},

@@ -1,8 +1,10 @@
-"""The one cache of encodings: shards of tables, and of some rows of them, by width.
+"""The cache of encodings of shards.
 
-Shapes: `N` shards, `P` parts (a table, or some rows of it, before a kernel of so many
-samples), `U` widths in units of four columns, `R` known shards, `E` encoding values,
-`F` features.
+A *part* is a table, or some rows of it, with the batch that its kernel sees. A shard is
+a part with a width. Each shard is encoded once.
+
+Shapes: `N` shards, `P` parts, `U` widths in units of four columns, `R` encoded shards,
+`E` encoding values, `F` features.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 _PROBE_ROWS, _PROBE_WIDTH, _PROBE_LOOKUPS, _PROBE_BATCH = 10**6, 128, 65536, 8192
-"""A kernel bound by the memory's bandwidth: what a byte takes is read off it."""
+"""A kernel bound by memory bandwidth. The time per byte is derived from it."""
 _ID_BYTES = 8
 
 
@@ -33,18 +35,18 @@ class ShardEncoder:
     """Encodes shards by one cost model, each once.
 
     Attributes:
-        cost_model: Fused kernels.
+        cost_model: Predicts fused kernels.
     """
 
     def __init__(self, cost_model: CostModel) -> None:
         """Start without tables.
 
         Args:
-            cost_model: Fused kernels.
+            cost_model: Predicts fused kernels.
         """
         self.cost_model = cost_model
         self._part_of: dict[tuple[int, int, int, bool], int] = {}
-        self._tables: list[TableConfig] = []  # Ids stay theirs as long as they live.
+        self._tables: list[TableConfig] = []  # Kept alive, since id() is the key.
         self._featurizer = ShardFeaturizer([], 1)
         self._row_PU: Ints = np.zeros((0, 0), dtype=np.int64)
         self._used = 0
@@ -57,12 +59,12 @@ class ShardEncoder:
         batch_sizes: Sequence[int],
         pooled: Sequence[bool],
     ) -> Ints:
-        """Number the parts of tables; those not met before are described.
+        """Return the numbers of parts; new parts are added.
 
         Args:
-            tables: Whole tables; equal ones count as two unless they are one object.
+            tables: Whole tables; parts are shared only if the object is the same.
             rows: Rows of each part.
-            batch_sizes: Samples that its kernel sees.
+            batch_sizes: Batch that each part's kernel sees.
             pooled: See `row_shard`.
         """
         new: list[tuple[TableConfig, int]] = []
@@ -81,7 +83,7 @@ class ShardEncoder:
         return np.array(found, dtype=np.int64)
 
     def rows(self, part_N: Ints, width_N: Ints) -> Ints:
-        """Return the number of each shard, encoding those not met before."""
+        """Return each shard's number; new shards are encoded."""
         units_N = width_N // COLUMN_MULTIPLE
         num_parts, num_units = self._row_PU.shape
         more = (
@@ -115,12 +117,12 @@ class ShardEncoder:
         return self._featurizer.features(part_N, width_N)
 
     def num_lookups(self, part_N: Ints) -> Floats:
-        """Return the ids that each part is looked up by, `N`."""
+        """Return the number of ids that look up each part, `N`."""
         return self._featurizer.num_lookups[part_N]
 
     @functools.cached_property
     def launch_ms(self) -> Floats:
-        """Forward and backward of the smallest kernel, `2` [ms]: any costs as much."""
+        """Forward and backward of the smallest kernel, `2` [ms]: the launch's cost."""
         tiny = TableConfig(
             name="launch", num_embeddings=1, embedding_dim=4, pooling_factor=1.0
         )
@@ -155,16 +157,16 @@ class ShardEncoder:
 
     @functools.cached_property
     def stream_ms(self) -> float:
-        """Time per byte of kernels that go over memory in order [ms].
+        """Time per byte of kernels with sequential memory access [ms].
 
-        Where the cost model does not know it, that of the fused kernel's random rows.
+        If the cost model does not know it, the fused kernel's time per byte.
         """
         known = self.cost_model.stream_byte_ms
         return self.byte_ms if known is None else known
 
 
 def with_room(values_R: Any, num_rows: int) -> Any:
-    """Return an array with at least so many rows, new ones 0, and room for more."""
+    """Return the array grown to at least `num_rows` rows; new rows are 0."""
     if num_rows <= len(values_R):
         return values_R
     more = max(num_rows, 2 * len(values_R)) - len(values_R)

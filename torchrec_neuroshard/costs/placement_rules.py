@@ -1,9 +1,9 @@
-"""Rules on ranks, by index: where tables may lie, and with which others or not.
+"""Placement rules by table index: allowed ranks, tables together, tables apart.
 
-The one description and the one check of them. What a caller says of a model by names
-is resolved into these once (`planner.constraints`); a `ShardingTask` gives its
-own. Shapes: `N` shards, `T` tables, `W` ranks, `K` most sets that lie apart and have
-one table in common.
+This is their only description and check. `planner.constraints` resolves a caller's
+names into these rules; a `ShardingTask` makes its own.
+
+Shapes: `N` shards, `T` tables, `W` ranks, `K` most "apart" sets of one table.
 """
 
 from __future__ import annotations
@@ -26,33 +26,31 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
 _MAX_NAMED = 8
-"""Tables or ranks that a message lists; of more, the first ones."""
+"""Most tables or ranks that a message lists."""
 
 Member = TypeVar("Member", int, str)
 
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """Which ranks the tables of a model or task may be on, and in whose company.
-
-    Tables are indices.
-    """
+    """Which ranks tables may be on, and which tables stay together or apart."""
 
     names: tuple[str, ...]
-    """Of the tables, for messages."""
+    """The tables' names, for messages."""
     world_size: int
     allowed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Table -> ranks that may hold shards of it, sorted; others may be anywhere."""
+    """Table -> ranks that may hold its shards, sorted. Other tables may be anywhere."""
     together: tuple[tuple[int, ...], ...] = ()
-    """Sets without a common member."""
+    """Disjoint sets of tables that share one rank."""
     apart: tuple[tuple[int, ...], ...] = ()
+    """Sets of tables of which a rank holds at most one."""
 
     def __bool__(self) -> bool:
         return bool(self.allowed or self.together or self.apart)
 
     @cached_property
     def index(self) -> Mapping[str, int]:
-        """Table's name -> index, where names differ."""
+        """Table's name -> index."""
         return {name: table for table, name in enumerate(self.names)}
 
     def ranks(self, table: int) -> tuple[int, ...]:
@@ -60,18 +58,18 @@ class PlacementRules:
         return self.allowed.get(table, tuple(range(self.world_size)))
 
     def colocated_with(self, table: int) -> tuple[int, ...]:
-        """Return the tables that lie where this one lies, itself among them."""
+        """Return the tables that share this table's rank, including itself."""
         return next((s for s in self.together if table in s), (table,))
 
     def is_free(self, table: int) -> bool:
-        """Whether nothing is asked of a table."""
+        """Whether no rule is about the table."""
         return table not in self.allowed and not any(
             table in tables for tables in (*self.together, *self.apart)
         )
 
     @cached_property
     def allowed_TW(self) -> Bools | None:
-        """Which ranks may hold each table; None where every table may be on any."""
+        """Which ranks may hold each table; None if every table may be on every rank."""
         if not self.allowed:
             return None
         allowed_TW = np.ones((len(self.names), self.world_size), dtype=bool)
@@ -81,12 +79,12 @@ class PlacementRules:
 
     @property
     def num_sets(self) -> int:
-        """Sets of tables that lie apart."""
+        """Number of "apart" sets."""
         return len(self.apart)
 
     @cached_property
     def sets_TK(self) -> Ints:
-        """Sets of each table that lie apart, filled up with one that is empty."""
+        """The "apart" sets of each table, padded with `num_sets`."""
         sets: list[list[int]] = [[] for _ in self.names]
         for number, tables in enumerate(self.apart):
             for table in tables:
@@ -96,18 +94,18 @@ class PlacementRules:
         return np.array(filled, dtype=np.int64).reshape(len(sets), most)
 
     def freedom(self, table_N: Ints) -> Ints:
-        """Count the ranks that each table may be on: `N`; all 0 without such rules."""
+        """Count the ranks that each table may be on: `N`; all 0 without rules."""
         if self.allowed_TW is None:
             return np.zeros(len(table_N), dtype=np.int64)
         count: Ints = self.allowed_TW[table_N].sum(axis=1)
         return count
 
     def propagated(self) -> PlacementRules:
-        """Return the rules with what follows from them for the ranks of each table.
+        """Return the rules with each table's ranks narrowed by all rules.
 
-        Tables that lie together have the same ranks; one that has a single rank leaves
-        that to none that it belongs apart from. A table's ranks are an empty tuple
-        where nothing is left.
+        Tables kept together get the same ranks. A table with a single rank takes that
+        rank from the tables that it stays apart from. A table with no rank left gets an
+        empty tuple.
         """
         ranks = {
             table: set(self.ranks(table))
@@ -131,13 +129,13 @@ class PlacementRules:
         return dataclasses.replace(self, allowed={**self.allowed, **narrower})
 
     def restricted(self, held: Mapping[int, Collection[int]]) -> PlacementRules:
-        """Return the rules for other tables, once some are on their ranks.
+        """Return the rules for the remaining tables, given placed ones.
 
         Args:
             held: Placed table -> its ranks.
 
         Returns:
-            A table's ranks are an empty tuple where the placed ones leave it none.
+            Rules in which a table without a rank left has an empty tuple.
         """
         allowed = dict(self.allowed)
         for tables in self.together:
@@ -155,10 +153,10 @@ class PlacementRules:
         return dataclasses.replace(self, allowed=allowed).propagated()
 
     def violation(self, held: Mapping[int, Collection[int]]) -> str | None:
-        """Say how placed tables break the rules; None if they do not.
+        """Return how placed tables break a rule; None if they do not.
 
         Args:
-            held: Table -> its ranks; of tables that are not there, nothing is asked.
+            held: Table -> its ranks; tables that are missing break no rule.
         """
         for table in sorted(self.allowed.keys() & held):
             odd = sorted(set(held[table]).difference(self.ranks(table)))
@@ -174,7 +172,7 @@ class PlacementRules:
                 where = f"on {listed(ranks | sets[first])}"
                 name = self.names[table]
                 if len(ranks) > 1:
-                    return f"table '{name}' is {where}; it belongs on one, with others"
+                    return f"table '{name}' is {where}; it must be on one, with others"
                 if ranks != sets[first]:
                     return (
                         f"tables '{self.names[first]}' and '{name}' are {where}, not "
@@ -188,15 +186,15 @@ class PlacementRules:
                     if other != table:
                         return (
                             f"rank {rank} holds both '{self.names[other]}' and "
-                            f"'{self.names[table]}', which belong apart"
+                            f"'{self.names[table]}', which must be apart"
                         )
         return None
 
     def check(self) -> None:
-        """Check that the rules do not contradict each other, sizes aside.
+        """Check that the rules do not contradict each other, apart from sizes.
 
         Raises:
-            ConfigError: They do; names the tables.
+            ConfigError: Two rules contradict each other; names the tables.
         """
         for tables in self.together:
             first, ranks = tables[0], set(self.ranks(tables[0]))
@@ -205,7 +203,7 @@ class PlacementRules:
                 if not ranks:
                     one, two = self.names[first], self.names[table]
                     raise ConfigError(
-                        f"tables '{one}' and '{two}' belong together, but no rank may "
+                        f"tables '{one}' and '{two}' must be together, but no rank may "
                         f"hold both: '{one}' may be on {listed(self.ranks(first))}, "
                         f"'{two}' on {listed(self.ranks(table))}. Pin them to a common "
                         "rank"
@@ -216,13 +214,13 @@ class PlacementRules:
                 if mates:
                     raise ConfigError(
                         f"tables '{self.names[min(mates)]}' and '{self.names[table]}' "
-                        "are asked to lie both together and apart. Take them out of "
-                        "one of the two"
+                        "must be both together and apart. Take them out of one of the "
+                        "two"
                     )
             self._check_room(tables)
 
     def _check_room(self, tables: Sequence[int]) -> None:
-        """Check that tables which belong apart can have a rank each."""
+        """Check that there is a different rank for each table of an "apart" set."""
         may = np.zeros((len(tables), self.world_size), dtype=bool)
         for row, table in enumerate(tables):
             common = set(self.ranks(table)).intersection(
@@ -235,14 +233,14 @@ class PlacementRules:
         if (of_table < 0).any():
             ranks = np.flatnonzero(may.any(axis=0)).tolist()
             raise ConfigError(
-                f"tables {quoted([self.names[t] for t in tables])} belong apart, but "
-                f"there is not a rank for each of them: they may be on {listed(ranks)}."
-                " Pin them elsewhere or take some out of the set"
+                f"tables {quoted([self.names[t] for t in tables])} must be apart, but "
+                f"there are too few ranks: they may be on {listed(ranks)}. Pin them "
+                "elsewhere or take some out of the set"
             )
 
 
 def joined_sets(sets: Iterable[Iterable[Member]]) -> tuple[tuple[Member, ...], ...]:
-    """Join sets that share a member until none do; sorted, and each set sorted."""
+    """Join sets that share a member; returns disjoint sets, sorted."""
     joined: list[set[Member]] = []
     for members in map(set, sets):
         shared = [other for other in joined if other & members]
@@ -252,7 +250,7 @@ def joined_sets(sets: Iterable[Iterable[Member]]) -> tuple[tuple[Member, ...], .
 
 
 def listed(ranks: Collection[int]) -> str:
-    """Name ranks, runs of them by the first and the last; of many the first ones."""
+    """Return ranks as text, such as "ranks 0-3, 7"; a long list is cut."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -265,6 +263,6 @@ def listed(ranks: Collection[int]) -> str:
 
 
 def quoted(names: Sequence[str], joint: str = ", ") -> str:
-    """Name tables, of many the first ones."""
+    """Return quoted names as text; a long list is cut."""
     shown = joint.join(f"'{n}'" for n in names[:_MAX_NAMED])
     return shown + (" and more" if len(names) > _MAX_NAMED else "")

@@ -1,15 +1,15 @@
-"""What of an iteration runs beside what, a row for each of TorchRec's train pipelines.
+"""The phases that each of TorchRec's train pipelines runs at the same time.
 
-An iteration is a small graph of phases. Each stream runs its phases in one order, batch
-after batch; the collectives of a process group share a stream of their own; and a phase
-waits for what it reads. In the steady state an iteration is as long as the longest way
-through the graph from a phase to the same phase of a later batch, by the number of
-batches in between. A collective waits for all ranks; what a rank does by itself between
-two collectives adds up before it is compared with other ranks.
+An iteration is a small graph of phases. Each stream runs its phases in a fixed order,
+batch after batch. The collectives of a process group share one stream. A phase waits
+for its inputs. In the steady state, an iteration takes the longest *way* through the
+graph from a phase to the same phase of a later batch, divided by the number of batches
+between them. A collective waits for all ranks. Between two collectives a rank's own
+phases add up before ranks are compared.
 
-Source: the rows are what TorchRec 1.8's pipelines queue; two ranks on paper GPUs keep a
-journal of it, and `tests/paper_gpu/test_two_ranks.py` replays that with times for the
-phases, which take as long as these rows say. See `docs/pipelines.md`.
+Source: the rows are what TorchRec 1.8's pipelines queue.
+`tests/paper_gpu/test_two_ranks.py` records that order on two simulated GPUs and replays
+it with times for the phases. See `docs/pipelines.md`.
 
 Shapes: `C` candidates, `W` ranks, `S` stages, `6` phases in the order of `TIMED`.
 """
@@ -45,7 +45,7 @@ Floats = npt.NDArray[np.float64]
 COLLECTIVES = ("index_comms", "fwd_comms", "bwd_comms")
 """Phases that wait for the slowest rank."""
 TIMED = ("index_comms", "fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute", "cache")
-"""Phases of the tables; the last one loads rows of the host's memory into caches."""
+"""Phases of the tables; the last one loads rows from host memory into caches."""
 DENSE = (
     "lower_forward",
     "forward",
@@ -54,7 +54,7 @@ DENSE = (
     "all_reduce",
     "optimizer",
 )
-"""Phases of the rest of the model, of which all ranks do the same."""
+"""Phases of the dense layers, equal on all ranks."""
 PREFETCHING = "train_prefetch_sparse_dist"
 """The pipeline that loads caches ahead of lookups."""
 _BARRIERS = {*COLLECTIVES, "all_reduce"}
@@ -65,16 +65,16 @@ _READS = (
     "lower_forward forward",
     "backward lower_backward all_reduce optimizer",
 )
-"""What every batch waits for: the next phase of a line reads what the one before made.
+"""Dependencies within a batch: each phase of a line reads the output of the one before.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseMs:
-    """What the dense part of a model takes in an iteration.
+    """Milliseconds of a model's dense layers in an iteration.
 
-    The *lower* layers need no embeddings; leave theirs at 0 to count all of the layers
-    with those that do.
+    *Lower* layers need no embeddings. Leave them at 0 to count all layers with those
+    that do.
     """
 
     forward: float = 0.0
@@ -83,7 +83,7 @@ class DenseMs:
     lower_forward: float = 0.0
     lower_backward: float = 0.0
     all_reduce: float = 0.0
-    """Of the last gradients: what is left of it after the backward pass."""
+    """The part of the gradients' all-reduce that remains after the backward pass."""
     lookups_first: bool = False
     """Whether the model calls its embedding module before its lower layers. TorchRec's
     DLRM calls it after them."""
@@ -98,13 +98,12 @@ class DenseMs:
 
     @staticmethod
     def of(given: DenseMs | float | None) -> DenseMs:
-        """Return what was given; of a number, a third is forward and the rest backward.
+        """Return times from a `DenseMs` or a total; a third of a total is forward.
 
-        A layer's backward pass has two products of matrices where its forward pass has
-        one.
+        A layer's backward pass has two matrix products, its forward pass one.
 
         Raises:
-            ConfigError: It is no time.
+            ConfigError: The total is negative or not finite.
         """
         if isinstance(given, DenseMs):
             return given
@@ -117,19 +116,20 @@ class DenseMs:
 
     @property
     def total_ms(self) -> float:
-        """All of it, one after the other."""
+        """The sum of all dense phases."""
         return float(sum(getattr(self, name) for name in DENSE))
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way through the graph back to where it began."""
+    """A cycle through the graph: from a phase to the same phase of a later batch."""
 
     runs: tuple[tuple[str, ...], ...]
-    """Timed phases; those of one run follow each other on one rank."""
+    """Timed phases; a run's phases follow each other on one rank."""
     dense: tuple[str, ...]
+    """Dense phases on the way."""
     num_batches: int
-    """How many batches later it ends."""
+    """Batches between its start and its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,40 +137,40 @@ class Schedule:
     """The order in which a pipeline runs the phases of an iteration."""
 
     name: str
-    """TorchRec's `PipelineType`, or alike where that has no member."""
+    """TorchRec's `PipelineType`, or a similar name if it has no member."""
     streams: tuple[str, ...]
-    """Phases of each stream in the order of an iteration, of the batch at hand or, as
-    in "index_comms+1", of a later one."""
+    """Phases of each stream in order. "index_comms+1" is the phase of the next
+    batch."""
     waits: tuple[str, ...] = ()
-    """What else waits, in the same words."""
+    """Further dependencies, in the same notation."""
 
     @property
     def prefetches(self) -> bool:
-        """Whether caches are loaded in a phase of their own, not by the lookups."""
+        """Whether caches are loaded in a separate phase, before the lookups."""
         return self.name == PREFETCHING
 
     def adds_up(self, dense: DenseMs) -> bool:
-        """Whether an iteration takes as long as all phases, one after another."""
+        """Whether an iteration is the sum of all phases."""
         lower_ms = dense.lower_forward + dense.lower_backward
         is_plain = self.name in ("none", "train_base")
         return is_plain and not (dense.lookups_first and lower_ms)
 
     def ways(self) -> tuple[Way, ...]:
-        """Return the ways that may be the longest."""
+        """Return all ways that can be the longest."""
         return _ways(self)
 
     def path_ms(self, phases_CWS6: Floats, dense: DenseMs) -> Floats:
-        """Return how long an iteration takes, `C` [ms].
+        """Return the time of an iteration, `C` [ms].
 
         Args:
             phases_CWS6: Phases of each rank in each stage [ms].
-            dense: The rest of the model.
+            dense: Times of the dense layers.
         """
         paths: Floats = self.way_ms(phases_CWS6, dense).max(axis=1)
         return paths
 
     def way_ms(self, phases_CWS6: Floats, dense: DenseMs) -> Floats:
-        """Return how long each of the `ways` takes, by batch: `C x ways` [ms]."""
+        """Return the time of each way per batch: `C x ways` [ms]."""
         ways = self.ways()
         runs = sorted({run for way in ways for run in way.runs})
         ms = {
@@ -191,10 +191,10 @@ class Schedule:
         return np.stack(columns, axis=1)
 
     def hidden_ms(self, phases_CWS6: Floats, dense: DenseMs) -> Floats:
-        """Return how much of each phase does not show: `C x 6` [ms].
+        """Return how much of each phase is hidden: `C x 6` [ms].
 
-        It is what the phase takes, on its slowest rank, less what an iteration would
-        gain without it.
+        That is the phase's time on its slowest rank, minus what an iteration would
+        save without the phase.
         """
         now_C = self.path_ms(phases_CWS6, dense)
         found = np.zeros((len(phases_CWS6), len(TIMED)))
@@ -207,11 +207,11 @@ class Schedule:
         return found
 
     def reliefs_ms(self, phases_WS6: Floats, dense: DenseMs) -> dict[str, float]:
-        """Return how long each collective may take before an iteration gets longer.
+        """Return how long each collective may take without lengthening an iteration.
 
         Args:
-            phases_WS6: What all other phases take [ms].
-            dense: The rest of the model.
+            phases_WS6: Times of the other phases [ms].
+            dense: Times of the dense layers.
         """
         found = {}
         for name in COLLECTIVES:
@@ -227,11 +227,11 @@ class Schedule:
         return found
 
     def joins_kernels(self, phases_WS6: Floats, dense: DenseMs) -> bool:
-        """Whether ranks do not meet between updating tables and the next lookups.
+        """Whether the longest way has no collective between updates and next lookups.
 
         Args:
-            phases_WS6: Of about what is planned [ms]: the longest way counts.
-            dense: The rest of the model.
+            phases_WS6: Times of a similar plan [ms], which decide the longest way.
+            dense: Times of the dense layers.
         """
         ways_ms = self.way_ms(phases_WS6[None], dense)[0]
         runs = self.ways()[int(ways_ms.argmax())].runs
@@ -239,7 +239,7 @@ class Schedule:
 
 
 def _edges(schedule: Schedule) -> set[tuple[str, str, int]]:
-    """Before, after, and of how many batches later the latter is."""
+    """Return edges: phase before, phase after, and the batches between them."""
     edges = set()
     for line, is_cycle in (
         *((s, True) for s in schedule.streams),
@@ -254,7 +254,7 @@ def _edges(schedule: Schedule) -> set[tuple[str, str, int]]:
 
 
 def _step(token: str) -> tuple[str, int]:
-    """Phase and batch that a token means."""
+    """Return the phase and the batch that a token means."""
     name, _, later = token.partition("+")
     assert name in TIMED or name in DENSE, name
     return name, int(later or 0)
@@ -292,7 +292,7 @@ def _ways(schedule: Schedule) -> tuple[Way, ...]:
 
 
 def _way(path: tuple[str, ...], num_batches: int) -> Way:
-    """Split a way into runs, from one collective to the next."""
+    """Split a cycle of phases into runs, from one collective to the next."""
     first = next((k for k, name in enumerate(path) if name in _BARRIERS), 0)
     runs: list[tuple[str, ...]] = []
     run: list[str] = []
@@ -349,11 +349,11 @@ _STREAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (_DENSE, _FUSED, "fwd_comms index_comms+1 all_reduce bwd_comms"),
     ),
 }
-"""Streams of models that call their lower layers first, and that look up first."""
+"""Name -> streams of models that call lower layers first, and that look up first."""
 
 _WAITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    # Kernels that update cached rows wait for the loads under way, later loads for
-    # these kernels.
+    # Updates of cached rows wait for the loads in progress, and the next loads wait
+    # for these updates.
     PREFETCHING: (("cache+1 bwd_compute cache+2",),) * 2,
     "train_fused_sparse_dist": (
         ("fwd_compute lower_forward", "bwd_compute optimizer"),
@@ -372,21 +372,21 @@ SCHEDULES: Mapping[str, Sequence[Schedule]] = {
     ]
     for name, streams in _STREAMS.items()
 }
-"""By name: of models that call their lower layers first, and that look up first."""
+"""Name -> schedules of models that call lower layers first, and that look up first."""
 SEQUENTIAL = SCHEDULES["none"][0]
-"""One phase after another."""
+"""All phases one after another."""
 
 
 def find_schedule(name: str, dense: DenseMs) -> Schedule:
     """Return the schedule of a pipeline for a model.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: The name is unknown.
     """
     if name not in SCHEDULES:
         raise ConfigError(
-            f"pipeline_type '{name}' has no schedule; known are "
-            f"{', '.join(SCHEDULES)}. Take the one that your loop comes nearest to, or "
-            "leave pipeline_type out for one phase after another"
+            f"pipeline_type '{name}' is unknown; known are {', '.join(SCHEDULES)}. "
+            "Take the one that is most like your loop, or leave pipeline_type out if "
+            "phases run one after another"
         )
     return SCHEDULES[name][dense.lookups_first]

@@ -1,16 +1,21 @@
-"""From a placement to milliseconds: each rank's phases and the iteration they make.
+"""Predict milliseconds from a placement: each rank's phases, and the iteration.
 
-A stage is what one TorchRec module does for the tables of one sharding type: ids go to
-the ranks that hold their tables (index all-to-all), fused kernels look them up (forward
-compute), pooled rows come back (forward all-to-all); later their gradients go out again
-(backward all-to-all) and kernels update the tables (backward compute). Every collective
-waits for its slowest rank, so a stage's phases are as long as on the slowest rank, and
-an iteration is as long as all of them together; under a train pipeline some of them run
-beside others (see `schedules`).
+A stage is the tables of one TorchRec module and one sharding type. It has five phases:
 
-Shards of every sharding type are priced alike: an encoding for the fused kernel's time,
-what another kernel takes beside it, and amounts that the type's collectives move (see
-`sharding_types`). Outputs of stages with split tables are put in order at last.
+1. `index_comms`: ids go to the ranks that hold their tables.
+2. `fwd_compute`: fused kernels look the ids up.
+3. `fwd_comms`: outputs return to the samples' ranks.
+4. `bwd_comms`: gradients of the outputs go back to the tables' ranks.
+5. `bwd_compute`: kernels update the tables.
+
+Every collective waits for its slowest rank. So a phase takes as long as on its slowest
+rank, and an iteration takes the sum of the phases. Under a train pipeline some phases
+run beside others (see `schedules`).
+
+Shards of every sharding type are priced the same way: an encoding for the fused
+kernel's time, extra milliseconds where the kernel is another one, and the amounts that
+collectives move (see `sharding_types`). Stages with split tables also reorder their
+output columns.
 
 Shapes: `T` tables, `N` shards, `E` encoding values, `W` ranks, `G` fusion groups, `S`
 stages, `C` candidates, `3` amounts (see `PricedShards.loads_N3`), `5` phases in the
@@ -61,17 +66,17 @@ PHASES: tuple[str, ...] = (
     "bwd_comms",
     "bwd_compute",
 )
-"""What a rank does in a stage, in order; the dense part lies between the third and the
+"""Phases of a stage, in order. The dense layers run between the third and the
 fourth."""
 
 MOST_LOADS = 2**18
-"""Ranks of blocks whose collectives are predicted at a time."""
+"""Limit of blocks times ranks in one prediction of collectives."""
 
 _ID_BYTES, _LENGTH_BYTES, _LOOKUP_WEIGHT_BYTES = 8, 8, 4
 """Ids and lengths of a KeyedJaggedTensor are int64, its weights fp32."""
 _SORTED_ID_BYTES = 8 * 32 + 48
-"""Memory that finding distinct ids reads and writes for each id: eight passes of a
-radix sort over ids and places, then what marks and numbers the runs. Not measured."""
+"""Bytes that finding distinct ids reads and writes per id: eight passes of a radix sort
+over ids and positions, then marking and numbering the runs. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ class RankCosts:
     bwd_comms: float
     bwd_compute: float
     cache: float = 0.0
-    """Of `fwd_compute`: loading rows of the host's memory into caches."""
+    """Part of `fwd_compute`: loading rows from host memory into caches."""
 
     def to_json(self) -> dict[str, float]:
         """Return a JSON-ready dictionary."""
@@ -100,7 +105,7 @@ class StageCosts:
 
     @property
     def critical_path_ms(self) -> float:
-        """Each phase as long as on its slowest rank."""
+        """The sum of the phases, each on its slowest rank."""
         phases = np.array([[getattr(r, name) for name in PHASES] for r in self.ranks])
         return float(phases.max(axis=0).sum())
 
@@ -110,20 +115,20 @@ class PredictedCosts:
     """Predicted phases of all ranks and the iteration."""
 
     stages: tuple[StageCosts, ...]
-    """In the order of the task's tables."""
+    """In the order of the task's stages."""
     uncertainty: float = 0.0
-    """Relative standard deviation: of a rank's compute over the ensemble's nets, the
-    largest; or, where kernels are estimated, of the path over samples of the error."""
+    """Relative spread of a rank's kernels, the largest of all ranks: over the nets of
+    the ensemble, or the standard deviation of an estimate."""
     compute_source: str = "measured"
     comms_source: str = "datasheet, not measured"
     schedule: Schedule = SEQUENTIAL
-    """Of the training loop."""
+    """Schedule of the training loop."""
     dense: DenseMs = field(default_factory=DenseMs)
-    """What the rest of the model takes."""
+    """Times of the dense layers."""
 
     @property
     def ranks(self) -> tuple[RankCosts, ...]:
-        """Phases of each rank, over all stages."""
+        """Phases of each rank, summed over stages."""
         names = (*PHASES, "cache")
         return tuple(
             RankCosts(*(sum(getattr(r, name) for r in of_rank) for name in names))
@@ -132,28 +137,25 @@ class PredictedCosts:
 
     @property
     def critical_path_ms(self) -> float:
-        """The iteration under its schedule."""
+        """The iteration under its schedule [ms]."""
         return self.path_ms(self.schedule)
 
     def path_ms(self, schedule: Schedule) -> float:
-        """The iteration as it would be under a schedule [ms].
-
-        One phase after another it is all of them, each as long as on its slowest rank.
-        """
+        """Return the iteration under a given schedule [ms]."""
         if schedule.adds_up(self.dense) or not self.stages:
             tables_ms = sum(s.critical_path_ms for s in self.stages)
             return tables_ms + self.dense.total_ms
         return float(schedule.path_ms(self.timed_phases(schedule), self.dense)[0])
 
     def hidden_ms(self, schedule: Schedule) -> dict[str, float]:
-        """How much of each phase an iteration under a schedule does not show [ms]."""
+        """Return how much of each phase a schedule hides beside others [ms]."""
         if not self.stages:
             return {}
         hidden = schedule.hidden_ms(self.timed_phases(schedule), self.dense)[0]
         return dict(zip(TIMED, hidden.tolist(), strict=True))
 
     def timed_phases(self, schedule: Schedule) -> Floats:
-        """Phases in the terms of a schedule, `1 x W x S x 6` [ms]."""
+        """Return the phases that a schedule orders, `1 x W x S x 6` [ms]."""
         timed = self.phases_WS6[None].copy()
         if schedule.prefetches:
             timed[..., 1] -= timed[..., 5]
@@ -163,7 +165,7 @@ class PredictedCosts:
 
     @property
     def phases_WS6(self) -> Floats:
-        """Phases of all ranks: `PHASES` and what loading caches takes [ms]."""
+        """Phases of all ranks: `PHASES`, then the loading of caches [ms]."""
         names = (*PHASES, "cache")
         found = [[[getattr(r, n) for n in names] for r in s.ranks] for s in self.stages]
         return np.array(found).swapaxes(0, 1)
@@ -171,44 +173,44 @@ class PredictedCosts:
 
 @dataclass(frozen=True, slots=True)
 class PricedShards:
-    """Shards in the terms that costs are made of; rows of different shards add up."""
+    """Shards as additive quantities: those of a rank sum up to its costs."""
 
     table_N: Ints
     encoding_RE: Floats
-    """Encodings for the fused kernel, of equal shards one."""
+    """Encodings for the fused kernel; equal shards share one."""
     row_N: Ints
-    """Which of them is the shard's."""
+    """Index of each shard's encoding."""
     extra_N2: Floats
-    """Forward and backward beside what the fused kernel takes [ms]."""
+    """Forward and backward besides the fused kernel's time [ms]."""
     host_N2: Floats
-    """What of that is due to rows in the host's memory [ms]."""
+    """The part of `extra_N2` that is due to rows in host memory [ms]."""
     loads_N3: Floats
-    """Bytes of ids and lengths that the shard is sent, of all samples; its output
-    columns, width times features; bytes of gradients that are added up."""
+    """Three amounts: bytes of ids and lengths sent to the shard, for all samples;
+    output columns (width times features); bytes of all-reduced gradients."""
 
     @property
     def encoding_NE(self) -> Floats:
-        """Encoding of each shard."""
+        """The encoding of each shard."""
         return self.encoding_RE[self.row_N]
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoads:
-    """Sums over the shards of each rank: all that its costs depend on."""
+    """Sums over the shards of each rank. Its costs depend on nothing else."""
 
     sums_CWGE: Floats
     """Sums of encodings."""
     extra_CWS2: Floats
-    """Sums of what kernels take beside the fused ones' time [ms]."""
+    """Sums of `PricedShards.extra_N2` [ms]."""
     loads_CWS3: Floats
     """Sums of the shards' `loads_N3`."""
     cache_CWS: Floats
-    """What loading caches takes of the forward kernels [ms]."""
+    """Time to load caches, a part of the forward kernels [ms]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Collective:
-    """How outputs travel: a method of `CommsModel`, and codecs of both ways."""
+    """How outputs travel: a method of `CommsModel`, and codecs of both directions."""
 
     name: str
     forward: WireCodec
@@ -216,17 +218,17 @@ class _Collective:
     num_summed: int
     """Ranks whose outputs arrive as one sum."""
     repeats: float
-    """See `ShardingTask`."""
+    """See `ShardingTask.repeats`."""
 
 
 class Simulator:
-    """Costs of shards, rank sets and placements of one task.
+    """Predicts costs of shards, of sets on ranks, and of placements of one task.
 
     Attributes:
-        task: What is placed.
-        cost_model: Fused kernels.
-        comms_model: Collectives.
-        encoder: Encodings of shards; several simulators may share one.
+        task: The sharding task.
+        cost_model: Predicts fused kernels.
+        comms_model: Predicts collectives.
+        encoder: Caches encodings of shards; several simulators may share one.
     """
 
     def __init__(
@@ -239,11 +241,11 @@ class Simulator:
         """Describe the task's tables.
 
         Args:
-            task: What is placed.
-            cost_model: Fused kernels.
-            comms_model: Collectives; `RankGroups` where some tables are spread over
-                the ranks of a node.
-            encoder: Of this cost model. None: a new one.
+            task: The sharding task.
+            cost_model: Predicts fused kernels.
+            comms_model: Predicts collectives; must be `RankGroups` if some tables are
+                sharded over the ranks of a node.
+            encoder: An encoder of this cost model; None makes one.
         """
         self.task = task
         self.cost_model = cost_model
@@ -273,7 +275,7 @@ class Simulator:
         weighted_T = np.array([t.weighted for t in task.tables])
         id_bytes_T = (_ID_BYTES + _LOOKUP_WEIGHT_BYTES * weighted_T) * ~replicated_T
         self._id_bytes_T: Floats = self.encoder.num_lookups(self._whole_T) * id_bytes_T
-        # Every rank is told all lengths, be they 0.
+        # Every rank gets all lengths, even if they are 0.
         self._length_bytes_T: Floats = self._columns_T * (
             _LENGTH_BYTES * task.batch_size
         )
@@ -281,8 +283,8 @@ class Simulator:
         self._kernel_T3: Floats = np.array(
             [(k.forward - 1, k.backward - 1, k.passes) for k in factors]
         )
-        # Of rows in the host's memory: bandwidth and share of rows that a cache lacks.
-        # Not a number elsewhere and without a cache.
+        # For rows in host memory: bandwidth, and the share of rows that the cache
+        # misses. NaN for other tables, and for the share without a cache.
         hosts = [k.host and (k.host.gb_per_s, k.host.missed) for k in factors]
         self._host_T2: Floats = np.array(
             [h or (None, None) for h in hosts], dtype=np.float64
@@ -294,7 +296,7 @@ class Simulator:
     def _group_stages(
         self, kinds: Sequence[ShardingType]
     ) -> list[tuple[_Collective, npt.NDArray[np.int64]]]:
-        """Collectives -> the stages that use them; a stage's tables are of one kind."""
+        """Return collectives with the stages that use them; a stage has one kind."""
         stages: dict[_Collective, list[int]] = {}
         for stage in range(self.task.num_stages):
             held = np.flatnonzero(self.stages_T == stage)
@@ -327,7 +329,7 @@ class Simulator:
         Args:
             table_N: Tables.
             width_N: Columns.
-            rows_N: Rows; ALL_ROWS, or None for all shards, is all of them.
+            rows_N: Rows; ALL_ROWS means all. None means all rows for every shard.
         """
         part_N, share_N = self._parts(table_N, rows_N)
         rows, row_N = np.unique(self.encoder.rows(part_N, width_N), return_inverse=True)
@@ -343,7 +345,7 @@ class Simulator:
         extra, host = np.zeros((2, len(table_N), 2))
         if self._estimated_T[table_N].any():
             alone = self.cost_model.predict_sums(encoding_RE)
-            # What is not a time shows in the kernel's own cost.
+            # A prediction that is no time shows up in the kernel's own cost.
             alone = np.where(np.isfinite(alone), alone, 0.0)
             factors_N3 = self._kernel_T3[table_N]
             extra = np.maximum(alone - self.encoder.launch_ms, 0.0)[row_N]
@@ -356,7 +358,7 @@ class Simulator:
         return PricedShards(table_N, encoding_RE, row_N, extra, host, loads)
 
     def _numbered(self, table_N: Ints, rows_N: Ints) -> Ints:
-        """Return the numbers of some rows of tables in the encoder."""
+        """Return the encoder's part number of some rows of each table."""
         tables = table_N.tolist()
         return self.encoder.parts(
             [self.task.tables[t] for t in tables],
@@ -366,7 +368,7 @@ class Simulator:
         )
 
     def _parts(self, table_N: Ints, rows_N: Ints | None) -> tuple[Ints, Floats]:
-        """Parts of the encoder, and what share of its table's rows each has."""
+        """Return each shard's part of the encoder, and its share of the rows."""
         part_N, share_N = self._whole_T[table_N], np.ones(len(table_N))
         if rows_N is None:
             return part_N, share_N
@@ -378,7 +380,7 @@ class Simulator:
         return part_N, share_N
 
     def _host_ms(self, table_N: Ints, width_N: Ints, rows_N: Ints | None) -> Floats:
-        """What rows in the host's memory take beside the fused kernel, `N x 2` [ms]."""
+        """Return the extra time of rows in host memory, `N x 2` [ms]."""
         out = np.zeros((len(table_N), 2))
         gb_per_s_N, missed_N = self._host_T2[table_N].T
         for cached in (False, True):
@@ -395,11 +397,11 @@ class Simulator:
         return out
 
     def balanced_phases(self, table_N: Ints, num_shards_N: Ints) -> Floats:
-        """Predict tables of which every rank holds an equal part.
+        """Predict tables that are spread evenly over all ranks.
 
         Args:
             table_N: Tables.
-            num_shards_N: Shards that each has over all ranks.
+            num_shards_N: Number of shards of each table.
 
         Returns:
             `S x 5` [ms].
@@ -426,7 +428,7 @@ class Simulator:
         return self.encoder.features(self._parts(table_N, rows_N)[0], width_N)
 
     def single_compute(self, shards: PricedShards) -> Floats:
-        """Predict the kernel of each shard as if its rank held nothing else.
+        """Predict the kernel of each shard alone on its rank.
 
         Returns:
             `N x 2` [ms]: forward and backward.
@@ -444,7 +446,7 @@ class Simulator:
             rank_N: Their ranks.
 
         Returns:
-            Sums over ranks, kernels and stages, without the axis `C`.
+            Sums per rank, kernel and stage, without the axis `C`.
         """
         num_ranks, num_stages = self.task.world_size, self.task.num_stages
         group_N = self.groups_T[shards.table_N]
@@ -461,7 +463,7 @@ class Simulator:
         return RankLoads(sums, extra, loads, cache)
 
     def rank_loads(self, placement: Placement) -> RankLoads:
-        """Return what each rank holds under one placement (no axis `C`)."""
+        """Return the loads of each rank under one placement (no axis `C`)."""
         table_N, width_N, rank_N, rows_N = placed_arrays(placement)
         return self.add_up(self.price(table_N, width_N, rows_N), rank_N)
 
@@ -469,10 +471,10 @@ class Simulator:
         """Predict the fused kernels of rank sets.
 
         Args:
-            sums_CWGE: Sums of encodings; axes before the last may be any.
+            sums_CWGE: Sums of encodings, with any axes before the last.
 
         Returns:
-            Forward and backward [ms], the last axis `2` in place of `E`.
+            Forward and backward [ms]; the last axis is `2` in place of `E`.
         """
         flat = sums_CWGE.reshape(-1, sums_CWGE.shape[-1])
         return self.cost_model.predict_sums(flat).reshape(*sums_CWGE.shape[:-1], 2)
@@ -503,7 +505,7 @@ class Simulator:
         """Predict the collectives of one stage.
 
         Args:
-            stage: Index of a stage that tables of the task may be in.
+            stage: Index of a stage that has tables.
             loads_CW3: Amounts of that stage.
 
         Returns:
@@ -515,9 +517,9 @@ class Simulator:
         raise AssertionError(f"stage {stage} has no table")
 
     def _collective(self, collective: _Collective, loads_CW3: Floats) -> Floats:
-        """Index, forward and backward of one kind of collectives, `C x W x 3` [ms].
+        """Predict index, forward and backward of one collective, `C x W x 3` [ms].
 
-        A stage without tables, of which no rank sends anything, has no collectives.
+        A stage in which no rank sends anything takes no time.
         """
         used_C11: npt.NDArray[np.bool_] = np.any(loads_CW3, axis=(1, 2), keepdims=True)
         model, batch_size = self.comms_model, self.task.batch_size
@@ -527,7 +529,7 @@ class Simulator:
             return np.where(used_C11, out, 0.0)
         predict = getattr(model, collective.name)
         columns_CW = loads_CW3[..., 1]
-        # Fewer bytes per value are as fewer columns, each way for itself.
+        # Fewer bytes per value count as fewer columns, in each direction separately.
         forward, backward = collective.forward, collective.backward
         fewer = forward.wire_bytes / OUTPUT_BYTES_PER_VALUE
         both = predict(columns_CW * fewer, batch_size)
@@ -543,10 +545,10 @@ class Simulator:
         return np.where(used_C11, out, 0.0)
 
     def _removal(self, repeats: float, loads_CW3: Floats) -> Floats:
-        """Removing repeated ids before the exchange, and repeating outputs after it.
+        """Predict the removal of repeated ids, and the repetition of outputs.
 
         Returns:
-            `C x 1 x 3` [ms]: each rank does it for its own samples.
+            `C x 1 x 3` [ms]; every rank does it for its own samples.
         """
         own_C13 = loads_CW3.mean(axis=1, keepdims=True)
         ids_C1 = own_C13[..., 0] / (_ID_BYTES + _LENGTH_BYTES) * repeats
@@ -559,10 +561,10 @@ class Simulator:
         return ms
 
     def _coding(self, collective: _Collective, columns_CW: Floats) -> Floats:
-        """Coding and decoding around a collective, `C x W x 2` [ms].
+        """Predict coding and decoding around a collective, `C x W x 2` [ms].
 
-        Forward a rank codes the outputs of its shards for all samples, and decodes
-        those of all shards for its own samples; backward the other way round.
+        Forward, a rank codes the outputs of its shards for all samples, and decodes the
+        outputs of all shards for its own samples. Backward is the reverse.
         """
         shards_CW = columns_CW * self.task.batch_size
         samples_C1 = shards_CW.mean(axis=1, keepdims=True) / collective.num_summed
@@ -571,8 +573,8 @@ class Simulator:
         backward = back.encode_bytes * samples_C1 + back.decode_bytes * shards_CW
         coding = np.stack([forward, backward], axis=2) * self.encoder.stream_ms
         if collective.name == "all_to_all":
-            # What is measured holds copies, which are made of values before they are
-            # coded and after they are decoded: about those that put columns in order.
+            # Measured collectives include copies of uncoded values, about as many as
+            # reordering the columns takes. A codec does not shrink them.
             copies_C2 = self.comms_model.column_order(
                 columns_CW.sum(axis=1), self.task.batch_size
             )
@@ -585,13 +587,13 @@ class Simulator:
     def single_comms(
         self, table_N: Ints, loads_N3: Floats, rank_N: Ints, block_N: Ints
     ) -> Floats:
-        """Predict the collectives of each shard beside only those of its block.
+        """Predict the collectives of each shard's block alone.
 
         Args:
-            table_N: Tables of shards.
+            table_N: Tables of the shards.
             loads_N3: See `PricedShards`.
-            rank_N: Ranks; only those of shards of one block must differ.
-            block_N: Rising from 0; shards of equal values are priced together.
+            rank_N: Ranks; shards of one block must be on different ranks.
+            block_N: Block numbers, rising from 0.
 
         Returns:
             `N x 3` [ms]: index exchange, forward and backward.
@@ -625,14 +627,13 @@ class Simulator:
     # Placements.
 
     def order_costs(self, columns_CS: Floats) -> Floats:
-        """Predict how long stages put their outputs in order.
+        """Predict the reordering of output columns.
 
-        It takes the same time on all ranks: each does it for its own samples.
+        It takes the same time on all ranks: each reorders its own samples.
 
         Args:
-            columns_CS: Output columns that are put in order: in a pooled stage all of
-                them, once the columns of any table lie in several shards; of sequences,
-                those of split tables.
+            columns_CS: Columns to reorder. A pooled stage reorders all its columns if
+                any table is split by columns; sequences reorder those of split tables.
 
         Returns:
             `C x S x 2` [ms]: forward and backward; 0 without columns.
@@ -645,15 +646,14 @@ class Simulator:
         )
 
     def ordered_columns(self, num_shards_T: Ints, columns_T: Floats) -> Floats:
-        """Count the output columns that TorchRec puts in order.
+        """Count the output columns that TorchRec reorders.
 
         Args:
-            num_shards_T: Parts that the columns of each table lie in; 0 where a table
-                is not placed.
+            num_shards_T: Column shards of each table; 0 if a table is not placed.
             columns_T: Output columns of each table.
 
         Returns:
-            `S`: columns of each stage, 0 where no table is split.
+            `S`: columns of each stage; 0 if no table is split.
         """
         split_T = (num_shards_T > 1) & self.splits_columns_T
         num_stages = self.task.num_stages
@@ -674,7 +674,7 @@ class Simulator:
         """Predict one iteration.
 
         Args:
-            loads: What each rank holds (no axis `C`).
+            loads: Loads of each rank (no axis `C`).
             num_shards_T: See `ordered_columns`.
         """
         compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
@@ -696,7 +696,7 @@ class Simulator:
         )
 
     def collectives(self, loads: RankLoads, num_shards_T: Ints) -> Floats:
-        """Predict the collectives of one placement, with the ordering of outputs.
+        """Predict the collectives of one placement, including reordered outputs.
 
         Args:
             loads: Sums of each rank (no axis `C`).
@@ -711,7 +711,7 @@ class Simulator:
         return comms_WS3
 
     def num_shards(self, placement: Placement) -> Ints:
-        """Count the parts that each table's columns are cut into: `T`."""
+        """Count each table's column shards: `T`."""
         table = [s.table for s in placement.shards if not s.row_offset]
         count: Ints = np.bincount(
             np.array(table, dtype=np.int64), minlength=len(self.task.tables)
@@ -720,7 +720,7 @@ class Simulator:
 
 
 def _in_phases(compute_X2: Floats, comms_X3: Floats) -> Floats:
-    """Put compute and collectives in the order of `PHASES`: `... x 5`."""
+    """Join compute and collectives in the order of `PHASES`: `... x 5`."""
     index, comms = comms_X3[..., :1], comms_X3[..., 1:]
     forward, backward = compute_X2[..., :1], compute_X2[..., 1:]
     return np.concatenate([index, forward, comms, backward], axis=-1)
@@ -740,10 +740,10 @@ def placed_arrays(placement: Placement) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Add up the phases of an iteration, each as long as on its slowest rank.
+    """Add up the phases of an iteration, each on its slowest rank.
 
     Args:
-        phases_CWSP: Phases of each rank in each stage [ms], as many as there are.
+        phases_CWSP: Phases of each rank in each stage [ms].
 
     Returns:
         `C` milliseconds.

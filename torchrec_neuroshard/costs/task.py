@@ -42,11 +42,11 @@ Floats = npt.NDArray[np.float64]
 ALL_ROWS = -1
 
 _UNITS = (("GiB", 2**30, 10 * 2**20), ("MiB", 2**20, 2**20), ("KiB", 2**10, 2**10))
-"""Name, bytes, and the least that is shown in it."""
+"""Name, bytes, and the smallest size that is shown in this unit."""
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Show memory in GiB; what would be 0.00 there, in MiB, KiB or bytes."""
+    """Show memory in GiB, or in MiB, KiB or bytes where that would read 0.00."""
     for unit, size, least in _UNITS:
         if num_bytes >= least:
             return f"{num_bytes / size:.2f} {unit}"
@@ -54,30 +54,30 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def capitalised(text: str) -> str:
-    """Begin a text with a capital; what follows stays as it is."""
+    """Return a text with a capital first letter; the rest stays as it is."""
     return f"{text[:1].upper()}{text[1:]}"
 
 
 HOST = "in the host's memory, "
-"""How messages begin that are about a rank's part of that."""
+"""Prefix of messages about a rank's share of the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WireCodec:
-    """How a collective's values are coded on their way; by default not at all."""
+    """How a collective codes its values; the default is fp32 without coding."""
 
     name: str = "fp32"
     wire_bytes: float = 4.0
-    """That are sent for each value, scales of rows included."""
+    """Bytes sent per value, including the scales of rows."""
     encode_bytes: float = 0.0
-    """Memory that coding a value reads and writes, in order: `ShardEncoder.stream_ms`
-    each."""
+    """Bytes that coding a value reads and writes in sequence. Each takes
+    `ShardEncoder.stream_ms`."""
     decode_bytes: float = 0.0
-    """The same of the way back."""
+    """The same for decoding."""
     launches: float = 0.0
-    """What both take besides, in launches of the fused forward kernel."""
+    """Overhead of both, in launches of the fused forward kernel."""
     row_values: int = 1
-    """Values that share a scale: what is sent to a rank must be a multiple of them."""
+    """Values that share a scale. Each rank is sent a multiple of this many."""
 
 
 _PLAIN = (WireCodec(), WireCodec())
@@ -85,104 +85,105 @@ _PLAIN = (WireCodec(), WireCodec())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRows:
-    """Rows in the host's memory, which a GPU's kernels read there or from a cache."""
+    """Rows in the host's memory, which GPU kernels read directly or through a cache."""
 
     gb_per_s: float
-    """Bandwidth to that memory, one way; a cost model that knows its own takes that."""
+    """One-way bandwidth to host memory. A cost model with its own figure ignores it."""
     missed: float | None = None
-    """Share of a batch's distinct rows that the cache lacks; None: there is none."""
+    """Share of a batch's distinct rows that the cache misses; None without a cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelFactors:
-    """What a kernel that was not measured takes, in the measured fused one's terms."""
+    """Cost of an unmeasured kernel, relative to the measured fused kernel."""
 
     forward: float = 1.0
-    """Times what the fused kernel takes above its launch."""
+    """Factor on the fused kernel's time without its launch."""
     backward: float = 1.0
     passes: float = 0.0
-    """Over all weights, in order (`ShardEncoder.stream_ms`): to clear and copy the
-    gradient, and for the optimizer. Part of the backward."""
+    """Sequential passes over all weights (`ShardEncoder.stream_ms` per byte): clearing
+    and copying the gradient, and the optimizer. They belong to the backward."""
     host: HostRows | None = None
-    """Rows in the host's memory; None: on the device."""
+    """Set if the rows are in the host's memory; None if on the device."""
 
     @property
     def has_cache(self) -> bool:
-        """Whether rows in the host's memory have a cache on the device."""
+        """Whether the device caches rows of the host's memory."""
         return self.host is not None and self.host.missed is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingTask:
-    """Tables to put on ranks, and the rules.
+    """Tables to place on ranks, and the rules for placing them.
 
-    A table that may be sharded in several ways (types, kernels) stands among `tables`
-    once for each, and `alternatives` says which of them are the same table.
+    A *way* is a sharding type with a kernel. A table with several ways appears in
+    `tables` once per way, and `alternatives` lists the entries of one table.
     """
 
     tables: tuple[TableConfig, ...]
     world_size: int
     batch_size: int
-    """Samples over all ranks of one iteration: what a kernel sees."""
+    """Samples of all ranks in one iteration: the batch that a kernel sees."""
     local_world_size: int = 0
     """Ranks per node; 0 means all."""
     memory_bytes: tuple[int, ...] = ()
-    """Bytes that each rank has for shards; empty is unlimited."""
+    """Per rank: device bytes for shards. Empty: unlimited."""
     fixed_bytes: tuple[int, ...] = ()
-    """Per table: bytes that every shard of it needs whatever its width (input buffers,
+    """Per table: bytes of a shard that do not depend on its width (input buffers,
     row-wise optimizer state). Empty: 0."""
     column_bytes: tuple[float, ...] = ()
-    """Per table: bytes per column of a shard. Empty: the weights alone."""
+    """Per table: bytes per column of a shard. Empty: the weights only."""
     host_memory_bytes: tuple[int, ...] = ()
-    """Bytes of the host's memory that each rank has for shards, beside its own; empty
-    is unlimited."""
+    """Per rank: bytes of host memory for shards. Empty: unlimited."""
     host_fixed_bytes: tuple[int, ...] = ()
-    """As `fixed_bytes`, in the host's memory. Empty: 0."""
+    """Like `fixed_bytes`, in host memory. Empty: 0."""
     host_column_bytes: tuple[float, ...] = ()
-    """As `column_bytes`, in the host's memory. Empty: 0."""
+    """Like `column_bytes`, in host memory. Empty: 0."""
     min_widths: tuple[int, ...] = ()
-    """Per table: narrowest shard allowed; a table's own width forbids splitting it, and
-    is taken where its sharding type keeps columns whole. Of a grid, the width of every
-    shard. Empty: 4."""
+    """Per table: narrowest shard. The table's full width forbids splitting, and is set
+    if its sharding type keeps columns whole. For a grid: the width of every shard.
+    Empty: 4."""
     max_shards: tuple[int, ...] = ()
     """Per table: most shards. Empty: the number of ranks."""
     groups: tuple[int, ...] = ()
-    """Per table: fusion group; tables of one group on one rank run as one kernel.
-    Groups count from 0. Empty: one group."""
+    """Per table: fusion group, from 0. Tables of one group on one rank run as one
+    kernel. Empty: one group."""
     stages: tuple[int, ...] = ()
-    """Per fusion group: stage, counting from 0. The groups of a stage share its index
-    and output collectives; stages run one after another. Empty: one stage."""
+    """Per fusion group: stage, from 0. Groups of a stage share its collectives; stages
+    run one after another. Empty: one stage."""
     stage_names: tuple[str, ...] = ()
-    """What the stages are called in reports. Empty: "stage 0" and so on."""
+    """Names of the stages in reports. Empty: "stage 0" and so on."""
     uneven: bool = True
     """Whether shards of one table may differ in width."""
     allowed_ranks: tuple[tuple[int, ...], ...] = ()
-    """Per table: the ranks that may hold shards of it, which `max_shards` is lowered to
-    the number of. An empty inner tuple is any rank, an empty field any for all."""
+    """Per table: ranks that may hold its shards; lowers `max_shards` to their number.
+    An empty inner tuple allows all ranks; so does an empty field, for all tables."""
     together: tuple[tuple[int, ...], ...] = ()
-    """Sets of tables (indices) that lie whole, all of a set on one common rank: their
-    `max_shards` becomes 1. Sets that share a table are joined. Of tables with
-    alternatives, each has one in every set: they are chosen as one."""
+    """Sets of tables (indices) that are placed whole on one common rank: their
+    `max_shards` becomes 1. Sets with a common table are joined. A table with
+    alternatives has one entry in each set, and the sets are chosen as one."""
     apart: tuple[tuple[int, ...], ...] = ()
-    """Sets of tables (indices) of which no rank holds shards of more than one."""
+    """Sets of tables (indices). No rank holds shards of two tables of a set."""
     alternatives: tuple[tuple[int, ...], ...] = ()
-    """Sets of tables (indices), of one name each, of which one is placed: the ways in
-    which a table may be sharded. Tables in no set are placed as they stand."""
+    """Sets of tables (indices) with one name: the ways of one table, of which exactly
+    one is placed. Tables in no set have one way."""
     sharding_types: tuple[str, ...] = ()
-    """Per table: a key of SHARDING_TYPES. A table is split by columns as far as this
-    and the fields above let it. Empty: column-wise."""
+    """Per table: a key of SHARDING_TYPES. It limits how columns may be split, together
+    with the fields above. Empty: column-wise."""
     pooled: tuple[bool, ...] = ()
     """Per table: whether its module pools. Empty: all do."""
     codecs: tuple[tuple[WireCodec, WireCodec], ...] = ()
-    """Per table: how its outputs travel, forward, and their gradients, backward; alike
-    in a stage. Empty: as fp32."""
+    """Per table: codecs of its outputs (forward) and their gradients (backward). Tables
+    of one stage have the same. Empty: fp32."""
     repeats: tuple[float, ...] = ()
-    """Per table: how many times as many ids its samples have as are looked up, once
-    repeated ids of a rank's samples were removed. Empty: 1, none are removed."""
+    """Per table: ids in a rank's samples over distinct ids, where repeated ids are
+    removed before the exchange. Empty: 1, none are removed."""
     kernels: tuple[KernelFactors | None, ...] = ()
-    """Per table: how its kernel differs from the measured fused one. Empty: not."""
+    """Per table: how its kernel differs from the measured fused one. Empty: it does
+    not."""
     node_size: int = 0
-    """Ranks that share the rows of a table-row-wise table; 0: `local_world_size`."""
+    """Ranks that share the rows of a table-row-wise table; 0 means
+    `local_world_size`."""
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -224,7 +225,7 @@ class ShardingTask:
         for limits in ("memory_bytes", "host_memory_bytes"):
             if getattr(self, limits):
                 self._fill("rank", world_size, **{limits: ()})
-        # What one table alone is asked needs no set.
+        # Sets of one table need no rule.
         sets = joined_sets(self._checked_sets("together"))
         self._set("together", tuple(tables for tables in sets if len(tables) > 1))
         apart = sorted(t for t in self._checked_sets("apart") if len(t) > 1)
@@ -236,7 +237,7 @@ class ShardingTask:
         object.__setattr__(self, name, value)
 
     def _fill(self, what: str, count: int, **defaults: tuple[Any, ...]) -> None:
-        """Set fields that are empty to a default, and check the length of all."""
+        """Set empty fields to their default, and check all lengths."""
         for name, default in defaults.items():
             value = getattr(self, name) or default
             if len(value) != count:
@@ -246,14 +247,14 @@ class ShardingTask:
             self._set(name, value)
 
     def _check_names(self) -> None:
-        """Check that names differ, but for the ways to shard one table."""
+        """Check that names differ, except among the ways of one table."""
         seen: set[int] = set()
         sets = sorted(self._checked_sets("alternatives"))
         for ways in sets:
             if seen.intersection(ways):
                 raise ConfigError(
                     f"alternatives has table {min(seen.intersection(ways))} twice; a "
-                    "table is in one set at most"
+                    "table may be in one set only"
                 )
             seen.update(ways)
             first = self.tables[ways[0]].name
@@ -261,28 +262,28 @@ class ShardingTask:
                 if self.tables[way].name != first:
                     raise ConfigError(
                         f"alternatives has tables '{first}' and "
-                        f"'{self.tables[way].name}' in one set; ways to shard one "
-                        "table have its name"
+                        f"'{self.tables[way].name}' in one set; all ways of a table "
+                        "must have its name"
                     )
         self._set("alternatives", tuple(ways for ways in sets if len(ways) > 1))
         check_tables([self.tables[ways[0]] for ways in self.ways])
 
     def _check_alternatives(self) -> None:
-        """Check that the ways of a table lie together with others all or none."""
+        """Check that either all ways of a table are in `together`, or none is."""
         number = {t: n for n, tables in enumerate(self.together) for t in tables}
         for ways in self.alternatives:
             sets = {number.get(way, -1 - way) for way in ways}
             if len(sets) < len(ways) or 0 < sum(n >= 0 for n in sets) < len(ways):
                 raise ConfigError(
-                    f"table '{self.tables[ways[0]].name}' lies together with others in "
-                    "some of its alternatives; put each of them into a set of its own"
+                    f"only some alternatives of table '{self.tables[ways[0]].name}' "
+                    "are in 'together'; put each of them into its own set"
                 )
 
     def _check_tables(self, whole: Container[int]) -> None:
-        """Check each table's type and ranks; lower its shards to what these let it.
+        """Check each table's type and ranks, and lower its shards to what they allow.
 
         Args:
-            whole: Tables that lie together with others.
+            whole: Tables that are kept together with others.
         """
         every = tuple(range(self.world_size))
         most, narrowest = list(self.max_shards), list(self.min_widths)
@@ -312,7 +313,7 @@ class ShardingTask:
         self._set("allowed_ranks", tuple(allowed) if any(allowed) else ())
 
     def _checked_sets(self, name: str) -> set[tuple[int, ...]]:
-        """Return sets of tables, each sorted and without repeats."""
+        """Return the field's sets of tables, each sorted and without repeats."""
         sets: tuple[tuple[int, ...], ...] = getattr(self, name)
         for tables in sets:
             odd = [t for t in tables if not 0 <= t < len(self.tables)]
@@ -324,50 +325,50 @@ class ShardingTask:
         return {tuple(sorted(set(tables))) for tables in sets if tables}
 
     def sharding_type(self, table: int) -> ShardingType:
-        """How a table is laid out."""
+        """Return a table's sharding type."""
         return SHARDING_TYPES[self.sharding_types[table]]
 
     def block_size(self, table: int) -> int:
-        """Ranks that share a table's rows or have replicas of it."""
+        """Return how many ranks share a table's rows or hold replicas of it."""
         return self.sharding_type(table).block_size(self.world_size, self.node_size)
 
     def block_width(self, table: int) -> int:
-        """Columns of each block's shards; of a table in column shards, all columns."""
+        """Return the columns of each block's shards; for column shards, all columns."""
         width = self.tables[table].embedding_dim
         in_columns = self.sharding_type(table).in_columns
         return width if in_columns else min(width, self.min_widths[table])
 
     def num_blocks(self, table: int) -> int:
-        """Blocks that the columns of a table lie in; 1 for a table in column shards."""
+        """Return how many blocks a table's columns form; 1 for column shards."""
         return -(-self.tables[table].embedding_dim // self.block_width(table))
 
     @property
     def ways(self) -> tuple[tuple[int, ...], ...]:
-        """Every table: the indices that stand for it, sorted by the first."""
+        """The indices of each table's ways, sorted by the first."""
         several = {i for ways in self.alternatives for i in ways}
         alone = [(i,) for i in range(len(self.tables)) if i not in several]
         return tuple(sorted([*alone, *self.alternatives]))
 
     @property
     def has_choices(self) -> bool:
-        """Whether any table may or must be sharded other than by columns alone."""
+        """Whether some table may or must be sharded other than by columns."""
         return bool(self.alternatives) or not COLUMN_SHARDED_TYPES.issuperset(
             self.sharding_types
         )
 
     @property
     def num_groups(self) -> int:
-        """Fusion groups."""
+        """Number of fusion groups."""
         return max(self.groups) + 1
 
     @property
     def num_stages(self) -> int:
-        """Sets of groups that share their collectives."""
+        """Number of stages: sets of groups that share their collectives."""
         return max(self.stages) + 1
 
     @property
     def rules(self) -> PlacementRules:
-        """Which ranks tables may be on, and in whose company."""
+        """Which ranks tables may be on, and which tables stay together or apart."""
         return PlacementRules(
             names=tuple(t.name for t in self.tables),
             world_size=self.world_size,
@@ -378,10 +379,10 @@ class ShardingTask:
 
     @property
     def memory(self) -> tuple[Floats, Floats, Floats]:
-        """Memory of ranks, `M x W`, and of shards, fixed and per column, `M x T` each.
+        """Bytes of ranks (`M x W`), and of shards, fixed and per column (`M x T` each).
 
-        In bytes: of the device and, where it is limited, of the host. Unlimited memory
-        is infinite.
+        `M` is the device and, where it is limited, the host. Unlimited memory is
+        infinite.
         """
         device = self.memory_bytes, self.fixed_bytes, self.column_bytes
         host = self.host_memory_bytes, self.host_fixed_bytes, self.host_column_bytes
@@ -394,13 +395,13 @@ class ShardingTask:
         )
 
     def shard_bytes(self, table: int, width: int) -> float:
-        """Device memory of one shard [bytes]."""
+        """Return the device memory of one shard [bytes]."""
         return self.fixed_bytes[table] + self.column_bytes[table] * width
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class ColumnShard:
-    """Columns `offset` to `offset + width` of a table, or some rows of them."""
+    """Columns `offset` to `offset + width` of a table, of all or some rows."""
 
     table: int
     """Index into the task's tables."""
@@ -409,12 +410,12 @@ class ColumnShard:
     rank: int
     row_offset: int = 0
     rows: int = ALL_ROWS
-    """Rows held; ALL_ROWS where the table is not split by rows."""
+    """Number of rows; ALL_ROWS if the table is not split by rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where every column of every table lives."""
+    """The rank of every column of every table."""
 
     world_size: int
     shards: tuple[ColumnShard, ...]
@@ -429,13 +430,13 @@ class Placement:
     ) -> Placement:
         """Build a placement from (table, width, rank) triples.
 
-        Shards of one table on one rank become one; columns are handed out in order of
+        Shards of one table on one rank are merged. Columns are assigned in order of
         rank, block by block.
 
         Args:
-            world_size: Ranks.
-            triples: What ranks hold.
-            task: Says how tables are laid out. None: by columns.
+            world_size: Number of ranks.
+            triples: The shards.
+            task: Has the tables' sharding types; None means column-wise.
         """
         widths: dict[tuple[int, int], int] = {}
         for table, width, rank in triples:
@@ -458,9 +459,8 @@ class Placement:
         """Check the placement against its task.
 
         Raises:
-            PlacementError: A column is missing or placed twice, a width is not allowed,
-                a rank does not exist or is not one that the table may be on, or tables
-                lie apart that belong together or the other way round.
+            PlacementError: A column is missing or placed twice, a width or rank is not
+                allowed, or the rules on tables together and apart are broken.
             InfeasibleError: A rank holds more than its memory.
         """
         if self.world_size != task.world_size:
@@ -474,7 +474,8 @@ class Placement:
         for shard in self.shards:
             if shard.table not in by_table:
                 raise PlacementError(
-                    f"shard of table {shard.table}, which is not there"
+                    f"the placement has a shard of table {shard.table}, which the task "
+                    "does not have"
                 )
             by_table[shard.table].append(shard)
         for ways in task.ways:
@@ -495,7 +496,7 @@ class Placement:
         for place, rank in np.argwhere(used_MW > caps_MW)[:1].tolist():
             raise InfeasibleError(
                 f"{HOST * place}rank {rank} holds "
-                f"{format_bytes(used_MW[place, rank])}, it has "
+                f"{format_bytes(used_MW[place, rank])}, but has "
                 f"{format_bytes(caps_MW[place, rank])}"
             )
 
@@ -554,8 +555,8 @@ class Placement:
             ranks = list(range(number * size, (number + 1) * size))
             if [s.rank for s in held] != ranks or len({s.width for s in held}) > 1:
                 raise PlacementError(
-                    f"table '{table.name}' ({kind.name}) must be alike on all of "
-                    f"{listed(ranks)}"
+                    f"table '{table.name}' ({kind.name}) must have equal shards on all "
+                    f"of {listed(ranks)}"
                 )
             end = 0
             for shard in held if kind.splits_rows else ():
