@@ -4,19 +4,18 @@
     torchrun --standalone --nproc-per-node 8 examples/train_dlrm.py \\
         --max-rows 40000000 --batch-size 8192                # eight GPUs, NCCL
 
-A plain training script: three lines of it plan (`profile_inputs`, `NeuroShardPlanner`,
-`collective_plan`), the others are TorchRec's own. The tables are MLPerf DLRM-v2's, with
-rows capped at --max-rows. Put your batches in the place of `read_batches`.
+This is a plain TorchRec training script. Only `profile_inputs`, `NeuroShardPlanner`,
+`collective_plan` and `save_plan` come from this package. The tables are those of MLPerf
+DLRM-v2, with at most --max-rows rows each. Replace `read_batches` by your own input.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import os
-import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,19 +34,27 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_neuroshard import NeuroShardPlanner, TableConfig, profile_inputs
+from torchrec_neuroshard import (
+    NeuroShardPlanner,
+    TableConfig,
+    profile_inputs,
+    save_plan,
+    topology_for,
+)
+from torchrec_neuroshard.hardware.cards import find_card
+from torchrec_neuroshard.hardware.devices import current_device_name
 from torchrec_neuroshard.tables.inputs import draw_batch
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 NUM_DENSE_FEATURES = 13
 SHOWN_STEPS = 10
-"""Steps over which a loss that is printed is averaged."""
+"""Each printed loss is the mean of this many steps."""
 
 
 def read_batches(
     tables: Sequence[TableConfig], batch_size: int, rank: int
 ) -> Iterator[Batch]:
-    """Yield a rank's batches without end: skewed ids, and clicks that can be learnt."""
+    """Yield batches of one rank for ever: skewed ids, and clicks that can be learnt."""
     rng = np.random.default_rng(rank)
     taste = np.linspace(-1.0, 1.0, NUM_DENSE_FEATURES)
     while True:
@@ -67,7 +74,7 @@ def read_batches(
 
 
 def build_model(tables: Sequence[TableConfig], device: torch.device) -> DLRMTrain:
-    """Build the model; its tables hold no memory until they are sharded."""
+    """Return the model; its tables get memory only when they are sharded."""
     torch.manual_seed(0)
     embeddings = EmbeddingBagCollection(
         tables=[
@@ -81,7 +88,7 @@ def build_model(tables: Sequence[TableConfig], device: torch.device) -> DLRMTrai
         ],
         device=torch.device("meta"),
     )
-    # Fused into the kernels' backward pass; the planner counts its state, too.
+    # TBE runs this optimizer in its backward pass. The planner counts its state.
     apply_optimizer_in_backward(RowWiseAdagrad, embeddings.parameters(), {"lr": 0.01})
     return DLRMTrain(
         DLRM(
@@ -94,22 +101,47 @@ def build_model(tables: Sequence[TableConfig], device: torch.device) -> DLRMTrai
     )
 
 
+def find_topology(
+    device_name: str | None, device_type: str, world_size: int, ranks_per_node: int
+) -> Topology:
+    """Return the topology of the job, with published figures if the GPU is known."""
+    card = find_card(device_name)
+    if card is None:  # a CPU, or a GPU without published figures here
+        return Topology(
+            world_size=world_size,
+            local_world_size=ranks_per_node,
+            compute_device=device_type,
+        )
+    return topology_for(card.name, world_size=world_size, ranks_per_node=ranks_per_node)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan, shard and train."""
+    """Plan, save the plan, shard and train."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--max-rows", type=int, default=100_000, help="of a table")
-    parser.add_argument("--embedding-dim", type=int, default=128)
-    parser.add_argument("--batch-size", type=int, default=1_024, help="per rank")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--cost-model", default="auto", help="or a bundle's folder")
+    parser.add_argument(
+        "--max-rows", type=int, default=100_000, help="most rows of a table"
+    )
+    parser.add_argument(
+        "--embedding-dim", type=int, default=128, help="columns of every table"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=1_024, help="samples per rank"
+    )
+    parser.add_argument("--steps", type=int, default=60, help="training steps")
+    parser.add_argument(
+        "--cost-model", default="auto", help="auto, a bundle's name or its folder"
+    )
+    parser.add_argument(
+        "--save-plan",
+        type=Path,
+        default=Path("dlrm_plan.json"),
+        metavar="FILE",
+        help="where rank 0 writes the plan, to load it with the checkpoint",
+    )
     options = parser.parse_args(arguments)
-    # Notices of TorchRec and torch about their own code.
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", FutureWarning)
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -127,27 +159,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = build_model(tables, device)
     sharders = [EmbeddingBagCollectionSharder()]
 
-    # As many samples as all ranks read in one iteration: what the kernels will see.
+    device_name = current_device_name(device.type)
+    if rank == 0:
+        print(f"training on {world_size} ranks, each on {device_name}", flush=True)
+    # One batch per rank: together they are the samples of one iteration.
     first = itertools.islice(batches, world_size)
     profiles = profile_inputs(batch.sparse_features for batch in first)
     planner = NeuroShardPlanner(
-        topology=Topology(
-            world_size=world_size,
-            local_world_size=local_world_size,
-            compute_device=device.type,
-        ),
+        topology=find_topology(device_name, device.type, world_size, local_world_size),
         batch_size=options.batch_size,
         profiles=profiles,
         cost_model=options.cost_model,
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     if rank == 0:
-        print(planner.report(), flush=True)
+        print(planner.report())
+        save_plan(plan, options.save_plan, model=model, planner=planner)
+        print(f"saved the plan to {options.save_plan}", flush=True)
 
     sharded = DistributedModelParallel(
         model, device=device, plan=plan, sharders=sharders
     )
-    # Of dense layers and data-parallel tables; other tables' optimizer is fused.
+    # For dense layers and data-parallel tables; TBE updates all other tables.
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(sharded.named_parameters())),
         lambda parameters: torch.optim.Adam(parameters, lr=0.005),

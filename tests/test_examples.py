@@ -20,6 +20,9 @@ from torchrec.distributed.planner import Topology
 
 from torchrec_neuroshard import NeuroShardPlanner
 from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.hardware.devices import cpu_name
+from torchrec_neuroshard.planner.topology import CardTopology
+from torchrec_neuroshard.plans.plan_files import read_plan
 from torchrec_neuroshard.tables.loaders import read_tables
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
@@ -46,13 +49,15 @@ def quiet() -> Iterator[None]:
 
 @pytest.mark.distributed
 @pytest.mark.nightly
-def test_training_plans_first_and_the_loss_falls() -> None:
+def test_training_saves_its_plan_and_the_loss_falls(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(EXAMPLES / "train_dlrm.py")]
     command += ["--max-rows", "2000", "--embedding-dim", "16", "--batch-size", "512"]
-    # Costs that are not measured here: first weights differ from plan to plan.
+    saved = tmp_path / "plan.json"
+    command += ["--steps", "30", "--save-plan", str(saved)]
+    # A shipped bundle always gives the same plan, and so the same first weights.
     ended = subprocess.run(
-        [*command, "--steps", "30", "--cost-model", "cpu"],
+        [*command, "--cost-model", "cpu"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -60,10 +65,24 @@ def test_training_plans_first_and_the_loss_falls() -> None:
     )
     assert ended.returncode == 0, ended.stderr
     report, _, steps = ended.stdout.partition("steps   1 to  10: loss ")
-    assert report.count("26 tables on 2 ranks, ") == 1  # one rank speaks
+    assert report.startswith(f"training on 2 ranks, each on {cpu_name()}\n")
+    assert report.count("26 tables on 2 ranks, ") == 1  # only rank 0 prints
+    assert report.endswith(f"saved the plan to {saved}\n")
+    assert len(read_plan(saved).report().tables) == 26
+    # Warnings and log lines of torch and TorchRec are shown.
+    assert "FutureWarning" in ended.stderr and "torchrec" in ended.stderr
     losses = [float(line.split()[-1]) for line in steps.splitlines()]
     assert len(losses) == 3
     assert losses[-1] < min(losses[0], math.log(2)) - 0.1  # better than chance, too
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "another GPU"])
+def test_training_names_a_known_gpu_to_the_planner(name: str) -> None:
+    find_topology = runpy.run_path(str(EXAMPLES / "train_dlrm.py"))["find_topology"]
+    topology = find_topology(name, "cuda", 16, 8)
+    assert (topology.world_size, topology.local_world_size) == (16, 8)
+    assert topology.compute_device == "cuda"
+    assert isinstance(topology, CardTopology) == (name == "NVIDIA H200")
 
 
 def test_watched_training_writes_predicted_beside_measured(
