@@ -1,4 +1,4 @@
-"""Searches over ways to shard tables, column splits and ranks."""
+"""Searches over sharding types, kernels, column splits and ranks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SEARCHES: dict[str, tuple[str, ...]] = {
     "neuroshard": ("papers.neuroshard", "PaperSearcher"),
     "random": ("papers.heuristics", "RandomSearcher"),
 }
-"""Searches by name: module in this package, class and arguments. Imported when asked
-for, since the baselines lie above this unit."""
+"""Name -> module in this package, class and arguments. They are imported on request,
+since `papers` is a layer above this one."""
 
 
 def make_searcher(search: str | SearchConfig | Searcher) -> Searcher:
-    """Return the search that a name, settings or a search itself stand for.
+    """Return the search for a name, for settings, or a given search itself.
 
     Raises:
         ConfigError: The name is unknown.

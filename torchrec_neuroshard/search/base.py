@@ -1,4 +1,4 @@
-"""The interface of searches: settings, results, `Searcher`."""
+"""The interface of searches: `SearchConfig`, `SearchResult`, `Searcher`."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ __all__ = [
 ]
 
 BOUNDS = ("none", "quick", "thorough")
-"""How hard a search may try to bound its plan."""
+"""Values of `SearchConfig.bound`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchConfig:
-    """Settings of the default search: effort, limits of time, seed."""
+    """Settings of the default search: effort, time budget, bound and seed."""
 
     effort: float = 1.0
-    """Factor on the placements that are improved side by side: more find better plans,
-    slowly. 0 places tables and improves nothing."""
+    """Factor on the number of placements that are improved side by side. More effort
+    finds better plans, slowly. With 0, tables are placed and not improved."""
     restarts: int = 2
-    """Rounds of disturbed restarts without a gain after which it stops."""
+    """Rounds of restarts without a gain after which the search stops."""
     time_budget_seconds: float = 20.0
-    """The best plan so far is returned after this."""
+    """After this the best plan so far is returned."""
     bound: str = "none"
-    """Lower bound of all plans: "none" is computed; "quick" takes about a fifth of
-    the search's time; "thorough" what is left of the budget."""
+    """Whether to compute a lower bound on all plans: "none" does not; "quick" takes
+    about a fifth of the search's time; "thorough" takes the rest of the budget."""
     seed: int = 0
+    """Seed of the restarts."""
     progress: Callable[[float], None] | None = None
-    """Is told the critical path of the best plan so far [ms] whenever it gets shorter.
-    None: a terminal shows it."""
+    """Called with the critical path [ms] of the best plan whenever it gets shorter.
+    With None, a terminal shows it."""
 
     def __post_init__(self) -> None:
         if not self.time_budget_seconds > 0:
@@ -70,29 +71,29 @@ class SearchResult:
     placement: Placement
     predicted: PredictedCosts
     lower_bound_ms: float
-    """No placement of the task should have a shorter critical path, by this model; 0
-    where nothing is known."""
+    """No placement should have a shorter critical path by this cost model; 0 if no
+    bound was computed."""
     gap: float
-    """`predicted.critical_path_ms / lower_bound_ms - 1`; infinite where not known."""
+    """`predicted.critical_path_ms / lower_bound_ms - 1`; infinite without a bound."""
     bound_is_proven: bool = False
-    """Whether the bound is a proof. Otherwise it is an estimate: it rests on sets of
-    shards that were looked for, and cheaper ones may have been missed."""
+    """Whether the bound is a proof. Otherwise it is an estimate, since cheaper sets of
+    shards may have been missed."""
     search_seconds: float
     num_evaluated: int
-    """Candidate rank sets whose cost was evaluated."""
+    """Number of sets of shards that were priced."""
     notes: tuple[Note, ...] = ()
-    """What to know of it."""
+    """Remarks about the plan."""
     fallback: str | None = None
-    """Why another planner's plan was taken, if it was."""
+    """Why another planner made the plan; None if the search did."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The texts of its notes."""
+        """The texts of the notes."""
         return tuple(note.text for note in self.notes)
 
 
 class _Budgeted(Protocol):
-    """Settings that say how long a search may take; a dataclass."""
+    """Settings with a time budget; a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -104,27 +105,27 @@ Config = TypeVar("Config", bound=_Budgeted)
 
 
 class Searcher(ABC):
-    """Finds a placement for a task."""
+    """A search: finds a placement for a sharding task. Derive your own from it."""
 
     name: str = "unnamed"
     takes_choices: bool = False
-    """Whether tasks may have tables that are sharded in several ways, by rows, or
-    replicated (`ShardingTask.has_choices`). The planner chooses for other searches."""
+    """Whether the search chooses sharding types and kernels itself
+    (`ShardingTask.has_choices`). For other searches the planner chooses them."""
 
     @property
     def time_budget_seconds(self) -> float:
-        """Seconds that a search may take; inf where it knows no limit."""
+        """Seconds that a search may take; inf without a limit."""
         return math.inf
 
     def with_budget(self, seconds: float, effort: float = 1.0) -> Searcher:
-        """Return the search with less time and effort, for a plan of many searches.
+        """Return the search with a smaller budget, for plans that need many searches.
 
         Args:
-            seconds: It takes no longer than this, or than its own budget.
-            effort: Relative to its own; 0 is the least with which it finds a plan.
+            seconds: Upper limit, in addition to its own budget.
+            effort: Factor on its own effort; 0 is the least that finds a plan.
 
         Returns:
-            By default the search itself, which then takes what it takes.
+            By default the search itself, unchanged.
         """
         del seconds, effort
         return self
@@ -133,20 +134,20 @@ class Searcher(ABC):
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        """Find a placement that keeps to the task's limits and rules on ranks.
+        """Find a placement within the task's memory and placement rules.
 
-        A search that knows no such rules refuses a task that has some: see
-        `rules.require_unconstrained`.
+        A search without support for placement rules must refuse a task that has some:
+        see `rules.require_unconstrained`.
 
         Raises:
-            InfeasibleError: The tables cannot fit; names the table or the total, and
-                what would make it fit.
-            ConfigError: The task has rules on ranks that the search does not know.
+            InfeasibleError: The tables do not fit; names the table or the total, and
+                the way out.
+            ConfigError: The search does not support the task's placement rules.
         """
 
 
 class BudgetedSearcher(Searcher, Generic[Config]):
-    """A search whose settings say how long it may take.
+    """A search whose settings have a time budget.
 
     Args:
         config: The settings.
@@ -161,7 +162,7 @@ class BudgetedSearcher(Searcher, Generic[Config]):
         return self.config.time_budget_seconds
 
     def with_budget(self, seconds: float, effort: float = 1.0) -> Self:
-        """See `Searcher.with_budget`; the effort is not looked at."""
+        """See `Searcher.with_budget`; ignores the effort."""
         del effort
         least = min(self.config.time_budget_seconds, seconds)
         other = copy.copy(self)

@@ -1,14 +1,13 @@
-"""Choose the way that each table is sharded in, on balanced ranks.
+"""Choose the way (sharding type and kernel) of each table, on balanced ranks.
 
-Where tables may be sharded in several ways (`ShardingTask.alternatives`), a choice says
-which one each takes. What it costs on perfectly balanced ranks is quick to work out: a
-kernel for the average rank's shards, collectives at equal loads. Tables of one kind of
-way are switched to another, as many at once as pays most, then tables one by one. The
-search goes on from there on real ranks (see `descent`).
+A *choice* names one way for each table (`ShardingTask.alternatives`). Its cost on
+perfectly balanced ranks is quick to compute: one kernel with the average rank's shards,
+and collectives with equal loads. Starting from a few simple choices, many tables are
+switched from one kind of way to another, as many as pays most; then single tables are
+switched. Later steps change ways on real ranks (see `descent`).
 
-Shapes: `T` tables, one index for each way, `N` tables proper, `F` their ways, one after
-the other, `C` choices, `G` fusion groups, `S` stages, `E` encoding values, `M`
-memories.
+Shapes: `T` entries of the task, one for each way; `N` tables; `F` ways of all tables in
+sequence; `C` choices; `G` fusion groups; `S` stages; `E` encoding values; `M` memories.
 """
 
 from __future__ import annotations
@@ -38,31 +37,30 @@ __all__ = ["Choices"]
 Bools = npt.NDArray[np.bool_]
 
 MIN_GAIN, MIN_SINGLE_GAIN = 0.002, 1e-4
-"""Relative gain that a switch of many tables must promise, and one of a single table.
-"""
+"""Least relative gain of a switch of many tables, and of a single table."""
 MIN_ESTIMATED_GAIN = 0.05
-"""The same for a switch to a kernel that was not measured."""
+"""Least relative gain of a switch to a kernel that was not measured."""
 FILL = 0.95
-"""Part of the memory that a choice may fill on average."""
+"""Share of the memory that a choice may fill on average."""
 MAX_SINGLE = 1000
-"""Most switches of single tables that are priced at a time."""
+"""Most switches of single tables that are priced in one step."""
 MAX_CHOICES = 500
-"""Most choices that are all priced."""
+"""If there are no more choices than this, all are priced."""
 MAX_STEPS = 40
-"""Most switches on a path."""
+"""Most switches in a row."""
 PRICE_STEPS = 32
-"""Prices of memory that are tried: rising ones, then between two of them."""
+"""Steps of the search for a price of memory: rising prices, then bisection."""
 NUM_UNIFORM, NUM_CHEAPEST, MOST_UNIFORM = 2, 3, 500
-"""Choices in which all tables take one kind of way, or the cheapest ways of one stage,
-and the most tables for which they are starts, too: balanced ranks make mixed choices
-look better than they are."""
+"""Starts in which all tables take one kind of way, starts with the cheapest ways of one
+stage, and the most tables for which both are used. Balanced ranks make mixed choices
+look better than they are, so these starts add variety."""
 
 
 class Choices:
-    """Choices of ways, and what they would cost on balanced ranks."""
+    """Makes choices of ways, and prices them on balanced ranks."""
 
     def __init__(self, bank: ShardBank) -> None:
-        """Add up what each way gives the average rank.
+        """Compute what each way adds to the average rank.
 
         Args:
             bank: The task's shards.
@@ -74,12 +72,12 @@ class Choices:
         self._way_F: Ints = np.concatenate(self.ways)
         num_ways = [len(ways) for ways in self.ways]
         self._number_F: Ints = np.repeat(np.arange(len(self.ways)), num_ways)
-        # Of fewer ways than others have, the first one again and again.
+        # Tables with fewer ways repeat their first one.
         filled = [(*w, *w[:1] * (max(num_ways) - len(w))) for w in self.ways]
         self._way_NK: Ints = np.array(filled)
         count = len(task.tables)
         table, rank, alike = bank.parts(np.arange(count))
-        # Of grid shards, the blocks of the columns are on so many nodes.
+        # The blocks of a grid are on different nodes.
         self.width_T: Ints = np.where(
             bank.moves_T, bank.dims_T, np.minimum(task.min_widths, bank.dims_T)
         )
@@ -96,7 +94,7 @@ class Choices:
         self.has_caches = any(k is not None and k.has_cache for k in task.kernels)
         narrow = smallest_widths(task)
         rows = bank.rows(np.arange(count), narrow)
-        # Part of a table on the average rank is a kernel on some rank.
+        # The average rank holds a fraction of a shard, but some rank runs a kernel.
         alone = bank.predict(bank.encoding(rows)) + bank.extra(rows)
         self._floor_T2: Floats = np.maximum(alone, bank.simulator.encoder.launch_ms)
         shard_MT = bank.sizes(np.arange(count), narrow)
@@ -108,15 +106,15 @@ class Choices:
             [numbers[k] for k in kernels]
         )
         self.estimated_T = np.array([k is not None for k in task.kernels])
-        # On one rank whatever fits in all can be placed.
+        # A single rank can be filled completely.
         self.room_M: Floats = bank.caps_MW.sum(axis=1)
         self.room_M[:1] *= FILL if num_ranks > 1 else 1.0
 
     def _kernels(self) -> list[tuple[KernelFactors | None, int]]:
-        """Return what all ways of one kind have in common: kernel and size of cache.
+        """Return what defines the kind of each way: kernel, and rank of its cache size.
 
-        Not what caches miss: of a table's caches, the smallest is of one kind with the
-        smallest ones of others.
+        The share of misses is left out. The smallest caches of all tables are one kind,
+        the second smallest another, and so on.
         """
         task = self.bank.task
         found = [(_kernel(factors), 0) for factors in task.kernels]
@@ -133,7 +131,7 @@ class Choices:
         """Return the choices to place, the most promising ones first.
 
         Args:
-            deadline: `time.monotonic()` after which none is improved.
+            deadline: `time.monotonic()` after which no choice is improved.
         """
         free = self._freest()
         uniform = self._uniform(free)
@@ -149,11 +147,11 @@ class Choices:
             new = [c for c in pool if c.tobytes() not in known]
             if len(self.ways) <= MOST_UNIFORM:
                 ends += sorted(new, key=lambda c: ms[c.tobytes()])[:most]
-        # The freest choice is as good as balanced ranks make it look.
+        # The cost of the freest choice on balanced ranks is realistic: keep it.
         return list({c.tobytes(): c for c in (*ends[:2], free, *ends[2:])}.values())
 
     def _best_of_all(self) -> list[Ints]:
-        """Return the best choice where there are few, even if it fills the ranks."""
+        """Return the best of all choices if they are few, even if it fills the ranks."""
         if math.prod(len(ways) for ways in self.ways) > MAX_CHOICES:
             return []
         every = np.array(list(itertools.product(*self.ways)))
@@ -165,10 +163,10 @@ class Choices:
         return list(every[order[:1]])
 
     def _freest(self) -> Ints:
-        """Return the choice that leaves the search most freedom.
+        """Return the choice that leaves the search the most freedom.
 
-        Column shards and measured kernels where they fit; of the other ways as many as
-        make everything fit on average.
+        It prefers column shards and measured kernels, and takes other ways only as far
+        as memory requires.
         """
         bank = self.bank
         least = float(bank.own_ms_T.sum())
@@ -178,31 +176,31 @@ class Choices:
         return next((c for c in found if c is not None), self.smallest())
 
     def _cheapest(self) -> list[Ints]:
-        """Return the choices of least time that fit, as if tables were alone.
+        """Return choices with the least sum of the tables' own times within memory.
 
-        One takes any way of each table. One for each stage takes the ways of that stage
-        where a table has some: what tables cost alone leaves out the stage's launches.
+        The first allows every way. The others each prefer the ways of one stage, since
+        the tables' own times do not count a stage's launches.
         """
         bank, found = self.bank, []
         for stage in (None, *np.unique(bank.stages_T).tolist()):
             cost_T = np.where(self.fits_T, bank.own_ms_T, np.inf)
             if stage is not None:
                 cost_T += float(bank.own_ms_T.sum()) * (bank.stages_T != stage)
-            # The device's memory alone has a price, or all memories have one.
+            # First only device memory has a price, then host memory, too.
             found += [
                 self._within_memory(cost_T, n + 1) for n in range(len(self.room_M))
             ]
         return [chosen for chosen in found if chosen is not None]
 
     def _within_memory(self, cost_T: Floats, num_priced: int) -> Ints | None:
-        """Return the choice of least cost within memory, or None if none is found.
+        """Return the choice of least cost within memory; None if none is found.
 
-        All tables pay the same for a byte: the least price at which the ways that are
-        cheapest then fit.
+        Each byte has a price, the same for all tables. The method looks for the lowest
+        price at which the cheapest ways fit.
 
         Args:
             cost_T: Cost of each way.
-            num_priced: Memories that have a price; scarce ones have a higher one.
+            num_priced: Number of memories with a price. Scarcer memory costs more.
         """
         worth_M = self.bank.worth_M[:num_priced]
         bytes_T: Floats = worth_M @ self._bytes_MT[:num_priced]
@@ -223,16 +221,16 @@ class Choices:
         return found if found is not None and self._has_room(found) else None
 
     def _has_room(self, chosen_CN: Ints) -> Bools:
-        """Whether choices fit on average, `C`, or the one that is given."""
+        """Whether choices fit the total memory: `C`, or a scalar for one choice."""
         room: Bools = np.array(True)
         for bytes_T, most in zip(self._bytes_MT, self.room_M, strict=True):
             room = room & (bytes_T[chosen_CN].sum(axis=-1) <= most)
         return room
 
     def _uniform(self, first: Ints) -> list[Ints]:
-        """Return the choices in which all tables that may take one kind of way do.
+        """Return, for each kind of way, the choice in which all tables take it.
 
-        The others keep their way in `first`.
+        Tables without a way of this kind keep their way of `first`.
         """
         found = []
         able_F = self.fits_T[self._way_F]
@@ -246,11 +244,11 @@ class Choices:
         return found
 
     def smaller(self, chosen_N: Ints, at_least: int) -> Ints:
-        """Return the choice with the largest shards' tables in ways that take less.
+        """Return the choice with the largest shards switched to ways of less memory.
 
         Args:
             chosen_N: The way of each table, in the order of `ways`.
-            at_least: Tables to switch, as far as there are so many.
+            at_least: Number of tables to switch, if there are as many.
         """
         chosen, changed, own_ms_T = chosen_N.copy(), 0, self.bank.own_ms_T
         for number in np.argsort(-self._shard_bytes_T[chosen], kind="stable").tolist():
@@ -266,7 +264,7 @@ class Choices:
         return chosen
 
     def smallest(self) -> Ints:
-        """Return the choice of least memory on the fullest rank, about."""
+        """Return the choice that needs about the least memory on the fullest rank."""
         tables = np.arange(len(self.width_T))
         each = self.bank.scarcest(self.bank.sizes(tables, self.width_T))
         return np.array(
@@ -277,7 +275,7 @@ class Choices:
         )
 
     def costs(self, chosen_CN: Ints) -> Floats:
-        """Milliseconds of an iteration on balanced ranks, `C`.
+        """Return the milliseconds of an iteration on balanced ranks, `C`.
 
         Args:
             chosen_CN: The way of each table, in the order of `ways`.
@@ -309,7 +307,7 @@ class Choices:
         return total
 
     def improved(self, chosen_N: Ints, deadline: float) -> Ints:
-        """Switch tables to other ways as long as that pays.
+        """Switch tables to other ways until no switch pays.
 
         Args:
             chosen_N: The way of each table, in the order of `ways`.
@@ -331,9 +329,10 @@ class Choices:
         return now_N
 
     def _cheaper_single(self, now_N: Ints, now_ms: float) -> list[tuple[float, Ints]]:
-        """Return what one table in any other way makes cheaper, with its cost [ms].
+        """Return cheaper choices with one table in another way, with their costs [ms].
 
-        Several at once are told by what tables cost alone, which stages do not.
+        `_switches` orders tables by their own times, which leave out the costs of
+        stages. Here every single switch is priced in full.
         """
         changes = [
             (number, way)
@@ -354,14 +353,14 @@ class Choices:
         return [(float(cost_C[i]), candidates[i]) for i in np.flatnonzero(better)]
 
     def _switches(self, now_N: Ints) -> Iterator[tuple[Ints, float]]:
-        """Switch some tables from one kind of way to another, for all pairs of kinds.
+        """Switch tables from one kind of way to another, for all pairs of kinds.
 
         Args:
-            now_N: The way that each table takes.
+            now_N: The current way of each table.
 
         Yields:
-            `C x N` choices that fit, and the part of an iteration that a switch to
-            such ways must gain.
+            `C x N` choices that fit, and the least relative gain that a switch to this
+            kind needs.
         """
         now_F = now_N[self._number_F]
         open_F = np.flatnonzero((self._way_F != now_F) & self.fits_T[self._way_F])
@@ -382,12 +381,12 @@ class Choices:
 
 
 def _firsts(sorted_N: Ints) -> Ints:
-    """Where in sorted values each one begins."""
+    """Return the first index of each distinct value in sorted values."""
     return np.flatnonzero(np.diff(sorted_N, prepend=-1))
 
 
 def _kernel(factors: KernelFactors | None) -> KernelFactors | None:
-    """Return what all tables in one kernel share: not what their caches miss."""
+    """Return the factors that all tables of a kernel share: all but the misses."""
     if factors is None or factors.host is None or not factors.has_cache:
         return factors
     return dataclasses.replace(
@@ -398,11 +397,11 @@ def _kernel(factors: KernelFactors | None) -> KernelFactors | None:
 def _members(
     way_N: Ints, cell_N: Ints, size: int, num_ways: int
 ) -> tuple[Any, Ints, Ints]:
-    """Return what is in each cell: a matrix, `size x num_ways`, that adds rows up.
+    """Return the ways in each cell.
 
     Returns:
-        Also the order of the ways by cell, and where in it each cell that has some
-        begins.
+        A matrix, `size x num_ways`, that sums rows by cell; the order of the ways by
+        cell; and the start of each cell that is not empty.
     """
     order = np.argsort(cell_N, kind="stable")
     ends = np.cumsum(np.bincount(cell_N, minlength=size))
@@ -415,7 +414,7 @@ def _members(
 
 
 def _counts(total: int) -> list[int]:
-    """How many tables to switch at once: all small numbers, some large ones."""
+    """Return how many tables to switch at once: all small numbers, some large ones."""
     counts, count = [], 1
     while count < total:
         counts.append(count)

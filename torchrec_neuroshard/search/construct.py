@@ -1,7 +1,8 @@
-"""Place tables one after the other where they cost least, in many lanes at once.
+"""Greedy placement in many lanes at once: each table goes where it costs least.
 
-A draft holds what ranks have to do by sums of the shards' costs, which is all that
-placing needs. It begins empty, or with lanes from which some pieces were taken.
+A *lane* is one placement. A draft is a set of unfinished lanes. It keeps each rank's
+phases as sums of the shards' costs, which are exact enough for placing. A draft starts
+empty, or from lanes with some pieces removed.
 
 Shapes: see `lanes`; `Q` tables that are placed at a time, one for each of some lanes;
 `4` phases of a stage: forward, backward, exchange of ids, exchange of outputs.
@@ -20,18 +21,18 @@ from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 __all__ = ["Draft", "construct", "placed", "starts"]
 
 START_SHARES: tuple[float, ...] = (np.inf, 1.1, 0.85, 0.7, 0.5, 0.35, 0.2)
-"""Numbers of shards to begin with: each table is split until no shard costs more than
-this share of an average rank."""
+"""Starts: each table is split until no shard costs more than this share of an average
+rank's time."""
 SQUARINGS = 3
-"""A shard goes where it adds least to the sum of the phases' eighth powers, which takes
-so many squarings."""
+"""A shard goes to the rank where it adds least to the phases' eighth powers, which are
+three squarings."""
 TIE = 1e-9
-"""Weight of a rank's whole load: breaks ties between ranks that cost the same."""
+"""Weight of a rank's whole load. It breaks ties between equally cheap ranks."""
 LEAST_MS = 1e-9
 
 
 class Draft:
-    """What ranks of some lanes hold so far, and the pieces placed."""
+    """Unfinished lanes: the loads of their ranks so far, and the pieces placed."""
 
     def __init__(
         self, bank: ShardBank, num_lanes: int, *, by_size: bool = False
@@ -40,8 +41,8 @@ class Draft:
 
         Args:
             bank: The task's shards.
-            num_lanes: Placements that are made side by side.
-            by_size: Even out memory instead of time.
+            num_lanes: Number of placements that are built side by side.
+            by_size: Balance memory instead of time.
         """
         task = bank.task
         shape = (num_lanes, task.world_size)
@@ -53,7 +54,7 @@ class Draft:
         self._occupants_LAW: Floats = np.zeros((num_lanes, sets, shape[1]))
         self._splits_on = True
         self.fits_L: Bools = np.ones(num_lanes, dtype=bool)
-        """False where a table found no room."""
+        """False for lanes in which a table found no room."""
         self._from_Q: Ints = np.arange(num_lanes)
         none = np.zeros(0, dtype=np.int64)
         self._gone: tuple[Ints, Ints, Ints, Ints] = (none,) * 4
@@ -61,16 +62,16 @@ class Draft:
 
     @classmethod
     def of(cls, lanes: Lanes, from_Q: Ints, gone_N: Ints, piece_N: Ints) -> Draft:
-        """Begin with lanes from which some pieces are taken.
+        """Start from lanes with some pieces removed.
 
         Args:
-            lanes: What is placed.
-            from_Q: Lane that each lane of the draft begins with.
-            gone_N: Lane of the draft that a piece is taken from.
-            piece_N: That piece of `lanes`.
+            lanes: Finished lanes.
+            from_Q: The lane that each lane of the draft starts from.
+            gone_N: The draft's lane of each removed piece.
+            piece_N: Index of that piece in `lanes`.
         """
         draft = cls(lanes.bank, 0)
-        draft._splits_on = False  # else plans are worse by up to 3 %
+        draft._splits_on = False  # splitting here makes plans up to 3 % worse
         num_ranks = lanes.bank.task.world_size
         shape = (len(from_Q), num_ranks, lanes.bank.task.num_stages, 4)
         draft.phases_LWS4 = lanes.phases_LWP[from_Q].reshape(shape)
@@ -110,7 +111,7 @@ class Draft:
             self._occupants_LAW[:, -1] = 0
 
     def _open(self, lane_Q: Ints, table_Q: Ints, width_Q: Ints) -> Bools:
-        """Which ranks may take a shard, `Q x W`."""
+        """Return which ranks may take a shard, `Q x W`."""
         bank, rules = self.bank, self.bank.rules
         room_QW: Bools = np.ones((len(lane_Q), bank.task.world_size), dtype=bool)
         sizes_MQ = bank.sizes(table_Q, width_Q)
@@ -128,7 +129,7 @@ class Draft:
     def _prices(
         self, lane_Q: Ints, table_Q: Ints, width_Q: Ints, noise_QW: Floats | None
     ) -> Floats:
-        """What a shard adds to the powers of its stage's phases, `Q x W`."""
+        """Return what a shard adds to the powers of its stage's phases, `Q x W`."""
         bank = self.bank
         offset_T4, slope_T4 = bank.stage_affine
         stage_Q = bank.stages_T[table_Q]
@@ -145,7 +146,7 @@ class Draft:
         return added
 
     def _filled(self, lane_Q: Ints, table_Q: Ints, width_Q: Ints) -> Floats:
-        """How full ranks are with a shard: of the memory that is fullest, `Q x W`."""
+        """Return how full ranks are with a shard, by the fullest memory: `Q x W`."""
         caps_MW = np.maximum(self.bank.caps_MW, 1.0)
         sizes_MQ = self.bank.sizes(table_Q, width_Q)
         used_MQW = self._bytes_MLW[:, lane_Q] + sizes_MQ[:, :, None]
@@ -160,17 +161,17 @@ class Draft:
         noise_QW: Floats | None = None,
         skew_Q: Ints | None = None,
     ) -> None:
-        """Place one table in each of some lanes, all its shards on different ranks.
+        """Place one table in each of some lanes, its shards on different ranks.
 
-        In an empty draft, a table that finds no room is split further. Lanes without
-        room for it no longer fit.
+        In a draft that started empty, a table without room is split further. A lane
+        without room for it is marked in `fits_L`.
 
         Args:
-            lane_Q: Lanes, each once.
-            table_Q: The way that the table is sharded in.
-            count_Q: Shards of columns, as even as possible.
-            noise_QW: Factors on what ranks have to do. None: 1.
-            skew_Q: Columns that the first shard has beyond an even part. None: 0.
+            lane_Q: Lanes, each at most once.
+            table_Q: The table's way.
+            count_Q: Number of column shards, as even as possible.
+            noise_QW: Factors on the ranks' loads; None means 1.
+            skew_Q: Columns of the first shard beyond an even share; None means 0.
         """
         if skew_Q is None:
             skew_Q = np.zeros(len(lane_Q), dtype=np.int64)
@@ -189,13 +190,13 @@ class Draft:
         size: int,
         noise_QW: Floats | None,
     ) -> None:
-        """Place tables whose blocks have one size."""
+        """Place tables whose blocks have the same size."""
         bank = self.bank
         moves_Q = bank.moves_T[table_Q]
         count_Q = np.where(moves_Q, count_Q, bank.num_blocks_T[table_Q])
         units_Q = (bank.dims_T[table_Q] - skew_Q) // COLUMN_MULTIPLE
         whole_Q = np.minimum(bank.narrowest_T[table_Q], bank.dims_T[table_Q])
-        # As many shards as are left over are four columns wider.
+        # The remainder makes some shards four columns wider.
         narrow_Q = np.where(moves_Q, units_Q // count_Q * COLUMN_MULTIPLE, whole_Q)
         num_wide_Q = np.where(moves_Q, units_Q % count_Q, 0)
         width_Q = narrow_Q + COLUMN_MULTIPLE * (num_wide_Q > 0)
@@ -208,7 +209,7 @@ class Draft:
             price = price.reshape(len(lane_Q), -1, size).max(axis=2)
         odd = np.flatnonzero(skew_Q)
         if len(odd):
-            # The first shard comes first, wherever there is room for it.
+            # The wider first shard goes to the cheapest rank that has room for it.
             wide = width_Q[odd] + skew_Q[odd]
             room = np.where(
                 self._open(lane_Q[odd], table_Q[odd], wide), price[odd], np.inf
@@ -244,7 +245,7 @@ class Draft:
         self._placed.append(pieces)
 
     def changes(self) -> tuple[Changes, Ints]:
-        """Return what was taken and placed, and the lanes in which all found room."""
+        """Return the removed and placed pieces, and the lanes where all found room."""
         good = np.flatnonzero(self.fits_L)
         new_L = np.full(len(self.fits_L), -1)
         new_L[good] = np.arange(len(good))
@@ -267,7 +268,7 @@ class Draft:
 
 
 def placed(bank: ShardBank, drafts: Sequence[Draft]) -> Lanes:
-    """Return the lanes of some drafts in which everything found room."""
+    """Return the finished lanes of some drafts, in which everything found room."""
     parts, count = [], 0
     for draft in drafts:
         c, good = draft.changes()
@@ -280,13 +281,13 @@ def placed(bank: ShardBank, drafts: Sequence[Draft]) -> Lanes:
 def construct(
     bank: ShardBank, ways_LT: Ints, count_LT: Ints, *, by_size: bool = False
 ) -> Draft:
-    """Place all tables, those of many ranks and those of costly shards first.
+    """Place all tables: fixed ones first, then the least free, then the costliest.
 
     Args:
         bank: The task's shards.
         ways_LT: The way of each table, in each lane.
-        count_LT: Its shards of columns.
-        by_size: Even out memory instead of time, large shards first.
+        count_LT: The number of its column shards.
+        by_size: Balance memory instead of time, large shards first.
     """
     num_lanes, num_tables = ways_LT.shape
     whole = ways_LT.reshape(-1), bank.dims_T[ways_LT].reshape(-1)
@@ -303,14 +304,15 @@ def construct(
 
 
 def starts(bank: ShardBank, choices: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Return ways and numbers of shards to begin with, each once.
+    """Return the starts: choices of ways with several numbers of shards.
 
     Args:
         bank: The task's shards.
-        choices: Ways of all tables.
+        choices: Ways of all tables, one array per choice.
 
     Returns:
-        Ways and shards of columns of each table, one lane a line.
+        Ways, and numbers of column shards, of each table: `L x T` each. Duplicates are
+        removed.
     """
     needed_T = bank.needed_shards_T
     found: dict[bytes, tuple[Ints, Ints]] = {}

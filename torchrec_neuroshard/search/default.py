@@ -1,4 +1,12 @@
-"""The default search: ways to shard, placements, local improvement, bound if asked."""
+"""The default search, from a sharding task to a placement.
+
+1. `choices` picks the way (sharding type and kernel) of each table on balanced ranks.
+2. `construct` places the tables greedily, in many variants (lanes) at once.
+3. `descent` improves the lanes by local search and restarts.
+4. `bounds` computes a lower bound if one was asked for.
+
+If greedy placement finds no room, an integer program packs the tables (`feasibility`).
+"""
 
 from __future__ import annotations
 
@@ -44,22 +52,25 @@ __all__ = [
 ]
 
 CHOICE_SHARE = 0.25
-"""Share of the time for choices of ways on balanced ranks."""
+"""Share of the budget for choosing ways on balanced ranks."""
 MAX_REPAIRS = 8
-"""Times that a choice which does not fit is changed to one that takes less."""
+"""Most times that a choice which does not fit is changed to use less memory."""
 LEAST_PACK_SECONDS = 0.5
-"""Time for exact packing where greedy placing has used up the budget."""
+"""Time for exact packing if greedy placement has used up the budget."""
 BOUND_SHARE = 0.2
-"""Time for a quick bound, relative to the search before it."""
+"""Time for a quick bound, as a share of the search before it."""
 MAX_WARNINGS = 20
-"""Range warnings told one by one; the rest are counted."""
+"""Most range warnings; the rest are counted."""
 
 
 @contextlib.contextmanager
 def telling(
     observer: Callable[[float], None] | None,
 ) -> Iterator[Callable[[float], None]]:
-    """Pass shorter critical paths [ms] on to an observer, or to a terminal's line."""
+    """Yield a function that reports shorter critical paths [ms].
+
+    They go to the observer or, without one, to a line of the terminal.
+    """
     best_ms = math.inf
     with contextlib.ExitStack() as stack:
         if observer is None and sys.stderr.isatty():
@@ -79,10 +90,9 @@ def telling(
 
 
 class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
-    """Places tables greedily in many lanes at once, then improves the best of them.
+    """The default search: chooses ways, places tables, improves placements.
 
-    Where tables may be sharded in several ways, choices are made first on balanced
-    ranks (see `choices`) and changed by the same improvement.
+    The module's docstring lists the steps.
     """
 
     name = "default"
@@ -93,7 +103,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         super().__init__(config or SearchConfig())
 
     def with_budget(self, seconds: float, effort: float = 1.0) -> Self:
-        """See `Searcher.with_budget`; without effort, tables are placed, no more."""
+        """See `Searcher.with_budget`; with effort 0, tables are only placed."""
         other = super().with_budget(seconds)
         less = other.config.effort * max(0.0, effort)
         other.config = dataclasses.replace(other.config, effort=less)
@@ -105,9 +115,9 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         """Find a placement.
 
         Raises:
-            InfeasibleError: The tables cannot fit or be where the rules on ranks want
-                them; names the table or the total, and what would make it fit.
-            ConfigError: Rules on ranks contradict each other.
+            InfeasibleError: The tables do not fit within memory and placement rules;
+                names the table or the total, and the way out.
+            ConfigError: Placement rules contradict each other.
         """
         simulator, start = Simulator(task, cost_model, comms_model), time.monotonic()
         deadline = start + self.config.time_budget_seconds
@@ -125,10 +135,10 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         return finish_result(bank, best, bound, start)
 
     def _placed(self, bank: ShardBank, deadline: float) -> Lanes:
-        """Return placements of all tables, the best first.
+        """Return greedy placements of all tables, the best first.
 
         Raises:
-            InfeasibleError: None was found.
+            InfeasibleError: No placement was found.
         """
         now = time.monotonic()
         ways = [np.flatnonzero(bank.leads_T)]
@@ -151,7 +161,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
 
     @staticmethod
     def _tighter(bank: ShardBank, choices: Choices, ways: list[Ints]) -> Draft:
-        """Take ways that need less and less memory."""
+        """Switch to ways that need less memory until some placement fits."""
         for first in (*ways, choices.smallest()):
             chosen = first
             for repair in range(MAX_REPAIRS):
@@ -172,7 +182,10 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         start: float,
         deadline: float,
     ) -> Bound:
-        """Bound the task with each table for itself, if that is asked for."""
+        """Compute the bound that the settings ask for.
+
+        Tables kept together are bounded one by one.
+        """
         if self.config.bound == "none":
             return Bound(0.0, False)
         now = time.monotonic()
@@ -190,7 +203,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
 
 
 def _by_choice(lanes: Lanes) -> Ints:
-    """Return lanes in order: the best of each choice of ways, then the second ones."""
+    """Order lanes: the best lane of each choice of ways, then the second best, ..."""
     _, choice_L = np.unique(lanes.pieces_LT > 0, axis=0, return_inverse=True)
     order = np.lexsort((lanes.score_L, choice_L.reshape(-1)))
     first = np.flatnonzero(np.diff(choice_L.reshape(-1)[order], prepend=-1))
@@ -203,11 +216,11 @@ def _by_choice(lanes: Lanes) -> Ints:
 def finish_result(
     bank: ShardBank, width_TW: Ints, bound: Bound, start: float
 ) -> SearchResult:
-    """Evaluate and check the placement found, and fill the result.
+    """Check and evaluate the placement that was found, and return the result.
 
     Args:
         bank: The task's shards.
-        width_TW: Columns of each table, followers (see `rules`) aside, on each rank.
+        width_TW: Columns of each table on each rank, without followers (see `rules`).
         bound: Lower bound of the critical path.
         start: `time.monotonic()` when the search began.
     """

@@ -1,13 +1,14 @@
-"""Local search: from some placements to a better one.
+"""Local search: improve some placements (lanes).
 
-1. A step applies the best moves of each lane. Moves of one step share no rank.
-2. Where no move helps, tables of hot ranks are laid out anew: split into more or fewer
-   shards, or sharded in another way.
-3. What a table gains in another way shows only after other tables have moved. So costly
-   tables are switched one by one, each in a lane of its own, and the lanes improved.
-4. Disturbed copies of good lanes are improved, as long as that gains.
+1. A step applies the best moves of each lane (see `moves`). Moves of one step share no
+   rank.
+2. If no move helps, a table of a hot rank is laid out differently: split into more or
+   fewer shards, or switched to another way.
+3. The gain of another way often shows only after other tables have moved. So copies of
+   the best lane switch one costly table each, and are improved (steps 1 and 2).
+4. Disturbed copies of good lanes are improved, until rounds stop gaining.
 
-Lanes that end up equal go on as one, and lanes far behind are given up.
+Equal lanes are merged, and lanes far behind are dropped.
 
 Shapes: see `lanes`; `Q` lanes of a draft.
 """
@@ -42,65 +43,67 @@ __all__ = [
 ]
 
 Step = Callable[[Lanes, Ints, int], Ints]
-"""Changes some lanes in place: all lanes, those to change, the number of the step ->
-the lanes that gained."""
+"""Changes lanes in place. Takes all lanes, the active ones and the step's number;
+returns the lanes that gained."""
 
 NUM_EXACT = 8
-"""Moves of each hot rank that are evaluated exactly."""
+"""Moves per hot rank that are evaluated exactly."""
 HOPELESS = 0.02
-"""A move whose additive estimate loses more than this share of the score is skipped."""
+"""Moves that lose more than this share of the score by the additive estimate are
+skipped."""
 NUM_TABLES, NUM_LAYOUTS = 4, 4
-"""Tables of a lane that one step lays out anew, and layouts evaluated exactly."""
+"""Tables per lane whose layout a step tries to change, and layouts that are evaluated
+exactly."""
 RACE_STEPS, FAR = 4, 1.03
-"""After so many steps, lanes with a score above `FAR` times the goal are given up. In
-large tasks the worse half is given up each time so many steps are done."""
+"""After `RACE_STEPS` steps, lanes with a score above `FAR` times the goal are dropped.
+In large tasks the worse half is dropped every `RACE_STEPS` steps."""
 MIN_GAIN = 1e-7
 """Relative gain below which a change does not count."""
 MOST_LANES, LANE_TABLES = 32, 2_000
-"""Most lanes side by side, and most tables that all lanes have together."""
+"""Most lanes side by side, and most tables of all lanes together."""
 NUM_STARTS = 8
 """Constructed lanes that the first descent improves."""
 NEAR = 1.1
-"""Restarts begin from lanes with a score up to this many times the best one."""
+"""Restarts start from lanes whose score is at most this many times the best one."""
 ROUND_GAIN, LARGE_TASK, MORE_GAIN = 1e-3, 200, 5
-"""Relative gain of a round that makes another one worth while. Rounds of large tasks
-take longer: above `LARGE_TASK` tables the gain must grow with the number of tables, up
-to `MORE_GAIN` times."""
+"""Least relative gain of a round that counts. Rounds of large tasks take longer, so
+above `LARGE_TASK` tables it grows with the number of tables, up to `MORE_GAIN` times.
+"""
 ACCEPT_WORSE = 0.003
-"""Mean relative loss at which a worse lane is kept after a restart."""
+"""Mean relative loss that is accepted after a restart."""
 SMALL_TASK, MORE_ROUNDS = 32, 3
-"""Below `SMALL_TASK` tables, up to `MORE_ROUNDS` times as many rounds may gain nothing.
+"""Below `SMALL_TASK` tables, up to `MORE_ROUNDS` times as many rounds may fail to gain.
 """
 MOST_ROUNDS, MOST_STEPS = 40, 1_000
 """Most rounds of restarts, and most steps of one descent."""
 FINAL_POWER, NUM_FINAL = 64, 3
-"""Power of the norm in the last descent, and the number of lanes that it improves."""
+"""Power of the norm in the last descent, and the number of lanes in it."""
 OUT_FEWEST, OUT_MOST = 2, 8
-"""Tables that a disturbance takes out."""
+"""Fewest and most tables that a disturbance removes."""
 HALF = 0.5
-"""Probability of each of these: a disturbance takes tables near the fullest rank; it
-takes a costly table of a hot rank, too; it may change ways; a table's way changes; a
+"""Probability of each of these: a disturbance removes tables near the hottest rank; it
+also removes a costly table of a hot rank; it may change ways; a table's way changes; a
 split is uneven; its widths are multiples of 16."""
 RESPLIT = 0.4
-"""Probability that a table of a disturbance is split into another number of shards."""
+"""Probability that a removed table gets another number of shards."""
 
 
 class Effort:
-    """The deadline of a search, and the best placement that it has seen.
+    """The deadline of a search, and the best placement so far.
 
     Attributes:
-        best_ms: Its critical path; infinite before the first one.
+        best_ms: Its critical path; infinite before the first placement.
         best_TW: Its widths.
     """
 
     def __init__(
         self, deadline: float, tell: Callable[[float], None] = lambda _: None
     ) -> None:
-        """Start.
+        """Start without a placement.
 
         Args:
             deadline: `time.monotonic()` after which no step is taken.
-            tell: Told the critical path [ms] whenever it gets shorter.
+            tell: Called with the critical path [ms] whenever it gets shorter.
         """
         self.deadline, self._tell = deadline, tell
         self.best_ms = math.inf
@@ -112,7 +115,7 @@ class Effort:
         return time.monotonic() >= self.deadline
 
     def see(self, lanes: Lanes) -> None:
-        """Keep the best lane if none was better."""
+        """Keep the best lane if it beats the best placement so far."""
         lane = int(lanes.critical_L.argmin()) if lanes.num_lanes else -1
         if lane >= 0 and lanes.critical_L[lane] < self.best_ms * (1 - MIN_GAIN):
             self.best_ms = float(lanes.critical_L[lane])
@@ -123,13 +126,13 @@ class Effort:
 def descend(
     lanes: Lanes, effort: Effort, goal: float = math.inf, step: Step | None = None
 ) -> None:
-    """Improve lanes in place until none gains.
+    """Improve lanes in place until no step gains.
 
     Args:
         lanes: Placements.
-        effort: Deadline and observer.
-        goal: Score that lanes are to reach.
-        step: What each step does. None: moves, or layouts where no move helps.
+        effort: Deadline and best placement.
+        goal: Score that lanes should reach; lanes far above it are dropped.
+        step: The step; None means moves, and layouts if no move helps.
     """
     step = step or _move_or_lay_out
     active = np.arange(lanes.num_lanes)
@@ -140,9 +143,9 @@ def descend(
         before_L = lanes.score_L
         gained = step(lanes, active, number)
         effort.see(lanes)
-        # Collectives are exact only now, and may take back what a change gained.
+        # Collectives are exact only now, and may cancel the gain of a change.
         gained = gained[lanes.score_L[gained] < before_L[gained] * (1 - MIN_GAIN)]
-        # Of lanes that came to the same, one goes on.
+        # Of equal lanes, keep one.
         score = np.round(lanes.score_L[gained] / lanes.score_L.min(), 9)
         active = gained[np.sort(np.unique(score, return_index=True)[1])]
         if number + 1 >= RACE_STEPS:
@@ -153,7 +156,7 @@ def descend(
 
 
 def _move_or_lay_out(lanes: Lanes, active: Ints, number: int) -> Ints:
-    """Apply the best moves of each lane, or the best layout where none helps."""
+    """Apply the best moves of each lane, or the best layout if no move helps."""
     gained = _move(lanes, active, number)
     rest = np.setdiff1d(active, gained)
     if len(rest):
@@ -174,7 +177,7 @@ def _move(lanes: Lanes, active: Ints, number: int) -> Ints:
 
 
 def hot_pieces(lanes: Lanes, active: Ints, most: int) -> Ints:
-    """Return the costliest pieces of hot ranks, so many of each lane."""
+    """Return the costliest pieces of hot ranks, at most `most` of each lane."""
     bank = lanes.bank
     moves = np.isin(lanes.lane_N, active) & ~bank.stays_T[lanes.table_N]
     own = np.flatnonzero(moves)
@@ -190,7 +193,7 @@ def hot_pieces(lanes: Lanes, active: Ints, most: int) -> Ints:
 
 
 def _pieces_of(lanes: Lanes, lane_Q: Ints, table_Q: Ints) -> tuple[Ints, Ints]:
-    """Return the pieces of tables in lanes: which of the tables, and the piece."""
+    """Return the pieces of (lane, table) pairs: index of the pair, and the piece."""
     num_tables = len(lanes.bank.dims_T)
     key_N = lanes.lane_N * num_tables + lanes.table_N
     order = np.argsort(key_N, kind="stable")
@@ -202,14 +205,14 @@ def _pieces_of(lanes: Lanes, lane_Q: Ints, table_Q: Ints) -> tuple[Ints, Ints]:
 def drafted(
     lanes: Lanes, options: Sequence[tuple[int, int, int, int]]
 ) -> tuple[Changes, Floats]:
-    """Place tables anew where they cost least.
+    """Remove tables and place them again where they cost least.
 
     Args:
         lanes: Placements.
-        options: Lane, table, its new way and number of shards of columns.
+        options: (lane, table, new way, number of column shards) of each change.
 
     Returns:
-        The options with room for all shards, and about what the score then is, `K`.
+        The changes that found room, and their approximate scores, `K`.
     """
     lane_Q, table_Q, way_Q, count_Q = np.array(options).T
     draft = Draft.of(lanes, lane_Q, *_pieces_of(lanes, lane_Q, table_Q))
@@ -222,7 +225,7 @@ def drafted(
 
 
 def _lay_out(lanes: Lanes, active: Ints) -> Ints:
-    """Lay out one table of each lane anew where that pays; the lanes that gained."""
+    """Change the layout of one table per lane; return the lanes that gained."""
     bank = lanes.bank
     most = max(NUM_TABLES, bank.task.world_size // NUM_TABLES)
     pieces = hot_pieces(lanes, active, most)
@@ -252,7 +255,7 @@ def _lay_out(lanes: Lanes, active: Ints) -> Ints:
 
 
 def _apply_best(lanes: Lanes, changes: Changes) -> Ints:
-    """Apply the best candidates that pay, of a lane those of different ranks.
+    """Apply the best candidates that pay; within a lane they share no rank.
 
     Returns:
         The lanes that changed.
@@ -277,7 +280,7 @@ def _apply_best(lanes: Lanes, changes: Changes) -> Ints:
 
 
 def changed(lanes: Lanes, changes: Changes) -> Lanes:
-    """Return copies of lanes, each as one candidate changes it."""
+    """Return one changed copy of a lane for each candidate."""
     other = lanes.take(changes.lane_K)
     if other.num_lanes:
         each_K = np.arange(other.num_lanes)
@@ -286,7 +289,7 @@ def changed(lanes: Lanes, changes: Changes) -> Lanes:
 
 
 def _switched(lanes: Lanes, most: int) -> Lanes:
-    """Return copies of a lane in which one costly table each has another way."""
+    """Return copies of a lane, each with one costly table in another way."""
     bank = lanes.bank
     table, first = np.unique(lanes.table_N, return_index=True)
     cost = bank.total_ms(table, lanes.width_N[first])
@@ -307,7 +310,7 @@ def _switched(lanes: Lanes, most: int) -> Lanes:
 
 
 def disturbed(lanes: Lanes, rng: np.random.Generator) -> Lanes:
-    """Return lanes of which some tables were taken out and put back elsewhere."""
+    """Return copies of lanes with some tables removed and placed again."""
     bank, num_lanes = lanes.bank, lanes.num_lanes
     num_ranks = bank.task.world_size
     hot = hot_pieces(lanes, np.arange(num_lanes), LEAST_CHOICES)
@@ -336,13 +339,13 @@ def disturbed(lanes: Lanes, rng: np.random.Generator) -> Lanes:
 
 
 LEAST_CHOICES = 3
-"""Costliest pieces of a lane's hot ranks, of which a disturbance picks one."""
+"""A disturbance may pick one of this many costliest pieces of hot ranks."""
 
 
 def _taken_out(
     lanes: Lanes, lane: int, costly: Ints, rng: np.random.Generator
 ) -> list[int]:
-    """Draw the tables that a disturbance of a lane takes out; mostly a costly one."""
+    """Draw the tables that a disturbance removes from a lane."""
     own = (lanes.lane_N == lane) & ~lanes.bank.stays_T[lanes.table_N]
     table, rank = lanes.table_N[own], lanes.rank_N[own]
     pool = np.unique(table)
@@ -362,7 +365,7 @@ def _taken_out(
 def _put_back(
     bank: ShardBank, pieces_T: Ints, out: list[int], rng: np.random.Generator
 ) -> list[tuple[int, int, int]]:
-    """Draw way, number of shards and skew of each table that was taken out."""
+    """Draw way, number of shards and skew of each removed table."""
     found = []
     retypes = rng.random() < HALF
     for n, table in enumerate(out):
@@ -386,12 +389,12 @@ def _put_back(
 
 
 def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
-    """Improve constructed placements; the best one is the effort's.
+    """Improve placements; `effort` keeps the best one.
 
     Args:
         lanes: At least one placement, the most promising first.
         config: Effort, restarts and seed.
-        effort: Deadline and the best placement.
+        effort: Deadline and best placement.
     """
     bank = lanes.bank
     num_tables = len(bank.task.ways)
@@ -408,7 +411,7 @@ def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
             break
         before_ms, leader = effort.best_ms, float(lanes.score_L[0])
         if bank.others and leader < switched * worth:
-            # The lane at hand with each of its costly tables in another way.
+            # Copies of the best lane, each with one costly table in another way.
             switched = leader
             trial = _switched(lanes.take(np.zeros(1, dtype=np.int64)), max(2 * size, 8))
             descend(trial, effort, leader)
@@ -432,7 +435,7 @@ def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
 
 
 def in_order(score_L: Floats) -> Ints:
-    """Return lanes by score, of equal ones the first alone."""
+    """Return lanes sorted by score, without duplicates."""
     order: Ints = np.argsort(score_L, kind="stable")
     score = np.round(score_L[order] / score_L[order[0]], 9)
     first: Ints = order[np.diff(score, prepend=0.0) > 0]
@@ -440,7 +443,7 @@ def in_order(score_L: Floats) -> Ints:
 
 
 def succeeded(lanes: Lanes, trial: Lanes, rng: np.random.Generator) -> Lanes:
-    """Return the lanes after a round: trials that are hardly worse, and the best."""
+    """Return the lanes after a round: all lanes, and trials that are hardly worse."""
     limit = float(lanes.score_L.max())
     worse = 1.0 + rng.exponential(ACCEPT_WORSE, trial.num_lanes)
     taken = np.flatnonzero(trial.score_L <= limit * worse)

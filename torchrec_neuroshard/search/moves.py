@@ -1,10 +1,10 @@
-"""List what hot ranks may give to cold ones, in many lanes at once.
+"""List moves from hot to cold ranks, in many lanes at once.
 
-A transfer moves a shard, or columns of it; a swap exchanges two shards. All are scored
-by sums of the shards' costs, so that only the best few need be evaluated exactly.
+A transfer moves a shard, or some of its columns. A swap exchanges two shards. Moves are
+scored by sums of the shards' costs; only the best few are evaluated exactly.
 
-Shapes: see `lanes`; `A` lanes that are improved, `H` hot ranks of a lane, `C` cold ones
-that each may give to, `4` phases of a stage.
+Shapes: see `lanes`; `A` active lanes, `H` hot ranks of a lane, `C` cold ranks of each
+hot one, `K` moves, `4` phases of a stage.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 __all__ = ["Moves", "best_of"]
 
 NUM_COLD = 8
-"""Ranks that a hot rank may give to in one step."""
+"""Cold ranks that a hot rank may give to in one step."""
 LEAST_HOT, MOST_HOT = 3, 32
-"""Fewest and most ranks of a lane that give in one step; else a quarter of them do."""
+"""Limits of the number of hot ranks, which is a quarter of the ranks."""
 SWAP_SHIFTS = (-1, 0)
-"""An exchange would even out two ranks if the cold rank gave a shard of a certain cost.
-These neighbours of that cost are tried, in the order of the cold rank's shards."""
+"""A swap balances two ranks if the cold rank's shard has a certain cost. The two shards
+nearest to that cost are tried, one below and one above."""
 
 
 class _Transfers(NamedTuple):
-    """Columns of a piece that go to another rank."""
+    """Columns of pieces that go to another rank."""
 
     lane_K: Ints
     piece_K: Ints
@@ -37,10 +37,11 @@ class _Transfers(NamedTuple):
     source_K: Ints
     target_K: Ints
     width_K: Ints
-    """Of the piece."""
+    """Columns of the piece."""
     moved_K: Ints
+    """Columns that move."""
     held_K: Ints
-    """Columns of the table that the target holds already."""
+    """Columns of the table that the target already holds."""
 
     def pick(self, index: Ints) -> _Transfers:
         return _Transfers(*(values[index] for values in self))
@@ -50,19 +51,19 @@ class Moves:
     """Transfers and swaps of some lanes.
 
     Attributes:
-        gain_K: How much lower the score gets by each, about [ms].
+        gain_K: Approximate reduction of the score by each move [ms].
         lane_K: Lanes.
-        source_K: Ranks that give.
-        target_K: Ranks that take.
+        source_K: Hot ranks, which give.
+        target_K: Cold ranks, which take.
     """
 
     def __init__(self, lanes: Lanes, active_A: Ints, number: int = 0) -> None:
-        """List them.
+        """List the moves.
 
         Args:
             lanes: All lanes.
-            active_A: Those to list moves of.
-            number: Of the step: shifts which cold ranks each hot one may give to.
+            active_A: The lanes to list moves of.
+            number: The step's number; it rotates the pairs of hot and cold ranks.
         """
         bank = lanes.bank
         self._lanes, self._bank = lanes, bank
@@ -71,7 +72,7 @@ class Moves:
         own_N = np.flatnonzero(np.isin(lanes.lane_N, active_A) & moves_T[lanes.table_N])
         cost_N = bank.total_ms(lanes.table_N[own_N], lanes.width_N[own_N])
         self._most = float(cost_N.max(initial=0.0)) * 1.001 + 1e-12
-        # By lane, rank and cost: what a rank holds lies side by side.
+        # Sort by lane, rank and cost, so that a rank's pieces are adjacent.
         key_N = lanes.lane_N[own_N] * num_ranks + lanes.rank_N[own_N]
         sort_N = key_N + cost_N / self._most
         order = np.argsort(sort_N, kind="stable")
@@ -96,7 +97,7 @@ class Moves:
         self.target_K: Ints = np.concatenate([t.target_K, self._rank_N[self._theirs_K]])
 
     def _pairs(self, active_A: Ints, number: int) -> tuple[Ints, Ints]:
-        """Return the hot ranks, `A x H`, and the cold ones of each, `A x H x C`."""
+        """Return the hot ranks, `A x H`, and the cold ranks of each, `A x H x C`."""
         lanes, num_ranks = self._lanes, self._bank.task.world_size
         least = min(LEAST_HOT, num_ranks - 1)
         num_hot = int(np.clip(num_ranks // 4, least, MOST_HOT))
@@ -105,14 +106,14 @@ class Moves:
         if num_ranks <= NUM_COLD + 1:
             cold_AHC = np.repeat(by_load_AW[:, None], num_hot, axis=1)
             return hot_AH[:, :num_hot], cold_AHC
-        # Hot ranks get different cold ones, so that many can give in one step.
+        # Hot ranks get different cold ranks, so that many can give in one step.
         pool = min(num_ranks - num_hot, max(NUM_COLD, 2 * num_hot))
         stride = max(1, pool // NUM_COLD)
         place_HC = np.arange(num_hot)[:, None] + np.arange(NUM_COLD) * stride + number
         return hot_AH[:, :num_hot], by_load_AW[:, place_HC % pool]
 
     def _whole_transfers(self, active_A: Ints, number: int) -> _Transfers:
-        """Return all shards of hot ranks with each of their cold ranks."""
+        """Return transfers of whole shards from hot ranks to each of their cold ranks."""
         lanes = self._lanes
         hot_AH, cold_AHC = self._pairs(active_A, number)
         slot_LW = np.full(lanes.load_LW.shape, -1)
@@ -133,10 +134,10 @@ class Moves:
         return _Transfers(lane, piece, table, source, target, width, width, held)
 
     def _with_parts(self, whole: _Transfers, excess_K: Floats) -> _Transfers:
-        """Return the transfers, and where shards may be uneven those of columns."""
+        """Return the transfers, with transfers of some columns if shards may differ."""
         if not self._bank.task.uneven:
             return whole
-        # A half, the share that evens out the two ranks, and the least there is.
+        # Half the shard, the share that balances the two ranks, and the narrowest one.
         width = whole.width_K
         share = excess_K / np.maximum(self._cost_N[whole.piece_K], 1e-12)
         even = (width * np.clip(share, 0.0, 1.0)).astype(np.int64) // COLUMN_MULTIPLE
@@ -152,7 +153,7 @@ class Moves:
         return _Transfers(*map(np.concatenate, zip(*parts, strict=True)))
 
     def _held(self, lane_K: Ints, table_K: Ints, rank_K: Ints) -> Ints:
-        """Return the columns of tables that ranks hold, 0 for none."""
+        """Return how many columns of a table each rank holds."""
         held_K: Ints = np.zeros(len(lane_K), dtype=np.int64)
         split = np.flatnonzero(self._lanes.pieces_LT[lane_K, table_K] > 1)
         if not len(split):
@@ -170,7 +171,7 @@ class Moves:
     # What is allowed.
 
     def _legal(self, t: _Transfers) -> Ints:
-        """Return the transfers within memory and the rules on ranks and widths."""
+        """Return the transfers that memory, placement rules and widths allow."""
         bank, lanes = self._bank, self._lanes
         narrowest_K = bank.narrowest_T[t.table_K]
         after_K, grown_K = t.width_K - t.moved_K, t.held_K + t.moved_K
@@ -181,7 +182,7 @@ class Moves:
         fine &= (grown_K >= narrowest_K) | (grown_K == bank.dims_T[t.table_K]) | whole
         fine &= (shards_K <= bank.most_T[t.table_K]) | (shards_K <= 1) | whole
         if not bank.task.uneven:
-            # All shards of a table keep one width.
+            # All shards of a table must keep the same width.
             fine &= whole
         more_MK = bank.sizes(t.table_K, grown_K) - bank.sizes(t.table_K, t.held_K)
         for used_LW, caps_W, more_K in zip(
@@ -200,7 +201,7 @@ class Moves:
         held_K: Bools,
         leaving_K: Ints | None = None,
     ) -> Bools:
-        """Whether the rules let ranks take tables, while others leave in exchange."""
+        """Whether the rules let ranks take tables, given the tables that leave them."""
         rules = self._bank.rules
         fine: Bools = np.ones(len(lane_K), dtype=bool)
         if rules.allowed_TW is not None:
@@ -218,7 +219,7 @@ class Moves:
         return fine
 
     def _swaps(self, whole: _Transfers, excess_K: Floats) -> tuple[Ints, Ints]:
-        """Return pieces of hot ranks and pieces of cold ones to exchange."""
+        """Return pairs of pieces to swap: one of a hot rank, one of a cold rank."""
         num_ranks = self._bank.task.world_size
         alone = np.flatnonzero(whole.held_K == 0)
         piece = whole.piece_K[alone]
@@ -260,7 +261,7 @@ class Moves:
     # What they gain.
 
     def _ms(self, lane_K: Ints, table_K: Ints, width_K: Ints) -> Floats:
-        """About how long shards take in their stage, `K x 4` [ms]."""
+        """Return the approximate times of shards in their stage, `K x 4` [ms]."""
         offset_T4, slope_T4 = self._bank.stage_affine
         ms_K4 = offset_T4[table_K] * (width_K > 0)[:, None]
         ms_K4 += slope_T4[table_K] * width_K[:, None]
@@ -274,12 +275,12 @@ class Moves:
         stage_K: Ints,
         changes: tuple[tuple[Ints, Floats], ...],
     ) -> Floats:
-        """How much the norms of a stage's phases shrink, `K` [ms].
+        """Return how much the norms of a stage's phases shrink, `K` [ms].
 
         Args:
             lane_K: Lanes.
             stage_K: Stages.
-            changes: Ranks and what their phases change by, `K x 4`.
+            changes: Ranks, and the changes of their phases, `K x 4`.
         """
         lanes = self._lanes
         column_K4 = stage_K[:, None] * 4 + np.arange(4)
@@ -330,7 +331,7 @@ class Moves:
         return gain_K
 
     def build(self, chosen: Ints) -> Changes:
-        """Return some of them as changes, in that order."""
+        """Return the chosen moves as changes, in their order."""
         num = len(self._transfers.lane_K)
         at_t, at_s = np.flatnonzero(chosen < num), np.flatnonzero(chosen >= num)
         t = self._transfers.pick(chosen[at_t])
@@ -372,7 +373,7 @@ class Moves:
 
 
 def best_of(gain_K: Floats, group_K: Ints, count: int) -> Ints:
-    """Return the places of the largest gains, at most so many of each group."""
+    """Return the indices of the largest gains, at most `count` of each group."""
     order = np.lexsort((-gain_K, group_K))
     ordered = group_K[order]
     first = np.flatnonzero(np.diff(ordered, prepend=-1))
