@@ -151,7 +151,7 @@ class Choices:
         return list({c.tobytes(): c for c in (*ends[:2], free, *ends[2:])}.values())
 
     def _best_of_all(self) -> list[Ints]:
-        """Return the best of all choices if they are few, even if it fills the ranks."""
+        """Return the best of all choices if these are few, even if it fills ranks."""
         if math.prod(len(ways) for ways in self.ways) > MAX_CHOICES:
             return []
         every = np.array(list(itertools.product(*self.ways)))

@@ -113,7 +113,7 @@ class Moves:
         return hot_AH[:, :num_hot], by_load_AW[:, place_HC % pool]
 
     def _whole_transfers(self, active_A: Ints, number: int) -> _Transfers:
-        """Return transfers of whole shards from hot ranks to each of their cold ranks."""
+        """Return transfers of whole shards from hot ranks to their cold ranks."""
         lanes = self._lanes
         hot_AH, cold_AHC = self._pairs(active_A, number)
         slot_LW = np.full(lanes.load_LW.shape, -1)
