@@ -111,7 +111,7 @@ def test_run_goes_on_where_it_stopped(ranks: Results) -> None:
     # One rank says what is wrong, and all of them end.
     refusals = [seen["refusal"] for seen in found]
     assert "seed: 11 against 12" in refusals[0]
-    assert all("see its message" in text for text in refusals[1:])
+    assert all("see rank 0's message" in text for text in refusals[1:])
 
 
 @pytest.mark.nightly

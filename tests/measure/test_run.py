@@ -159,7 +159,7 @@ def test_disturbed_and_throttled_sets_are_measured_again(collect_as: Collect) ->
     assert spreads == pytest.approx([0.5, 0.01, 0.01, 0.02])
     assert [r.throttled for r in records[2:6]] == ["", "", "power brake", ""]
     assert [r.num_throttled for r in records[2:6]] == [0, 1, 0, 0]
-    assert "1 kept though the device was throttled" in printed
+    assert "1 were kept although the device was throttled" in printed
 
 
 def test_a_set_gets_a_second_chance_at_memory(collect_as: Collect) -> None:

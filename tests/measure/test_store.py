@@ -143,7 +143,7 @@ def test_files_of_two_machines_are_not_read_together(tmp_path: Path) -> None:
     headers, records = read_records([tmp_path / "a", tmp_path / "b"])
     assert [h.seed for h in headers] == [3, 9] and len(records) == 2
     for name, message in (
-        ("c", "one machine's records at a time"),
+        ("c", "use files of one machine"),
         ("d", "bounds_check: 'none' against 'war"),
     ):
         with pytest.raises(RecordMismatchError, match=message):
@@ -213,7 +213,7 @@ def test_damaged_journal_is_refused(tmp_path: Path, line: bytes, message: str) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 99, "novelty": 1}, "layout 99, this version reads 2"),
+        ({"schema_version": 99, "novelty": 1}, "layout 99, but this version reads 2"),
         ({"fingerprint": {"device": "x"}}, "not a record header"),
         ({"novelty": 1}, "not a record header"),
         ({"kind": "gossip"}, "has gossip records"),

@@ -1,1 +1,1 @@
-"""Measure fused kernels and collectives, and keep the records."""
+"""Measurements of fused kernels and collectives, and files of records."""

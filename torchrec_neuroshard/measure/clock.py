@@ -1,9 +1,9 @@
-"""Timing fused kernels so that the same set gives the same milliseconds again.
+"""Time fused kernels repeatably: the same set gives the same milliseconds again.
 
-A CPU's speed drifts by tens of percent within minutes. So every pass of a sample is
-timed beside a pass of one fixed reference set, and the median of the ratios is given in
-units of the reference's nominal time. A GPU is timed by events behind a flush of its
-L2 cache; there the reference is left out.
+A CPU's speed drifts by tens of percent within minutes. Therefore every pass of a sample
+is timed together with a pass of one fixed reference set. The median of the ratios,
+times the reference's nominal time, is the result. A GPU is timed by events after a
+flush of its L2 cache, and needs no reference.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory instead of returning it to the system.
 
-    Otherwise each pass's output is fresh memory, and its first touch costs up to ten
-    times what the kernel does. Affects this process only.
+    Otherwise each pass writes its output to fresh memory, whose first touch costs up to
+    ten times as much as the kernel. Affects this process only.
     """
     library = ctypes.CDLL(ctypes.util.find_library("c") or "libc.so.6")
     with contextlib.suppress(AttributeError):  # another C library
@@ -68,33 +68,33 @@ def keep_freed_memory() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassCounts:
-    """How often a sample is run, after one pass that warms up."""
+    """How often a sample is run, after one warm-up pass."""
 
     min_passes: int
-    """Timed passes that every sample gets."""
+    """Fewest timed passes."""
     max_passes: int
     """Most timed passes."""
     time_budget_seconds: float
-    """After this time no pass is added to the least number."""
+    """After this time, no passes beyond `min_passes` are started."""
     num_batches: int
-    """Different inputs that the timed passes take in turn."""
+    """Different inputs that the timed passes use in turn."""
 
 
 CPU_PASSES = PassCounts(
     min_passes=5, max_passes=19, time_budget_seconds=0.6, num_batches=19
 )
-"""A new input for every pass: as in training, where no batch comes twice."""
+"""Every pass has a new input, as in training, where no batch occurs twice."""
 CUDA_PASSES = PassCounts(
     min_passes=7, max_passes=7, time_budget_seconds=0.0, num_batches=2
 )
-"""Two inputs do: the L2 cache is flushed between passes, nothing else holds them. The
-warm-up loads kernels and allocates; should the first timed pass be slower still, the
-median of seven leaves it out."""
+"""Two inputs suffice, because the L2 cache is flushed between passes. The warm-up loads
+kernels and allocates memory; if the first timed pass is slower nevertheless, the median
+of seven ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Raw passes of one sample and what follows from them [ms]."""
+    """Times of one sample's passes, and the resulting forward and backward [ms]."""
 
     fwd_raw_ms: tuple[float, ...]
     bwd_raw_ms: tuple[float, ...]
@@ -102,11 +102,11 @@ class Measurement:
     fwd_ms: float
     bwd_ms: float
     gpu: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of a `CostRecord`: a GPU's clocks meanwhile, where anything reads them."""
+    """A GPU's state during the passes, as fields of a `CostRecord`; may be empty."""
 
     @property
     def spread(self) -> float:
-        """Median absolute deviation of forward + backward, over their median."""
+        """Median absolute deviation of forward + backward over their median."""
         total = [f + b for f, b in zip(self.fwd_raw_ms, self.bwd_raw_ms, strict=True)]
         if self.ref_raw_ms:
             total = [t / r for t, r in zip(total, self.ref_raw_ms, strict=True)]
@@ -115,15 +115,15 @@ class Measurement:
 
 Forward = Callable[[], torch.Tensor]
 Backward = Callable[[torch.Tensor], None]
-"""Takes what the forward pass returned."""
+"""Runs a backward pass; takes the forward pass's output."""
 Times = Callable[[], tuple[float, float]]
 """Waits for a forward and a backward pass and returns their times [ms]."""
 Clock = Callable[[Forward, Backward], Times]
-"""Starts both passes."""
+"""Starts a forward and a backward pass and times them."""
 
 
 def time_on_host(forward: Forward, backward: Backward) -> Times:
-    """Run both passes and time them by the processor's own clock."""
+    """Run both passes and time them with the host's clock."""
     start = time.perf_counter()
     output = forward()
     middle = time.perf_counter()
@@ -133,23 +133,23 @@ def time_on_host(forward: Forward, backward: Backward) -> Times:
 
 
 class DeviceClock:
-    """CUDA events around each pass, behind a flush of the L2 cache.
+    """Times passes with CUDA events, each after a flush of the L2 cache.
 
-    The flush is repeated, so that the device is busy while the host queues the kernels:
-    then the events time what the device does and not the host's overhead, as in
-    training, where the host runs ahead. Where the device was through with the flush
-    too early, the pass is queued again behind a flush twice as long. Later passes keep
-    the longer flush until `TIMELY_PASSES` in a row were in time; then it is halved.
+    The flush repeats, so that the device is busy while the host queues the kernels. The
+    events then time the device without the host's overhead, as in training, where the
+    host runs ahead. If the device finishes the flush too early, the pass is queued
+    again after a flush twice as long. Later passes keep the longer flush. After
+    `TIMELY_PASSES` passes in a row that were queued in time, it is halved.
     """
 
     FLUSHED_SHARE = 2
-    """L2 sizes written by a flush."""
+    """Size of the flushed buffer, in L2 sizes."""
     REPEATS, MAX_REPEATS = 16, 256
-    """How often it is written at first, and at most."""
+    """How often the buffer is written at first, and at most."""
     TIMELY_PASSES = 20
 
     def __init__(self, device: torch.device) -> None:
-        """Allocate what is written to flush, sized from the device's L2 cache.
+        """Allocate the flushed buffer, sized from the device's L2 cache.
 
         Args:
             device: An accelerator.
@@ -160,12 +160,12 @@ class DeviceClock:
             self.FLUSHED_SHARE * cache, dtype=torch.int8, device=device
         )
         self.repeats = self.REPEATS
-        """How often the flush is written by now."""
+        """How often the buffer is currently written."""
         self._num_timely = 0
 
     def __call__(self, forward: Forward, backward: Backward) -> Times:
-        """Queue both passes; again where the device did not stay busy."""
-        # Events are recorded on the current device's stream, kernels run on theirs.
+        """Queue both passes, and again if the device did not stay busy."""
+        # Events are recorded on the current device's stream: make it the kernels'.
         with self._runtime.device(self._device):
             repeats = self.repeats
             while True:
@@ -194,7 +194,7 @@ class DeviceClock:
         return times
 
     def _adapt(self, repeats: int) -> None:
-        """Keep the length that a pass took, or halve it after many in time."""
+        """Keep a pass's length of the flush, or halve it after many timely passes."""
         self._num_timely = 0 if repeats > self.repeats else self._num_timely + 1
         self.repeats = repeats
         if self._num_timely >= self.TIMELY_PASSES and repeats > self.REPEATS:
@@ -208,12 +208,12 @@ class DeviceClock:
 def passes_over(
     kernel: FusedTables, batch_size: int, batches: Iterable[InputBatch]
 ) -> Iterator[tuple[Forward, Backward]]:
-    """Yield a kernel's forward and backward pass over each batch.
+    """Yield a kernel's forward and backward pass for each batch.
 
     Args:
         kernel: The kernel.
         batch_size: Most samples of a batch.
-        batches: Each is drawn when its passes are asked for.
+        batches: Batches, taken one at a time.
     """
     generator = torch.Generator(device=kernel.device).manual_seed(0)
     grad_BD = torch.empty(batch_size, kernel.output_dim, device=kernel.device)
@@ -227,13 +227,13 @@ def passes_over(
 
 
 class Reference:
-    """The fixed set that every pass on a CPU is compared with."""
+    """The fixed table set that every pass on a CPU is compared with."""
 
     NUM_TABLES, ROWS, WIDTH, BATCH_SIZE, POOLING = 4, 250_000, 64, 1_024, 8.0
     NUM_BATCHES = 4
 
     def __init__(self) -> None:
-        """Build the reference set in memory of its own."""
+        """Build the reference set in its own memory."""
         device = torch.device("cpu")
         tables = [
             TableConfig(
@@ -246,7 +246,7 @@ class Reference:
         ]
         access = [AccessDistribution.power_law(self.ROWS, 1.0)] * self.NUM_TABLES
         arena = Arena(self.NUM_TABLES * self.ROWS * self.WIDTH * 4)
-        # A unit of time, which bundles of before ids were checked are given in.
+        # Without the check of ids, so that the time unit is the older bundles'.
         kernel = FusedTables(tables, device, arena, bounds_check="none")
         batches = [
             draw_inputs(tables, access, self.BATCH_SIZE, (17, number), device)
@@ -255,17 +255,17 @@ class Reference:
         self._passes = passes_over(kernel, self.BATCH_SIZE, itertools.cycle(batches))
 
     def run(self) -> float:
-        """One forward and backward pass [ms]."""
+        """Run a forward and a backward pass; return their total time [ms]."""
         return sum(self.run_phases())
 
     def run_phases(self) -> tuple[float, float]:
-        """One forward and one backward pass [ms]."""
+        """Run a forward and a backward pass; return both times [ms]."""
         return time_on_host(*next(self._passes))()
 
     def nominal_ms(self, num_passes: int = 200) -> float:
-        """Median of many passes, one after the other [ms].
+        """Return the median of many passes in a row [ms].
 
-        Its rows stay in the caches meanwhile: beside sets, which push them out, a pass
+        In a row, the rows stay in the caches. Between samples, which evict them, a pass
         takes longer.
         """
         for _ in range(20):
@@ -288,13 +288,13 @@ class SetTimer:
         """Allocate the arena and the reference.
 
         Args:
-            device: CPU or CUDA.
+            device: CPU or CUDA device.
             arena_bytes: Most weight bytes of a set.
-            reference_ms: Nominal time of the reference; None measures it now. A GPU
-                has none.
-            time_budget_seconds: Stop repeating a sample after this time. None: the
+            reference_ms: Nominal time of the reference; None measures it now. Unused on
+                a GPU.
+            time_budget_seconds: Stop repeating a sample after this time; None takes the
                 budget of `counts`.
-            counts: How often a sample is run. None takes the device's: `CPU_PASSES` or
+            counts: How often a sample is run; None takes the device's `CPU_PASSES` or
                 `CUDA_PASSES`.
         """
         self.device = device
@@ -306,10 +306,10 @@ class SetTimer:
             )
         self.arena: Arena | None = None
         self.reference: Reference | None = None
-        """Timed beside every pass; None on a GPU."""
+        """The reference set, timed with every pass; None on a GPU."""
         self.reference_ms = 0.0
         self.monitor = find_gpu_monitor(device)
-        """Reads a GPU's clocks; None where nothing does."""
+        """Reads a GPU's clocks; None if they cannot be read."""
         self.clock: Clock = time_on_host
         if on_gpu:
             self.clock = DeviceClock(device)
@@ -325,12 +325,12 @@ class SetTimer:
     def measure(
         self, sampled: SampledSet, meanwhile: Callable[[], None] = lambda: None
     ) -> Measurement:
-        """Time forward and backward of the fused kernel over a set.
+        """Time forward and backward of the fused kernel with a set's tables.
 
         Args:
             sampled: The set.
-            meanwhile: Called once all passes are started: an accelerator is still at
-                work on them then.
+            meanwhile: Called after all passes are started, while an accelerator still
+                works on them.
         """
         tables, batch_size = sampled.tables, sampled.batch_size
         access = sampled.access or [
@@ -352,11 +352,11 @@ class SetTimer:
         passes: Iterator[tuple[Forward, Backward]],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Measurement:
-        """Time anything that has two directions, each time beside the reference.
+        """Time any forward and backward passes, together with the reference.
 
         Args:
-            passes: Without end. The first warms up.
-            meanwhile: As in `measure`.
+            passes: Endless passes; the first is the warm-up.
+            meanwhile: Same as in `measure`.
         """
         forward, backward = next(passes)
         backward(forward())
@@ -369,8 +369,8 @@ class SetTimer:
                 break
             forward, backward = next(passes)
             if self.reference is not None:
-                # Once untimed: the sample has pushed the reference out of the caches,
-                # and a large sample would look cheap beside a reference it slowed down.
+                # First an untimed run: the sample has evicted the reference from the
+                # caches. A slowed-down reference would make large samples look cheap.
                 self.reference.run()
                 ref.append(self.reference.run())
             started.append(self.clock(forward, backward))

@@ -1,7 +1,7 @@
-"""Which of TorchRec's collectives to measure, and how each is run.
+"""Draw and run TorchRec's collectives, for measurements.
 
-`sample_collective` draws them, as a pure function of a seed. `CollectiveRunner` runs
-one with its buffers and the copies that TorchRec makes around it.
+`sample_collective` draws a collective, as a pure function of a seed. `CollectiveRunner`
+runs it, with its buffers and with TorchRec's copies around it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "sample_collective",
 ]
 
-# The names of torch 2.13; older ones have only the second.
+# The first names are torch 2.13's; older releases have only the second ones.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or (
     dist.reduce_scatter_tensor
 )
@@ -36,15 +36,15 @@ _all_gather: Callable[..., Any] = (
 )
 
 REPEAT_EVERY, REPEAT_LAG = 20, 60
-"""Every so many records an earlier collective is measured again, at least so many
-records later."""
+"""One in this many records repeats an earlier collective, at least this many records
+later."""
 _BYTES_MULTIPLE = 8
-"""Every message is a whole number of int64 and of fp32 values."""
+"""Messages have a multiple of this size: whole int64 and fp32 values."""
 _VALUE_BYTES = 4
 _BATCH_SIZES = (8, 8_192)
-"""Samples of a rank: rows of the pooled outputs."""
+"""Smallest and largest number of samples per rank, the rows of the pooled outputs."""
 _UNEVEN = ("pooled_forward", "pooled_backward", "index")
-"""Collectives in which ranks may hold different amounts."""
+"""Collectives in which ranks may hold different numbers of bytes."""
 _WEIGHTS = {
     "pooled_forward": 0.3,
     "pooled_backward": 0.3,
@@ -60,9 +60,9 @@ class SampledCollective(Collective):
     """One collective to measure."""
 
     batch_size: int
-    """Of the pooled collectives: samples of a rank, which the bytes are rows of."""
+    """Samples of a rank, the rows of the pooled collectives' outputs."""
     lengths_share: float = 0.5
-    """Of the `index` collective: share of the bytes that are lengths, not ids."""
+    """Share of the `index` collective's bytes that are lengths instead of ids."""
 
 
 def sample_collective(
@@ -71,14 +71,14 @@ def sample_collective(
     bytes_per_rank: tuple[int, int],
     group_sizes: dict[str, int],
 ) -> SampledCollective:
-    """Return the collective number `index` of a run.
+    """Return collective number `index` of a run.
 
     Args:
         index: Position in the run.
         seed: The run's seed; equal seeds give equal samples.
-        bytes_per_rank: Least and most bytes that a rank sends on average, itself
-            included.
-        group_sizes: Group name -> its ranks.
+        bytes_per_rank: Smallest and largest mean number of bytes that a rank sends,
+            including those to itself.
+        group_sizes: Group name -> number of ranks.
     """
     repeat_of = repeated_index(index, REPEAT_EVERY, REPEAT_LAG)
     source = index if repeat_of is None else repeat_of
@@ -114,14 +114,14 @@ def sample_collective(
 
 
 def _shares(rng: np.random.Generator, world_size: int) -> npt.NDArray[np.float64]:
-    """Shares of the ranks in the total, from balanced to all on one rank."""
+    """Draw the ranks' shares of all bytes, from balanced to all on one rank."""
     kind = rng.choice(["balanced", "uneven", "some", "one"], p=[0.2, 0.5, 0.2, 0.1])
     if kind == "balanced":
         return np.full(world_size, 1 / world_size)
     if kind == "one":
         return np.asarray(np.eye(world_size)[int(rng.integers(world_size))])
     shares = rng.dirichlet(np.full(world_size, math.exp(rng.uniform(-1, 4))))
-    if kind == "some":  # several ranks hold nothing at all
+    if kind == "some":  # several ranks hold nothing
         empty = rng.permutation(world_size)[: int(rng.integers(1, world_size))]
         shares[empty] = 0.0
         shares = shares / max(shares.sum(), 1e-12)
@@ -129,13 +129,13 @@ def _shares(rng: np.random.Generator, world_size: int) -> npt.NDArray[np.float64
 
 
 class CollectiveRunner:
-    """One collective with its buffers, as TorchRec issues it on this rank.
+    """Runs one collective as TorchRec does on this rank, with its buffers and copies.
 
-    The pooled all-to-all comes with TorchRec's copies around it: into the send buffer,
-    and from rank-major to row-major order. So do its fresh output buffers. Gradients,
-    which the backward one and the all-gather bring, are divided by the ranks. The index
-    all-to-all comes with the permutations of a KeyedJaggedTensor's features before and
-    after it.
+    The pooled all-to-all includes TorchRec's copies into the send buffer and from
+    rank-major to row-major order, and the allocation of its output buffers. Gradients,
+    which the backward all-to-all and the all-gather transfer, are divided by the number
+    of ranks. The index all-to-all includes the permutations of a KeyedJaggedTensor's
+    features before and after it.
     Source: torchrec.distributed.comm_ops and dist_data, 1.8.
     """
 
@@ -146,13 +146,13 @@ class CollectiveRunner:
         rank: int,
         device: torch.device,
     ) -> None:
-        """Make the inputs.
+        """Create the inputs.
 
         Args:
-            sampled: What to run.
-            process_group: Ranks that take part; None is all.
-            rank: This rank's place among them.
-            device: Where the buffers are.
+            sampled: The collective to run.
+            process_group: Group of the participating ranks; None for all ranks.
+            rank: This rank's index in the group.
+            device: Device of the buffers.
         """
         self._group, self._device = process_group, device
         self._world_size = world_size = len(sampled.bytes_per_peer)
@@ -166,7 +166,7 @@ class CollectiveRunner:
         self._sources = [batch_size * columns for columns in self._columns]
         self._targets = [batch_size * my_columns] * world_size
         self.run: Callable[[], Any] = getattr(self, f"_{sampled.collective}")
-        """Issue it, wait for it and return the result."""
+        """Run the collective, wait for it and return its result."""
         if sampled.collective == "index":
             self._prepare_index(sampled, rank)
             return
@@ -179,7 +179,7 @@ class CollectiveRunner:
         self.input = torch.ones(shape, device=device)
 
     def _prepare_index(self, sampled: SampledCollective, rank: int) -> None:
-        """Make bags of ids, as many for a peer as its share of lengths says."""
+        """Create bags of ids; the share of lengths decides how many a peer gets."""
         values = [b // 8 for b in sampled.bytes_per_peer]
         wanted = [max(1, round(v * sampled.lengths_share)) if v else 0 for v in values]
         batch = self._batch_size = min(self._batch_size, *filter(None, wanted))
@@ -195,7 +195,7 @@ class CollectiveRunner:
         ]
         self._lengths = torch.cat(lengths).to(device).view(-1, batch)
         self._ids = torch.zeros(sum(ids), dtype=torch.int64, device=device)
-        # Each peer's features in reverse; afterwards from rank-major to feature-major.
+        # Before: reverse each peer's features. After: rank-major to feature-major.
         starts = np.cumsum(features) - features
         order = [
             np.arange(start, start + n)[::-1]
@@ -243,7 +243,7 @@ class CollectiveRunner:
         ).flatten()
         received = torch.empty_like(splits)
         dist.all_to_all_single(received, splits, group=self._group)
-        received.tolist()  # TorchRec reads them to make room
+        received.tolist()  # TorchRec reads the sizes to allocate its outputs
         outputs, pending = [], []
         sent = (lengths.view(-1), ids)
         for send, into, out in zip(sent, self._sends, self._receives, strict=True):
@@ -273,7 +273,7 @@ class CollectiveRunner:
 
 
 def _even_lengths(num_ids: int, num_bags: int) -> torch.Tensor:
-    """Spread ids over bags."""
+    """Return bag lengths that spread the ids evenly."""
     lengths = torch.full((num_bags,), num_ids // num_bags, dtype=torch.int64)
     lengths[: num_ids % num_bags] += 1
     return lengths

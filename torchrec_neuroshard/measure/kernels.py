@@ -1,6 +1,8 @@
-"""FBGEMM's fused table-batched embedding (TBE) over one table set, ready to be timed.
+"""FBGEMM's fused table-batched embedding (TBE) with a table set, ready to be timed.
 
-The only file that imports fbgemm_gpu. Shapes: `T` tables, `B` samples, `L` lookups.
+This is the only file that imports fbgemm_gpu.
+
+Shapes: `T` tables, `B` samples, `L` lookups.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ try:
     )
 except (ImportError, OSError) as error:
     raise EnvironmentMismatchError(
-        f"measuring needs fbgemm_gpu, which does not import ({error}); run "
-        "'neuroshard doctor' for the install recipe"
+        f"measuring needs fbgemm_gpu, but importing it failed ({error}); run "
+        "'neuroshard doctor' to see how to install it"
     ) from error
 
 __all__ = [
@@ -64,22 +66,22 @@ _OPTIMIZERS = {
 }
 _PRECISIONS = {"fp32": SparseType.FP32, "fp16": SparseType.FP16}
 _LEARNING_RATE = 1e-6
-"""Small, so that thousands of timed steps keep the weights in their usual range."""
+"""Small, so that weights stay in their usual range over thousands of timed steps."""
 _WEIGHT_BOUND = 0.05
-"""Weights are drawn from both sides of 0: no denormals, no overflow in any layout."""
+"""Weights are drawn between minus and plus this: no denormals, no overflow."""
 BOUNDS_CHECK = "warning"
-"""How each forward checks ids: what FBGEMM does unless told, and TorchRec leaves it."""
+"""How each forward checks ids: FBGEMM's default, which TorchRec keeps."""
 _TAKES_HOST_BUFFERS = (
     "preallocated_host_buffers"
     in inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
 )
-"""FBGEMM 1.6 has no such argument; its buffers are replaced afterwards."""
+"""FBGEMM 1.6 lacks this argument; there, buffers are replaced afterwards."""
 _FREE_SHARE = 0.9
-"""Of a GPU's free memory, what weights may take: inputs and outputs need the rest."""
+"""Share of a GPU's free memory for weights; inputs and outputs need the rest."""
 
 
 def device_fingerprint(device: torch.device, num_threads: int) -> Fingerprint:
-    """Describe the device and libraries at hand."""
+    """Return the fingerprint of this process's device and libraries."""
     name = cpu_name()
     if is_accelerator(device.type):
         name = accelerator(device.type).get_device_name(device)
@@ -93,15 +95,15 @@ def device_fingerprint(device: torch.device, num_threads: int) -> Fingerprint:
 
 
 class Arena:
-    """Memory of a CPU that all table sets view one after the other.
+    """CPU memory that all table sets use, one after the other.
 
-    The first touch of fresh pages costs more than the kernels do, so weights and
-    optimizer state are cut from buffers that were touched once. On a GPU
-    `reserve_memory` does the same.
+    The first touch of fresh pages costs more than the kernels. Therefore weights and
+    optimizer state are slices of buffers that were touched before. On a GPU,
+    `reserve_memory` has the same purpose.
     """
 
     def __init__(self, weight_bytes: int) -> None:
-        """Start without buffers; each is allocated when it is first asked for.
+        """Start without buffers; each is allocated at its first use.
 
         Args:
             weight_bytes: Most weight bytes of a set.
@@ -113,7 +115,7 @@ class Arena:
     def buffers(
         self, tables: Sequence[TableConfig], optimizer: str, data_type: str
     ) -> dict[str, torch.Tensor]:
-        """Return what FBGEMM's kernel over tables keeps its weights and state in."""
+        """Return the buffers for weights and state of FBGEMM's kernel."""
         num_weights = sum(t.num_embeddings * t.embedding_dim for t in tables)
         num_states = {
             "rowwise_adagrad": sum(t.num_embeddings for t in tables),
@@ -129,16 +131,16 @@ class Arena:
     def view(self, role: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return the first `numel` elements of the buffer for `role`, as `dtype`.
 
-        All types share the buffer's bytes. What was not filled as this type since it
-        last served another is filled now.
+        All types share the buffer's bytes. Elements are filled with values now, unless
+        they were already filled since the buffer got this type.
         """
         num_bytes = numel * dtype.itemsize
         buffer = self._buffers.get(role)
         if buffer is None or len(buffer) < num_bytes:
             self._buffers.pop(role, None)
             self._filled.pop(role, None)
-            # Full size at once: pages that are never touched cost nothing, but a
-            # buffer that grows leaves holes in the heap, up to many times its size.
+            # Allocate the full size at once: untouched pages cost nothing, but a
+            # growing buffer leaves holes in the heap, up to many times its size.
             size = max(num_bytes, self.weight_bytes)
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._buffers[role] = buffer
@@ -157,25 +159,24 @@ class Arena:
 
 
 def reserve_memory(device: torch.device, num_bytes: int) -> None:
-    """Take the memory of all sets from a GPU once.
+    """Allocate the memory of the largest set on a GPU once, and free it.
 
-    The caching allocator keeps the block that is freed here and cuts every later set
-    from it; without, sets of different sizes leave holes that the next one does not
-    fit in.
+    The caching allocator keeps the block and splits it for every later set. Otherwise
+    sets of different sizes would leave holes too small for the next set.
 
     Args:
         device: CUDA device.
         num_bytes: Most bytes of weights and optimizer state of a set.
 
     Raises:
-        ConfigError: The device has not that much free memory.
+        ConfigError: The device has too little free memory.
     """
     free, _ = accelerator(device.type).mem_get_info(device)
     if num_bytes > _FREE_SHARE * free:
         raise ConfigError(
-            f"sets of up to {num_bytes / 2**30:.1f} GiB were asked for, {device} has "
-            f"{free / 2**30:.1f} GiB free and inputs need some; lower --max-gib to "
-            f"{_FREE_SHARE * free / 2**30:.0f} or less"
+            f"sets may have up to {num_bytes / 2**30:.1f} GiB, but {device} has "
+            f"{free / 2**30:.1f} GiB free and inputs need some of it; lower --max-gib "
+            f"to {_FREE_SHARE * free / 2**30:.0f} or less"
         )
     torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
@@ -183,14 +184,14 @@ def reserve_memory(device: torch.device, num_bytes: int) -> None:
 def column_permutation(
     widths: Sequence[int], device: torch.device
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what TorchRec does to the pooled outputs of column-wise tables.
+    """Return TorchRec's permutation of column-wise tables' pooled outputs.
 
     Args:
         widths: Columns of each part.
-        device: Where the outputs are.
+        device: Device of the outputs.
 
     Returns:
-        A differentiable function that puts the parts into reverse order.
+        A differentiable function that reverses the order of the parts.
     """
     order = list(reversed(range(len(widths))))
     permute: Callable[[torch.Tensor], torch.Tensor] = PermutePooledEmbeddingsSplit(
@@ -202,12 +203,12 @@ def column_permutation(
 def permute_bags(
     order_T: torch.Tensor, lengths_TB: torch.Tensor, ids_L: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Put the features of a jagged batch in another order, as TorchRec does.
+    """Return a jagged batch with its features in another order, as TorchRec does.
 
     Args:
-        order_T: Feature that comes first, second, ..., int32.
-        lengths_TB: Ids of each bag.
-        ids_L: Bag after bag.
+        order_T: Old index of the first, second, ... feature, int32.
+        lengths_TB: Number of ids of each bag.
+        ids_L: Ids, bag after bag.
 
     Returns:
         Lengths and ids in the new order.
@@ -235,17 +236,18 @@ def draw_inputs(
     seed: Sequence[int],
     device: torch.device,
 ) -> InputBatch:
-    """Draw the ids that one batch reads, on the device.
+    """Draw the input of one batch, on the device.
 
-    Lengths and ids are distributed as `access.draw_lengths` and `access.draw_ids` draw
-    them with NumPy, which would take a GPU's largest sets minutes.
+    Lengths and ids have the same distributions as in `access.draw_lengths` and
+    `access.draw_ids`. Those use NumPy, which would take minutes for a GPU's largest
+    sets.
 
     Args:
         tables: Shards, each with a profile at `batch_size`.
-        access: How the ids of each are drawn.
+        access: Distribution of each shard's ids.
         batch_size: Samples.
-        seed: Equal seeds give equal batches.
-        device: Where the tensors are made.
+        seed: Seed of the batch; equal seeds give equal batches.
+        device: Device of the tensors.
     """
     generator = torch.Generator(device=device)
     generator.manual_seed(int(np.random.default_rng(list(seed)).integers(2**62)))
@@ -275,7 +277,7 @@ def _draw_lengths(
     if variance <= 0:
         return means.add_(_uniform(count, generator)).long()
     if variance > mean * 1.05:
-        # A negative binomial variable is Poisson's with a gamma-distributed mean.
+        # A negative binomial is a Poisson distribution with a gamma-distributed mean.
         # torch's public Gamma takes no generator.
         scale = variance / mean - 1
         gamma = torch._standard_gamma  # noqa: SLF001
@@ -311,7 +313,7 @@ def _draw_ids(
     group = torch.bucketize(ranks, upper, right=True)
     ranks *= slope.index_select(0, group)
     ranks += start.index_select(0, group)
-    # Hot ids lie anywhere in the table: a fixed permutation of the rows.
+    # A fixed permutation of the rows spreads hot ids over the table.
     ids = ranks.long().clamp_(0, num_embeddings - 1)
     ids *= coprime_step(num_embeddings)
     ids += num_embeddings // 3
@@ -319,7 +321,7 @@ def _draw_ids(
 
 
 class FusedTables:
-    """One fused TBE that holds a table set."""
+    """One fused TBE with a table set."""
 
     def __init__(
         self,
@@ -331,14 +333,15 @@ class FusedTables:
         """Build the kernel over the arena's memory.
 
         Args:
-            tables: Shards; all of one optimizer, weight type and weightedness.
+            tables: Shards with the same optimizer and weight type, all weighted or all
+                not.
             device: CPU or CUDA device.
-            arena: Memory to view (CPU only); None allocates.
+            arena: Memory to use (CPU only); None allocates.
             bounds_check: How each forward checks ids, `warning` or `none`.
 
         Raises:
-            ConfigError: The device's kernels lack the optimizer, the weight type or a
-                table's width.
+            ConfigError: The device's kernels do not support the optimizer, the weight
+                type or a table's width.
         """
         kinds = {(t.optimizer, t.data_type, t.weighted) for t in tables}
         assert len(kinds) == 1, f"one fused kernel for tables of several kinds: {kinds}"
@@ -347,14 +350,14 @@ class FusedTables:
         has_adam = not on_cpu and not (on_gpu and data_type != "fp32")
         if data_type not in _PRECISIONS or (optimizer == "adam" and not has_adam):
             raise ConfigError(
-                f"{device.type} kernels for {optimizer} over {data_type} weights "
-                "cannot be measured; use fp32 or fp16 and, on a CPU or over fp16, not "
-                "adam"
+                f"{device.type} kernels for {optimizer} with {data_type} weights "
+                "cannot be measured; use fp32 or fp16 weights, and adam only with fp32 "
+                "on a GPU"
             )
         widest = max(tables, key=lambda table: table.embedding_dim)
         if on_gpu and widest.embedding_dim > MAX_CUDA_COLUMNS:
             raise ConfigError(
-                f"table '{widest.name}' has {widest.embedding_dim:,} columns, cuda "
+                f"table '{widest.name}' has {widest.embedding_dim:,} columns, but CUDA "
                 f"kernels take at most {MAX_CUDA_COLUMNS:,}; split it by columns"
             )
         self.device = device

@@ -1,4 +1,4 @@
-"""The ranks that measure collectives together: groups, common clock, and their end."""
+"""The ranks that measure collectives together: groups, common clock, exchange."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ class _Group(NamedTuple):
     """A group of ranks that collectives run over."""
 
     process_group: dist.ProcessGroup | None
-    """None: all ranks."""
+    """The process group; None for all ranks."""
     ranks: tuple[int, ...]
-    """Members, of the group that rank 0 is in."""
+    """Members of rank 0's group."""
     local_world_size: int
 
     @property
     def rank(self) -> int:
-        """This rank's place in its group; -1 where it is in none."""
+        """This rank's index in its group; -1 if it is in none."""
         return dist.get_rank(self.process_group)
 
 
 class Ranks:
-    """The ranks of a run: their groups, their common clock and their end."""
+    """The ranks of a run: their groups, common clock and exchange of values."""
 
     def __init__(
         self, backend: str, timeout_seconds: float, group_sizes: Sequence[int] = ()
     ) -> None:
-        """Join the other ranks, as torchrun's environment says.
+        """Join the other ranks, by torchrun's environment variables.
 
-        A process group of this backend that is there already is used and left as it
-        is.
+        An existing process group of this backend is used and not destroyed.
 
         Args:
             backend: `gloo` or `nccl`.
-            timeout_seconds: A rank that is silent for so long has failed.
+            timeout_seconds: A rank that does not respond for this long has failed.
             group_sizes: See `CommsConfig`.
 
         Raises:
-            ConfigError: Not started by torchrun, by a single rank, on unlike nodes,
-                without the backend's devices, or with groups that cannot be made.
+            ConfigError: The process was not started by torchrun, there is only one
+                rank, nodes have different numbers of ranks, devices are missing, or a
+                group cannot be formed.
         """
         try:
             self.rank, self.world_size = (
@@ -75,7 +75,7 @@ class Ranks:
             )
         except KeyError as missing:
             raise ConfigError(
-                f"{missing.args[0]} is not set: collectives are measured by several "
+                f"{missing.args[0]} is not set: measuring collectives takes several "
                 f"processes; start them with '{_LAUNCH} ...'"
             ) from None
         self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
@@ -87,8 +87,8 @@ class Ranks:
         if self.world_size % self.local_world_size:
             raise ConfigError(
                 f"world_size ({self.world_size}) must be a multiple of "
-                f"local_world_size ({self.local_world_size}); give every node the same "
-                "--nproc-per-node"
+                f"local_world_size ({self.local_world_size}); use the same "
+                "--nproc-per-node on every node"
             )
         kind = device_type_of(backend)
         self.device = torch.device(kind)
@@ -110,25 +110,25 @@ class Ranks:
         self.groups = {
             "world": _Group(None, tuple(range(self.world_size)), self.local_world_size)
         }
-        """Name -> this rank's process group, and rank 0's members."""
+        """Name -> this rank's process group, with the members of rank 0's group."""
         local, world = self.local_world_size, self.world_size
-        if 1 < local < world:  # the groups of table-row-wise and grid sharding
+        if 1 < local < world:  # groups of table-row-wise and grid sharding
             nodes = [range(n, n + local) for n in range(0, world, local)]
             self._add("local", nodes, local)
             self._add("cross", [range(i, world, local) for i in range(local)], 1)
         for size in sorted(set(group_sizes) - {world}):
             if not 1 < size < world or (size > local and size % local):
                 raise ConfigError(
-                    f"a group of {size} ranks cannot be made of {world} ranks with "
-                    f"{local} per node; sizes are 2 to {world - 1}, beyond a node in "
-                    f"multiples of {local}"
+                    f"a group of {size} ranks cannot be formed from {world} ranks with "
+                    f"{local} per node; sizes must be 2 to {world - 1}, and above "
+                    f"{local} a multiple of {local}"
                 )
             self._add(f"first {size}", [range(size)], min(size, local))
         self._clock_offset_s = self._measure_clock_offset()
         self._hosts = self.gather_objects(socket.gethostname())
 
     def _add(self, name: str, groups: Sequence[range], local_world_size: int) -> None:
-        """Make groups; this rank has the one that it is in."""
+        """Create groups under one name; this rank stores its own group."""
         made: list[Any] = [
             dist.new_group(list(g), timeout=self._timeout) for g in groups
         ]
@@ -137,17 +137,17 @@ class Ranks:
 
     @property
     def group_sizes(self) -> dict[str, int]:
-        """Ranks of each group."""
+        """Number of ranks of each group."""
         return {name: len(g.ranks) for name, g in self.groups.items()}
 
     def clock(self) -> float:
-        """Seconds on rank 0's clock."""
+        """Return the time on rank 0's clock [s]."""
         return time.perf_counter() + self._clock_offset_s
 
     def _measure_clock_offset(self) -> float:
-        """What to add to this rank's clock to get rank 0's.
+        """Return the offset from this rank's clock to rank 0's [s].
 
-        Ranks of one node share a clock. Others ask rank 0, 20 times; the quickest
+        Ranks of one node share a clock. Other ranks ask rank 0 20 times; the fastest
         answer counts.
         """
         if self.local_world_size == self.world_size:
@@ -171,7 +171,7 @@ class Ranks:
         return offset
 
     def agree(self, values: Sequence[float]) -> list[float]:
-        """Return the largest of each value over all ranks; also a barrier."""
+        """Return the maximum of each value over all ranks; also a barrier."""
         tensor = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control)
         return [float(v) for v in tensor]
@@ -181,10 +181,11 @@ class Ranks:
         return self.gather_objects(value)[0]
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """Return on every rank what rank 0 gets from `work`.
+        """Run `work` on rank 0 and return its result on every rank.
 
         Raises:
-            NeuroShardError: What `work` raises; on other ranks it says where to look.
+            NeuroShardError: The error of `work`; other ranks raise one that refers to
+                rank 0.
         """
         outcome: T | NeuroShardError | None = None
         if self.rank == 0:
@@ -197,25 +198,25 @@ class Ranks:
             return cast(T, outcome)
         if self.rank == 0:
             raise outcome
-        raise NeuroShardError("rank 0 cannot use the file; see its message")
+        raise NeuroShardError("rank 0 cannot use the file; see rank 0's message")
 
     def gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return every rank's array, stacked along a new last axis."""
+        """Return all ranks' arrays, stacked along a new last axis."""
         return np.stack(self.gather_objects(values), axis=-1)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's value, on every rank."""
+        """Return all ranks' values, on every rank."""
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value, group=self._control)
         return found
 
     def turn(self) -> tuple[int, int]:
-        """Which of the ranks on its host this one is, and the most that a host has."""
+        """Return this rank's index on its host, and the most ranks of any host."""
         hosts = self._hosts
         return hosts[: self.rank].count(hosts[self.rank]), max(map(hosts.count, hosts))
 
     def bandwidth(self, other: int) -> float:
-        """Rate of a large message between rank 0 and another [GB/s], on every rank."""
+        """Return the rate of a large message between rank 0 and `other` [GB/s]."""
         buffer = torch.ones(_BANDWIDTH_BYTES, dtype=torch.uint8, device=self.device)
         times = []
         for _ in range(16):  # the first one sets up the connection
@@ -232,7 +233,7 @@ class Ranks:
         )
 
     def close(self) -> None:
-        """Leave the group, or give that up when it does not come to an end."""
+        """Leave the process group; give up if that takes longer than the timeout."""
         if self._is_guest:
             return
 

@@ -1,4 +1,4 @@
-"""One measurement: a table set or a collective, its time, and where it was taken."""
+"""Records of measurements: a table set or collective, its time, and the machine."""
 
 from __future__ import annotations
 
@@ -36,70 +36,70 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 2
-"""Version of the record layout; another version is refused."""
+"""Version of the record layout; other versions are refused."""
 
 MAX_SPREAD = 0.1
-"""Relative median deviation up to which a record's passes always agree."""
+"""Relative median deviation of passes up to which a record always counts as steady."""
 MAX_REFERENCE_RATIO = 1.5
-"""Reference over the median of all records' up to which a record is always usable. Of
-the 6,000 records first shipped 0.7 % exceed this or `MAX_SPREAD`."""
+"""Reference time, over the median of all records', up to which a record always counts
+as steady. Of the first 6,000 shipped records, 0.7 % exceed this or `MAX_SPREAD`."""
 USUAL_SHARE = 0.8
-"""Of a run's records, those that are taken to show how its machine is, not how it was
-disturbed: on machines that are never quiet only the worst of the rest are left out."""
+"""Share of a run's records that count as usual for its machine, even if it is never
+quiet; only records worse than these are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """The hardware and libraries that a time belongs to."""
+    """The hardware and libraries of a measurement."""
 
     device: str
     """Name of the CPU or GPU."""
     device_type: str
     """`cpu` or `cuda`."""
     num_threads: int
-    """CPU threads of the kernel (1: one rank, one core)."""
+    """CPU threads of the kernel; 1 for a rank with one core."""
     torch: str
     fbgemm: str
 
 
 def command_line() -> str:
-    """Return the command under way, as provenance."""
+    """Return the running command, for the provenance of a file."""
     return " ".join(map(shlex.quote, ["neuroshard", *sys.argv[1:]]))
 
 
 def utc_now() -> str:
-    """Return the time, UTC, ISO 8601 to the second."""
+    """Return the current time, UTC, ISO 8601 to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHeader:
-    """What all records of one file share."""
+    """Header of a file of kernel records."""
 
     fingerprint: Fingerprint
     reference_ms: float = 0.0
-    """Nominal forward + backward time of the reference set [ms]; 0 where the device is
-    steady enough to be timed without one, and before it is measured."""
+    """Nominal forward + backward time of the reference set [ms]; 0 before it is
+    measured, and for devices steady enough to need no reference."""
     seed: int
     sampling: Mapping[str, Any]
     """The sampling configuration, in full."""
     command: str = field(default_factory=command_line)
     created: str = field(default_factory=utc_now)
     bounds_check: str = "none"
-    """How FBGEMM checks ids within a timed forward: `warning`, as TorchRec trains;
-    `none` in files from before it was on."""
+    """How FBGEMM checks ids in a timed forward: `warning`, as in TorchRec's training;
+    `none` in older files."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Index of each sample that a GPU failed on for good -> its error."""
+    """Index of each sample that broke a GPU's process -> its error."""
     schema_version: int = SCHEMA_VERSION
     kind: str = "compute"
-    """What `neuroshard collect` calls it."""
+    """Kind of records, as `neuroshard collect` calls it."""
 
     def check_same_run(self, other: RunHeader, where: str) -> None:
-        """Refuse to mix `other`'s records with this header's.
+        """Check that `other`'s records can be added to this header's file.
 
         Raises:
-            RecordMismatchError: Other hardware, libraries, seed, sampling or check of
-                ids.
+            RecordMismatchError: Hardware, libraries, seed, sampling or check of ids
+                differ.
         """
         names = ["kind", "seed", "world_size", "local_world_size", "sampling"]
         lines = self.measured_unlike(other) + _differences(self, other, names)
@@ -110,14 +110,14 @@ class RunHeader:
             )
 
     def measured_unlike(self, other: RunHeader) -> list[str]:
-        """Return one line per reason why times of `other` mean something else."""
+        """Return one line per difference that makes times of `other` incomparable."""
         names = [f.name for f in dataclasses.fields(Fingerprint)]
         lines = _differences(self.fingerprint, other.fingerprint, names)
         return lines + _differences(self, other, ["bounds_check", "backend"])
 
 
 def _differences(mine: object, other: object, names: Iterable[str]) -> list[str]:
-    """Return one line per attribute in which two objects differ."""
+    """Return one line per attribute that differs between two objects."""
     pairs = [
         (name, getattr(mine, name, None), getattr(other, name, None)) for name in names
     ]
@@ -128,7 +128,7 @@ def _differences(mine: object, other: object, names: Iterable[str]) -> list[str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommsHeader(RunHeader):
-    """What all records of one file of collectives share."""
+    """Header of a file of records of collectives."""
 
     backend: str
     """`gloo` or `nccl`."""
@@ -139,19 +139,19 @@ class CommsHeader(RunHeader):
     intra_gb_per_s: float = 0.0
     """Measured rate of one large message between two ranks of a node."""
     inter_gb_per_s: float = 0.0
-    """Same between two nodes; 0 where the run had one."""
+    """The same between two nodes; 0 if the run had one node."""
     compute_slowdown: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Ranks of one node -> how many times as long forward and backward kernels take
-    while so many run theirs, which share its memory and cores. Empty for GPUs."""
+    """Number of ranks of a node that run kernels at once -> factor on the time of a
+    forward and a backward, because they share memory and cores. Empty for GPUs."""
     column_order_ms_per_mb: Mapping[str, tuple[float, float]] = field(
         default_factory=dict
     )
-    """Ranks of one node -> milliseconds per 2^20 bytes of pooled outputs that the parts
-    of column-wise tables take to be put in order, forward and backward, while so many
-    ranks do so. Empty for GPUs."""
+    """Number of ranks of a node that work at once -> milliseconds per 2^20 bytes of
+    pooled outputs to reorder the parts of column-wise tables, forward and backward.
+    Empty for GPUs."""
     compute_reference_ms: float = 0.0
-    """Forward + backward of the reference set that kernels are timed beside, on one
-    rank alone in this run: ties the two units of time together. 0 for GPUs."""
+    """Forward + backward of the kernels' reference set on a single rank in this run; it
+    relates the time units of kernels and collectives. 0 for GPUs."""
     kind: str = "comms"
 
 
@@ -160,13 +160,13 @@ class TableSet:
     """Tables of one fused kernel."""
 
     index: int
-    """Position in the run; the set follows from the run's seed and this."""
+    """Position in the run; with the run's seed it determines the set."""
     repeat_of: int | None = None
-    """Index of the earlier record whose set is measured once more."""
+    """Index of the earlier record whose set is measured again."""
     held_out: bool = False
-    """Whether all tables are of the part that trained models are tested on."""
+    """Whether all tables are held out to test trained models."""
     validation: bool = False
-    """Whether all are of the part that chooses among them. False in older files."""
+    """Whether all tables are held out for validation; False in older files."""
     batch_size: int
     """Samples of one pass."""
     tables: tuple[TableConfig, ...]
@@ -180,24 +180,23 @@ class CostRecord(TableSet):
     fwd_ms: float
     """Median of the forward passes, relative to the reference if there is one."""
     bwd_ms: float
-    """Same for the backward passes, optimizer step included."""
+    """The same for the backward passes, including the optimizer step."""
     num_passes: int
     """Timed passes."""
     spread: float
-    """Median absolute deviation of a pass's forward + backward, over their median."""
+    """Median absolute deviation of the passes' forward + backward over their median."""
     reference_ms: float = 0.0
-    """Median forward + backward of the reference set beside them; 0 without one."""
+    """Median forward + backward of the reference set, timed alternately with the
+    passes; 0 without a reference."""
     sm_clock_mhz: float | None = None
-    """A GPU's core clock during the passes; None where nothing reads it."""
+    """A GPU's core clock during the passes; None if unknown."""
     memory_clock_mhz: float | None = None
     temperature_c: float | None = None
-    """A GPU's temperature then."""
+    """A GPU's temperature during the passes."""
     throttled: str = ""
-    """Why the device held its clocks down during this measurement; empty if it did
-    not."""
+    """Why the device was throttled during the passes; empty if it was not."""
     num_throttled: int = 0
-    """Earlier measurements of this set that were dropped, since the device held its
-    clocks down then."""
+    """Earlier measurements of this set that were dropped because of throttling."""
 
     def __post_init__(self) -> None:
         if not self.tables:
@@ -214,16 +213,17 @@ class Collective:
     """One collective over one group of ranks, `W` of them."""
 
     index: int
-    """Position in the run; the collective follows from the run's seed and this."""
+    """Position in the run; with the run's seed it determines the collective."""
     repeat_of: int | None = None
-    """Index of the earlier record that is measured once more."""
+    """Index of the earlier record that is measured again."""
     collective: str
     """One of `COLLECTIVES`."""
     group: str = "world"
-    """`world` is all ranks, `local` those of a node, `cross` one of each node."""
+    """`world` is all ranks, `local` the ranks of a node, `cross` one rank per node."""
     bytes_per_peer: tuple[int, ...]
-    """What each rank sends to every rank [bytes]; for `pooled_backward` and `index`
-    what it is sent by every rank. The others pass the same between all pairs."""
+    """Bytes that each rank sends to every rank; for `pooled_backward` and `index`, the
+    bytes that it receives from every rank. In all other collectives, all pairs exchange
+    the same number of bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,18 +237,19 @@ class CommsRecord(Collective):
     num_passes: int
     """Timed passes."""
     spread: float
-    """Median absolute deviation of the slowest rank's time, over its median."""
+    """Median absolute deviation of the slowest rank's time over its median."""
     reference_ms: float
     """Median of the reference collective, timed every few passes."""
     transfer_ms: tuple[float, ...]
-    """Median time of each rank from the last arrival until it was through, relative
-    to the reference's speed in this and the samples before."""
+    """Median time of each rank from the last arrival until it finished, relative to the
+    reference's speed in this sample and the samples before."""
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:
             raise RecordError(
-                f"record {self.index} is of collective '{self.collective:.60}'; known "
-                f"are {', '.join(COLLECTIVES)}"
+                f"record {self.index} is of unknown collective "
+                f"'{self.collective:.60}'; the collectives are "
+                f"{', '.join(COLLECTIVES)}"
             )
         if self.local_world_size < 1 or self.world_size % self.local_world_size:
             raise RecordError(
@@ -258,8 +259,8 @@ class CommsRecord(Collective):
         rows = (self.bytes_per_peer, self.transfer_ms)
         if any(len(row) != self.world_size for row in rows):
             raise RecordError(
-                f"record {self.index} needs one value per rank ({self.world_size}) "
-                "of bytes_per_peer and transfer_ms"
+                f"record {self.index} needs bytes_per_peer and transfer_ms for each of "
+                f"its {self.world_size} ranks"
             )
 
     @property
@@ -269,7 +270,7 @@ class CommsRecord(Collective):
 
 
 def repeatability(records: Sequence[CostRecord | CommsRecord]) -> list[float]:
-    """Relative differences of total time between a sample and its later repeats.
+    """Return the relative differences in time between samples and their repeats.
 
     No model can be more accurate than this on average.
     """
@@ -282,11 +283,11 @@ def repeatability(records: Sequence[CostRecord | CommsRecord]) -> list[float]:
 
 
 def repeatability_line(differences: Sequence[float], unit: str) -> str:
-    """Say in one line how much samples differ from the same ones measured again.
+    """Return a line that says how much repeated measurements differ.
 
     Args:
-        differences: Of `repeatability`.
-        unit: What a sample is.
+        differences: Result of `repeatability`.
+        unit: Noun for a sample, e.g. "set".
     """
     if not differences:
         return f"No {unit} was measured twice."
@@ -299,18 +300,18 @@ def repeatability_line(differences: Sequence[float], unit: str) -> str:
 
 
 def relative_spread(values: Sequence[float]) -> float:
-    """Return the median absolute deviation of values over their median."""
+    """Return the median absolute deviation of values, divided by their median."""
     middle = statistics.median(values)
     return statistics.median(abs(v - middle) for v in values) / middle
 
 
 def disturbance(record: CostRecord, usual_reference_ms: float) -> float:
-    """How much other work disturbed a record; up to 1 it always counts as steady.
+    """Return how much other work disturbed a record; up to 1 it counts as steady.
 
     Args:
         record: The record.
-        usual_reference_ms: The reference set's median over the run; not used for a
-            device that is timed without one.
+        usual_reference_ms: The reference set's median over the run; unused for devices
+            without a reference.
     """
     reference = 0.0
     if record.reference_ms:
@@ -319,14 +320,15 @@ def disturbance(record: CostRecord, usual_reference_ms: float) -> float:
 
 
 def steady_records(records: Sequence[CostRecord]) -> list[CostRecord]:
-    """Leave out what was measured while other work disturbed the machine.
+    """Return the records that other work on the machine did not disturb.
 
-    Such a record shows it by itself, whatever a model predicts: its passes disagree
-    more than is usual on this machine, or the reference set beside it was far slower.
-    Records of a throttled GPU are left out too, unless most of them are throttled.
+    A disturbed record shows two signs, which do not depend on any model: its passes
+    differ more than is usual on this machine, or its reference set was far slower.
+    Records of a throttled GPU are left out too, unless most records are throttled.
 
     Args:
-        records: Of one device; on a GPU there is no reference, only the passes speak.
+        records: Records of one device. A GPU has no reference, so only its passes
+            count.
     """
     cool = [r for r in records if not r.throttled]
     if 2 * len(cool) >= len(records):

@@ -1,8 +1,8 @@
-"""Measure fused kernels over table sets.
+"""Measure fused kernels with table sets.
 
-`measure` is the one loop: it takes sets from a source, measures each within a budget of
-time, and hands each record to where it is kept. `neuroshard collect compute`,
-`neuroshard calibrate` and the first launch on a device all run it.
+`measure` is the only loop: it takes sets from a source, measures them within a time
+budget and passes each record on. `neuroshard collect compute`, `neuroshard calibrate`
+and the first launch on a device all run it.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ __all__ = [
 ]
 
 NUM_ANCHORS = 25
-"""Earlier sets that a resumed run measures again, to go on in the same unit."""
+"""Earlier sets that a resumed run measures again, to continue in the same time unit."""
 MAX_TRIES = 4
-"""How often a set is measured while other work disturbs it."""
+"""Most measurements of a set that other work disturbs."""
 _RECENT_SETS = 101
-"""The usual time of the reference set is its median beside so many last sets."""
+"""The reference set's usual time is its median over this many recent sets."""
 
 
 # The loop
@@ -71,26 +71,27 @@ def measure(
     min_sets: int = 0,
     title: str = "measuring",
 ) -> dict[int, str]:
-    """Measure sets until there are no more, or time is over.
+    """Measure sets until there are no more, or until the time is over.
 
-    A set that other work disturbed, or that a GPU measured with its clocks held down
-    while most were not, is measured again, up to `MAX_TRIES` times in all; the better
-    measurement is kept. Every other turn is such a set's: work that disturbs takes
-    longer than one set does.
+    A set is measured again if other work disturbed it, or if the GPU was throttled then
+    but not for most sets; `MAX_TRIES` limits the measurements. The best one is kept.
+    Repeats alternate with new sets, because a disturbance lasts longer than one set.
 
     Args:
-        sets: May be without end. The next one is drawn while the device is at work.
-        timer: Times them.
-        keep: Gets each record, and again a better one of the same set.
-        until: No set is begun after this time of `time.monotonic`.
-        min_sets: Sets to measure whatever the time, before any is measured again.
-        title: What is shown, before the number of sets done.
+        sets: Sets to measure, possibly endless. The next set is drawn while the device
+            works.
+        timer: Times the sets.
+        keep: Gets each record, and again if a set has a better one.
+        until: No set is started after this time of `time.monotonic`.
+        min_sets: Sets to measure even if the time is over; repeats come after these.
+        title: Text of the progress line, before the number of sets.
 
     Returns:
-        Sets that did not fit into the device's memory, and what it said.
+        Index of each set that did not fit into the device's memory -> its error.
 
     Raises:
-        DeviceFailureError: A GPU failed for good; `args[1]` is the set's index.
+        DeviceFailureError: A GPU failed, and only a new process can recover it;
+            `args[1]` is the set's index.
     """
     source, queue = iter(sets), deque[SampledSet]()
 
@@ -99,7 +100,7 @@ def measure(
             queue.extend(itertools.islice(source, 1))
 
     records: dict[int, CostRecord] = {}
-    disturbed: dict[int, tuple[SampledSet, int]] = {}  # and how often it was measured
+    disturbed: dict[int, tuple[SampledSet, int]] = {}  # set and number of measurements
     left_out: dict[int, str] = {}
     recent = deque[float](maxlen=_RECENT_SETS)
     num_throttled = 0
@@ -113,7 +114,7 @@ def measure(
         while True:
             shown.text = f"{title}, {len(records)} sets done"
             draw()
-            if not queue and not ended:  # from here on, as strict as those who train
+            if not queue and not ended:  # from now on as strict as the training
                 ended, steady = True, steady_records(list(records.values()))
                 for record in steady:
                     disturbed.pop(record.index, None)
@@ -150,7 +151,7 @@ def measure(
 def _measure_if_it_fits(
     sampled: SampledSet, timer: SetTimer, draw: Callable[[], None]
 ) -> CostRecord:
-    """Measure a set; where there is no memory, free some and try once more."""
+    """Measure a set; if memory runs out, free some and try once more."""
     was_tried = False
     while True:
         try:
@@ -159,13 +160,13 @@ def _measure_if_it_fits(
             if was_tried:
                 raise
         except RuntimeError as error:
-            # "CUDA error" of torch, "CUDA Error" of FBGEMM.
+            # torch says "CUDA error", FBGEMM "CUDA Error".
             if "cuda error" not in str(error).lower():
                 raise
             text = str(error).strip().splitlines()[0]
             raise DeviceFailureError(text, sampled.index) from error
-        # Outside of the handler, which holds the failed set: what it and the sets
-        # before have left in pieces.
+        # Free fragments of earlier sets. This is outside the handler, whose exception
+        # keeps the failed set alive.
         was_tried = True
         gc.collect()
         free_cached_memory(timer.device)
@@ -174,12 +175,12 @@ def _measure_if_it_fits(
 def measure_set(
     sampled: SampledSet, timer: SetTimer, meanwhile: Callable[[], None] = lambda: None
 ) -> CostRecord:
-    """Measure a set once, whatever the device's state.
+    """Measure a set once, in any state of the device.
 
     Args:
         sampled: The set.
-        timer: Times it.
-        meanwhile: Called while an accelerator is at work.
+        timer: Times the set.
+        meanwhile: Called while an accelerator works.
     """
     measured = timer.measure(sampled, meanwhile)
     drawn = {f.name: getattr(sampled, f.name) for f in fields(TableSet)}
@@ -199,24 +200,24 @@ def measure_set(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectConfig:
-    """One run of the compute collector."""
+    """Settings of a run that measures kernels."""
 
     out: Path
-    """Parquet file to write or to go on with."""
+    """Parquet file to write or to continue."""
     num_sets: int = 5_000
-    """Records the file shall hold."""
+    """Records that the file should hold."""
     seed: int = 0
     device: str = "cpu"
     tables: tuple[Path, ...] = ()
-    """JSON files of real tables to draw from beside generated ones."""
+    """JSON files of real tables to draw from, in addition to generated tables."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     time_budget_seconds: float | None = None
-    """Measure no further set after this time; None measures them all."""
+    """Start no set after this time; None measures all sets."""
     started: float | None = None
-    """When the time began, by `time.monotonic`; None: when measuring begins."""
+    """Start of the time budget by `time.monotonic`; None starts with measuring."""
     set_seconds: float | None = None
-    """A set is repeated for so long, or as often as it must be (`PassCounts`); None
-    takes the device's. Less gives more sets in a time, each of less precision."""
+    """Time for repeating a set, beyond its fewest passes (`PassCounts`); None takes the
+    device's. A shorter time gives more sets, each less precise."""
 
     def __post_init__(self) -> None:
         if self.num_sets < 1:
@@ -228,19 +229,20 @@ def collect_compute(
     say: Callable[[str], object] = print,
     predict_ms: Callable[[SampledSet], float] = lambda drawn: 1.0,
 ) -> None:
-    """Measure until the file holds `config.num_sets` records, or time is over.
+    """Measure until the file holds `config.num_sets` records or the time is over.
 
-    Sets that do not fit into the device's memory are left out, told, and tried again
-    by the next run.
+    Sets that do not fit into the device's memory are left out with a message; the next
+    run tries them again.
 
     Args:
-        config: What to measure, and where to keep it.
-        say: Gets what there is to tell.
-        predict_ms: A rough cost of a set, by which sets are drawn; see `SetSampler`.
+        config: Settings of the run.
+        say: Gets the messages.
+        predict_ms: Rough cost of a set, for drawing sets; see `SetSampler`.
 
     Raises:
         RecordMismatchError: The file holds records of another machine or run.
-        DeviceFailureError: A GPU failed for good; the same command goes on.
+        DeviceFailureError: A GPU failed, and only a new process can recover it; the
+            same command continues.
     """
     device, path, base = as_device(config.device), config.out, list[TableConfig]()
     for file in config.tables:
@@ -254,7 +256,7 @@ def collect_compute(
             time_budget_seconds=config.set_seconds,
         )
         if timer.monitor is not None:
-            say("clocks and temperature are read by pynvml")
+            say("pynvml reads clocks and temperature")
         elif device.type == GPU:
             say("pynvml does not answer: clocks and throttling are not recorded")
         header = RunHeader(
@@ -272,7 +274,7 @@ def collect_compute(
         with RecordStore(path, header) as store:
             _fill(config, store, timer, sampler, say)
     if timer.monitor is not None and timer.monitor.num_failures:
-        say(f"the driver did not tell its state {timer.monitor.num_failures} times")
+        say(f"reading the GPU's state failed {timer.monitor.num_failures} times")
     for index, why in store.header.failed.items():
         say(f"set {index} ended an earlier run and is left out: {why}")
     say(_summary(path, store.header, store.records))
@@ -299,8 +301,8 @@ def _fill(
         factor = unit_factor(earlier, again)
         timer.reference_ms *= factor
         say(
-            f"{len(earlier)} sets measured again after the restart: times are "
-            f"multiplied by {factor:.3f} to agree with the earlier ones"
+            f"{len(earlier)} sets measured again after the restart: new times are "
+            f"multiplied by {factor:.3f} to match the earlier ones"
         )
     try:
         left_out = measure(
@@ -314,9 +316,9 @@ def _fill(
         text, index = error.args
         store.note_failure(index, text)
         raise DeviceFailureError(
-            f"set {index} failed on the device ({text}), which can do nothing more in "
-            f"this process; {config.out} keeps what was measured, and the same command "
-            "goes on without that set"
+            f"set {index} failed on the device ({text}), which this process cannot use "
+            f"any more; {config.out} keeps the measured records, and the same command "
+            "continues without this set"
         ) from error
     if len(store.done) + len(left_out) + len(failed) < config.num_sets:
         say(f"stopped at the time limit of {config.time_budget_seconds:g} s")
@@ -325,10 +327,10 @@ def _fill(
 
 
 def unit_factor(earlier: Sequence[CostRecord], again: Sequence[CostRecord]) -> float:
-    """Factor that brings a new process's times to the unit of an earlier one.
+    """Return the factor that converts a new process's times to an earlier one's unit.
 
-    The reference set lies elsewhere in memory after every start and may then be faster
-    or slower than before beside the same samples, by some percent.
+    Each process allocates the reference set at other addresses, which can make it a few
+    percent faster or slower than before.
 
     Returns:
         Median of earlier over new totals.
@@ -338,7 +340,7 @@ def unit_factor(earlier: Sequence[CostRecord], again: Sequence[CostRecord]) -> f
 
 
 def _summary(path: Path, header: RunHeader, records: Sequence[CostRecord]) -> str:
-    """One paragraph on what a record file holds and how repeatable it is."""
+    """Return a paragraph on a file's records and their repeatability."""
     text = (
         f"{path}: {len(records)} records on {header.fingerprint.device}, "
         f"{sum(r.held_out for r in records)} of held-out tables. "
@@ -346,8 +348,8 @@ def _summary(path: Path, header: RunHeader, records: Sequence[CostRecord]) -> st
     )
     dropped = sum(r.num_throttled for r in records)
     if dropped:
-        text += f" {dropped} measurements dropped for throttling."
+        text += f" {dropped} measurements were dropped because of throttling."
     throttled = sum(bool(r.throttled) for r in records)
     if throttled:
-        text += f" {throttled} kept though the device was throttled."
+        text += f" {throttled} were kept although the device was throttled."
     return text

@@ -1,8 +1,8 @@
 """Measure TorchRec's collectives, under torchrun.
 
-Every rank runs this module; rank 0 samples, keeps the records and shows progress. Each
-pass of a sample stands beside a pass of one fixed reference collective, since the speed
-of a shared machine drifts.
+Every rank runs this module; rank 0 draws samples, stores records and shows progress.
+The speed of a shared machine drifts, so times are relative to a fixed reference
+collective, which is timed every few passes.
 
 Shapes: `P` passes, `W` ranks.
 """
@@ -59,52 +59,52 @@ from torchrec_neuroshard.progress import phase
 __all__ = ["CommsConfig", "collect_comms", "default_backend"]
 
 _MIN_PASSES, _MAX_PASSES = 3, 60
-"""Of a sample."""
+"""Fewest and most passes of a sample."""
 _REFERENCE_BYTES_PER_PEER = 64 * 1024
 _REFERENCE_SAMPLES = 5
-"""The reference's speed is taken over so many samples: the machine drifts over minutes,
-while a single pass of the reference is as noisy as the sample's."""
+"""Samples over which the reference's speed is averaged. The machine drifts over
+minutes, but a single pass of the reference is as noisy as a sample's."""
 _REFERENCE_EVERY = 4
 """Passes of a sample per pass of the reference."""
 _REFERENCE_QUANTILE = 0.25
-"""Quantile of the reference's passes that tells the machine's speed. Where threads
-share cores, passes differ by whole time slices: a median jumps between two values."""
+"""Quantile of the reference's passes that measures the machine's speed. If threads
+share cores, passes differ by whole time slices, and a median jumps between values."""
 _KERNEL_PASSES = 40
 _ORDERED_ROWS, _ORDERED_WIDTHS, _ORDERED_MEGABYTES = 1024, [64] * 32, 8
-"""Pooled outputs of column-wise tables, whose parts are put in order."""
+"""Pooled outputs of column-wise tables whose reordering is timed."""
 _START_MARGIN_S = 1e-3
-"""From the agreement on a start to the start, so that all ranks know of it."""
+"""Delay between agreeing on a start and starting, so that all ranks are ready."""
 _MEMORY_SHARE = 0.25
-"""Of the free memory of a node, what the buffers of its ranks may take."""
+"""Share of a node's free memory for the buffers of its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommsConfig:
-    """One run of the collector of collectives."""
+    """Settings of a run that measures collectives."""
 
     out: Path
-    """Parquet file to write or to go on with."""
+    """Parquet file to write or to continue."""
     backend: str = "gloo"
     """`gloo` (CPU) or `nccl` (CUDA)."""
     num_samples: int = 600
-    """Records the file shall hold."""
+    """Records that the file should hold."""
     seed: int = 0
     timeout_seconds: float = 20.0
-    """A rank that is silent for so long ends the run."""
+    """The run ends if a rank does not respond for this long."""
     time_budget_seconds: float = float("inf")
-    """Stop after this time; the same command goes on later."""
+    """Stop after this time; the same command continues later."""
     min_samples: int = 0
-    """Measured whatever the time."""
+    """Samples to measure even if the time is over."""
     sample_seconds: float = 0.15
     """Stop repeating a sample after this time."""
     kernel_rounds: int = 5
-    """How often kernels of several ranks at once are timed beside one alone."""
+    """Rounds that time kernels on one rank and on several ranks at once."""
     group_sizes: tuple[int, ...] = ()
-    """Groups of the first so many ranks to measure beside all ranks, in the same run:
-    the machine's drift is then the same for all world sizes."""
+    """Sizes of further groups, each of the first ranks. One run for all world sizes
+    gives them the same drift of the machine."""
     bytes_per_rank: tuple[int, int] = (1024, 2**30)
-    """Least and most bytes that a rank sends on average, itself included; the most is
-    capped by the memory at hand."""
+    """Smallest and largest mean number of bytes that a rank sends, including those to
+    itself. The free memory caps the largest."""
 
     def __post_init__(self) -> None:
         low, high = self.bytes_per_rank
@@ -134,7 +134,7 @@ class _CollectiveMeter:
         )
 
     def _runner(self, sampled: SampledCollective) -> CollectiveRunner | None:
-        """Make this rank's part; None where it is not in the group."""
+        """Return the runner for this rank; None if it is not in the group."""
         group = self._ranks.groups[sampled.group]
         if group.rank < 0:
             return None
@@ -145,11 +145,11 @@ class _CollectiveMeter:
     def _pass(
         self, runner: CollectiveRunner | None, stop: bool = False
     ) -> tuple[float, float, bool]:
-        """Start together.
+        """Run a pass that all ranks start together.
 
         Returns:
-            When this rank entered and left the collective [s], and whether some rank
-            wanted to stop.
+            When this rank entered and left the collective [s], and whether any rank
+            wants to stop.
         """
         now, stopped = self._ranks.agree([self._ranks.clock(), float(stop)])
         if runner is None:
@@ -162,7 +162,7 @@ class _CollectiveMeter:
         return arrival, self._ranks.clock(), bool(stopped)
 
     def nominal_ms(self, num_passes: int = 60) -> float:
-        """Time of the reference, of many passes [ms]."""
+        """Return the time of the reference, over many passes [ms]."""
         passes = [self._pass(self._reference)[:2] for _ in range(num_passes + 5)]
         taken_P = self._transfer_ms(passes[5:], self._reference_ranks).max(axis=1)
         return float(np.quantile(taken_P, _REFERENCE_QUANTILE))
@@ -170,11 +170,11 @@ class _CollectiveMeter:
     def _transfer_ms(
         self, passes: Sequence[tuple[float, float]], members: list[int]
     ) -> npt.NDArray[np.float64]:
-        """Time of each pass from the last arrival until a member was through, `P x W`.
+        """Return each pass's time from the last arrival to each member's end, `P x W`.
 
         Args:
             passes: When this rank entered and left the collective [s].
-            members: Ranks that take part.
+            members: Participating ranks.
         """
         gathered = self._ranks.gather(np.array(passes))[..., members]
         last_P1 = gathered[:, 0].max(axis=1, keepdims=True)
@@ -217,19 +217,20 @@ class _CollectiveMeter:
 def collect_comms(config: CommsConfig, say: Callable[[str], object] = print) -> None:
     """Measure, together with the other ranks, until the file holds enough records.
 
-    Call it in every rank; what there is to tell, rank 0 tells to `say`.
+    Call it on every rank; on rank 0, `say` gets the messages.
 
     Raises:
-        ConfigError: The ranks were not started by torchrun, or not so that it works.
+        ConfigError: The ranks were not started by torchrun, or with wrong settings.
         RecordMismatchError: The file holds records of another run, world size or
-            backend. On rank 0 alone; elsewhere a `NeuroShardError` says where to look.
-        RankFailureError: This rank failed, or waited for one that died or fell silent;
-            what was measured is kept.
+            backend. Raised on rank 0; other ranks raise a `NeuroShardError` that refers
+            to rank 0.
+        RankFailureError: This rank failed, or waited for a rank that died or stopped
+            responding; records measured so far are kept.
     """
     keep_freed_memory()
     ranks = Ranks(config.backend, config.timeout_seconds, config.group_sizes)
-    # A rank on a CPU has one core. torchrun ends all ranks when one dies: they still
-    # have to say so and to tidy up.
+    # A rank on a CPU has one core. If a rank dies, torchrun ends all others with a
+    # signal: they must still report it and clean up.
     with torch_threads(1), _stop_on_signal() as stop:
         try:
             _collect(config, ranks, stop, say)
@@ -238,8 +239,8 @@ def collect_comms(config: CommsConfig, say: Callable[[str], object] = print) -> 
         except RuntimeError as error:
             raise RankFailureError(
                 f"rank {ranks.rank} stopped: {error}. {config.out} and "
-                f"{journal_path(config.out)} keep what was measured; the same command "
-                "goes on from there"
+                f"{journal_path(config.out)} keep the measured records; the same "
+                "command continues from there"
             ) from error
         finally:
             ranks.close()
@@ -276,7 +277,7 @@ def _collect(
     if store is not None and store.done:
         say(
             f"{config.out}: {len(store.done)} records of {header.world_size} ranks "
-            f"over {header.backend} on {header.fingerprint.device}; one message inside "
+            f"with {header.backend} on {header.fingerprint.device}; one message inside "
             f"a node {header.intra_gb_per_s:.2f} GB/s, reference "
             f"{header.reference_ms:.3f} ms. "
             + repeatability_line(repeatability(store.records), "collective")
@@ -284,13 +285,13 @@ def _collect(
 
 
 def _open(config: CommsConfig, ranks: Ranks, most_bytes: int) -> CommsHeader:
-    """Return the header of a run; of a new one, times are 0.
+    """Return the header of a run; a new run's times are 0.
 
     Args:
-        config: The run.
-        ranks: Its ranks.
-        most_bytes: Bytes of a rank that there is memory for. A run that goes on draws
-            as it began.
+        config: The run's settings.
+        ranks: The run's ranks.
+        most_bytes: Most bytes per rank that the memory allows. A continued run keeps
+            its first value, so that it draws the same samples.
 
     Raises:
         RecordMismatchError: The file holds another run.
@@ -319,7 +320,7 @@ def _open(config: CommsConfig, ranks: Ranks, most_bytes: int) -> CommsHeader:
 def _measure_links(
     header: CommsHeader, config: CommsConfig, ranks: Ranks, meter: _CollectiveMeter
 ) -> CommsHeader:
-    """Return a header with what all its records stand beside, the same on all ranks."""
+    """Return the header with measured links, reference and kernels, on all ranks."""
     local, world = ranks.local_world_size, ranks.world_size
     kernels: dict[str, Any] = {}
     if not is_accelerator(ranks.device.type):
@@ -334,7 +335,7 @@ def _measure_links(
 
 
 def _time_kernels(ranks: Ranks, num_rounds: int) -> dict[str, Any]:
-    """Time kernels and copies on several ranks of a node at once, and on one alone.
+    """Time kernels and copies on one rank, and on several ranks of a node at once.
 
     Returns:
         Fields of `CommsHeader`.
@@ -365,7 +366,7 @@ def _time_kernels(ranks: Ranks, num_rounds: int) -> dict[str, Any]:
 
 
 def _column_order(device: torch.device) -> Callable[[], tuple[float, float]]:
-    """Return what times the order of column-wise tables' parts, both ways [ms]."""
+    """Return a function that times reordering column-wise parts, both ways [ms]."""
     permute = column_permutation(_ORDERED_WIDTHS, device)
     shape = (_ORDERED_ROWS, sum(_ORDERED_WIDTHS))
     pooled = torch.ones(shape, device=device, requires_grad=True)
@@ -382,20 +383,20 @@ def _column_order(device: torch.device) -> Callable[[], tuple[float, float]]:
 
 
 def _memory_cap(ranks: Ranks) -> int:
-    """Most bytes per rank that the buffers of this node's ranks have room for."""
+    """Return the most bytes per rank that fit into this node's free memory."""
     on_host = not is_accelerator(ranks.device.type)
     if on_host:
         free = free_host_bytes() // ranks.local_world_size
     else:
         free = int(accelerator(ranks.device.type).mem_get_info()[0])
-    # Input, send buffer, output and its copy; one rank may send for all.
+    # Input, send buffer, output and its copy; one rank may send all bytes.
     copies = 2 + 2 * (1 if on_host else ranks.world_size)
     return max(1024, int(free * _MEMORY_SHARE / copies))
 
 
 @contextlib.contextmanager
 def _stop_on_signal() -> Iterator[list[int]]:
-    """Collect requests to end, which torchrun passes on, instead of dying of them."""
+    """Collect the signals that torchrun forwards, instead of dying from them."""
     received: list[int] = []
     old = {
         number: signal.signal(number, lambda number, _: received.append(number))
@@ -409,7 +410,7 @@ def _stop_on_signal() -> Iterator[list[int]]:
 
 
 def default_backend() -> str:
-    """Name the backend of the accelerators here, where there is one per rank."""
+    """Return the accelerators' backend if every rank has one, else gloo."""
     kind = default_device_type()
     local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
     if is_accelerator(kind) and accelerator(kind).device_count() < int(local):

@@ -1,4 +1,4 @@
-"""Which table sets to measure: pure functions of a seed."""
+"""Draw the table sets to measure, as pure functions of a seed."""
 
 from __future__ import annotations
 
@@ -30,58 +30,58 @@ __all__ = [
 ]
 
 STATE_BYTES = {"adam": 8, "adagrad": 4}
-"""Optimizer state per weight; row-wise Adagrad's, 4 bytes a row, is left out."""
+"""Bytes of optimizer state per weight, without row-wise Adagrad's 4 bytes per row."""
 
 _USUAL_WIDTHS = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _GIB = 2**30
 _WEIGHT_SHARE = 0.7
-"""Of a GPU's memory, what weights may take: ids, outputs and a driver need the rest."""
+"""Share of a GPU's memory for weights; ids, outputs and the driver need the rest."""
 _BYTES_PER_LOOKUP = 1_400
-"""Of a GPU's memory: 100 million lookups on 141 GB, whose ids, twice over and with what
-drawing them takes, are a twentieth of it."""
+"""A GPU's memory per lookup of the largest set: 100 million lookups on 141 GB, so that
+two copies of the ids, and drawing them, take a twentieth of the memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
-    """What to measure; ranges are inclusive."""
+    """Ranges to draw table sets from; ranges are inclusive."""
 
     max_shards: int = 40
     """Most shards in a set."""
     widths: tuple[int, int] = (4, 256)
-    """Narrowest and widest shard, columns."""
+    """Fewest and most columns of a shard."""
     batch_sizes: tuple[int, int] = (512, 8_192)
-    """Samples of a pass."""
+    """Fewest and most samples of a pass."""
     rows: tuple[int, int] = (10, 10_000_000)
-    """Rows of a generated table; real tables keep theirs, up to the larger."""
+    """Fewest and most rows of a generated table; larger real tables are left out."""
     max_lookups: int = 4_000_000
     """Most lookups of a set, so that a sample takes about a second."""
     max_weight_bytes: int = 4 * 2**30
-    """Most weight bytes of a set: the arena's size. The state of Adam and of Adagrad,
-    which is as large as fp32 weights or twice that, counts too."""
+    """Most weight bytes of a set, the arena's size. They include the state of
+    Adagrad, as large as fp32 weights, and of Adam, twice as large."""
     real_share: float = 0.6
-    """Share of sets drawn from given real tables, where there are any."""
+    """Share of sets drawn from real tables, if any are given."""
     held_out_share: float = 0.2
-    """Share of the tables (not of the sets) kept from training."""
+    """Share of the tables (not of the sets) held out of training."""
     held_out_sets: float = 0.2
     """Share of the sets made of held-out tables."""
     validation_share: float = 0.1
-    """Share of the tables kept to choose among trained models; a set holds tables of
-    one part alone."""
+    """Share of the tables held out to choose between trained models. A set never mixes
+    training, validation and test tables."""
     validation_sets: float = 0.1
-    """Share of the sets made of these."""
+    """Share of the sets made of validation tables."""
     cost_range_ms: tuple[float, float] = (0.2, 100.0)
-    """Where a cost is predicted, sets are drawn for costs that are log-uniform here."""
+    """Range of the sets' costs; log-uniform, if costs are predicted."""
     num_candidates: int = 3
-    """Sets drawn for each one that is measured; the one of the nearest cost is kept."""
+    """Sets drawn for each measured set; the set closest to the wanted cost is kept."""
     optimizers: tuple[str, ...] = ("rowwise_adagrad", "sgd")
     weighted_share: float = 0.1
     """Share of sets with per-sample weights."""
     fp16_share: float = 0.1
     """Share of sets with fp16 weights."""
     repeat_every: int = 20
-    """Every so many records one earlier set is measured again."""
+    """One in this many records measures an earlier set again."""
     repeat_lag: int = 100
-    """How many records later, at least."""
+    """Fewest records between a set and its repeat."""
 
     def __post_init__(self) -> None:
         low, high = self.batch_sizes
@@ -95,14 +95,15 @@ class SamplingConfig:
 
     @classmethod
     def for_device(cls, device: torch.device) -> Self:
-        """Return what is measured on a device unless asked otherwise.
+        """Return the default configuration for a device.
 
-        A GPU holds and reads tens of times more and has kernels for all optimizers.
+        A GPU has tens of times more memory and bandwidth than a CPU, and kernels for
+        all optimizers.
         """
         memory_bytes = device_bytes(device)
         if memory_bytes is None:
             return cls()
-        # Of all memory, not of what is free: a run that goes on draws the same.
+        # From the total memory, not the free one, so a continued run draws the same.
         room = int(_WEIGHT_SHARE * memory_bytes) // _GIB * _GIB
         return cls(
             max_shards=100,
@@ -120,18 +121,18 @@ class SampledSet(TableSet):
     """One set to measure."""
 
     seed: tuple[int, ...]
-    """Makes the inputs; a set that is measured again reads the same."""
+    """Seed of the inputs; a repeated set has the same inputs."""
     access: tuple[AccessDistribution, ...] | None = None
-    """Beside `tables`: how their ids are drawn; None: as the profiles tell."""
+    """Distribution of each table's ids; None follows the profiles."""
 
 
 def repeated_index(index: int, every: int, lag: int) -> int | None:
-    """Return the earlier sample that is measured again as number `index`, if any.
+    """Return the earlier sample that sample `index` repeats; None if it is a new one.
 
     Args:
         index: Position in the run.
-        every: Every so many samples are one measured again, another one each time.
-        lag: How many samples later, at least.
+        every: One in this many samples is a repeat; each repeats another sample.
+        lag: Fewest samples between a sample and its repeat.
     """
     if index % every != every - 1:
         return None
@@ -150,14 +151,14 @@ class SetSampler:
         base_tables: Sequence[TableConfig],
         predict_ms: Callable[[SampledSet], float] = lambda drawn: 1.0,
     ) -> None:
-        """Split the real tables into their three parts, once for all sets.
+        """Split the real tables into training, validation and test tables.
 
         Args:
             config: Ranges to draw from.
             seed: The run's seed.
             base_tables: Real tables, each with a profile; may be empty.
-            predict_ms: A rough cost of a set, by which small sets are as frequent as
-                large ones.
+            predict_ms: Rough cost of a set; it makes cheap sets as frequent as
+                expensive ones.
         """
         self._config, self._seed = config, seed
         self._any_given = bool(base_tables)
@@ -171,7 +172,7 @@ class SetSampler:
                 self._pools[part].append(table)
 
     def sample(self, index: int) -> SampledSet:
-        """Return the set number `index` of the run."""
+        """Return set number `index` of the run."""
         config = self._config
         repeat_of = repeated_index(index, config.repeat_every, config.repeat_lag)
         source = index if repeat_of is None else repeat_of
@@ -185,7 +186,7 @@ class SetSampler:
             ms = max(self._predict_ms(drawn), 1e-9)
             if (distance := abs(math.log(ms) - target)) < best:
                 best, found = distance, drawn
-            # The next candidate has as many more lookups as it should take longer.
+            # Scale the next candidate's lookups by the ratio of wanted to found cost.
             lookups = drawn.batch_size * sum(t.pooling_factor for t in drawn.tables)
             most = min(lookups * math.exp(target) / ms, config.max_lookups)
         return dataclasses.replace(found, index=index, repeat_of=repeat_of)
@@ -197,14 +198,14 @@ class SetSampler:
         rng: np.random.Generator,
         max_lookups: float | None,
     ) -> SampledSet:
-        """Draw a set of tables of one part, and of so many lookups if given."""
+        """Draw a set with tables of one part, with up to `max_lookups` if given."""
         config = self._config
         # Many lookups need many tables and samples.
         reach = math.sqrt((max_lookups or 0.0) / config.max_lookups)
         fewest, most = config.batch_sizes
         fewest = max(fewest, int(reach * most))
         batch_size = _log_uniform_int(rng, fewest, most)
-        if rng.random() < 0.5:  # half of the time a usual batch size
+        if rng.random() < 0.5:  # half of the sets have a power of two
             usual_size: int = 2 ** round(math.log2(batch_size))
             low, high = config.batch_sizes
             batch_size = min(max(usual_size, low), high)
@@ -247,7 +248,7 @@ class SetSampler:
             if not fits:
                 if tables or number < 3 * num_shards:
                     continue
-                # The last resort: a small table, so that no set is empty.
+                # Last resort: a small table, so that no set is empty.
                 rows, base, exponent = min(rows, 1000), None, 1.0
                 pooling = min(pooling, lookup_budget / batch_size)
             free_bytes -= rows * width * value_bytes
@@ -291,7 +292,7 @@ class SetSampler:
 
 
 def _short_numbers(values: Sequence[float]) -> list[float]:
-    """Round to 11 significant bits: 0.05 % off, and a file is half as large."""
+    """Round to 11 significant bits: errors up to 0.05 %, files half as large."""
     bits = np.asarray(values, dtype=np.float32).view(np.uint32)
     kept = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFF_E000)
     rounded: list[float] = kept.view(np.float32).tolist()
@@ -304,11 +305,11 @@ def _log_uniform_int(rng: np.random.Generator, low: int, high: int) -> int:
 
 
 def part_of(draw: float, shares: tuple[float, float]) -> str:
-    """Return the part that a draw from 0 to 1 falls in.
+    """Return "test", "validation" or "train" for a draw.
 
     Args:
-        draw: From 0 to 1.
-        shares: Of the parts "test" and "validation"; the rest is "train".
+        draw: A number from 0 to 1.
+        shares: Shares of "test" and "validation"; the rest is "train".
     """
     test, validation = shares
     if draw < test:
@@ -317,16 +318,16 @@ def part_of(draw: float, shares: tuple[float, float]) -> str:
 
 
 def is_held_out_table(name: str, share: float) -> bool:
-    """Whether a table is among the share that no cost model was trained on.
+    """Whether a table is among the tables held out of all cost models' training.
 
-    Tables are split by name, the same in every run and process.
+    Tables are split by name, equally in every run and process.
     """
     return _draw_by_name(name) < share
 
 
 @functools.cache
 def _draw_by_name(name: str) -> float:
-    """A number from 0 to 1 that belongs to the name; asked for in every set."""
+    """Return a number from 0 to 1 that depends only on the name."""
     digest = 0
     for byte in name.encode():
         digest = (digest * 257 + byte) % 2_147_483_647
@@ -336,7 +337,7 @@ def _draw_by_name(name: str) -> float:
 def _width_rule(
     rng: np.random.Generator, config: SamplingConfig
 ) -> Callable[[np.random.Generator], int]:
-    """Return what draws the widths of one set."""
+    """Return the function that draws the widths of one set."""
     low, high = config.widths
     kind = rng.choice(["one", "usual", "any"], p=[0.3, 0.3, 0.4])
     usual = [w for w in _USUAL_WIDTHS if low <= w <= high] or [low]
@@ -352,7 +353,7 @@ def _width_rule(
 def _vary(
     rng: np.random.Generator, base: TableConfig, config: SamplingConfig
 ) -> tuple[int, float]:
-    """Rows and pooling factor of a variant of a real table."""
+    """Draw rows and pooling factor of a variant of a real table."""
     rows = int(base.num_embeddings * math.exp(rng.normal(0.0, 0.3)))
     pooling = base.pooling_factor * math.exp(rng.normal(0.0, 0.3))
     return min(max(rows, config.rows[0]), config.rows[1]), pooling
@@ -361,7 +362,7 @@ def _vary(
 def _generate(
     rng: np.random.Generator, config: SamplingConfig
 ) -> tuple[int, float, float]:
-    """Rows, pooling factor and power-law exponent of a table that nobody published."""
+    """Draw rows, pooling factor and power-law exponent of a generated table."""
     rows = _log_uniform_int(rng, *config.rows)
     pooling = math.exp(rng.uniform(math.log(0.2), math.log(200.0)))
     if rng.random() < 0.4:

@@ -1,9 +1,9 @@
-"""Files of measurements: Parquet, and a journal that survives any end of the process.
+"""Files of records: Parquet, and a journal that survives any crash of the process.
 
-While a run is under way each record is one line of JSON in `<file>.journal`, handed to
-the system before the next sample starts. It is folded into the Parquet file, which is
-written beside the old one and moved over it, when the run ends, and otherwise when the
-next one begins. Reading takes both together.
+During a run, each record is appended to `<file>.journal` as one line of JSON before the
+next sample starts. The end of the run merges the journal into the Parquet file, which
+is replaced atomically. After a crash, the start of the next run does so. Readers
+combine both files.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _KINDS: Mapping[str, tuple[type[RunHeader], Any]] = {
     "compute": (RunHeader, CostRecord),
     "comms": (CommsHeader, CommsRecord),
 }
-"""What `neuroshard collect` measures -> the types of the header and the records."""
+"""Kind of records in `neuroshard collect` -> types of header and records."""
 
 
 class RecordStore:
-    """Appends the records of one run; use as a context manager."""
+    """Appends the records of one run to a file; use it as a context manager."""
 
     def __init__(self, path: str | Path, header: RunHeader) -> None:
-        """Open the file, or start it.
+        """Open or create the file.
 
         Args:
             path: The Parquet file.
-            header: The run to append, of kernels or collectives; it must be the one
-                that the file holds.
+            header: Header of this run, of kernels or collectives; an existing file must
+                hold the same run.
 
         Raises:
             RecordMismatchError: The file holds another run.
@@ -68,7 +68,7 @@ class RecordStore:
         self.header: RunHeader = known or header
         self._records: dict[int, Any] = {r.index: r for r in records}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # A journal that was left behind, and perhaps cut off, makes room for a new one.
+        # Merge a journal that a crash left behind, perhaps truncated.
         if self._journal.exists():
             self.close()
             self._journal.unlink(missing_ok=True)
@@ -76,25 +76,25 @@ class RecordStore:
 
     @property
     def records(self) -> Sequence[Any]:
-        """All records, those of earlier processes included."""
+        """All records, including those of earlier processes."""
         return tuple(self._records.values())
 
     @property
     def done(self) -> set[int]:
-        """Indices of the records."""
+        """Indices of all records."""
         return set(self._records)
 
     def append(self, record: CostRecord | CommsRecord) -> None:
-        """Keep one record, in place of an earlier one of its index.
+        """Append a record; it replaces an earlier record with its index.
 
-        If the process is killed, the record stays; if the machine stops, those that it
-        has not yet written to disk are lost.
+        The record survives if the process is killed. If the machine stops, records that
+        are not yet on the disk are lost.
         """
         self._write(record)
         self._records[record.index] = record
 
     def note_failure(self, index: int, text: str) -> None:
-        """Keep in the header which sample no process survives, and why."""
+        """Note in the header that a sample breaks the process, and why."""
         failed = {**self.header.failed, str(index): text}
         self.header = dataclasses.replace(self.header, failed=failed)
 
@@ -103,7 +103,7 @@ class RecordStore:
             file.write(json.dumps(to_fields(line)).encode() + b"\n")
 
     def close(self) -> None:
-        """Fold the journal into the Parquet file."""
+        """Merge the journal into the Parquet file."""
         if not self._records and not self.header.failed:
             return
         rows = [to_fields(self._records[i]) for i in sorted(self._records)]
@@ -112,7 +112,7 @@ class RecordStore:
             {_HEADER_KEY: header}
         )
         file = io.BytesIO()
-        # A dictionary of figures takes more room than they do.
+        # No dictionary: a dictionary of numbers is larger than the numbers.
         pq.write_table(
             table,
             file,
@@ -129,12 +129,12 @@ class RecordStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Fold the journal, also after an interruption."""
+        """Merge the journal, also after an interruption."""
         self.close()
 
 
 def journal_path(path: Path) -> Path:
-    """Where the records of a run under way are kept."""
+    """Return the path of the journal of a file."""
     return path.with_name(path.name + ".journal")
 
 
@@ -142,7 +142,7 @@ def read_header(path: str | Path) -> RunHeader | None:
     """Return the header of a file of records or its journal.
 
     Returns:
-        Of collectives, a `CommsHeader`; None where there is neither file yet.
+        The header, for collectives a `CommsHeader`; None if neither file exists.
 
     Raises:
         RecordError: The file or its journal cannot be read.
@@ -171,13 +171,13 @@ def record_kind(path: str | Path) -> str:
 def read_records(
     paths: Iterable[str | Path],
 ) -> tuple[list[RunHeader], list[CostRecord]]:
-    """Read files of compute records, runs under way included.
+    """Read files of kernel records, including running runs.
 
     Returns:
-        The headers, one per file, and all records: those of a later file are numbered
-        on, so that each repeat is of a set of its own file. All times are in the unit
-        of the first file, in which its reference set takes its nominal time; those
-        timed without a reference stay as they are.
+        The headers, one per file, and all records. The indices of a later file follow
+        those of the files before, so that repeats refer to their own file. Times are
+        converted to the first file's unit, by the nominal times of the reference set;
+        times without a reference stay as they are.
 
     Raises:
         RecordError: A file is missing, empty or not a record file.
@@ -210,13 +210,13 @@ def read_records(
 def read_comms_records(
     paths: Iterable[str | Path],
 ) -> list[tuple[CommsHeader, list[CommsRecord]]]:
-    """Read files of records of collectives, runs under way included.
+    """Read files of records of collectives, including running runs.
 
     Returns:
         Each file's header and records.
 
     Raises:
-        RecordError: A file is missing, empty or not a file of such records.
+        RecordError: A file is missing, empty or not a file of records of collectives.
         RecordMismatchError: The files are of different hardware, libraries or
             backends.
     """
@@ -237,9 +237,9 @@ def _read_files(paths: Iterable[str | Path], kind: str) -> list[tuple[Any, list[
             )
         if files and (lines := files[0][0].measured_unlike(header)):
             raise RecordMismatchError(
-                f"{path} was measured elsewhere or otherwise than the files before "
-                f"it ({'; '.join(lines)}); train on one machine's records at a "
-                "time, measured alike"
+                f"{path} was measured on another machine or with other settings than "
+                f"the files before it ({'; '.join(lines)}); use files of one machine "
+                "and the same settings"
             )
         files.append((header, records))
     return files
@@ -252,7 +252,7 @@ def _missing(path: str | Path, kind: str) -> RecordError:
 
 
 def _read(path: Path) -> tuple[RunHeader | None, list[Any]]:
-    """Read a file and its journal, which may be killed writers' leavings."""
+    """Read a file and its journal, which killed processes may have left."""
     header, lines, rows = read_header(path), _journal_lines(path), []
     if header is None:
         return None, []
@@ -272,14 +272,15 @@ def _header(data: dict[str, Any], path: Path) -> RunHeader:
     kind, version = str(data.get("kind", "compute")), data.get("schema_version")
     if kind not in _KINDS or version != SCHEMA_VERSION:
         raise RecordError(
-            f"{path} has {kind:.60} records of layout {version!s:.60}, this version "
-            f"reads {SCHEMA_VERSION}; measure again or install the matching version"
+            f"{path} has {kind:.60} records of layout {version!s:.60}, but this "
+            f"version reads {SCHEMA_VERSION}; measure again or install the matching "
+            "version"
         )
     return read_fields(_KINDS[kind][0], data, RecordError, "a record header")
 
 
 def _journal_lines(path: Path) -> list[dict[str, Any]]:
-    """Parse a file's journal; a line cut off by the end of the process is left out."""
+    """Parse a file's journal; a truncated last line is left out."""
     journal = journal_path(path)
     if not journal.exists():
         return []
@@ -295,7 +296,7 @@ def _journal_lines(path: Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Raise whatever goes wrong in reading a Parquet file as one kind of error."""
+    """Convert all errors of reading a Parquet file into a `RecordError`."""
     try:
         yield
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
