@@ -73,7 +73,8 @@ def test_sizes_that_the_search_chooses(tmp_path: Path) -> None:
     report = planner.report()
     for name, entry in cached.items():
         [host] = [t.host for t in report.tables if t.table == name]
-        line = next(x for x in str(report).splitlines() if f" {name} " in x)
+        text = report.text(verbose=True)
+        line = next(x for x in text.splitlines() if f" {name} " in x)
         assert host is not None and host.ms_per_iteration > 0
         assert host.rank_bytes and all(size > 0 for _, size in host.rank_bytes)
         assert f"{host.ms_per_iteration:.3f} ms per iteration" in line

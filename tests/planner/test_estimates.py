@@ -76,5 +76,5 @@ def test_how_sure_an_estimate_is_stands_beside_the_plan() -> None:
     report = planner.report()
     assert 0.1 < report.uncertainty == last_result(planner).predicted.uncertainty < 0.2
     stated = f"standard deviation of {report.uncertainty:.1%}"
-    for text in (str(report), html_report(report)):
+    for text in (report.text(verbose=True), html_report(report)):
         assert stated in text and "nets" not in text

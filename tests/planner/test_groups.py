@@ -114,7 +114,7 @@ def test_average_of_replicas_is_priced(inter_host: bool, kind: Any) -> None:
     # Two replicas send and receive half of it, twice.
     assert sync.sync_ms == pytest.approx(size / (INTER if inter_host else INTRA))
     assert sync.ms_per_iteration == pytest.approx(sync.sync_ms / 5)
-    assert "averaged every 5 iterations" in str(planner.report())
+    assert "averaged every 5 iterations" in planner.report().text(verbose=True)
     assert "averaged every 5 iterations" in html_report(planner.report())
 
 

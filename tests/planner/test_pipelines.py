@@ -114,7 +114,7 @@ def test_reports_say_what_is_hidden() -> None:
     hidden = report.schedule.hidden_ms
     assert hidden["index_comms"] == report.schedule.phases_ms["index_comms"] > 0
     assert hidden["fwd_compute"] == 0
-    assert "'train_sparse_dist' with 30.000 ms of other layers" in str(report)
+    assert "'train_sparse_dist' with 30.000 ms of other layers" in report.text(True)
     assert report.to_json()["schedule"]["hidden_ms"] == hidden
     # What a split is good for is told under the pipeline: it pays.
     assert {s.table for s in report.splits} == ALL

@@ -73,7 +73,7 @@ def test_plans_are_compared_by_one_cost() -> None:
     plan = planner.plan(ebc, bag_sharders())
     same = planner.compare(plan, ebc, bag_sharders())
     assert not same.moves and same.saved_ms == pytest.approx(0.0)
-    assert "all 3 tables are placed alike" in str(same)
+    assert "all 3 tables are placed the same" in str(same)
     theirs = by_table(sharding_types=[kinds[2], kinds[0], kinds[0]])
     stock = stock_planner(gpus(), constraints=theirs).plan(ebc, bag_sharders())
     found = planner.compare(stock, ebc, bag_sharders(), "stock")
@@ -81,7 +81,7 @@ def test_plans_are_compared_by_one_cost() -> None:
         planner.evaluate(p, ebc, bag_sharders()).critical_path_ms for p in (stock, plan)
     ]
     assert found.saved_ms == pytest.approx(paths[0] - paths[1])
-    assert f"this plan takes {paths[1]:.3f} ms of {paths[0]:.3f}" in str(found)
+    assert f"this plan takes {paths[1]:.3f} ms instead of {paths[0]:.3f}" in str(found)
     # Every rank has a replica of t0 already, one of them half of t1 and all of t2.
     assert {m.table: m.moved_bytes for m in found.moves} == {
         "t0": 0,
@@ -115,4 +115,4 @@ def test_parts_of_the_tables_add_up_to_the_critical_path() -> None:
     assert found.rank in {
         s.rank for t in report.tables if t.table == found.table for s in t.shards
     }
-    assert f"bottleneck: table {found.table} on rank {found.rank}, " in str(report)
+    assert f"bottleneck: {found.phase} on rank {found.rank} takes " in str(report)

@@ -76,7 +76,7 @@ def test_torchrec_plans_of_all_types_run(kind: str, kernel: str) -> None:
     # Of replicas on four ranks, their gradients as well.
     num_tables = {"fused": 3, "dense": 5 * 4 * 2}.get(kernel, 0)
     assert sum(r.weights_bytes for r in report.ranks) == num_tables * 4 * 64 * 1000
-    assert "every rank can run it" in str(report)
+    assert "every rank can run the plan" in str(report)
     assert json.loads(json.dumps(report.to_json()))["world_size"] == 4
 
 

@@ -11,7 +11,12 @@ from tests.builders import FixedSearcher, Triples, analytic, make_tables, make_t
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.report import PlanReport, explain
-from torchrec_neuroshard.report.parts import ShardReport, TableReport
+from torchrec_neuroshard.report.parts import (
+    PlanBasis,
+    ShardReport,
+    TableReport,
+    WeightSync,
+)
 
 SHARD = ShardReport(rank=0, num_embeddings=333, embedding_dim=64, used_bytes=2**30)
 TABLES = [
@@ -83,7 +88,10 @@ def test_a_table_stays_off_ranks_without_memory(
             assert split.whole_rank in room
         else:
             assert split.whole_rank is None and split.whole_ms is None
-            assert "needs 250.00 KiB, more than any rank has free" in split.line(1.0)
+            assert (
+                "unsplit it needs 250.00 KiB, more than any rank has free"
+                in split.line(1.0)
+            )
 
 
 def test_text_and_json_hold_the_figures() -> None:
@@ -91,31 +99,65 @@ def test_text_and_json_hold_the_figures() -> None:
     report = explained(
         [*halves, *((t, 64, 2) for t in range(1, 6))], staged_task(), TABLES
     )
-    text, path_ms = str(report), report.critical_path_ms
-    assert (
-        f"critical path {path_ms:.3f} ms, estimated bound {path_ms / 2:.3f} ms" in text
-    )
+    brief, text = str(report), report.text(verbose=True)
+    path_ms = report.critical_path_ms
+    assert text.startswith(f"critical path {path_ms:.3f} ms\nestimated bound ")
+    assert f"\nestimated bound {path_ms / 2:.3f} ms, gap 100.0%\n" in text
     proven = dataclasses.replace(report, bound_is_proven=True)
-    assert f"ms, lower bound {path_ms / 2:.3f} ms" in str(proven)
-    unknown = dataclasses.replace(report, lower_bound_ms=0.0)
-    assert "ms, bound not computed\n" in str(unknown)
+    assert f"\nlower bound {path_ms / 2:.3f} ms" in str(proven)
+    assert "bound" not in str(dataclasses.replace(report, lower_bound_ms=0.0))
     rows = [line.split()[-9:] for line in text.splitlines()]
     for table in TABLES:
         place = ["row_wise", "fused", "3", "ranks", "0-2"]
         assert ["3.00", table.table, "999", "64", *place] in rows
-    assert "- warning: from the search" in text and "t0: 32 on rank" in text
+    assert "- warning: from the search" in brief and "t0: columns 32 on" in brief
+    assert brief.endswith("\n\nFor details, print text(verbose=True).")
+    assert "t5" in text and "t5" not in brief
     data = json.loads(json.dumps(report.to_json()))
     assert data["gap"] == 1.0
     assert data["ranks"][1]["costs"] == report.ranks[1].costs.to_json()
 
 
-def test_of_many_ranks_the_slowest_are_shown_first() -> None:
+def test_text_draws_a_bar_per_rank_and_of_many_ranks_the_slowest() -> None:
     triples = [(t, 64, 9 * t + 3) for t in range(6)]
     report = explained(triples, staged_task(num_ranks=64))
     lines = str(report).splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("rank "))
-    shown = [line.split() for line in lines[start + 1 : start + 51]]
-    assert [row[0] for row in shown[:6]] == ["3", "12", "21", "30", "39", "48"]
-    assert lines[start + 51] == "... and 14 more"
+    start = lines.index("Ranks:") + 1
+    bars = lines[start : start + 8]
+    by_time = sorted(report.ranks, key=lambda r: -r.total_ms)
+    assert [int(bar.split()[1]) for bar in bars] == [r.rank for r in by_time[:8]]
+    assert all(f" {by_time[i].total_ms:.3f} ms " in bar for i, bar in enumerate(bars))
+    assert max(map(len, bars)) <= 80
+    drawn = [bar.split()[2] for bar in bars[:6]]
+    longest = len(drawn[0])
+    for rank, bar in zip(by_time, drawn, strict=False):
+        share = rank.total_ms / by_time[0].total_ms
+        assert abs(len(bar) - longest * share) <= 1
+        assert (
+            abs(bar.count("#") - longest * share * rank.kernels_ms / rank.total_ms) < 2
+        )
+    assert lines[start + 8] == "and 56 more ranks"
     worst = max(r.costs.fwd_compute for r in report.ranks)
-    assert [row[0] for row in shown if f"{worst:.3f}*" in row] == ["3"]
+    told = report.text(verbose=True).splitlines()
+    assert [x.split()[0] for x in told if f" {worst:.3f}*" in x] == ["3"]
+
+
+def test_samples_per_second_count_all_ranks_and_replicas() -> None:
+    report = explained([(t, 64, t % 3) for t in range(6)], staged_task())
+    assert report.samples_per_s is None and "per second" not in str(report)
+    basis = PlanBasis(
+        card=None,
+        figures=(),
+        batch_size=512,
+        batch_size_is_default=False,
+        ids_per_sample=(),
+        assumed_features=(),
+    )
+    sync = WeightSync(
+        num_replicas=2, interval=10, rank_bytes=1.0, sync_ms=5.0, source="measured"
+    )
+    known = dataclasses.replace(report, critical_path_ms=1.5, basis=basis)
+    assert known.samples_per_s == pytest.approx(3 * 512 / 1.5e-3)
+    assert "1.500 ms: 1,020,000 samples per second over all ranks" in str(known)
+    known = dataclasses.replace(known, weight_sync=sync)
+    assert known.samples_per_s == pytest.approx(6 * 512 / 2e-3)

@@ -233,10 +233,11 @@ def check_files(args: argparse.Namespace, *read: str) -> None:
 def show(args: argparse.Namespace, *reports: Any) -> None:
     """Print reports, in the detail that --verbose asks for; skips None."""
     shown = [
-        text(verbose=args.verbose) if (text := getattr(each, "text", None)) else each
+        text(args.verbose, more="") if (text := getattr(each, "text", None)) else each
         for each in reports
     ]
-    print(*filter(None, shown), sep="\n\n")
+    more = None if args.verbose else "For details, add --verbose."
+    print(*filter(None, [*shown, more]), sep="\n\n")
 
 
 def write_outputs(

@@ -1,4 +1,4 @@
-"""What was planned, for people to look at."""
+"""Reports of plans, comparisons, rehearsals and sweeps, as text and HTML."""
 
 from torchrec_neuroshard.report.comparison import PlanComparison, TableMove
 from torchrec_neuroshard.report.explain import explain

@@ -1,7 +1,8 @@
-"""Two plans of one model side by side: what they take, and which tables move."""
+"""Two plans of one model side by side: their costs, and the tables that move."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,25 +24,25 @@ class TableMove:
 
     table: str
     before: str
-    """Its sharding and ranks in the first plan; empty where it is not there."""
+    """Its sharding and ranks in the first plan; empty: not in that plan."""
     after: str
-    """The same in the second plan."""
+    """Its sharding and ranks in the second plan; empty: not in that plan."""
     moved_bytes: float
-    """Weights that ranks of the second plan hold and did not hold before."""
+    """Bytes of weights that ranks hold in the second plan only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanComparison(Report):
-    """Two plans by the same costs, or by those stored; `print` shows it as text."""
+    """Two plans of one model; `print` shows what the second plan saves."""
 
     first_name: str
     first: PlanReport
     second_name: str
     second: PlanReport
     moves: tuple[TableMove, ...]
-    """Most bytes first."""
+    """Tables placed differently, most bytes first."""
     notes: tuple[Note, ...] = ()
-    """What to know of the comparison."""
+    """Facts worth knowing about the comparison."""
 
     @property
     def is_costed(self) -> bool:
@@ -50,28 +51,28 @@ class PlanComparison(Report):
 
     @property
     def saved_ms(self) -> float:
-        """What the second plan saves of an iteration; NaN where one is not known."""
+        """Time per iteration that the second plan saves; NaN: unknown."""
         return self.first.critical_path_ms - self.second.critical_path_ms
 
     @property
     def moved_bytes(self) -> float:
-        """Weights to move from the first plan to the second."""
+        """Bytes of weights to move from the first plan to the second."""
         return sum(move.moved_bytes for move in self.moves)
 
     @property
     def verdict(self) -> str:
-        """What the second plan saves, in a sentence without a full stop."""
+        """Return what the second plan saves, in a sentence without a full stop."""
         if not self.is_costed:
-            return "what the second saves is not known: a cost is not stored"
+            return "saved time unknown: a plan's costs are not stored"
         path_ms, saved = self.second.critical_path_ms, self.saved_ms
         if f"{abs(saved):.3f}" == "0.000":
             return f"both take {path_ms:.3f} ms per iteration"
         first_ms = self.first.critical_path_ms
         change = f" ({-saved / first_ms:+.1%})" if first_ms > 0 else ""
-        effect = f"saves {saved:.3f} ms" if saved > 0 else f"costs {-saved:.3f} ms more"
+        effect = f"saves {saved:.3f} ms" if saved > 0 else f"loses {-saved:.3f} ms"
         return (
-            f"{self.second_name} takes {path_ms:.3f} ms of {first_ms:.3f}{change}: it "
-            f"{effect} per iteration"
+            f"{self.second_name} takes {path_ms:.3f} ms instead of {first_ms:.3f}"
+            f"{change}: it {effect} per iteration"
         )
 
     def sections(self) -> Sequence[Section]:
@@ -80,31 +81,29 @@ class PlanComparison(Report):
             f"compute: {self.second.compute_source}; collectives: "
             f"{self.second.comms_source}"
         )
-        moved = f"all {self.second.num_tables} tables are placed alike"
+        moved = f"all {self.second.num_tables} tables are placed the same"
         if self.moves:
             moved = (
                 f"{len(self.moves)} of {self.second.num_tables} tables are placed "
-                "differently; ranks would fetch "
-                f"{format_bytes(self.moved_bytes)} of weights"
+                f"differently; switching moves {format_bytes(self.moved_bytes)} of "
+                "weights"
             )
-        charts = [
-            {"title": self.first_name, **self.first.phase_chart},
-            {"title": self.second_name, **self.second.phase_chart},
-        ]
+        parts = (self.second_name, self.second), (self.first_name, self.first)
+        charts = [{"title": name, **plan.phase_chart} for name, plan in parts]
         return [
             Section(lines=[self.verdict, f"predicted; {sources}"]),
             Section(title="each rank", charts=charts),
-            Section(title="on the slowest ranks", grid=self._figures()),
+            Section(title="slowest ranks", grid=self._figures()),
             Section(
                 title="tables that move",
                 lines=[moved],
                 grid=self._moves() if self.moves else None,
             ),
-            Section(title="notes", bullets=self.notes),
-            Section(title=self.first_name, is_part=True),
-            *self.first.sections(),
-            Section(title=self.second_name, is_part=True),
-            *self.second.sections(),
+            Section(title="notes", bullets=self.notes, brief=len(self.notes)),
+            *itertools.chain.from_iterable(
+                [Section(title=name, is_part=True), *plan.sections()]
+                for name, plan in parts
+            ),
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -119,7 +118,7 @@ class PlanComparison(Report):
         }
 
     def _figures(self) -> Grid:
-        """What plans take, a figure in a row."""
+        """Return the critical path, phases and memory of both plans."""
         a, b = self.first, self.second
         full = (plan.fullest.used_bytes / 2**30 for plan in (a, b))
         figures = [("fullest rank [GiB]", *full)]
@@ -129,17 +128,17 @@ class PlanComparison(Report):
             figures = [paths, *phases, *figures]
         columns: list[GridColumn] = [
             ("figure", "text", lambda row: row[0]),
-            (self.first_name, "ms", lambda row: row[1]),
-            (self.second_name, "ms", lambda row: row[2]),
+            (self.second_name, "figure", lambda row: row[2]),
+            (self.first_name, "figure", lambda row: row[1]),
             ("change", "change", lambda row: row[2] / row[1] - 1 if row[1] else None),
         ]
-        return Grid("figures", figures, columns)
+        return Grid("figures", figures, columns, brief=len(figures))
 
     def _moves(self) -> Grid:
         columns: list[GridColumn] = [
-            ("GiB to fetch", "gib", lambda move: move.moved_bytes),
+            ("GiB to move", "gib", lambda move: move.moved_bytes),
             ("table", "text", lambda move: move.table),
-            (self.first_name, "text", lambda move: move.before or "not there"),
-            (self.second_name, "text", lambda move: move.after or "not there"),
+            (self.first_name, "text", lambda move: move.before or "absent"),
+            (self.second_name, "text", lambda move: move.after or "absent"),
         ]
-        return Grid("moves", self.moves, columns)
+        return Grid("moves", self.moves, columns, brief=5)

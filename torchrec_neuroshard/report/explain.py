@@ -1,4 +1,4 @@
-"""What each split of a plan is good for: the plan with that one table in one piece.
+"""Why each column split pays: the plan's costs with that one table unsplit.
 
 Shapes: `C` candidates, `W` ranks, `G` fusion groups, `S` stages, `N` shards.
 """
@@ -17,26 +17,26 @@ __all__ = ["explain"]
 Floats = npt.NDArray[np.float64]
 
 MAX_SPLITS = 50
-"""Split tables explained one by one: those that would cost most in one piece."""
+"""Split tables that are explained: those that cost most unsplit."""
 _COMPUTE, _COMMS = [1, 4], [0, 2, 3]
-"""Of `PHASES`."""
+"""Indices into `PHASES`."""
 
 
 def explain(
     simulator: Simulator, placement: Placement, predicted: PredictedCosts
 ) -> tuple[SplitReport, ...]:
-    """Say what splits are good for, of tables that cost most in one piece first.
+    """Return the effect of each column split, the most useful split first.
 
-    A split's use is told by what the critical path would be with that one table in one
-    piece, on the rank where it then costs least, and all other tables as planned.
+    The effect is the change of the critical path if that one table is unsplit, on its
+    best rank, and all other tables stay as planned.
 
     Args:
-        simulator: Of the placement's task.
+        simulator: Simulator of the placement's task.
         placement: The plan's column shards.
-        predicted: Costs of the whole plan, other tables included.
+        predicted: Costs of the whole plan, including tables outside the placement.
 
     Returns:
-        Of at most `MAX_SPLITS` tables.
+        At most `MAX_SPLITS` tables.
     """
     task, (schedule, dense) = simulator.task, (predicted.schedule, predicted.dense)
     table_N, width_N, rank_N, rows_N = placed_arrays(placement)
@@ -50,16 +50,16 @@ def explain(
     def phases(
         compute_CWG2: Floats, loads_CWS3: Floats, num_shards_T: npt.NDArray[np.int64]
     ) -> Floats:
-        """Phases of each rank in each stage, `C x W x S x 6` [ms]."""
+        """Return the phases of each rank in each stage, `C x W x S x 6` [ms]."""
         found = simulator.phases(simulator.stage_compute(compute_CWG2), loads_CWS3)
         columns_S = simulator.ordered_columns(num_shards_T, simulator.columns_per_table)
         found[..., [2, 3]] += simulator.order_costs(columns_S[None])[0]
-        # Column shards that are explained lie in no cache.
+        # Explained column shards have no cache phase.
         padded: Floats = np.pad(found, ((0, 0), (0, 0), (0, 0), (0, 1)))
         return padded
 
     def phases_with(table: int, ranks_C: npt.NDArray[np.int64]) -> Floats:
-        """Phases with the table in one piece on each of these ranks."""
+        """Return the phases with the unsplit table on each of these ranks."""
         group, stage = simulator.groups_T[table], simulator.stages_T[table]
         dim, line_C = task.tables[table].embedding_dim, np.arange(len(ranks_C))
         whole = simulator.price(np.array([table]), np.array([dim]))
@@ -67,7 +67,7 @@ def explain(
         left = np.unique(rank_N[own_N])
         rest_N = (group_N == group) & ~own_N & np.isin(rank_N, left)
         sums_WE = loads.sums_CWGE[:, group].copy()
-        sums_WE[left] = 0.0  # and anew, since an empty kernel costs exactly nothing
+        sums_WE[left] = 0.0  # an empty kernel costs exactly nothing
         np.add.at(sums_WE, rank_N[rest_N], priced.encoding_NE[rest_N])
         compute = np.repeat(compute_WG2[None], len(ranks_C), axis=0)
         compute[:, left, group] = simulator.compute_costs(sums_WE[left])
@@ -113,6 +113,6 @@ def explain(
 
 
 def _worst(phases_WS6: Floats) -> Floats:
-    """Each phase on its slowest rank, over all stages: `6` [ms]."""
+    """Return each phase on its slowest rank, over all stages: `6` [ms]."""
     worst: Floats = phases_WS6.max(axis=0).sum(axis=0)
     return worst

@@ -1,6 +1,6 @@
-"""A report as one HTML page that needs nothing else, not even a network.
+"""A report as one HTML file that loads nothing else.
 
-Charts and tables are drawn by `page.js` from figures that the page holds as JSON.
+The page holds its figures as JSON; `page.js` draws charts and tables from them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from torchrec_neuroshard.report.sections import Section, as_text
 __all__ = ["Report", "html_report", "write_html"]
 
 
+MORE = "For details, print text(verbose=True)."
+"""Last line of a brief text."""
+
+
 class Report(ABC):
     """A report: `print` shows it as text, `write_html` and notebooks as a page."""
 
@@ -31,18 +35,29 @@ class Report(ABC):
 
     @abstractmethod
     def sections(self) -> Sequence[Section]:
-        """Return what text and page are made from."""
+        """Return the sections of the text and of the page."""
+
+    def text(self, verbose: bool = False, more: str = MORE) -> str:
+        """Return the report as text.
+
+        Args:
+            verbose: Print every detail; False: the answer, warnings and main reasons.
+            more: Last line of a text that leaves something out.
+        """
+        sections = self.sections()
+        found, whole = (as_text(sections, verbose=v) for v in (verbose, True))
+        return found if found == whole or not more else f"{found}\n\n{more}"
 
     def __str__(self) -> str:
-        """Return the report as text."""
-        return as_text(self.sections())
+        """Return the brief text."""
+        return self.text()
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         return to_fields(self)
 
     def _repr_html_(self) -> str:
-        """Return the report as notebooks show it: out of reach of what is around it."""
+        """Return the page in a frame whose script cannot reach the notebook."""
         return (
             "<iframe sandbox='allow-scripts' style='width: 100%; height: 640px; "
             "border: 1px solid #8884; border-radius: 8px; resize: vertical' "
@@ -51,11 +66,11 @@ class Report(ABC):
 
 
 def html_report(report: Report, title: str = "Sharding plan") -> str:
-    """Lay a report out as a page.
+    """Return a report as an HTML page.
 
     Args:
-        report: What `NeuroShardPlanner.report`, `evaluate` or `compare` returned.
-        title: Of the page.
+        report: A result of `NeuroShardPlanner.report`, `evaluate` or `compare`.
+        title: The page's title.
     """
     frame, style, script = (
         Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
@@ -64,26 +79,27 @@ def html_report(report: Report, title: str = "Sharding plan") -> str:
     drawn: dict[str, list[Any]] = {"charts": [], "grids": []}
     body = [part for s in report.sections() for part in _elements(s, drawn)]
     data = json.dumps(_brief(drawn), separators=(",", ":"))
-    # The page's own script runs, no other; and nothing is fetched, whatever it says.
+    # The policy allows this script and no other, and loads nothing.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return string.Template(frame).substitute(
         title=escape(title),
         style=style,
         body="\n".join(body),
-        data=data.replace("<", "\\u003c"),  # so that it ends no element of the page
+        data=data.replace("<", "\\u003c"),  # a name cannot end the element
         script=script,
         digest=digest,
     )
 
 
 def write_html(report: Report, path: str | Path, title: str = "Sharding plan") -> None:
-    """Write `html_report` to a file, which appears whole or not at all."""
+    """Write `html_report` to a file; a failure leaves no part of it."""
     write_whole(path, html_report(report, title))
 
 
 def _elements(section: Section, drawn: dict[str, list[Any]]) -> Iterator[str]:
-    """Return a section's elements; adds what the script draws to the page's data."""
+    """Return a section's elements; adds its charts and grids to the page's data."""
     title = escape(capitalised(section.title))
+    lines = [*section.lines, *section.details]
     if section.is_part:
         yield f"</section><section><h1>{title}</h1>"
         return
@@ -92,9 +108,9 @@ def _elements(section: Section, drawn: dict[str, list[Any]]) -> Iterator[str]:
         for b in section.bullets
     ]
     grid = section.grid if section.grid and section.grid.items else None
-    if title and (items or grid or section.charts or section.lines):
+    if title and (items or grid or section.charts or lines):
         yield f"<h2>{title}</h2>"
-    yield from (f"<p>{escape(capitalised(line))}.</p>" for line in section.lines)
+    yield from (f"<p>{escape(capitalised(line))}.</p>" for line in lines)
     if items:
         yield f"<ul>{''.join(items)}</ul>"
     if section.charts:
@@ -109,7 +125,7 @@ def _elements(section: Section, drawn: dict[str, list[Any]]) -> Iterator[str]:
 
 
 def _brief(value: Any) -> Any:
-    """Round times and bytes to what a page shows; what is not known becomes null."""
+    """Round numbers to six digits; NaN and infinity become null."""
     if isinstance(value, dict):
         return {key: _brief(v) for key, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What a plan's report consists of: each part says in words what it is."""
+"""The parts of a plan's report. Each describes itself in words."""
 
 from __future__ import annotations
 
@@ -14,47 +14,48 @@ from torchrec_neuroshard.costs.task import format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFigure:
-    """A figure of the devices that a plan is made for."""
+    """A figure of the devices that the plan is for."""
 
     name: str
     value: float
     unit: str
     basis: str
-    """"given", "this machine", a basis of `cards.Figure`, "TorchRec's default"."""
+    """"given", "this machine", "TorchRec's default" or a basis of `cards.Figure`."""
     source: str = ""
-    """Who says so; empty where the basis says it."""
+    """Where the figure is published; empty if the basis says it."""
 
     def __str__(self) -> str:
-        """Return value and unit."""
+        """Return the value with its unit."""
         return f"{self.value:,.4g} {self.unit}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanBasis:
-    """What the costs of a plan rest on."""
+    """The devices and inputs that a plan's costs are predicted for."""
 
     card: str | None
-    """Of every rank; None where it is not known."""
+    """The device of every rank; None: unknown."""
     figures: tuple[DeviceFigure, ...]
     batch_size: int
     """Samples per rank."""
     batch_size_is_default: bool
-    """Whether it is TorchRec's default, since the caller gave none."""
+    """Whether the caller gave no batch size and TorchRec's default was used."""
     ids_per_sample: tuple[tuple[str, int], ...]
-    """Where the features' ids per sample, and how often they repeat, are from -> how
-    many features."""
+    """(source, number of features): where ids per sample and repeats come from."""
     assumed_features: tuple[str, ...]
-    """Those that nobody described: TorchRec's default of 1 id per sample."""
+    """Features without a description, planned with TorchRec's 1 id per sample."""
     estimate_error: str | None = None
-    """How far off the estimate of kernels may be; None where they were measured."""
+    """Error of estimated kernel times, in words; None: kernels were measured."""
+    ranks_per_node: int | None = None
+    """None: unknown."""
 
     def lines(self) -> list[str]:
-        """Say what costs rest on, in sentences without a full stop."""
-        card = self.card or "cards that are not named"
+        """Return sentences without a full stop, one for each source of costs."""
+        card = self.card or "unnamed devices"
         default = " (TorchRec's default)" * self.batch_size_is_default
         lines = [f"planned for {card}, {self.batch_size:,} samples per rank{default}"]
         if self.estimate_error is not None:
-            lines.append(f"the estimate of kernels may be off: {self.estimate_error}")
+            lines.append(f"error of estimated kernel times: {self.estimate_error}")
         for f in self.figures:
             source = f": {f.source}" if f.source else ""
             lines.append(f"{f.name} {f} ({f.basis}{source})")
@@ -65,78 +66,78 @@ class PlanBasis:
         lines.append(f"ids per sample: {', '.join(ids)}")
         if self.assumed_features:
             names = quoted(self.assumed_features)
-            lines.append(f"nobody says how many ids a sample has of {names}")
+            lines.append(f"1 id per sample assumed for {names}")
         return lines
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bottleneck:
-    """The table, rank and phase that make the critical path longest."""
+    """The table, rank and phase that add most to the critical path."""
 
     table: str
-    """The one with the largest part of the phase on this rank."""
+    """The table that takes most of the phase on this rank."""
     rank: int
-    """The slowest of the phase."""
+    """The slowest rank in this phase."""
     phase: str
-    """One of `simulator.PHASES`."""
+    """A name in `simulator.PHASES`."""
     phase_ms: float
-    """What the phase adds to the critical path."""
+    """Time of the phase on the critical path."""
     table_ms: float
-    """The table's part of that."""
+    """The table's part of `phase_ms`."""
 
     def __str__(self) -> str:
-        """Return it as a line of text."""
+        """Return a sentence without a full stop."""
         return (
-            f"bottleneck: table {self.table} on rank {self.rank}, {self.phase} "
-            f"({self.table_ms:.3f} of its {self.phase_ms:.3f} ms)"
+            f"bottleneck: {self.phase} on rank {self.rank} takes {self.phase_ms:.3f} "
+            f"ms, table {self.table} {self.table_ms:.3f} ms of that"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSync:
-    """How the replicas of a sharding group's tables are kept alike."""
+    """The averaging of weights between the replicas of a sharding group."""
 
     num_replicas: int
     interval: int
-    """Iterations from one average to the next."""
+    """Iterations between two averages."""
     rank_bytes: float
-    """Weights and optimizer state of the slowest rank."""
+    """Bytes of weights and optimizer state that the slowest rank averages."""
     sync_ms: float
-    """What one average takes."""
+    """Time of one average."""
     source: str
-    """What that rests on."""
+    """Where the predicted time comes from."""
 
     @property
     def ms_per_iteration(self) -> float:
-        """What it adds to an iteration, on average."""
+        """Mean time that averaging adds to an iteration."""
         return self.sync_ms / self.interval
 
     def __str__(self) -> str:
-        """Return it as a sentence without a full stop."""
+        """Return a sentence without a full stop."""
         every = f"{self.interval} iterations" if self.interval > 1 else "iteration"
         return (
             f"weights of {self.num_replicas} replicas are averaged every {every}: "
-            f"{format_bytes(self.rank_bytes)} of a rank in {self.sync_ms:.3f} ms, "
-            f"{self.ms_per_iteration:.3f} ms per iteration on top of the critical "
-            f"path ({self.source})"
+            f"{format_bytes(self.rank_bytes)} per rank in {self.sync_ms:.3f} ms adds "
+            f"{self.ms_per_iteration:.3f} ms per iteration to the critical path "
+            f"({self.source})"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleReport:
-    """What the train pipeline makes of a plan's phases; all of it is predicted."""
+    """How a train pipeline overlaps the plan's phases, as predicted."""
 
     pipeline_type: str
     dense_ms: float
-    """What the rest of the model takes, of the critical path."""
+    """Time of the other layers."""
     phases_ms: Mapping[str, float]
-    """Phase -> what it takes on its slowest rank."""
+    """Phase -> its time on its slowest rank."""
     hidden_ms: Mapping[str, float]
-    """Phase -> how much of that runs beside something longer."""
+    """Phase -> the part of that time that overlaps with something longer."""
 
     @staticmethod
     def of(predicted: PredictedCosts) -> ScheduleReport | None:
-        """Describe costs; None where nobody said how the model is trained."""
+        """Describe predicted costs; None without a pipeline and dense layers."""
         schedule, dense = predicted.schedule, predicted.dense
         if schedule is SEQUENTIAL and not dense.total_ms:
             return None
@@ -149,130 +150,140 @@ class ScheduleReport:
         )
 
     def __str__(self) -> str:
-        """Return it as a sentence without a full stop."""
+        """Return a sentence without a full stop."""
         hidden = [
             f"{name} {self.hidden_ms[name]:.3f} of {ms:.3f}"
             for name, ms in self.phases_ms.items()
             if self.hidden_ms[name] > 1e-9
         ]
         return (
-            f"trained by pipeline_type '{self.pipeline_type}' with "
-            f"{self.dense_ms:.3f} ms of other layers; hidden beside something longer "
-            f"[ms]: {', '.join(hidden) or 'nothing'}"
+            f"pipeline_type '{self.pipeline_type}' with {self.dense_ms:.3f} ms of "
+            f"other layers; overlapped [ms]: {', '.join(hidden) or 'nothing'}"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """What one rank holds, in the memory that fused tables live in, and does."""
+    """The shards, memory and time of one rank."""
 
     rank: int
     num_shards: int
     columns: int
-    """Widths of its shards together."""
+    """Sum of its shards' widths."""
     used_bytes: float
+    """In the memory of fused tables: the device's, or the host's for CPUs."""
     memory_bytes: int | None
-    """What the rank has for shards; None where it is not limited."""
+    """Memory available for shards; None: unlimited."""
     costs: RankCosts
-    """Over all stages [ms]."""
+    """Sum over all stages [ms]."""
 
     @property
     def total_ms(self) -> float:
-        """All of its phases together."""
+        """Sum of all phases."""
         return sum(self.costs.to_json().values())
+
+    @property
+    def kernels_ms(self) -> float:
+        """Time of forward and backward kernels."""
+        return self.costs.fwd_compute + self.costs.bwd_compute
+
+    @property
+    def memory(self) -> str:
+        """Memory in use and available, in words."""
+        if not self.memory_bytes:
+            return format_bytes(self.used_bytes)
+        return f"{format_bytes(self.used_bytes)} of {format_bytes(self.memory_bytes)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitReport:
-    """Why one table lies in several pieces."""
+    """The reason for a table's column split."""
 
     table: str
     shards: tuple[tuple[int, int], ...]
-    """(width, rank), by offset."""
+    """(width, rank) of each shard, in column order."""
     whole_bytes: float
-    """Memory that it would need in one piece."""
+    """Memory of the unsplit table."""
     whole_rank: int | None
-    """The rank where it would cost least in one piece; None where none has room."""
+    """Best rank for the unsplit table; None: no rank has room for it."""
     whole_ms: float | None
-    """Critical path with it there, all else as planned."""
+    """Critical path with the unsplit table on that rank, all else as planned."""
     compute_change_ms: float
-    """How much longer the slowest ranks' kernels would then take."""
+    """Change of the slowest ranks' kernel time for the unsplit table."""
     comms_change_ms: float
-    """How much longer the collectives would then take."""
+    """Change of the collectives' time for the unsplit table."""
 
     def line(self, planned_ms: float) -> str:
-        """Say where it lies and what its split is good for.
+        """Return the table's shards, and the critical path without its split.
 
         Args:
-            planned_ms: Critical path of the plan.
+            planned_ms: The plan's critical path.
         """
-        shards = ", ".join(f"{width} on rank {rank}" for width, rank in self.shards)
+        places = [f"{width} on rank {rank}" for width, rank in self.shards]
+        said = f"{self.table}: columns {', '.join(places)}"
         if self.whole_ms is None:
-            whole_bytes = format_bytes(self.whole_bytes)
-            return (
-                f"{self.table}: {shards}; in one piece it needs {whole_bytes}, more "
-                "than any rank has free"
-            )
+            size = format_bytes(self.whole_bytes)
+            return f"{said}; unsplit it needs {size}, more than any rank has free"
         change = self.whole_ms / planned_ms - 1 if planned_ms > 0 else 0.0
-        verdict = "" if change > 0 else "by itself the split does not pay: "
+        verdict = "" if change > 0 else "this split alone does not pay: "
         return (
-            f"{self.table}: {shards}; {verdict}in one piece, at best on rank "
-            f"{self.whole_rank}, the critical path would be {self.whole_ms:.3f} ms "
-            f"({change:+.1%}: kernels {self.compute_change_ms:+.3f}, collectives "
-            f"{self.comms_change_ms:+.3f})"
+            f"{said}; {verdict}unsplit on rank {self.whole_rank}, its best rank, the "
+            f"critical path would be {self.whole_ms:.3f} ms ({change:+.1%}; kernels "
+            f"{self.compute_change_ms:+.3f} ms, collectives "
+            f"{self.comms_change_ms:+.3f} ms)"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostTable:
-    """What a table in the host's memory takes of it, and in each iteration."""
+    """Host memory and time per iteration of a table in host memory."""
 
     ms_per_iteration: float
-    """Moving rows to and from the slowest of its ranks; part of its kernels' time."""
+    """Time to move rows on its slowest rank; part of its kernels' time."""
     rank_bytes: tuple[tuple[int, float], ...]
-    """(rank, bytes of the host's memory)."""
+    """(rank, bytes of host memory)."""
     load_factor: float | None = None
-    """Share of the rows that its cache on the device holds; None: it has no cache."""
+    """Share of the rows in its cache on the device; None: no cache."""
     missed: float | None = None
-    """Share of a batch's distinct rows that this lacks."""
+    """Share of a batch's distinct rows that are not in the cache."""
 
     def __str__(self) -> str:
-        """Return it as a clause."""
+        """Return a sentence without a full stop."""
         cache = "no cache"
         if self.load_factor is not None and self.missed is not None:
             cache = (
-                f"cache_load_factor {self.load_factor:.4g}, which lacks "
-                f"{self.missed:.1%} of the rows of a batch"
+                f"cache_load_factor {self.load_factor:.4g}, missing {self.missed:.1%} "
+                "of a batch's rows"
             )
         size = format_bytes(sum(size for _, size in self.rank_bytes))
         return (
-            f"{size} of the hosts' memory, {cache}: {self.ms_per_iteration:.3f} ms per "
+            f"{size} of host memory, {cache}: {self.ms_per_iteration:.3f} ms per "
             "iteration"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardReport:
-    """A piece of a table: where it lies and what it takes there."""
+    """The rank, size, memory and time of one shard."""
 
     rank: int
     num_embeddings: int
-    """Rows of the table in it."""
+    """Rows of the shard."""
     embedding_dim: int
-    """Columns of the table in it."""
+    """Columns of the shard."""
     used_bytes: float
-    """In the memory that fused tables live in."""
+    """In the memory of fused tables."""
     compute_ms: float = 0.0
-    """Its part of what its rank's kernels take in an iteration; 0: not known."""
+    """Its share of its rank's kernel time per iteration; 0: unknown."""
     comms_ms: float = 0.0
-    """Its part of what its rank's collectives take."""
+    """Its share of its rank's collectives."""
     path_ms: float = 0.0
-    """Its part of the critical path: of the phases in which its rank is the slowest."""
+    """Its share of the phases in which its rank is the slowest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableReport:
-    """Where one table lies, what it takes there."""
+    """The sharding, memory and time of one table."""
 
     table: str
     sharding_type: str
@@ -280,32 +291,32 @@ class TableReport:
     num_embeddings: int
     embedding_dim: int
     shards: tuple[ShardReport, ...]
-    """In the order of rows and columns."""
+    """Ordered by rows, then by columns."""
     host: HostTable | None = None
-    """None where its rows are on the devices, or nobody knows what they cost."""
+    """None: its rows are on the devices, or their cost is unknown."""
 
     @property
     def num_shards(self) -> int:
-        """Pieces that it lies in."""
+        """Number of its shards."""
         return len(self.shards)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that hold some of it, ascending."""
+        """Ranks with a shard of the table, ascending."""
         return tuple(sorted({shard.rank for shard in self.shards}))
 
     @property
     def used_bytes(self) -> float:
-        """Of all its shards, in the memory that fused tables live in."""
+        """Memory of all its shards, in the memory of fused tables."""
         return sum(shard.used_bytes for shard in self.shards)
 
     @property
     def path_ms(self) -> float:
-        """Its part of the critical path; 0 where its ranks are never the slowest."""
+        """Its part of the critical path; 0 if its ranks are never the slowest."""
         return sum(shard.path_ms for shard in self.shards)
 
     def slowest_ms(self, name: str) -> float:
-        """Return a time of its shards, by name, on the rank where it is longest."""
+        """Return the sum of this field over its shards on the slowest rank."""
         by_rank: dict[int, float] = defaultdict(float)
         for shard in self.shards:
             by_rank[shard.rank] += getattr(shard, name)
@@ -313,13 +324,13 @@ class TableReport:
 
     @property
     def is_split(self) -> bool:
-        """Whether some shard lacks rows or columns."""
+        """Whether a shard holds only some of the rows or columns."""
         whole = self.num_embeddings, self.embedding_dim
         return any((s.num_embeddings, s.embedding_dim) != whole for s in self.shards)
 
     @property
     def place(self) -> str:
-        """How it is sharded, and where, in words."""
+        """Sharding type, kernel, number of shards and ranks, in words."""
         kernel = "" if self.compute_kernel == "fused" else f" ({self.compute_kernel})"
         shards = f"{self.num_shards} shards on " if self.num_shards > 1 else ""
         return f"{self.sharding_type}{kernel}, {shards}{listed(self.ranks)}"
@@ -330,12 +341,12 @@ def rank_reports(
     costs: Sequence[RankCosts],
     memory_bytes: Sequence[int | None],
 ) -> tuple[RankReport, ...]:
-    """Say what each rank holds and does.
+    """Return the shards, memory and time of each rank.
 
     Args:
-        tables: All of them.
-        costs: Of each rank.
-        memory_bytes: What each has for shards.
+        tables: All tables.
+        costs: One per rank.
+        memory_bytes: Memory available for shards, one per rank.
     """
     held: list[list[ShardReport]] = [[] for _ in costs]
     for shard in (shard for table in tables for shard in table.shards):

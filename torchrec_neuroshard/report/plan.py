@@ -1,4 +1,4 @@
-"""A plan's report: what it costs on each rank, and what its splits are good for."""
+"""The report of one plan: time and memory of each rank, and why tables are split."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Any
 
 from torchrec_neuroshard.costs.placement_rules import listed
 from torchrec_neuroshard.costs.simulator import PHASES
-from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.files import to_fields
-from torchrec_neuroshard.notes import Note
+from torchrec_neuroshard.notes import SEVERITIES, Note
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.parts import (
     Bottleneck,
@@ -30,8 +29,11 @@ from torchrec_neuroshard.search import SearchResult
 __all__ = ["PlanReport"]
 
 LOOSE_GAP = 1.0
-"""A bound this far below the plan says nothing about it."""
-
+"""With a larger gap the bound is too low to judge the plan."""
+MAX_BARS = 8
+"""Ranks in the text's chart; of more ranks, the slowest."""
+MAX_SPLITS = 3
+"""Column splits that the brief text explains."""
 
 _RANK_COLUMNS: tuple[GridColumn, ...] = (
     ("rank", "count", lambda rank: rank.rank),
@@ -54,7 +56,7 @@ _TABLE_COLUMNS: tuple[GridColumn, ...] = (
     ("kernel", "text", lambda table: table.compute_kernel),
     ("shards", "count", lambda table: table.num_shards),
     ("on", "text", lambda table: listed(table.ranks)),
-    ("in the host's memory", "text", lambda table: table.host and str(table.host)),
+    ("host memory", "text", lambda table: table.host and str(table.host)),
 )
 _SHARD_COLUMNS: tuple[GridColumn, ...] = (
     ("path", "ms", lambda pair: pair[1].path_ms),
@@ -70,12 +72,12 @@ _SHARD_COLUMNS: tuple[GridColumn, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport(Report):
-    """A plan, for people to look at; `print` shows it as text."""
+    """Costs, bottleneck and placement of a plan; `print` shows the answer first."""
 
     critical_path_ms: float
     lower_bound_ms: float
     bound_is_proven: bool = False
-    """Whether no plan can be below the bound; otherwise it is an estimate."""
+    """True: no plan can be faster than the bound. False: the bound is an estimate."""
     uncertainty: float
     """See `simulator.PredictedCosts`."""
     compute_source: str
@@ -85,20 +87,20 @@ class PlanReport(Report):
     num_tables: int
     ranks: tuple[RankReport, ...]
     splits: tuple[SplitReport, ...]
-    """Tables split by columns, costliest in one piece first; at most `MAX_SPLITS`."""
+    """Column splits, the most useful first; at most `explain.MAX_SPLITS`."""
     tables: tuple[TableReport, ...]
-    """All of them, the largest part of the critical path first."""
+    """All tables, the largest part of the critical path first."""
     bottleneck: Bottleneck | None = None
-    """None where costs are not known or 0."""
+    """None if costs are unknown or 0."""
     fallback: str | None
     notes: tuple[Note, ...]
-    """What to know of it: each has a code, and maybe a table."""
+    """Facts worth knowing about the plan."""
     basis: PlanBasis | None = None
-    """None where only a search is reported."""
+    """None: only a search is reported."""
     weight_sync: WeightSync | None = None
-    """None where the plan is of all ranks, not of one of several sharding groups."""
+    """None: one sharding group of all ranks."""
     schedule: ScheduleReport | None = None
-    """None where nobody said how the model is trained."""
+    """None: no pipeline and no dense layers were given."""
 
     @classmethod
     def of(
@@ -108,12 +110,12 @@ class PlanReport(Report):
         memory_bytes: Sequence[int],
         **known: Any,
     ) -> PlanReport:
-        """Say what a plan costs; what its splits are good for, `explain` finds out.
+        """Return the report of a search's plan, without `splits` (see `explain`).
 
         Args:
-            result: A search's, or `NeuroShardPlanner.last_result`.
-            tables: All of them.
-            memory_bytes: What each rank has for them.
+            result: The search's result, or `NeuroShardPlanner.last_result`.
+            tables: All tables.
+            memory_bytes: Memory available for tables, one per rank.
             known: More fields: `basis`, `weight_sync`, `bottleneck`.
         """
         predicted = result.predicted
@@ -138,28 +140,38 @@ class PlanReport(Report):
 
     @property
     def gap(self) -> float:
-        """How far the plan is above the bound, relative to it; infinite without one."""
+        """Distance to the lower bound, relative to the bound; infinite without one."""
         bound_ms = self.lower_bound_ms
         return self.critical_path_ms / bound_ms - 1 if bound_ms > 0 else math.inf
 
     @property
     def fits(self) -> bool:
-        """Whether no note says that a rank cannot run it."""
+        """Whether every rank can run the plan: no note is an error."""
         return not any(note.severity == "error" for note in self.notes)
 
     @property
     def is_costed(self) -> bool:
-        """Whether its costs are known."""
+        """Whether the plan's costs are known."""
         return not math.isnan(self.critical_path_ms)
 
     @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second over all ranks and replicas; None: unknown."""
+        sync = self.weight_sync
+        num_ranks = len(self.ranks) * (sync.num_replicas if sync else 1)
+        iteration_ms = self.critical_path_ms + (sync.ms_per_iteration if sync else 0.0)
+        if self.basis is None or not iteration_ms > 0:
+            return None
+        return num_ranks * self.basis.batch_size / iteration_ms * 1e3
+
+    @property
     def num_split(self) -> int:
-        """Tables split by columns, by rows or both."""
+        """Number of tables split by columns, by rows or both."""
         return sum(table.is_split for table in self.tables)
 
     @property
     def worst_ms(self) -> dict[str, float]:
-        """Phase -> what it takes on its slowest rank."""
+        """Phase -> its time on its slowest rank."""
         return {p: max(getattr(r.costs, p) for r in self.ranks) for p in PHASES}
 
     @property
@@ -169,37 +181,31 @@ class PlanReport(Report):
 
     def sections(self) -> Sequence[Section]:
         """See `Report`."""
-        worst = self.worst_ms.items()
-
-        def setting_the_path(rank: RankReport) -> tuple[int, float]:
-            num_set = sum(getattr(rank.costs, phase) == ms for phase, ms in worst)
-            return -num_set, -rank.total_ms
-
-        why = [split.line(self.critical_path_ms) for split in self.splits]
-        splits = "splits by columns, costliest in one piece first"
-        ranks = Grid("ranks", self.ranks, _RANK_COLUMNS, first=setting_the_path)
+        splits = [split.line(self.critical_path_ms) for split in self.splits]
+        notes = sorted(self.notes, key=lambda n: -SEVERITIES.index(n.severity))
+        num_warnings = sum(note.severity != "info" for note in notes)
         tables = Grid("tables", self.tables, _TABLE_COLUMNS)
         pairs = [(t, s) for t in self.tables for s in t.shards]
-        shards = Grid("shards", pairs, _SHARD_COLUMNS, limit=0)
+        shards = Grid("shards", pairs, _SHARD_COLUMNS, in_text=False)
         basis = self.basis.lines() if self.basis else []
         path, charts = [], [self._memory_chart()]
         if self.is_costed:
             path, charts = [self._path_section()], [self.phase_chart, *charts]
         return [
-            Section(lines=self._facts()),
+            Section(lines=self._answer(), details=self._facts()),
             *path,
-            Section(title="each rank", charts=charts),
-            Section(title="ranks [ms]", grid=ranks),
+            Section(title="ranks", bars=self._bars(), charts=charts),
+            Section(title="notes", bullets=notes, brief=num_warnings),
+            Section(title="ranks [ms]", grid=Grid("ranks", self.ranks, _RANK_COLUMNS)),
             Section(title="tables [ms]", grid=tables),
             Section(title="shards [ms]", grid=shards),
-            Section(title=splits, bullets=why),
+            Section(title="column splits", bullets=splits, brief=MAX_SPLITS),
             Section(title="what the costs rest on", bullets=basis),
-            Section(title="notes", bullets=self.notes),
         ]
 
     @property
     def phase_chart(self) -> dict[str, Any]:
-        """What the page draws of each rank's phases."""
+        """The page's chart of each rank's phases."""
         rows = [[r.rank, *r.costs.to_json().values()] for r in self.ranks]
         return {"kind": "bars", "unit": "ms", "names": PHASES, "rows": rows}
 
@@ -211,34 +217,69 @@ class PlanReport(Report):
                 fields[name] = getattr(held, name)
         return data | {"gap": self.gap, "num_split": self.num_split}
 
-    def _facts(self) -> list[str]:
-        """What costs are, and what they are made of, in sentences."""
-        place = f"{self.num_tables:,} tables on {len(self.ranks)} ranks"
-        facts = [f"{place}, {self.num_split:,} of them split"]
-        full = self.fullest
-        room = full.memory_bytes and f" of {format_bytes(full.memory_bytes)}"
-        facts.append(
-            f"fullest: rank {full.rank}, {format_bytes(full.used_bytes)}{room or ''}"
+    def _answer(self) -> list[str]:
+        """Return time, bottleneck and memory, in sentences."""
+        num_ranks, full = len(self.ranks), self.fullest
+        placed = (
+            f"{self.num_tables:,} tables on {num_ranks:,} ranks, {self.num_split:,} of "
+            f"them split; rank {full.rank} is the fullest: {full.memory}"
         )
         if not self.is_costed:
-            return ["critical path not known", *facts]
-        kind = "the ensemble's nets differ by up to"
+            return ["critical path unknown", placed]
+        path = f"critical path {self.critical_path_ms:.3f} ms"
+        if rate := self.samples_per_s:
+            path += f": {float(f'{rate:.3g}'):,.0f} samples per second over all ranks"
+            if self.schedule is None or not self.schedule.dense_ms:
+                path += ", dense layers not counted"
+        bound = self._bound() if self.lower_bound_ms > 0 else None
+        sources = f"compute: {self.compute_source}; collectives: {self.comms_source}"
+        facts = path, bound, self.bottleneck, placed, f"predicted; {sources}"
+        return [str(fact) for fact in facts if fact]
+
+    def _facts(self) -> list[str]:
+        """Return uncertainty, averaging of weights and pipeline, in sentences."""
+        if not self.is_costed:
+            return []
+        kind = "the cost model's nets differ by"
         if self.basis is not None and self.basis.estimate_error is not None:
-            kind = "the estimate of kernels has a standard deviation of"
-        more = [
-            self.bottleneck,
-            f"compute: {self.compute_source}; collectives: {self.comms_source}",
-            self.uncertainty and f"{kind} {self.uncertainty:.1%} on a rank",
-            self.weight_sync,
-            self.schedule,
-        ]
-        path = f"critical path {self.critical_path_ms:.3f} ms, {self._bound()}"
-        return [path, *facts, *(str(fact) for fact in more if fact)]
+            kind = "estimated kernel times have a standard deviation of"
+        uncertainty = self.uncertainty and f"{kind} {self.uncertainty:.1%} per rank"
+        facts = uncertainty, self.weight_sync, self.schedule
+        return [str(fact) for fact in facts if fact]
+
+    def _bars(self) -> list[str]:
+        """Return a line of at most 80 columns per rank, the slowest of many first."""
+
+        def length(rank: RankReport) -> float:
+            return rank.total_ms if self.is_costed else rank.used_bytes
+
+        def aligned(texts: list[str]) -> list[str]:
+            width = max(map(len, texts))
+            return [f"{text:>{width}}" for text in texts]
+
+        shown = list(self.ranks)
+        if len(shown) > MAX_BARS:
+            shown = sorted(shown, key=length, reverse=True)[:MAX_BARS]
+        names = aligned([f"rank {rank.rank}" for rank in shown])
+        sizes = aligned([rank.memory for rank in shown])
+        if self.is_costed:
+            times = aligned([f"{rank.total_ms:.3f} ms" for rank in shown])
+            sizes = [f"{ms}  {size}" for ms, size in zip(times, sizes, strict=True)]
+        most = max(map(length, shown)) or 1.0
+        width = min(40, 80 - len(names[0]) - 4 - len(sizes[0]))
+        lines = []
+        for rank, name, size in zip(shown, names, sizes, strict=True):
+            whole = round(width * length(rank) / most)
+            kernels = round(width * rank.kernels_ms / most) if self.is_costed else whole
+            bar = "#" * kernels + "-" * (whole - kernels)
+            lines.append(f"{name}  {bar:{width}}  {size}")
+        if left := len(self.ranks) - len(shown):
+            lines.append(f"and {left:,} more ranks")
+        lines.append("# kernels, - collectives" if self.is_costed else "# memory")
+        return lines
 
     def _bound(self) -> str:
-        """How far the plan may be from the best one, in words."""
-        if not self.lower_bound_ms > 0:
-            return "bound not computed"
+        """Return the bound and the plan's distance to it, in words."""
         kind = "lower" if self.bound_is_proven else "estimated"
         known = f"{kind} bound {self.lower_bound_ms:.3f} ms"
         if self.gap > LOOSE_GAP:
@@ -246,15 +287,15 @@ class PlanReport(Report):
         return f"{known}, gap {self.gap:.1%}"
 
     def _path_section(self) -> Section:
-        lines = ["each phase is as long as on its slowest rank: the others wait for it"]
+        lines = ["each phase lasts as long as on its slowest rank"]
         if self.lower_bound_ms > 0:
-            lines.append(f"dashed: the {self._bound()}")
+            lines.append(f"dashed: {self._bound()}")
         worst = self.worst_ms
         total = sum(worst.values())
         if abs(total - self.critical_path_ms) > 1e-3 * total:
             lines.append(
-                f"together {total:.3f} ms; by stages, other layers and what runs at "
-                f"the same time, the path is {self.critical_path_ms:.3f} ms"
+                f"the phases add up to {total:.3f} ms; with stages, other layers and "
+                f"overlaps, the critical path is {self.critical_path_ms:.3f} ms"
             )
         chart = {"kind": "path", "phases": worst, "bound_ms": self.lower_bound_ms}
         return Section(title="critical path", lines=lines, charts=[chart])

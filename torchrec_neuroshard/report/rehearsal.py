@@ -1,4 +1,4 @@
-"""What became of every rank of a plan when it was built without its devices."""
+"""The report of a rehearsal: every rank of a plan, built without its device."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ __all__ = ["RankRehearsal", "Rehearsal"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRehearsal:
-    """One rank: what it holds, and what it takes of its device [bytes]."""
+    """Kernels, memory [bytes] and faults of one rank."""
 
     rank: int
     num_shards: int
     num_kernels: int
-    """Fused kernels, and those of replicated tables."""
+    """Fused kernels and kernels of replicated tables."""
     weights_bytes: float
-    """Of replicated tables, gradients as well."""
+    """Weights, and the gradients of replicated tables."""
     optimizer_bytes: float
     cache_bytes: float
-    """Cached rows, and what is known of them."""
+    """Cached rows and the cache's state."""
     activation_bytes: float
-    """At the peak of a step, beside what is there at rest."""
+    """Further memory at the peak of a step."""
     memory_bytes: int
-    """What the device has."""
+    """Memory of the device."""
     faults: tuple[str, ...]
-    """Why it cannot run the plan: the table, the cause and the way out."""
+    """Reasons why the rank cannot run the plan: table, cause and way out."""
 
     @property
     def peak_bytes(self) -> float:
-        """The most that the rank takes."""
+        """Memory at the peak of a step."""
         at_rest = self.weights_bytes + self.optimizer_bytes + self.cache_bytes
         return at_rest + self.activation_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal(Report):
-    """A plan on all of its ranks; `print` shows it as text."""
+    """Every rank of a plan; `print` shows whether all can run it."""
 
     world_size: int
     batch_size: int
@@ -51,7 +51,7 @@ class Rehearsal(Report):
     num_tables: int
     ranks: tuple[RankRehearsal, ...]
     num_built: int
-    """Ranks whose sharded model was built; 0 where that is not possible."""
+    """Ranks whose sharded model was built; 0 if that is not possible."""
     seconds: float
     notes: tuple[Note, ...]
 
@@ -62,7 +62,7 @@ class Rehearsal(Report):
 
     @property
     def fullest(self) -> RankRehearsal:
-        """The rank that takes the most of its memory."""
+        """The rank that uses the largest share of its memory."""
         return max(self.ranks, key=lambda r: r.peak_bytes / max(1, r.memory_bytes))
 
     def sections(self) -> Sequence[Section]:
@@ -75,12 +75,11 @@ class Rehearsal(Report):
         count = sum(bool(rank.faults) for rank in self.ranks)
         verdict = f"{count} ranks cannot" if count else "every rank can"
         lines = [
-            f"{self.num_tables} tables on {self.world_size} ranks, {self.batch_size} "
-            f"samples each, pipeline {self.pipeline}: {verdict} run it",
-            f"{self.num_built} ranks built without a device in {self.seconds:.1f} s; "
-            "memory is predicted, of the embedding part alone",
-            f"fullest: rank {full.rank}, {format_bytes(full.peak_bytes)} of "
-            f"{format_bytes(full.memory_bytes)}",
+            f"{verdict} run the plan: {self.num_tables} tables on {self.world_size} "
+            f"ranks, {self.batch_size} samples each, pipeline {self.pipeline}",
+            f"rank {full.rank} is the fullest: {format_bytes(full.peak_bytes)} of "
+            f"{format_bytes(full.memory_bytes)} (predicted, embeddings alone)",
+            f"{self.num_built} ranks built without a device in {self.seconds:.1f} s",
         ]
         columns: list[GridColumn] = [
             ("rank", "count", lambda r: r.rank),
@@ -98,12 +97,13 @@ class Rehearsal(Report):
             "ranks",
             self.ranks,
             columns,
+            brief=8,
             first=lambda r: (not r.faults, -r.peak_bytes),
         )
         faults = [f"{listed(at)}: {fault}" for fault, at in at_fault.items()]
         return [
             Section(lines=lines),
+            Section(title="faults", bullets=faults, brief=len(faults)),
+            Section(title="notes", bullets=self.notes, brief=len(self.notes)),
             Section(title="ranks [GiB]", grid=grid),
-            Section(title="faults", bullets=faults),
-            Section(title="notes", bullets=self.notes),
         ]

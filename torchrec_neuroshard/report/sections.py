@@ -1,8 +1,7 @@
-"""A report as sections: text and page are both made from them."""
+"""Sections of a report, which its text and its page are both made from."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,6 @@ from torchrec_neuroshard.notes import Note
 
 __all__ = ["Grid", "Section", "as_text"]
 
-MAX_ROWS = 50
-"""Rows of a grid that the text prints; the page and JSON have all."""
 FORMATS: Mapping[str, Callable[[Any], str]] = {
     "text": str,
     "count": "{:,}".format,
@@ -21,37 +18,45 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "percent": "{:.0%}".format,
     "change": "{:+.1%}".format,
     "gib": lambda num_bytes: f"{num_bytes / 2**30:.2f}",
+    "figure": "{:.3f}".format,
     "ms": "{:.3f}".format,
     "peak": "{:.3f}".format,
 }
-"""Kind of a column -> how it shows a value. Text begins at the left, the others end
-at the right. Of peaks [ms] the largest stands out."""
+"""Kind of a column -> how to show a value. Text is aligned left, numbers right. The
+largest value of a "peak" column [ms] stands out."""
 TIMES = ("ms", "peak")
 
 GridColumn = tuple[str, str, Callable[[Any], Any]]
-"""Title, kind (see `FORMATS`), and what returns an item's value; None is not known."""
+"""Title, kind (a key of `FORMATS`), and a function from an item to its value. None is
+an unknown value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Rows and columns that the text prints, and that the page sorts and filters."""
+    """A table: the text prints it, the page sorts and filters it."""
 
     label: str
-    """What its rows are."""
+    """What the rows are, in the plural."""
     items: Sequence[Any]
-    """A row is made of each."""
+    """One per row."""
     columns: Sequence[GridColumn]
-    """One of which no value is known, or no time above 0, is left out."""
-    limit: int = MAX_ROWS
-    """Rows that the text prints; 0: it is for the page alone."""
+    """A column is left out if no value is known, or if it has no time above 0."""
+    brief: int = 0
+    """Rows in the brief text."""
     first: Callable[[Any], Any] | None = None
-    """By what to sort items where the text has no room for all."""
+    """Sort key for the brief text if not all rows fit there."""
+    in_text: bool = True
+    """False: only the page shows the grid."""
 
-    def shown(self) -> tuple[list[tuple[str, str]], list[tuple[Any, ...]]]:
-        """Return titles and kinds of the columns, and the rows."""
-        items = self.items
-        if self.first is not None and len(items) > self.limit:
-            items = sorted(items, key=self.first)
+    def shown(
+        self, items: Sequence[Any] | None = None
+    ) -> tuple[list[tuple[str, str]], list[tuple[Any, ...]]]:
+        """Return titles and kinds of the columns, and the rows.
+
+        Args:
+            items: What to show, in order; None: all items as given.
+        """
+        items = self.items if items is None else items
         kept, known = [], []
         for title, kind, value_of in self.columns:
             values = [value_of(item) for item in items]
@@ -60,13 +65,18 @@ class Grid:
                 known.append(values)
         return kept, list(zip(*known, strict=True))
 
-    def lines(self) -> Iterator[str]:
-        """Return its first rows as text, below a heading; a star marks a peak."""
-        columns, rows = self.shown()
+    def lines(self, verbose: bool) -> Iterator[str]:
+        """Return heading and rows as text. A star marks the largest value of a peak."""
+        items, limit = self.items, len(self.items) if verbose else self.brief
+        if not self.in_text or not items or not limit:
+            return
+        if self.first is not None and len(items) > limit:
+            items = sorted(items, key=self.first)
+        columns, rows = self.shown(items)
         laid_out = []
         for i, (title, kind) in enumerate(columns):
             values = [row[i] for row in rows]
-            cells = [_shown(kind, value) for value in values[: self.limit]]
+            cells = [_shown(kind, value) for value in values[:limit]]
             if kind == "peak":
                 title, top = f"{title} ", max(values)
                 cells = [
@@ -76,42 +86,59 @@ class Grid:
             side, width = "<" if kind == "text" else ">", max(map(len, [title, *cells]))
             laid_out.append([f"{cell:{side}{width}}" for cell in (title, *cells)])
         yield from ("  ".join(cells).rstrip() for cells in zip(*laid_out, strict=True))
-        if len(rows) > self.limit:
-            yield f"... and {len(rows) - self.limit:,} more"
+        yield from _rest(len(rows) - limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A part of a report, below a title."""
+    """A titled part of a report."""
 
     title: str = ""
     lines: Sequence[str] = ()
     """Sentences without a full stop."""
+    details: Sequence[str] = ()
+    """More sentences. The brief text leaves them out."""
     bullets: Sequence[str | Note] = ()
+    brief: int = 0
+    """Bullets in the brief text."""
     grid: Grid | None = None
     charts: Sequence[Mapping[str, Any]] = ()
-    """What `page.js` draws: `bars` of ranks, or the `path`. Such a section is for the
-    page alone."""
+    """Drawn by `page.js`: `bars` of ranks, or the `path`."""
+    bars: Sequence[str] = ()
+    """The charts as lines of text. Without them only the page shows a chart's
+    section."""
     is_part: bool = False
-    """Whether it begins a part of its own, which is for the page alone."""
+    """Whether a new part of the page begins here. The text ends before it."""
 
-    def text(self) -> str:
-        """Return it as text; empty where it is for the page alone."""
-        lines = [*self.lines, *(f"- {bullet}" for bullet in self.bullets)]
-        if self.grid is not None and self.grid.items and self.grid.limit:
-            lines += self.grid.lines()
-        if self.charts or not lines:
+    def text(self, verbose: bool) -> str:
+        """Return the section as text; empty if there is nothing to show."""
+        if self.charts and not self.bars:
             return ""
-        if self.title:
+        bullets = self.bullets if verbose else self.bullets[: self.brief]
+        lines = [*self.lines, *self.bars, *(self.details if verbose else ())]
+        lines += [f"- {bullet}" for bullet in bullets]
+        if bullets:
+            lines += _rest(len(self.bullets) - len(bullets))
+        if self.grid is not None:
+            lines += self.grid.lines(verbose)
+        if lines and self.title:
             lines.insert(0, f"{capitalised(self.title)}:")
         return "\n".join(lines)
+
+
+def _rest(count: int) -> list[str]:
+    return [f"... and {count:,} more"] if count > 0 else []
 
 
 def _shown(kind: str, value: Any) -> str:
     return "" if value is None else FORMATS[kind](value)
 
 
-def as_text(sections: Iterable[Section]) -> str:
-    """Return the sections as text, with empty lines between them."""
-    shown = itertools.takewhile(lambda section: not section.is_part, sections)
-    return "\n\n".join(filter(None, (section.text() for section in shown)))
+def as_text(sections: Iterable[Section], verbose: bool) -> str:
+    """Return the sections before the first part, with empty lines between them."""
+    texts = []
+    for section in sections:
+        if section.is_part:
+            break
+        texts.append(section.text(verbose))
+    return "\n\n".join(filter(None, texts))

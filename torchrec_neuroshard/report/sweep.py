@@ -1,4 +1,4 @@
-"""What one model would take on many devices: a table, and CSV."""
+"""The report of a sweep: plans of one model for many devices, also as CSV."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ __all__ = ["Sweep", "SweepCell"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepCell:
-    """A plan for so many ranks of a card, and what is predicted for it."""
+    """A plan for one card, number of ranks and batch size, and its predicted costs."""
 
     card: str
     num_ranks: int
     batch_size: int
     """Samples per rank."""
     group_size: int
-    """Ranks that share the tables out; all, without replicas."""
+    """Ranks in a sharding group; without replicas, all ranks."""
     layout: str = ""
-    """Of the groups' ranks, "strided" or "adjacent"; "" where there is one group."""
+    """Layout of the groups, "strided" or "adjacent"; "": one group."""
     codec: str = "none"
-    """Of the collectives of outputs and their gradients, both ways."""
+    """Codec of the forward and backward collectives."""
     obstacle: str = ""
-    """Why nothing fits; what is not known is None then."""
+    """Reason why no plan fits; "": a plan fits. Without a plan, costs are None."""
     iteration_ms: float | None = None
-    """With its part of the replicas' average."""
+    """Critical path plus averaging between replicas."""
     kernels_ms: float | None = None
-    """Of kernels, on the slowest ranks."""
+    """Time of kernels on the slowest ranks."""
     links_ms: float | None = None
-    """Of collectives, the replicas' average included."""
+    """Time of collectives, including averaging between replicas."""
     gap: float | None = None
-    """Of the plan to the lower bound; None where none is known."""
+    """Distance of the plan to the lower bound; None: no bound."""
     memory_bytes: float | None = None
-    """Of the fullest rank."""
+    """Memory in use on the fullest rank."""
     memory_limit_bytes: float | None = None
-    """What that rank has for tables."""
+    """Memory available for tables on that rank."""
     num_in_host_memory: int = 0
-    """Tables for which the devices have no room."""
+    """Number of tables in host memory."""
     uncertainty: float | None = None
     """Relative standard deviation of the iteration."""
     kernels_source: str = ""
@@ -54,11 +54,11 @@ class SweepCell:
 
     @classmethod
     def of(cls, report: PlanReport, **where: Any) -> SweepCell:
-        """Describe a plan.
+        """Return the cell of a plan.
 
         Args:
-            report: Of the plan.
-            where: The fields that say what it is for.
+            report: The plan's report.
+            where: Fields for the card, ranks, batch and so on.
         """
         worst, fullest = report.worst_ms, report.fullest
         kernels_ms = sum(ms for p, ms in worst.items() if p.endswith("compute"))
@@ -84,24 +84,24 @@ class SweepCell:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Of all ranks."""
+        """Samples per second over all ranks; None: no plan fits."""
         if self.iteration_ms is None:
             return None
         return self.num_ranks * self.batch_size / self.iteration_ms * 1e3
 
     @property
     def groups(self) -> str:
-        """The sharding groups, in words."""
+        """Layout and size of the sharding groups, in words."""
         return f"{self.layout} groups of {self.group_size}".lstrip()
 
     @property
     def is_plain(self) -> bool:
-        """Whether all ranks share the tables out, and send values as they are."""
+        """Whether there is one sharding group and no codec."""
         return self.group_size == self.num_ranks and self.codec == "none"
 
     @property
     def limit(self) -> str:
-        """What it would take more of to be quicker: kernels, links or memory."""
+        """The resource that limits speed: "kernels", "links" or "memory"."""
         if not self.fits or self.num_in_host_memory:
             return "memory"
         return "kernels" if (self.kernels_ms or 0) >= (self.links_ms or 0) else "links"
@@ -131,48 +131,55 @@ _COLUMNS: tuple[GridColumn, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sweep(Report):
-    """Plans of one model for many devices; `print` shows a table, the best first."""
+    """Plans of one model for many devices; `print` recommends the fastest."""
 
     cells: tuple[SweepCell, ...]
-    """In the order in which they were planned."""
+    """In planning order."""
     left_out: tuple[str, ...] = ()
     """What was not tried, and why."""
     search_seconds: float | None = None
-    """That each cell was searched for."""
+    """Search budget of each cell."""
     sync_interval: int = 1
-    """Iterations from one average of the groups to the next."""
+    """Iterations between two averages of the groups."""
 
     @property
     def best(self) -> SweepCell | None:
-        """The cell of most samples per second; None where nothing fits."""
+        """The cell with the most samples per second; None: nothing fits."""
         fitting = [cell for cell in self.cells if cell.fits]
         return max(fitting, key=lambda c: c.samples_per_s or 0.0, default=None)
 
     def sections(self) -> Sequence[Section]:
-        """See `Report`: all cells, the best of them, and what the costs rest on."""
+        """See `Report`: the fastest cell, all cells, and where costs come from."""
         best = self.best
-        fitting = [cell for cell in self.cells if cell.fits]
-        lines = ["nothing fits; each line says what would help"]
+        answer = ["nothing fits; each line says what would help"]
         if best is not None:
-            lines = [f"{self._recommended(best)}.", *self._scaling(best)]
-        lines += dict.fromkeys(
+            answer = [f"{self._recommended(best)}.", *self._scaling(best)]
+        answer += [f"not tried: {text}" for text in self.left_out]
+        sources = dict.fromkeys(
             f"{c.card}: compute: {c.kernels_source}; collectives: {c.links_source}"
-            for c in fitting
+            for c in self.cells
+            if c.fits
         )
-        lines += [*self._assumed(), *(f"not tried: {text}" for text in self.left_out)]
         rows = sorted(self.cells, key=lambda c: -(c.samples_per_s or 0.0))
         mark = ("", "text", lambda c: "best" if c is best else None)
-        cells = Grid("cells", rows, (*_COLUMNS[:-1], mark, _COLUMNS[-1]), len(rows))
-        return [Section(grid=cells), Section(lines=lines)]
+        columns = (*_COLUMNS[:-1], mark, _COLUMNS[-1])
+        cells = Grid("cells", rows, columns, brief=len(rows))
+        return [
+            Section(lines=answer),
+            Section(title="predicted", grid=cells),
+            Section(
+                title="what the costs rest on", details=[*sources, *self._assumed()]
+            ),
+        ]
 
     def _recommended(self, best: SweepCell) -> str:
-        """Name the best cell, and why it is."""
+        """Return the fastest cell and the reason, in sentences."""
         said = (
             f"most samples per second: {best.num_ranks} x {best.card} in "
             f"{best.groups}, codec {best.codec}, {best.batch_size:,} samples per rank"
         )
         if self.search_seconds is not None:
-            said += f", as far as {self.search_seconds:g} s of search for each row tell"
+            said += f", after {self.search_seconds:g} s of search per row"
         same = ("card", "num_ranks", "batch_size")
         where = [getattr(best, name) for name in same]
         rivals = [
@@ -190,13 +197,14 @@ class Sweep(Report):
         if not plain:
             name = f"in {rival.groups} with codec {rival.codec}"
         return (
-            f"{said}. Its links take {best.links_ms:.3f} ms of an iteration and its "
-            f"kernels {best.kernels_ms:.3f}; {name} {rival.links_ms:.3f} and "
-            f"{rival.kernels_ms:.3f}, at {_share(rival, best):.0%} of its rate"
+            f"{said}. Per iteration, its links take {best.links_ms:.3f} ms and its "
+            f"kernels {best.kernels_ms:.3f} ms; {name} they take {rival.links_ms:.3f} "
+            f"and {rival.kernels_ms:.3f} ms, for {_share(rival, best):.0%} of the "
+            "samples per second"
         )
 
     def _scaling(self, best: SweepCell) -> list[str]:
-        """Say what more ranks are worth, of the best cell's card and batch."""
+        """Return how the best cell's card and batch scale with ranks, in a sentence."""
         rates: dict[int, float] = {}
         for cell in self.cells:
             if (cell.card, cell.batch_size) == (best.card, best.batch_size):
@@ -206,33 +214,36 @@ class Sweep(Report):
         if len(known) < 2:
             return []
         first = known[0][1]
-        told = ", ".join(f"{ranks}: {each / first:.0%}" for ranks, each in known)
-        return [f"samples per second and rank, of those at {known[0][0]} ranks: {told}"]
+        told = [f"{each / first:.0%} at {ranks} ranks" for ranks, each in known[1:]]
+        return [
+            f"samples per second per rank, compared with {known[0][0]} ranks: "
+            f"{', '.join(told)}"
+        ]
 
     def _assumed(self) -> list[str]:
-        """Say what the choice of codecs and groups rests on."""
+        """Return how codecs and groups are priced, in sentences."""
         lines = []
         if any(c.codec != "none" for c in self.cells):
             lines += [
-                "codecs: change bytes on the wire and add kernels that code and decode "
-                "(on GPUs an estimate, by the memory that these move); what a codec "
-                "does to the model is not known here"
+                "codecs change the bytes on the wire and add kernels to encode and "
+                "decode (on GPUs estimated from their memory traffic); their effect "
+                "on the model's quality is unknown here"
             ]
         if any(c.codec in ("fp8", "mx4") for c in self.cells):
             lines.append(
-                "fp8, mx4: sums of row-wise shards go as fp16 and come back as bf16"
+                "fp8, mx4: sums of row-wise shards use fp16 forward and bf16 backward"
             )
         if any(c.group_size < c.num_ranks for c in self.cells):
             every = self.sync_interval
             often = "every iteration" if every == 1 else f"every {every} iterations"
             lines.append(
-                f"groups: replicas average their weights {often}; adjacent ones need "
+                f"groups: replicas average their weights {often}; adjacent groups need "
                 "use_inter_host_allreduce=True"
             )
         return lines
 
     def to_csv(self) -> str:
-        """Return all cells as CSV, with what each rests on."""
+        """Return all cells as CSV, with the sources of their costs."""
         names = ["fits", *(f.name for f in dataclasses.fields(SweepCell))]
         names += ["samples_per_s", "limit"]
         out = io.StringIO()
