@@ -115,9 +115,7 @@ def test_broken_placements_are_refused(
 def test_full_rank_is_named() -> None:
     task = small_task(8, 8, column_bytes=(GIB, GIB), memory_bytes=(9 * GIB,) * 4)
     Placement.from_widths(4, [(0, 8, 1), (1, 8, 2)]).check(task)
-    with pytest.raises(
-        InfeasibleError, match=r"rank 1 holds 16\.00 GiB, but has"
-    ):
+    with pytest.raises(InfeasibleError, match=r"rank 1 holds 16\.00 GiB, but has"):
         Placement.from_widths(4, [(0, 8, 1), (1, 8, 1)]).check(task)
 
 

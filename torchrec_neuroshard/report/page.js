@@ -26,6 +26,7 @@
     percent: (x) => `${(100 * x).toFixed(0)}%`,
     change: (x) => `${x < 0 ? "" : "+"}${(100 * x).toFixed(1)}%`,
     gib: (x) => (x / 2 ** 30).toFixed(2),
+    figure: ms,
     ms,
     peak: ms,
   };
