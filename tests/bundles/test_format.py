@@ -138,7 +138,7 @@ def test_auto_takes_the_bundle_of_this_device(
         assert "not measured" in model.source
     assert model.name == "b200" and model.error is not None
     assert "7,672 GB/s" in str(said[0].message)
-    assert "never checked on this one" in str(said[0].message)
+    assert "never checked on this card" in str(said[0].message)
 
 
 def test_card_shows_the_errors_that_the_data_give() -> None:

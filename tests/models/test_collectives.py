@@ -191,7 +191,7 @@ def test_slowdown_follows_the_ranks_of_a_node(
         (lambda: model(6, 4), r"world_size \(6\) must be a multiple"),
         (lambda: model(intra=0.0), "bandwidths must be above 0"),
         (lambda: published(intra_gb_per_s=0.0), "bandwidths must be above 0"),
-        (lambda: PhysicalConstants(memory_gb_per_s=0), "must be above 0, got 0"),
+        (lambda: PhysicalConstants(memory_gb_per_s=0), "must be above 0 GB/s, got 0"),
         (lambda: measured(4, 2, measured_gb_per_s=(2.0, 0.0)), "0.0 between nodes;"),
         (
             lambda: measured().all_to_all(np.ones((1, 3)), 64),

@@ -213,8 +213,8 @@ def test_rows_in_the_hosts_memory_pay_for_lookups_and_for_updates() -> None:
 
 
 def test_errors_say_what_was_checked() -> None:
-    assert str(EstimateError(card="mi300x")).endswith("never checked on this one")
-    assert "on this one, forward 33% and backward 15%" in str(
+    assert str(EstimateError(card="mi300x")).endswith("never checked on this card")
+    assert "on this card, forward 33% and backward 15%" in str(
         EstimateError(card="a100-40gb")
     )
     # A card's own residual is not among the others'.

@@ -1,1 +1,1 @@
-"""Predict what kernels and collectives take; inference alone."""
+"""Cost models of kernels and collectives; inference only."""

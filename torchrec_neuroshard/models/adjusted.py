@@ -1,8 +1,8 @@
-"""Another model's times, times factors or as a schedule has them.
+"""Models that adjust another model's times, by factors or to a schedule.
 
-Searches make the sum of an iteration's phases short, each on its slowest rank. Under a
-schedule some of them take nothing at first, and some add up on each rank: where the
-models say so, a search needs to know nothing of schedules.
+A search minimises the sum of an iteration's phases, each on its slowest rank. Under a
+schedule, some phases are hidden by others, and some add up on each rank. The adjusted
+models express this, so that searches need not know about schedules.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Floats = npt.NDArray[np.float64]
 
 
 class AdjustedCostModel(CostModel):
-    """Another model's kernels, their forward and backward times mixed by a matrix."""
+    """Another model's kernels, with forward and backward times mixed by a matrix."""
 
     def __init__(
         self, alone: CostModel, kernels_22: Floats, host_22: Floats | None = None
     ) -> None:
-        """Take a model.
+        """Wrap a model.
 
         Args:
-            alone: The model.
-            kernels_22: Its forward and backward times this matrix are the new ones.
-            host_22: The same of rows in the host's memory; None: as they are.
+            alone: The model to adjust.
+            kernels_22: Matrix that multiplies forward and backward times.
+            host_22: The same for rows in the host's memory; None changes nothing.
         """
         self.alone = alone
         self.name, self.hardware = alone.name, alone.hardware
@@ -92,36 +92,39 @@ class AdjustedCostModel(CostModel):
 
 
 class ConcurrentCostModel(AdjustedCostModel):
-    """Another model's kernels while all ranks of a node run theirs at once."""
+    """Another model's kernels, while all ranks of a node run theirs at once."""
 
     @classmethod
     def of(cls, alone: CostModel, comms_model: CommsModel) -> CostModel:
-        """Return the model as it is among the ranks of `comms_model`."""
+        """Return the model with the slowdown among the ranks of `comms_model`."""
         if comms_model.compute_slowdown == (1.0, 1.0) or isinstance(alone, cls):
             return alone
         return cls(alone, np.diag(comms_model.compute_slowdown))
 
 
 def as_one_phase(alone: CostModel) -> CostModel:
-    """Return a model whose backward pass and next forward are one phase, the first."""
+    """Return a model that counts the backward and the next forward as one phase.
+
+    The phase is the forward's; the backward takes 0.
+    """
     both_22 = np.array([[1.0, 0.0], [1.0, 0.0]])
     return AdjustedCostModel(alone, both_22, both_22)
 
 
 class RelievedCommsModel(CommsModel):
-    """Another model's collectives, less what runs beside something longer.
+    """Another model's collectives, without the time that overlaps with longer work.
 
-    What the other model says of kernels that run at once is not handed on: it is part
-    of the kernels' times already.
+    The other model's `compute_slowdown` is not passed on, since the kernels' times
+    already include it.
     """
 
     def __init__(self, base: CommsModel, reliefs_ms: Mapping[str, float]) -> None:
-        """Take a model.
+        """Wrap a model.
 
         Args:
-            base: The model.
-            reliefs_ms: Index, forward and backward collective, by the names of
-                `simulator.PHASES` -> what does not count of it; 0 where left out.
+            base: The model to adjust.
+            reliefs_ms: Name of a collective phase in `simulator.PHASES` -> milliseconds
+                to subtract; 0 for missing names.
         """
         self.base = base
         self.even_is_fastest, self.source = base.even_is_fastest, base.source
@@ -138,7 +141,7 @@ class RelievedCommsModel(CommsModel):
         return self._left(self.base.all_to_all(columns_CW, batch_size))
 
     def column_order(self, columns_C: Floats, batch_size: int) -> Floats:
-        """See `CommsModel.column_order`: kernels, beside nothing."""
+        """See `CommsModel.column_order`; these kernels overlap with nothing."""
         return self.base.column_order(columns_C, batch_size)
 
     def index_all_to_all(self, bytes_CW: Floats) -> Floats:
@@ -156,7 +159,7 @@ class RelievedCommsModel(CommsModel):
         return self._left(self.base.node_row_wise(columns_CW, batch_size))
 
     def all_reduce(self, bytes_CW: Floats) -> Floats:
-        """See `CommsModel.all_reduce`; it runs in the backward pass."""
+        """See `CommsModel.all_reduce`; it runs in the backward."""
         whole = self.base.all_reduce(bytes_CW)
         left: Floats = np.maximum(whole - self._relief_2[1], 0.0)
         return left

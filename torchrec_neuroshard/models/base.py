@@ -1,4 +1,4 @@
-"""The cost-model interface: what a fused kernel over a set of shards takes.
+"""The interfaces of cost models: fused kernels with sets of shards, and collectives.
 
 Shapes: `N` shards, `F` features, `E` encoding values, `S` sets, `C` candidates, `W`
 ranks.
@@ -30,13 +30,13 @@ COLLECTIVES: tuple[str, ...] = (
     "all_gather",
     "all_reduce",
 )
-"""What TorchRec issues around its kernels: the all-to-all of pooled outputs and of
-their gradients, that of the indices, both of row-wise, that of data-parallel."""
+"""TorchRec's collectives: the all-to-all of pooled outputs, of their gradients and of
+the indices, the two of row-wise sharding, and the one of data-parallel sharding."""
 
 
 @dataclass(frozen=True, slots=True)
 class RangeWarning:
-    """A shard's feature lies outside what the model was trained on."""
+    """A shard's feature outside the model's training range."""
 
     shard: int
     """Row of the feature matrix."""
@@ -47,31 +47,32 @@ class RangeWarning:
 
 
 class CostModel(ABC):
-    """Forward and backward time of one fused kernel that holds a set of shards.
+    """Forward and backward time of one fused kernel with a set of shards.
 
-    A set is known to the model only through the sum of its shards' encodings, so that
-    order cannot matter and adding or removing a shard is one vector operation.
+    The model sees a set only as the sum of its shards' encodings. Therefore order does
+    not matter, and adding or removing a shard is one vector operation.
     """
 
     name: str = "unnamed"
-    """What `NeuroShardPlanner(cost_model=...)` called it, or a path."""
+    """Name in `NeuroShardPlanner(cost_model=...)`, or a path."""
     hardware: str = "unknown"
-    """The device whose times are predicted."""
+    """Device whose times are predicted."""
     source: str = "measured"
-    """`measured`, or what else the numbers rest on (shown beside them)."""
+    """Origin of the numbers, for reports, e.g. `measured`."""
     error: EstimateError | None = None
-    """How far off an estimate may be; None for what was measured."""
+    """Possible error of an estimate; None for measured models."""
     reference_ms: float = 0.0
-    """Nominal time of the reference set (`measure.clock`) in the same units; 0 where
-    the device is timed without one."""
+    """Nominal time of the reference set (`measure.clock`) in the model's unit; 0 for
+    devices without a reference."""
 
     @property
     def additive(self) -> npt.NDArray[np.float64] | None:
-        """What a set of shards takes at least, forward and backward: `(1 + E) x 2`.
+        """Lower bound on a set's time, forward and backward: `(1 + E) x 2`, or None.
 
-        No set that is not empty takes less than the first row and its sum of encodings
-        times the others, nor less than any of its shards takes alone; all are at least
-        0. None where nothing of the kind is known.
+        The first row is a constant, the others are coefficients of at least 0. A
+        non-empty set takes at least the constant plus its sum of encodings times the
+        coefficients, and at least as long as each of its shards alone. None if no such
+        bound is known.
         """
         return None
 
@@ -109,7 +110,7 @@ class CostModel(ABC):
         set_ids_N: npt.NDArray[np.int64],
         num_sets: int,
     ) -> npt.NDArray[np.float64]:
-        """Return the sums of sets' encodings, `S x E`; arguments as `predict_sets`."""
+        """Return the sums of sets' encodings, `S x E`; see `predict_sets`."""
         sums = np.zeros((num_sets, self.encoding_dim))
         np.add.at(sums, set_ids_N, self.encode(features_NF))
         return sums
@@ -125,7 +126,7 @@ class CostModel(ABC):
         Args:
             features_NF: Features of all shards.
             set_ids_N: The set of each shard, values in `[0, num_sets)`.
-            num_sets: Sets, empty ones included.
+            num_sets: Number of sets, including empty ones.
 
         Returns:
             `num_sets x 2` milliseconds.
@@ -135,9 +136,9 @@ class CostModel(ABC):
     def relative_uncertainty(
         self, sums_SE: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
-        """Relative standard deviation of each set's total; 0 where not known.
+        """Return the relative standard deviation of each set's total; 0 if unknown.
 
-        By default, what the error of an estimate makes.
+        The default follows from the estimate's error.
         """
         if self.error is None:
             return np.zeros(len(sums_SE))
@@ -152,15 +153,15 @@ class CostModel(ABC):
         gb_per_s_N: npt.NDArray[np.float64],
         missed_N: npt.NDArray[np.float64] | None,
     ) -> npt.NDArray[np.float64]:
-        """Predict what rows in the host's memory add to the fused kernel's time.
+        """Predict the time that rows in the host's memory add to the fused kernel.
 
-        No bundle has measured such kernels: by default the physical estimate of them.
+        The default is a physical estimate, since no bundle has measured such kernels.
 
         Args:
             features_NF: Features of the shards.
-            gb_per_s_N: Bandwidth to the host's memory, one way.
-            missed_N: Shares of the distinct rows that a cache on the device lacks;
-                None: there is no cache.
+            gb_per_s_N: One-way bandwidth to the host's memory.
+            missed_N: Shares of the distinct rows that are not in a cache on the device;
+                None if there is no cache.
 
         Returns:
             `N x 2` [ms], forward and backward.
@@ -169,13 +170,13 @@ class CostModel(ABC):
 
     @property
     def stream_byte_ms(self) -> float | None:
-        """A byte in a pass that reads or writes memory in order [ms]; None: unknown."""
+        """Time per byte of sequential memory access [ms]; None if unknown."""
         return None
 
     def range_warnings(
         self, features_NF: npt.NDArray[np.float32]
     ) -> Sequence[RangeWarning]:
-        """Features outside the training range; empty where there is none."""
+        """Return the features outside the training range; none without a range."""
         return ()
 
 
@@ -184,12 +185,13 @@ class CommsModel(ABC):
 
     source: str = "datasheet, not measured"
     compute_slowdown: tuple[float, float] = (1.0, 1.0)
-    """How many times as long forward and backward kernels take while all ranks of a
-    node run theirs: ranks on CPUs share memory and cores, GPUs do not."""
+    """Factors on forward and backward kernels while all ranks of a node run theirs:
+    ranks on CPUs share memory and cores, GPUs do not."""
 
     even_is_fastest: bool = False
-    """Whether no loads take less than the same total in equal parts, nor any with a
-    greater part on one rank less than with the rest in equal parts."""
+    """Whether equal parts are fastest. No distribution of a total takes less time than
+    equal parts. If one rank has a given larger part, no distribution of the rest takes
+    less time than equal parts."""
 
     @abstractmethod
     def all_to_all(
@@ -198,8 +200,8 @@ class CommsModel(ABC):
         """Predict the pooled-output all-to-all of each rank.
 
         Args:
-            columns_CW: Output columns that each rank holds (sum over its shards of
-                width x features).
+            columns_CW: Output columns of each rank: width x features, summed over its
+                shards.
             batch_size: Samples over all ranks.
 
         Returns:
@@ -209,23 +211,23 @@ class CommsModel(ABC):
     def column_order(
         self, columns_C: npt.NDArray[np.float64], batch_size: int
     ) -> npt.NDArray[np.float64]:
-        """Predict how long a rank puts the parts of split tables in order.
+        """Predict how long a rank takes to reorder the parts of split tables.
 
-        Once any table of a module is split, TorchRec brings the columns of all its
-        outputs, as they come from the ranks, into the order of the tables.
+        If any table of a module is split, TorchRec reorders the columns of all outputs
+        of the module, from the order of the ranks to the order of the tables.
 
         Args:
             columns_C: Output columns of all tables of the module.
             batch_size: Samples over all ranks.
 
         Returns:
-            `C x 2` milliseconds, forward and backward; by default nothing.
+            `C x 2` milliseconds, forward and backward; 0 by default.
         """
         del batch_size
         return np.zeros((len(columns_C), 2))
 
-    # The other collectives move bytes in the patterns of the pooled all-to-all; a model
-    # that knows them better overrides these.
+    # By default, the other collectives take as long as pooled all-to-alls of the same
+    # bytes. Models that predict them better override these methods.
 
     def index_all_to_all(
         self, bytes_CW: npt.NDArray[np.float64]
@@ -233,7 +235,7 @@ class CommsModel(ABC):
         """Predict the all-to-all of the KeyedJaggedTensor's lengths and ids.
 
         Args:
-            bytes_CW: What each rank is sent by all ranks together, itself included.
+            bytes_CW: Bytes that each rank receives from all ranks, including itself.
 
         Returns:
             `C x W` milliseconds.
@@ -258,15 +260,16 @@ class CommsModel(ABC):
     def node_row_wise(
         self, columns_CW: npt.NDArray[np.float64], batch_size: int
     ) -> npt.NDArray[np.float64]:
-        """Predict what moves for tables whose rows are spread over one node's ranks.
+        """Predict the collectives of tables whose rows are split over a node's ranks.
 
         Args:
             columns_CW: Output columns of these tables, equal in a node.
             batch_size: Samples over all ranks.
 
         Returns:
-            `C x W x 2` milliseconds: forward reduce-scatter inside nodes and all-to-all
-            between them, and the reverse; by default, all ranks are one node.
+            `C x W x 2` milliseconds: in the forward a reduce-scatter inside nodes and
+            an all-to-all between nodes, in the backward the reverse. The default treats
+            all ranks as one node.
         """
         return self.row_wise(columns_CW, batch_size)
 

@@ -1,9 +1,9 @@
 """The physics of cards without measurements, from published figures.
 
-Card by card, only data-sheet figures differ: memory bandwidth, cache, and the width of
-an AMD wavefront. All other constants are shared. `benchmarks/bench_published.py` fits
-them to published timings of six cards and to sets that were measured on an H200; its
-results say how far off they are on a card that is left out.
+Cards differ only in data-sheet figures: memory bandwidth, cache, and the width of an
+AMD wavefront. All other constants are shared. `benchmarks/bench_published.py` fits them
+to published timings of six cards and to measured sets of an H200; its results state the
+error on a card that was left out of the fit.
 
 Shapes: `N` shards.
 """
@@ -31,97 +31,99 @@ __all__ = ["PhysicalConstants", "host_memory_ms"]
 Floats = npt.NDArray[np.float64]
 
 _REFERENCE_GB_PER_S = 2_039.0
-"""Work of threads is counted for an A100."""
+"""Memory bandwidth of the A100, whose threads are the unit of speed."""
 _ID_BYTES, _OFFSET_BYTES, _LOOKUP_WEIGHT_BYTES = 8.0, 8.0, 4.0
 _SECTOR_BYTES = 32.0
-"""Least that memory moves: what a number or row of optimizer state costs each way, here
-on top of its bytes."""
+"""Smallest transfer of memory; each number or row of optimizer state costs one each
+way, here on top of its bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhysicalConstants:
-    """A device in its published figures, and what all devices share."""
+    """Published figures of a device, and constants that all devices share."""
 
     memory_gb_per_s: float = 2_039.0
-    """Memory bandwidth [GB/s]. Default: an A100's, as the two below."""
+    """Memory bandwidth [GB/s]. This default and the next two are an A100's."""
     cache_mib: float = 40.0
-    """What rows and gradients are read again from [MiB]: L2, and L3 if there is
-    one."""
+    """Cache for repeated reads of rows and gradients [MiB]: L2, and L3 if any."""
     host_gb_per_s: float = 24.0
-    """Bandwidth to the host's memory, one way [GB/s]."""
+    """One-way bandwidth to the host's memory [GB/s]."""
     work_speed: float | None = None
-    """How many times as fast as an A100 its threads work; None: as its memory. On
-    NVIDIA's cards bandwidth tells it better than cores and clocks, which would put the
-    backward of an H200 12 % too high in place of 5 % too low (medians, left out)."""
+    """Speed of the threads relative to an A100's; None takes the ratio of the memory
+    bandwidths. On NVIDIA's cards, that is more accurate than cores times clock, which
+    would predict an H200's backward 12 % too high instead of 5 % too low (medians, with
+    the H200 left out of the fit)."""
     least_threads: float = LEAST_THREADS
-    """Threads of the smallest group that reads a row: a quarter of a warp; 64 where
-    FBGEMM does not divide its wavefronts (AMD)."""
+    """Threads of the smallest group that reads a row: a quarter of a warp; 64 on AMD,
+    where FBGEMM does not divide wavefronts."""
     efficiency: float = 0.834
     """Share of the memory bandwidth that kernels reach."""
     forward_launch_us: float = 13.1
-    """Bounds check and forward kernel of no work, gaps before them included."""
+    """Forward: empty bounds check and kernel, including the gaps before them."""
     backward_launch_us: float = 78.1
-    """Sort of the ids and update kernels of no work: about ten kernels."""
+    """Backward: empty sort of the ids and update, about ten kernels."""
     sort_pass_us: float = 11.8
-    """Backward, kernels for 8 bits of the ids."""
+    """Backward: kernels that sort 8 bits of the ids."""
     weight_gradient_us: float = 39.0
-    """Backward of sets with weighted tables: kernels of no work."""
+    """Backward of sets with weighted tables: empty kernels."""
     forward_step_us: float = 0.406
-    """Forward, one id after the other of a set's longest bags."""
+    """Forward: one id of a set's longest bags."""
     backward_step_us: float = 0.494
-    """Backward, the same."""
+    """Backward: one id of a set's longest bags."""
     bag_ns: float = 0.713
-    """Forward, one bag: the check of its ids, and where it begins."""
+    """Forward: one bag, with the check of its ids and its offset."""
     lookup_thread_ns: float = 0.00223
-    """Forward, one id and thread of its group."""
+    """Forward: one id and thread of its group."""
     sort_bag_ns: float = 0.141
-    """Backward, one bag: which bag each id is of."""
+    """Backward: one bag, to find the bag of each id."""
     sort_ns: float = 0.0875
-    """Backward, sorting one id."""
+    """Backward: sorting one id."""
     update_thread_ns: float = 0.00431
-    """Backward, one id and thread of its group."""
+    """Backward: one id and thread of its group."""
     hot_row_ns: float = 31.2
-    """Backward, a row of many lookups."""
+    """Backward: one row with many lookups."""
     adam_ns: float = 1.48
-    """Backward, Adam's arithmetic for one row."""
+    """Backward: Adam's arithmetic for one row."""
     weight_gradient_ns: float = 0.438
-    """Backward, the gradient of one lookup's weight."""
+    """Backward: the gradient of one lookup's weight."""
     host_read: float = 1.27
-    """What reading looked-up rows in the host's memory reaches, in `host_gb_per_s`:
-    above 1, since the hottest are still cached."""
+    """Speed of reading looked-up rows in the host's memory, as a multiple of
+    `host_gb_per_s`; above 1, since the hottest rows are cached nevertheless."""
     host_update: float = 1.54
-    """What updating rows there reaches: both ways at once."""
+    """Speed of updating rows in the host's memory, as a multiple of `host_gb_per_s`;
+    above 1, since both directions run at once."""
     cache_lookup_ns: float = 3.59
-    """Forward, finding one id in a cache of rows (`fused_uvm_caching`)."""
+    """Forward: finding one id in a cache of rows (`fused_uvm_caching`)."""
     lookup_ns: float = 0.0
-    """Forward, one id of any width: of CPUs."""
+    """Forward: one id of any width, for CPUs."""
     gradient_ns: float = 0.0
-    """Backward, one id of any width: of CPUs."""
+    """Backward: one id of any width, for CPUs."""
 
     def __post_init__(self) -> None:
         if not self.memory_gb_per_s > 0:
             raise ConfigError(
-                f"memory_gb_per_s must be above 0, got {self.memory_gb_per_s}; give "
-                "the topology its hbm_mem_bw (or ddr_mem_bw)"
+                f"the memory bandwidth must be above 0 GB/s, got "
+                f"{self.memory_gb_per_s}; pass hbm_mem_bw (or ddr_mem_bw) to the "
+                "topology"
             )
         if not self.host_gb_per_s > 0:
             raise ConfigError(
-                f"host_gb_per_s must be above 0, got {self.host_gb_per_s}; give the "
-                "topology its hbm_to_ddr_mem_bw"
+                "the bandwidth to the host's memory must be above 0 GB/s, got "
+                f"{self.host_gb_per_s}; pass hbm_to_ddr_mem_bw to the topology"
             )
 
     @property
     def speed(self) -> float:
-        """How many times as fast as the reference card its threads work."""
+        """Speed of the threads relative to an A100's."""
         return self.work_speed or self.memory_gb_per_s / _REFERENCE_GB_PER_S
 
     @property
     def byte_ms(self) -> float:
-        """Milliseconds that a byte of memory takes."""
+        """Time per byte of memory [ms]."""
         return 1e-6 / (self.memory_gb_per_s * self.efficiency)
 
     def physics(self) -> Physics:
-        """Return the constants of each kind of work."""
+        """Return the constants for each kind of work."""
         byte, ns = self.byte_ms, 1e-6 / self.speed
         forward = {
             "num_lookups": _ID_BYTES * byte + self.lookup_ns * ns,
@@ -160,7 +162,7 @@ class PhysicalConstants:
 
 
 def _state_bytes(column: Mapping[str, Floats]) -> Floats:
-    """Bytes of the optimizer state of distinct rows, read and written."""
+    """Return the bytes of optimizer state read and written for distinct rows."""
     rowwise = _SECTOR_BYTES * column["is_rowwise_adagrad"] * column["num_distinct"]
     both: Floats = 2.0 * (wide_state_bytes(column) + rowwise)
     return both
@@ -172,14 +174,15 @@ def host_memory_ms(
     gb_per_s_N: Floats | float,
     missed_N: Floats | None = None,
 ) -> Floats:
-    """Predict what rows in the host's memory add to the fused kernel's time.
+    """Predict the time that rows in the host's memory add to the fused kernel.
 
     Args:
         features_NF: Columns in FEATURE_NAMES order, not normalised.
-        constants: The device.
-        gb_per_s_N: Bandwidth to the host's memory, one way.
-        missed_N: Shares of the distinct rows that a cache of rows on the card lacks;
-            None: there is no cache (`fused_uvm`). The optimizer's state is not cached.
+        constants: Constants of the device.
+        gb_per_s_N: One-way bandwidth to the host's memory.
+        missed_N: Shares of the distinct rows that are not in a cache of rows on the
+            card; None if there is no cache (`fused_uvm`). The optimizer's state is
+            never cached.
 
     Returns:
         `N x 2` [ms], forward and backward.
@@ -189,7 +192,7 @@ def host_memory_ms(
     read_bytes_per_ms = bytes_per_ms * c.host_read
     update_bytes_per_ms = bytes_per_ms * c.host_update
     if missed_N is None:
-        # Where few rows repeat, all of them cross the link.
+        # Every distinct row crosses the link at least once.
         forward = np.maximum(
             column["lookup_bytes"] / read_bytes_per_ms,
             column["distinct_bytes"] / bytes_per_ms,
@@ -197,7 +200,7 @@ def host_memory_ms(
         updated = 2.0 * column["distinct_bytes"] + _state_bytes(column)
         backward = updated / update_bytes_per_ms
     else:
-        # A row that comes in puts another out.
+        # Each row that enters the cache evicts another.
         swapped = 2.0 * missed_N * column["distinct_bytes"] / update_bytes_per_ms
         found = c.cache_lookup_ns * 1e-6 * column["num_lookups"] / c.speed
         forward = swapped + found

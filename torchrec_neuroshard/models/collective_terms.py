@@ -1,10 +1,11 @@
-"""What the time of a collective is a sum of: counts, and bytes in segments of size.
+"""The terms of a collective's time: counts, and bytes by size segments.
 
-The time of a rank is a sum of terms (launch, messages, bytes that it, the busiest rank
-and all ranks send and receive), each times a coefficient of at least 0. Terms count the
-ranks, so one set of coefficients serves all world sizes. Costs per byte change from
-segment to segment; beyond the measured sizes the last segment goes on as a straight
-line. Terms of other ranks are maxima and sums, so the order of ranks cannot matter.
+The time of a rank is a sum of terms, each times a coefficient of at least 0. The terms
+are launch, messages, and the bytes that this rank, the busiest rank and all ranks send
+and receive. Terms count the ranks, so the same coefficients hold for all world sizes.
+The cost per byte differs between size segments; the last segment extends linearly
+beyond the measured sizes. Terms of other ranks are maxima and sums, so the order of
+ranks does not matter.
 
 Shapes: `C` samples, `W` ranks, `K` terms.
 """
@@ -21,24 +22,24 @@ __all__ = ["TERM_NAMES", "CollectiveCurve", "collective_terms"]
 Floats = npt.NDArray[np.float64]
 
 SEGMENT_BYTES: tuple[float, ...] = (2.0**14, 2.0**18, 2.0**22)
-"""Where one segment of a byte term ends and the next begins: a message's cost per byte
-changes with the buffers and caches that it fills."""
+"""Bounds between the segments of a byte term: a message's cost per byte changes with
+the buffers and caches that it fills."""
 _BYTE_TERMS = ("sent", "received", "own", "most_sent", "most_received", "total")
 _COUNT_TERMS = ("launch", "peers", "messages", "mean_messages", "all_messages")
 TERM_NAMES: tuple[str, ...] = (
     *_COUNT_TERMS,
     *(f"{name}_{i}" for name in _BYTE_TERMS for i in range(len(SEGMENT_BYTES) + 1)),
 )
-"""Terms of a rank's time; a count or milliseconds at the nominal bandwidth."""
+"""Terms of a rank's time; each is a count, or milliseconds at the nominal bandwidth."""
 
 _FROM_OWNER = ("pooled_backward", "index")
-"""Collectives whose bytes per peer are those that the rank is sent."""
+"""Collectives whose bytes per peer are the bytes that a rank receives."""
 
 
 def _exchanged(
     collective: str, bytes_CW: Floats, local_world_size: int, ratio: float
 ) -> tuple[Floats, Floats, Floats]:
-    """Bytes that each rank sends to and receives from others, and its messages."""
+    """Return each rank's bytes sent to and received from others, and its messages."""
     num_samples, world_size = bytes_CW.shape
     outside = world_size - local_world_size
     total_C1 = bytes_CW.sum(axis=1, keepdims=True)
@@ -60,7 +61,7 @@ def _exchanged(
 def _inter_ratio(
     world_size: int, local_world_size: int, intra: float, inter: float
 ) -> float:
-    """Return the time of a byte between nodes over that of one inside a node."""
+    """Return a byte's time between nodes over its time inside a node."""
     return intra / inter if world_size > local_world_size else 1.0
 
 
@@ -75,11 +76,11 @@ def collective_terms(
 
     Args:
         collective: One of `COLLECTIVES`.
-        bytes_per_peer_CW: As in `CommsRecord`.
+        bytes_per_peer_CW: See `CommsRecord.bytes_per_peer`.
         local_world_size: Ranks per node.
         intra_gb_per_s: Bandwidth inside a node.
-        inter_gb_per_s: Bandwidth between nodes; a byte over it counts as so many more
-            as it is slower. Not used where there is one node.
+        inter_gb_per_s: Bandwidth between nodes; bytes between nodes are multiplied by
+            the ratio of both bandwidths. Unused for one node.
 
     Returns:
         `C x W x K`, columns in TERM_NAMES order.
@@ -113,9 +114,9 @@ def collective_terms(
 
 
 class CollectiveCurve:
-    """`collective_terms` times coefficients, quickly, for one group of ranks.
+    """A fast `collective_terms` times coefficients, for one group of ranks.
 
-    Each byte term is one look-up in the piecewise linear curve that its segments make.
+    Each byte term is one lookup in a piecewise linear curve, made of its segments.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class CollectiveCurve:
         intra_gb_per_s: float,
         inter_gb_per_s: float,
     ) -> None:
-        """Prepare the curves; arguments as in `collective_terms`."""
+        """Prepare the curves; for the arguments see `collective_terms`."""
         self._collective, self._local_world_size = collective, local_world_size
         self._ratio = _inter_ratio(
             world_size, local_world_size, intra_gb_per_s, inter_gb_per_s

@@ -1,4 +1,4 @@
-"""Models of collectives: by the topology's bandwidths, or as they were measured."""
+"""Models of collectives, from the topology's bandwidths or from measurements."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Floats = npt.NDArray[np.float64]
 
 
 class BandwidthCommsModel(CommsModel):
-    """Bytes over the topology's bandwidths.
+    """Predicts bytes over the topology's bandwidths.
 
-    A rank is done when it has sent its own columns of every sample to the sample's
-    rank and received all columns of its own samples; both directions run at once.
-    Bytes that leave the node go over the slower of the two links.
+    A rank has finished when it has sent its columns of every sample to the sample's
+    rank and received all columns of its own samples; both directions run at once. Bytes
+    inside the node and bytes to other nodes take their times one after the other.
     """
 
     even_is_fastest = True
@@ -38,16 +38,16 @@ class BandwidthCommsModel(CommsModel):
         relative_ms: tuple[float, float, float] = (1.0, 1.0, 1.0),
         source: str = "datasheet, not measured",
     ) -> None:
-        """Take the topology.
+        """Set ranks and bandwidths.
 
         Args:
-            world_size: Ranks.
+            world_size: Number of ranks.
             local_world_size: Ranks per node.
             intra_gb_per_s: Bandwidth of a rank inside its node.
             inter_gb_per_s: Bandwidth of a rank to other nodes.
-            relative_ms: Times of a reduce-scatter, an all-gather and an all-reduce over
-                those of all-to-alls of as many bytes.
-            source: Shown beside the numbers.
+            relative_ms: Times of a reduce-scatter, an all-gather and an all-reduce,
+                relative to all-to-alls of the same number of bytes.
+            source: Origin of the numbers, for reports.
 
         Raises:
             ConfigError: A bandwidth is missing, or the ranks do not fill whole nodes.
@@ -57,7 +57,7 @@ class BandwidthCommsModel(CommsModel):
         self.source = source
         self._world_size = world_size
         self._relative_3 = np.array(relative_ms)
-        # Share of a rank's traffic that stays in the node, and that leaves it.
+        # Shares of a rank's traffic inside the node and to other nodes.
         inside = (local_world_size - 1) / world_size
         outside = (world_size - local_world_size) / world_size
         self._ms_per_byte = inside / (intra_gb_per_s * 1e6) + outside / (
@@ -85,7 +85,7 @@ class BandwidthCommsModel(CommsModel):
 
 
 def _at(ranks: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[float, float]:
-    """Interpolate between the numbers of ranks measured; beyond, go on straight."""
+    """Interpolate between measured numbers of ranks; extrapolate linearly beyond."""
     known = sorted(measured)
     values = np.array([measured[n] for n in known])
     forward, backward = (np.interp(ranks, known, values[:, i]) for i in (0, 1))
@@ -96,7 +96,7 @@ def _at(ranks: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[float, f
 
 
 class MeasuredCommsModel(CommsModel):
-    """What was measured, for one group of ranks; see `collective_terms`."""
+    """Measured collectives, for one group of ranks; see `collective_terms`."""
 
     source = "measured"
 
@@ -113,23 +113,25 @@ class MeasuredCommsModel(CommsModel):
         column_order_ms_per_mb: Mapping[int, tuple[float, ...]] | None = None,
         time_scale: float = 1.0,
     ) -> None:
-        """Take coefficients and the topology.
+        """Set coefficients, ranks and bandwidths.
 
         Args:
-            coefficients_LK: A row per collective, a column per term.
+            coefficients_LK: Coefficients, a row per collective, a column per term.
             world_size: Ranks to predict for; need not have been measured.
             local_world_size: Ranks per node.
-            measured_gb_per_s: Bandwidth inside a node and between nodes on the machine
-                measured; the second is 0 where one node was measured.
-            intra_gb_per_s: Bandwidth inside a node to predict for; None is as measured.
-            inter_gb_per_s: Same between nodes.
-            slowdowns: `CommsHeader.compute_slowdown`; None: ranks share nothing.
-            column_order_ms_per_mb: See `CommsHeader`; None: for free.
-            time_scale: Factor on all times: to the compute model's milliseconds.
+            measured_gb_per_s: Bandwidth inside a node and between nodes on the measured
+                machine; the second is 0 if only one node was measured.
+            intra_gb_per_s: Bandwidth inside a node to predict for; None keeps the
+                measured bandwidth.
+            inter_gb_per_s: The same between nodes.
+            slowdowns: See `CommsHeader.compute_slowdown`; None for no slowdown.
+            column_order_ms_per_mb: See `CommsHeader`; None for no cost.
+            time_scale: Factor on all times that converts them to the compute model's
+                unit.
 
         Raises:
-            ConfigError: The ranks do not fill whole nodes, or a bandwidth that is
-                needed is not known.
+            ConfigError: The ranks do not fill whole nodes, or a required bandwidth is
+                unknown.
         """
         check_nodes(world_size, local_world_size)
         intra = measured_gb_per_s[0] if intra_gb_per_s is None else intra_gb_per_s
@@ -138,9 +140,9 @@ class MeasuredCommsModel(CommsModel):
         if not intra > 0 or (needs_inter and not inter > 0):
             raise ConfigError(
                 f"bandwidths must be above 0 GB/s, got {intra} inside a node and "
-                f"{inter} between nodes; the collectives were measured on one node or "
-                "the topology lacks them: give intra_gb_per_s and inter_gb_per_s, or "
-                "run 'neuroshard collect comms' on several nodes"
+                f"{inter} between nodes; the collectives were measured on one node, or "
+                "the topology has no bandwidths: pass intra_host_bw and inter_host_bw "
+                "to the topology, or run 'neuroshard collect comms' on several nodes"
             )
         self._time_scale = time_scale
         self.compute_slowdown = _at(local_world_size, slowdowns or {1: (1.0, 1.0)})
@@ -160,17 +162,17 @@ class MeasuredCommsModel(CommsModel):
         }
 
     def predict(self, collective: str, bytes_per_peer_CW: Floats) -> Floats:
-        """Predict each rank's time from the last rank's arrival until it is through.
+        """Predict each rank's time from the last rank's arrival until it finishes.
 
         Args:
             collective: One of `COLLECTIVES`.
-            bytes_per_peer_CW: As in `CommsRecord`.
+            bytes_per_peer_CW: See `CommsRecord.bytes_per_peer`.
 
         Returns:
-            `C x W` milliseconds; 0 where nobody has anything to send.
+            `C x W` milliseconds; 0 if no rank sends anything.
 
         Raises:
-            ConfigError: The number of ranks is not the model's.
+            ConfigError: The number of ranks differs from the model's.
         """
         if bytes_per_peer_CW.shape[1] != self._world_size:
             raise ConfigError(

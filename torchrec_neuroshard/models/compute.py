@@ -1,4 +1,4 @@
-"""Compute cost models: learned and physical."""
+"""Cost models of kernels: learned and physical."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _check_columns(features_NF: npt.NDArray[np.float32]) -> None:
 
 
 class NeuralCostModel(CostModel):
-    """The learned set model: see `network.SetCostNetwork`."""
+    """The learned model of sets; see `network.SetCostNetwork`."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class NeuralCostModel(CostModel):
         """Wrap a trained network.
 
         Args:
-            network: Trained or loaded weights.
-            name: What it is called.
-            hardware: The device that the times belong to.
+            network: Network with trained weights.
+            name: Name of the model.
+            hardware: Device whose times are predicted.
             ranges: Feature name -> smallest and largest value in training.
-            reference_ms: Nominal time of the reference set in the same units; 0 where
-                the device is timed without one.
+            reference_ms: Nominal time of the reference set in the model's unit; 0 for
+                devices without a reference.
         """
         self.name, self.hardware = name, hardware
         self.ranges = dict(ranges)
@@ -82,14 +82,14 @@ class NeuralCostModel(CostModel):
         return milliseconds
 
     def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Mean over the ensemble; see `CostModel.predict_sums`."""
+        """Return the ensemble's mean; see `CostModel.predict_sums`."""
         mean: npt.NDArray[np.float64] = self._members(sums_SE).mean(axis=1)
         return mean
 
     def relative_uncertainty(
         self, sums_SE: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
-        """Spread of the members' totals, scaled to the errors in validation."""
+        """Return the spread of the members' totals, scaled to validation errors."""
         totals = self._members(sums_SE).sum(axis=2)
         mean = np.maximum(totals.mean(axis=1), 1e-9)
         factor, least = self.network.spread_2.tolist()
@@ -101,7 +101,7 @@ class NeuralCostModel(CostModel):
     def range_warnings(
         self, features_NF: npt.NDArray[np.float32]
     ) -> Sequence[RangeWarning]:
-        """Features outside the ranges seen in training."""
+        """Return the features outside the training ranges."""
         found = []
         for name, (low, high) in self.ranges.items():
             column = features_NF[:, _INDEX[name]]
@@ -114,7 +114,7 @@ class NeuralCostModel(CostModel):
 
 
 class PhysicalCostModel(CostModel):
-    """The physics of a device by its published figures; see `card_physics`."""
+    """The physics of a device, from its published figures; see `card_physics`."""
 
     source = "physical estimate, not measured"
 
@@ -126,13 +126,13 @@ class PhysicalCostModel(CostModel):
         hardware: str,
         error: EstimateError | None = None,
     ) -> None:
-        """Take the device.
+        """Set the device's constants.
 
         Args:
-            constants: Its figures, and those that all devices share.
-            name: What it is called.
-            hardware: The device.
-            error: How far off the estimate may be; None where that is not known.
+            constants: Figures of the device, and shared constants.
+            name: Name of the model.
+            hardware: Device whose times are predicted.
+            error: Possible error of the estimate; None if unknown.
         """
         self.name, self.hardware = name, hardware
         self.constants = constants
@@ -146,22 +146,22 @@ class PhysicalCostModel(CostModel):
 
     @property
     def additive(self) -> npt.NDArray[np.float64]:
-        """Launches and work of each shard by itself; see `CostModel.additive`."""
+        """Launch, and each shard's own work; see `CostModel.additive`."""
         values_V2 = np.zeros((len(SET_VALUES), 2))
         launch_2 = self._physics.set_constants_G2[0]
         return np.concatenate([launch_2[None], values_V2, np.eye(2)])
 
     def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """Values of each shard; see `encoding_dim`."""
+        """Encode shards; see `encoding_dim` and `CostModel.encode`."""
         _check_columns(features_NF)
         values_NV = set_values(features_NF, self._physics.least_threads)
         return np.concatenate([values_NV, self._physics.shards_ms(features_NF)], axis=1)
 
     def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Shards' and sets' work; see `Physics`.
+        """Predict the time of shards' and sets' work; see `Physics`.
 
-        Forward, the ids of the longest bags pass beside all other work: the two join
-        as the root of the sum of their squares.
+        In the forward, the ids of the longest bags overlap with all other work: the
+        result is the root of the sum of both squares.
         """
         works_SG = set_works(sums_SE[:, :-2], self._physics.least_threads)
         constants_G2 = self._physics.set_constants_G2
@@ -178,7 +178,7 @@ class PhysicalCostModel(CostModel):
         gb_per_s_N: npt.NDArray[np.float64],
         missed_N: npt.NDArray[np.float64] | None,
     ) -> npt.NDArray[np.float64]:
-        """By the device's own bandwidth; see `CostModel.host_memory`."""
+        """Predict with the device's own bandwidth; see `CostModel.host_memory`."""
         own_N = np.full(len(gb_per_s_N), self.constants.host_gb_per_s)
         return host_memory_ms(features_NF, self.constants, own_N, missed_N)
 

@@ -1,7 +1,7 @@
-"""How far off the physical estimate may be.
+"""The possible error of the physical estimate.
 
-The figures are residuals: each card's timings against constants fitted to all other
-cards' (`benchmarks/bench_published.py`, which prints this table).
+The figures are residuals of each card's timings, predicted by constants that were
+fitted to all other cards (`benchmarks/bench_published.py` prints this table).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CardCheck:
-    """One card's timings, predicted by constants fitted without them.
+    """Errors on one card's timings, predicted by constants fitted without them.
 
     Errors are medians over timings of tables in the card's memory.
     """
 
     timings: int
     forward_error: float | None
-    """|predicted / measured - 1|; None: no such timings."""
+    """|predicted / measured - 1|; None if there are no timings."""
     backward_error: float | None
 
 
@@ -41,15 +41,15 @@ CHECKED_CARDS: Mapping[str, CardCheck] = {
     "mi350": CardCheck(69, None, 0.24),
     "v100": CardCheck(24, 0.25, 0.07),
 }
-"""Name of a card (A100 of both sizes, H100 of both makes as one) -> its check, of
-tables in its memory; `benchmarks/results/published_202611.json` holds them in full."""
+"""Name of a card -> its check, for tables in its memory. Both sizes of the A100 count
+as one card, as do both makes of the H100. Full data:
+`benchmarks/results/published_202611.json`."""
 
 LOG_STD: Mapping[str, float] = {"forward": 0.23, "backward": 0.12}
-"""Standard deviation over the cards of the logarithm of predicted over measured times,
-from that file."""
+"""Standard deviation over the cards of log(predicted / measured), from that file."""
 
 _FAMILY: Mapping[str, str] = {"a100-40gb": "a100"}
-"""Cards of the chip of another one, with more or less memory."""
+"""Card -> another card with the same chip, but more or less memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +57,11 @@ class EstimateError:
     """The error of the physical estimate for one card."""
 
     card: str | None = None
-    """Name of the card, a key of `CHECKED_CARDS` if it was checked; None: unknown."""
+    """Name of the card, a key of `CHECKED_CARDS` if it was checked; None if unknown."""
 
     @property
     def checked(self) -> CardCheck | None:
-        """The card's own check, if there is one."""
+        """The card's own check, or None."""
         return CHECKED_CARDS.get(self._family)
 
     @property
@@ -70,7 +70,7 @@ class EstimateError:
         return _FAMILY.get(name, name)
 
     def _others(self, field: str) -> list[float]:
-        """One figure of all other cards that have it."""
+        """Return one figure of all other cards that have it."""
         found = [
             getattr(c, field) for n, c in CHECKED_CARDS.items() if n != self._family
         ]
@@ -78,17 +78,17 @@ class EstimateError:
 
     @property
     def time_std(self) -> npt.NDArray[np.float64]:
-        """Of the logarithm of kernels' times without launches: forward and backward."""
+        """Standard deviation of log time, without launches: forward and backward."""
         return np.array([LOG_STD["forward"], LOG_STD["backward"]])
 
     @property
     def forward(self) -> float:
-        """Largest of the other cards' errors of forward kernels, a share."""
+        """Largest error of forward kernels on the other cards, as a share."""
         return max(self._others("forward_error"))
 
     @property
     def backward(self) -> float:
-        """The same of backward kernels."""
+        """Largest error of backward kernels on the other cards, as a share."""
         return max(self._others("backward_error"))
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class EstimateError:
         )
         own = self.checked
         if own is None:
-            return f"{text}; never checked on this one"
+            return f"{text}; never checked on this card"
         errors = {"forward": own.forward_error, "backward": own.backward_error}
         known = [f"{n} {e:.0%}" for n, e in errors.items() if e is not None]
-        return f"{text}; on this one, {' and '.join(known)} ({own.timings} timings)"
+        return f"{text}; on this card, {' and '.join(known)} ({own.timings} timings)"

@@ -1,4 +1,4 @@
-"""The learned set model: shard encoder, sum, head; several members side by side.
+"""The learned model of sets: shard encoder, sum and head, as an ensemble.
 
 Shapes: `N` shards, `S` sets, `M` ensemble members, `F` features, `X` net inputs, `V`
 set values, `E` encoding values, `L` latent values, `K` and `G` kinds of work.
@@ -31,32 +31,32 @@ __all__ = ["NetworkArrays", "SetCostNetwork", "ShardInputs", "shard_inputs"]
 
 _NUM_VALUES = len(SET_VALUES)
 _NUM_TOTALS = SET_VALUES.index("output_bytes") + 1
-"""The head sees the sums of the first so many set values."""
+"""Number of set values whose sums are inputs of the head; the first of them."""
 NUM_INPUTS = len(FEATURE_NAMES) - 1 + 4  # num_tables is 1 for every shard
 _MAX_CORRECTION = 3.0
-"""Bound of a shard's or a set's log correction: the net bends the physics, it does not
-replace it."""
+"""Bound on the log correction of a shard or set: the network corrects the physics, it
+does not replace it."""
 _MAX_STANDARDISED = 5.0
-"""Inputs beyond this many standard deviations count as that many."""
+"""Inputs are clipped at this many standard deviations."""
 _ONE_THREAD_PRODUCTS = 2**18
-"""Multiplications of a matrix product up to which OpenBLAS takes one thread."""
+"""Multiplications of a matrix product up to which OpenBLAS uses one thread."""
 
 Array = npt.NDArray[np.float32]
 
 
 class ShardInputs(NamedTuple):
-    """What the encoder sees of shards."""
+    """The encoder's inputs for shards."""
 
     x_NX: Array
-    """Not standardised."""
+    """Network inputs, not standardised."""
     physical_N2: Array
-    """What the physics says of the shard [ms]."""
+    """The physics' time of each shard [ms]."""
     values_NV: Array
     """See `physical.SET_VALUES`."""
 
 
 def shard_inputs(features_NF: Array, physics: Physics) -> ShardInputs:
-    """Return what the encoder of a device sees of shards."""
+    """Return the encoder's inputs for shards on a device."""
     physical = np.maximum(physics.shards_ms(features_NF), 1e-6).astype(np.float32)
     per_lookup = physical / np.maximum(features_NF[:, 1:2], 1.0)
     logs = (np.log1p(features_NF[:, 1:NUM_TOTALS]), features_NF[:, NUM_TOTALS:])
@@ -66,10 +66,10 @@ def shard_inputs(features_NF: Array, physics: Physics) -> ShardInputs:
 
 
 class SetCostNetwork(nn.Module):
-    """Encoder, sum and head of every ensemble member.
+    """Encoder and head of every ensemble member.
 
-    A shard's encoding holds an additive cost (what the physics says of it, bent by the
-    encoder) and latent values weighted by that cost; the head bends the sum.
+    A shard's encoding holds an additive cost (the physics' time, corrected by the
+    encoder) and latent values weighted by this cost. The head corrects a set's sum.
     """
 
     constants_K2: torch.Tensor
@@ -88,10 +88,10 @@ class SetCostNetwork(nn.Module):
         head_hidden: int,
         num_devices: int = 0,
     ) -> None:
-        """Make the layers; weights are random until trained or loaded.
+        """Create the layers; weights are random until trained or loaded.
 
-        With `num_devices`, encoder and head are told which device a set is of; such a
-        network is trained on several at once, and `of_device` takes one out.
+        With `num_devices`, the device is an input of encoder and head. Such a network
+        is trained on several devices at once; `of_device` returns one device's network.
         """
         super().__init__()
         self.num_members, self.latent = num_members, latent
@@ -106,7 +106,7 @@ class SetCostNetwork(nn.Module):
             ("least_threads", torch.ones((), dtype=torch.float64)),
             ("input_mean_X", torch.zeros(NUM_INPUTS)),
             ("input_std_X", torch.ones(NUM_INPUTS)),
-            # Factor on the members' spread, and the least relative uncertainty.
+            # Factor on the members' spread, and smallest relative uncertainty.
             ("spread_2", torch.tensor([1.0, 0.0])),
         ):
             self.register_buffer(name, start)
@@ -121,7 +121,7 @@ class SetCostNetwork(nn.Module):
 
     @property
     def config(self) -> dict[str, int]:
-        """The arguments that make a network of these sizes."""
+        """Arguments that create a network of the same sizes."""
         return {
             "num_members": self.num_members,
             "hidden": self.encoder[0].shape[2],
@@ -131,12 +131,12 @@ class SetCostNetwork(nn.Module):
 
     @property
     def encoding_dim(self) -> int:
-        """Values of one shard's encoding over all members."""
+        """Values per encoding, over all members."""
         return _NUM_VALUES + self.num_members * (2 + self.latent)
 
     @property
     def physics(self) -> Physics:
-        """The device."""
+        """The device's physics."""
         return Physics(
             float(self.cache_bytes),
             self.constants_K2.numpy(),
@@ -154,7 +154,7 @@ class SetCostNetwork(nn.Module):
     def encode(
         self, x_NX: torch.Tensor, physical_N2: torch.Tensor, values_NV: torch.Tensor
     ) -> torch.Tensor:
-        """Encode shards by their `ShardInputs`, `N x E`."""
+        """Encode shards from their `ShardInputs`, `N x E`."""
         device = x_NX[:, NUM_INPUTS:]
         x = (x_NX[:, :NUM_INPUTS] - self.input_mean_X) / self.input_std_X
         x = x.clamp(-_MAX_STANDARDISED, _MAX_STANDARDISED)
@@ -175,7 +175,7 @@ class SetCostNetwork(nn.Module):
         Args:
             sums_SE: Sums of encodings.
             sets_S2: `Physics.sets_ms`.
-            device_SD: One column per device, 1 for a set's own.
+            device_SD: One column per device, 1 for the set's device, else 0.
         """
         totals = torch.log1p(sums_SE[:, :_NUM_TOTALS]) / 10.0
         rest = sums_SE[:, _NUM_VALUES:].reshape(len(sums_SE), self.num_members, -1)
@@ -199,7 +199,7 @@ class SetCostNetwork(nn.Module):
 
     @torch.no_grad()
     def of_device(self, number: int) -> SetCostNetwork:
-        """Return the network as it is for one of its devices."""
+        """Return the network for one of its devices."""
         network = SetCostNetwork(**self.config)
         network.load_state_dict(
             {n: v for n, v in self.state_dict().items() if v.dim() < 3}, strict=False
@@ -216,16 +216,16 @@ class SetCostNetwork(nn.Module):
 
 
 class NetworkArrays:
-    """A trained network in NumPy: same numbers, but for rounding.
+    """A trained network in NumPy; equal results, except for rounding.
 
-    A search asks for a few dozen sets thousands of times: so few that the calls into
-    PyTorch take longer than the arithmetic, and that threads gain nothing but lose a
-    lot where other processes keep the cores busy.
+    A search predicts a few dozen sets at a time, thousands of times. For so few sets,
+    calls into PyTorch take longer than the arithmetic. Threads gain nothing, and lose a
+    lot if other processes keep the cores busy.
     """
 
     @plain_torch()
     def __init__(self, network: SetCostNetwork) -> None:
-        """Take the weights as they are now."""
+        """Copy the network's weights."""
         self._num_members = network.num_members
         self._physics = copy.deepcopy(network.physics)
         self._input_mean_X = network.input_mean_X.numpy().copy()
@@ -236,11 +236,11 @@ class NetworkArrays:
         self._set_factor_M12 = set_factor_M2.detach().numpy()[:, None]
 
     def encode(self, features_NF: npt.ArrayLike) -> Array:
-        """Encode as `SetCostNetwork.encode`, `N x E`."""
+        """Encode shards from their features, `N x E`."""
         return _by_chunks(self._encode, self._encoder, features_NF)
 
     def predict(self, sums_SE: npt.ArrayLike) -> Array:
-        """Predict as `SetCostNetwork.predict`, `S x M x 2` ms."""
+        """Predict every member's milliseconds from sums of encodings, `S x M x 2`."""
         return _by_chunks(self._predict, self._head, sums_SE)
 
     def _encode(self, features_NF: Array) -> Array:
@@ -274,7 +274,7 @@ class NetworkArrays:
 def _by_chunks(
     function: Callable[[Array], Array], layers: list[Array], rows: npt.ArrayLike
 ) -> Array:
-    """Call a function on some rows at a time, so few that BLAS takes one thread."""
+    """Call a function on chunks of rows, small enough for BLAS to use one thread."""
     values = np.asarray(rows, dtype=np.float32)
     chunk = max(1, _ONE_THREAD_PRODUCTS // max(w.shape[1] * w.shape[2] for w in layers))
     if len(values) <= chunk:

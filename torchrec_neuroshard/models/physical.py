@@ -1,12 +1,12 @@
-"""The physics of a device: kinds of work, and what a unit of each takes.
+"""The physics of a device: kinds of work, and the time of a unit of each.
 
-A fused kernel works on all tables of a set at once. Each shard brings work of `WORKS`
-(ids looked up, bytes missed by the cache, rows updated), which adds up. The set brings
-work of `SET_WORKS` on top: the launch, the ids of its longest bags, one after the
-other, and threads that narrow tables waste beside a wide one. A device is one constant
-per kind of work and direction. Two sources give the constants: `bundles.fit` fits them
-to measured sets, `models.card_physics` derives them from published figures. A trained
-network (`models.network`) bends the shards' part and the total.
+A fused kernel processes all tables of a set at once. Each shard adds work of the kinds
+`WORKS`: ids looked up, bytes missed by the cache, rows updated. The set adds work of
+the kinds `SET_WORKS`: the launch, the ids of the longest bags, which are read one after
+the other, and threads that narrow tables waste next to a wide one. A device has one
+constant per kind of work and direction. `bundles.fit` fits the constants to measured
+sets, `models.card_physics` derives them from published figures. A trained network
+(`models.network`) corrects the shards' part and the total.
 
 Shapes: `N` shards, `S` sets, `K` kinds of shards' work, `G` kinds of sets' work, `V`
 values of a set, `C` = 17 count bins of the access histogram.
@@ -63,18 +63,18 @@ WORKS: tuple[str, ...] = (
     "adam_rows",
     "gradient_bytes",
 )
-"""Kinds of a shard's work. Names of features mean the same here.
+"""Kinds of a shard's work. Kinds with the name of a feature are that feature.
 
-`page_walks`: distinct rows times log2(1 + table bytes / 64 KiB). Rows of large tables
-lie on many pages, whose addresses take longer to translate.
+`page_walks`: distinct rows times log2(1 + table bytes / 64 KiB). Large tables have many
+pages, whose addresses take longer to translate.
 `missed_bytes`: rows that the cache does not hold, by the access histogram.
-`updated_bytes`: distinct rows, and optimizer state of the rows' width.
+`updated_bytes`: distinct rows, and optimizer state as wide as the rows.
 `missed_gradient_bytes`: gradients that ids of the same bag read again from memory.
 `unfused_page_walks`: page walks of optimizers that FBGEMM's CPU kernels do not fuse.
 `state_rows`: distinct rows, once for each number or row of optimizer state.
 `lookup_threads`: ids times the threads that read one of the shard's rows.
-`update_threads`: the same of the backward, where a distinct row counts as 3 ids.
-`hot_rows`: rows of more than 32 lookups; a thread block of its own sums each of them.
+`update_threads`: the same for the backward, where a distinct row counts as 3 ids.
+`hot_rows`: rows with more than 32 lookups; each is summed by its own thread block.
 Source: FBGEMM, `max_segment_length_per_warp`.
 `adam_rows`: distinct rows that Adam updates.
 `gradient_bytes`: gradients of bags that are not empty.
@@ -90,12 +90,12 @@ SET_WORKS: tuple[str, ...] = (
 """Kinds of a set's work.
 
 `launch`: 1. `longest_bag`: ids of the longest bags.
-`widened_lookups`, `widened_updates`: threads that narrow tables take beyond their own
-`lookup_threads` and `update_threads`: all tables of a set are read by groups of threads
-as wide as its widest table needs.
-`sort_passes`: 8-bit passes of the backward's sort of ids. Few ids are sorted by one
-kernel. Source: CUB, DeviceRadixSort.
-`weighted_sets`: 1 where a table has weighted lookups.
+`widened_lookups`, `widened_updates`: threads of narrow tables in excess of their own
+`lookup_threads` and `update_threads`, because the widest table decides how many threads
+read a row of any table in the set.
+`sort_passes`: 8-bit passes of the backward's sort of ids. A single kernel sorts few
+ids. Source: CUB, DeviceRadixSort.
+`weighted_sets`: 1 if a table has weighted lookups, else 0.
 """
 SET_VALUES: tuple[str, ...] = (
     "num_tables",
@@ -114,15 +114,15 @@ SET_VALUES: tuple[str, ...] = (
     "wider_than_128",
     "wider_than_256",
 )
-"""Sums over shards that tell a set's work. `bag_steps` are mean bag lengths to the 4th
-power: the 4th root of their sum is nearly the longest."""
+"""Sums over shards that determine a set's work. `bag_steps` are mean bag lengths to the
+4th power: the 4th root of their sum is close to the longest."""
 LEAST_THREADS = 8.0
 """Threads of the smallest group that reads a row on NVIDIA's cards."""
 
 _PAGES_FROM_BYTES = 2.0**16
 _STATE_BYTES_PER_VALUE = 4.0
 _ROW_IDS = 3.0
-"""Updating a row takes the threads as long as so many ids: read, compute, write."""
+"""Updating a row takes its threads as long as this many ids: read, compute, write."""
 _HOT_ROW_LOOKUPS = 32.0
 _WIDTHS = (32, 64, 128, 256)
 _VALUES_PER_THREAD = 4.0
@@ -134,10 +134,10 @@ _AT = {name: i for i, name in enumerate(SET_VALUES)}
 
 @dataclass(frozen=True, slots=True)
 class Physics:
-    """One device."""
+    """The physics of one device."""
 
     cache_bytes: float
-    """Size of the cache that rows and gradients are read again from."""
+    """Size of the cache for repeated reads of rows and gradients."""
     constants_K2: Floats
     """Milliseconds per unit of a shard's work, forward and backward."""
     set_constants_G2: Floats
@@ -146,13 +146,17 @@ class Physics:
     """Threads of the smallest group that reads a row."""
 
     def shards_ms(self, features_NF: npt.NDArray[np.float32]) -> Floats:
-        """Return what shards add to their set, `N x 2`; columns as FEATURE_NAMES."""
+        """Return the time that each shard adds to its set, `N x 2`.
+
+        Args:
+            features_NF: Columns in FEATURE_NAMES order.
+        """
         works_NK = shard_works(features_NF, self.cache_bytes, self.least_threads)
         times: Floats = works_NK @ self.constants_K2
         return times
 
     def sets_ms(self, values_SV: npt.NDArray[np.floating]) -> Floats:
-        """Return what sets take beyond their shards, `S x 2`, launch included.
+        """Return the time of sets beyond their shards', `S x 2`, including the launch.
 
         Args:
             values_SV: Sums of the shards' `set_values`.
@@ -169,7 +173,7 @@ def columns(features_NF: npt.NDArray[np.float32]) -> Mapping[str, Floats]:
 
 
 def wide_state_bytes(column: Mapping[str, Floats]) -> Floats:
-    """Return bytes of the optimizer state of distinct rows that is as wide as they."""
+    """Return the bytes of row-wide optimizer state, over all distinct rows."""
     values = (column["is_adagrad"] + 2.0 * column["is_adam"]) * np.round(
         2.0 ** column["log2_width"]
     )
@@ -178,8 +182,8 @@ def wide_state_bytes(column: Mapping[str, Floats]) -> Floats:
 
 
 def _threads(log2_width_N: Floats, least_threads: float) -> Floats:
-    """Threads of the group that reads a row: powers of two, 4 values each."""
-    # Less a little, since widths are logarithms of float32.
+    """Return the threads that read a row: a power of two, with 4 values per thread."""
+    # Subtract a little, since widths are float32 logarithms.
     groups = np.ceil(log2_width_N - np.log2(_VALUES_PER_THREAD) - 1e-4)
     threads: Floats = np.maximum(least_threads, 2.0**groups)
     return threads
@@ -234,10 +238,10 @@ def shard_works(
 def _missed_bytes(
     column: Mapping[str, Floats], rows_NC: Floats, counts_NC: Floats, cache: float
 ) -> Floats:
-    """Bytes of rows that come from memory: of each row once, and what the cache lacks.
+    """Return the bytes read from memory: each row once, and repeats the cache misses.
 
-    The rows of most lookups fill the cache first; tables come one after the other, so
-    each has all of it.
+    The hottest rows fill the cache first. Tables are processed one after the other, so
+    each has the whole cache.
     """
     row_bytes = column["lookup_bytes"] / np.maximum(column["num_lookups"], 1e-9)
     held_NC = rows_NC * row_bytes[:, None]

@@ -1,9 +1,10 @@
-"""Collectives of a card that nothing was measured on, from published links.
+"""Collectives of cards without measurements, from published links.
 
-A collective takes its start, what its bytes take over the link, and twice the root of
-the product of that and a ramp: long messages go in pieces, of which the first fill the
-path while the last drain it. The start and the ramp are fitted to published tables by
-`benchmarks/bench_published.py`; the links' bandwidths are the cards'.
+A collective takes `start + transfer + 2 * sqrt(ramp * transfer)`, where `transfer` is
+its bytes over the link's bandwidth. The ramp exists because long messages are sent in
+pieces: the first pieces fill the path and the last ones drain it.
+`benchmarks/bench_published.py` fits start and ramp to published tables; the bandwidths
+are the cards' published figures.
 
 Shapes: `C` candidates, `W` ranks.
 """
@@ -33,36 +34,38 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 
 _RCCL_CARDS = "mi"
-"""What names of cards begin with that run RCCL, not NCCL."""
+"""Prefix of the cards that run RCCL instead of NCCL."""
 _RCCL_START_US = 23.6
-"""RCCL's start above NCCL's: rccl-tests of 8 MI355X beside nccl-tests of 8 B200."""
+"""RCCL's start above NCCL's: rccl-tests on 8 MI355X against nccl-tests on 8 B200."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveConstants:
-    """Links of one kind of node, and what all nodes share."""
+    """Links of one kind of node, and constants that all nodes share."""
 
     intra_gb_per_s: float
-    """One GPU to the others of its node, effective, one way [GB/s]."""
+    """Effective one-way bandwidth of a GPU to the others of its node [GB/s]."""
     inter_gb_per_s: float
-    """One GPU to other nodes, effective, one way [GB/s]."""
+    """Effective one-way bandwidth of a GPU to other nodes [GB/s]."""
     all_to_all_us: float = 11.6
     """Start of an all-to-all inside a node."""
     ring_us: float = 5.1
-    """Start of reduce-scatter and all-gather above that."""
+    """Additional start of reduce-scatter and all-gather."""
     between_nodes_us: float = 25.7
-    """Start between nodes above that."""
+    """Additional start between nodes."""
     library_us: float = 0.0
-    """Start of another library than NCCL above that."""
+    """Additional start of libraries other than NCCL."""
     intra_ramp_us: float = 2.7
+    """Ramp inside a node."""
     inter_ramp_us: float = 4.0
+    """Ramp between nodes."""
 
     def __post_init__(self) -> None:
         check_links(self.intra_gb_per_s, self.inter_gb_per_s)
 
 
 def card_collectives(card: GpuCard) -> CollectiveConstants:
-    """Return the constants of nodes of a card of the table."""
+    """Return the constants of nodes with a card of `GPU_CARDS`."""
     rccl = card.name.startswith(_RCCL_CARDS)
     return CollectiveConstants(
         intra_gb_per_s=card.intra_gb_per_s.value,
@@ -86,17 +89,18 @@ def check_links(intra_gb_per_s: float, inter_gb_per_s: float) -> None:
         raise ConfigError(
             "bandwidths must be above 0 GB/s, got "
             f"{intra_gb_per_s} inside a node and {inter_gb_per_s} between nodes; "
-            "give the topology intra_host_bw and inter_host_bw"
+            "pass intra_host_bw and inter_host_bw to the topology"
         )
 
 
 class PublishedCommsModel(CommsModel):
-    """Start, ramp and bytes over published links; see this module.
+    """Start, ramp and bytes over published links; see the module's docstring.
 
-    In an all-to-all, a rank is done when it has sent its own columns of every sample to
-    the sample's rank and received all columns of its own samples. What leaves the node
-    goes over the rank's own share of the network, while the rest goes inside it. Rings
-    of reduce-scatter and all-gather leave a node over the shares of all its ranks.
+    In an all-to-all, a rank has finished when it has sent its columns of every sample
+    to the sample's rank and received all columns of its own samples. Bytes to other
+    nodes use the rank's own share of the network; at the same time, the other bytes use
+    the links inside the node. Rings of reduce-scatter and all-gather leave a node over
+    the network shares of all its ranks.
     """
 
     even_is_fastest = True
@@ -109,13 +113,13 @@ class PublishedCommsModel(CommsModel):
         local_world_size: int,
         source: str = "published links, not measured",
     ) -> None:
-        """Take the nodes.
+        """Set links and ranks.
 
         Args:
-            constants: Links, and what all nodes share.
-            world_size: Ranks.
+            constants: Links and constants.
+            world_size: Number of ranks.
             local_world_size: Ranks per node.
-            source: Shown beside the numbers.
+            source: Origin of the numbers, for reports.
 
         Raises:
             ConfigError: The ranks do not fill whole nodes.
@@ -128,13 +132,12 @@ class PublishedCommsModel(CommsModel):
         """Predict one collective.
 
         Args:
-            bytes_any: A rank's whole buffer, its own part included: of an all-to-all
-                what it sends, of a reduce-scatter what goes in, of an all-gather what
-                comes out.
-            ring: Whether it is one of the latter two.
+            bytes_any: Size of a rank's whole buffer, including its own part: the input
+                of an all-to-all or reduce-scatter, the output of an all-gather.
+            ring: Whether the collective is a reduce-scatter or all-gather.
 
         Returns:
-            [ms], of the same shape; 0 on a single rank.
+            Milliseconds, in the shape of `bytes_any`; 0 on a single rank.
         """
         c, ranks, local = self.constants, self._world_size, self._local_world_size
         num_nodes = ranks // local
@@ -151,7 +154,7 @@ class PublishedCommsModel(CommsModel):
                 slowest = min(c.intra_gb_per_s, c.inter_gb_per_s * local)
                 us_per_byte = leaves / (slowest * 1e3)
             else:
-                # Of all that leaves a rank, this share leaves its node.
+                # Per byte of the buffer: time to other nodes, and inside the node.
                 across = leaves * (num_nodes - 1) / num_nodes / c.inter_gb_per_s
                 inside = (local - 1) / ranks / c.intra_gb_per_s
                 us_per_byte = max(across, inside) * 1e-3
@@ -188,11 +191,11 @@ def published_comms_model(
     """Return the model of collectives from the published links of a card's nodes.
 
     Args:
-        card: Of every rank.
-        world_size: Ranks.
+        card: Card of all ranks.
+        world_size: Number of ranks.
         local_world_size: Ranks per node.
-        intra_gb_per_s: Bandwidth of a rank inside its node; None: the card's.
-        inter_gb_per_s: Same to other nodes.
+        intra_gb_per_s: Bandwidth of a rank inside its node; None takes the card's.
+        inter_gb_per_s: The same to other nodes.
 
     Raises:
         ConfigError: The ranks do not fill whole nodes.

@@ -1,4 +1,4 @@
-"""Collectives among all ranks, inside a node, and between nodes."""
+"""Collectives among all ranks, inside nodes and between nodes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Floats = npt.NDArray[np.float64]
 
 
 class RankGroups(CommsModel):
-    """A model for all ranks that knows the groups which TorchRec makes of them.
+    """Combines models for the groups of ranks that TorchRec forms.
 
-    Collectives between nodes are among the ranks of one number in their nodes.
+    A group between nodes consists of the ranks with the same local rank.
     """
 
     def __init__(
@@ -28,16 +28,16 @@ class RankGroups(CommsModel):
         job: CommsModel | None = None,
         job_size: int = 0,
     ) -> None:
-        """Take a model for each kind of group.
+        """Set the model of each kind of group.
 
         Args:
-            world: All ranks.
-            node: The ranks of a node.
-            cross: One rank of each node.
-            node_size: Ranks that a table-row-wise table is spread over.
-            job: All ranks, where `world` is one of several groups with the same
-                tables: gradients of data-parallel ones are added up over all.
-            job_size: How many these are.
+            world: Model for all ranks of the plan.
+            node: Model for the ranks of a node.
+            cross: Model for one rank of each node.
+            node_size: Ranks that share a table-row-wise table.
+            job: Model for all ranks of the job, if `world` is one of several groups
+                with the same tables; the job sums data-parallel tables' gradients.
+            job_size: Ranks of the job.
         """
         self.world, self.node, self.cross = world, node, cross
         self.node_size = node_size
@@ -73,7 +73,7 @@ class RankGroups(CommsModel):
         return slowest
 
     def node_row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
-        """Reduce-scatter in each node, all-to-all between them; and their reverse."""
+        """Predict reduce-scatters in nodes and all-to-alls between them, both ways."""
         count, world_size = columns_CW.shape
         size = self.node_size
         num_nodes = world_size // size

@@ -1,20 +1,21 @@
-"""What a cache of rows on the card lacks, by how a table is accessed and its size.
+"""Misses of a cache of rows on the card, from a table's access and the cache's size.
 
-FBGEMM keeps rows of tables in the host's memory in sets of 32 slots on the card, and
-puts in, batch by batch, the distinct rows that it lacks. A miss is a distinct row of a
-batch that is not there when the batch comes, as FBGEMM counts (`num_unique_misses`).
+For tables in the host's memory, FBGEMM caches rows on the card, in sets of 32 slots.
+Each batch inserts the distinct rows that are missing. A miss is a distinct row of a
+batch that is not in the cache when the batch arrives (FBGEMM's `num_unique_misses`).
 
-Least recently used (LRU): a cache of `held` rows has those of the last T batches, where
-T batches have `held` distinct rows, and lacks what is older (the working set:
-P. J. Denning, 1968; H. Che et al., "Hierarchical web caching systems", 2002). Where one
-batch alone has more, those that are there stay as long as every batch has them, and
-what is missing takes the other slots of its set in the order of the rows' numbers, by
-which nobody tells how popular they are. Least frequently used (LFU): the cache comes to
-have the most popular rows.
+Least recently used (LRU): a cache of `held` rows holds the rows of the last T batches,
+where T batches have `held` distinct rows (the working set: P. J. Denning, 1968;
+H. Che et al., "Hierarchical web caching systems", 2002). If a single batch has more
+distinct rows, cached rows stay as long as every batch has them. Missing rows take the
+other slots of their set in the order of their row numbers, which do not depend on
+popularity. Least frequently used (LFU): in the long run, the cache holds the most
+popular rows.
 
-Sets: a row is there as long as fewer than 32 newer (more popular) ones fall into its
-set. Their number is Poisson's, so that a set acts like a cache of all rows whose size
-is off by a gamma variate of mean 1 and shape 32, over which misses are averaged.
+Sets: a row stays in its set as long as fewer than 32 newer (for LFU: more popular) rows
+fall into the set. Their number is Poisson distributed. Therefore a set acts like a
+fully associative cache whose size is multiplied by a gamma variate of mean 1 and shape
+32; misses are averaged over it.
 
 Shapes: `G` groups of ids of one rate, `L` sizes of caches, `K` states of one, `Q`
 nodes, `U` rows' numbers.
@@ -35,29 +36,30 @@ __all__ = ["ASSOCIATIVITY", "MissCurve"]
 Floats = npt.NDArray[np.float64]
 
 ASSOCIATIVITY = 32
-"""Slots of a set."""
+"""Slots per set."""
 _NODES = 5
 _MOST_BATCHES = 2.0**24
 _PARTS = np.geomspace(1e-4, 2.0, 20)
-"""Part of the rows, by their number, that find a slot where a batch has more of them
-than there are slots; above 1, all but for unlucky sets."""
+"""Part of the rows, in the order of their numbers, that find a slot when a batch has
+more rows than slots; above 1, all rows do except in unlucky sets."""
 _NEVER = 1e-6
-"""Less than this chance in a batch is none."""
+"""Probabilities per batch below this count as zero."""
 _NUMBERS = (np.arange(16) + 0.5) / 16
-"""Rows' numbers that are told apart, relative to the largest."""
+"""Grid of row numbers, relative to the largest."""
 _BATCHES = np.geomspace(1.0, _MOST_BATCHES, 97)
 
 
 class MissCurve:
-    """Misses of caches of any size, of one table.
+    """Misses of one table's cache, for any cache size.
 
     Attributes:
         num_distinct: Distinct rows of a batch.
 
     Args:
-        profile: Access of one batch.
+        profile: Profile of one batch.
         num_embeddings: Rows of the table.
-        is_lfu: Whether the least frequently used rows go, not the least recently used.
+        is_lfu: Whether the cache evicts the least frequently used rows instead of the
+            least recently used ones.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class MissCurve:
             self._held_K, self._missed_K = self._lru()
 
     def _lru(self) -> tuple[Floats, Floats]:
-        """Rows that a cache has, and those of a batch that it lacks, state by state."""
+        """Return for each state the rows that a cache holds and a batch's misses."""
         place_G = np.searchsorted(RARE_RATES[:-1], self._rate_G)
         rare_G = RARE_RATES[place_G] == self._rate_G
         rare_ids = np.bincount(
@@ -92,10 +94,10 @@ class MissCurve:
         return held_K, np.concatenate([[self.num_distinct], missed_K])
 
     def misses(self, load_factors_L: npt.ArrayLike) -> Floats:
-        """Share of a batch's distinct rows that caches lack, `L`.
+        """Return the share of a batch's distinct rows that miss each cache, `L`.
 
         Args:
-            load_factors_L: Share of the table's rows that each has slots for.
+            load_factors_L: Slots of each cache, as a share of the table's rows.
         """
         load_L = np.asarray(load_factors_L, dtype=np.float64)
         if self.num_distinct <= 0:
@@ -107,13 +109,13 @@ class MissCurve:
         return np.where(load_L >= 1.0, 0.0, np.clip(missed_L, 0.0, 1.0))
 
     def load_factors(self, batches_L: npt.ArrayLike) -> Floats:
-        """Share of the rows that so many batches have between them, `L`.
+        """Return the share of the rows that occur within some number of batches, `L`.
 
-        Tables that share a cache have about these parts of it: rows leave it once they
-        were not met for some batches, whatever their table.
+        Tables that share a cache hold about these shares of their rows in it, because a
+        row of any table is evicted after the same number of batches without a lookup.
 
         Args:
-            batches_L: Batches, at least one.
+            batches_L: Numbers of batches, at least one each.
         """
         absent_LG = np.exp(np.multiply.outer(np.asarray(batches_L), -self._rate_G))
         share_L: Floats = (1.0 - absent_LG) @ self._ids_G / self._rows
@@ -121,10 +123,10 @@ class MissCurve:
 
 
 def _states(rate_G: Floats) -> tuple[Floats, Floats]:
-    """Chances, state by state, that a cache has an id of a rate, and that it lacks it.
+    """Return, for each state and rate, the probabilities of holding and missing an id.
 
     Returns:
-        Both `K x G`; the second is of ids that a batch meets.
+        Both `K x G`; the second is that a batch contains the id and misses it.
     """
     met_G = -np.expm1(-rate_G)
     found_KU1 = _found_slots()[..., None]
@@ -137,9 +139,9 @@ def _states(rate_G: Floats) -> tuple[Floats, Floats]:
 
 @functools.cache
 def _found_slots() -> Floats:
-    """Chances that a missing row of some number finds a slot: `K x U`.
+    """Return the probability that a missing row finds a slot, by its number, `K x U`.
 
-    It does where fewer than a set's slots go to rows of lower numbers.
+    It finds one if rows with lower numbers take fewer slots than the set has.
     """
     lower_KU = ASSOCIATIVITY * np.divide.outer(1 / _PARTS, 1 / _NUMBERS)
     found_KU: Floats = special.pdtr(ASSOCIATIVITY - 1, lower_KU)
@@ -148,12 +150,12 @@ def _found_slots() -> Floats:
 
 @functools.cache
 def _rare_states() -> tuple[Floats, Floats]:
-    """Those of rare ids, whose rates all tables share."""
+    """Return the states of rare ids, whose rates all tables share."""
     return _states(RARE_RATES)
 
 
 @functools.cache
 def _gamma_nodes() -> tuple[Floats, Floats]:
-    """Nodes and weights that average over the sizes that sets act like."""
+    """Return nodes and weights that average over the sets' effective sizes."""
     nodes_Q, weights_Q = special.roots_genlaguerre(_NODES, ASSOCIATIVITY - 1.0)
     return nodes_Q / ASSOCIATIVITY, weights_Q / weights_Q.sum()
