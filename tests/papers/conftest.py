@@ -1,4 +1,4 @@
-"""Small tasks that the tests of placement policies share."""
+"""Small tasks for the tests of placement policies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_neuroshard.tables.table import TableConfig
 
 @pytest.fixture(scope="session")
 def policy_tables() -> tuple[TableConfig, ...]:
-    """Tables of very different rows and pooling factors."""
+    """Return tasks whose tables differ widely in rows and pooling factor."""
     return draw_tables(np.random.default_rng(0), 80, [64])
 
 
@@ -27,7 +27,7 @@ def training_tasks(policy_tables: tuple[TableConfig, ...]) -> tuple[ShardingTask
 
 @pytest.fixture(scope="session")
 def other_tasks(policy_tables: tuple[TableConfig, ...]) -> tuple[ShardingTask, ...]:
-    """Tasks of other tables on other numbers of ranks."""
+    """Return tasks with other tables and other numbers of ranks."""
     config = PolicyTaskConfig(
         num_tables=(10, 18), world_sizes=(3, 6), widths=(4, 8, 16), batch_sizes=(512,)
     )

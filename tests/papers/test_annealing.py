@@ -1,4 +1,4 @@
-"""Simulated annealing: its running costs are exact, its steps legal, its plans good."""
+"""Simulated annealing: exact running costs, legal steps, good plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODELS = AnalyticCostModel(), AnalyticCommsModel(gb_per_s=1.0)
 
 
 class Ordering(AnalyticCommsModel):
-    """Columns of split tables are put in order, which costs about as much as helps."""
+    """Return a model in which reordering split columns costs about what splits save."""
 
     def column_order(
         self, columns_N: npt.NDArray[np.float64], batch_size: int
@@ -33,10 +33,10 @@ class Ordering(AnalyticCommsModel):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_more_steps_never_end_worse(seed: int) -> None:
-    """Running costs that drift from the simulator's would take worse for better."""
+    """If running costs drifted from the simulator's, a longer run could end worse."""
     task = sample_task(12, 3, seed=seed, groups=(0, 1, 2) * 4, stages=(0, 0, 1))
     models = MODELS[0], Ordering(gb_per_s=1.0)
-    # As cold at the end as at the start: the first steps of all runs are the same.
+    # The temperature is constant, so all runs share their first steps.
     cold = AnnealingConfig(chains=1, hottest=1e-9, coldest=1e-9)
     paths = [CostGreedySearcher().search(task, *models).predicted.critical_path_ms]
     for steps in (1, 2, 5, 10, 20, 50, 100, 200):
@@ -53,15 +53,15 @@ def test_tiny_tasks_are_solved(seed: int) -> None:
     best = ExhaustiveSearcher().search(task, *MODELS).predicted.critical_path_ms
     config = AnnealingConfig(chains=8, steps=1000)
     found = AnnealingSearcher(config).search(task, *MODELS)
-    # Cuts are near even, so that the best of all placements may be out of reach.
+    # Shards are nearly equal, so the best placement may be out of reach.
     assert found.predicted.critical_path_ms <= 1.02 * best
 
 
-def test_a_spent_budget_and_bad_settings_are_told() -> None:
+def test_a_short_time_budget_is_noted_and_bad_settings_are_errors() -> None:
     config = AnnealingConfig(chains=4, steps=300, time_budget_seconds=1e-9)
     (warning,) = AnnealingSearcher(config).search(sample_task(20, 4), *MODELS).warnings
-    assert "spent after 0 of 300 steps, before it cooled down" in warning
+    assert "ended after 0 of 300 steps, before the annealing cooled" in warning
     with pytest.raises(ConfigError, match="chains and steps must be at least 1, got 0"):
         AnnealingConfig(chains=0)
-    with pytest.raises(ConfigError, match="temperatures must be above 0 and fall"):
+    with pytest.raises(ConfigError, match="coldest must be above 0 and at most"):
         AnnealingConfig(hottest=1e-9)

@@ -1,4 +1,4 @@
-"""What all searches that have a name are held to."""
+"""Rules that every named search must keep or refuse."""
 
 import dataclasses
 from typing import Any

@@ -21,10 +21,11 @@ def ranks_of(searcher: Searcher, problem: ShardingTask) -> list[int]:
     return [s.rank for s in placement.shards]
 
 
-def test_a_full_rank_is_not_offered() -> None:
-    # By columns rank 0 would be next, but it holds the 64 columns and is full.
-    problem = make_task(make_tables([64, 32, 32]), memory=64 * 4000)
-    assert ranks_of(GreedySearcher("dim"), problem) == [0, 1, 1]
+def test_a_full_rank_is_never_chosen() -> None:
+    # After 32 | 24, rank 1 has the fewest columns, but its memory is full.
+    tables = make_tables([32, 24, 16], [100, 4_000, 100])
+    problem = make_task(tables, 2, memory=24 * 4 * 4_000)
+    assert ranks_of(GreedySearcher("dim"), problem) == [0, 1, 0]
 
 
 # Sizes 40, 32, 24, 16 (x 100 bytes): 40 | 32, then 24 joins 32, 16 joins 40.
@@ -37,7 +38,9 @@ def test_greedies_by_hand() -> None:
     for key in ("size", "dim", "lookup"):
         assert ranks_of(GreedySearcher(key), problem) == [0, 1, 1, 0], key
     assert ranks_of(GreedySearcher("size-lookup"), problem) == [0, 0, 1, 1]
-    with pytest.raises(ConfigError, match="unknown greedy key 'rows'; one of size"):
+    with pytest.raises(
+        ConfigError, match="unknown greedy key 'rows'; take one of size"
+    ):
         GreedySearcher("rows")
 
 

@@ -1,4 +1,4 @@
-"""NeuroShard's two loops, on costs that can be worked out by hand."""
+"""NeuroShard's two loops, on costs that are easy to check by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUICK = NeuroShardConfig(max_rounds=3, costs="shared")
 def drawn_task(
     widths: tuple[int, ...], world_size: int = 2, seed: int = 0, **rest: Any
 ) -> ShardingTask:
-    """Rows and pooling factors are drawn."""
+    """Return a task with random rows and pooling factors."""
     rng = np.random.default_rng(seed)
     rows = rng.integers(100, 100_000, len(widths)).tolist()
     pooling = rng.integers(1, 40, len(widths)).tolist()
@@ -67,9 +67,9 @@ def whole(task: ShardingTask) -> list[Shard]:
     return [(i, t.embedding_dim) for i, t in enumerate(task.tables)]
 
 
-def test_greedy_takes_the_rank_that_is_cheapest_before() -> None:
-    # By cost: a, b, c. After a | b, c goes to b's rank though both then cost more
-    # than a's; and with a cap of 1.0 columns decide: 8 + 8 | 16.
+def test_greedy_takes_the_rank_that_was_cheapest_before_the_shard() -> None:
+    # By cost the order is a, b, c. After a | b, c goes to b's rank, although b and c
+    # together cost more than a and c. With a cap of 1.0, columns decide: 8 + 8 | 16.
     task = make_task(make_tables((16, 8, 8), pooling=(5, 9, 8)))
     # Lookups x (1 + 0.4 x width): 37.0, 37.8, 33.6.
     loops = make_loops(task)
@@ -80,13 +80,13 @@ def test_greedy_takes_the_rank_that_is_cheapest_before() -> None:
 
 def test_objective_is_the_largest_sum_with_waiting() -> None:
     task = make_task(make_tables((16, 8, 8), pooling=(5, 9, 8)))
-    # Halves on one rank are costed as two tables: each pays for all lookups.
+    # Two halves on one rank are priced as two tables: each pays for all lookups.
     ranks = [[(0, 8), (1, 8), (0, 8)], [(2, 8)]]
-    # A lookup of eight columns takes 1 ns, and 0.1 ns a byte; backward twice as long.
+    # A lookup of eight columns takes 1 ns plus 0.1 ns per byte; backward, twice that.
     lookups = np.array([5 + 9 + 5, 8]) * 1024
     kernels = 3 * (0.01 + lookups * (1 + 0.1 * 8 * 4) * 1e-6)
-    # Bytes to or from the other rank at 1 GB/s; what rank 1 receives is rank 0's
-    # share, half of all columns: 16.
+    # Bytes to or from the other rank, at 1 GB/s. Rank 1 receives half of all columns:
+    # 16.
     transfer = np.array([24, 16]) * 1024 * 4 / 2 / 1e6
     start = kernels + transfer
     expected = start.max() + transfer.max()
@@ -94,7 +94,7 @@ def test_objective_is_the_largest_sum_with_waiting() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_beam_that_keeps_all_finds_the_best_of_all_states(seed: int) -> None:
+def test_a_beam_that_keeps_all_states_finds_the_best_one(seed: int) -> None:
     task = drawn_task((32, 12, 16), 2, seed)
     config = NeuroShardConfig(beam_width=1_000, max_rounds=2)
     loops = make_loops(task, config)
@@ -145,14 +145,14 @@ def test_the_caps_can_leave_no_plan() -> None:
     task = drawn_task((12, 4, 4, 4), 4)  # 12 columns, at most 1.5 x 6 on a rank
     with pytest.raises(
         InfeasibleError,
-        match=r"mean of 6\.0 columns a rank \(the widest table, 't0', has 12\)",
+        match=r"mean of 6\.0 columns per rank \(the widest table, 't0', has 12\)",
     ):
         paper_search(task)
     paper_search(task, dataclasses.replace(QUICK, caps=(math.inf,)))
 
 
 def test_a_table_too_large_for_any_rank_is_split_or_named() -> None:
-    # The first table takes 64 x 4 x 1000 bytes, the others an eighth of that.
+    # The first table takes 64 x 4 x 1000 bytes, each other table an eighth of that.
     tables = make_tables((64, 32, 32), (1000, 250, 250))
     task = make_task(tables, 4, memory=150_000)
     assert make_loops(task).best_of_caps(whole(task)) == (math.inf, None)
@@ -161,12 +161,12 @@ def test_a_table_too_large_for_any_rank_is_split_or_named() -> None:
         paper_search(dataclasses.replace(task, min_widths=(64, 4, 4)))
 
 
-def test_a_spent_budget_gives_the_plan_until_then() -> None:
+def test_a_short_time_budget_returns_the_best_plan_so_far() -> None:
     task = random_task(1)
     result = paper_search(task, dataclasses.replace(QUICK, time_budget_seconds=1e-9))
     result.placement.check(task)
     assert len(result.placement.shards) == len(task.tables)  # nothing was split yet
-    assert "the time budget of 1e-09 s was spent" in result.warnings[0]
+    assert "the time budget of 1e-09 s ended before" in result.warnings[0]
 
 
 @pytest.mark.parametrize("name", ["costs", "beam_width", "max_rounds"])
@@ -189,7 +189,7 @@ def models() -> NeuroShardModels:
     )
 
 
-def test_own_costs_are_what_the_nets_say(models: NeuroShardModels) -> None:
+def test_own_costs_are_the_nets_predictions(models: NeuroShardModels) -> None:
     task = random_task(0)
     nets = models.comms[3]
     costs = OwnCosts(task, models, COMMS)
@@ -211,20 +211,20 @@ def test_own_costs_are_what_the_nets_say(models: NeuroShardModels) -> None:
     assert loops.total_ms(ranks) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_model_given_stands_in_for_nets_of_other_ranks(
+def test_the_given_model_replaces_nets_for_other_numbers_of_ranks(
     models: NeuroShardModels,
 ) -> None:
     task = random_task(0, 2)
     searcher = PaperSearcher(NeuroShardConfig(max_rounds=1), models=models)
     (warning,) = searcher.search(task, COMPUTE, COMMS).warnings
-    assert "are for 3 ranks, not for 2" in warning and COMMS.source in warning
+    assert "trained for 3 ranks, not for 2" in warning and COMMS.source in warning
     load = np.array([1.0, 5.0]), np.array([64.0, 8.0])
     found = OwnCosts(task, models, COMMS).comms_ms(*load)
     expected = SharedCosts(task, COMPUTE, COMMS).comms_ms(*load)
     np.testing.assert_array_equal(found, expected)
 
 
-def test_nets_that_are_shipped_are_those_of_the_device() -> None:
+def test_the_device_selects_the_shipped_nets() -> None:
     task, config = random_task(0, 2), NeuroShardConfig(max_rounds=1)
     of_a_device = AnalyticCostModel()
     of_a_device.hardware = "AMD EPYC (26/2)"
@@ -232,12 +232,12 @@ def test_nets_that_are_shipped_are_those_of_the_device() -> None:
     assert not result.warnings
     assert shipped_models("no such cpu") is None
     given = PaperSearcher(config, models=shipped_models(of_a_device.hardware))
-    # Whatever costs the search is given, with the nets of the device it is the same.
+    # With the device's nets, the given cost model does not change the plan.
     expected = given.search(task, AnalyticCostModel(launch_ms=9.0), COMMS)
     assert result.placement == expected.placement
-    # Without nets of the device, the costs given are searched.
+    # Without nets for the device, the search uses the given cost model.
     without = PaperSearcher(config).search(task, COMPUTE, COMMS)
     (warning,) = without.warnings
-    assert "no nets of NeuroShard's own come with this package for none" in warning
+    assert "this package has no nets of NeuroShard for none" in warning
     shared = paper_search(task, dataclasses.replace(config, costs="shared"))
     assert without.placement == shared.placement

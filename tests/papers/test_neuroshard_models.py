@@ -1,4 +1,4 @@
-"""NeuroShard's nets: their inputs by hand, and what is on disk."""
+"""NeuroShard's nets: inputs worked out by hand, and their files."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from torchrec_neuroshard.papers.neuroshard_models import (
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
 
-def test_nets_are_as_large_as_the_paper_s() -> None:
+def test_nets_have_the_papers_sizes() -> None:
     nets = CommsNets.fresh(4)
     found = [
         sum(p.numel() for p in net.parameters())
         for net in (ComputeNet(), nets.forward, nets.backward)
     ]
-    # 4 inputs less of 128 weights each.
+    # Four inputs fewer, with 128 weights each.
     assert found == [8_993, 12_084, 12_084 - 4 * 128]
 
 
 def test_features_by_hand() -> None:
-    # Ids: two once, one twice, one four times: 8 lookups, 4 distinct.
+    # Two ids occur once, one twice, one four times: 8 lookups, 4 distinct ids.
     profile = FeatureProfile(
         batch_size=4,
         num_lookups=8,
@@ -55,7 +55,7 @@ def test_features_by_hand() -> None:
     assert shard_features([larger], 4)[0, -1] == 7_000
     # Columns are sorted as strings.
     assert PAPER_FEATURES[1:4] == ("bin_1", "bin_10", "bin_11")
-    # At the paper's batch, inputs are the paper's.
+    # At the paper's batch size, inputs are the paper's.
     (row,) = shard_features(make_tables([8], 10**6, 2.5), 65_536)
     assert row[PAPER_FEATURES.index("pooling_factor")] == pytest.approx(2.5)
     np.testing.assert_array_equal(columns_in_paper_batch([40, 8], 65_536), [40, 8])
@@ -69,10 +69,10 @@ def weights(models: NeuroShardModels) -> list[torch.Tensor]:
     return [t for net in (models.compute, *pairs) for t in net.state_dict().values()]
 
 
-def test_saved_models_are_the_same_and_what_is_wrong_on_disk_is_named(
+def test_saved_models_load_unchanged_and_faults_on_disk_are_named(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(BundleCorruptError, match=r"no neuroshard\.json"):
+    with pytest.raises(BundleCorruptError, match=r"neuroshard\.json is missing"):
         load_models(tmp_path)
     compute = ComputeNet()
     compute.mean_F.fill_(3.0)

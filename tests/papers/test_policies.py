@@ -1,4 +1,4 @@
-"""How placement policies place tables, on untrained nets: no weights may break it."""
+"""Placement policies with untrained nets: plans are valid with any weights."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def searcher(request: pytest.FixtureRequest, training_tasks: Tasks) -> PolicySea
     return untrained(request.param, training_tasks)
 
 
-def test_nets_are_as_large_as_the_papers() -> None:
+def test_nets_have_the_papers_sizes() -> None:
     for net, expected in ((AutoShardNet(), 129_603), (DreamShardNet(), 24_997)):
         assert sum(p.numel() for p in net.parameters()) == expected
 
@@ -117,14 +117,14 @@ def test_padding_changes_nothing(
 
 
 def paper_task(rows: Sequence[int], cap: int) -> ShardingTask:
-    """Ranks with memory for `cap` rows of the tables' four columns."""
+    """Return a task whose ranks have memory for `cap` rows of four columns."""
     return make_task(make_tables([4] * len(rows), rows), 2, 512, memory=cap * 16)
 
 
-def test_largest_first_where_the_costliest_first_leave_no_room(
+def test_largest_tables_first_if_costliest_first_leaves_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Here the smallest cost most, and go to the first rank that has room."""
+    """The patched net gives small tables the highest cost and prefers rank 0."""
     size = POLICY_FEATURES.index("size")
     patches: dict[str, Any] = {
         "single_costs": lambda net, features_NF: -features_NF[:, size],
@@ -134,14 +134,15 @@ def test_largest_first_where_the_costliest_first_leave_no_room(
     }
     for name, patch in patches.items():
         monkeypatch.setattr(DreamShardNet, name, patch)
-    # 400 + 400 | 600, and 600 has room nowhere; but 600 + 400 | 600 + 400.
+    # Costliest first: 400 + 400 | 600, and the second 600 has no room. Largest first:
+    # 600 + 400 | 600 + 400.
     task = paper_task([400, 600, 400, 600], 1000)
     searcher = untrained(DreamShardSearcher, [task])
     result = searcher.search(task, *MODELS)
     assert [s.rank for s in result.placement.shards] == [0, 0, 1, 1]
-    assert any("the largest were placed first" in w for w in result.warnings)
+    assert any("placed the largest tables first" in w for w in result.warnings)
     roomy = searcher.search(paper_task([400, 600, 400, 600], 2000), *MODELS)
-    assert not any("the largest were placed first" in w for w in roomy.warnings)
+    assert not any("placed the largest tables first" in w for w in roomy.warnings)
     with pytest.raises(InfeasibleError, match="'t2'"):
         searcher.search(paper_task([600, 600, 500, 300], 1000), *MODELS)
 
@@ -156,8 +157,8 @@ def test_warnings_outside_the_training_range(
     wider = dataclasses.replace(task, batch_size=1024)
     found = searcher.search(wider, another, MODELS[1]).warnings
     assert len(found) == 2
-    assert any("batch_size from 512 to 512, the task has 1024" in w for w in found)
-    assert any("costs of none, the task is for another" in w for w in found)
+    assert any("batch_size 512 to 512, but the task has 1024" in w for w in found)
+    assert any("costs of none, but the task is for another" in w for w in found)
 
 
 def test_saved_policy_is_the_same(
@@ -171,7 +172,9 @@ def test_saved_policy_is_the_same(
     assert (tmp_path / "CARD.md").read_text() == "# Card\n"
 
 
-def test_foreign_policies_are_refused(training_tasks: Tasks, tmp_path: Path) -> None:
+def test_policies_of_other_methods_and_versions_are_refused(
+    training_tasks: Tasks, tmp_path: Path
+) -> None:
     policy = untrained(DreamShardSearcher, training_tasks).policy
     with pytest.raises(BundleCorruptError, match=r"policy\.json"):
         DreamShardSearcher(tmp_path)
@@ -185,8 +188,10 @@ def test_foreign_policies_are_refused(training_tasks: Tasks, tmp_path: Path) -> 
     description = tmp_path / "policy.json"
     data = json.loads(description.read_text())
     description.write_text(json.dumps(data | {"feature_names": ["dim"]}))
-    with pytest.raises(BundleMismatchError, match="other features"):
+    with pytest.raises(
+        BundleMismatchError, match="features that this package does not"
+    ):
         DreamShardSearcher(tmp_path)
     unknown = type("Unknown", (DreamShardSearcher,), {"method": "unknown"})
-    with pytest.raises(ConfigError, match="no unknown policy comes with"):
+    with pytest.raises(ConfigError, match="this package has no unknown policy"):
         unknown()

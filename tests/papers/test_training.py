@@ -1,4 +1,4 @@
-"""`benchmarks/papers`: what trains the papers' nets and policies."""
+"""`benchmarks/papers`: training of the papers' nets and policies."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_vtrace_by_hand() -> None:
     values = torch.tensor([[0.2, 0.4, 9.0]])
     is_step = torch.tensor([[True, True, False]])
     targets, advantages = vtrace(log_ratios, rewards, values, is_step)
-    # Step 1: the ratio is cut to 1 and the value after it is 0.
+    # Step 1: the ratio is clipped to 1, and the value after it is 0.
     second = 0.4 + 1.0 * (1.0 + 0.0 - 0.4)
     first = 0.2 + 0.5 * (0.4 - 0.2) + 0.5 * 1.0 * (1.0 - 0.4)
     torch.testing.assert_close(targets, torch.tensor([[first, second, 0.0]]))
@@ -98,7 +98,7 @@ def test_overflow_is_a_negative_reward() -> None:
     trainer = AutoShardTrainer((task,), COSTS, AutoShardConfig(iterations=1, steps=9))
     rewards = []
     trainer.train(lambda iteration, figures: rewards.append(figures["reward"]))
-    # Two of three tables share a rank whatever is chosen: 1,200 of 1,000 rows.
+    # Two of three tables always share a rank: 1,200 rows, with room for 1,000.
     assert rewards == [pytest.approx(-0.2)]
 
 
@@ -106,7 +106,7 @@ def test_tasks_without_a_plan_are_counted_and_not_compared() -> None:
     def task(rows: tuple[int, ...]) -> ShardingTask:
         return make_task(make_tables([4] * len(rows), rows), 2, 64, memory=16_000)
 
-    # By width all are equal: tables go to the two ranks in turn.
+    # All tables have the same width, so they go to the two ranks in turn.
     both_fit = [(400, 400, 600, 600), (400, 500, 600, 500)]
     only_by_size, only_by_width = (300, 400, 500, 700), (400, 500, 300, 500, 300)
     neither = (900, 900, 900)
@@ -170,7 +170,7 @@ def test_shipped_policies_beat_the_papers_on_other_tables() -> None:
 
 
 def test_samples_are_the_collectives_of_a_number_of_ranks() -> None:
-    # What these columns of 65,536 samples are, to each of two ranks.
+    # Columns at 65,536 samples, and the bytes that each of two ranks sends for them.
     one, other = (
         [c * 4 * 65_536 // 2 for c in columns] for columns in ([16, 48], [32, 8])
     )
@@ -181,7 +181,7 @@ def test_samples_are_the_collectives_of_a_number_of_ranks() -> None:
         make_comms_record("pooled_backward", other, [7.0, 8.0]),
     ]
     forward, backward = data.measured_samples(records, 2, data.LabelConfig(seed=3))
-    # Columns, then when each rank starts after the first; it waits for the last.
+    # Columns, then each rank's start after the first. A rank waits for the last.
     columns, starts = np.split(forward.inputs_SI[0], 2)
     assert columns.tolist() == [16, 48] and starts.min() == 0 < starts.max()
     wait = starts.max() - starts
@@ -192,7 +192,7 @@ def test_samples_are_the_collectives_of_a_number_of_ranks() -> None:
         fit_comms(forward, backward, PaperTrainConfig(epochs=1))
 
 
-def test_nets_of_collectives_learn_what_a_model_says() -> None:
+def test_collective_nets_learn_a_known_model() -> None:
     drawn = data.LabelConfig(batch_sizes=(4_096, 8_192), num_samples=400)
     samples = data.label_placements(AnalyticCommsModel(gb_per_s=0.1), 4, drawn)
     config = PaperTrainConfig(epochs=40, batch_samples=32)
@@ -201,7 +201,7 @@ def test_nets_of_collectives_learn_what_a_model_says() -> None:
     assert backward.test_mse < 0.1 * backward.mean_test_mse
 
 
-def test_the_net_of_kernels_learns_what_a_model_says(
+def test_the_kernel_net_learns_a_known_model(
     policy_tables: tuple[TableConfig, ...],
 ) -> None:
     drawn = data.LabelConfig(batch_sizes=(1_024, 4_096), num_samples=1_000)
@@ -212,8 +212,8 @@ def test_the_net_of_kernels_learns_what_a_model_says(
     assert report.test_mse < 0.1 * report.mean_test_mse
 
 
-def test_sets_have_any_number_of_tables_as_often() -> None:
-    """Whatever fits: drawing the number again as well would leave large sets out."""
+def test_numbers_of_tables_in_a_set_are_uniform() -> None:
+    """A set that is too large is drawn again with the same number of tables."""
     rng = np.random.default_rng(0)
     size_L = np.array([1e6] * 9 + [3.9e9])
     drawn = [data.draw_set(rng, size_L) for _ in range(2_000)]
@@ -230,7 +230,7 @@ def test_the_command_writes_nets_that_load(tmp_path: Path) -> None:
     train.main(command.split())
     models = load_models(tmp_path)
     assert list(models.comms) == [2]
-    # Inputs are standardised over the widths given.
+    # Inputs are standardised over the given widths.
     dim = PAPER_FEATURES.index("dim")
     assert float(models.compute.mean_F[dim]) == 32
     assert float(models.compute.std_F[dim]) == pytest.approx(16)

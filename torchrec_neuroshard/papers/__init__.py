@@ -1,1 +1,1 @@
-"""Other people's ways to place tables, behind the same interface."""
+"""Published placement methods and baselines, as searchers of this package."""

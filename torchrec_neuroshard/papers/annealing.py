@@ -1,13 +1,17 @@
-"""Simulated annealing on the set cost: the same objective, no insight into the problem.
+"""Simulated annealing on the critical path: a baseline without problem knowledge.
 
-Several chains walk at once, each from a placement of its own. A step changes one
-placement per chain: a shard goes to another rank (changing places with the table's
-shard there, if any), two shards change ranks, or a table is cut anew, near evenly, over
-random ranks. Half of the moved shards are taken from a rank that is the slowest in some
-phase. A step that lengthens the critical path by a share `d` is kept with probability
-`exp(-d / temperature)`; temperatures fall geometrically. The best placement of all
-chains and steps is the result. Only ranks that a step touches are costed anew, those of
-all chains in one call.
+Several chains run side by side from the same placement. In each step, every chain tries
+one change of its placement:
+
+- a shard moves to another rank, in exchange for the same table's shard there, if any;
+- two shards swap their ranks;
+- a table is cut again, into nearly equal shards on random ranks.
+
+Half of the moved shards come from a rank that is the slowest in some phase. A change
+that lengthens the critical path by a share `d` is kept with probability
+`exp(-d / temperature)`. Temperatures fall geometrically. The result is the best
+placement of all chains and steps. A step prices only the ranks that it changes, for all
+chains in one call.
 
 Shapes: `C` chains, `T` tables, `W` ranks, `G` fusion groups, `S` stages, `P` phases of
 all stages, `K` amounts that add up per rank, `N` shards.
@@ -42,28 +46,28 @@ from torchrec_neuroshard.search.shards import (
 __all__ = ["AnnealingConfig", "AnnealingSearcher"]
 
 _MOST_CELLS = 20_000_000
-"""Chains x tables x ranks, which bounds memory: large tasks have fewer chains."""
+"""Maximum of chains x tables x ranks, to bound memory. Large tasks get fewer chains."""
 _SPLIT_SHARE, _SWAP_SHARE = 0.2, 0.3
-"""Shares of the steps that cut a table anew, where it may be cut, and that make two
-shards change ranks."""
+"""Share of the steps that cut a table again, if it may be cut, and share of the steps
+that swap two shards."""
 _BYTE_DIGITS = 3
-"""Digits to which memory is counted."""
+"""Decimal places to which memory is rounded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnnealingConfig:
-    """How long to anneal, and from how hot."""
+    """Length and temperatures of the annealing."""
 
     chains: int = 16
     steps: int = 10_000
-    """Of each chain."""
+    """Steps per chain."""
     hottest: float = 0.05
-    """First temperature: relative loss that is kept with probability 1/e."""
+    """First temperature: the relative loss that is kept with probability 1/e."""
     coldest: float = 2e-4
     """Last temperature."""
     time_budget_seconds: float = 20.0
-    """The best placement so far is returned after this; temperatures fall by steps, so
-    that a run cut short has not cooled down."""
+    """Time after which the best placement so far is returned. Temperatures fall with
+    the steps, so a run that is cut short has not cooled down."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -74,8 +78,8 @@ class AnnealingConfig:
             )
         if not 0 < self.coldest <= self.hottest:
             raise ConfigError(
-                "temperatures must be above 0 and fall, got "
-                f"{self.hottest} to {self.coldest}"
+                "coldest must be above 0 and at most hottest, got coldest "
+                f"{self.coldest} and hottest {self.hottest}"
             )
         if not self.time_budget_seconds > 0:
             raise ConfigError(
@@ -84,7 +88,7 @@ class AnnealingConfig:
 
 
 class _Chains:
-    """Placements of all chains under way, and what they cost."""
+    """Placements of all chains, and their costs."""
 
     def __init__(self, simulator: Simulator, width_TW: Ints, num_chains: int) -> None:
         self.simulator, self.task = simulator, simulator.task
@@ -92,7 +96,7 @@ class _Chains:
         groups, stages = self.task.num_groups, self.task.num_stages
         ends = np.cumsum([groups * bank.encoding_dim, groups, stages * 3, 1])
         self._parts = ends[:-1]
-        # Output columns are put in order again once any table of a stage is cut.
+        # If any table of a stage is cut, its output columns have to be reordered.
         every = np.full(len(width_TW), 2)
         columns_S = simulator.ordered_columns(every, bank.columns_T)
         self._order_S: Floats = simulator.order_costs(columns_S[None])[0].sum(axis=1)
@@ -100,8 +104,8 @@ class _Chains:
         self._can_cut_T = np.array([len(s) > 1 for s in self._splits])
         self.width_CTW: Ints = np.tile(width_TW, (num_chains, 1, 1))
         shape = (num_chains, self.task.world_size)
-        # What ranks hold, added up (`_amounts`); their kernels; tables of each stage
-        # that are cut; critical paths; and the slowest rank of each phase.
+        # Per rank the sum of `_amounts` and the kernels' times; per chain the number of
+        # cut tables in each stage, the critical path and each phase's slowest rank.
         self._state: tuple[npt.NDArray[Any], ...] = (
             np.zeros((*shape, ends[-1])),
             np.zeros((*shape, groups, 2)),
@@ -115,15 +119,15 @@ class _Chains:
 
     @property
     def ms_C(self) -> Floats:
-        """Critical paths."""
+        """Critical path of each chain [ms]."""
         return self._state[3]
 
     def _amounts(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Return what shards add to their rank; nothing where the width is 0.
+        """Return the amounts that shards add to their rank; zeros for width 0.
 
         Returns:
-            `N x K`: the encoding and a 1 in the place of the group, three loads in the
-            place of the stage, memory.
+            `N x K`: the encoding and a count of 1 at the shard's group, three loads at
+            its stage, and its memory.
         """
         bank, held = self.bank, np.flatnonzero(width_N)
         table, width = table_N[held], width_N[held]
@@ -148,7 +152,7 @@ class _Chains:
         amounts_CWK: Floats,
         stale_CWG: npt.NDArray[np.bool_],
     ) -> None:
-        """Fill in the kernels that have changed."""
+        """Predict the kernels that have changed, in place."""
         sums, count, *_ = np.split(amounts_CWK, self._parts, axis=-1)
         sums = sums.reshape(*stale_CWG.shape, self.bank.encoding_dim)
         held = count > 0.5
@@ -160,13 +164,13 @@ class _Chains:
     def _costs(
         self, amounts_CWK: Floats, compute_CWG2: Floats, cut_CS: Ints
     ) -> tuple[Floats, Ints]:
-        """Critical paths, infinite where memory is exceeded, and the slowest ranks."""
+        """Return critical paths, infinite if memory is exceeded, and slowest ranks."""
         _, _, loads, memory = np.split(amounts_CWK, self._parts, axis=-1)
         compute = self.simulator.stage_compute(compute_CWG2)
         loads = loads.reshape(*compute.shape[:-1], 3)
         phases = self.simulator.phases(compute, loads)
         ms = critical_path(phases) + (cut_CS > 0) @ self._order_S
-        # Sums that went up and down again are off by their rounding.
+        # Adding and subtracting leaves rounding errors in the sums.
         over = memory[..., 0].round(_BYTE_DIGITS) > self.bank.caps_W
         slowest = phases.argmax(axis=1).reshape(len(phases), -1)
         return np.where(over.any(axis=1), np.inf, ms), slowest
@@ -178,7 +182,7 @@ class _Chains:
         new_N: Ints,
         cut_CS: Ints,
     ) -> tuple[npt.NDArray[Any], ...]:
-        """Return the state with other widths of some shards: chain, table and rank."""
+        """Return the state after changing widths at `where_3N`: chain, table, rank."""
         chain, table, rank = where_3N
         amounts, compute = self._state[0].copy(), self._state[1].copy()
         change = self._amounts(table, new_N) - self._amounts(table, old_N)
@@ -189,14 +193,11 @@ class _Chains:
         return (amounts, compute, cut_CS, *self._costs(amounts, compute, cut_CS))
 
     def step(self, limit_C: Floats, rng: np.random.Generator) -> Ints:
-        """Make the steps that no chain's limit forbids.
+        """Try one step per chain and return the chains that made theirs.
 
         Args:
             limit_C: Longest critical path that each chain accepts [ms].
             rng: Draws the steps.
-
-        Returns:
-            The chains that made their step.
         """
         table_C2, before, after = self._draw(rng)
         differs = before != after
@@ -217,7 +218,7 @@ class _Chains:
         return np.flatnonzero(kept)
 
     def _draw(self, rng: np.random.Generator) -> tuple[Ints, Ints, Ints]:
-        """Draw two tables of each chain, and their widths before and after a step."""
+        """Return two tables per chain, and their widths before and after a step."""
         num_chains, _, num_ranks = self.width_CTW.shape
         lanes = np.arange(num_chains)
         table, source = self._shards(rng)
@@ -238,7 +239,7 @@ class _Chains:
         return pair, before, after
 
     def _cut(self, table: int, num_ranks: int, rng: np.random.Generator) -> Ints:
-        """Widths of a table cut a random way over random ranks, `W`."""
+        """Return the widths of a table cut at random over random ranks, `W`."""
         splits = self._splits[table]
         widths = split_widths(self.task, table, splits[rng.integers(len(splits))])
         width_W = np.zeros(num_ranks, dtype=np.int64)
@@ -246,7 +247,7 @@ class _Chains:
         return width_W
 
     def _shards(self, rng: np.random.Generator) -> tuple[Ints, Ints]:
-        """Draw a shard per chain, of a slowest rank in half of the cases."""
+        """Return a random shard per chain; half of them are on a slowest rank."""
         table, rank = self._any_shards(rng)
         num_chains, num_tables, _ = self.width_CTW.shape
         lanes, slowest_CP = np.arange(num_chains), self._state[4]
@@ -258,7 +259,7 @@ class _Chains:
         return np.where(hot, drawn, table), np.where(hot, slowest, rank)
 
     def _any_shards(self, rng: np.random.Generator) -> tuple[Ints, Ints]:
-        """Draw a table and one of its ranks per chain."""
+        """Return a random table and one of its ranks per chain."""
         num_chains, num_tables, num_ranks = self.width_CTW.shape
         table: Ints = rng.integers(num_tables, size=(num_chains,))
         held_CW = self.width_CTW[np.arange(num_chains), table] > 0
@@ -267,22 +268,22 @@ class _Chains:
 
 
 class AnnealingSearcher(BudgetedSearcher[AnnealingConfig]):
-    """Simulated annealing over splits and ranks; see the module's description."""
+    """Simulated annealing over splits and ranks; see the module's docstring."""
 
     name = "annealing"
 
     def __init__(self, config: AnnealingConfig | None = None) -> None:
-        """Take the settings; None means the defaults."""
+        """Take the settings. None: the defaults."""
         super().__init__(config or AnnealingConfig())
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        """Find a placement.
+        """Return the best placement of all chains.
 
         Raises:
-            InfeasibleError: The tables cannot fit, or no packing was found.
-            ConfigError: The task says which ranks tables may share or use.
+            InfeasibleError: The tables cannot fit, or no plan that fits was found.
+            ConfigError: The task has rules on which ranks tables use or share.
         """
         start = time.monotonic()
         require_unconstrained(task, self.name)
@@ -296,9 +297,9 @@ class AnnealingSearcher(BudgetedSearcher[AnnealingConfig]):
         warnings = []
         if steps < self.config.steps:
             warnings.append(
-                f"the time budget of {self.config.time_budget_seconds:g} s was spent "
-                f"after {steps} of {self.config.steps} steps, before it cooled down; "
-                "this is the best placement until then"
+                f"the time budget of {self.config.time_budget_seconds:g} s ended "
+                f"after {steps} of {self.config.steps} steps, before the annealing "
+                "cooled down; this is the best plan found by then"
             )
         placement = placement_from_widths(width_TW)
         placement.check(task)
@@ -307,7 +308,7 @@ class AnnealingSearcher(BudgetedSearcher[AnnealingConfig]):
 
 
 def _first(simulator: Simulator) -> Ints:
-    """Widths to start from: the greedy's on predicted costs, else any that fit."""
+    """Return the first widths: the greedy plan, or else any plan that fits."""
     task = simulator.task
     try:
         rank_T = place_by_cost(simulator)
@@ -319,7 +320,7 @@ def _first(simulator: Simulator) -> Ints:
 def _anneal(
     chains: _Chains, config: AnnealingConfig, deadline: float
 ) -> tuple[Ints, int]:
-    """Return the best widths, `T x W`, and the number of steps made."""
+    """Return the best widths, `T x W`, and the number of steps taken."""
     best, best_ms = chains.width_CTW[0].copy(), float(chains.ms_C[0])
     if chains.width_CTW.shape[2] == 1:
         return best, config.steps

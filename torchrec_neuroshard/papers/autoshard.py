@@ -1,15 +1,17 @@
 """AutoShard (KDD 2022, arXiv 2208.06399): an LSTM policy trained to balance compute.
 
-Tables are placed one after another, costliest first. An LSTM reads the tables; each
-rank's logit is a small net of the LSTM's state and of what the rank holds: its tables'
-encodings summed, their predicted cost and their memory. Training rewards how even the
-finished plan is: compute of the least busy rank over that of the busiest. So a slow but
-even plan is as good as a quick one, and collectives do not count: that is the method,
-and it is kept. The architecture is the paper's. As in the released code, each rank
-holds a dummy table of zeros. Different here: a rank without room is not
-offered.
+Tables are placed one after another, costliest first. An LSTM reads the tables. A small
+net computes each rank's logit from the LSTM's state and from the rank's tables: the sum
+of their encodings, their predicted cost and their memory.
 
-`benchmarks/papers/policies.py` trains the net, its value and its cost head.
+Training rewards balance: the compute of the least busy rank divided by that of the
+busiest. A slow but even plan is therefore as good as a quick one, and collectives do
+not count. We keep this, since it is the method.
+
+The architecture is the paper's. As in the released code, each rank holds a dummy table
+of zeros. Unlike the released code, the policy cannot choose a rank without room.
+
+`benchmarks/papers/policies.py` trains the policy, the value head and the cost head.
 
 Shapes: as in `policies`.
 """
@@ -35,7 +37,7 @@ _SIZE = POLICY_FEATURES.index("size")
 
 
 class AutoShardNet(PolicyNet):
-    """Table encoder, cost head, LSTM policy and value."""
+    """AutoShard's net: table encoder, cost head, LSTM policy and value head."""
 
     def __init__(self) -> None:
         """Make the layers; weights are random until trained or loaded."""
@@ -49,32 +51,32 @@ class AutoShardNet(PolicyNet):
         self.value_head = layers([_STATE, 64, 1])
 
     def standardise(self, features: torch.Tensor) -> torch.Tensor:
-        """Standardise raw features except the size, as in the paper."""
+        """Return standardised features; the size stays raw, as in the paper."""
         standard = super().standardise(features).clone()
         standard[..., _SIZE] = features[..., _SIZE]
         return standard
 
     def encode(self, features: torch.Tensor) -> torch.Tensor:
-        """Encode tables, `... x 32`."""
+        """Return the encodings of tables, `... x 32`."""
         encoded: torch.Tensor = self.encoder(self.standardise(features))
         return encoded
 
     def rank_cost(self, sums: torch.Tensor) -> torch.Tensor:
-        """Forward + backward compute of ranks, from sums: `... x 32` to `...`."""
+        """Return the compute of ranks from their sums: `... x 32` to `...`."""
         cost: torch.Tensor = self.cost_head(sums)[..., 0]
         return cost
 
     def single_costs(self, features_NF: torch.Tensor) -> torch.Tensor:
-        """Predicted compute of each table alone."""
+        """Return the predicted compute of each table alone."""
         return self.rank_cost(self.encode(features_NF))
 
     def items(self, features_ETF: torch.Tensor) -> torch.Tensor:
-        """Encodings and sizes."""
+        """Return encodings and sizes, which are summed per rank."""
         encoded = self.encode(features_ETF)
         return torch.cat([encoded, features_ETF[..., _SIZE : _SIZE + 1]], dim=-1)
 
     def context(self, episodes: Episodes) -> torch.Tensor:
-        """State of the LSTM when each table is to be placed, `E x T x 64`."""
+        """Return the LSTM's state before each table is placed, `E x T x 64`."""
         encoded = self.encode(episodes.features_ETF)
         count = episodes.is_table_ET.sum(dim=1, keepdim=True)
         step = torch.arange(encoded.shape[1], dtype=encoded.dtype)
@@ -84,12 +86,12 @@ class AutoShardNet(PolicyNet):
         return states
 
     def logits(self, sums_WK: torch.Tensor, context_C: torch.Tensor) -> torch.Tensor:
-        """See `PolicyNet.logits`."""
+        """Return the logit of each rank, as `PolicyNet.logits`."""
         encoded, size = sums_WK[..., :_ENCODING], sums_WK[..., _ENCODING:]
-        # An empty rank costs nothing, whatever the net says of no tables.
+        # An empty rank costs nothing, whatever the net predicts for it.
         cost = self.rank_cost(encoded).detach()[..., None] * (size > 0)
         load = self.rank_branch(torch.cat([cost, size], dim=-1)).relu()
-        # Every rank holds a table of zeros, so that none is empty.
+        # Every rank has a dummy table of zeros.
         dummy = self.encoder(encoded.new_zeros(len(POLICY_FEATURES)))
         rank = torch.cat([encoded + dummy, load], dim=-1)
         state = context_C[..., None, :].expand_as(rank)
@@ -98,13 +100,13 @@ class AutoShardNet(PolicyNet):
         return logits
 
     def values(self, context_C: torch.Tensor) -> torch.Tensor:
-        """Expected reward in each state: `... x C` to `...`."""
+        """Return the expected reward of each state: `... x C` to `...`."""
         value: torch.Tensor = self.value_head(context_C)[..., 0]
         return value
 
 
 class AutoShardSearcher(PolicySearcher):
-    """Places tables as a trained AutoShard policy does."""
+    """Places whole tables by a trained AutoShard policy."""
 
     method = "autoshard"
 

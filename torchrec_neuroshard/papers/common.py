@@ -1,4 +1,4 @@
-"""What the searches of others share: nets, memory, and how they end."""
+"""Helpers of the papers' searches: nets, memory, whole-table plans, results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 PAPER_BATCH_SIZE = 65_536
-"""Samples of all batches that the papers measured."""
+"""The only batch size, over all ranks, that the papers measured."""
 
 
 def layers(sizes: Sequence[int], relu_last: bool = False) -> nn.Sequential:
@@ -39,14 +39,14 @@ def layers(sizes: Sequence[int], relu_last: bool = False) -> nn.Sequential:
 
 
 def whole_bytes(task: ShardingTask) -> Floats:
-    """Memory of each table kept whole [bytes]."""
+    """Return the memory of each whole table [bytes]."""
     return np.array(
         [task.shard_bytes(i, t.embedding_dim) for i, t in enumerate(task.tables)]
     )
 
 
 def whole_widths(task: ShardingTask, rank_T: Ints) -> Ints:
-    """Return the widths of every table whole on the rank given, `T x W`."""
+    """Return `T x W` widths, with every table whole on its rank in `rank_T`."""
     width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
     width_TW[np.arange(len(task.tables)), rank_T] = [
         t.embedding_dim for t in task.tables
@@ -55,7 +55,7 @@ def whole_widths(task: ShardingTask, rank_T: Ints) -> Ints:
 
 
 def whole_placement(task: ShardingTask, rank_T: Ints) -> Placement:
-    """Return the placement of every table whole on the rank given."""
+    """Return the placement with every table whole on its rank in `rank_T`."""
     return placement_from_widths(whole_widths(task, rank_T))
 
 
@@ -68,14 +68,16 @@ def finish(
     warnings: Iterable[str] = (),
     fallback: str | None = None,
 ) -> SearchResult:
-    """Predict a placement and fill the result; these methods know no bound.
+    """Return the result of a search, with the placement's predicted costs.
+
+    These methods have no lower bound, so the gap is infinite.
 
     Args:
-        placement: Checked already.
-        simulator: Of the task and the models that the search was given.
-        start: `time.monotonic()` when the search began.
-        num_evaluated: Rank sets costed.
-        warnings: Texts of notes.
+        placement: The placement found, already checked.
+        simulator: Predicts with the models that the search was given.
+        start: `time.monotonic()` at the start of the search.
+        num_evaluated: Number of rank sets that were priced.
+        warnings: Texts of the result's notes.
         fallback: As in `SearchResult`.
     """
     return SearchResult(

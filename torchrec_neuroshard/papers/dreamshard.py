@@ -1,17 +1,18 @@
 """DreamShard (NeurIPS 2022, arXiv 2210.02023): cost net, policy net, estimated MDP.
 
-Tables are placed one after another, costliest first. The policy sees, per rank, the sum
-of its tables' encodings and the cost net's three predictions for it: forward compute,
-backward all-to-all and backward compute. Which table comes next it knows from the order
-alone. The architecture is the paper's. Different here:
+Tables are placed one after another, costliest first. For each rank the policy sees the
+sum of its tables' encodings and three predictions of the cost net: forward compute,
+backward all-to-all and backward compute. It does not see the next table. The
+architecture is the paper's. Two things differ from the released code:
 
-- Features are standardised by the training tables' statistics, stored with the weights.
-  The released code standardises each task by itself, so that one table has different
-  features in different tasks.
-- A rank without room is not offered; the released code crashes where no rank has room.
+- Features are standardised by statistics of the training tables, which are stored with
+  the weights. The released code standardises each task by itself, so one table has
+  different features in different tasks.
+- The policy cannot choose a rank without room. The released code crashes if no rank has
+  room.
 
-Where the sources at hand are silent: nets sum a rank's tables to zero where there is
-none. `benchmarks/papers/policies.py` trains both nets.
+Paper and code do not say what an empty rank's sum is; here it is zero.
+`benchmarks/papers/policies.py` trains both nets.
 
 Shapes: as in `policies`.
 """
@@ -35,7 +36,7 @@ _ENCODING = 32
 
 
 class DreamShardNet(PolicyNet):
-    """Cost net and policy net, each with an encoder of its own."""
+    """DreamShard's cost net and policy net, each with its own encoder."""
 
     def __init__(self) -> None:
         """Make the layers; weights are random until trained or loaded."""
@@ -49,38 +50,38 @@ class DreamShardNet(PolicyNet):
         self.logit = nn.Linear(2 * _ENCODING, 1)
 
     def encode(self, features: torch.Tensor) -> torch.Tensor:
-        """Encode tables for the cost net, `... x 32`."""
+        """Return the cost net's encodings of tables, `... x 32`."""
         encoded: torch.Tensor = self.cost_encoder(self.standardise(features))
         return encoded
 
     def rank_costs(self, sums: torch.Tensor) -> torch.Tensor:
-        """Forward compute, backward all-to-all, backward compute: `... x 3`."""
+        """Return forward compute, backward all-to-all, backward compute, `... x 3`."""
         return torch.cat([head(sums) for head in self.rank_heads], dim=-1)
 
     def plan_cost(self, sums_WK: torch.Tensor) -> torch.Tensor:
-        """Cost of plans from their ranks' sums: `... x W x 32` to `...`.
+        """Return the cost of plans from their ranks' sums: `... x W x 32` to `...`.
 
-        Encodings are at least 0, so that ranks added as padding change nothing.
+        Encodings are at least 0, so ranks added as padding change nothing.
         """
         cost: torch.Tensor = self.plan_head(sums_WK.amax(dim=-2))[..., 0]
         return cost
 
     def single_costs(self, features_NF: torch.Tensor) -> torch.Tensor:
-        """Sum of the three predictions for each table alone."""
+        """Return the sum of the three predictions for each table alone."""
         return self.rank_costs(self.encode(features_NF)).sum(dim=-1)
 
     def items(self, features_ETF: torch.Tensor) -> torch.Tensor:
-        """Encodings for the cost net, without gradient, and for the policy net."""
+        """Return encodings of the cost net, without gradient, and of the policy net."""
         standard = self.standardise(features_ETF)
         encodings = self.cost_encoder(standard).detach(), self.policy_encoder(standard)
         return torch.cat(encodings, dim=-1)
 
     def context(self, episodes: Episodes) -> torch.Tensor:
-        """Nothing: no more than the order tells which table is next."""
+        """Return no values: the policy does not see the next table."""
         return episodes.features_ETF[..., :0]
 
     def logits(self, sums_WK: torch.Tensor, context_C: torch.Tensor) -> torch.Tensor:
-        """See `PolicyNet.logits`."""
+        """Return the logit of each rank, as `PolicyNet.logits`."""
         costs = self.rank_costs(sums_WK[..., :_ENCODING]).detach()
         seen = torch.cat([sums_WK[..., _ENCODING:], self.cost_branch(costs)], dim=-1)
         logits: torch.Tensor = self.logit(seen)[..., 0]
@@ -88,7 +89,7 @@ class DreamShardNet(PolicyNet):
 
 
 class DreamShardSearcher(PolicySearcher):
-    """Places tables as a trained DreamShard policy does."""
+    """Places whole tables by a trained DreamShard policy."""
 
     method = "dreamshard"
 

@@ -1,7 +1,7 @@
-"""Random and greedy placement of whole tables, as the seed papers compare with.
+"""Random and greedy placement of whole tables: the papers' baselines.
 
-Their released code puts a table that fits nowhere on the last rank without a word; here
-a rank that is full is not offered, and a table that fits nowhere is an error.
+The papers' code silently puts a table that fits no rank on the last one. Here a full
+rank is never chosen, and a table that fits no rank is an error.
 
 Shapes: `T` tables, `W` ranks.
 """
@@ -47,21 +47,22 @@ GREEDY_KEYS: Mapping[str, Callable[[TableConfig], float]] = {
         t.embedding_dim * t.pooling_factor * math.log10(max(t.num_embeddings, 2))
     ),
 }
-"""What each greedy balances: DreamShard's (arXiv 2210.02023) four rules."""
+"""Name -> load that a greedy search balances. DreamShard (arXiv 2210.02023) compares
+with these four."""
 
 
 def place_greedily(task: ShardingTask, load_T: Floats) -> Ints:
-    """Put tables, largest load first, on the rank that has least and room left.
+    """Return each table's rank, balancing the load greedily.
+
+    The table with the largest load is placed first. Each goes to the rank with the
+    least load among the ranks with room.
 
     Args:
-        task: What is to be placed.
-        load_T: What is balanced.
-
-    Returns:
-        Rank of each table.
+        task: The task.
+        load_T: Load of each table, in any unit.
 
     Raises:
-        InfeasibleError: A table fits on no rank any more.
+        InfeasibleError: A table has room on no rank.
     """
     size_T = whole_bytes(task)
     held, used = np.zeros(task.world_size), np.zeros(task.world_size)
@@ -76,7 +77,7 @@ def place_greedily(task: ShardingTask, load_T: Floats) -> Ints:
 
 
 def place_by_cost(simulator: Simulator) -> Ints:
-    """Place whole tables greedily by what the kernel of each alone takes."""
+    """Return each table's rank, balancing the predicted compute of tables alone."""
     tables = simulator.task.tables
     dim_T = np.array([t.embedding_dim for t in tables])
     whole = simulator.price(np.arange(len(tables)), dim_T)
@@ -84,16 +85,16 @@ def place_by_cost(simulator: Simulator) -> Ints:
 
 
 class _WholeTableSearcher(Searcher):
-    """Places whole tables without asking what a placement costs."""
+    """Places whole tables in one pass, without pricing any placement."""
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        """Place whole tables.
+        """Return a placement of whole tables; the models predict its costs.
 
         Raises:
-            InfeasibleError: A table fits on no rank any more.
-            ConfigError: The task says which ranks tables may share or use.
+            InfeasibleError: A table has room on no rank.
+            ConfigError: The task has rules on which ranks tables use or share.
         """
         start = time.monotonic()
         require_unconstrained(task, self.name)
@@ -108,17 +109,17 @@ class _WholeTableSearcher(Searcher):
 
 
 class GreedySearcher(_WholeTableSearcher):
-    """Largest table first, each on the rank that has least so far and room left."""
+    """Places the largest table first, on the least loaded rank with room."""
 
     def __init__(self, key: str) -> None:
-        """Choose what is balanced.
+        """Take the load to balance, a key of `GREEDY_KEYS`.
 
         Raises:
-            ConfigError: `key` is not one of GREEDY_KEYS.
+            ConfigError: The key is unknown.
         """
         if key not in GREEDY_KEYS:
             raise ConfigError(
-                f"unknown greedy key '{key}'; one of {', '.join(GREEDY_KEYS)}"
+                f"unknown greedy key '{key}'; take one of {', '.join(GREEDY_KEYS)}"
             )
         self.name = f"greedy-{key}"
         self._key = GREEDY_KEYS[key]
@@ -129,9 +130,10 @@ class GreedySearcher(_WholeTableSearcher):
 
 
 class CostGreedySearcher(_WholeTableSearcher):
-    """Balances each table's predicted cost alone: no training, the same cost model.
+    """Balances the predicted compute of each table alone, greedily.
 
-    Not of the papers. It tells what of a method's gain the cost model alone explains.
+    This is not in the papers. It shows how much of a method's gain comes from the cost
+    model alone.
     """
 
     name = "greedy-cost"
@@ -141,7 +143,7 @@ class CostGreedySearcher(_WholeTableSearcher):
 
 
 class RandomSearcher(_WholeTableSearcher):
-    """Each table on a random rank that has room."""
+    """Places each table on a random rank with room."""
 
     name = "random"
 
@@ -172,7 +174,7 @@ def _ranks_with_room(
         raise InfeasibleError(
             f"table '{task.tables[table].name}' needs {format_bytes(needed)}; the "
             f"freest rank, {rank}, has {format_bytes(room[rank])} left. This search "
-            "keeps tables whole and never moves one: allow column splits by another "
-            f"search or raise world_size ({task.world_size})."
+            "does not split tables and never moves one: use search='default' or raise "
+            f"world_size ({task.world_size})."
         )
     return free

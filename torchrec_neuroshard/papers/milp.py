@@ -1,20 +1,20 @@
-"""Integer programming on single-shard costs: what a cost per shard can achieve.
+"""Integer programming on single-shard costs: the best plan if costs were additive.
 
-Every table is kept whole or cut into shards of one width; every shard goes on a rank.
-The program minimises the critical path as it would be if costs added up: for each stage
-the largest rank's forward compute, the same backward, and collectives at a fixed price
-per column and per index byte of the busiest rank. HiGHS solves it within a time limit.
+The program keeps each table whole or cuts it into shards of equal width, and puts each
+shard on a rank. It minimises the critical path as if the costs of shards added up. For
+each stage, that is the largest rank's forward compute, the largest rank's backward
+compute, and collectives at a fixed price per column and per index byte of the busiest
+rank. HiGHS solves the program within a time limit.
 
-That kernels share their launch and their caches, and that collectives are not linear,
-it cannot know: the plan is the best one for costs of shards alone, predicted (in
-`SearchResult.predicted`) by the models as they are.
+The program does not know that shards share a kernel's launch and caches, or that
+collectives are not linear. `SearchResult.predicted` prices its plan by the full models.
 
-Where HiGHS has no plan by the limit, or one that is no better by the program's own
-objective, the result is the greedy's on predicted costs, or any that fits, and
-`SearchResult.fallback` says so.
+If HiGHS has no plan at the time limit, or one that is worse than the greedy plan by the
+program's objective, the result is the greedy plan on predicted costs. If the greedy
+fails too, the result is any plan that fits. `SearchResult.fallback` says which.
 
-Shapes: `O` options (a table in so many shards), `T` tables, `W` ranks, `P` phases of
-all stages.
+Shapes: `O` options (a table and its number of shards), `T` tables, `W` ranks, `P`
+phases of all stages.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from torchrec_neuroshard.search.shards import (
 __all__ = ["MilpConfig", "MilpSearcher"]
 
 _TOLERANCE = 1e-6
-"""To which HiGHS keeps constraints, relative to a rank's memory here."""
+"""Relative error of a rank's memory that HiGHS may make."""
 _LEAST_GAIN = 1e-9
-"""Relative gain over the greedy below which HiGHS found nothing better."""
+"""Relative loss against the greedy plan that still counts as rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MilpConfig:
-    """Limits of the program and of its solver."""
+    """Limits of HiGHS."""
 
     time_budget_seconds: float = 20.0
-    """HiGHS stops soon after this; some of its steps cannot be interrupted."""
+    """Time limit of HiGHS. It can run a little longer: some steps do not stop."""
     relative_gap: float = 1e-3
-    """HiGHS stops when its plan is proven to be this near its optimum."""
+    """HiGHS stops when its plan is proven to be within this of the optimum."""
 
     def __post_init__(self) -> None:
         if not self.time_budget_seconds > 0 or not self.relative_gap >= 0:
@@ -70,32 +70,33 @@ class MilpConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """Ways to cut each table, one row each."""
+    """All ways to cut each table, one per row."""
 
     table_O: Ints
     width_O: Ints
     shards_O: Ints
     bytes_O: Floats
-    """Of one shard."""
+    """Memory of one shard."""
     cost_OP: Floats
-    """What one shard adds to each phase of its rank [ms]."""
+    """Time that one shard adds to each phase of its rank [ms]."""
 
 
 class _Program:
     """The integer program of one task.
 
-    Variables: a shard of option o on rank r, for all o then r; whether option o is
-    taken; the largest rank's time in each phase.
+    Variables, in order: for each option and rank, whether the rank holds a shard of the
+    option; for each option, whether it is taken; for each phase, the largest rank's
+    time.
     """
 
     def __init__(self, task: ShardingTask, options: _Options) -> None:
         self.task, self.options = task, options
-        # Milliseconds relative to an even share, so that tolerances mean something.
+        # Times are divided by an even share of the total, to suit HiGHS's tolerances.
         whole_OP = options.cost_OP[options.shards_O == 1]
         self.unit_ms = max(float(whole_OP.sum()) / task.world_size, 1e-9)
 
     def solve(self, config: MilpConfig) -> tuple[Ints | None, str]:
-        """Return the widths found, `T x W`, if any, and what HiGHS says of its end."""
+        """Return the widths found, `T x W` or None, and HiGHS's message."""
         num_options, num_phases = self.options.cost_OP.shape
         num_ranks = self.task.world_size
         num_placed = num_options * num_ranks
@@ -127,15 +128,15 @@ class _Program:
         every_W1 = np.ones((num_ranks, 1))
         cost_PO = sparse.coo_array(options.cost_OP.T / self.unit_ms)
         blocks = [
-            # Each table is cut one way.
+            # Each table takes exactly one option.
             [None, sparse.coo_array(cut_TO.astype(np.float64)), None],
-            # As many ranks hold a shard of an option as it has shards, if it is taken.
+            # An option that is taken has one shard on each of as many ranks.
             [
                 sparse.kron(sparse.eye_array(num_options), every_W1.T),
                 sparse.diags_array(-options.shards_O.astype(np.float64)),
                 None,
             ],
-            # No rank is longer in a phase than the largest.
+            # In each phase, no rank takes longer than the largest.
             [
                 sparse.kron(cost_PO, rank_WW),
                 None,
@@ -152,13 +153,13 @@ class _Program:
             held = sparse.kron(bytes_1O, sparse.diags_array(1 / unit_W))
             blocks.append([held, None, None])
             low = np.r_[low, np.full(num_ranks, -np.inf)]
-            # What a solver takes for equal may be a little more.
+            # HiGHS may exceed a limit by its tolerance.
             high = np.r_[high, cap_W / unit_W - _TOLERANCE]
         matrix = sparse.block_array(blocks, format="csr")
         return optimize.LinearConstraint(matrix, low, high)
 
     def objective(self, width_TW: Ints) -> float:
-        """Sum over phases of the largest rank's time, costs added up [ms]."""
+        """Return the sum over phases of the largest rank's time [ms]."""
         options = self.options
         placed_OW = width_TW[options.table_O] == options.width_O[:, None]
         times_PW = options.cost_OP.T @ placed_OW
@@ -166,25 +167,25 @@ class _Program:
 
 
 class MilpSearcher(BudgetedSearcher[MilpConfig]):
-    """Assigns whole tables and even splits to ranks by integer programming.
+    """Places whole tables and equal splits by integer programming.
 
-    `SearchResult.num_evaluated` counts single shards and the result's ranks.
+    `SearchResult.num_evaluated` counts options and the ranks of the result.
     """
 
     name = "milp"
 
     def __init__(self, config: MilpConfig | None = None) -> None:
-        """Take the limits; None means the defaults."""
+        """Take the limits. None: the defaults."""
         super().__init__(config or MilpConfig())
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        """Find a placement.
+        """Return the plan of HiGHS, or a fallback that the result names.
 
         Raises:
-            InfeasibleError: The tables cannot fit, or no packing was found.
-            ConfigError: The task says which ranks tables may share or use.
+            InfeasibleError: The tables cannot fit, or no plan that fits was found.
+            ConfigError: The task has rules on which ranks tables use or share.
         """
         start = time.monotonic()
         require_unconstrained(task, self.name)
@@ -228,7 +229,7 @@ def _options(simulator: Simulator) -> _Options:
 def _better(
     program: _Program, found: Ints | None, message: str
 ) -> tuple[Ints, str | None]:
-    """Return the widths to take, and why they are not HiGHS's if they are not."""
+    """Return the best widths and, if they are not HiGHS's, the reason."""
     task, options = program.task, program.options
     whole = options.shards_O == 1
     try:
@@ -236,14 +237,14 @@ def _better(
     except InfeasibleError:
         if found is not None:
             return found, None
-        return pack(task), f"HiGHS found no plan ({message}): any that fits was taken"
+        return pack(task), f"HiGHS found no plan ({message}); this is a plan that fits"
     greedy = whole_widths(task, rank_T)
     if found is None:
-        return greedy, f"HiGHS found no plan ({message}): the greedy's was taken"
+        return greedy, f"HiGHS found no plan ({message}); this is the greedy plan"
     best, other = program.objective(found), program.objective(greedy)
     if best <= other * (1 + _LEAST_GAIN):
         return found, None
     return greedy, (
-        f"HiGHS's plan ({message}) is {best / other - 1:.1%} worse than the greedy's "
-        "by its own objective: the greedy's was taken"
+        f"HiGHS's plan ({message}) is {best / other - 1:.1%} worse than the greedy "
+        "plan by its own objective; this is the greedy plan"
     )

@@ -1,33 +1,42 @@
 """NeuroShard's search (MLSys 2023, arXiv 2305.01868) behind our interface.
 
-Outer loop: a beam over lists of tables to halve. A state starts as all tables whole;
-in each of 10 rounds every kept state tries to halve the 10 largest and the 10 costliest
-of its shards, one at a time, and the 3 cheapest new states are kept. The best plan ever
-seen is returned. Inner loop: for each of 11 caps on a rank's columns, 1.00 to 1.50
-times the mean, shards in descending predicted cost go on the rank whose *current*
-predicted cost is least, of those with memory and columns left; the cheapest of the
-11 placements counts. A placement costs the largest rank's compute + backward all-to-all
-+ forward all-to-all, where ranks start the latter after the first two and their wait
-for the last one counts (maximum of sums, not the critical path that our simulator
-reports in `SearchResult.predicted`).
+The search has two loops:
 
-Faults that are kept: the caps are never relaxed, so that there is no plan where a table
-is wider than 1.5 times the mean; kept states can be the same splits in another order;
-costs are cached by a rank's shards in the order in which they came; two halves of a
-table on one rank are costed as two tables.
+- The outer loop is a beam search over column splits. A state is a list of shards, and
+  the first state has all tables whole. In each of 10 rounds, each kept state yields up
+  to 20 new states, by halving one of its 10 largest or 10 costliest shards. The 3
+  cheapest new states are kept. The search returns the cheapest plan of all rounds.
+- The inner loop places the shards of a state. It runs once for each of 11 caps on a
+  rank's columns, 1.00 to 1.50 times the mean. Shards are placed in descending predicted
+  cost. Each goes to the rank with the least predicted cost so far among the ranks with
+  memory and columns left. The cheapest of the 11 placements is the state's plan.
 
-Kept as well, being the method: widths are only halved, and only to multiples of 4 (12
-and 20 stay whole); greedy choice by the cost before the shard is added; no step after
-it; one prediction at a time; fusion groups and stages count only through the kernels'
-cost, index collectives not at all.
+A plan costs the largest sum, over ranks, of compute, backward all-to-all and forward
+all-to-all. A rank starts the forward all-to-all after the other two, and its wait for
+the last rank counts. This maximum of sums is not the critical path that our simulator
+reports in `SearchResult.predicted`.
 
-Held, unlike the paper: a task's least widths, most shards and, where it asks for
-it, equal widths (a step then halves all shards of a table, and no rank takes two of
-them). Memory is the task's count, not the paper's rows x width x 4 bytes.
+Faults of the paper that we keep:
 
-Where the sources at hand are silent: a rank has memory left for a shard if it holds it
-without exceeding its limit; further ties go to the lower rank; an empty rank computes
-for 0 ms; halves are listed last; ties between states go to the one tried first.
+- Caps are never relaxed. A state with a shard wider than 1.5 times the mean has no
+  plan.
+- Two kept states can have the same splits in another order.
+- Costs are cached by a rank's shards in the order in which they were placed.
+- Two halves of a table on one rank are priced as two tables.
+
+Properties of the method that we keep: widths are only halved, and only to multiples of
+4, so 12 and 20 stay whole. The greedy choice compares costs before the shard is added,
+and no step improves the plan afterwards. Predictions are made one at a time. Fusion
+groups and stages count only in the cost of kernels, and index collectives are ignored.
+
+Unlike the paper, the search keeps to the task's minimum widths and maximum shards. If
+the task requires equal widths, a step halves all shards of a table, and no rank takes
+two of them. Memory is counted as the task counts it; the paper takes rows x width x 4
+bytes.
+
+Our choices where paper and code say nothing: a shard may fill a rank's memory exactly.
+Further ties between ranks go to the lower rank, ties between states to the one tried
+first. An empty rank computes for 0 ms. Halves go to the end of the list.
 """
 
 from __future__ import annotations
@@ -75,17 +84,17 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 Shard = tuple[int, int]
-"""Table and width."""
+"""A table's index and the shard's width."""
 Ranks = list[list[Shard]]
 
 NEUROSHARD_BEAM_WIDTH = 3
-"""States kept per round: NeuroShard (arXiv 2305.01868), K."""
+"""States kept per round: K of NeuroShard (arXiv 2305.01868)."""
 NEUROSHARD_CANDIDATES = 10
-"""Tables tried per state and criterion: NeuroShard, N."""
+"""Shards tried per state and criterion: N of NeuroShard."""
 NEUROSHARD_CAPS: tuple[float, ...] = tuple(1.0 + 0.05 * i for i in range(11))
-"""Grid of width caps relative to the mean: NeuroShard, M = 11."""
+"""Caps on a rank's columns, relative to the mean: NeuroShard has M = 11."""
 NEUROSHARD_ROUNDS = 10
-"""Most halvings in a plan: NeuroShard, L."""
+"""Maximum halvings in a plan: L of NeuroShard."""
 _DIM = PAPER_FEATURES.index("dim")
 
 
@@ -95,17 +104,17 @@ class NeuroShardConfig:
 
     beam_width: int = NEUROSHARD_BEAM_WIDTH
     num_candidates: int = NEUROSHARD_CANDIDATES
-    """Shards tried per state, by size and again by cost."""
+    """Shards tried per state: this many by size, and as many by cost."""
     max_rounds: int = NEUROSHARD_ROUNDS
     caps: tuple[float, ...] = NEUROSHARD_CAPS
-    """Most columns of a rank, relative to the mean."""
+    """Maximum columns of a rank, relative to the mean."""
     costs: Literal["own", "shared"] = "own"
-    """`own`: the paper's nets, those given (`PaperSearcher(models=...)`) or those that
-    come with the package for the task's device, and where there are none, `shared`,
-    with a warning; `shared`: the models that the search is given, to compare searches
-    alone."""
+    """Which models price the loops. `own`: the paper's nets, from
+    `PaperSearcher(models=...)` or shipped for the task's device; without nets the
+    search warns and uses `shared`. `shared`: the models that `search` is given, to
+    compare search algorithms alone."""
     time_budget_seconds: float = math.inf
-    """No new state is tried after this; the paper knows no limit."""
+    """Time after which no new state is tried. The paper has no limit."""
 
     def __post_init__(self) -> None:
         if min(self.beam_width, self.num_candidates) < 1 or not self.caps:
@@ -123,19 +132,25 @@ class NeuroShardConfig:
 
 
 class PaperCosts(ABC):
-    """What the loops ask for."""
+    """Costs by which the loops search."""
 
     @abstractmethod
     def compute_ms(self, shards: Sequence[Shard]) -> float:
-        """Forward + backward of one rank that holds these shards, at least one."""
+        """Return the forward + backward compute of one rank with these shards.
+
+        Args:
+            shards: The rank's shards, at least one.
+        """
 
     @abstractmethod
     def comms_ms(self, compute_W: Floats, columns_W: Floats) -> Floats:
-        """Both all-to-alls of each rank, waiting in the forward one included.
+        """Return the time of each rank in both all-to-alls.
+
+        The forward one includes the wait for the rank that starts last.
 
         Args:
-            compute_W: Forward + backward compute [ms].
-            columns_W: Output columns.
+            compute_W: Forward + backward compute of each rank [ms].
+            columns_W: Output columns of each rank.
 
         Returns:
             `W` milliseconds.
@@ -143,7 +158,7 @@ class PaperCosts(ABC):
 
 
 class SharedCosts(PaperCosts):
-    """The models that every search of ours is given."""
+    """Costs by the models that `search` is given."""
 
     def __init__(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
@@ -160,7 +175,7 @@ class SharedCosts(PaperCosts):
         return self._encodings[shard]
 
     def compute_ms(self, shards: Sequence[Shard]) -> float:
-        """Add up the kernels, one per fusion group."""
+        """Return the summed cost of the kernels, one per fusion group."""
         sums = np.zeros((self._task.num_groups, self._cost_model.encoding_dim))
         for shard in shards:
             sums[self._task.groups[shard[0]]] += self._encoding(shard)
@@ -168,15 +183,17 @@ class SharedCosts(PaperCosts):
         return float(self._cost_model.predict_sums(sums[held]).sum())
 
     def comms_ms(self, compute_W: Floats, columns_W: Floats) -> Floats:
-        """Predict the transfers; what a rank waits is the last start minus its own."""
+        """Return the times of the all-to-alls, by the model of collectives."""
         return _comms_by_model(self._comms, self._task, compute_W, columns_W)
 
 
 class OwnCosts(PaperCosts):
-    """The paper's nets; without nets for the number of ranks, a model of collectives.
+    """Costs by the paper's nets.
+
+    Without nets for the number of ranks, the given model predicts the collectives.
 
     Attributes:
-        warnings: Whether the model had to stand in.
+        warnings: Says if the model of collectives was used.
     """
 
     def __init__(
@@ -185,9 +202,10 @@ class OwnCosts(PaperCosts):
         """Prepare the tables' features.
 
         Args:
-            task: What is to be placed.
-            models: The nets.
-            comms_model: Stands in for nets that were not trained.
+            task: The task.
+            models: The paper's nets.
+            comms_model: Predicts collectives if there are no nets for the number of
+                ranks.
         """
         self._task, self._net, self._comms = task, models.compute, comms_model
         self._nets = models.comms.get(task.world_size)
@@ -195,9 +213,9 @@ class OwnCosts(PaperCosts):
         if self._nets is None:
             known = ", ".join(map(str, sorted(models.comms))) or "none"
             self.warnings = [
-                f"NeuroShard's nets of the all-to-all are for {known} ranks, not for "
-                f"{task.world_size}: its search went by the collectives given "
-                f"({comms_model.source}) instead"
+                f"NeuroShard's all-to-all nets were trained for {known} ranks, not for "
+                f"{task.world_size}; its search priced collectives by the given model "
+                f"instead ({comms_model.source})"
             ]
         self._features_TF = torch.from_numpy(
             shard_features(task.tables, task.batch_size)
@@ -212,13 +230,13 @@ class OwnCosts(PaperCosts):
         return self._encodings[shard]
 
     def compute_ms(self, shards: Sequence[Shard]) -> float:
-        """Predict one kernel that holds all shards."""
+        """Return the cost of one kernel that holds all shards."""
         with torch.inference_mode():
             total = torch.stack([self._encoding(s) for s in shards]).sum(dim=0)
             return float(self._net.cost(total[None])[0])
 
     def comms_ms(self, compute_W: Floats, columns_W: Floats) -> Floats:
-        """Predict backward, then forward with the starts that follow from it."""
+        """Return the times: backward first, which sets each rank's forward start."""
         if self._nets is None:
             return _comms_by_model(self._comms, self._task, compute_W, columns_W)
         columns = columns_in_paper_batch(columns_W, self._task.batch_size)
@@ -234,6 +252,7 @@ def _comms_by_model(
     model: CommsModel, task: ShardingTask, compute_W: Floats, columns_W: Floats
 ) -> Floats:
     transfer = model.all_to_all(columns_W[None], task.batch_size)[0]
+    # A rank waits in the forward all-to-all until the last rank starts.
     start = compute_W + transfer[:, 1]
     comms: Floats = transfer[:, 1] + (start.max() - start) + transfer[:, 0]
     return comms
@@ -246,17 +265,17 @@ def _rank_times(net: RankTimesNet, inputs_I: Floats) -> Floats:
 
 
 class NeuroShardLoops:
-    """The two loops on one task.
+    """NeuroShard's two loops on one task.
 
     Attributes:
-        num_predictions: Predictions of a rank's compute so far; the cached are free.
+        num_predictions: Predictions of a rank's compute so far, without cached ones.
         out_of_time: Whether the deadline ended the search.
     """
 
     def __init__(
         self, task: ShardingTask, costs: PaperCosts, config: NeuroShardConfig
     ) -> None:
-        """Take the task and what it costs."""
+        """Take the task, its costs and the settings."""
         self.task, self.costs, self.config = task, costs, config
         self.num_predictions = 0
         self.out_of_time = False
@@ -265,7 +284,7 @@ class NeuroShardLoops:
         self._memory = task.memory_bytes or (math.inf,) * task.world_size
 
     def compute_ms(self, shards: Sequence[Shard]) -> float:
-        """Predicted forward + backward of one rank; 0 if it holds nothing."""
+        """Return the forward + backward compute of one rank; 0 without shards."""
         if not shards:
             return 0.0
         key = tuple(shards)
@@ -275,29 +294,28 @@ class NeuroShardLoops:
         return self._cache[key]
 
     def total_ms(self, ranks: Ranks) -> float:
-        """Objective of a placement: the largest sum over a rank's parts."""
+        """Return the objective: the largest rank's compute and all-to-alls together."""
         compute = np.array([self.compute_ms(shards) for shards in ranks])
         columns = np.array([float(sum(map(self.columns, shards))) for shards in ranks])
         return float((compute + self.costs.comms_ms(compute, columns)).max())
 
     def columns(self, shard: Shard) -> int:
-        """Output columns of a shard."""
+        """Return the output columns of a shard."""
         return shard[1] * self._features[shard[0]]
 
     def size_bytes(self, shard: Shard) -> float:
-        """Memory that a shard counts for."""
+        """Return the memory of a shard [bytes]."""
         return self.task.shard_bytes(*shard)
 
     def greedy(self, shards: Sequence[Shard], cap: float) -> Ranks | None:
-        """Place shards under one cap.
+        """Return a greedy placement under one cap.
 
         Args:
-            shards: Tables and halves.
-            cap: Most columns of a rank, relative to the mean.
+            shards: The shards to place.
+            cap: Maximum columns of a rank, relative to the mean.
 
         Returns:
-            Each rank's shards in the order in which they came; None where one fits
-            no rank.
+            Each rank's shards in the order of placing. None: a shard fits no rank.
         """
         world_size = self.task.world_size
         limit = cap * sum(map(self.columns, shards)) / world_size
@@ -323,7 +341,7 @@ class NeuroShardLoops:
         return ranks
 
     def best_of_caps(self, shards: Sequence[Shard]) -> tuple[float, Ranks | None]:
-        """Return the cheapest placement over the caps and its cost, else infinity."""
+        """Return the cost and placement of the best cap; infinity without a plan."""
         best: tuple[float, Ranks | None] = (math.inf, None)
         for cap in self.config.caps:
             ranks = self.greedy(shards, cap)
@@ -334,7 +352,7 @@ class NeuroShardLoops:
         return best
 
     def candidates(self, shards: Sequence[Shard]) -> Iterator[list[Shard]]:
-        """Yield the states that one halving leads to."""
+        """Yield the states that one halving makes of a state."""
         places = range(len(shards))
         count = self.config.num_candidates
         largest = sorted(places, key=lambda i: -self.size_bytes(shards[i]))[:count]
@@ -345,14 +363,14 @@ class NeuroShardLoops:
                 yield state
 
     def _halved(self, shards: Sequence[Shard], place: int) -> list[Shard] | None:
-        """Return the state after one halving; None where it is not allowed."""
+        """Return the state after one halving; None if the task forbids it."""
         table, width = shards[place]
         half = width // 2
         if (
             width % 2
             or half % COLUMN_MULTIPLE
             or half < self.task.min_widths[table]
-            # One step halves all shards of a table where they must be equal.
+            # If widths must be equal, one step halves all shards of the table.
             or (not self.task.uneven and place != shards.index(shards[place]))
         ):
             return None
@@ -363,17 +381,17 @@ class NeuroShardLoops:
         ]
         pieces = sum(t == table for t, _ in shards) + len(halved)
         most = self.task.max_shards[table]
-        # Pieces on one rank are joined, so that ranks bound the shards by themselves.
+        # Pieces on one rank are joined, so a table never has more shards than ranks.
         if pieces > most and (most < self.task.world_size or not self.task.uneven):
             return None
         kept = [shard for i, shard in enumerate(shards) if i not in halved]
         return kept + [(table, half)] * (2 * len(halved))
 
     def run(self, deadline: float = math.inf) -> tuple[float, Ranks | None]:
-        """Return the cheapest placement found and its cost; None where there is none.
+        """Return the cost and ranks of the cheapest plan; infinity and None without.
 
         Args:
-            deadline: On the clock `time.monotonic`: no new state is tried after it.
+            deadline: Time of `time.monotonic()` after which no new state is tried.
         """
         whole = [(i, t.embedding_dim) for i, t in enumerate(self.task.tables)]
         best = self.best_of_caps(whole)
@@ -396,10 +414,11 @@ class NeuroShardLoops:
 
 
 class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
-    """NeuroShard as published; see the module's description.
+    """NeuroShard's search as published, with the exceptions in the module's docstring.
 
-    `SearchResult.predicted` is by the models that `search` is given, whichever costs
-    the loops used; there is no bound, and `num_evaluated` counts compute predictions.
+    `SearchResult.predicted` always comes from the models that `search` is given, even
+    if the loops used the paper's nets. There is no bound. `num_evaluated` counts the
+    predictions of compute.
     """
 
     name = "neuroshard"
@@ -413,33 +432,33 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
         """Take the settings.
 
         Args:
-            config: None means the paper's.
-            models: The paper's nets or their folder; None is those that come with the
-                package for the device that the search's cost model is of.
+            config: The settings. None: the paper's.
+            models: The paper's nets or their folder. None: the nets shipped for the
+                device of the cost model that `search` is given.
 
         Raises:
-            ConfigError: `models` are given and not used.
-            BundleError: The folder cannot be used.
+            ConfigError: `models` are given, but `config` says not to use them.
+            BundleError: The folder's nets cannot be loaded.
         """
         super().__init__(config or NeuroShardConfig())
         if self.config.costs == "shared" and models is not None:
             raise ConfigError(
-                "costs='shared' takes no nets of its own, but models were given; leave "
-                "them out or take costs='own'"
+                "costs='shared' does not use NeuroShard's nets, but models were given; "
+                "leave models out or take costs='own'"
             )
         self.models = load_models(models) if isinstance(models, str | Path) else models
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        """Find a placement.
+        """Return the best placement of the two loops.
 
-        Where the paper's own nets were not trained for the number of ranks,
-        `comms_model` stands in for them, and a warning says so.
+        If the paper's nets were not trained for the number of ranks, `comms_model`
+        predicts the collectives, and a note says so.
 
         Raises:
             InfeasibleError: The tables cannot fit, or the loops find no placement.
-            ConfigError: The task says which ranks tables may share or use.
+            ConfigError: The task has rules on which ranks tables use or share.
         """
         start = time.monotonic()
         require_unconstrained(task, self.name)
@@ -451,8 +470,8 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
             raise _no_plan(loops)
         if loops.out_of_time:
             warnings.append(
-                f"the time budget of {self.config.time_budget_seconds:g} s was spent "
-                "before the last state; this is the best plan until then"
+                f"the time budget of {self.config.time_budget_seconds:g} s ended "
+                "before all states were tried; this is the best plan found by then"
             )
         placement = Placement.from_widths(
             task.world_size,
@@ -472,9 +491,9 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
         models = self.models or shipped_models(cost_model.hardware)
         if models is None:
             return shared, [
-                "no nets of NeuroShard's own come with this package for "
-                f"{cost_model.hardware}: it searched on the costs given. Train some "
-                "with benchmarks/papers/train.py and pass PaperSearcher(models=...)"
+                f"this package has no nets of NeuroShard for {cost_model.hardware}; "
+                "its search used the given cost model instead. Train nets with "
+                "benchmarks/papers/train.py and pass PaperSearcher(models=...)"
             ]
         own = OwnCosts(task, models, comms_model)
         return own, own.warnings
@@ -487,8 +506,8 @@ def _no_plan(loops: NeuroShardLoops) -> InfeasibleError:
     mean = sum(map(loops.columns, shards)) / task.world_size
     return InfeasibleError(
         f"NeuroShard's search found no plan of {len(shards)} tables on "
-        f"{task.world_size} ranks: no placement keeps to the memory and to "
-        f"{max(config.caps):g} times the mean of {mean:.1f} columns a rank (the widest "
-        f"table, '{task.tables[widest[0]].name}', has {loops.columns(widest)}). Use "
-        "search='default' or give the ranks more memory."
+        f"{task.world_size} ranks: every placement exceeds a rank's memory or "
+        f"{max(config.caps):g} times the mean of {mean:.1f} columns per rank (the "
+        f"widest table, '{task.tables[widest[0]].name}', has {loops.columns(widest)}). "
+        "Use search='default' or give the ranks more memory."
     )

@@ -1,19 +1,20 @@
-"""NeuroShard's own cost models (arXiv 2305.01868), trained by `benchmarks/papers`.
+"""NeuroShard's cost models (arXiv 2305.01868), trained by `benchmarks/papers`.
 
-One net for compute: each table's 20 features are encoded, the encodings of a rank's
-tables are summed, and a head gives forward + backward together. Two nets per number of
-ranks for the all-to-all: they see every rank's sum of widths (forward also when each
-rank starts) and give every rank's time. All are trained on raw milliseconds.
+One net predicts compute. It encodes the 20 features of each table, adds up the
+encodings of a rank's tables, and predicts forward + backward from the sum. Two nets per
+number of ranks predict the all-to-all, one forward and one backward. They see the sum
+of widths on every rank and return every rank's time. The forward net also sees when
+each rank starts. All nets are trained on raw milliseconds.
 
-The released nets know one batch size, 65,536. Here a batch of `B` samples is put in
-its terms: `pooling_factor` is the lookups over 65,536, and sums of widths are
-multiplied by B / 65,536, so that lookups and bytes are right and at 65,536 samples
-every input is the paper's. What the features leave out is left out here too: batch size
-otherwise, bag-length spread, features that share a table; optimizer, weight type and
-weighted lookups, of which one kind is trained on.
+The released nets know one batch size, 65,536. To predict a batch of `B` samples,
+`pooling_factor` is the lookups divided by 65,536, and sums of widths are multiplied by
+B / 65,536. Lookups and bytes are then right, and at 65,536 samples every input equals
+the paper's.
 
-The pooling factor of a table read by several features counts the lookups of all of
-them.
+The paper's features do not describe the batch size otherwise, the spread of bag
+lengths, or features that share a table. Nor do they describe optimizer, weight type and
+weighted lookups, and the training data has one kind of each. If several features read
+a table, its pooling factor counts the lookups of all of them.
 
 Shapes: `N` shards, `S` sets or samples, `F` = 20 features, `E` = 32 encoding values,
 `W` ranks, `I` inputs of a comms net (2W forward, W backward).
@@ -56,23 +57,23 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 
 PAPER_WIDTHS = (128, 64, 32, 16, 8, 4)
-"""That NeuroShard augments every table to: 856 tables become 5,136."""
+"""Widths in which NeuroShard trains every table: 856 tables become 5,136."""
 
 PAPER_FEATURES: tuple[str, ...] = tuple(
     sorted(
         [*(f"bin_{j}" for j in range(NUM_COUNT_BINS)), "dim", "pooling_factor", "row"]
     )
 )
-"""Columns of the features: keys in the order of sorted strings, bin_10 before bin_2.
+"""Columns of the features. Names are sorted as strings: bin_10 is before bin_2.
 
-`bin_j` is the share of the distinct ids that occur 2**(j-1)+1 to 2**j times, `dim` the
+`bin_j` is the share of distinct ids that occur 2**(j-1)+1 to 2**j times. `dim` is the
 width, `pooling_factor` the mean lookups per sample, `row` the rows, at least 100."""
 
 _MIN_ROWS = 100
 _FORMAT_VERSION = 2
 
 
-# What the nets see.
+# Inputs of the nets.
 
 
 def shard_features(
@@ -81,7 +82,7 @@ def shard_features(
     """Return the paper's features of shards.
 
     Args:
-        tables: Shards, or tables whole.
+        tables: Shards, or whole tables.
         batch_size: Samples over all ranks.
 
     Returns:
@@ -102,7 +103,7 @@ def shard_features(
 
 
 def columns_in_paper_batch(columns: npt.ArrayLike, batch_size: int) -> Floats:
-    """Return sums of widths that at 65,536 samples are as many bytes."""
+    """Return sums of widths that move the same bytes at 65,536 samples."""
     scaled: Floats = np.asarray(columns, np.float64) * (batch_size / PAPER_BATCH_SIZE)
     return scaled
 
@@ -111,7 +112,7 @@ def columns_in_paper_batch(columns: npt.ArrayLike, batch_size: int) -> Floats:
 
 
 class ComputeNet(nn.Module):
-    """Forward + backward of one fused kernel over a set of shards: 8,993 parameters."""
+    """Net for forward + backward of one fused kernel: 8,993 parameters."""
 
     mean_F: torch.Tensor
     std_F: torch.Tensor
@@ -125,26 +126,26 @@ class ComputeNet(nn.Module):
         self.head = layers([32, 64, 1])
 
     def encode(self, features_NF: torch.Tensor) -> torch.Tensor:
-        """Encode shards, `N x E`; a set's encoding is the sum."""
+        """Return the encodings of shards, `N x E`; a set's encoding is their sum."""
         encoded: torch.Tensor = self.encoder((features_NF - self.mean_F) / self.std_F)
         return encoded
 
     def cost(self, sums_SE: torch.Tensor) -> torch.Tensor:
-        """Milliseconds of sets, `S`; unbounded below, as in the paper."""
+        """Return milliseconds per set, `S`; can be negative, as in the paper."""
         cost: torch.Tensor = self.head(sums_SE)[:, 0]
         return cost
 
     def forward(
         self, features_NF: torch.Tensor, set_ids_N: torch.Tensor, num_sets: int
     ) -> torch.Tensor:
-        """Milliseconds of sets given by their shards, `S`."""
+        """Return milliseconds per set of shards, `S`."""
         encoded = self.encode(features_NF)
         sums = encoded.new_zeros(num_sets, encoded.shape[1])
         return self.cost(sums.index_add(0, set_ids_N, encoded))
 
 
 class RankTimesNet(nn.Module):
-    """Time of every rank in one all-to-all of `W` ranks."""
+    """Net for the time of every rank in one all-to-all of `W` ranks."""
 
     mean_I: torch.Tensor
     std_I: torch.Tensor
@@ -153,9 +154,9 @@ class RankTimesNet(nn.Module):
         """Make the layers.
 
         Args:
-            num_inputs: `2W` forward (sums of widths, then start offsets in ms), `W`
-                backward (sums of widths).
-            world_size: `W`.
+            num_inputs: Forward: `2W`, sums of widths and then start offsets in ms.
+                Backward: `W`, sums of widths.
+            world_size: Number of ranks, `W`.
         """
         super().__init__()
         self.register_buffer("mean_I", torch.zeros(num_inputs))
@@ -163,14 +164,14 @@ class RankTimesNet(nn.Module):
         self.layers = layers([num_inputs, 128, 64, 32, 16, world_size])
 
     def forward(self, inputs_SI: torch.Tensor) -> torch.Tensor:
-        """Milliseconds from each rank's own start until it is through, `S x W`."""
+        """Return milliseconds from each rank's start to its end, `S x W`."""
         out: torch.Tensor = self.layers((inputs_SI - self.mean_I) / self.std_I)
         return out
 
 
 @dataclass(frozen=True, slots=True)
 class CommsNets:
-    """The two nets of one number of ranks."""
+    """All-to-all nets for one number of ranks."""
 
     forward: RankTimesNet
     backward: RankTimesNet
@@ -186,20 +187,20 @@ class CommsNets:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeuroShardModels:
-    """All nets of one kind of hardware."""
+    """NeuroShard's nets for one device."""
 
     fingerprint: Fingerprint
-    """Where the compute records were measured."""
+    """Hardware on which the compute records were measured."""
     compute: ComputeNet
     comms: Mapping[int, CommsNets]
-    """World size -> nets; only the sizes that were measured."""
+    """World size -> nets, only for measured sizes."""
     trained_on: Mapping[str, Any]
     """Records, settings and reports behind the weights."""
     card: str = ""
-    """What the card says, Markdown."""
+    """Text of the card, in Markdown."""
 
 
-# On disk: weights and statistics, a description, a card.
+# Files: weights with statistics, a description, a card.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,7 +218,7 @@ class _Info:
 
 
 class _AllNets(nn.ModuleDict):
-    """The nets of all numbers of ranks, named as in the file of weights."""
+    """Nets of all numbers of ranks, with the names in the weights file."""
 
     def __init__(self, compute: ComputeNet, comms: Mapping[int, CommsNets]) -> None:
         super().__init__({"compute": compute})
@@ -232,8 +233,8 @@ def _check(path: Path, data: Mapping[str, Any]) -> None:
     names = ("format_version", "feature_names", "batch_size")
     if tuple(data.get(name) for name in names) != expected:
         raise BundleMismatchError(
-            f"{path} has version {data.get('format_version')} or other features than "
-            f"this package, which reads version {_FORMAT_VERSION}; train again"
+            f"{path} has version {data.get('format_version')} or other features; this "
+            f"package reads version {_FORMAT_VERSION}. Train the nets again"
         )
 
 
@@ -244,13 +245,13 @@ _FORMAT = BundleFormat(
     ),
     check=_check,
     info_name="neuroshard.json",
-    missing="{folder} holds no nets of NeuroShard (no {file}); train them with "
+    missing="{folder} has no nets of NeuroShard: {file} is missing. Train them with "
     "benchmarks/papers/train.py",
 )
 
 
 def save_models(folder: str | Path, models: NeuroShardModels) -> None:
-    """Write all nets into a folder; each file appears whole or not at all."""
+    """Write all nets into a folder; a file is never half written."""
     info = _Info(
         world_sizes=tuple(sorted(models.comms)),
         fingerprint=models.fingerprint,
@@ -260,11 +261,11 @@ def save_models(folder: str | Path, models: NeuroShardModels) -> None:
 
 
 def load_models(folder: str | Path) -> NeuroShardModels:
-    """Load what `save_models` wrote and check all of it.
+    """Return the nets that `save_models` wrote, after checking every file.
 
     Raises:
         BundleCorruptError: A file is missing, truncated or damaged.
-        BundleMismatchError: It is of another version or other features.
+        BundleMismatchError: The nets have another version or other features.
     """
     nets, info = _FORMAT.load(folder)
     card = Path(folder) / _FORMAT.card_name
@@ -278,7 +279,7 @@ def load_models(folder: str | Path) -> NeuroShardModels:
 
 
 def shipped_models(hardware: str) -> NeuroShardModels | None:
-    """Load the nets that come with the package for a device, if there are any."""
+    """Return the nets shipped for a device; None if there are none."""
     for folder in filter(_FORMAT.is_in, sorted((PRETRAINED / "neuroshard").glob("*"))):
         if _FORMAT.read_info(folder).fingerprint.device == hardware:
             return load_models(folder)

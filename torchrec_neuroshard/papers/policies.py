@@ -1,16 +1,16 @@
-"""What learned placement policies share: features, episodes, files, the search.
+"""Base of AutoShard and DreamShard: features, episodes, files, the search.
 
-A policy places whole tables one after another, costliest first, and sees of a rank only
-the sum of what its tables were encoded to. So one set of weights serves any tables in
-any number and any number of ranks.
+A policy places whole tables one after another, costliest first. All it sees of a rank
+is the sum of its tables' encodings. One set of weights therefore serves any number of
+tables and ranks.
 
-Both papers know one batch size, 65,536. Here a batch of `B` samples is put in its
-terms: `pooling_factor` is the lookups over 65,536. What the features leave out is left
-out here too: optimizer, weighted lookups, bag-length spread, features that share a
-table, fusion groups.
+Both papers have one batch size, 65,536. For other batches, `pooling_factor` is the
+lookups of the batch divided by 65,536. The papers' features do not describe optimizer,
+weighted lookups, the spread of bag lengths, features that share a table, or fusion
+groups.
 
-Shapes: `N` tables in all, `E` episodes, `T` tables of the longest, `W` ranks of the
-widest, `F` = 21 features, `K` values that are summed per rank, `C` context values.
+Shapes: `N` tables in all, `E` episodes, `T` tables of the longest episode, `W` ranks of
+the widest episode, `F` = 21 features, `K` values summed per rank, `C` context values.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 POLICY_VERSION = 2
-"""Changes whenever a saved policy would be read differently."""
+"""Version of the files; it changes when old files would be read differently."""
 
 POLICY_FEATURES: tuple[str, ...] = (
     "dim",
@@ -78,18 +78,18 @@ POLICY_FEATURES: tuple[str, ...] = (
     "size",
     *(f"bin_{j}" for j in range(NUM_COUNT_BINS)),
 )
-"""AutoShard's and DreamShard's 21 columns, in order: width; rows; mean lookups per
-sample of a batch of 65,536; GB of weights; `bin_j`, the share of the distinct ids that
-occur 2**(j-1)+1 to 2**j times."""
+"""Feature columns of AutoShard and DreamShard, in order: width; rows; lookups divided
+by 65,536; weights in GB; `bin_j`, the share of distinct ids that occur 2**(j-1)+1 to
+2**j times."""
 
 TRAIN = "train one with benchmarks/papers/train.py"
-"""What to do without a policy that suits."""
+"""Way out in messages about a missing or unsuitable policy."""
 _STANDARDISED = 4
-"""The first columns are standardised; shares are taken as they are."""
+"""Number of standardised columns. The shares after them stay raw."""
 _GB = 1e9
 _STD_FLOOR = 1e-6
 ILLEGAL = -1e9
-"""Logit of a full rank; not -inf: times a probability of 0 that would be NaN."""
+"""Logit of a full rank. Not -inf, since -inf times a probability of 0 is NaN."""
 
 
 def policy_features(
@@ -97,12 +97,11 @@ def policy_features(
 ) -> npt.NDArray[np.float32]:
     """Return the papers' features of whole tables.
 
-    The released code cuts pooling factors to integers, so that tables read by a part of
-    the samples seem unread; here they stay fractions. Sizes are those of the tables'
-    own weight type.
+    Pooling factors stay fractions. The released code truncates them to integers, so
+    tables that few samples read seem unread. Sizes count each table's weight type.
 
     Args:
-        tables: Tables whole.
+        tables: Whole tables.
         batch_size: Samples over all ranks.
 
     Returns:
@@ -122,21 +121,21 @@ def policy_features(
     return np.array(rows, dtype=np.float32).reshape(-1, len(POLICY_FEATURES))
 
 
-# Tasks as the nets see them.
+# Tasks as inputs of the nets.
 
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """Arrays of one task, tables in an order that does not depend on the task's."""
+    """Arrays of one task. Tables are sorted by features, not in the task's order."""
 
     tables: npt.NDArray[np.int64]
-    """Index of each row's table in the task."""
+    """Row -> index of its table in the task."""
     features: npt.NDArray[np.float32]
     """`T x F`."""
     bytes: npt.NDArray[np.float64]
-    """Per table, what a rank needs to hold it."""
+    """Memory per table."""
     caps: npt.NDArray[np.float64]
-    """Per rank, bytes for tables; infinity where unlimited."""
+    """Memory per rank; infinity: unlimited."""
 
 
 def view_task(task: ShardingTask) -> TaskView:
@@ -144,7 +143,8 @@ def view_task(task: ShardingTask) -> TaskView:
     caps_W = task.memory_bytes or [math.inf] * task.world_size
     features = policy_features(task.tables, task.batch_size)
     memory = whole_bytes(task)
-    # Nets need not round alike at another row of a batch, and ties go to the first.
+    # A net can round differently in another row, and ties go to the first table. So
+    # that the task's order does not matter, rows are sorted.
     order = np.lexsort((memory, *features.T))
     return TaskView(
         order, features[order], memory[order], np.asarray(caps_W, dtype=np.float64)
@@ -153,10 +153,10 @@ def view_task(task: ShardingTask) -> TaskView:
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Several tasks side by side, tables in the order of placing, padded."""
+    """Several tasks side by side, padded, with tables in the order of placing."""
 
     tables_ET: npt.NDArray[np.int64]
-    """Index of each step's table in its task."""
+    """Step -> index of its table in the task."""
     features_ETF: torch.Tensor
     bytes_ET: torch.Tensor
     caps_EW: torch.Tensor
@@ -173,10 +173,11 @@ class Episodes:
 
 
 class PolicyNet(nn.Module, ABC):
-    """A policy and the cost net that belongs to it.
+    """Base class of a policy with its cost net.
 
-    Both papers' nets are of this form: tables are encoded, encodings are summed per
-    rank, and each rank gets a logit from its sum and a context that no choice changes.
+    The nets of both papers have this form. Tables are encoded, encodings are summed per
+    rank, and each rank's logit is computed from its sum and a context. The context does
+    not depend on earlier choices.
     """
 
     mean_F: torch.Tensor
@@ -184,38 +185,38 @@ class PolicyNet(nn.Module, ABC):
     cost_scale_ms: torch.Tensor
 
     def __init__(self) -> None:
-        """Make the statistics; they do nothing until set."""
+        """Make statistics that change no feature until `set_statistics`."""
         super().__init__()
         self.register_buffer("mean_F", torch.zeros(len(POLICY_FEATURES)))
         self.register_buffer("std_F", torch.ones(len(POLICY_FEATURES)))
         self.register_buffer("cost_scale_ms", torch.ones(()))
 
     def set_statistics(self, features_NF: npt.NDArray[np.float32]) -> None:
-        """Standardise by these training tables from now on."""
+        """Standardise by the statistics of these training tables from now on."""
         head = torch.from_numpy(features_NF[:, :_STANDARDISED]).double()
         self.mean_F[:_STANDARDISED] = head.mean(dim=0).float()
         deviation = head.std(dim=0, unbiased=False).float()
         self.std_F[:_STANDARDISED] = deviation + _STD_FLOOR
 
     def standardise(self, features: torch.Tensor) -> torch.Tensor:
-        """Standardise raw features, `... x F`."""
+        """Return standardised features, `... x F`."""
         return (features - self.mean_F) / self.std_F
 
     @abstractmethod
     def single_costs(self, features_NF: torch.Tensor) -> torch.Tensor:
-        """Predicted cost of each table alone, `N`, in any unit: it sorts them."""
+        """Return each table's cost alone, `N`, in any unit: it only sorts tables."""
 
     @abstractmethod
     def items(self, features_ETF: torch.Tensor) -> torch.Tensor:
-        """What is summed per rank, `E x T x K`."""
+        """Return the values of each table that are summed per rank, `E x T x K`."""
 
     @abstractmethod
     def context(self, episodes: Episodes) -> torch.Tensor:
-        """What every rank's logit sees of each step, `E x T x C`."""
+        """Return the context of each step, the same for all ranks, `E x T x C`."""
 
     @abstractmethod
     def logits(self, sums_WK: torch.Tensor, context_C: torch.Tensor) -> torch.Tensor:
-        """Logit of each rank: `... x W x K` and `... x C` to `... x W`."""
+        """Return each rank's logit: `... x W x K` and `... x C` to `... x W`."""
 
 
 # Episodes.
@@ -227,7 +228,7 @@ def arrange(
     views: Sequence[TaskView],
     by: Literal["cost", "memory"] = "cost",
 ) -> Episodes:
-    """Line up tasks for `roll_out`, largest predicted cost (or memory) first."""
+    """Return tasks for `roll_out`, with the largest predicted cost or memory first."""
     lengths = [len(v.tables) for v in views]
     keys = [v.bytes for v in views]
     if by == "cost":
@@ -258,27 +259,28 @@ def arrange(
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """What a policy chose in each step of each episode."""
+    """A policy's choices in each step of each episode."""
 
     actions_ET: torch.Tensor
     log_probs_ET: torch.Tensor
-    """Of the choices."""
+    """Log probabilities of the choices."""
     legal_ETW: torch.Tensor
-    """Ranks that could be chosen."""
+    """True: the rank could be chosen."""
     stuck_ET: torch.Tensor
-    """Steps whose table had room nowhere: it went to the freest rank."""
+    """True: no rank had room, so the table went to the freest rank."""
 
 
 @torch.no_grad()
 def roll_out(
     net: PolicyNet, episodes: Episodes, generator: torch.Generator | None = None
 ) -> Rollout:
-    """Place all tables; ranks without room are not offered.
+    """Return a policy's placement of all tables; it never chooses a full rank.
 
     Args:
         net: The policy.
-        episodes: Made by `arrange`.
-        generator: Draws the choices; None takes the likeliest, of equals the first.
+        episodes: From `arrange`.
+        generator: Draws the choices. None: take the likeliest rank; ties go to the
+            first.
     """
     items = net.items(episodes.features_ETF) * episodes.is_table_ET[..., None]
     context = net.context(episodes)
@@ -322,14 +324,14 @@ def _choose(log_probs: torch.Tensor, generator: torch.Generator | None) -> torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyInfo:
-    """What a saved policy says of itself."""
+    """Description of a saved policy."""
 
     method: str
     name: str
     hardware: str
-    """Device whose costs it was trained on."""
+    """Device whose costs the policy was trained on."""
     ranges: Mapping[str, tuple[float, float]]
-    """`num_tables`, `world_size`, `batch_size` -> least and most in training."""
+    """`num_tables`, `world_size`, `batch_size` -> their range in training."""
     trained_on: Mapping[str, Any]
     """Tables, settings, seed and command behind the weights."""
     feature_names: tuple[str, ...] = POLICY_FEATURES
@@ -338,7 +340,7 @@ class PolicyInfo:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A trained net and where it comes from."""
+    """A trained net and its description."""
 
     net: PolicyNet
     info: PolicyInfo
@@ -347,19 +349,19 @@ class Policy:
 def _format(
     method: str, make_net: Callable[[], PolicyNet]
 ) -> BundleFormat[PolicyInfo, PolicyNet]:
-    """Files of the policies of a method."""
+    """Return the file format of a method's policies."""
 
     def check(path: Path, data: Mapping[str, Any]) -> None:
         found = data.get("method"), data.get("policy_version")
         if found != (method, POLICY_VERSION):
             raise BundleMismatchError(
-                f"{path.parent} holds a policy of method and version {found}, wanted "
-                f"is {(method, POLICY_VERSION)}; take another folder or train again"
+                f"{path.parent} holds a policy of method and version {found}, not "
+                f"{(method, POLICY_VERSION)}; take another folder or train again"
             )
         if tuple(data.get("feature_names", ())) != POLICY_FEATURES:
             raise BundleMismatchError(
-                f"{path.parent} takes other features than this package computes; train "
-                "again"
+                f"the policy in {path.parent} needs features that this package does "
+                "not compute; train it again"
             )
 
     return BundleFormat(
@@ -372,7 +374,7 @@ def _format(
 
 
 def save_policy(folder: str | Path, policy: Policy, card: str) -> None:
-    """Write weights with their statistics, a description and a card."""
+    """Write the policy's weights, statistics and description, and a card."""
     files = _format(policy.info.method, lambda: policy.net)
     files.save(folder, policy.net, policy.info, card)
 
@@ -380,30 +382,30 @@ def save_policy(folder: str | Path, policy: Policy, card: str) -> None:
 def load_policy(
     folder: str | Path, method: str, make_net: Callable[[], PolicyNet]
 ) -> Policy:
-    """Load a policy and check all of it.
+    """Return the policy that `save_policy` wrote, after checking every file.
 
     Args:
-        folder: Made by `save_policy`.
-        method: What it must be.
+        folder: The policy's folder.
+        method: The method that the policy must have.
         make_net: Returns an untrained net of that method.
 
     Raises:
         BundleCorruptError: A file is missing or damaged.
-        BundleMismatchError: It is of another method or version of this package.
+        BundleMismatchError: The policy has another method or version.
     """
     return Policy(*_format(method, make_net).load(folder))
 
 
 def shipped_policy(method: str) -> Path:
-    """Folder of the policy that comes with the package.
+    """Return the folder of a method's shipped policy.
 
     Raises:
-        ConfigError: There is none of this method.
+        ConfigError: No policy of this method is shipped.
     """
     folders = sorted((PRETRAINED / "policies").glob(f"{method}_*"))
     if not folders:
         raise ConfigError(
-            f"no {method} policy comes with this package; {TRAIN} and pass its folder"
+            f"this package has no {method} policy; {TRAIN} and pass its folder"
         )
     return folders[0]
 
@@ -412,10 +414,10 @@ def shipped_policy(method: str) -> Path:
 
 
 class PolicySearcher(Searcher):
-    """Places whole tables as a trained policy does: greedily, in one pass.
+    """Base class of searches that place whole tables by a trained policy, in one pass.
 
-    A rank without room is not offered. Where a table has room nowhere, the pass is
-    repeated with the largest tables first, which the result's warnings say.
+    The policy never chooses a rank without room. If a table has room on no rank, the
+    pass is repeated with the largest tables first, and a note in the result says so.
     """
 
     method: ClassVar[str]
@@ -427,11 +429,11 @@ class PolicySearcher(Searcher):
         """Take a policy.
 
         Args:
-            policy: A policy or its folder; None is the one that comes with the package.
+            policy: A policy or its folder. None: the shipped one.
 
         Raises:
-            ConfigError: The policy is of another method, or none was shipped.
-            BundleError: The folder cannot be used.
+            ConfigError: The policy has another method, or none is shipped.
+            BundleError: The folder's policy cannot be loaded.
         """
         self.name = self.method
         if not isinstance(policy, Policy):
@@ -439,8 +441,9 @@ class PolicySearcher(Searcher):
             policy = load_policy(folder, self.method, self.make_net)
         if policy.info.method != self.method:
             raise ConfigError(
-                f"a policy of '{policy.info.method}' was given to '{self.method}'; "
-                "take the search of its own method"
+                f"the search '{self.method}' cannot use a policy of "
+                f"'{policy.info.method}'; pass a policy of '{self.method}', or use "
+                f"search='{policy.info.method}'"
             )
         self.policy = policy
 
@@ -452,11 +455,11 @@ class PolicySearcher(Searcher):
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        """Place whole tables; the models only predict the result.
+        """Return the policy's placement; the models only predict its costs.
 
         Raises:
-            InfeasibleError: A table fits on no rank any more.
-            ConfigError: The task says which ranks tables may share or use.
+            InfeasibleError: A table has room on no rank.
+            ConfigError: The task has rules on which ranks tables use or share.
         """
         start = time.monotonic()
         require_unconstrained(task, self.name)
@@ -483,8 +486,8 @@ class PolicySearcher(Searcher):
         if by == "cost":
             return ranks, []
         return ranks, [
-            f"costliest tables first, {self.name} left a table without room: the "
-            "largest were placed first instead"
+            f"with the costliest tables first, {self.name} found no room for a table; "
+            "it placed the largest tables first instead"
         ]
 
     def _out_of_range(self, task: ShardingTask, cost_model: CostModel) -> list[str]:
@@ -495,15 +498,15 @@ class PolicySearcher(Searcher):
             "batch_size": task.batch_size,
         }
         warnings = [
-            f"the {self.name} policy was trained with {name} from {low:g} to {high:g}, "
+            f"the {self.name} policy was trained for {name} {low:g} to {high:g}, but "
             f"the task has {values[name]}; {TRAIN}"
             for name, (low, high) in info.ranges.items()
             if not low <= values[name] <= high
         ]
         if cost_model.hardware != info.hardware:
             warnings.append(
-                f"the {self.name} policy was trained on costs of {info.hardware}, the "
-                f"task is for {cost_model.hardware}; {TRAIN}"
+                f"the {self.name} policy was trained on costs of {info.hardware}, but "
+                f"the task is for {cost_model.hardware}; {TRAIN}"
             )
         return warnings
 
@@ -512,8 +515,8 @@ def _stuck(task: ShardingTask, table: int) -> InfeasibleError:
     config = task.tables[table]
     needed = task.shard_bytes(table, config.embedding_dim)
     return InfeasibleError(
-        f"table '{config.name}' needs {format_bytes(needed)} and fits on no rank any "
-        "more. This search keeps tables whole and never moves one: allow column splits "
-        f"by another search, raise world_size ({task.world_size}) or the memory "
+        f"table '{config.name}' needs {format_bytes(needed)}, and no rank has as much "
+        "left. This search does not split tables and never moves one: use "
+        f"search='default', raise world_size ({task.world_size}) or the memory "
         f"({format_bytes(max(task.memory_bytes))} on the largest rank)."
     )
