@@ -112,11 +112,11 @@ def test_what_the_search_may_place_is_what_is_drawn() -> None:
 def test_without_measuring_there_is_a_warning_and_the_estimate() -> None:
     planner = make_planner(cost_model="measure", comms_model=None, calibrate="never")
     model = bags(bag_config(0, 100, 16), device=META)
-    with pytest.warns(UserWarning, match="calibrate forbids it, and the cache"):
+    with pytest.warns(UserWarning, match="calibrate='never' forbids measuring, and"):
         planner.plan(model, bag_sharders())
     assert "not measured" in planner.costs.cost_model.source
     assert planner.last_result is not None
-    assert any("cache holds none" in w for w in planner.last_result.warnings)
+    assert any("the cache has no bundle" in w for w in planner.last_result.warnings)
     settings: list[tuple[str, Any, str]] = [
         ("auto", "often", "must be 'auto', 'never' or a number of seconds"),
         ("auto", -1.0, "must be 'auto', 'never' or a number of seconds"),
@@ -208,6 +208,6 @@ def test_what_was_measured_badly_is_not_kept(
             continue
         (text,) = texts
         assert measured == launch + 1 and not cache.entries()
-        assert said in text and "the next launch measures again" in text
+        assert said in text and "The next launch measures again" in text
         # Both errors, on the sets that were held out.
         assert text.count("%") == 2 and text in planner.last_result.warnings

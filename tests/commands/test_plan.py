@@ -147,7 +147,7 @@ def test_a_plan_that_lacks_memory_is_shown_and_not_done(
     Path("c.json").write_text('{"*": {"compute_kernels": ["fused"]}}')
     files = ["--constraints", "c.json", "--json", "a.json"]
     assert main(["plan", "t.csv", *QUICK, "--memory-gb", "0.041", *files]) == 1
-    assert "- error: out of memory ahead: rank " in capsys.readouterr().out
+    assert "- error: the plan will run out of memory: rank " in capsys.readouterr().out
     notes = json.loads(Path("a.json").read_text())["plan"]["notes"]
     severe = [n["code"] for n in notes if n["severity"] == "error"]
     assert severe == ["memory"]
@@ -352,7 +352,7 @@ def test_other_plans_are_not_compared(capsys: pytest.CaptureFixture[str]) -> Non
         assert main(["show", "a.json", "--verbose"]) == 0
         out = capsys.readouterr().out
         assert "critical path unknown" in out and "path  kernels" not in out
-        assert "the plan file does not say what its plan costs" in out
+        assert "the plan file has no costs that this version can read" in out
 
 
 def test_the_page_names_the_options_and_fields(

@@ -56,7 +56,7 @@ def launch(pg: dist.ProcessGroup, *, trains: bool = True) -> dict[str, Any]:
         plan = planner.collective_plan(model, sharders, pg)
     texts = [str(w.message) for w in caught]
     found: dict[str, Any] = {
-        "warnings": [t for t in texts if "first launch" in t or "kept" in t],
+        "warnings": [t for t in texts if "first launch" in t or "stored" in t],
         "kernels": planner.costs.cost_model.source,
         "collectives": planner.costs.comms_model.source,
         "noted": " ".join(planner.last_result.warnings if planner.last_result else ()),
@@ -162,7 +162,7 @@ def test_no_failure_reaches_the_job(results: OfJob) -> None:
 def test_what_cannot_be_kept_serves_this_launch(results: OfJob) -> None:
     first, second = results("unwritable")
     (text,) = first["warnings"]
-    assert "what was measured could not be kept" in text
+    assert "the measured bundle could not be stored" in text
     assert first["kernels"] == "measured"
     assert first["loss"] > 0 and second["loss"] > 0
 

@@ -161,7 +161,7 @@ def odd_plan(at: Rank, odd: Any) -> Any:
 
 
 PLAN = "plan"
-LEFT = "RankFailureError|a rank died or fell silent"
+LEFT = "RankFailureError|a rank died or timed out"
 
 
 @dataclass(frozen=True)

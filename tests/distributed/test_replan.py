@@ -263,9 +263,9 @@ def test_training_goes_on_as_without_the_move(results: OfJob, name: str) -> None
 
 def test_refusals_reach_all_ranks(results: OfJob) -> None:
     messages = {
-        "none": "ConfigError: rank 0 carries out its result",
-        "hashes": "ConfigError: over gloo TorchRec moves tables only where",
-        "no dense part": "ConfigError: TorchRec moves tables only of a model",
+        "none": "ConfigError: apply_moves needs the result of replan",
+        "hashes": "ConfigError: over gloo TorchRec moves tables only if all",
+        "no dense part": "ConfigError: TorchRec moves tables only if Distributed",
         "no model": "ConfigError: rank 1 cannot move tables: AttributeError: 'Linear'",
         "replicas": "ConfigError: table 'sparse.ebc.t",
         "again": "ConfigError: table 'sparse.ebc.t",

@@ -349,7 +349,7 @@ def test_things_of_another_kind_are_named() -> None:
     with pytest.raises(ConfigError, match="process group"):
         NeuroShardPlanner()
     planner, model = make_planner(2), make_ebc(SIZES)
-    with pytest.raises(RuntimeError, match="init_process_group first, or plan"):
+    with pytest.raises(RuntimeError, match="init_process_group first, or call plan"):
         planner.collective_plan(model)
     swapped: Any = bag_sharders()
     with pytest.raises(ConfigError, match="model is a list"):
@@ -366,7 +366,7 @@ class MyCollection(EmbeddingBagCollection):
 def test_tables_and_constraints_that_nothing_takes_are_named() -> None:
     other = make_ebc([(9, 8)], prefix="other ")
     other.__class__ = MyCollection
-    untaken = "tables 'other t0' are in no plan.* class of module 'b', MyCollection"
+    untaken = "tables 'other t0' are not sharded.* module 'b' of class MyCollection"
     for name, factors, model, message in (
         ("t0", [1.0, 3.0], {}, "'t0': pooling_factors has 2 values for 1 feature"),
         ("t_0", [3.0], {}, "table 't_0', which the model .* did you mean 't0'"),

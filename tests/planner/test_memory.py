@@ -212,13 +212,13 @@ def test_an_optimizer_that_nobody_knows_is_named() -> None:
     apply_optimizer_in_backward(torch.optim.AdamW, module.parameters(), {"lr": 0.1})
     planner = make_planner(2, constraints=only(sharding_types=["data_parallel"]))
     planner.plan(module, bag_sharders())
-    told = "tables 't0': what optimizer AdamW keeps is not known"
+    told = "tables 't0': the state size of optimizer AdamW is unknown"
     [note] = [n for n in last_result(planner).notes if n.code == "optimizer"]
     assert note.text.startswith(told)
     planner = make_planner(topology=gpus(hbm_cap=2**20, ddr_cap=2**20))
     fused_params = {"optimizer": EmbOptimType.SHAMPOO}
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
-    told = "tables 't0': what optimizer SHAMPOO keeps is not known"
+    told = "tables 't0': the state size of optimizer SHAMPOO is unknown"
     with pytest.raises(PlannerError, match=f"table 't0' .* needs .*\n{told}"):
         planner.plan(make_ebc([(10**6, 64)]), [sharder])
 

@@ -36,7 +36,9 @@ from torchrec_neuroshard.planner.spread_options import SpreadOption
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.plans.plan_files import load_plan
 
-pytestmark = pytest.mark.filterwarnings("ignore:out of memory ahead:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:the plan will run out of memory:UserWarning"
+)
 
 
 def test_no_worse_than_torchrecs_plan() -> None:
@@ -115,11 +117,13 @@ def test_tables_are_planned_stored_and_loaded_that_torchrec_plans(
     settings: Any = {"topology": gpus(hbm_cap=2 * MIB), "constraints": constraints}
     stock_planner(batch_size=512, **settings).plan(ebc, bag_sharders())
     planner = planner_of(**settings)
-    with pytest.warns(UserWarning, match="out of memory ahead: rank") as caught:
+    with pytest.warns(
+        UserWarning, match="the plan will run out of memory: rank"
+    ) as caught:
         plan = planner.plan(ebc, bag_sharders())
     assert sorted(r for e in entries_of(plan).values() for r in e.ranks) == [0, 0, 1, 1]
     rehearsed = rehearse(ebc, plan, planner.topology, bag_sharders(), batch_size=512)
-    warned = str(caught[0].message).removeprefix("out of memory ahead: ")
+    warned = str(caught[0].message).removeprefix("the plan will run out of memory: ")
     assert rehearsed.ranks[0].faults[0].startswith(warned.split(".")[0])
     path = tmp_path / "plan.json"
     save_plan(plan, path, model=ebc, planner=planner)
@@ -128,7 +132,7 @@ def test_tables_are_planned_stored_and_loaded_that_torchrec_plans(
     for each_of in (planner, second):
         severe = [n for n in last_result(each_of).notes if n.severity == "error"]
         assert [n.code for n in severe] == ["memory"] and not each_of.report().fits
-        assert severe[0].text.startswith("out of memory ahead")
+        assert severe[0].text.startswith("the plan will run out of memory")
     with pytest.raises(PlannerError, match=r"every rank needs .* Lower batch_size"):
         planner_of(**settings, strict_memory=True).plan(ebc, bag_sharders())
 

@@ -117,7 +117,9 @@ def test_settings_of_a_table_come_back_as_they_were(stored: Stored) -> None:
     with pytest.raises(PlanFileError, match=r"'sparse.ebc.t0': a setting of type obj"):
         save_plan(plan, path, model=model, planner=planner)
     model = Nested(make_ebc(SIZES[:2]))
-    with pytest.raises(PlanFileError, match=r"'t2' of module 'sparse.ebc' is in the p"):
+    with pytest.raises(
+        PlanFileError, match=r"'t2' of module 'sparse.ebc' is only in the p"
+    ):
         save_plan(plan, path, model=model, planner=planner)
     assert [*path.parent.iterdir()] == []
 
@@ -219,7 +221,7 @@ def test_other_jobs_are_refused(
 ) -> None:
     model = Nested(make_ebc(sizes, **fields))
     with pytest.raises(
-        PlanMismatchError, match=f"not fit this job: .*{message}.*Plan anew"
+        PlanMismatchError, match=f"not fit this job: .*{message}.*Make a new plan"
     ):
         load_plan(stored[0], model=model, planner=stock_planner(topology))
 
@@ -230,7 +232,9 @@ def test_a_plan_of_what_is_around_the_tables_is_told(tmp_path: Path) -> None:
     planner = make_planner(2, "cpu")
     save_plan(planner.plan(model, bag_sharders()), path, model=model, planner=planner)
     deeper = nn.ModuleDict({"inner": model})
-    message = "no sharder is for module '', a ModuleDict; .* or a plan of 'inner'"
+    message = (
+        "no sharder matches module '' of class ModuleDict; .* or load a plan of 'inner'"
+    )
     for known in (planner, stock_planner(planner.topology)):
         with pytest.raises(PlanMismatchError, match=message):
             load_plan(path, model=deeper, planner=known)
@@ -266,7 +270,7 @@ def test_files_of_earlier_versions_are_read(stored: Stored) -> None:
         assert load_plan(path, model=model, planner=planner) == plan
         report = read_plan(path).report()
         assert [note.code for note in report.notes] == ["stored"]
-        assert "memory is that of the weights alone" in str(report)
+        assert "memory counts only weights" in str(report)
 
 
 def test_what_constraints_forbid_is_refused(stored: Stored) -> None:
@@ -274,9 +278,12 @@ def test_what_constraints_forbid_is_refused(stored: Stored) -> None:
     for kind, message in (
         (
             {"sharding_types": ["table_wise"]},
-            "is column_wise in the file, and .* allow table_wise",
+            "is column_wise in the file, but .* allow only table_wise",
         ),
-        ({"compute_kernels": ["dense"]}, "is fused in the file, and .* allow dense"),
+        (
+            {"compute_kernels": ["dense"]},
+            "is fused in the file, but .* allow only dense",
+        ),
     ):
         planner = make_planner(constraints=each(1, **kind))
         with pytest.raises(PlanMismatchError, match=rf"'sparse\.ebc\.t0' {message}"):
@@ -286,19 +293,19 @@ def test_what_constraints_forbid_is_refused(stored: Stored) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema=2), "has schema 2, this version reads 1"),
+        (lambda d: d.update(schema=2), "schema is 2, but this version reads 1"),
         (lambda d: d["fingerprint"].pop("tables"), "'tables' is missing"),
         (lambda d: stored_entry(d)["shards"][1].update(offset=[1, 20]), "exactly once"),
         (lambda d: stored_entry(d).update(ranks=[0, 2]), "rank 2 is not in 0 to 1"),
         (
             lambda d: stored_entry(d).update(new_setting=3),
-            "knows no setting 'new_setting'",
+            "release has no setting 'new_setting'",
         ),
         (
             lambda d: stored_entry(d).update(
                 cache_params={"record": "os", "fields": {}}
             ),
-            "knows no setting of type 'os'",
+            "release has no setting of type 'os'",
         ),
     ],
 )

@@ -183,7 +183,7 @@ def test_the_command_takes_what_the_plan_was_made_for(
     path.write_text(json.dumps(data))
     assert main(command) == 1
     fault = capsys.readouterr().out
-    assert "in the host's memory, of which it has" in fault
+    assert " of host memory and has " in fault
     assert main(["rehearse", str(path), "nothing"]) == 2
     assert "package.module:function" in capsys.readouterr().err
 

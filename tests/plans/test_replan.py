@@ -176,7 +176,7 @@ def test_splits_need_a_rank_of_their_own_over_gloo() -> None:
 @pytest.mark.parametrize(
     ("triples", "arguments", "reason"),
     [
-        (ALL_ON_0, {"optimizer": torch.optim.Adam}, "all of the state of Adam"),
+        (ALL_ON_0, {"optimizer": torch.optim.Adam}, "a part of the state of Adam"),
         (
             ALL_ON_0[:4],
             {"last": "data_parallel"},
@@ -207,7 +207,7 @@ def test_sequence_tables_are_not_resharded() -> None:
     job = Job(make_planner(2), model, plan)
     result = job.replan(sharders=sharders)
     assert result.moves == ()
-    assert result.obstacles["t0"] == "TorchRec does not reshard an EmbeddingCollection"
+    assert result.obstacles["t0"] == "TorchRec does not reshard EmbeddingCollection"
 
 
 def test_full_ranks_take_nothing() -> None:

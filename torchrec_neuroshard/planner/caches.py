@@ -1,10 +1,10 @@
-"""Sizes of the caches of tables in the host's memory, by the memory that a plan leaves.
+"""Cache sizes for tables in host memory, from the device memory that a plan leaves.
 
-Tables of one kernel share its cache: where each has room for the rows of as many
-batches, each keeps what it is predicted to. So each rank's caches grow, or shrink, to
-the batches that fill its memory.
+Tables of one kernel share its cache. Predictions hold if each table's part has room for
+the rows of the same number of batches. So a rank's caches grow or shrink together, to
+the number of batches that fills the rank's memory.
 
-Shapes: `N` shards of cached tables, `T` such tables, `W` ranks.
+Shapes: `N` shards of cached tables, `T` cached tables, `W` ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["size_caches", "with_load"]
 Floats = npt.NDArray[np.float64]
 
 MOST_BATCHES, MAX_LOAD = 2.0**20, 0.95
-"""What caches may hold, in batches and as a share of the rows."""
+"""Limits of a cache: batches of rows, and share of the table's rows."""
 _STEPS = 24
 _NUM_KNOTS = 61
 
@@ -41,17 +41,17 @@ def size_caches(
     memory: MemoryModel,
     topology: Topology,
 ) -> list[ShardingOption]:
-    """Give caches the sizes that fill each rank's memory, where that pays.
+    """Return the plan with caches that fill each rank's memory, if that is faster.
 
     Args:
-        plan: Placed options, one of each table.
-        sized: Of each, whether its cache's size may be chosen.
-        costs: What plans cost.
-        memory: What ranks allocate.
-        topology: The devices, with the memory that plans may take.
+        plan: Placed options, one per table.
+        sized: For each option, whether its cache size may change.
+        costs: Prices plans.
+        memory: Predicts what ranks allocate.
+        topology: The devices, with the memory for plans.
 
     Returns:
-        The plan, or a plan that differs in the sizes of caches alone and costs less.
+        The plan itself, or a faster plan that differs only in cache sizes.
     """
     numbers = [n for n, may in enumerate(sized) if may]
     if not numbers or not all(map(memory.knows, plan)):
@@ -65,9 +65,9 @@ def size_caches(
 
 
 def with_load(option: ShardingOption, load: float) -> ShardingOption:
-    """Return a copy of an option with such a load factor, to four digits, rounded down.
+    """Return a copy of an option with a load factor, rounded down to four digits.
 
-    The shards are the option's own.
+    The copy shares the option's shards.
     """
     other = copy.copy(option)
     params = option.cache_params or CacheParams()
@@ -78,7 +78,7 @@ def with_load(option: ShardingOption, load: float) -> ShardingOption:
 
 
 class _Caches:
-    """What caches of a plan take of its ranks, by the batches whose rows they hold."""
+    """The memory of a plan's caches, as a function of the batches they hold."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Caches:
         self._room_W = caps_W - used_W + self._of_ranks(slots_N, len(caps_W))
 
     def _loads(self, log_batches_T: Floats) -> Floats:
-        """Load factors of caches of so many batches, `T`."""
+        """Return the load factors of caches of this many batches, `T`."""
         place = np.interp(
             log_batches_T, self._log_batches, np.arange(len(self._log_batches))
         )
@@ -114,14 +114,14 @@ class _Caches:
         return loads_T
 
     def _of_ranks(self, slots_N: Floats, num_ranks: int) -> Floats:
-        """Bytes of so many slots of each shard, `W`."""
+        """Return the bytes of each rank for these slots per shard, `W`."""
         bytes_W: Floats = np.bincount(
             self._rank_N, weights=slots_N * self._slot_bytes_N, minlength=num_ranks
         ).astype(np.float64)
         return bytes_W
 
     def _full(self, log_batches_T: Floats) -> npt.NDArray[np.bool_]:
-        """Whether ranks lack the memory for caches of so many batches, `W`."""
+        """Return which ranks lack memory for caches of this many batches, `W`."""
         slots_N = self._rows_N * self._loads(log_batches_T)[self._table_N]
         slots_N = np.ceil(slots_N / ASSOCIATIVITY + 1e-3) * ASSOCIATIVITY
         over: npt.NDArray[np.bool_] = (
@@ -130,7 +130,7 @@ class _Caches:
         return over
 
     def fill(self) -> Floats:
-        """Return load factors, `T`: all tables grow until a rank of theirs is full."""
+        """Return load factors, `T`: each cache grows until one of its ranks is full."""
         count = len(self._loads_TK)
         log_T = np.zeros(count)
         growing_T = np.ones(count, dtype=bool)
@@ -145,7 +145,7 @@ class _Caches:
             full_W = self._full(np.where(growing_T, high, log_T))
             log_T = np.where(growing_T, low, log_T)
             stuck = full_W[self._rank_N] & growing_T[self._table_N]
-            if not stuck.any():  # all of them as large as caches are
+            if not stuck.any():  # all caches have their largest size
                 break
             growing_T[self._table_N[stuck]] = False
         return self._loads(log_T)

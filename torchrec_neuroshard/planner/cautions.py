@@ -1,4 +1,4 @@
-"""What is unusual about a GPU plan that only an estimate recommends."""
+"""Notes on unusual GPU plans that only an estimate recommends."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torchrec_neuroshard.planner.reader import TableReader
 __all__ = ["cautions", "optimizer_notes"]
 
 FULLEST = 3.0
-"""Times the mean memory that the fullest rank may hold without a caution."""
+"""Without a note, the fullest rank holds at most this multiple of the mean memory."""
 LEAST_FILLED = 0.05
-"""Share of a rank's memory below which its filling is of no account."""
+"""No note if the fullest rank uses less than this share of its memory."""
 
 
 def cautions(
     costs: PlanCosts, plan: Sequence[ShardingOption], topology: Topology
 ) -> tuple[Note, ...]:
-    """Say what is unusual about a GPU plan that only an estimate recommends.
+    """Return notes on an unusual GPU plan that only an estimate recommends.
 
     Args:
-        costs: What the plan was priced by.
+        costs: The costs that priced the plan.
         plan: Placed options, with estimates of memory.
-        topology: Devices with the memory that is left for shards.
+        topology: The devices, with the memory left for shards.
     """
     if costs.cost_model.error is None or topology.compute_device == "cpu":
         return ()
@@ -42,9 +42,9 @@ def cautions(
     }
     if narrow:
         texts.append(
-            f"{quoted(list(narrow))}: shards of {min(narrow.values())} columns, where "
-            f"the estimate is unchecked below {ESTIMATED_COLUMNS}. min_partition="
-            f"{ESTIMATED_COLUMNS} in the constraints avoids that"
+            f"{quoted(list(narrow))}: shards of {min(narrow.values())} columns, but "
+            f"the estimate was not checked below {ESTIMATED_COLUMNS}. Set "
+            f"min_partition={ESTIMATED_COLUMNS} in the constraints to avoid them"
         )
     used_W = np.zeros(int(topology.world_size))
     for shard in (s for o in plan for s in o.shards):
@@ -54,8 +54,8 @@ def cautions(
     if used_W[fullest] > max(FULLEST * mean, LEAST_FILLED * room):
         texts.append(
             f"rank {fullest} holds {format_bytes(used_W[fullest])}, "
-            f"{used_W[fullest] / mean:.1f} times the mean of all ranks: the estimate "
-            "finds that fastest, and memory does not count as long as it suffices"
+            f"{used_W[fullest] / mean:.1f} times the mean of all ranks: this plan has "
+            "the lowest estimated time, and the search does not balance memory"
         )
     return tuple(Note("unusual", text) for text in texts)
 
@@ -63,15 +63,15 @@ def cautions(
 def optimizer_notes(
     options: Iterable[ShardingOption], reader: TableReader
 ) -> tuple[Note, ...]:
-    """Say which tables have an optimizer of which nobody knows what it keeps."""
+    """Return notes on tables whose optimizer has a state of unknown size."""
     odd: dict[str, dict[str, None]] = {}
     for option in options:
         if not reader.knows_optimizer(option):
             name = reader.optimizer_name(option)
             odd.setdefault(name, {})[table_name(option)] = None
     texts = (
-        f"tables {quoted([*tables])}: what optimizer {name} keeps is not known; "
-        "memory and time are counted as Adam's, with two values for each weight"
+        f"tables {quoted([*tables])}: the state size of optimizer {name} is unknown; "
+        "memory and time count as for Adam, with two values per weight"
         for name, tables in sorted(odd.items())
     )
     return tuple(Note("optimizer", text) for text in texts)

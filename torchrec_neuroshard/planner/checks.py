@@ -1,7 +1,7 @@
-"""Checks of what a caller says about tables and inputs.
+"""Checks of constraints, profiles and sharders against the model.
 
-What cannot be planned with is an error. A name that nothing has is a note: planning
-goes on as TorchRec's would.
+Values that make planning impossible are errors. Unknown names are notes: planning goes
+on, as in TorchRec.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ KNOWN_VALUES: Mapping[str, Collection[str]] = {
     "sharding_types": [t.value for t in ShardingType],
     "compute_kernels": [k.value for k in EmbeddingComputeKernel],
 }
-"""Field of TorchRec's constraints -> the values that it may list."""
+"""Field of TorchRec's constraints -> its possible values."""
 _NUMBERS = ("pooling_factors", "num_poolings", "batch_sizes")
-"""Fields that list a number for each feature."""
+"""Fields with one number per feature."""
 
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
 
 def check_kind(name: str, given: Any, kind: type) -> None:
-    """Check the type of something given that is read much later.
+    """Check the type of an argument early.
 
     Raises:
-        ConfigError: It is of another.
+        ConfigError: The type is another.
     """
     if not isinstance(given, kind):
         raise ConfigError(
@@ -68,17 +68,16 @@ def check_kind(name: str, given: Any, kind: type) -> None:
 def check_constraints(
     constraints: Mapping[str, ParameterConstraints], *, prefetches: bool = False
 ) -> None:
-    """Check what constraints say of features and of rows in the host's memory.
+    """Check the values of constraints and their settings for host memory.
 
     Args:
-        constraints: By table.
-        prefetches: Whether the pipeline loads caches ahead of lookups.
+        constraints: Table -> its constraints.
+        prefetches: Whether the pipeline prefetches into caches.
 
     Raises:
-        ConfigError: A number that is not finite or below 0, something else where a
-            list should be, rows that must be on the device and may only be in the
-            host's memory, a cache that must not be loaded ahead though it is, or no
-            constraints at all.
+        ConfigError: A number is below 0 or not finite, a field is not a list,
+            `enforce_hbm` contradicts the kernels, a cache's settings contradict
+            prefetching, or a value is not `ParameterConstraints`.
     """
     for name, constraint in constraints.items():
         where = f"constraints of table '{name}'"
@@ -87,19 +86,19 @@ def check_constraints(
             values = getattr(constraint, field)
             if isinstance(values, str | float | int):
                 raise ConfigError(
-                    f"{where}: {field} is {values!r}, not a list; give [{values!r}]"
+                    f"{where}: {field} is {values!r}, not a list; pass [{values!r}]"
                 )
             for value in values or () if field in _NUMBERS else ():
                 if not 0 <= value < math.inf:  # nan is neither
                     raise ConfigError(
-                        f"{where}: {field} has {value}; give finite numbers of at "
+                        f"{where}: {field} has {value}; pass finite numbers of at "
                         "least 0, or leave the list out"
                     )
         kernels, params = set(constraint.compute_kernels or ()), constraint.cache_params
         if constraint.enforce_hbm and kernels and kernels <= OFFLOADED_KERNELS:
             raise ConfigError(
-                f"{where}: enforce_hbm is True, and compute_kernels leaves "
-                f"{', '.join(sorted(kernels))}, whose rows are in the host's memory; "
+                f"{where}: enforce_hbm is True, but compute_kernels allows only "
+                f"{', '.join(sorted(kernels))}, with rows in host memory; "
                 "allow 'fused', or leave enforce_hbm out"
             )
         if not prefetches or params is None or (kernels and _CACHING not in kernels):
@@ -108,18 +107,18 @@ def check_constraints(
         if is_lfu or params.prefetch_pipeline is False:
             raise ConfigError(
                 f"{where}: cache_params has algorithm LFU or prefetch_pipeline=False, "
-                f"and {PREFETCHING} loads caches ahead, which FBGEMM does by LRU "
-                "alone; leave one of them out"
+                f"but pipeline_type {PREFETCHING} prefetches into caches, which FBGEMM "
+                "supports only with LRU; change one of them"
             )
 
 
 def table_paths(
     module: nn.Module, sharders: Iterable[ModuleSharder[Any]]
 ) -> list[tuple[str, BaseEmbeddingConfig]]:
-    """Return module path, as constraints name it, and configuration of all tables.
+    """Return module path, as in constraints, and configuration of all tables.
 
     Raises:
-        ConfigError: Something given is no sharder.
+        ConfigError: An item of `sharders` is not a sharder.
     """
     return [
         (path, config)
@@ -133,10 +132,10 @@ def unmatched_constraints(
     sharders: Iterable[ModuleSharder[Any]],
     constraints: Mapping[str, ParameterConstraints],
 ) -> tuple[Note, ...]:
-    """Return notes on constraints that do not fit the model's tables.
+    """Return notes on constraints that do not match the model's tables.
 
-    TorchRec leaves those of tables that are not there unread, and reads the pooling
-    factors of a table with another number of features as their mean.
+    TorchRec ignores constraints on unknown tables. If a table has another number of
+    features than `pooling_factors` has values, it uses their mean.
     """
     features: dict[str, set[int]] = {}
     for path, config in table_paths(module, sharders):
@@ -151,8 +150,8 @@ def unmatched_constraints(
             known = max(features[name])
             text = (
                 f"constraints of table '{name}': pooling_factors has {count} values "
-                f"for {known} feature{'' if known == 1 else 's'}; each feature is "
-                "taken to have their mean. Give one value per feature"
+                f"for {known} feature{'' if known == 1 else 's'}; each feature gets "
+                "their mean. Pass one value per feature"
             )
         else:
             continue
@@ -163,10 +162,10 @@ def unmatched_constraints(
 def unsharded_tables(
     module: nn.Module, sharders: Iterable[ModuleSharder[Any]]
 ) -> dict[str, list[str]]:
-    """Return path of a module that no sharder takes, as TorchRec looks -> its tables.
+    """Return path of each module without a sharder -> its tables.
 
     Raises:
-        ConfigError: Something given is no sharder.
+        ConfigError: An item of `sharders` is not a sharder.
     """
     return {
         path: [config.name for config in table_configs(child)]
@@ -178,7 +177,7 @@ def unsharded_tables(
 def _table_modules(
     module: nn.Module, sharders: Iterable[ModuleSharder[Any]]
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield modules with tables, as TorchRec looks: path, module, if sharded."""
+    """Yield modules with tables in TorchRec's order: path, module, has a sharder."""
     taken = set(sharders_by_type(sharders))
     queue = [("", module)]
     while queue:
@@ -194,23 +193,23 @@ def _table_modules(
 def unsharded_notes(
     module: nn.Module, sharders: Iterable[ModuleSharder[Any]]
 ) -> tuple[Note, ...]:
-    """Return notes on tables that TorchRec leaves out of its plans without a word."""
+    """Return notes on tables that TorchRec silently leaves out of its plans."""
     texts = (
-        f"tables {quoted(tables)} are in no plan, and every rank keeps them whole: no "
-        f"sharder is for the class of module '{path}', "
-        f"{type(module.get_submodule(path)).__name__}; a class derived from one that "
-        "is counts as another. Pass a sharder for it"
+        f"tables {quoted(tables)} are not sharded, and every rank keeps a copy: no "
+        f"sharder matches module '{path}' of class "
+        f"{type(module.get_submodule(path)).__name__}. Pass a sharder for exactly this "
+        "class; a base class's does not match"
         for path, tables in sorted(unsharded_tables(module, sharders).items())
     )
     return tuple(Note("unsharded", text) for text in texts)
 
 
 def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) -> None:
-    """Check that each profile is one, and of a feature of the model.
+    """Check that all profiles are `FeatureProfile`s of the model's features.
 
     Raises:
-        ProfileError: Something else than a profile, or one of a feature that no
-            embedding table reads.
+        ProfileError: A value is not a profile, or no embedding table reads the
+            feature.
     """
     known = {
         feature
@@ -221,11 +220,10 @@ def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) ->
         if not isinstance(profile, FeatureProfile):
             raise ProfileError(
                 f"profiles['{name}'] is a {type(profile).__name__}, not a "
-                "FeatureProfile; profile_inputs(batches) makes the whole dictionary"
+                "FeatureProfile; profile_inputs(batches) returns the whole dictionary"
             )
         if name not in known:
             raise ProfileError(
-                f"profiles holds feature '{name}', which no embedding table reads; "
-                f"{suggestion(name, known, 'features')} Leave it out or correct its "
-                "name"
+                f"profiles has feature '{name}', which no embedding table reads; "
+                f"{suggestion(name, known, 'features')} Remove it or correct its name"
             )

@@ -1,8 +1,7 @@
-"""TorchRec's private attributes, and what differs between its releases 1.6 to 1.9.
+"""TorchRec's private attributes and the differences between releases 1.6 to 1.9.
 
-No other module of this package reads or sets a private attribute of TorchRec's, or asks
-which release it is or which names it has. A function that names no release is needed
-with all of them.
+Only this module reads or sets private attributes of TorchRec, or checks its release or
+names. A function that mentions no release is needed with all of them.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ _KERNEL_SETTINGS = (
 )
 
 PlannerProviderBase: type[Any] = DefaultPlannerProvider
-"""TorchRec's provider of planners; before 1.9 `object`, see `has_planning_api`."""
+"""TorchRec's planner provider; `object` before 1.9. See `has_planning_api`."""
 
 
 def torchrec_version() -> str:
@@ -80,14 +79,14 @@ def torchrec_version() -> str:
 
 
 def has_planning_api() -> bool:
-    """Whether TorchRec asks providers for planners: since 1.9."""
+    """Whether TorchRec has planner providers: since 1.9."""
     return DefaultPlannerProvider is not object
 
 
 def requested_parts(provider: Any, request: Any, topology: Topology) -> dict[str, Any]:
-    """Return TorchRec's parts of a planner that a request asks for, by argument.
+    """Return argument -> the part of TorchRec that a request asks for.
 
-    Only private methods of `DefaultPlannerProvider` make them.
+    Only private methods of `DefaultPlannerProvider` create these parts.
     """
     config = request.planner_config
     found = {
@@ -99,9 +98,9 @@ def requested_parts(provider: Any, request: Any, topology: Topology) -> dict[str
 
 
 def sku_overrides(request: Any, sku: str) -> dict[str, float]:
-    """Return field -> value that a dry run asks for on one SKU; {} of other requests.
+    """Return field -> a dry run's value for one SKU; {} for other requests.
 
-    Fields are those of the request (memory) and of `Topology` (links, in GB/s).
+    Memory has the request's field names, links those of `Topology` (in GB/s).
     """
     override = (getattr(request, "per_sku_overrides", None) or {}).get(sku)
     given = dataclasses.asdict(override) if override else {}
@@ -109,17 +108,17 @@ def sku_overrides(request: Any, sku: str) -> dict[str, float]:
 
 
 def pipeline_name(pipeline_type: Any) -> str:
-    """Return the name of a pipeline, given so or as a `PipelineType`; None: "none"."""
+    """Return the name of a pipeline or `PipelineType`; "none" for None."""
     return str(getattr(pipeline_type, "value", pipeline_type) or "none")
 
 
 def torchrec_pipeline(pipeline_type: Any) -> PipelineType:
-    """Return the member of `PipelineType` whose batches a pipeline holds.
+    """Return the member of `PipelineType` that holds as many batches as a pipeline.
 
-    Those without a member of their own count like `TRAIN_SPARSE_DIST`.
+    Pipelines without their own member count like `TRAIN_SPARSE_DIST`.
 
     Raises:
-        ConfigError: There is no such pipeline.
+        ConfigError: The pipeline is unknown.
     """
     name = pipeline_name(pipeline_type)
     find_schedule(name, DenseMs())
@@ -128,28 +127,29 @@ def torchrec_pipeline(pipeline_type: Any) -> PipelineType:
 
 
 def planner_part(planner: EmbeddingPlannerBase, name: str) -> Any:
-    """Return a part of one of TorchRec's planners, which has no property for it.
+    """Return a part of a TorchRec planner, which has no property for it.
 
     Args:
         planner: The planner.
-        name: An argument of its constructor, or "proposers", "perf_model".
+        name: An argument of its constructor, "proposers" or "perf_model".
     """
     return getattr(planner, f"_{name}")
 
 
 def set_planner_part(planner: EmbeddingPlannerBase, name: str, part: Any) -> None:
-    """Replace a part that a planner's constructor made; it has no setter."""
+    """Replace a part of a TorchRec planner, which has no setter for it."""
     setattr(planner, f"_{name}", part)
 
 
 @contextlib.contextmanager
 def report_full(reservation: StorageReservation) -> Iterator[None]:
-    """Let TorchRec say that nothing fits, whatever the class of the reservation.
+    """Let TorchRec report that no plan fits, for any class of storage reservation.
 
-    Before 1.9 it takes reservations for ones of its own there and reads `_percentage`.
+    Before 1.9, TorchRec's report reads `_percentage`, which only its own reservations
+    have.
 
     Raises:
-        PlannerError: In place of the error that it ends in.
+        PlannerError: Replaces the resulting AttributeError.
     """
     try:
         yield
@@ -164,23 +164,23 @@ def report_full(reservation: StorageReservation) -> Iterator[None]:
 
 
 class EnumeratorByModule(EmbeddingEnumerator):
-    """TorchRec's enumerator, which reads constraints by module as well as by name.
+    """TorchRec's enumerator with constraints by module path as well as by name.
 
-    It names no module where it looks constraints up.
+    TorchRec looks up constraints without the module.
     """
 
     _constraints: ModuleConstraints
     _path = ""
-    """Of the module whose tables are listed now."""
+    """Path of the module whose tables are being listed."""
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
-        """Return the options of every table, with estimates, as TorchRec's does."""
+        """Return the options of every table, with estimates, like TorchRec's."""
         paths = {child: path for path, child in module.named_modules()}
 
         def announcing(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
-            """A copy that says whose tables TorchRec begins to list."""
+            """Return a copy that notes which module TorchRec starts to list."""
 
             def shardable_parameters(listed: nn.Module) -> dict[str, nn.Parameter]:
                 found: dict[str, nn.Parameter] = sharder.shardable_parameters(listed)
@@ -196,8 +196,8 @@ class EnumeratorByModule(EmbeddingEnumerator):
             options = super().enumerate(module, [*map(announcing, sharders)])
         finally:
             self._sharder_map = sharders_by_type(sharders)
-        # Of a module that it knows, TorchRec would return copies of these options,
-        # whatever has become of costs and optimizers since.
+        # For a known module, TorchRec would return copies of these options, even if
+        # costs or optimizers have changed since.
         self._last_stored_module, self._last_stored_search_space = None, options
         return list(options)
 
@@ -208,22 +208,22 @@ class EnumeratorByModule(EmbeddingEnumerator):
 
 
 class HookedEnumerator(EnumeratorByModule):
-    """TorchRec's enumerator, with a say in the options that it lists.
+    """TorchRec's enumerator with hooks that choose which options to list.
 
-    Nothing public keeps options from being estimated, or from being listed with a shard
-    for each rank: those of row-wise and data-parallel options are millions.
+    TorchRec has no public way to skip estimates, or to list a row-wise or data-parallel
+    option without one shard per rank, which can be millions of shards.
     """
 
     _world_size: int
     _listed: list[ShardingOption] | None = None
-    """Options listed so far; None unless `enumerate` is running."""
+    """Options listed so far. None: `enumerate` is not running."""
     _has_buckets = False
-    """Whether a table of the model may have rows in buckets, which no ranks share."""
+    """Whether a table may have rows in buckets, which ranks cannot split."""
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
-        """Return the options of every table, with estimates, as TorchRec's does."""
+        """Return the options of every table, with estimates, like TorchRec's."""
         self._has_buckets = any(map(_may_have_buckets, module.modules()))
         self._true_world_size = self._world_size
         options: list[ShardingOption] = []
@@ -239,7 +239,7 @@ class HookedEnumerator(EnumeratorByModule):
 
     @property
     def _lists_one_rank(self) -> bool:
-        """Whether options are listed as if for one rank, and spread afterwards."""
+        """Whether options are listed for one rank and spread over ranks later."""
         return self._device_memory_sizes is None and not self._has_buckets
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
@@ -254,24 +254,24 @@ class HookedEnumerator(EnumeratorByModule):
                 for o in sharding_options
             ]
         super().populate_estimates(sharding_options)
-        if listed is not None:  # TorchRec copies what is left in its own list
+        if listed is not None:  # empty the list, so that TorchRec copies nothing
             listed += sharding_options
             sharding_options.clear()
 
     def spread(self, option: ShardingOption, world_size: int) -> ShardingOption:
-        """Return an option that is listed for one rank, spread over all of them."""
+        """Return an option listed for one rank, spread over all ranks."""
         raise NotImplementedError
 
     def narrowed_types(self, table: str, types: list[str]) -> list[str]:
-        """Return the sharding types to list of those that TorchRec would."""
+        """Return those of TorchRec's sharding types to list."""
         raise NotImplementedError
 
     def narrowed_kernels(self, table: str, kernels: list[str]) -> list[str]:
-        """Return the kernels to list of those that TorchRec would."""
+        """Return those of TorchRec's kernels to list."""
         raise NotImplementedError
 
     def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
-        # TorchRec walks over all tables of a module for each of them.
+        # TorchRec loops over all tables of a module for each table.
         if not self._has_buckets:
             return None
         found: int | None = super()._get_num_buckets(parameter, module)
@@ -287,10 +287,9 @@ class HookedEnumerator(EnumeratorByModule):
 
 
 def no_options_reason(error: RuntimeError) -> str | None:
-    """Say which table has no sharding option left; None for any other error.
+    """Return which table has no sharding option; None for any other error.
 
-    TorchRec's enumerator raises a bare RuntimeError for it, in all releases; its text
-    alone tells it from others.
+    TorchRec's enumerator raises a plain RuntimeError, recognised by its text.
     """
     text = str(error)
     if not text.startswith("No available sharding type"):
@@ -299,7 +298,7 @@ def no_options_reason(error: RuntimeError) -> str | None:
 
 
 def _may_have_buckets(module: nn.Module) -> bool:
-    """Whether TorchRec may cut rows of a module's tables in whole buckets."""
+    """Whether TorchRec may split rows of a module's tables by buckets."""
     configs: Sequence[Any] = ()
     if isinstance(module, EmbeddingBagCollection):
         configs = module.embedding_bag_configs()
@@ -311,7 +310,7 @@ def _may_have_buckets(module: nn.Module) -> bool:
 
 
 def enumerator_constraints(enumerator: EmbeddingEnumerator) -> Mapping[str, Any]:
-    """Return table -> constraints of TorchRec's enumerator: a private attribute."""
+    """Return the constraints of TorchRec's enumerator, a private attribute."""
     constraints = enumerator._constraints or {}
     if isinstance(constraints, ModuleConstraints):
         return constraints.given
@@ -319,7 +318,7 @@ def enumerator_constraints(enumerator: EmbeddingEnumerator) -> Mapping[str, Any]
 
 
 def with_devices(topology: Topology, devices: Sequence[DeviceHardware]) -> Topology:
-    """Return a topology of other devices; its constructor takes only numbers."""
+    """Return a copy with other devices; `Topology()` takes only numbers."""
     other = copy.copy(topology)
     other._devices = list(devices)
     return other
@@ -332,26 +331,26 @@ def with_ranks(
     ranks_per_node: int,
     nodes_per_pod: int | None,
 ) -> Topology:
-    """Return a copy of a topology with fewer ranks; what else its class holds stays."""
+    """Return a copy with other ranks; other attributes of its class stay."""
     other = with_devices(topology, devices)
     other._world_size = len(devices)
     other._local_world_size, other._pod_size = ranks_per_node, nodes_per_pod
     other._intra_group_size = ranks_per_node * (nodes_per_pod or 1)
-    other._custom_topology_data = None  # a list of the ranks that there were
+    other._custom_topology_data = None  # it lists the former ranks
     return other
 
 
 def custom_data(topology: Topology) -> CustomTopologyData | None:
-    """Return what the caller said of each rank's memory: a private attribute."""
+    """Return the caller's data on each rank's memory, a private attribute."""
     return topology._custom_topology_data
 
 
 def with_bandwidths(topology: Topology, values: Mapping[str, float]) -> Topology:
-    """Return a copy of a topology with other bandwidths, which it only reads.
+    """Return a copy with other bandwidths, which are read-only in `Topology`.
 
     Args:
-        topology: Any; where links change, the copy's are `BasicCommsBandwidths`.
-        values: Properties of `Topology` -> bytes per millisecond.
+        topology: The topology. If links change, the copy has `BasicCommsBandwidths`.
+        values: Property of `Topology` -> bytes per millisecond.
     """
     other, links = copy.copy(topology), ("intra_host_bw", "inter_host_bw")
     if values.keys() & {*links}:
@@ -364,31 +363,31 @@ def with_bandwidths(topology: Topology, values: Mapping[str, float]) -> Topology
 
 
 def accepted_arguments(kind: type, **arguments: Any) -> dict[str, Any]:
-    """Return those of some arguments that a class of TorchRec's takes.
+    """Return the arguments that a TorchRec class accepts.
 
-    `Topology(created_by_factory=...)` is not in all releases.
+    Not all releases have `Topology(created_by_factory=...)`.
     """
     known = inspect.signature(kind).parameters
     return {name: value for name, value in arguments.items() if name in known}
 
 
 def optimizer_classes(tensor: torch.Tensor) -> tuple[type, ...]:
-    """Return the classes that `apply_optimizer_in_backward` left on a parameter.
+    """Return the classes that `apply_optimizer_in_backward` set on a parameter.
 
-    It leaves them there for TorchRec to read, as private attributes of the tensor.
+    They are private attributes of the tensor, which TorchRec reads.
     """
     return tuple(c for c in getattr(tensor, "_optimizer_classes", ()) or () if c)
 
 
 def optimizer_arguments(tensor: torch.Tensor) -> Any:
-    """Return the arguments that go with `optimizer_classes`; None without."""
+    """Return the arguments of `optimizer_classes`; None if there are none."""
     return getattr(tensor, "_optimizer_kwargs", None)
 
 
 def optimizer_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return all that `apply_optimizer_in_backward` left on a parameter, by name.
+    """Return the attributes that `apply_optimizer_in_backward` set on a parameter.
 
-    Other attributes may hold the weights themselves.
+    Other attributes may contain the weights themselves.
     """
     return {n: v for n, v in vars(tensor).items() if n.startswith("_optimizer")}
 
@@ -396,9 +395,10 @@ def optimizer_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 def with_optimizer(
     option: ShardingOption, kind: type[torch.optim.Optimizer]
 ) -> ShardingOption:
-    """Return the option of a parameter that names an optimizer; the shards are shared.
+    """Return a copy of an option whose parameter names an optimizer.
 
-    TorchRec's estimate of memory reads `_optimizer_classes`, and `tensor` is read-only.
+    TorchRec's memory estimate reads `_optimizer_classes`, and `tensor` is read-only.
+    The shards are shared.
     """
     named = copy.copy(option)
     tensor: Any = torch.empty_like(option.tensor, device="meta")
@@ -408,13 +408,13 @@ def with_optimizer(
 
 
 def kernel_settings(option: ShardingOption) -> tuple[str | None, ...]:
-    """Settings of an option by which TorchRec groups tables into kernels."""
+    """Return the settings by which TorchRec groups tables into kernels."""
     values = (getattr(option, name, None) for name in _KERNEL_SETTINGS)
     return tuple(value if value is None else repr(value) for value in values)
 
 
 def is_stashed(option: ShardingOption) -> bool:
-    """Whether weights go to the host between lookups and updates: since 1.9."""
+    """Whether weights are on the host between lookups and updates: since 1.9."""
     return bool(getattr(option, "stash_weights", False))
 
 
@@ -431,28 +431,28 @@ def torchrec_stashes() -> bool:
 def sharders_by_type(
     sharders: Iterable[ModuleSharder[Any]],
 ) -> dict[str, ModuleSharder[Any]]:
-    """Return module type, as TorchRec's options call it -> its sharder.
+    """Return module type, as in TorchRec's options -> its sharder.
 
     Raises:
-        ConfigError: One is none.
+        ConfigError: An item is not a sharder.
     """
     found = {}
     for number, sharder in enumerate(sharders):
         if isinstance(sharder, type) or not is_sharder(sharder):
             raise ConfigError(
-                f"sharders[{number}] is {sharder!r:.80}, which is no sharder: pass "
-                "objects, such as EmbeddingBagCollectionSharder()"
+                f"sharders[{number}] is {sharder!r:.80}, not a sharder: pass objects, "
+                "for example EmbeddingBagCollectionSharder()"
             )
         found[sharder_name(sharder.module_type)] = sharder
     return found
 
 
 def sharder_params(sharders: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return module type -> fused parameters of its sharder.
+    """Return module type -> the sharder's fused parameters.
 
     Args:
-        sharders: What TorchRec hands to estimators: by module type, sharders (1.6) or
-            their data (since 1.7). A sharder without such parameters has no attribute.
+        sharders: What TorchRec passes to estimators: module type -> sharder (1.6) or
+            its data (since 1.7). Sharders without fused parameters lack the attribute.
     """
     return {
         name: getattr(data, "fused_params", None) or {}
@@ -461,7 +461,7 @@ def sharder_params(sharders: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _wire_codec(codec: Any) -> WireCodec:
-    """Describe a codec; which one it is only a private attribute says."""
+    """Return a description of a codec; its precision is a private attribute."""
     context = codec.create_context()
     try:
         codec.calc_quantized_size(1, context)
@@ -480,11 +480,11 @@ def _wire_codec(codec: Any) -> WireCodec:
 
 
 def wire_codecs(sharder: Any) -> Mapping[str, tuple[WireCodec, WireCodec]]:
-    """Collective -> its codecs, forward and backward, where it is quantised.
+    """Return quantised collective -> its forward and backward codecs.
 
     Args:
-        sharder: A sharder, or what TorchRec gives estimators of it, which knows
-            neither names nor scales of rows.
+        sharder: A sharder, or its data in TorchRec's estimators, which lacks names and
+            row scales.
     """
     if registry := getattr(sharder, "qcomm_codecs_registry", None):
         return {
@@ -499,40 +499,37 @@ def wire_codecs(sharder: Any) -> Mapping[str, tuple[WireCodec, WireCodec]]:
 
 
 def with_codecs(sharder: ModuleSharder[Any], registry: Any) -> ModuleSharder[Any]:
-    """Return a copy of a sharder with other codecs, to plan with.
-
-    The property has no setter.
-    """
+    """Return a copy of a sharder with other codecs; the property has no setter."""
     other: Any = copy.copy(sharder)
     other._qcomm_codecs_registry = registry
     return other
 
 
 def is_sharder(given: Any) -> bool:
-    """Whether it is a sharder, not what TorchRec gives estimators of one."""
+    """Whether an object is a sharder, not its data in TorchRec's estimators."""
     return hasattr(given, "module_type")
 
 
 def grids_vary_batches() -> bool:
-    """Whether grids take features with batch sizes of their own: since 1.9."""
+    """Whether grids support a batch size per feature: since 1.9."""
     part = "_preprocess_batch_size_per_rank_per_feature"
     return hasattr(GridPooledEmbeddingDist, part)
 
 
 POD_VARIABLES = ("TOPOLOGY_DOMAIN_MULTIPLE", "TORCHREC_RESOLVED_POD_SIZE")
-"""Environment variables with the nodes of a pod. TorchRec's runtime reads the first one
-before 1.8 and the second one since, which nothing in TorchRec sets."""
+"""Environment variables with the nodes per pod. TorchRec's runtime reads the first
+before 1.8 and the second since 1.8. TorchRec itself does not set the second."""
 
 
 def group_size_of_job(world_size: int) -> int:
-    """Return the ranks over which this job's TorchRec spreads table-row-wise shards."""
+    """Return the number of ranks over which this job spreads table-row-wise shards."""
     return int(torchrec_comm.get_topology_group_world_size(world_size))
 
 
 def removes_repeats(sharder: Any) -> bool:
-    """Whether a sharder has repeated ids of a local batch looked up once.
+    """Whether a sharder looks up repeated ids of a local batch only once.
 
-    Sharders of managed collisions ask the one that they hold. Nothing public says it.
+    Sharders for managed collisions ask their inner sharder. All of this is private.
     """
     inner = getattr(sharder, "_e_sharder", sharder)
     everywhere = isinstance(inner, EmbeddingCollectionSharder) and get_ec_index_dedup()
@@ -541,12 +538,12 @@ def removes_repeats(sharder: Any) -> bool:
 
 @contextlib.contextmanager
 def without_other_ranks() -> Iterator[None]:
-    """Let modules be sharded where no other rank answers.
+    """Let modules be sharded without answers from other ranks.
 
-    TorchRec keeps the groups of a node for good, the first model of a process asks rank
-    0 whether collectives are checked, and to describe their state sequences ask all
-    ranks for shards. Towers get no groups on "meta", and their dense layers compare
-    themselves with other ranks'. None of it can be had otherwise.
+    Otherwise TorchRec keeps the groups of a node forever, the first model of a process
+    asks rank 0 whether to check collectives, and sequence modules gather shards from
+    all ranks to describe their state. Towers would get no groups on "meta", and their
+    dense layers would compare themselves with other ranks.
     """
     groups = towers.intra_and_cross_node_pg
     replaced: list[tuple[Any, str, Any]] = [
@@ -569,7 +566,7 @@ def without_other_ranks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Keep the garbage collector from walking over a million shards that all stay."""
+    """Turn off the garbage collector, which would scan a million live shards."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -580,37 +577,37 @@ def nothing_collected() -> Iterator[None]:
 
 
 def can_reshard(sharder: ModuleSharder[Any]) -> bool:
-    """Whether TorchRec moves tables of a sharder's modules; some have no `reshard`."""
+    """Whether TorchRec can move tables of a sharder's modules."""
     return hasattr(sharder, "reshard")
 
 
 def is_wrapped_by_ddp(model: DistributedModelParallel) -> bool:
-    """Whether the dense part is in DistributedDataParallel; `reshard` unwraps it."""
+    """Whether DistributedDataParallel wraps the dense part, as `reshard` expects."""
     return hasattr(model._dmp_wrapped_module, "module")
 
 
 def permute_features_again(sharded: Any) -> None:
-    """Make a resharded module bring its features into the order of its tables.
+    """Make a resharded module sort its features by its tables.
 
-    Left at False by a first plan that needed no permutation, `_has_features_permute`
-    would feed the wrong features to the tables; TorchRec sets it only once.
+    TorchRec sets `_has_features_permute` only once. If the first plan needed no
+    permutation, it would stay False, and tables would get the wrong features.
     """
     sharded._has_features_permute = True
 
 
 def lookups(sharded: Any) -> list[nn.Module]:
-    """Return the parts of a sharded module that hold its kernels."""
+    """Return the parts of a sharded module with its kernels."""
     return list(sharded._lookups)
 
 
 def is_over_gloo(pg: dist.ProcessGroup) -> bool:
-    """Whether ranks of a group talk over gloo, whatever its backend is called."""
+    """Whether a group communicates over gloo, whatever its backend's name."""
     cpu = torch.device("cpu")
     return cpu in pg._device_types and pg._get_backend(cpu).name() == "gloo"
 
 
 def group_timeout_seconds(pg: dist.ProcessGroup) -> float:
-    """Return how long the operations of a group wait, as far as its backends say."""
+    """Return the shortest timeout of a group's backends; infinite if unknown."""
     known = [math.inf]
     for device in pg._device_types:
         with contextlib.suppress(RuntimeError, AttributeError):
@@ -620,6 +617,6 @@ def group_timeout_seconds(pg: dist.ProcessGroup) -> float:
 
 
 def wait_through(awaitable: Any, around: Callable[[Callable[[], Any]], Any]) -> None:
-    """Wait for an output by a call of `around(wait)`; awaitables have no hooks."""
-    # Lazy awaitables forward to their output what is set on them.
+    """Make an awaitable wait through `around(wait)`; awaitables have no hooks."""
+    # Plain setattr would forward the attribute to the output.
     object.__setattr__(awaitable, "_wait_impl", partial(around, awaitable._wait_impl))

@@ -1,4 +1,4 @@
-"""Which collectives' model goes with a topology: measured, published, or bandwidths."""
+"""Chooses the comms model for a topology: measured, published, or by bandwidths."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["find_comms_model", "find_rank_groups"]
 def find_rank_groups(
     devices: PlannedDevices, world: CommsModel, cost_model: str | Path | CostModel
 ) -> CommsModel:
-    """Return the collectives of all ranks and of the groups that TorchRec makes.
+    """Return the comms model of all ranks and of TorchRec's groups of ranks.
 
     Args:
-        devices: What is planned for.
-        world: The collectives of all ranks.
-        cost_model: As the planner was given it.
+        devices: The devices to plan for.
+        world: The comms model of all ranks.
+        cost_model: The planner's `cost_model`.
     """
-    if isinstance(world, RelievedCommsModel):  # made of a model that knows the groups
+    if isinstance(world, RelievedCommsModel):  # its inner model has the groups
         return world
     topology = devices.topology
     world_size, size = int(topology.world_size), node_size(topology)
@@ -65,12 +65,12 @@ def find_comms_model(
     world_size: int,
     local_world_size: int,
 ) -> CommsModel:
-    """Return the collectives' model: measured, published, or by bandwidths.
+    """Return the comms model of some ranks: measured, published, or by bandwidths.
 
-    What the caller says of each collective (`generalized_comms_bandwidths` of the
-    topology) goes before all else. Bandwidths that the caller gave replace measured
-    ones; others stand in for links that were not measured. Where ranks do not fill
-    whole nodes, the largest nodes stand in that they do fill.
+    Bandwidths per collective in the topology (`generalized_comms_bandwidths`) come
+    first. Other bandwidths that the caller set replace measurements. Default bandwidths
+    are used only for links without measurements. If ranks do not fill whole nodes, the
+    largest node size that they fill is used.
     """
     local_world_size = whole_nodes(world_size, local_world_size)
     topology = devices.topology
@@ -102,7 +102,7 @@ def find_comms_model(
 def _by_collective(
     links: GeneralizedCommsBandwidth, world_size: int, local_world_size: int
 ) -> CommsModel:
-    """Take the bandwidth that the caller says each collective has."""
+    """Return a comms model with the caller's bandwidth of each collective."""
     all_to_all, *others = (
         links.get_bw(
             local_world_size=local_world_size,

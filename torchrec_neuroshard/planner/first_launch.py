@@ -1,8 +1,8 @@
-"""When a planner measures: a first launch calibrates, the launches after it remember.
+"""When a planner measures: a first launch calibrates, later launches reuse the bundle.
 
-What is measured, and how, is `bundles.first_launch`'s; this module says when, gathers
-what the search may put on a rank, and sees to it that no failure reaches the job. The
-first rank decides alone, and `from_first` tells the others.
+`bundles.first_launch` does the measuring. This module decides when to measure, collects
+the shards that the search may place on a rank, and keeps failures away from the job.
+The first rank decides alone, and `from_first` tells the other ranks.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 
 _USUAL_SECONDS = 60.0
-"""Budget unless another one is asked for."""
+"""Default time budget."""
 _MEASURED_TYPES = ("fp32", "fp16")
 _MOST_PARTS = 4
-"""Columns of a table are measured whole, in halves, ... in so many parts."""
+"""A table is measured whole, in halves, and so on, up to this many column parts."""
 GRACE_S = 60.0
-"""Beyond twice the budget, until what still measures is ended: starting processes
+"""Measuring processes are stopped this long after twice the budget. Starting processes
 takes long on a busy machine."""
 _PATIENCE_SHARE = 0.5
-"""Of a group's time-out, what measuring may take at most: planning comes after it."""
+"""Most time for measuring, as a share of the group's timeout. Planning comes after."""
 
 
 class Offer(NamedTuple):
-    """What rank 0 has all ranks measure, and where they meet."""
+    """What all ranks measure for rank 0, and where they meet."""
 
     request: LaunchRequest
     first: Member
@@ -85,10 +85,10 @@ Options = Callable[[], Sequence[ShardingOption]]
 
 
 class FirstLaunch:
-    """Finds measured costs for a planner, or has its ranks measure them.
+    """Finds measured costs for a planner, or lets its ranks measure them.
 
     Attributes:
-        seconds: The budget; 0 measures nothing.
+        seconds: The time budget; 0 turns measuring off.
     """
 
     def __init__(
@@ -100,12 +100,12 @@ class FirstLaunch:
         """Take the planner's settings.
 
         Args:
-            costs: Gets the models that were measured.
-            cost_model: The planner's.
+            costs: Switches to the measured models.
+            cost_model: The planner's `cost_model`.
             calibrate: "auto", "never" or seconds.
 
         Raises:
-            ConfigError: `calibrate` is none of these, or contradicts `cost_model`.
+            ConfigError: `calibrate` is something else, or contradicts `cost_model`.
         """
         self._costs = costs
         name = None if isinstance(cost_model, CostModel) else str(cost_model)
@@ -127,9 +127,9 @@ class FirstLaunch:
         self._is_done = not self._must and (name != "auto" or calibrate == "never")
 
     def on_one_rank(self, options: Options) -> None:
-        """Before a plan: take measured costs from the cache.
+        """Use measured costs from the cache; called before `plan`.
 
-        With `cost_model="measure"` kernels are measured here where there are none.
+        With `cost_model="measure"`, measure here if the cache has none.
         """
         if self._is_done:
             return
@@ -139,7 +139,9 @@ class FirstLaunch:
                 return
             self._is_done = True
             if not self.seconds:
-                raise ConfigError("calibrate forbids it, and the cache holds none")
+                raise ConfigError(
+                    "calibrate='never' forbids measuring, and the cache has no bundle"
+                )
             topology = self._costs.topology
             offer = Offer(self.request(options(), ranks=1), meeting_place(topology))
             self._measure(offer, stores=int(topology.world_size) == 1)
@@ -147,12 +149,12 @@ class FirstLaunch:
             self._warn(error)
 
     def on_all_ranks(self, options: Options, pg: dist.ProcessGroup) -> None:
-        """Before a collective plan: have all ranks measure where nothing was.
+        """Let all ranks measure if costs are unknown; called before `collective_plan`.
 
-        The first rank calls it and decides; the others wait to `help_measure`.
+        The first rank calls this and decides. The others wait and `help_measure`.
 
         Raises:
-            ExchangeError: Ranks could not be told; nothing else is raised.
+            ExchangeError: A rank could not be told. No other error is raised.
         """
         if self._is_done or not self.seconds:
             return
@@ -176,18 +178,18 @@ class FirstLaunch:
     def _wanted(
         self, options: Options, pg: dist.ProcessGroup, locked: contextlib.ExitStack
     ) -> LaunchRequest | None:
-        """Decide on rank 0 what to measure; None: costs are known, and in use.
+        """Return what to measure; None: costs are known and in use.
 
-        Where another job measures the same, it is waited for.
+        If another job is measuring the same, wait for its result.
 
         Args:
-            options: Of the model.
+            options: Returns the model's options.
             pg: The ranks.
-            locked: Keeps other jobs from measuring while it is open.
+            locked: Holds the lock that keeps other jobs from measuring.
 
         Raises:
-            ConfigError: The ranks do not wait for each other for so long.
-            RankFailureError: Another job takes too long.
+            ConfigError: The group's timeout is too short to measure.
+            RankFailureError: The other job takes too long.
         """
         is_estimated = isinstance(self._alone(), PhysicalCostModel)
         if self._find(options) or not (self._must or is_estimated):
@@ -197,25 +199,26 @@ class FirstLaunch:
         timeout_s = group_timeout_seconds(pg)
         if pg.size() > 1 and limit_s > _PATIENCE_SHARE * timeout_s:
             raise ConfigError(
-                f"it may take {limit_s:.0f} s, and the ranks of the process group wait "
-                f"{timeout_s:.0f} s for each other, planning included; give "
-                f"init_process_group a timeout of {limit_s / _PATIENCE_SHARE:.0f} s"
+                f"it may take {limit_s:.0f} s, but the process group's timeout of "
+                f"{timeout_s:.0f} s must also cover planning; pass init_process_group "
+                f"a timeout of {limit_s / _PATIENCE_SHARE:.0f} s"
             )
         try:
             locked.enter_context(cache.lock(self._key(request.shards), limit_s))
         except TimeoutError:
             raise RankFailureError(
-                f"another job has measured this device for {limit_s:.0f} s, in vain"
+                f"another job has been measuring this device for {limit_s:.0f} s "
+                "without a result"
             ) from None
         return None if self._find(options) else request
 
     def _alone(self) -> CostModel:
-        """Costs of kernels that run by themselves, as they are measured."""
+        """Return the cost model of kernels that run alone, as they are measured."""
         model = self._costs.cost_model
         return model.alone if isinstance(model, ConcurrentCostModel) else model
 
     def _find(self, options: Options) -> bool:
-        """Use a bundle of the cache, if one serves these tables here."""
+        """Use a bundle from the cache if one fits these tables and this device."""
         if not cache.entries():
             return False
         entry = cache.find(self._key(list(self._shards(options()))))
@@ -229,7 +232,7 @@ class FirstLaunch:
         topology = self._costs.topology
         device = current_device_name(topology.compute_device)
         if device is None:
-            raise ConfigError(f"there is no {topology.compute_device} device here")
+            raise ConfigError(f"this machine has no {topology.compute_device} device")
         world_size = int(topology.world_size)
         return CacheKey(
             device=device,
@@ -243,7 +246,7 @@ class FirstLaunch:
     def _shards(
         self, options: Sequence[ShardingOption]
     ) -> dict[TableConfig, tuple[int, int]]:
-        """Return what the search may put on a rank -> its kernel, its table."""
+        """Return shard that the search may place -> numbers of its kernel and table."""
         topology, reader = self._costs.topology, self._costs.reader
         kernels: dict[tuple[object, ...], int] = {}
         tables: dict[str, int] = {}
@@ -274,21 +277,21 @@ class FirstLaunch:
         return found
 
     def request(self, options: Sequence[ShardingOption], ranks: int) -> LaunchRequest:
-        """Say what is to be measured.
+        """Return what to measure.
 
         Args:
-            options: All of the model's.
-            ranks: That measure.
+            options: All options of the model.
+            ranks: Number of ranks that measure.
 
         Raises:
-            ConfigError: No table runs a kernel that can be measured.
+            ConfigError: No table has a kernel that can be measured.
         """
         from torchrec_neuroshard.bundles.first_launch import LaunchRequest
 
         topology = self._costs.topology
         shards = self._shards(options)
         if not shards:
-            raise ConfigError("no table runs a kernel that can be measured")
+            raise ConfigError("no table has a kernel that can be measured")
         kernels, tables = zip(*shards.values(), strict=True)
         return LaunchRequest(
             shards=tuple(shards),
@@ -303,7 +306,7 @@ class FirstLaunch:
         )
 
     def _measure(self, offer: Offer, *, stores: bool) -> None:
-        """Measure with the others as rank 0; use what comes of it, and keep it."""
+        """Measure as rank 0 together with the other ranks; use and store the bundle."""
         from torchrec_neuroshard.bundles.first_launch import judge, take_part
 
         begin = time.monotonic()
@@ -320,33 +323,33 @@ class FirstLaunch:
                     )
                 except OSError as error:
                     self._tell(
-                        f"what was measured could not be kept ({error}); "
-                        "NEUROSHARD_CACHE names another folder"
+                        f"the measured bundle could not be stored ({error}); set "
+                        "NEUROSHARD_CACHE to another folder"
                     )
             if verdict is None or not verdict.is_worse:
                 self._costs.use(bundle)
             if not is_sound:
                 self._tell(
-                    f"what the first launch measured is not kept: {verdict}. Costs are "
-                    f"'{self._costs.cost_model.source}', and the next launch measures "
-                    "again; calibrate='never' does not"
+                    f"the bundle measured at the first launch is not stored: {verdict}."
+                    f" Costs are '{self._costs.cost_model.source}'. The next launch "
+                    "measures again, unless calibrate='never'"
                 )
 
     def _warn(self, error: Exception) -> None:
         self._tell(
             f"measuring at the first launch failed ({_text_of(error)}): costs are "
-            f"'{self._costs.cost_model.source}'. calibrate='never' plans without, "
-            "'neuroshard calibrate' measures beforehand"
+            f"'{self._costs.cost_model.source}'. Pass calibrate='never' to plan "
+            "without, or measure beforehand with 'neuroshard calibrate'"
         )
 
     def _tell(self, text: str) -> None:
-        """Warn, and in every plan's result, too."""
+        """Warn, and add the text to the notes of every plan."""
         warnings.warn(text, stacklevel=4)
         self._costs.notes += (Note("first-launch", text),)
 
 
 def help_measure(offer: Offer, rank: int) -> str | None:
-    """Measure with the first rank, on another one; return what failed, if it did."""
+    """Measure on another rank than the first; return what failed, or None."""
     from torchrec_neuroshard.bundles.first_launch import take_part
 
     try:
@@ -359,13 +362,13 @@ def help_measure(offer: Offer, rank: int) -> str | None:
 
 
 def _text_of(error: Exception) -> str:
-    """Say in a line what went wrong."""
+    """Return the error as one line of text."""
     kind = "" if isinstance(error, NeuroShardError) else f"{type(error).__name__}: "
     return kind + (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def meeting_place(topology: Topology) -> Member:
-    """Return rank 0 of the group that measures, with an address and a free port."""
+    """Return rank 0 of the measuring group, with an address and a free port."""
     from torchrec_neuroshard.bundles.first_launch import Member
 
     address = "127.0.0.1"
@@ -377,9 +380,9 @@ def meeting_place(topology: Topology) -> Member:
 
 
 class ExchangeError(RankFailureError):
-    """A rank is not there, or cannot read what the first one says.
+    """A rank is gone or cannot read the first rank's message.
 
-    Every rank that is there raises it, so that none waits for another.
+    All remaining ranks raise it, so that no rank waits for another.
     """
 
 
@@ -387,13 +390,13 @@ def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
     """Return the first rank's value on every rank of a group; all ranks call it.
 
     Args:
-        value: What the first rank says; of the others, anything.
+        value: The first rank's value; ignored on other ranks.
         pg: The group.
-        doing: What the first rank did before, for the error.
+        doing: What the first rank did before, for error messages.
 
     Raises:
-        ExchangeError: A rank died, or was silent for as long as the group waits. Or the
-            value cannot be sent, or not be read by a rank. All ranks raise it.
+        ExchangeError: A rank died or did not answer before the group's timeout. Or the
+            value cannot be sent, or a rank cannot read it. All ranks raise it.
     """
     if pg.size() == 1:
         return value
@@ -411,14 +414,14 @@ def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
         dist.all_gather_object(told, text, group=pg)
     except RuntimeError as error:
         raise ExchangeError(
-            f"a rank died or fell silent, rank {root}, which {doing}, or another; "
-            f"restart the job: {' '.join(str(error).split()):.300}"
+            f"a rank died or timed out after rank {root} {doing}, maybe rank {root} "
+            f"itself; restart the job: {' '.join(str(error).split()):.300}"
         ) from error
     for rank, said in enumerate(told):
         if said is not None:
             verb, where = "read" if rank else "send", dist.get_global_rank(pg, rank)
             raise ExchangeError(
-                f"rank {root} {doing}, but rank {where} cannot {verb} what came of it: "
+                f"rank {root} {doing}, but rank {where} cannot {verb} the result: "
                 f"{said}"
             )
     return value
@@ -432,7 +435,7 @@ def _attempt(function: Any, argument: Any) -> tuple[Any, Exception | None]:
 
 
 def portable(error: E | None) -> E | NeuroShardError | RuntimeError | None:
-    """Return the first rank's error in a form that survives being sent."""
+    """Return the first rank's error in a form that can be sent to other ranks."""
     if error is None:
         return None
     with contextlib.suppress(Exception):

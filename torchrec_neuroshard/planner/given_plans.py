@@ -1,4 +1,4 @@
-"""Plans that somebody made: what they hold, whether they are whole, what they cost."""
+"""Plans from any source: their tables, their validity, their options and moves."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ _QUANTISED = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
 
 
 class PlanFileError(NeuroShardError, ValueError):
-    """A plan cannot be written, or a plan file cannot be used."""
+    """A plan cannot be saved, or a plan file cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class PlanTable:
-    """What a plan takes for granted of one table."""
+    """The properties of a table that a plan depends on."""
 
     path: str
-    """Module that the plan names; "" is the model itself."""
+    """The module's path in the plan; "" is the model itself."""
     name: str
     num_embeddings: int
     embedding_dim: int
@@ -71,7 +71,7 @@ class PlanTable:
 
     @property
     def full_name(self) -> str:
-        """Path and name, unique in a model."""
+        """Path and name, which are unique in a model."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
     @property
@@ -87,19 +87,19 @@ def placed_options(
     enumerator: Enumerator,
     world_size: int,
 ) -> list[ShardingOption]:
-    """Return a plan as TorchRec's options, one for each of its tables, in its order.
+    """Return a plan as TorchRec's options, one per table, in the plan's order.
 
     They have the plan's shards and ranks, and the enumerator's estimates.
 
     Args:
         plan: The plan.
-        module: The model, before `DistributedModelParallel` took it.
-        sharders: Of its embedding modules.
+        module: The model before `DistributedModelParallel`.
+        sharders: The sharders of its embedding modules.
         enumerator: Lists and estimates its options.
-        world_size: Ranks that there are.
+        world_size: Number of ranks.
 
     Raises:
-        PlanFileError: The plan is not one of this model, or not whole.
+        PlanFileError: The plan is incomplete or does not fit this model.
     """
     tables, _ = model_tables(plan.plan, module)
     check_plan(plan, tables, world_size)
@@ -113,8 +113,9 @@ def placed_options(
         if (path, name) not in listed:
             found = " or ".join(sorted(f"'{p}'" for p, n in listed if n == name))
             raise PlanFileError(
-                f"the plan has table '{name}' in module '{path}', the model in "
-                f"{found or 'none that a sharder takes'}: plan that model itself"
+                f"the plan has table '{name}' in module '{path}', but the model has "
+                f"it in {found or 'no module with a sharder'}: use a plan of this "
+                "model"
             )
         options.append(_placed(listed[path, name], sharding))
     enumerator.populate_estimates(options)
@@ -124,11 +125,11 @@ def placed_options(
 def _placed(
     listed: Sequence[ShardingOption], sharding: ParameterSharding
 ) -> ShardingOption:
-    """Return a copy of one of a table's options, sharded as a plan says."""
+    """Return a copy of one of a table's options with the plan's sharding."""
     kind, kernel = sharding.sharding_type, sharding.compute_kernel
     same = [o for o in listed if (o.sharding_type, o.compute_kernel) == (kind, kernel)]
     option = copy.copy((same or listed)[0])
-    # What the constraints do not allow may still be at work.
+    # A running plan may use what the constraints forbid.
     option.sharding_type, option.compute_kernel = kind, kernel
     option.cache_params = sharding.cache_params
     if sharding.sharding_spec is None:  # replicas
@@ -144,14 +145,14 @@ def _placed(
 
 
 def plan_entries(plan: ShardingPlan) -> Iterator[tuple[str, str, ParameterSharding]]:
-    """Return path, table and sharding of everything in a plan."""
+    """Yield path, table and sharding of every entry in a plan."""
     for path, module_plan in plan.plan.items():
         for name, sharding in module_plan.items():
             yield path, name, sharding
 
 
 def copied(plan: ShardingPlan) -> ShardingPlan:
-    """Return a copy in which tables can be replaced, which resharding does in place."""
+    """Return a copy whose entries can be replaced, as resharding does in place."""
     return ShardingPlan(
         {
             path: EmbeddingModuleShardingPlan(module_plan)
@@ -163,7 +164,7 @@ def copied(plan: ShardingPlan) -> ShardingPlan:
 def plan_tables(
     plan: ShardingPlan, tables: Iterable[PlanTable], world_size: int
 ) -> tuple[TableReport, ...]:
-    """Describe every table of a plan: where it is; of its memory, the weights."""
+    """Return a report of each table in a plan: its shards and weight bytes."""
     by_key = {(t.path, t.name): t for t in tables}
     return tuple(
         _table_report(by_key[path, name], sharding, world_size)
@@ -202,12 +203,12 @@ def table_moves(
 
     Args:
         first: A plan.
-        second: Another one of the same model.
-        tables: Of both.
-        world_sizes: Ranks of each.
+        second: Another plan of the same model.
+        tables: The tables of both plans.
+        world_sizes: Number of ranks of each plan.
 
     Raises:
-        PlanFileError: A plan does not hold these tables.
+        PlanFileError: A plan has other tables.
     """
     moves = []
     plans = [*zip((first, second), world_sizes, strict=True)]
@@ -247,17 +248,17 @@ class _Box(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Values in it."""
+        """Number of values in the box."""
         return max(self.bottom - self.top, 0) * max(self.right - self.left, 0)
 
     @property
     def corners(self) -> set[tuple[int, int]]:
-        """Its four corners: row, column."""
+        """The four corners: row, column."""
         rows, columns = (self.top, self.bottom), (self.left, self.right)
         return {(row, column) for row in rows for column in columns}
 
     def common(self, other: _Box) -> int:
-        """Values in both."""
+        """Return the number of values in both boxes."""
         return _Box(
             max(self.top, other.top),
             max(self.left, other.left),
@@ -269,7 +270,7 @@ class _Box(NamedTuple):
 def _boxes(
     table: PlanTable, sharding: ParameterSharding, world_size: int
 ) -> list[tuple[int, _Box]]:
-    """Shards of a table that hold something, with their ranks."""
+    """Return the non-empty shards of a table, with their ranks."""
     if sharding.sharding_spec is None:  # replicas
         whole = _Box(0, 0, table.num_embeddings, table.embedding_dim)
         return [(rank, whole) for rank in sharding.ranks or range(world_size)]
@@ -283,7 +284,7 @@ def _boxes(
 
 
 def _stored_columns(module: nn.Module, config: Any) -> int:
-    """Columns of a table as it is sharded: quantised rows carry their scale."""
+    """Return the columns of a sharded table; quantised rows include their scale."""
     if isinstance(module, _QUANTISED):
         weights = {name.split(".")[-2]: w for name, w in module.state_dict().items()}
         if config.name in weights:
@@ -294,14 +295,14 @@ def _stored_columns(module: nn.Module, config: Any) -> int:
 def model_tables(
     paths: Iterable[str], model: nn.Module
 ) -> tuple[tuple[PlanTable, ...], tuple[str, ...]]:
-    """Find the tables in the modules that a plan names, and those outside.
+    """Return the tables inside and outside the modules of a plan.
 
     Args:
-        paths: Modules of the plan.
-        model: The model, not yet in `DistributedModelParallel`.
+        paths: The plan's modules.
+        model: The model before `DistributedModelParallel`.
 
     Returns:
-        The tables inside, sorted, and the full names of those outside.
+        The tables inside, sorted, and the full names of the tables outside.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     inside = {path: modules[path] for path in paths if path in modules}
@@ -335,19 +336,18 @@ def model_tables(
 def check_plan(
     plan: ShardingPlan, tables: Iterable[PlanTable], world_size: int
 ) -> None:
-    """Check that a plan holds these tables, each row and column of them once.
+    """Check that a plan has exactly these tables, with every row and column once.
 
     Raises:
-        PlanFileError: It does not, or a rank is not there.
+        PlanFileError: It has not, or a rank does not exist.
     """
     by_name = {(t.path, t.name): t for t in tables}
     planned = {(path, name) for path, name, _ in plan_entries(plan)}
     for path, name in sorted(planned ^ by_name.keys()):
         where = "plan" if (path, name) in planned else "model"
         raise PlanFileError(
-            f"table '{name}' of module '{path}' is in the {where} alone; a plan goes "
-            "with the model that it was made for, as it was before "
-            "DistributedModelParallel took it"
+            f"table '{name}' of module '{path}' is only in the {where}; pass the model "
+            "that the plan was made for, before DistributedModelParallel wraps it"
         )
     for path, name, sharding in plan_entries(plan):
         _check_sharding(by_name[path, name], sharding, world_size)
@@ -359,8 +359,8 @@ def _check_sharding(
     where = f"table '{table.full_name}'"
     if sharding.compute_kernel not in KNOWN_VALUES["compute_kernels"]:
         raise PlanFileError(
-            f"{where}: this TorchRec has no kernel '{sharding.compute_kernel}'; use "
-            "the release that the plan was made by"
+            f"{where}: this TorchRec release has no kernel "
+            f"'{sharding.compute_kernel}'; use the release that made the plan"
         )
     wrong = [r for r in sharding.ranks or () if not 0 <= r < world_size]
     if wrong:
@@ -378,10 +378,11 @@ def _check_sharding(
     corners: set[tuple[int, int]] = set()
     for box in boxes:
         corners ^= box.corners
-    # Only an odd number of shards on each value within, and an even one outside, leave
-    # the corners of the whole; with as many values as the whole that number is one.
+    # The remaining corners are those of the whole table only if an odd number of shards
+    # covers each value inside, and an even number each value outside. If the shards
+    # also have as many values as the table, that odd number is one.
     if corners != whole.corners or sum(box.size for box in boxes) != whole.size:
         raise PlanFileError(
-            f"{where}: its shards do not hold each of {table.num_embeddings} rows and "
+            f"{where}: its shards do not cover each of {table.num_embeddings} rows and "
             f"{table.embedding_dim} columns exactly once"
         )

@@ -1,23 +1,23 @@
-"""What a rank of a plan allocates: its tables at rest, and the peak of a step.
+"""The memory that a rank of a plan allocates: tables at rest and the peak of a step.
 
-A step of the embedding part has six instants at which memory may be at its peak:
+Memory may peak at six instants of a step's embedding part:
 
-- FORWARD: a kernel's output has been copied for the all-to-all, or lies beside what the
-  reduce-scatter returns;
-- ARRIVAL: outputs that came from the ranks are put side by side;
-- OUTPUTS: gradients of the outputs are put in the order of the ranks;
-- EXCHANGE: they have been reordered for the way back, and what arrives has its room;
-- KERNEL: a kernel sorts its lookups to update the rows;
-- REPLICAS: so does one of replicated tables, whose gradient is as large as they are.
+- FORWARD: a kernel's output and its copy for the all-to-all, or the result of the
+  reduce-scatter, both exist;
+- ARRIVAL: outputs received from the ranks are concatenated;
+- OUTPUTS: gradients of the outputs are sorted by rank;
+- EXCHANGE: these gradients and the buffer for received gradients both exist;
+- KERNEL: a kernel sorts its lookups to update rows;
+- REPLICAS: a kernel of replicated tables does the same; its gradient is as large as the
+  tables.
 
-What shards *hold* at an instant adds up over all of a rank's shards; what *passes*,
-such as the room for sorting, is one kernel's at a time; what is *common* every rank
-has, whatever its shards: the outputs of its own samples. A rank's peak is the largest
-of the instants' sums. What torch's allocator counted stands beside it in
-`benchmarks/results/memory_202611.md`.
+Memory that shards *hold* at an instant adds up over all shards of a rank. Memory that
+*passes*, for example to sort lookups, is used by one kernel at a time. *Common* memory
+exists on every rank, whatever its shards: the outputs for its own samples. A rank's
+peak is the largest sum of the six instants. `benchmarks/results/memory_202611.md`
+compares it with what torch's allocator counted.
 
-Units: n lookups that a kernel gets, f its bags, o elements of its output, s elements of
-the outputs of a rank's own samples.
+Symbols: n lookups of a kernel, f its bags.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 INSTANTS = ("forward", "arrival", "outputs", "exchange", "kernel", "replicas")
-"""When memory may be at its peak, in the order of a step."""
+"""Instants of a step at which memory may peak, in order."""
 
 _BY_ROWS = (*NODE_TYPES, ShardingType.ROW_WISE.value)
 _BY_COLUMNS = (
@@ -78,44 +78,44 @@ _BY_COLUMNS = (
 )
 
 _INDEX, _LENGTH, _OFFSET, _WEIGHT, _LOCATION = 8, 4, 8, 4, 4
-"""Bytes of an index, a bag's length, its offset; of a lookup's weight and of its place
-in the cache."""
+"""Bytes of an index, a bag's length and offset, a lookup's weight and its location in
+the cache."""
 
 _SORTING, _SORTING_SEQUENCE = 40, 48
-"""Bytes for each lookup while a kernel prepares its update: linear indices, sorted
-ones, what goes with them, and the runs of equal ones."""
+"""Bytes per lookup while a kernel prepares its update: linear indices, sorted indices,
+their payload, and the runs of equal indices."""
 _SORT_TEMPORARY = 12.2
-"""Bytes for each lookup that the radix sort itself takes (measured: 12.18)."""
+"""Bytes per lookup of the radix sort itself (measured: 12.18)."""
 _ALLOCATOR = 2 << 20
-"""What torch's allocator adds by rounding, in all."""
+"""Bytes that torch's allocator adds by rounding, in total."""
 _ALWAYS = (1,) * len(INSTANTS)
 _NUM_CAME = 3.0
-"""Batches that a TorchRec pipeline holds on the device as they came."""
+"""Input batches that a TorchRec pipeline keeps on the device."""
 _NUM_SENT: Mapping[str, tuple[int, ...]] = {
     "train_sparse_dist": (2, 2, 1, 1, 1, 1),
     "train_prefetch_sparse_dist": (1, 1, 0, 0, 0, 0),
 }
-"""Those, at each instant, that it holds with features as they are sent to shards."""
+"""Batches that a pipeline keeps in the form sent to shards, at each instant."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StaticMemory:
-    """What tables take of a device at rest [bytes]."""
+    """Device memory of tables at rest [bytes]."""
 
     weights: float = 0.0
     optimizer: float = 0.0
     cache: float = 0.0
-    """Cached rows of tables that live in the host's memory."""
+    """Cached rows of tables in host memory."""
     index_tables: float = 0.0
-    """What is known of the cache's slots and of every row that may be cached."""
+    """Bookkeeping of the cache's slots and of every row that may be cached."""
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all four."""
         return self.weights + self.optimizer + self.cache + self.index_tables
 
     def __add__(self, other: StaticMemory) -> StaticMemory:
-        """Return both together."""
+        """Return the sum, field by field."""
         return StaticMemory(
             weights=self.weights + other.weights,
             optimizer=self.optimizer + other.optimizer,
@@ -126,27 +126,27 @@ class StaticMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """What one rank allocates on its device [bytes]."""
+    """Memory that one rank allocates on its device [bytes]."""
 
     static: StaticMemory
     activations: float
-    """At the peak of a step, beside what is there at rest."""
+    """Memory beyond `static` at the peak of a step."""
     instant: str
-    """When that is; one of `INSTANTS`, "" where there are none."""
+    """When the peak is: one of `INSTANTS`; "" without activations."""
     num_kernels: int
 
     @property
     def peak(self) -> float:
-        """Tables and activations."""
+        """Tables at rest plus activations."""
         return self.static.total + self.activations
 
     def overflow(self, rank: int, room: float, whole: float) -> str:
-        """Say by how much a rank is too full, and what takes its memory.
+        """Return a text that says by how much a rank is too full, and why.
 
         Args:
-            rank: Its number.
-            room: What it has for tables and activations [bytes].
-            whole: What its device has.
+            rank: The rank's number.
+            room: Memory for tables and activations [bytes].
+            whole: Memory of the device [bytes].
         """
         parts = {
             "weights": self.static.weights,
@@ -155,7 +155,7 @@ class RankMemory:
             "inputs, outputs and gradients of a step": self.activations,
         }
         taken = ", ".join(f"{format_bytes(n)} {what}" for what, n in parts.items() if n)
-        of = f", what is not reserved of {format_bytes(whole)}" if room < whole else ""
+        of = f" ({format_bytes(whole)} less what is reserved)" if room < whole else ""
         return (
             f"rank {rank} needs {format_bytes(self.peak)} at the peak of a step "
             f"({taken}) and has {format_bytes(max(0, room))}{of}: "
@@ -164,29 +164,29 @@ class RankMemory:
 
 
 _STATIC = ("weights", "optimizer", "cache", "index_tables")
-"""Columns of arrays of memory at rest: the fields of `StaticMemory`."""
+"""Columns of arrays of memory at rest: fields of `StaticMemory`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """What sets the memory of options, `T` of them; one number each."""
+    """The figures that determine memory, one per option; `T` options."""
 
     lookups: Floats
-    """That a rank's kernel gets of the table."""
+    """Lookups of the table in one rank's kernel."""
     bags: Floats
     weight_bytes: Floats
-    """Of a lookup's weight."""
+    """Bytes of a lookup's weight."""
     output_bytes: Floats
-    """Of a value of the outputs."""
+    """Bytes of an output value."""
     element_size: Floats
-    """Bytes of a weight."""
+    """Bytes of a table's weight."""
     state_bytes: Floats
-    """Of the optimizer, for each weight."""
+    """Bytes of optimizer state per weight."""
     row_state_bytes: Floats
     row_parts: Floats
     """Ranks that share the table's rows."""
     load_factor: Floats
-    """Share of the rows that a cache holds; 0 without one."""
+    """Share of the rows in the cache; 0 without a cache."""
     is_pooled: Bools
     is_dense: Bools
     is_offloaded: Bools
@@ -194,7 +194,7 @@ class _Ways:
     by_rows: Bools
     by_columns: Bools
     in_two_steps: Bools
-    """Whether nodes add up outputs before they send them on."""
+    """Whether ranks of a node sum their outputs before sending them to other nodes."""
 
     @classmethod
     def of(cls, options: Sequence[ShardingOption], model: MemoryModel) -> _Ways:
@@ -206,7 +206,7 @@ class _Ways:
 
 @dataclass(frozen=True, slots=True)
 class _Shards:
-    """Shards of options, `N` of them, as arrays."""
+    """The `N` shards of options, as arrays."""
 
     ways: _Ways
     option: Ints
@@ -215,21 +215,21 @@ class _Shards:
 
     @property
     def slots(self) -> Floats:
-        """Rows that caches have room for."""
+        """Number of rows that each shard's cache holds."""
         cached = self.rows * self.ways.load_factor[self.option]
         return np.ceil(cached / ASSOCIATIVITY) * ASSOCIATIVITY
 
     def host_bytes(self) -> Floats:
-        """What shards take of the host's memory, `N`."""
+        """Return the host memory of each shard [bytes], `N`."""
         w, t = self.ways, self.option
         value = w.element_size[t] + w.state_bytes[t]
         return np.where(w.is_offloaded[t], value * self.rows * self.width, 0.0)
 
     def static(self, cache_width_N: Ints) -> Floats:
-        """What shards take of the device at rest, `N x 4`; see `_STATIC`.
+        """Return each shard's device memory at rest [bytes], `N x 4`; see `_STATIC`.
 
         Args:
-            cache_width_N: Columns of the cache that each shard's kernel has.
+            cache_width_N: Columns of the cache in each shard's kernel.
         """
         w, t, rows = self.ways, self.option, self.rows
         values = rows * self.width
@@ -240,9 +240,9 @@ class _Shards:
         ages = np.where(w.is_lfu[t], rows, self.slots)
         return np.stack(
             [
-                # The gradients of all replicated rows lie in buckets of their own.
+                # Replicated tables also need a gradient bucket of the same size.
                 np.where(on_device, weights * np.where(dense, 2, 1), 0),
-                # Even tables in the host's memory keep the state of rows here.
+                # Tables in host memory also keep their row state on the device.
                 np.where(on_device, values * w.state_bytes[t], 0) + row_state,
                 has_cache * self.slots * cache_width_N * w.element_size[t],
                 has_cache * (4 * rows + 8 * self.slots + 8 * ages),
@@ -252,15 +252,15 @@ class _Shards:
 
 
 class MemoryModel:
-    """Predicts what shards and ranks allocate on CUDA devices.
+    """Predicts the memory that shards and ranks allocate on CUDA devices.
 
     Attributes:
-        is_lenient: Whether TorchRec's estimator counts all memory, for now.
+        is_lenient: Whether TorchRec's estimator counts all memory at the moment.
 
     Args:
         reader: Describes the tables and the devices.
-        pipeline_type: A member of TorchRec's `PipelineType`, or None: of a plain loop.
-            Pipelines hold the batches that they prepare.
+        pipeline_type: TorchRec's `PipelineType`. Pipelines keep the batches that they
+            prepare. None: no pipeline.
     """
 
     def __init__(self, reader: TableReader, *, pipeline_type: Any = None) -> None:
@@ -274,7 +274,7 @@ class MemoryModel:
 
     @contextlib.contextmanager
     def lenient(self) -> Iterator[None]:
-        """Leave the count to TorchRec's estimator for a while."""
+        """Let TorchRec's estimator count memory within the context."""
         self.is_lenient = True
         try:
             yield
@@ -282,13 +282,13 @@ class MemoryModel:
             self.is_lenient = False
 
     def knows(self, option: ShardingOption) -> bool:
-        """Whether it can predict the memory of an option's shards."""
+        """Whether the model can predict the memory of an option's shards."""
         counted = self._tier == "hbm" and not self.is_lenient
         known = is_fused(option) or is_dense(option)
         return counted and known and self._reader.has_cost(option)
 
     def way(self, option: ShardingOption) -> tuple[float, ...]:
-        """Return what sets the memory of an option that it knows: fields of `_Ways`."""
+        """Return the fields of `_Ways` for an option that the model `knows`."""
         kind, dense = option.sharding_type, is_dense(option)
         facts, table = self._reader.facts(option), self._reader.table(option)
         local, world = float(option.batch_size), 1 if dense else self._reader.world_size
@@ -320,17 +320,17 @@ class MemoryModel:
         rows_N: npt.ArrayLike,
         width_N: npt.ArrayLike,
     ) -> Floats:
-        """Bound the memory of shards, one by one, so that sums bound that of ranks.
+        """Return an upper bound of each shard's memory; the bounds add up for a rank.
 
         Args:
-            options: That it `knows`.
-            option_N: Of each shard, the option. A cache is taken to be as wide as the
-                widest of these shards that may share it.
+            options: Options that the model `knows`.
+            option_N: The option of each shard. A cache counts with the widest of these
+                shards that may share it.
             rows_N: Rows of each shard.
-            width_N: Columns.
+            width_N: Columns of each shard.
 
         Returns:
-            `N x 2`: bytes of the device and of the host.
+            `N x 2`: bytes on the device and on the host.
         """
         shards = _Shards(
             _Ways.of(options, self), *map(np.asarray, (option_N, rows_N, width_N))
@@ -350,7 +350,7 @@ class MemoryModel:
         return np.stack([device_N, shards.host_bytes()], axis=1)
 
     def estimate(self, options: Sequence[ShardingOption]) -> None:
-        """Set the storage of shards by `shard_bytes`, in place."""
+        """Set the storage of shards to their `shard_bytes`, in place."""
         shards = [(n, s) for n, o in enumerate(options) for s in sample_shards(o)]
         if not shards:
             return
@@ -365,12 +365,12 @@ class MemoryModel:
     def common_bytes(
         self, options: Sequence[ShardingOption], *, placed: bool = False
     ) -> float:
-        """Return what every rank takes, whatever its shards.
+        """Return the memory that every rank needs, whatever its shards [bytes].
 
         Args:
-            options: One of each table; those that it does not know count nothing.
-            placed: Whether they are a plan: what the sharding types of its modules take
-                beside each other counts, too.
+            options: One per table. Options that the model does not know count 0.
+            placed: Whether the options are a plan. Then the extra memory of modules
+                with several sharding types also counts.
         """
         known = [o for o in options if self.knows(o)]
         if not known:
@@ -381,11 +381,11 @@ class MemoryModel:
         return float(total.max()) + _ALLOCATOR
 
     def ranks(self, options: Sequence[ShardingOption]) -> tuple[RankMemory, ...]:
-        """Predict what each rank of a plan allocates.
+        """Return the memory that each rank of a plan allocates.
 
         Args:
-            options: Placed, one of each table; those that it does not know count with
-                the memory that their shards carry.
+            options: Placed options, one per table. Options that the model does not know
+                count the storage of their shards.
         """
         known = [o for o in options if self.knows(o)]
         others = [o for o in options if not self.knows(o)]
@@ -396,11 +396,11 @@ class MemoryModel:
         cached_N = shards.ways.load_factor[shards.option] > 0
         width_N = _widest(kernel_N, shards.width, cached_N)
         np.add.at(static_W4, rank_N, shards.static(width_N))
-        # Of a kernel with a cache all lookups are given places in it.
+        # In a kernel with a cache, every lookup has a location in the cache.
         held_N6, passing_N6 = self._activations(shards, width_N > 0)
         first = {o.path: is_dense(o) for o in reversed(known)}
         waits_T = np.array([first[o.path] > is_dense(o) for o in known])
-        # Autograd begins with the last, the replicated tables.
+        # Autograd runs backwards, so it begins with the replicated tables.
         waits_N = waits_T.astype(np.bool_)[shards.option]
         held_N6[waits_N, -1] = held_N6[waits_N, 0]
         held_W6 = np.zeros((self._reader.world_size, len(INSTANTS)))
@@ -432,7 +432,7 @@ class MemoryModel:
         )
 
     def _placed(self, plan: Sequence[ShardingOption]) -> tuple[_Shards, Ints, Ints]:
-        """Return shards that run, their ranks, and the numbers of their kernels."""
+        """Return the shards that run, their ranks and their kernel numbers."""
         keys = [fusion_key(o, self._reader, o.sharding_type) for o in plan]
         numbers: dict[tuple[Any, ...], int] = {}
         placed = [
@@ -450,11 +450,11 @@ class MemoryModel:
         return _Shards(_Ways.of(plan, self), *arrays[:3]), arrays[3], arrays[4]
 
     def overflow(self, options: Sequence[ShardingOption], room: Topology) -> str | None:
-        """Warn of the rank that a plan overfills most; None where all have room.
+        """Return a text on the rank that a plan overfills most; None if all ranks fit.
 
         Args:
-            options: Placed and estimated, one of each table.
-            room: The devices, with the memory that is left for shards.
+            options: Placed and estimated options, one per table.
+            room: The devices, with the memory left for shards.
         """
         over = []
         for found, left, whole in zip(
@@ -469,20 +469,21 @@ class MemoryModel:
         if not over:
             return None
         _, found, rank, has, of = max(over, key=lambda entry: entry[0])
-        more = f"; {len(over)} ranks lack memory in all" * (len(over) > 1)
-        return f"out of memory ahead: {found.overflow(rank, has, of)}{more}"
+        more = f"; {len(over)} ranks lack memory" * (len(over) > 1)
+        said = found.overflow(rank, has, of)
+        return f"the plan will run out of memory: {said}{more}"
 
     def cache_slots(
         self, cached: Sequence[ShardingOption], plan: Sequence[ShardingOption]
     ) -> tuple[Floats, Floats]:
-        """Return the slots of each shard's cache, and what one more slot takes [bytes].
+        """Return the slots of each shard's cache and the bytes of one more slot.
 
         Args:
-            cached: Tables with caches, all of the plan's.
-            plan: All placed options: kernels' slots are as wide as their widest table.
+            cached: All tables of the plan with caches.
+            plan: All placed options. A slot is as wide as its kernel's widest table.
 
         Returns:
-            Both of all shards of `cached`, one table after the other.
+            Two arrays, with one value per shard of `cached`, table by table.
         """
         every = [o for o in plan if has_cache(o) and self.knows(o)]
         shards, _, kernel_N = self._placed(every)
@@ -495,10 +496,10 @@ class MemoryModel:
         return shards.slots[asked_N], bytes_N[asked_N]
 
     def attribute(self, options: Sequence[ShardingOption]) -> None:
-        """Make the storage of each rank's shards add up to what it allocates, in place.
+        """Scale the storage of each rank's shards to what it allocates, in place.
 
         Args:
-            options: Placed and estimated, one of each table.
+            options: Placed and estimated options, one per table.
         """
         known = [o for o in options if self.knows(o)]
         shards: dict[int, list[Shard]] = defaultdict(list)
@@ -518,10 +519,10 @@ class MemoryModel:
     def _activations(
         self, shards: _Shards, is_cached_N: Bools
     ) -> tuple[Floats, Floats]:
-        """What shards add to each instant: held by all kernels, passing in one.
+        """Return each shard's memory at each instant: held, and passing.
 
         Returns:
-            Both `N x 6`.
+            Two arrays `N x 6` [bytes]; see the module for held and passing.
         """
         w, t = shards.ways, shards.option
         n, f, pooled, dense = w.lookups[t], w.bags[t], w.is_pooled[t], w.is_dense[t]
@@ -539,8 +540,8 @@ class MemoryModel:
             sorting,
         )
         sequence, two_steps = ~pooled & ~dense, w.in_two_steps[t] & pooled & ~dense
-        # Of sequences, lengths as they arrived and as they are sent back, until the
-        # step ends; of those cut by rows, also where each id came from.
+        # Sequences keep received and returned lengths until the step ends. Row-sharded
+        # ones also keep the origin of each id.
         extra = 2 * _LENGTH * f
         extra += np.where(w.by_rows[t], _INDEX * n * parts / self._reader.world_size, 0)
         before = saved + np.where(sequence, extra, 0)
@@ -564,9 +565,9 @@ class MemoryModel:
         return held, passing
 
     def _common(self, options: Sequence[ShardingOption]) -> Floats:
-        """What every rank holds at each instant of the outputs of its own samples."""
+        """Return each instant's memory for outputs of a rank's own samples [bytes]."""
         held: dict[tuple[float, ...], float] = defaultdict(float)
-        """Copies of something at each instant -> its bytes."""
+        """Number of copies at each instant -> bytes of one copy."""
         for option in options:
             table, local = self._reader.table(option), float(option.batch_size)
             repeats = self._reader.repeats(option)
@@ -578,9 +579,9 @@ class MemoryModel:
                 held[_ALWAYS] += size
             elif not is_pooled(option) or self._is_reduced_at_once(option):
                 held[1, 1, 2, 1, 0, 0] += size
-            else:  # gradients, cut by rank, lie beside what they are put together from
+            else:  # gradients by rank exist together with those they are made from
                 held[1, 2, 3, 2, 0, 0] += size
-            if repeats > 1:  # where each id is among the distinct ones, and their rows
+            if repeats > 1:  # inverse indices of distinct ids, and their rows
                 held[_ALWAYS] += 2 * _INDEX * lookups
                 held[0, 1, 1, 1, 0, 0] += size / repeats
             if self._is_pipelined:
@@ -595,7 +596,7 @@ class MemoryModel:
         return total
 
     def _is_reduced_at_once(self, option: ShardingOption) -> bool:
-        """Whether a reduce-scatter alone brings the outputs to their samples."""
+        """Whether a single reduce-scatter returns the outputs."""
         kind = option.sharding_type
         within = (
             kind in NODE_TYPES and self._reader.world_size <= self._reader.node_size
@@ -603,9 +604,9 @@ class MemoryModel:
         return within or kind == ShardingType.ROW_WISE.value
 
     def _num_pieces(self, option: ShardingOption) -> tuple[int, int]:
-        """Of a table's features on their way to its shards: copies, and pieces.
+        """Return how often a table's features are copied and into how many pieces.
 
-        Column shards get copies of them; of rows, the ids are parted.
+        Column shards get copies of all ids; row shards get a part each.
         """
         columns = len({int(s.offset[1]) for s in option.shards})
         if option.sharding_type == ShardingType.ROW_WISE.value:
@@ -615,7 +616,7 @@ class MemoryModel:
         return columns, columns
 
     def _of_modules(self, options: Sequence[ShardingOption]) -> Floats:
-        """What putting outputs of a module together takes, whatever the shards."""
+        """Return the extra memory of modules with several sharding types [bytes]."""
         extra = np.zeros(len(INSTANTS))
         modules: dict[str, dict[str, list[ShardingOption]]] = {}
         for option in options:
@@ -629,11 +630,11 @@ class MemoryModel:
         return extra
 
     def _beside_others(self, option: ShardingOption, beside_replicas: bool) -> Floats:
-        """What a table takes more in a module with several sharding types.
+        """Return a table's extra memory in a module with several sharding types.
 
-        Its gradient is a part of that of all outputs, of which a copy is made. All
-        features are put in order together: while replicated tables look theirs up,
-        those of the others are there, too.
+        Its gradient is a part of the gradient of all outputs, which is copied. Features
+        are sorted together, so those of other tables still exist while replicated
+        tables look up theirs.
         """
         size = self._output_bytes(option) if is_pooled(option) else 0.0
         if is_dense(option):
@@ -663,7 +664,7 @@ def _is_offloaded(option: ShardingOption) -> bool:
 
 
 def _widest(kernel_N: Ints, width_N: Ints, cached_N: Bools) -> Ints:
-    """Return the columns of the widest cached shard of each shard's kernel, `N`."""
+    """Return the width of the widest cached shard in each shard's kernel, `N`."""
     widest = np.zeros(int(kernel_N.max(initial=-1)) + 1, dtype=np.int64)
     np.maximum.at(widest, kernel_N[cached_N], width_N[cached_N])
     return widest[kernel_N]

@@ -1,4 +1,4 @@
-"""Places the tables of a proposal by a search, inside TorchRec's loop."""
+"""The partitioner: runs the search on a proposal, inside TorchRec's loop."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ from torchrec_neuroshard.search.choosing import ChoosingSearcher
 __all__ = ["NeuroShardPartitioner", "SearchLog", "SearchRecord"]
 
 LATER_EFFORT = 0.3
-"""Effort of the searches after a plan's first one, relative to it."""
+"""Effort of each search after the first, as a share of the first."""
 LATER_SHARE = 4.0
-"""What all of them may take together, relative to the first one."""
+"""Time of all later searches together, as a multiple of the first search's time."""
 MOST_REPAIRS = 3
-"""Times that a plan which overfills a rank is searched anew, with less memory."""
+"""Most times that a plan which overfills a rank is searched again with less memory."""
 LEAST_SECONDS = 0.5
-"""A first search that took less counts as this."""
+"""A shorter first search counts as this long."""
 QUICK_SECONDS = 0.05
-"""What a search gets that comes later still: enough to place tables, not to improve."""
+"""Time of a search once that is spent: enough to place tables, not to improve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +84,21 @@ class SearchRecord:
 class SearchLog:
     """The searches of one planning run, which share a time budget.
 
-    All but the first make less effort.
+    Searches after the first make less effort.
     """
 
     records: list[SearchRecord] = dataclasses.field(default_factory=list)
     infeasible: str | None = None
-    """Why of proposals that did not fit the one with most to choose from did not."""
+    """Why no plan fits; of several proposals, the reason of the one with most ways."""
     num_ways: int = 0
-    """Of that proposal's tables."""
+    """Ways of all tables in that proposal."""
     is_crowded: bool = False
-    """Whether the outputs of a rank's own samples leave no memory for tables."""
+    """Whether the outputs for a rank's own samples leave no memory for tables."""
     seconds: float = 0.0
-    """What the searches took."""
+    """Time that the searches took so far."""
 
     def next(self, searcher: Searcher) -> Searcher:
-        """Return the search with what is left of the budget."""
+        """Return the searcher limited to the rest of the time budget."""
         if not self.records:
             return searcher
         first = max(self.records[0].result.search_seconds, LEAST_SECONDS)
@@ -109,37 +109,37 @@ class SearchLog:
 
 
 class NeuroShardPartitioner(CostedPart, Partitioner):
-    """Shards and places a proposal's tables by searching on the learned cost of sets.
+    """Shards and places a proposal's tables with a search over learned costs.
 
-    An option of `NeuroShardProposer`'s leaves the search every way that its table may
-    be sharded in; any other is kept to its type and kernel. Column-wise options
-    may be split at any multiple of four columns, down to the constraint's
-    `min_partition` (default 4, on GPUs whose costs are an estimate 32) and at most once
-    per rank, into unequal widths only for CPU topologies. Options that the cost model
-    has no price for are placed first, by TorchRec's greedy routine, and the memory they
-    take is left out of the search.
+    For an option of `NeuroShardProposer`, the search may use every way to shard the
+    table. Any other option keeps its sharding type and kernel. Column-wise options may
+    be split at any multiple of four columns, down to the constraint's `min_partition`
+    (default 4; 32 on GPUs whose costs are estimates), into at most one shard per rank.
+    Splits are uneven only for CPU topologies.
 
-    Placement constraints hold for all of them: tables that are not searched are placed
-    by the same routine on the ranks that they may be on, one by one, before all others.
+    Options that the cost model does not cover are placed first, by TorchRec's greedy
+    routine. The search gets the memory that they leave. Placement constraints hold for
+    them as well: constrained ones are placed first, one by one, on their ranks.
 
-    The proposal is not changed; the options returned are copies, whose shards' `perf`
-    adds up to the cost of each rank's set, and whose `storage` to what the rank
-    allocates, where `NeuroShardEnumerator` estimates memory.
+    The proposal is not changed; the returned options are copies. The `perf` of a
+    rank's shards adds up to the cost of the rank's set of tables. If
+    `NeuroShardEnumerator` counts memory, their `storage` adds up to what the rank
+    allocates.
 
-    The other arguments are those of `CostedPart`.
+    For the other arguments, see `CostedPart`.
 
     Attributes:
-        searcher: What searches the placements.
-        placement: Which ranks tables may be on.
-        log: The searches made.
+        searcher: Searches the placements.
+        placement: Which ranks tables may use.
+        log: The searches so far.
 
     Args:
         topology: The devices to plan for.
-        constraints: Table name -> TorchRec's constraints on it.
-        search: A search's name, its settings, or a searcher.
-        enumerator: The planner's; says how much memory a split takes. None: what a
-            table needs beside its weights is counted in full for each of its shards.
-        placement: Which ranks tables may be on. None: any.
+        constraints: Table name -> TorchRec's constraints on the table.
+        search: The name of a search, a `SearchConfig` or a `Searcher`.
+        enumerator: The planner's enumerator, which knows the memory of a split. None:
+            every shard counts all memory that its table needs beside its weights.
+        placement: Which ranks tables may use. None: any.
     """
 
     def __init__(
@@ -166,8 +166,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         """Start a planning run.
 
         Args:
-            log: Of the run.
-            sharders: Of the run, for options whose estimators did not read them.
+            log: The run's log.
+            sharders: The run's sharders, for options whose estimators did not read
+                them.
         """
         self.log, self._sharders = log, sharders_by_type(sharders)
 
@@ -178,15 +179,15 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
 
         Args:
             proposal: One option per table, with estimates.
-            storage_constraint: The devices and the memory that shards may take.
+            storage_constraint: The devices, with the memory left for shards.
 
         Returns:
             The chosen options, in the order of the proposal.
 
         Raises:
-            PlannerError: Of type PARTITION, when nothing fits.
+            PlannerError: No plan fits (type PARTITION).
             ConfigError: The cost model predicts something that is not a time, or
-                placement constraints cannot be kept, whatever the sizes.
+                placement constraints cannot be satisfied with any amount of memory.
         """
         for option in proposal:
             note_sharders((option, *FreeOption.ways_of(option)), self._sharders)
@@ -206,7 +207,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             for _ in range(MOST_REPAIRS):
                 if memory is None or full_rank(room, plan) is None:
                     break
-                # What tables take beside each other shows only in a plan.
+                # Memory that depends on neighbouring tables shows only in a plan.
                 over = max(-left.hbm for left in memory_left(room, plan))
                 beside = memory.common_bytes(plan, placed=True)
                 common = max(beside, common + max(0, over))
@@ -229,10 +230,10 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         room: Topology,
         rules: PlacementRules,
     ) -> list[ShardingOption]:
-        """Place tables, again where a disk is full, and size their caches."""
+        """Return a plan with sized caches; place again if a disk is full."""
         plan = self._place(proposal, ways, storage_constraint, rules)
         if full_rank(storage_constraint, plan) is not None:
-            # The search counts no disks; TorchRec's routine does.
+            # The search does not count disk space, but TorchRec's routine does.
             offloaded = [is_estimated(o) and not is_dense(o) for o in plan]
             again = [
                 chosen if out else option
@@ -254,7 +255,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     def _check_room(
         self, proposal: Sequence[ShardingOption], less: Topology, room: Topology
     ) -> None:
-        """Refuse to plan where the outputs of a rank's own samples leave no memory.
+        """Check that the outputs for a rank's own samples leave memory for tables.
 
         Raises:
             PlannerError: They leave none.
@@ -268,7 +269,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             error_type=PlannerErrorType.PARTITION,
             message=f"every rank needs {format_bytes(has - left)} for the outputs of "
             f"its own {batch_size} samples, whatever its tables, and has "
-            f"{format_bytes(max(0, has))}. Lower batch_size ({batch_size}) or take "
+            f"{format_bytes(max(0, has))}. Lower batch_size ({batch_size}) or use "
             "ranks with more memory",
         )
 
@@ -279,7 +280,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         return None
 
     def _attribute(self, plan: Sequence[ShardingOption]) -> None:
-        """Share out to shards what each rank takes, time and memory."""
+        """Divide each rank's time and memory among its shards."""
         self.costs.attribute(plan)
         if self._memory is not None:
             self._memory.attribute(plan)
@@ -291,8 +292,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         storage_constraint: Topology,
         rules: PlacementRules,
     ) -> list[ShardingOption]:
-        """Place tables without ways by TorchRec's routine, the others by the search."""
-        # By name: the order that a model lists its tables in must not matter.
+        """Place tables without ways by TorchRec's routine, others by the search."""
+        # Sort by name: the plan must not depend on the order of a model's tables.
         both = sorted(zip(proposal, ways, strict=True), key=lambda p: table_name(p[0]))
         given = [o for o, w in both if not w]
         searched = [w for _, w in both if w]
@@ -309,10 +310,10 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         return [placed[table_name(o)] for o in proposal]
 
     def rules(self, options: Sequence[ShardingOption]) -> PlacementRules:
-        """Say what the placement constraints mean for a plan of these options.
+        """Return the placement constraints as rules for the tables of these options.
 
         Raises:
-            ConfigError: They name what is not there, or contradict each other.
+            ConfigError: They name an unknown table or rank, or contradict each other.
         """
         return self.placement.rules(
             map(table_name, options), int(self._topology.world_size)
@@ -355,7 +356,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             result.placement.check(space.task)
         except PlacementError as error:
             raise type(error)(
-                f"search '{searcher.name}' returned what cannot be used: {error}"
+                f"search '{searcher.name}' returned an invalid placement: {error}"
             ) from error
         spread = space.over_hosts(result.placement)
         if spread != result.placement:
@@ -372,9 +373,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         return space.placed(result.placement)
 
     def _explained(self, message: str, memory: Sequence[Storage]) -> str:
-        """Add what ranks have before anything is searched, where that is less.
+        """Add to a message how much memory ranks have left before the search.
 
-        Not to a message about the host's memory alone.
+        A message about host memory stays as it is.
         """
         tier = device_tier(self._topology)
         whole = max(getattr(d.storage, tier) for d in self._topology.devices)
@@ -382,14 +383,14 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if format_bytes(left) == format_bytes(whole) or message.startswith(HOST):
             return message
         return (
-            f"{message.rstrip('.')}. Of the {format_bytes(whole)} of a rank, the "
-            "storage reservation, the outputs of its own samples and tables that are "
-            f"not searched leave {format_bytes(max(0, left))}."
+            f"{message.rstrip('.')}. Of a rank's {format_bytes(whole)}, the storage "
+            "reservation, the outputs for its own samples and tables outside the "
+            f"search leave {format_bytes(max(0, left))}."
         )
 
 
 def _without_ranks(options: Sequence[ShardingOption]) -> list[ShardingOption]:
-    """Copies of options whose shards are to be placed."""
+    """Return copies of options whose shards have no ranks yet."""
     copies = option_copies(options)
     for option in copies:
         for shard in option.shards:

@@ -1,4 +1,4 @@
-"""Rates whole plans by their predicted iteration."""
+"""The performance model: rates whole plans by the time of an iteration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["NeuroShardPerfModel"]
 class NeuroShardPerfModel(CostedPart, PerfModel):
     """Rates a plan by the critical path of one iteration.
 
-    The arguments are those of `CostedPart`.
+    For the arguments, see `CostedPart`.
     """
 
     def rate(self, plan: list[ShardingOption]) -> float:

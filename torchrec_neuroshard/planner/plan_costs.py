@@ -1,4 +1,4 @@
-"""The cost of a whole plan: one place for all parts of the planner.
+"""The cost of a whole plan, shared by all parts of the planner.
 
 Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `P` phases,
 `T` options or tables.
@@ -75,35 +75,35 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 
 ESTIMATED_COLUMNS = 32
-"""Columns of the narrowest shard on a GPU whose kernels are estimated, unless given:
-published timings of NVIDIA's cards since the V100 are of 64 columns and more."""
+"""Default columns of the narrowest shard on a GPU whose kernels are estimated.
+Published timings of NVIDIA's cards since the V100 start at 64 columns."""
 
 
 _NUM_REMEMBERED = 2
-"""Placed plans whose prices are kept: a plan, and it with caches of other sizes."""
+"""Number of priced plans to keep: a plan and its variant with other cache sizes."""
 
 
 class LaunchedPerf(Perf):
-    """TorchRec's estimate of a shard, with the launch of a kernel of its own."""
+    """TorchRec's estimate of a shard plus the launch of its own kernel."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LaunchedPerf:
-        """Copy the type as well, which TorchRec's copy does not from 1.9 on."""
+        """Return a copy of the same class; since 1.9, TorchRec's copy is a `Perf`."""
         return LaunchedPerf(**vars(self))
 
 
 class PlanCosts:
-    """Costs of sharding options and plans, by one cost model and one topology.
+    """Costs of sharding options and plans for one cost model and one topology.
 
     Attributes:
-        devices: What is planned for, and where each of its figures is from.
-        topology: Its topology: the caller's, completed.
+        devices: The devices to plan for, with the source of each figure.
+        topology: The caller's topology, completed with the card's figures.
         reader: Describes sharding options as tables.
-        cost_model: Fused kernels.
-        comms_model: Collectives.
-        encoder: Keeps the encodings of all shards.
-        schedule: Of the training loop.
-        dense: What the rest of the model takes in it.
-        notes: What to know of all this; part of every result.
+        cost_model: Predicts fused kernels.
+        comms_model: Predicts collectives.
+        encoder: Caches the encodings of shards.
+        schedule: The schedule of the training loop.
+        dense: Time of the rest of the model in an iteration.
+        notes: Notes on devices and costs, part of every result.
     """
 
     def __init__(
@@ -121,20 +121,20 @@ class PlanCosts:
 
         Args:
             topology: The devices to plan for.
-            constraints: Table name -> TorchRec's constraints on it.
-            cost_model: "auto", "measure", a bundle's name or folder, or a model.
-            comms_model: None: what the cost model's bundle measured, else published
-                links of this GPU, else bytes over the topology's bandwidths. It is for
-                all ranks; nodes of several and what is between them (table-row-wise and
-                grid) are looked for as if None were given.
+            constraints: Table name -> TorchRec's constraints on the table.
+            cost_model: "auto", "measure", a bundle's name or folder, or a `CostModel`.
+            comms_model: Predicts collectives of all ranks. None: what the cost model's
+                bundle measured, else published links of this GPU, else bytes divided by
+                the topology's bandwidths. Collectives within and between nodes
+                (table-row-wise and grid) are always chosen as with None.
             profiles: Feature name -> its measured profile.
-            pipeline_type: Of the training loop: a member of TorchRec's `PipelineType`,
-                or a name among `schedules.SCHEDULES`. None: one phase after another.
-            dense_ms: What the rest of the model takes. None: nothing.
+            pipeline_type: TorchRec's `PipelineType` of the training loop, or a key of
+                `schedules.SCHEDULES`. None: phases run one after another.
+            dense_ms: Time of the rest of the model. None: 0.
 
         Raises:
-            ConfigError: There is no such cost model or pipeline, or constraints or
-                `dense_ms` hold a number that cannot be.
+            ConfigError: The cost model or pipeline is unknown, or a number in
+                `constraints` or `dense_ms` is impossible.
             BundleError: The bundle cannot be used.
         """
         check_constraints(constraints or {})
@@ -152,16 +152,16 @@ class PlanCosts:
 
     @property
     def least_columns(self) -> int:
-        """Columns of the narrowest shard where no constraint gives `min_partition`."""
+        """Columns of the narrowest shard without a constraint's `min_partition`."""
         on_gpu = self.topology.compute_device != "cpu"
         estimated = on_gpu and self.cost_model.error is not None
         return ESTIMATED_COLUMNS if estimated else COLUMN_MULTIPLE
 
     def use(self, cost_model: str | Path | CostModel) -> None:
-        """Go on with another model, such as a bundle that was measured since.
+        """Switch to another cost model, for example a newly measured bundle.
 
         Raises:
-            BundleError: The bundle cannot be used; costs stay as they were.
+            BundleError: The bundle cannot be used; costs stay as they are.
         """
         topology = self.topology
         with warnings.catch_warnings(record=True) as caught:
@@ -196,7 +196,7 @@ class PlanCosts:
         if overlaps and not self.dense.total_ms:
             text = (
                 f"pipeline_type '{self._pipeline}' without dense_ms: the rest of the "
-                "model counts 0 ms, and what would run beside it counts in full"
+                "model counts 0 ms, so phases that overlap with it count in full"
             )
             notes.append(Note("dense-time", text))
         self.notes: tuple[Note, ...] = tuple(notes)
@@ -204,18 +204,18 @@ class PlanCosts:
         self._last_placed: list[tuple[list[Any], PlacedPlan]] = []
 
     def simulator(self, task: ShardingTask) -> Simulator:
-        """Return a simulator; all keep their encodings in one place."""
+        """Return a simulator; all simulators share one cache of encodings."""
         return Simulator(task, self.cost_model, self.comms_model, self.encoder)
 
     def predict(
         self, task: ShardingTask, result: SearchResult, const_ms: float | None
     ) -> SearchResult:
-        """Return the result of a search that was given `searched_models`.
+        """Return a search result in terms of the real models and schedule.
 
         Args:
-            task: What was placed.
-            result: In the terms of these models.
-            const_ms: See there.
+            task: The task of the search.
+            result: The result in terms of `searched_models`.
+            const_ms: The third value of `searched_models`.
         """
         if self.schedule.adds_up(self.dense) and not self.dense.total_ms:
             return result
@@ -236,17 +236,17 @@ class PlanCosts:
     def searched_models(
         self, task: ShardingTask
     ) -> tuple[CostModel, CommsModel, float | None]:
-        """Return models whose phases add up to the path under the loop's schedule.
+        """Return models whose phases add up to the critical path of the schedule.
 
-        Of one stage under `train_sparse_dist` they do so exactly; else as long as
-        phases are about what they are on balanced ranks.
+        The sum is exact for one stage under `train_sparse_dist`. Otherwise it is close
+        as long as phases take about as long as on balanced ranks.
 
         Args:
-            task: What is to be placed.
+            task: The task to search.
 
         Returns:
-            Kernels; collectives; and what to add to a lower bound of such a sum for
-            one of the path [ms], None where that would be none.
+            The cost model; the comms model; and the milliseconds that turn a lower
+            bound of the sum into one of the path. None: there is no such bound.
         """
         schedule, dense = self.schedule, self.dense
         if schedule.adds_up(dense):
@@ -269,7 +269,7 @@ class PlanCosts:
         )
 
     def searched_simulator(self, task: ShardingTask) -> Simulator:
-        """Return a simulator by the `searched_models`."""
+        """Return a simulator that uses `searched_models`."""
         cost_model, comms_model, _ = self.searched_models(task)
         own = cost_model is self.cost_model
         return Simulator(task, cost_model, comms_model, self.encoder if own else None)
@@ -281,16 +281,16 @@ class PlanCosts:
         """Price the shards of options.
 
         Args:
-            options: Options that have a cost (`TableReader.has_cost`), with or without
+            options: Options with a cost (`TableReader.has_cost`), with or without
                 ranks.
         """
         return PricedOptions.of(options, self)
 
     def placed(self, plan: Sequence[ShardingOption]) -> PlacedPlan:
-        """Price a plan whose shards have ranks; the last ones are remembered.
+        """Price a plan whose shards have ranks; the last plans are cached.
 
         Args:
-            plan: Options, one of each table.
+            plan: One option per table.
         """
         key = [self._placed_key(option) for option in plan]
         for known, placed in self._last_placed:
@@ -301,7 +301,7 @@ class PlanCosts:
         return placed
 
     def _placed_key(self, option: ShardingOption) -> tuple[Any, ...]:
-        """What the costs of a placed option depend on."""
+        """Return everything that the costs of a placed option depend on."""
         perfs = None
         if not self.reader.has_cost(option):
             perfs = [s.perf and tuple(vars(s.perf).values()) for s in option.shards]
@@ -319,7 +319,7 @@ class PlanCosts:
         """Predict each shard as if it were alone on its rank, in one batch.
 
         Args:
-            options: Options that have a cost.
+            options: Options with a cost.
 
         Returns:
             One `Perf` per shard of each option.
@@ -337,7 +337,7 @@ class PlanCosts:
         return [[next(perfs) for _ in option.shards] for option in options]
 
     def check_model(self, task: ShardingTask) -> None:
-        """Predict the kernel of each table alone.
+        """Check the cost model's prediction for each table alone.
 
         Raises:
             ConfigError: The cost model predicts something that is not a time.
@@ -366,17 +366,17 @@ class PlanCosts:
             )
 
     def launch_ms(self, option: ShardingOption | None = None) -> tuple[float, float]:
-        """Return forward and backward of the smallest kernel [ms], or an option's."""
+        """Return the launch overhead of a kernel, forward and backward [ms]."""
         forward, backward = self.encoder.launch_ms.tolist()
         trained = option is None or not is_quantised(option)
         return forward, backward if trained else 0.0
 
     def share_launches(self, options: Sequence[ShardingOption]) -> None:
-        """Count each rank's launch of a kernel once for all shards in it, in place.
+        """Count a kernel's launch once per rank, not once per shard, in place.
 
         Args:
-            options: Placed options; changed are shards with a `LaunchedPerf`, which
-                only options without a cost have.
+            options: Placed options. Only shards with a `LaunchedPerf` change; their
+                options have no learned cost.
         """
         kernels: dict[tuple[Any, ...], list[Any]] = {}
         for option in options:
@@ -396,19 +396,19 @@ class PlanCosts:
                 shard.perf.bwd_compute -= backward * excess
 
     def attribute(self, plan: Sequence[ShardingOption]) -> None:
-        """Share each rank's cost out to its shards, in place; see `PlacedPlan`."""
+        """Divide each rank's cost among its shards, in place; see `PlacedPlan`."""
         self.placed(plan).attribute(plan)
 
 
 class CostedPart:
-    """Base of the planner's parts, which price plans by one `PlanCosts`.
+    """Base class of the planner's parts, which price plans with a `PlanCosts`.
 
     Args:
         topology: The devices to plan for.
-        constraints: Table name -> TorchRec's constraints on it.
-        costs: Shares one loaded cost model between parts, in place of what is left.
-            None: one of the part's own.
-        model: What `PlanCosts` takes: cost_model, comms_model, profiles.
+        constraints: Table name -> TorchRec's constraints on the table.
+        costs: One loaded cost model shared between parts; replaces `model`. None: the
+            part loads its own.
+        model: Arguments of `PlanCosts`: cost_model, comms_model, profiles.
     """
 
     def __init__(

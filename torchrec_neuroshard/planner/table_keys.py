@@ -1,8 +1,8 @@
-"""How constraints name tables: by name alone, or by module path and name.
+"""Keys of constraints: a table's name, or its module's path and name.
 
-TorchRec's parts look constraints up by a table's name. Here a key may name the module
-as well, "path.to.module/table" or "path.to.module.table": it then means that module's
-table alone, and goes before the bare name.
+TorchRec's parts look up constraints by a table's name. Here a key may include the
+module, as "path.to.module/table" or "path.to.module.table". Such a key stands for that
+module's table only, and wins over the bare name.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = [
 
 
 def table_keys(path: str, name: str) -> tuple[str, ...]:
-    """Return the keys that mean a table, the most exact one first.
+    """Return the keys that stand for a table, the most specific first.
 
     Args:
-        path: Of its module, as `named_modules()` has it; "" is the model itself.
-        name: Of the table.
+        path: The module's path as in `named_modules()`; "" is the model itself.
+        name: The table's name.
     """
     return (f"{path}/{name}", f"{path}.{name}", name) if path else (name,)
 
@@ -36,18 +36,18 @@ def table_keys(path: str, name: str) -> tuple[str, ...]:
 def constraint_on(
     constraints: Mapping[str, ParameterConstraints], path: str, name: str
 ) -> ParameterConstraints | None:
-    """Return the constraints on one table of one module; None: there are none."""
+    """Return the constraints on a table of a module; None: there are none."""
     found = (constraints[k] for k in table_keys(path, name) if k in constraints)
     return next(found, None)
 
 
 def unknown_table(verb: str, key: str, known: Collection[str]) -> str:
-    """Say that the model has no table that a key means, and which may be meant.
+    """Return an error text for a key without a table, with similar names.
 
     Args:
         verb: "name" or "names".
-        key: As given.
-        known: The keys that there are.
+        key: The unknown key.
+        known: The keys of the model's tables.
     """
     alike = [other for other in known if _separator(other) == _separator(key)]
     near = suggestion(key, alike or known, "tables")
@@ -55,18 +55,18 @@ def unknown_table(verb: str, key: str, known: Collection[str]) -> str:
 
 
 def _separator(key: str) -> str:
-    """What stands between the path and the name of a key; "" of a bare name."""
+    """Return the separator of path and name in a key; "" for a bare name."""
     return next((mark for mark in "/." if mark in key), "")
 
 
 class ModuleConstraints(dict[str, ParameterConstraints]):
-    """Table name -> constraints, of one module at a time: what TorchRec's parts read.
+    """Table name -> constraints, for one module at a time. TorchRec's parts read it.
 
     Attributes:
         given: The constraints on all tables.
 
     Args:
-        given: By the keys of `table_keys`. None: there are none.
+        given: Key of `table_keys` -> constraints. None: there are none.
     """
 
     def __init__(self, given: Mapping[str, ParameterConstraints] | None) -> None:
@@ -74,14 +74,14 @@ class ModuleConstraints(dict[str, ParameterConstraints]):
         self.given = given or {}
 
     def enter(self, path: str, names: Iterable[str]) -> None:
-        """Hold the constraints on a module's tables, and on no others."""
+        """Switch to the constraints on one module's tables."""
         self.clear()
         for name in names:
             if (constraint := constraint_on(self.given, path, name)) is not None:
                 self[name] = constraint
 
     def parts(self, options: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
-        """Yield parts of the options, and hold the constraints on each meanwhile."""
+        """Yield options module by module, each time switched to that module."""
         if not any(map(_separator, self.given)):
             self.update(self.given)
             yield options
@@ -97,13 +97,13 @@ class ModuleConstraints(dict[str, ParameterConstraints]):
 def with_bare_names(
     constraints: Mapping[str, ParameterConstraints] | None,
 ) -> dict[str, ParameterConstraints] | None:
-    """Add bare names for parts of TorchRec that never learn of modules.
+    """Add bare names, for TorchRec's storage reservations and statistics.
 
-    Storage reservations and statistics are such parts. Where several keys end in one
-    name, and none is that name alone, the one with most ids per sample stands for all.
+    These parts know no modules. If several keys end in the same name and no key is the
+    bare name, the constraints with most ids per sample are used for it.
 
     Returns:
-        The keys given, and the names that they end in; None where none were given.
+        The given keys and the bare names they end in; None if there are none.
     """
     if not constraints:
         return None

@@ -1,1 +1,1 @@
-"""Plans that exist: stored in files, rehearsed, improved while a job runs."""
+"""Saved plans: stored in files, rehearsed, and improved while a job runs."""

@@ -1,12 +1,12 @@
-"""Sharding plans as files: kept for the next start, refused where they do not fit.
+"""Plan files: save a sharding plan, and load it in a job that it fits.
 
-A plan file is JSON. Beside the plan it holds a fingerprint of what the plan was made
-for, so that a restart can tell a plan that still fits from one that is merely no longer
-the best (a warning) and from one that cannot be right (an error).
+A plan file is JSON. Beside the plan it has a fingerprint of the job that the plan was
+made for. On loading, a plan that may no longer be the best is a warning, and a plan for
+another job is an error.
 
-The state of row-wise Adagrad is one value per row *of each shard*: a checkpoint fits
-only the column splits it was written under. A job that goes on from a checkpoint should
-therefore take its stored plan instead of planning again:
+The state of row-wise Adagrad is one value per row *of each shard*, so a checkpoint only
+fits the column splits it was written with. A job that resumes from a checkpoint should
+therefore load its plan instead of planning again:
 
     plan = load_plan("plan.json", model=model, planner=planner)
 """
@@ -75,7 +75,7 @@ __all__ = [
 ]
 
 PLAN_SCHEMA_VERSION = 1
-"""Version of the file's layout; files of a later one are refused."""
+"""Version of the file format. Files of other versions are refused."""
 
 _FORMAT = "torchrec_neuroshard.plan"
 _MUST_BE_EQUAL = ("unsharded", "world_size", "local_world_size", "compute_device")
@@ -93,11 +93,11 @@ _UNKNOWN = (None, "")
 
 
 class PlanMismatchError(PlanFileError):
-    """A sound plan file that was made for other tables, ranks or devices."""
+    """A valid plan file was made for other tables, ranks or devices."""
 
 
 class StalePlanWarning(UserWarning):
-    """A plan that still works was made under other circumstances."""
+    """A plan still works, but was made for another batch size, cost model or so on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,37 +105,37 @@ class PlanFingerprint:
     """The job that a plan was made for."""
 
     tables: tuple[PlanTable, ...]
-    """Of the modules that the plan shards, sorted."""
+    """Tables of the modules that the plan shards, sorted."""
     unsharded: tuple[str, ...] = ()
-    """Tables of the model that the plan leaves alone."""
+    """Tables of the model that are not in the plan."""
     world_size: int
     local_world_size: int
     compute_device: str
     memory_bytes: tuple[int, ...]
-    """Memory of each rank that fused tables live in."""
+    """Memory of each rank for fused tables."""
     host_memory_bytes: tuple[int, ...] | None = None
     """Host memory of each rank. None: unknown, or the ranks run on the host."""
     sharding_group: ShardingGroup | None = None
     """The sharding group that the ranks form. None: they are all ranks, or unknown."""
     batch_size: int | None = None
-    """Samples per rank; None: not known."""
+    """Samples per rank. None: unknown."""
     cost_model: str | None = None
-    """Its name; None: not known, or planned without one."""
+    """Name of the cost model. None: unknown, or planned without one."""
     hardware: str | None = None
-    """What the cost model predicts."""
+    """The hardware that the cost model predicts."""
     pipeline_type: str | None = None
-    """Of the training loop, "none" for a plain one; None: not known."""
+    """Train pipeline, "none" for a plain loop. None: unknown."""
     pooling_factors: Mapping[str, float] | None = None
-    """Full name of a table -> ids that a sample looks up in it; None: not known."""
+    """Full table name -> ids per sample. None: unknown."""
     batch_sizes: Mapping[str, tuple[float, ...]] | None = None
     """Full table name -> samples per rank of each feature, for tables whose features
-    have batch sizes of their own. None: no table has, or unknown."""
+    have their own batch sizes. None: no table has, or unknown."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Package -> version."""
 
     @property
     def torchrec(self) -> str:
-        """Version of TorchRec; empty: not known."""
+        """Version of TorchRec; "" if unknown."""
         return self.versions.get("torchrec", "")
 
     def __post_init__(self) -> None:
@@ -152,26 +152,26 @@ class StoredPlan:
     plan: ShardingPlan
     fingerprint: PlanFingerprint
     shown: Mapping[str, Any] | None
-    """The planner's report; None: not known when the plan was stored."""
+    """The planner's report as stored. None: the file has none."""
 
     @property
     def made_for(self) -> str:
-        """What the plan was made for, in a sentence without a full stop."""
+        """The job that the plan was made for, as a sentence without a full stop."""
         made = self.fingerprint
-        batch = "not said" if made.batch_size is None else f"{made.batch_size:,}"
+        batch = "unknown" if made.batch_size is None else f"{made.batch_size:,}"
         return (
             f"made for {made.world_size} ranks, {made.local_world_size} per node "
             f"({made.compute_device}); samples per rank: {batch}; cost model: "
-            f"{made.cost_model or 'not known'} ({made.hardware or 'not known'}); by "
+            f"{made.cost_model or 'unknown'} ({made.hardware or 'unknown'}); by "
             f"torchrec_neuroshard {made.versions.get('torchrec_neuroshard', '?')}, "
             f"torchrec {made.torchrec or '?'}"
         )
 
     def report(self) -> PlanReport:
-        """Return the report that is stored with the plan; predicts nothing.
+        """Return the report stored with the plan, without new predictions.
 
-        Where there is none of this plan that this version reads, costs are NaN, memory
-        is that of the weights, and a note says so.
+        If the file has no report that this version can read, costs are NaN, memory
+        counts only weights, and a note says so.
         """
         made, num_ranks = self.fingerprint, self.fingerprint.world_size
         tables = plan_tables(self.plan, made.tables, num_ranks)
@@ -184,15 +184,15 @@ class StoredPlan:
             pass
         costs = [RankCosts(*[0.0] * len(PHASES))] * num_ranks
         text = (
-            "the plan file does not say what its plan costs, or says it as another "
-            "version does; memory is that of the weights alone"
+            "the plan file has no costs that this version can read; memory counts only "
+            "weights"
         )
         return PlanReport(
             critical_path_ms=math.nan,
             lower_bound_ms=0.0,
             uncertainty=0.0,
-            compute_source="not known",
-            comms_source="not known",
+            compute_source="unknown",
+            comms_source="unknown",
             search_seconds=0.0,
             num_evaluated=0,
             num_tables=len(tables),
@@ -204,11 +204,11 @@ class StoredPlan:
         )
 
     def compared_to(self, other: StoredPlan, names: tuple[str, str]) -> PlanComparison:
-        """Compare with another stored plan: which tables moved, and what that saves.
+        """Compare with another stored plan: moved tables and saved time.
 
         Args:
             other: The second plan.
-            names: What the comparison calls this one and the other.
+            names: Names of this plan and the other in the comparison.
 
         Raises:
             PlanFileError: The plans are of different tables.
@@ -218,7 +218,7 @@ class StoredPlan:
             odd = min(t.full_name for t in {*first.tables} ^ {*second.tables})
             raise PlanFileError(
                 f"'{names[0]}' and '{names[1]}' are plans of different tables: "
-                f"'{odd}' is not the same in both. Compare plans of one model"
+                f"'{odd}' is not the same in both. Compare plans of the same model"
             )
         where = f"in '{names[0]}'", f"in '{names[1]}'"
         texts = [*_differences(first, second, _DECIDES_COSTS, where)]
@@ -237,14 +237,14 @@ class StoredPlan:
                 (first.world_size, second.world_size),
             ),
             notes=tuple(
-                Note("comparison", f"{text}: the costs do not compare")
+                Note("comparison", f"{text}, so the costs are not comparable")
                 for text in texts
             ),
         )
 
 
 def _places(tables: Iterable[TableReport]) -> dict[str, Any]:
-    """Return table -> how it is sharded, and the rank and size of each shard."""
+    """Return table -> its sharding, and the rank and size of each shard."""
     return {
         t.table: [
             t.place,
@@ -257,7 +257,7 @@ def _places(tables: Iterable[TableReport]) -> dict[str, Any]:
 def _made_for(
     plan: ShardingPlan, model: nn.Module, planner: EmbeddingPlannerBase
 ) -> PlanFingerprint:
-    """Describe the job that a plan is stored or wanted for."""
+    """Return the fingerprint of the job that a plan is saved or loaded for."""
     tables, unsharded = model_tables(plan.plan, model)
     topology, batch_size = (
         planner_part(planner, n) for n in ("topology", "batch_size")
@@ -308,20 +308,21 @@ def save_plan(
     model: nn.Module,
     planner: EmbeddingPlannerBase,
 ) -> None:
-    """Write a plan and what it was made for; call it on one rank.
+    """Write a plan and the job it was made for; call it on one rank.
 
-    Everything that `DistributedModelParallel` reads of a plan is stored.
+    The file has everything that `DistributedModelParallel` reads from a plan.
 
     Args:
-        plan: What a planner returned.
-        path: The file; it is replaced whole or not at all.
-        model: The model, as it was before `DistributedModelParallel` took it.
-        planner: TorchRec's or this package's: says which ranks, batch size and inputs
-            the plan is for. What its last plan costs is stored with that plan.
+        plan: A planner's plan.
+        path: The file. It is replaced completely or not at all.
+        model: The model before `DistributedModelParallel`.
+        planner: TorchRec's planner or a `NeuroShardPlanner`, which provides the ranks,
+            batch size and inputs. If the plan is the last one of a `NeuroShardPlanner`,
+            its costs are also stored.
 
     Raises:
-        PlanFileError: The plan does not belong to the model, or holds settings that
-            cannot be stored.
+        PlanFileError: The plan does not fit the model, or has settings that cannot be
+            stored.
     """
     fingerprint = _made_for(plan, model, planner)
     check_plan(plan, fingerprint.tables, fingerprint.world_size)
@@ -351,34 +352,33 @@ def load_plan(
     planner: EmbeddingPlannerBase,
     sharders: Sequence[ModuleSharder[Any]] | None = None,
 ) -> ShardingPlan:
-    """Read a plan that `save_plan` wrote, if it fits this job.
+    """Return the plan from a file of `save_plan`, if it fits this job.
 
-    A restarted job takes it in place of planning:
+    A restarted job loads it instead of planning:
 
         plan = load_plan("plan.json", model=model, planner=planner)
         model = DistributedModelParallel(model, plan=plan, ...)
 
     Args:
         path: The file.
-        model: The model, not yet in `DistributedModelParallel`.
-        planner: The one that would plan, TorchRec's or this package's: says which ranks
-            and batch size the job has. One of this package reports on the plan
-            afterwards, by the costs that it knows now.
-        sharders: Of the model. None: those that the planner last planned with, else
+        model: The model before `DistributedModelParallel`.
+        planner: The planner that would otherwise plan, TorchRec's or a
+            `NeuroShardPlanner`. It provides the job's ranks and batch size. A
+            `NeuroShardPlanner` can then report on the plan, with its current costs.
+        sharders: The model's sharders. None: those of the planner's last plan, else
             TorchRec's defaults.
 
     Returns:
-        The plan, equal to the one stored.
+        A plan equal to the saved one.
 
     Raises:
-        PlanMismatchError: Tables, ranks or devices are not those of the plan, the
-            planner's constraints forbid it, or no sharder takes its modules.
-        PlanFileError: The file is missing, damaged, or of a later version.
+        PlanMismatchError: The job has other tables, ranks or devices, the planner's
+            constraints forbid the plan, or a module has no sharder.
+        PlanFileError: The file is missing, damaged, or of another version.
 
     Warns:
         StalePlanWarning: Memory, batch size, cost model, pipeline, sharding group or
-            TorchRec's release are not those of the plan: it works, but a new one may
-            be better.
+            TorchRec's release differ. The plan works, but a new one may be better.
     """
     stored = read_plan(path)
     plan, made = stored.plan, stored.fingerprint
@@ -393,13 +393,13 @@ def load_plan(
     )
     if wrong:
         raise PlanMismatchError(
-            f"plan file '{path}' does not fit this job: {'; '.join(wrong)}. Plan anew, "
-            "or start the job that the plan belongs to"
+            f"plan file '{path}' does not fit this job: {'; '.join(wrong)}. Make a new "
+            "plan, or start the job that the plan was made for"
         )
     if stale := "; ".join(_differences(made, current, _MAY_DIFFER)):
         warnings.warn(
-            f"plan file '{path}' still works, but was made under other "
-            f"circumstances: {stale}. A new plan may be faster",
+            f"plan file '{path}' works, but this job differs from the one it was made "
+            f"for: {stale}. A new plan may be faster",
             StalePlanWarning,
             stacklevel=2,
         )
@@ -409,7 +409,7 @@ def load_plan(
 
 
 def _other_job(made: PlanFingerprint, current: PlanFingerprint) -> Iterator[str]:
-    """Say what makes a plan wrong for another job than the one it was made for."""
+    """Yield the differences between two jobs that make a plan invalid."""
     theirs, ours = ({t.full_name: t for t in m.tables} for m in (made, current))
     for name in sorted(theirs.keys() | ours.keys()):
         if name in theirs and name in ours:
@@ -424,7 +424,7 @@ def _other_job(made: PlanFingerprint, current: PlanFingerprint) -> Iterator[str]
 def _differences(
     first: Any, second: Any, fields: Iterable[str], where: Sequence[str] = _WHERE
 ) -> Iterator[str]:
-    """Name the fields that differ, of those that both know."""
+    """Yield the fields that differ, if both values are known."""
     for field in fields:
         a, b = getattr(first, field), getattr(second, field)
         if a != b and a not in _UNKNOWN and b not in _UNKNOWN:
@@ -442,7 +442,7 @@ def _show(value: Any) -> str:
 def _forbidden(
     plan: ShardingPlan, planner: EmbeddingPlannerBase, world_size: int
 ) -> Iterator[str]:
-    """Say which tables of a plan break a planner's constraints."""
+    """Yield how tables of a plan break a planner's constraints."""
     constraints = planner_part(planner, "constraints") or {}
     if isinstance(planner, NeuroShardPlanner):
         constraints = planner.constraints
@@ -455,8 +455,8 @@ def _forbidden(
             allowed = getattr(constraint, f"{field}s", None)
             if allowed and (value := getattr(sharding, field)) not in allowed:
                 yield (
-                    f"table '{full_name}' is {value} in the file, and constraints "
-                    f"allow {', '.join(allowed)}"
+                    f"table '{full_name}' is {value} in the file, but constraints "
+                    f"allow only {', '.join(allowed)}"
                 )
     if isinstance(planner, NeuroShardPlanner):
         rules = planner.placement_constraints.rules(ranks, world_size)
@@ -468,22 +468,22 @@ def _forbidden(
 def _unsharded_modules(
     plan: ShardingPlan, model: nn.Module, sharders: Sequence[ModuleSharder[Any]]
 ) -> Iterator[str]:
-    """Say which modules of a plan no sharder is for, as where tables are deeper."""
+    """Yield the modules of a plan without a sharder, for example wrong paths."""
     taken, inside = sharders_by_type(sharders), unsharded_tables(model, [])
     for name in plan.plan:
         kind = type(model.get_submodule(name))
         if name not in inside and sharder_name(kind) not in taken:
             yield (
-                f"no sharder is for module '{name}', a {kind.__name__}; pass the "
-                f"sharders, or a plan of {quoted(sorted(inside))}"
+                f"no sharder matches module '{name}' of class {kind.__name__}; pass "
+                f"its sharder, or load a plan of {quoted(sorted(inside))}"
             )
 
 
 def read_plan(path: str | Path) -> StoredPlan:
-    """Read a plan file, whatever job it was made for.
+    """Return the contents of a plan file, whatever job it was made for.
 
     Raises:
-        PlanFileError: The file is missing, damaged, or of a later version.
+        PlanFileError: The file is missing, damaged, or of another version.
     """
     try:
         data = read_json(path)
@@ -491,7 +491,7 @@ def read_plan(path: str | Path) -> StoredPlan:
             raise PlanFileError(f"its format is not '{_FORMAT}'")
         if data["schema"] != PLAN_SCHEMA_VERSION:
             raise PlanFileError(
-                f"it has schema {data['schema']!r}, this version reads "
+                f"its schema is {data['schema']!r}, but this version reads "
                 f"{PLAN_SCHEMA_VERSION}"
             )
         fields = {f.name for f in dataclasses.fields(PlanFingerprint)}
@@ -503,7 +503,7 @@ def read_plan(path: str | Path) -> StoredPlan:
         is_text = isinstance(error, ValueError | OSError)
         reason = getattr(error, "strerror", None) or (error if is_text else repr(error))
         raise PlanFileError(
-            f"'{path}' is not a plan file, or is damaged: {reason!s:.500}. Name a file "
-            "that save_plan or neuroshard plan --out wrote, or plan anew"
+            f"'{path}' is not a plan file, or is damaged: {reason!s:.500}. Use a file "
+            "from save_plan or 'neuroshard plan --out', or make a new plan"
         ) from error
     return StoredPlan(plan=plan, fingerprint=fingerprint, shown=data.get("report"))

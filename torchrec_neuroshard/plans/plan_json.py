@@ -1,7 +1,7 @@
-"""Sharding plans as JSON, with all settings of a table that TorchRec's plans carry.
+"""Sharding plans as JSON, with all table settings in TorchRec's plans.
 
-A setting of a type of TorchRec's is stored with the type's name, and only types that
-are listed here are made again.
+A setting of a TorchRec type is stored with the type's name. Only the types listed here
+are read back.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torchrec_neuroshard.planner.given_plans import PlanFileError
 __all__ = ["plan_from_json", "plan_to_json"]
 
 _NOT_STORED = ("sharding_spec", "stats")
-"""Fields of a table's sharding that are left out: shards have a form of their own, and
-only planners read access statistics, an object of the user's."""
+"""Fields of a table's sharding that are not stored as settings. Shards have their own
+form, and access statistics are a user's object that only planners read."""
 _SETTING_TYPES: Mapping[str, Any] = {
     name: getattr(torchrec_types, name)
     for name in (
@@ -40,11 +40,11 @@ _SETTING_TYPES: Mapping[str, Any] = {
         "TBEStatsReporterConfig",
     )
 }
-"""Types of settings that a table's sharding may carry."""
+"""Types of settings in a table's sharding."""
 
 
 def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
-    """Return a plan as JSON holds it: path of a module -> table -> its sharding.
+    """Return a plan as JSON data: module path -> table -> its sharding.
 
     Raises:
         PlanFileError: A setting of a table cannot be stored.
@@ -59,10 +59,10 @@ def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def plan_from_json(data: Mapping[str, Any]) -> ShardingPlan:
-    """Return the plan that `plan_to_json` was given.
+    """Return the plan from the data of `plan_to_json`.
 
     Raises:
-        PlanFileError: This TorchRec does not know a setting.
+        PlanFileError: The installed TorchRec does not know a setting.
         AttributeError, KeyError, TypeError, ValueError: The data is damaged.
     """
     return ShardingPlan(
@@ -89,7 +89,7 @@ def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:
 
 
 def _encode(where: str, value: Any) -> Any:
-    """Turn a setting of a table into JSON, with the type's name where it has one."""
+    """Return a table's setting as JSON data, with its type's name if it is listed."""
     name = type(value).__name__
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -107,7 +107,7 @@ def _encode(where: str, value: Any) -> Any:
 
 
 def _fields(where: str, value: Any) -> dict[str, Any]:
-    """Encode the fields of a dataclass or named tuple."""
+    """Return the fields of a dataclass or named tuple as JSON data."""
     names = getattr(value, "_fields", None) or [
         field.name for field in dataclasses.fields(value)
     ]
@@ -119,9 +119,9 @@ def _decode_sharding(data: Mapping[str, Any]) -> ParameterSharding:
     shards = values.pop("shards")
     known = {f.name for f in dataclasses.fields(ParameterSharding)}
     for name in sorted(values.keys() - known):
-        # A setting left at None changes nothing, so this TorchRec may lack it.
+        # A setting of None has no effect, so this TorchRec may lack it.
         if values.pop(name) is not None:
-            raise PlanFileError(f"this TorchRec knows no setting '{name}'")
+            raise PlanFileError(f"this TorchRec release has no setting '{name}'")
     metas = [
         ShardMetadata(
             shard_offsets=[int(v) for v in shard["offset"]],
@@ -145,7 +145,7 @@ def _decode(value: Any) -> Any:
         return tuple(_decode(v) for v in value["tuple"])
     name = value["enum"] if "enum" in value else value["record"]
     if name not in _SETTING_TYPES:
-        raise PlanFileError(f"this TorchRec knows no setting of type '{name}'")
+        raise PlanFileError(f"this TorchRec release has no setting of type '{name}'")
     kind = _SETTING_TYPES[name]
     if "enum" in value:
         return kind[value["member"]]

@@ -1,13 +1,12 @@
-"""Build every rank of a plan on one machine, without its devices.
+"""Rehearse a plan: build every rank on one machine, without its devices.
 
     report = rehearse(model, plan, topology, sharders, batch_size=8192)
     print(report)
 
 TorchRec shards the model for one rank after another, on the "meta" device and with a
-process group that sends nothing. What `DistributedModelParallel` refuses on some rank,
-it refuses here. Ranks that hold shards of the same sizes are built once. No weight is
-allocated. `planner.memory` predicts what each rank takes of its device's memory,
-at rest and at the peak of a step.
+fake process group. Errors of `DistributedModelParallel` on any rank appear here. Ranks
+with shards of the same sizes are built once. No weights are allocated.
+`planner.memory` predicts each rank's device memory, at rest and at the peak of a step.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ from torchrec_neuroshard.tables.profile import FeatureProfile
 __all__ = ["quietly", "rehearse"]
 
 _BUILDABLE = frozenset({"fused", "fused_uvm", "fused_uvm_caching", "dense"})
-"""Kernels that are built on "meta"."""
+"""Kernels that can be built on "meta"."""
 
 
 def rehearse(
@@ -92,41 +91,43 @@ def rehearse(
     profiles: Mapping[str, FeatureProfile] | None = None,
     pipeline_type: Any = None,
 ) -> Rehearsal:
-    """Report what each rank of a plan holds, and whether it can run the plan.
+    """Return each rank's memory under a plan, and whether the rank can run it.
 
     Args:
-        model: As it was before `DistributedModelParallel` took it, best on "meta"; it
-            is not changed.
-        plan: Of the model, whoever made it.
+        model: The model before `DistributedModelParallel`, preferably on "meta". It is
+            not changed.
+        plan: Any plan of the model.
         topology: The devices, with their memory.
-        sharders: Of the embedding modules. None: TorchRec's defaults.
+        sharders: The sharders of the embedding modules. None: TorchRec's defaults.
         batch_size: Samples per rank.
-        constraints: Table name -> TorchRec's constraints on it: ids per sample
-            (`pooling_factors`) are read there.
-        profiles: Feature name -> its profile, where measured; in place of those.
-        pipeline_type: TorchRec's `PipelineType` of the training loop. None: none.
+        constraints: Table name -> TorchRec's constraints on the table. They provide the
+            ids per sample (`pooling_factors`).
+        profiles: Feature name -> its measured profile; wins over `pooling_factors`.
+        pipeline_type: TorchRec's `PipelineType` of the training loop. None: no
+            pipeline.
 
     Returns:
-        What `print` shows as text and `to_json` makes a dictionary of. Memory is that
-        of the embedding part: dense layers, their activations and, without a pipeline,
-        the batch come on top.
+        A report: `print` shows it as text, and `to_json` returns a dictionary. Memory
+        covers the embedding part. Dense layers, their activations and, without a
+        pipeline, the batch need memory in addition.
 
     Raises:
         ConfigError: This process has a process group, `batch_size` is below 1, or
-            something given is no sharder.
-        PlanFileError: The plan is not one of this model on these ranks.
+            an item of `sharders` is not a sharder.
+        PlanFileError: The plan does not fit this model on these ranks.
     """
     if dist.is_available() and dist.is_initialized():
         raise ConfigError(
-            "rehearse needs a process without a process group, since it makes one for "
-            f"each rank in turn; this one has one of {dist.get_world_size()} ranks. "
-            "Call it before torch.distributed.init_process_group, or in another process"
+            "rehearse needs a process without a process group, since it creates a fake "
+            f"one for each rank; this process has one of {dist.get_world_size()} "
+            "ranks. Call rehearse before torch.distributed.init_process_group, or in "
+            "another process"
         )
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     start = time.monotonic()
     sharders = list(sharders or get_default_sharders())
-    sharders_by_type(sharders)  # refuses what is no sharder
+    sharders_by_type(sharders)  # checks that all are sharders
     world_size, tier = int(topology.world_size), device_tier(topology)
     reader = TableReader(topology, constraints, profiles)
     storage = StorageEstimator(
@@ -138,9 +139,9 @@ def rehearse(
     options = placed_options(plan, model, sharders, enumerator, world_size)
     num_built, faults, texts = _build(model, plan, sharders, topology)
     if group := sharding_group(topology):
-        texts.append(f"the ranks are {group}; those of the others hold the same")
+        texts.append(f"the ranks are {group}; all groups hold the same")
     if unknown := [table_name(o) for o in options if not storage.memory.knows(o)]:
-        texts.append(f"memory by TorchRec's estimate: {quoted(unknown)}")
+        texts.append(f"memory is TorchRec's estimate for tables {quoted(unknown)}")
     for option in options:
         if fault := _kernel_fault(option, sharders, pipeline_type, reader):
             for rank in {shard.rank for shard in option.shards}:
@@ -183,7 +184,7 @@ def _kernel_fault(
     pipeline_type: Any,
     reader: TableReader,
 ) -> str | None:
-    """Say what a table's kernels would refuse or get wrong once they run."""
+    """Return why a table's kernels would fail or be wrong at run time, or None."""
     if fault := reader.run_fault(option):
         return fault
     if pipeline_name(pipeline_type) == PREFETCHING and has_cache(option):
@@ -199,15 +200,15 @@ def _kernel_fault(
 def _memory_faults(
     memory: RankMemory, rank: int, shards: Sequence[Shard], room: Storage, tier: str
 ) -> Iterator[str]:
-    """Say which memory a rank lacks, and the way out."""
+    """Yield an error for each kind of memory that a rank lacks."""
     way_out = "Plan with this memory and batch_size, or raise world_size"
     if memory.peak > (has := int(getattr(room, tier))):
         yield f"{memory.overflow(rank, has, has)}. {way_out}"
     host_bytes = sum(shard.storage.ddr for shard in shards)
     if tier != "ddr" and host_bytes > room.ddr:
         yield (
-            f"rank {rank} keeps {format_bytes(host_bytes)} in the host's memory, of "
-            f"which it has {format_bytes(room.ddr)}. {way_out}"
+            f"rank {rank} needs {format_bytes(host_bytes)} of host memory and has "
+            f"{format_bytes(room.ddr)}. {way_out}"
         )
 
 
@@ -220,12 +221,12 @@ def _build(
     """Shard the model as each rank does.
 
     Returns:
-        Ranks that were built, each rank's faults, and what to know.
+        The number of ranks built, each rank's errors, and notes.
     """
     faults: list[list[str]] = [[] for _ in topology.devices]
     kernels = {sharding.compute_kernel for *_, sharding in plan_entries(plan)}
     if others := sorted(kernels - _BUILDABLE):
-        return 0, faults, [f"not built: {', '.join(others)} tables need their devices"]
+        return 0, faults, [f"not built: kernels {', '.join(others)} need their devices"]
     num_built = 0
     for ranks in _alike(plan, topology):
         with _rank(ranks[0], topology):
@@ -234,7 +235,7 @@ def _build(
                     outline_of(model),
                     env=ShardingEnv.from_process_group(dist.group.WORLD),
                     device=torch.device("meta"),
-                    plan=_on_meta(plan),  # each rank's own: towers rewrite it
+                    plan=_on_meta(plan),  # a fresh copy per rank: towers rewrite it
                     sharders=list(sharders),
                     init_data_parallel=False,
                 )
@@ -247,7 +248,7 @@ def _build(
 
 
 def _alike(plan: ShardingPlan, topology: Topology) -> list[list[int]]:
-    """Group ranks that hold shards of the same tables and sizes."""
+    """Return groups of ranks with shards of the same tables and sizes."""
     held: list[list[Any]] = [[] for _ in topology.devices]
     for path, name, sharding in plan_entries(plan):
         if spec := sharding.sharding_spec:
@@ -260,7 +261,7 @@ def _alike(plan: ShardingPlan, topology: Topology) -> list[list[int]]:
 
 
 def _on_meta(plan: ShardingPlan) -> ShardingPlan:
-    """Return the plan with shards on "meta", where TorchRec compares devices."""
+    """Return the plan with shards on "meta", since TorchRec compares devices."""
     found = copied(plan)
     for path, name, sharding in plan_entries(plan):
         spec = sharding.sharding_spec
@@ -277,7 +278,7 @@ def _on_meta(plan: ShardingPlan) -> ShardingPlan:
 
 @contextlib.contextmanager
 def quietly(level: int) -> Iterator[None]:
-    """Drop all warnings, and what is logged up to a level."""
+    """Silence all warnings, and logs up to a level."""
     before = logging.root.manager.disable
     logging.disable(level)
     try:
@@ -290,7 +291,7 @@ def quietly(level: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rank(rank: int, topology: Topology) -> Iterator[None]:
-    """Act as one rank of a process group that sends nothing; restore all after it."""
+    """Act as one rank of a fake process group; restore everything on exit."""
     world_size, node = int(topology.world_size), int(topology.local_world_size)
     environment, hook = dict(os.environ), sys.excepthook
     os.environ |= {"LOCAL_RANK": str(rank % node), "LOCAL_WORLD_SIZE": str(node)}
@@ -303,7 +304,7 @@ def _rank(rank: int, topology: Topology) -> Iterator[None]:
             )
             yield
     finally:
-        sys.excepthook = hook  # torch's names the rank, and keeps the one before
+        sys.excepthook = hook  # torch replaces it with one that names the rank
         os.environ.clear()
         os.environ.update(environment)
         if dist.is_initialized():

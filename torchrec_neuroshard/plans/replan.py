@@ -1,16 +1,15 @@
-"""A better plan for a job that is running, within a budget of bytes to move.
+"""A better plan for a running job, within a budget of bytes to move.
 
-Ids drift, and with them what tables cost. `replan` starts from the plan at work and
-looks for moves of shards between ranks that pay, with the search that plans are made
-by: among plans within the budget that are about as good as the best one, it takes one
-that moves few bytes.
-`apply_moves` carries them out by TorchRec's dynamic resharding, without a restart:
+The distribution of ids drifts, and so does the cost of tables. `replan` starts from the
+current plan and searches for moves of shards between ranks that shorten the iteration.
+Of the best plans within the budget, which are about equally good, it returns one that
+moves few bytes. `apply_moves` carries out the moves with TorchRec's dynamic resharding,
+without a restart:
 
     result = replan(plan, planner=planner, model=model, budget_bytes=2 * 2**30)
     apply_moves(sharded_model, result)
 
-TorchRec can move less than a plan can say. What it cannot move is not proposed, and
-`ReplanResult.obstacles` says why.
+Tables that TorchRec cannot move stay where they are; `ReplanResult.obstacles` says why.
 """
 
 from __future__ import annotations
@@ -75,30 +74,30 @@ __all__ = ["Move", "ReplanResult", "apply_moves", "replan"]
 _FUSED = EmbeddingComputeKernel.FUSED.value
 
 _MIN_GAIN = 1e-3
-"""Moves must save this part of the predicted iteration."""
+"""Moves must save at least this share of the predicted iteration."""
 _SEARCH = SearchConfig(restarts=8)
 _MAX_SHOWN = 20
-"""Moves that the text of a result lists."""
+"""Most moves to list in the text of a result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Move:
-    """Columns of a table that change ranks."""
+    """Columns of a table that move to another rank."""
 
     path: str
-    """Module that holds the table."""
+    """The table's module."""
     table: str
     offset: int
     """First column."""
     width: int
-    """Columns."""
+    """Number of columns."""
     from_rank: int
     to_rank: int
     num_bytes: int
-    """Weights and the optimizer's state."""
+    """Bytes of weights and optimizer state."""
 
     def __str__(self) -> str:
-        """Return it as a line of text."""
+        """Return the move as a line of text."""
         return (
             f"{_full_name(self.path, self.table)}: columns {self.offset} to "
             f"{self.offset + self.width - 1} from rank {self.from_rank} to "
@@ -108,34 +107,35 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplanResult:
-    """A plan that is better than the one at work, and the way to it."""
+    """A plan that is better than the current one, and the moves to it."""
 
     plan: ShardingPlan
     moves: tuple[Move, ...]
     budget_bytes: int
     before: PredictedCosts
-    """Of the plan at work, under the inputs as the planner knows them now."""
+    """Costs of the current plan, with the planner's current inputs."""
     after: PredictedCosts
+    """Costs of `plan`, with the same inputs."""
     obstacles: Mapping[str, str]
-    """Table -> why TorchRec cannot move any of it."""
+    """Table -> why TorchRec cannot move it."""
     changed: Mapping[str, EmbeddingModuleShardingPlan]
-    """Module -> its tables that change, as the new plan has them."""
+    """Module -> its changed tables in the new plan."""
     replaced: Mapping[str, EmbeddingModuleShardingPlan]
-    """Module -> the same tables as they are now."""
+    """Module -> the same tables in the current plan."""
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that the moves send from rank to rank."""
+        """Bytes that the moves send between ranks."""
         return sum(move.num_bytes for move in self.moves)
 
     def __str__(self) -> str:
-        """Return what moves, and what it brings, as text."""
+        """Return the moves and the saved time as text."""
         before, after = self.before.critical_path_ms, self.after.critical_path_ms
         change = f" ({after / before - 1:+.1%})" if before > 0 else ""
         more = len(self.moves) - _MAX_SHOWN
         lines = [
             f"critical path {before:.3f} -> {after:.3f} ms{change}; "
-            f"{len(self.moves)} moves of {format_bytes(self.moved_bytes)} in all, "
+            f"{len(self.moves)} moves of {format_bytes(self.moved_bytes)} in total, "
             f"{format_bytes(self.budget_bytes)} allowed",
             *map(str, self.moves[:_MAX_SHOWN]),
             *([f"... and {more} more"] if more > 0 else []),
@@ -153,30 +153,30 @@ def replan(
     sharders: Sequence[ModuleSharder[Any]] | None = None,
     config: SearchConfig | None = None,
 ) -> ReplanResult:
-    """Improve a plan by moving few bytes; call it on one rank.
+    """Return a better plan that moves few bytes; call it on one rank.
 
-    Whole shards move or change places. Column-wise tables may also be split
-    differently, and their shards may exchange columns. Sharding types and kernels stay.
+    Whole shards move or swap ranks. Column-wise tables may also be split differently,
+    and their shards may exchange columns. Sharding types and kernels stay the same.
     Only fused table-wise and column-wise tables move.
 
     Args:
-        current_plan: The plan at work.
-        planner: Says what plans cost and what fits: its cost model, its profiles (take
-            fresh ones), constraints, storage reservation.
-        model: The model before `DistributedModelParallel` took it, with its optimizers
-            applied; one on the "meta" device will do.
-        budget_bytes: Weights and optimizer state that may be sent in all.
+        current_plan: The plan that the job runs.
+        planner: Provides costs and limits: cost model, profiles (pass fresh ones),
+            constraints and storage reservation.
+        model: The model before `DistributedModelParallel`, with its optimizers applied.
+            It may be on the "meta" device.
+        budget_bytes: Most bytes of weights and optimizer state to send in total.
         sharders: None: TorchRec's defaults.
-        config: How hard to look; no bound is computed. None: the defaults, with 8
+        config: Effort of the search; it computes no bound. None: the defaults, with 8
             restarts.
 
     Returns:
-        The new plan; it is the old one where nothing within the budget helps.
+        The new plan, or the current one if no moves within the budget help.
 
     Raises:
         ConfigError: The budget is negative.
-        PlanFileError: The plan is not one of this model on these ranks.
-        ProfileError: A profile is of a feature that no table reads.
+        PlanFileError: The plan does not fit this model on these ranks.
+        ProfileError: No table reads a profile's feature.
     """
     if budget_bytes < 0:
         raise ConfigError(f"budget_bytes must be at least 0, got {budget_bytes}")
@@ -200,7 +200,7 @@ def replan(
 
 
 class _Job:
-    """The plan at work: what it costs, what fits, what TorchRec can move."""
+    """The running job: its plan, costs, memory limits, and movable tables."""
 
     def __init__(
         self,
@@ -238,16 +238,16 @@ class _Job:
         }
 
     def _may_move(self, option: ShardingOption) -> bool:
-        """Whether the search may give an option's columns to other ranks."""
+        """Whether the search may move an option's columns to other ranks."""
         reader = self.costs.reader
         return reader.is_column_sharded(option) and is_placeable(option, reader)
 
     def _task(
         self, planner: NeuroShardPlanner, memory: Sequence[Storage]
     ) -> ShardingTask:
-        """Return what the search would be asked to place, with its limits."""
-        # The plan at work may break the rules. Tables without an allowed rank stay, and
-        # sets that belong together move as one (see `budget`).
+        """Return the movable tables as a task, with memory limits and rules."""
+        # The current plan may break the rules. Tables without an allowed rank stay, and
+        # tables that go together move as one (see `budget`).
         rules = dataclasses.replace(
             self._rules,
             allowed={t: ranks for t, ranks in self._rules.allowed.items() if ranks},
@@ -262,7 +262,7 @@ class _Job:
         ).task
 
     def budget(self, limit_bytes: int) -> MoveBudget:
-        """Describe what TorchRec can move, for so many bytes of weights and state."""
+        """Return the budget: what TorchRec can move, up to `limit_bytes`."""
         rules = self._rules
         index = {rules.index[table_name(o)]: t for t, o in enumerate(self.options)}
         stuck = {t for table, t in index.items() if not rules.ranks(table)}
@@ -282,7 +282,7 @@ class _Job:
             stay=stuck | odd | self.obstacles.keys(),
             together=[tables for tables in sets if len(tables) > 1],
             equal_widths=True,
-            # TorchRec does not move the optimizer's state of parts of shards.
+            # TorchRec cannot move the optimizer state of a part of a shard.
             keep_cuts=[
                 t
                 for t, option in enumerate(self.options)
@@ -294,54 +294,57 @@ class _Job:
         )
 
     def placement(self) -> Placement:
-        """The shards at work."""
+        """Return the current shards as a placement."""
         shards = [ColumnShard(t, *s) for t, held in enumerate(self.state) for s in held]
         return Placement(int(self.topology.world_size), tuple(shards))
 
     def predict(self, plan: ShardingPlan) -> PredictedCosts:
-        """Cost of one iteration under a plan."""
+        """Return the cost of one iteration with a plan."""
         return self.costs.placed(self._options_of(plan)).predicted
 
     def _obstacle(self, path: str, resharded: set[Any]) -> str | None:
-        """Say why TorchRec can move no table of a module; None: it can."""
+        """Return why TorchRec cannot move a module's tables; None if it can."""
         options = [o for o in self.options if o.path == path]
         reader, module = self.costs.reader, options[0].module[1]
         if len({any(reader.state_bytes(o)) for o in options}) > 1:
             # TorchRec moves the state of all tables of a module, or of none.
-            return "TorchRec moves no module where some tables have no state"
+            return (
+                "TorchRec does not move a module with optimizer state for some tables "
+                "only"
+            )
         for option in options:
-            # TorchRec moves one tensor of state for each table.
+            # TorchRec moves one tensor of state per table.
             if sum(reader.state_bytes(option)) > 4:
                 name = reader.optimizer_name(option)
-                return f"TorchRec does not move all of the state of {name}"
+                return f"TorchRec moves only a part of the state of {name}"
         if type(module) not in resharded:
-            return f"TorchRec does not reshard an {type(module).__name__}"
+            return f"TorchRec does not reshard {type(module).__name__}"
         for name, sharding in self._plan.plan[path].items():
             table = f"table '{name}' of the same module"
             if sharding.sharding_type not in (TABLE_WISE, COLUMN_WISE):
-                # After a move, replicas would drift apart, and means of row-wise tables
-                # would be taken over the wrong features.
+                # After a move, replicas would diverge, and row-wise tables would
+                # average over the wrong features.
                 return (
                     f"{table} is {sharding.sharding_type}, which TorchRec does not set "
                     "up again after a move"
                 )
             if sharding.compute_kernel != _FUSED:
-                return f"{table} runs as {sharding.compute_kernel}"
+                return f"{table} uses kernel {sharding.compute_kernel}"
             if len({w for _, w, _ in _shards_of(sharding)}) > 1:
                 return (
-                    f"{table} is split unevenly, and TorchRec reads the state after a "
-                    "move as if all shards were as wide as the first"
+                    f"{table} is split unevenly, but after a move TorchRec reads the "
+                    "state as if all shards were as wide as the first"
                 )
         return None
 
     def _bytes(self, option: ShardingOption) -> tuple[int, int]:
-        """Bytes that move with a column, and with every shard or part of one."""
+        """Return the bytes per moved column, and per moved shard or part of one."""
         rows = int(option.tensor.shape[0])
         per_value, per_row = self.costs.reader.state_bytes(option)
         return rows * (option.tensor.element_size() + per_value), rows * per_row
 
     def moves(self, table: int, shards: Shards) -> list[Move]:
-        """List the moves that take a table to these shards."""
+        """Return the moves that lead from a table's current shards to `shards`."""
         option = self.options[table]
         column_bytes, shard_bytes = self._bytes(option)
         return [
@@ -359,7 +362,7 @@ class _Job:
         ]
 
     def plan_with(self, changed: Mapping[int, Shards]) -> ShardingPlan:
-        """Return the plan with other shards of some tables."""
+        """Return the current plan with other shards for some tables."""
         plan = copied(self._plan)
         for table, shards in changed.items():
             option = copy.copy(self.options[table])
@@ -379,7 +382,7 @@ class _Job:
     def subset(
         self, plan: ShardingPlan, tables: Iterable[int]
     ) -> dict[str, EmbeddingModuleShardingPlan]:
-        """Return some tables of a plan."""
+        """Return the entries of some tables in a plan."""
         found: dict[str, EmbeddingModuleShardingPlan] = {}
         for option in (self.options[t] for t in tables):
             entries = found.setdefault(option.path, EmbeddingModuleShardingPlan())
@@ -388,12 +391,12 @@ class _Job:
 
 
 def _improve(job: _Job, budget_bytes: int, config: SearchConfig) -> dict[int, Shards]:
-    """Return the tables that change, with their new shards."""
+    """Return changed table -> its new shards."""
     budget = job.budget(budget_bytes)
     bank = ShardBank(job.costs.searched_simulator(job.task))
     for shared in budget.doubled():
         bank.price_as(*shared)
-    # A rank that holds too much already may stay as full as it is.
+    # A rank that is already over its limit may stay as full as it is.
     placement = job.placement()
     used_MW = placement.rank_bytes(job.task)
     table, rank = np.nonzero(budget.width_TW)
@@ -410,7 +413,7 @@ def _full_name(path: str, table: str) -> str:
 
 
 def _shards_of(sharding: ParameterSharding) -> Shards:
-    """Return the column shards of a table; of replicas there are none."""
+    """Return the column shards of a table; replicated tables have none."""
     if sharding.sharding_spec is None:
         return ()
     return tuple(
@@ -424,7 +427,7 @@ def _shards_of(sharding: ParameterSharding) -> Shards:
 
 
 def _overlaps(old: Shards, new: Shards) -> Iterator[tuple[int, int, int, int]]:
-    """Offset, width, old and new rank of columns that travel together."""
+    """Yield offset, width, old and new rank of each range of columns."""
     for old_offset, old_width, old_rank in old:
         for new_offset, new_width, new_rank in new:
             start = max(old_offset, new_offset)
@@ -436,24 +439,24 @@ def _overlaps(old: Shards, new: Shards) -> Iterator[tuple[int, int, int, int]]:
 def apply_moves(
     model: DistributedModelParallel, result: ReplanResult | None = None
 ) -> None:
-    """Carry out the moves of a new plan by TorchRec's dynamic resharding.
+    """Carry out the moves of a new plan with TorchRec's dynamic resharding.
 
-    Every rank calls it, between two iterations, with no batch under way in a pipeline.
-    Weights, optimizer state and learning rates go with the columns, and the random
-    state stays, so that training goes on as if nothing had moved. `model.plan` is the
-    new plan afterwards, and `model.fused_optimizer` is a new object: give it to the
-    wrappers and schedulers that hold the old one.
+    Every rank calls it between two iterations, when no pipeline holds a batch. Weights,
+    optimizer state and learning rates move with the columns, and the random state is
+    kept, so training goes on as if nothing had moved. Afterwards `model.plan` is the
+    new plan. `model.fused_optimizer` is a new object: pass it to the wrappers and
+    schedulers that have the old one.
 
-    Run over gloo on 2 and 3 ranks; over NCCL not yet.
+    Tested over gloo on 2 and 3 ranks; not yet over NCCL.
 
     Args:
         model: The sharded model.
-        result: Rank 0's is carried out; the other ranks need none.
+        result: The result on rank 0; ignored on other ranks.
 
     Raises:
-        ConfigError: The moves cannot be carried out, or start from another plan; on
-            all ranks alike, with nothing moved.
-        RankFailureError: A rank is not there; nothing has moved.
+        ConfigError: The moves are impossible or start from another plan. All ranks
+            raise it, and nothing has moved.
+        RankFailureError: A rank is gone; nothing has moved.
     """
     group = dist.group.WORLD
     assert group is not None, "a sharded model has one"
@@ -462,14 +465,14 @@ def apply_moves(
         mine = result.changed, result.replaced
     sent = from_first(mine, group, "came to apply moves")
     if sent is None:
-        raise ConfigError("rank 0 carries out its result: pass it there")
+        raise ConfigError("apply_moves needs the result of replan on rank 0: pass it")
     changed, replaced = sent
     if not changed:
         return
     told: list[Any] = [None] * dist.get_world_size()
     try:
         obstacle = _move_obstacle(model, replaced)
-    except Exception as error:  # the other ranks wait to hear of it
+    except Exception as error:  # tell the other ranks, which wait
         kind = type(error).__name__
         obstacle = f"rank {dist.get_rank()} cannot move tables: {kind}: {error}"
     # Over gloo TorchRec numbers its messages by a hash of the table's name.
@@ -478,8 +481,8 @@ def apply_moves(
         raise ConfigError(text)
     if len({number for _, number in told}) > 1:
         raise ConfigError(
-            "over gloo TorchRec moves tables only where all ranks hash strings "
-            "alike: start them with the environment variable PYTHONHASHSEED=0"
+            "over gloo TorchRec moves tables only if all ranks hash strings equally: "
+            "start them with the environment variable PYTHONHASHSEED=0"
         )
     devices = [model.device] if is_accelerator(model.device.type) else []
     with torch.random.fork_rng(devices):
@@ -491,20 +494,20 @@ def _move_obstacle(
     model: DistributedModelParallel,
     replaced: Mapping[str, EmbeddingModuleShardingPlan],
 ) -> str | None:
-    """Say why this rank cannot carry out moves, if so."""
+    """Return why this rank cannot carry out the moves; None if it can."""
     for path, tables in replaced.items():
         for name, sharding in tables.items():
             at_work = model.plan.plan.get(path, {}).get(name)
             if at_work is None or _shards_of(at_work) != _shards_of(sharding):
                 return (
-                    f"table '{_full_name(path, name)}' is no longer where replan saw "
-                    "it: call replan with model.plan"
+                    f"table '{_full_name(path, name)}' has moved since replan: call "
+                    "replan again with model.plan"
                 )
     if not is_wrapped_by_ddp(model):
         return (
-            "TorchRec moves tables only of a model whose dense part is wrapped in "
-            "DistributedDataParallel: the model needs a dense parameter, and "
-            "init_data_parallel() must have run"
+            "TorchRec moves tables only if DistributedDataParallel wraps the model's "
+            "dense part: the model needs a dense parameter, and init_data_parallel() "
+            "must have run"
         )
     return None
 
@@ -512,20 +515,20 @@ def _move_obstacle(
 def _move_module(
     model: DistributedModelParallel, path: str, tables: EmbeddingModuleShardingPlan
 ) -> None:
-    """Move tables of one module, and mend what TorchRec leaves behind."""
+    """Move tables of one module, and fix what TorchRec does not restore."""
     sharded = model.module.get_submodule(path)
     rates = _learning_rates(sharded)
     model.reshard({path: (0.0, tables)}, path or None)
     permute_features_again(sharded)
     for _, optimizer in sharded.fused_optimizer.optimizers:
         for key in optimizer.params:
-            # New kernels start at the rate that the model was built with.
+            # New kernels start with the learning rate of the model's construction.
             optimizer.param_groups[0]["lr"] = rates[key]
-        optimizer.step()  # hands the rate to the kernel; weights change in backward
+        optimizer.step()  # sets the kernel's rate; weights change in backward
 
 
 def _learning_rates(sharded: Any) -> dict[str, float]:
-    """Learning rate of each table's weights, on whatever rank they are."""
+    """Return each table's learning rate, gathered from all ranks."""
     own = {
         key: optimizer.param_groups[0]["lr"]
         for _, optimizer in sharded.fused_optimizer.optimizers
