@@ -1,7 +1,7 @@
-"""Plan TorchRec embedding shards against measured kernel and collective times.
+"""Plan TorchRec embedding shards with measured times of kernels and collectives.
 
-Importing this package is light: it loads neither torch nor torchrec and changes
-no global state. Each public name is loaded from its module when first used.
+Importing this package is cheap: it loads neither torch nor torchrec, and changes no
+global state. Each public name is loaded from its module on first use.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def __getattr__(name: str) -> object:
     except NeuroShardError:
         raise
     except Exception as error:
-        # A clashing fbgemm fails in many ways: OSError, RuntimeError, AttributeError.
+        # A mismatched fbgemm raises OSError, RuntimeError or AttributeError.
         from torchrec_neuroshard.hardware.doctor import explain_failure
 
         explained = explain_failure(f"{__name__}.{name}", error)

@@ -355,7 +355,7 @@ def test_things_of_another_kind_are_named() -> None:
     with pytest.raises(ConfigError, match="model is a list"):
         planner.plan(swapped, model)
     classes: Any = [EmbeddingBagCollectionSharder]
-    with pytest.raises(ConfigError, match=r"sharders\[0\] is .* no sharder"):
+    with pytest.raises(ConfigError, match=r"sharders\[0\] is .* not a sharder"):
         planner.plan(model, classes)
 
 

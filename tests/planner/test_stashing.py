@@ -64,8 +64,8 @@ def test_what_a_marked_table_copies_is_said() -> None:
     # Half of 2.5 GiB, twice, at 20 x 2^30 / 1e9 = 21.5 GB/s.
     assert note.text == (
         "tables 't1' are stashed: rank 0 copies 1.25 GiB to the host and back in each "
-        "iteration, 125 ms at 21.5 GB/s. Dense layers hide at most 30 ms of it "
-        "(dense_ms). The other 95 ms are in no prediction"
+        "iteration, 125 ms at 21.5 GB/s. At most 30 ms of it overlap with "
+        "dense layers (dense_ms). No prediction includes the other 95 ms"
     )
     assert planner.stashed_tables == {"t1"}
 
@@ -137,7 +137,7 @@ def test_only_weights_on_devices_are_freed() -> None:
 
 
 def test_what_cannot_be_stashed_is_refused() -> None:
-    with pytest.raises(ConfigError, match="stash_bytes is -1, below 0"):
+    with pytest.raises(ConfigError, match="stash_bytes must be at least 0, got -1"):
         planner_of(FAST, stash_bytes=-1)
     with pytest.raises(ConfigError, match="for GPUs; the topology's device is 'cpu'"):
         make_planner(stash_bytes=1)

@@ -283,7 +283,7 @@ def test_reports_say_what_costs_rest_on() -> None:
         (text, "H100 PCIe 80 GB, 512 samples per rank (TorchRec's default)"),
         (text, "memory bandwidth 2,000 GB/s (data sheet: NVIDIA H100 data "),
         (text, "profiles of batches (1 feature)"),
-        (text, "the constraints, repeats taken as Zipf's (1 feature)"),
+        (text, "the constraints, with repeats assumed Zipfian (1 feature)"),
         (text, "links inside a node 48 GB/s (assumed: over PCIe"),
         (text, "1 id per sample assumed for 'f2'"),
         (html_report(report), "NVIDIA H100 data sheet (2022)"),

@@ -1,10 +1,10 @@
 """TorchRec's planner interfaces, implemented on learned costs.
 
-`planner` tells how a plan comes to be. What stands behind TorchRec's interfaces has
-TorchRec's names (`enumerator`, `estimators`, `proposer`, `partitioner`, `perf_model`);
-below them are what plans cost (`plan_costs`, `placed`, `memory`, `kernels`), what a
-table may be (`ways`, `reader`, `constraints`, `topology`) and TorchRec's privates and
-releases (`compat`).
+`planner` has the whole story of a plan. The parts behind TorchRec's interfaces have
+TorchRec's names (`enumerator`, `estimators`, `proposer`, `partitioner`, `perf_model`).
+Below them are the costs of plans (`plan_costs`, `placed`, `memory`, `kernels`), the
+description of tables and devices (`ways`, `reader`, `constraints`, `topology`), and
+TorchRec's private attributes and releases (`compat`).
 """
 
 from torchrec_neuroshard.planner.constraints import PlacementConstraints

@@ -1,4 +1,4 @@
-"""What a planner says of plans: of the one last returned, and of any other."""
+"""A planner's reports on plans: on its last one and on any other plan."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class LastPlan:
-    """The plan last returned or adopted, and what is known of it."""
+    """The plan last returned or adopted, with its options, costs and model."""
 
     plan: ShardingPlan | None = None
     options: list[ShardingOption] = field(default_factory=list)
     known: KnownPlan | None = None
     model: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
-    """Without its weights, and its sharders."""
+    """The model without its weights, and its sharders."""
 
 
 class DescribesPlans(EmbeddingShardingPlanner):
-    """What `NeuroShardPlanner` says of plans; it sets the attributes.
+    """The reporting part of `NeuroShardPlanner`, which sets the attributes.
 
     Attributes:
-        costs: What plans cost.
+        costs: Prices plans.
     """
 
     costs: PlanCosts
@@ -93,7 +93,7 @@ class DescribesPlans(EmbeddingShardingPlanner):
 
     @property
     def constraints(self) -> Mapping[str, ParameterConstraints]:
-        """Table, by name or by module path and name -> TorchRec's constraints on it."""
+        """Table, by name or module path and name -> TorchRec's constraints."""
         return self.costs.reader.constraints
 
     @property
@@ -103,14 +103,14 @@ class DescribesPlans(EmbeddingShardingPlanner):
 
     @property
     def memory(self) -> MemoryModel | None:
-        """What ranks allocate; None where a part that was given counts memory."""
+        """The memory model of what ranks allocate; None with a caller's enumerator."""
         own = self.enumerator
         return own.memory if isinstance(own, NeuroShardEnumerator) else None
 
     def reserve(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> Topology:
-        """Return the devices with the memory that is left for shards."""
+        """Return the devices, with the memory left for shards."""
         reservation: StorageReservation = planner_part(self, "storage_reservation")
         return reservation.reserve(
             topology=self.topology,
@@ -122,46 +122,47 @@ class DescribesPlans(EmbeddingShardingPlanner):
 
     @property
     def last_result(self) -> SearchResult | None:
-        """What is known of the plan last returned; its placement is of columns."""
+        """Costs and placement of the plan returned last; see `NeuroShardPlanner`."""
         known = self.last_known
         return known.result if known else None
 
     @property
     def last_task(self) -> ShardingTask | None:
-        """The tables that `last_result.placement` counts: the column-sharded ones."""
+        """The tables of `last_result.placement`: the column-sharded ones."""
         known = self.last_known
         return known.task if known else None
 
     @property
     def stashed_tables(self) -> set[str]:
-        """Tables of the last plan to stash.
+        """Tables to stash with the last plan.
 
-        For `MemoryStashingManager.set_stashed_tables`, before
-        `DistributedModelParallel` takes the plan.
+        Pass them to `MemoryStashingManager.set_stashed_tables` before
+        `DistributedModelParallel` gets the plan.
         """
         known = self.last_known
         return set(known.stashed) if known else set()
 
     def get_selected_options(self) -> list[ShardingOption]:
-        """Return the last plan's options, with the costs and memory of its shards.
+        """Return the last plan's options, with the costs and memory of their shards.
 
-        Empty before the first plan, and on ranks that another rank planned for.
+        The list is empty before the first plan, and on ranks other than the planning
+        one.
         """
         return self._last.options if self.last_known else []
 
     def report(self) -> PlanReport:
-        """Say what the last plan costs on each rank, and why tables were split.
+        """Return a report on the last plan: costs of each rank, and gains of splits.
 
         Returns:
-            What `print` shows as text and `to_json` makes a dictionary of.
+            A report: `print` shows it as text, and `to_json` returns a dictionary.
 
         Raises:
-            ConfigError: Nothing has been planned yet.
+            ConfigError: There is no plan yet.
         """
         known = self.last_known
         if known is None:
             raise ConfigError(
-                "there is no plan to report on; call plan() or collective_plan() "
+                "there is no plan to report on yet; call plan() or collective_plan() "
                 "first, or pass the planner to load_plan"
             )
         return self._explain(known)
@@ -172,14 +173,14 @@ class DescribesPlans(EmbeddingShardingPlanner):
         module: nn.Module,
         sharders: Sequence[ModuleSharder[Any]] | None = None,
     ) -> None:
-        """Take a plan that somebody else made, such as a stored one, for the last.
+        """Make any plan, for example a loaded one, the planner's last plan.
 
-        What is known of it, `report` and `last_result`, is worked out when asked for:
-        the costs of `evaluate`.
+        `report` and `last_result` are computed when they are first read, like
+        `evaluate`.
 
         Args:
             plan: The plan.
-            module: The model, before `DistributedModelParallel` took it.
+            module: The model before `DistributedModelParallel`.
             sharders: None: TorchRec's defaults.
         """
         self._last = LastPlan(plan=copied(plan))
@@ -187,12 +188,12 @@ class DescribesPlans(EmbeddingShardingPlanner):
 
     @property
     def last_plan(self) -> ShardingPlan | None:
-        """The plan last returned or adopted; None before the first one."""
+        """The plan last returned or adopted; None before the first plan."""
         return self._last.plan
 
     @property
     def last_known(self) -> KnownPlan | None:
-        """What is known of the last plan; None where there is none, or it is empty."""
+        """Result and report of the last plan; None if it is missing or empty."""
         last = self._last
         if last.known is None and last.plan is not None and last.model is not None:
             if any(last.plan.plan.values()):
@@ -201,9 +202,9 @@ class DescribesPlans(EmbeddingShardingPlanner):
 
     @property
     def last_model(self) -> tuple[nn.Module, list[ModuleSharder[Any]]] | None:
-        """The model last planned, as it was then but without weights; its sharders.
+        """The model planned last, without weights, and its sharders.
 
-        None before the first plan, and on ranks that another rank planned for.
+        None before the first plan, and on ranks other than the planning one.
         """
         return self._last.model
 
@@ -212,10 +213,10 @@ class DescribesPlans(EmbeddingShardingPlanner):
         module: nn.Module,
         sharders: Sequence[ModuleSharder[Any]] | None = None,
     ) -> None:
-        """Take a model for `last_model` whose plan somebody else made.
+        """Make a model the `last_model` without planning it.
 
         Args:
-            module: The model, before `DistributedModelParallel` took it.
+            module: The model before `DistributedModelParallel`.
             sharders: None: TorchRec's defaults.
         """
         sharders = list(sharders or get_default_sharders())
@@ -226,7 +227,7 @@ class DescribesPlans(EmbeddingShardingPlanner):
     ) -> None:
         try:
             self.remember(module, sharders)
-        except Exception as error:  # an odd module; the plan is good all the same
+        except Exception as error:  # an unusual module; the plan is still valid
             logger.debug("the model's outline could not be kept: %r", error)
 
     def evaluate(
@@ -235,21 +236,21 @@ class DescribesPlans(EmbeddingShardingPlanner):
         module: nn.Module,
         sharders: list[ModuleSharder[Any]] | None = None,
     ) -> PlanReport:
-        """Say what any plan of a model costs, whoever made it.
+        """Return a report on any plan of a model.
 
-        Nothing is searched: how short a path could be is not known.
+        Nothing is searched, so the report has no lower bound.
 
         Args:
             plan: The plan.
-            module: The model, before `DistributedModelParallel` took it.
+            module: The model before `DistributedModelParallel`.
             sharders: None: TorchRec's defaults.
 
         Returns:
-            What `report` returns of the planner's own plans.
+            A report like that of `report`.
 
         Raises:
-            PlanFileError: The plan is not one of this model on these ranks.
-            ProfileError: A profile is of a feature that no table reads.
+            PlanFileError: The plan does not fit this model on these ranks.
+            ProfileError: No table reads a profile's feature.
             ConfigError: The cost model predicts something that is not a time.
         """
         given = sharders or get_default_sharders()
@@ -262,25 +263,27 @@ class DescribesPlans(EmbeddingShardingPlanner):
         sharders: list[ModuleSharder[Any]] | None = None,
         name: str = "the other plan",
     ) -> PlanComparison:
-        """Set another plan of the model beside the last one, by the same costs.
+        """Return a comparison of the last plan with another plan of the model.
+
+        Both plans are priced with the same costs.
 
         Args:
-            plan: The other plan, whoever made it.
-            module: The model, before `DistributedModelParallel` took it.
+            plan: Any other plan.
+            module: The model before `DistributedModelParallel`.
             sharders: None: TorchRec's defaults.
-            name: What the comparison calls the other plan.
+            name: Name of the other plan in the comparison.
 
         Returns:
-            What `print` shows as text and `write_html` as a page: what the last plan
-            saves against the other one, and which tables are placed differently.
+            The time that the last plan saves, and the tables placed differently.
+            `print` shows it as text, and `write_html` as a page.
 
         Raises:
-            ConfigError: Nothing has been planned yet.
-            PlanFileError: A plan is not one of this model on these ranks.
+            ConfigError: There is no plan yet.
+            PlanFileError: A plan does not fit this model on these ranks.
         """
         ours = self.report()
         own = self._last.plan
-        assert own is not None, "there is one that is reported on"
+        assert own is not None, "report() has raised otherwise"
         theirs = self.evaluate(plan, module, sharders)
         tables, _ = model_tables(plan.plan, module)
         world_size = int(self.topology.world_size)
@@ -301,7 +304,7 @@ class DescribesPlans(EmbeddingShardingPlanner):
         """Return any plan of a model as TorchRec's options, with estimates.
 
         Raises:
-            PlanFileError: The plan is not one of this model on these ranks.
+            PlanFileError: The plan does not fit this model on these ranks.
         """
         world_size = int(self.topology.world_size)
         options = placed_options(plan, module, sharders, self.enumerator, world_size)
@@ -311,7 +314,7 @@ class DescribesPlans(EmbeddingShardingPlanner):
     def _describe(
         self, plan: ShardingPlan, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> tuple[list[ShardingOption], KnownPlan]:
-        """Say what a plan that is given costs; returns its options as well."""
+        """Return the options, result and report of any plan."""
         notes = self._check_inputs(module, sharders)
         options = self.placed_options(plan, module, sharders)
         self.costs.attribute(options)
@@ -323,7 +326,7 @@ class DescribesPlans(EmbeddingShardingPlanner):
     def _known(
         self, options: Sequence[ShardingOption], room: Topology, **said: Any
     ) -> KnownPlan:
-        """Describe a plan; see `describe_plan`."""
+        """Return the result and report of options; see `describe_plan`."""
         return describe_plan(
             options,
             self.costs,
@@ -336,7 +339,7 @@ class DescribesPlans(EmbeddingShardingPlanner):
     def _check_inputs(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
     ) -> tuple[Note, ...]:
-        """Hold profiles, constraints and sharders against the model; returns notes."""
+        """Check profiles, constraints and sharders against the model; return notes."""
         check_kind("model", module, nn.Module)
         check_profiles(module, self._profiles)
         notes = (
@@ -354,8 +357,8 @@ class DescribesPlans(EmbeddingShardingPlanner):
     def _reserved(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> Topology:
-        """Devices with what is left for shards; as they are, where nothing is."""
+        """Return the devices with the memory for shards, or all if none is left."""
         try:
             return self.reserve(module, sharders)
-        except PlannerError:  # of a plan that somebody else made
+        except PlannerError:  # possible for plans from elsewhere
             return self.topology

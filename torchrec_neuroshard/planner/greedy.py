@@ -1,4 +1,4 @@
-"""Places options that no search places, by TorchRec's own greedy routine."""
+"""Places options outside the search with TorchRec's greedy routine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _TIERS = {"hbm": "a device's memory", "ddr": "the host's memory", "ssd": "the disk"}
-"""Field of TorchRec's `Storage` -> what messages call it."""
+"""Field of TorchRec's `Storage` -> its name in messages."""
 
 
 def place_greedily(
@@ -44,16 +44,16 @@ def place_greedily(
 ) -> list[ShardingOption]:
     """Return placed copies of the options.
 
-    Options whose ranks the rules restrict come first, with those colocated: the ones
-    with the fewest ranks, then the largest.
+    Tables that the rules restrict to some ranks are placed first, together with the
+    tables that share their rank: fewest ranks first, then largest first.
 
     Args:
-        options: With estimates.
-        topology: The devices and the memory that shards may take.
-        rules: Which ranks tables may be on.
+        options: Options with estimates.
+        topology: The devices, with the memory for shards.
+        rules: Which ranks tables may use.
 
     Raises:
-        PlannerError: Of type PARTITION, when nothing fits.
+        PlannerError: The options do not fit (type PARTITION).
     """
     placed = option_copies(options)
     free: list[ShardingOption] = []
@@ -86,24 +86,24 @@ def place_greedily(
 
 
 def _what_lacks(options: Sequence[ShardingOption], topology: Topology) -> str:
-    """Name a table of which a shard fits no rank, or those that fit none together."""
+    """Return an error text: a table that fits no rank, or what all tables lack."""
     for option in options:
         shard = max((s.storage for s in option.shards), key=lambda s: (s.hbm, s.ddr))
         if any(shard.fits_in(d.storage) for d in topology.devices):
             continue
         rows, width = option.tensor.shape
         lack = [
-            f"{format_bytes(getattr(shard, tier))} of {where}, of which ranks have "
-            f"{format_bytes(max(0, most))} at most"
+            f"{format_bytes(getattr(shard, tier))} of {where} (ranks have at most "
+            f"{format_bytes(max(0, most))})"
             for tier, where in _TIERS.items()
             if getattr(shard, tier)
             > (most := max(getattr(d.storage, tier) for d in topology.devices))
         ]
         return (
             f"table '{table_name(option)}' (num_embeddings={rows}, "
-            f"embedding_dim={width}) fits no rank: as {option.sharding_type}, "
-            f"{option.compute_kernel} a shard needs "
-            f"{' and '.join(lack) or 'more of two memories than any rank has'}. Allow "
+            f"embedding_dim={width}) fits no rank: as {option.sharding_type} with "
+            f"kernel {option.compute_kernel}, a shard needs "
+            f"{' and '.join(lack) or 'more memory than any rank has'}. Allow "
             "other sharding types or kernels for it, give the topology more memory, "
             f"or raise world_size ({topology.world_size})"
         )
@@ -112,19 +112,19 @@ def _what_lacks(options: Sequence[ShardingOption], topology: Topology) -> str:
         t: sum(max(0, getattr(d.storage, t)) for d in topology.devices) for t in _TIERS
     }
     lack = [
-        f"{format_bytes(getattr(need, tier))} of {where}, of which ranks have "
-        f"{format_bytes(has[tier])}"
+        f"{format_bytes(getattr(need, tier))} of {where} (all ranks have "
+        f"{format_bytes(has[tier])})"
         for tier, where in _TIERS.items()
         if getattr(need, tier)
     ]
     return (
-        f"no ranks have room for all shards of {quoted(list(map(table_name, options)))}"
-        f", which no search places: in all they need {' and '.join(lack)}"
+        f"tables {quoted(list(map(table_name, options)))}, which are outside the "
+        f"search, do not fit: together they need {' and '.join(lack)}"
     )
 
 
 def option_copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
-    """Copies of options with shards of their own."""
+    """Return copies of options that do not share shards."""
     copies = []
     for option in options:
         new = copy.copy(option)
@@ -134,7 +134,7 @@ def option_copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
 
 
 def memory_left(topology: Topology, placed: Sequence[ShardingOption]) -> list[Storage]:
-    """Return the memory that placed options leave of each rank."""
+    """Return the memory left on each rank by placed options."""
     left = [d.storage for d in topology.devices]
     for option in placed:
         for shard in option.shards:
@@ -143,7 +143,7 @@ def memory_left(topology: Topology, placed: Sequence[ShardingOption]) -> list[St
 
 
 def full_rank(topology: Topology, plan: Sequence[ShardingOption]) -> int | None:
-    """Return a rank that lacks the memory, on the device or in the host, for a plan."""
+    """Return a rank that lacks device or host memory for a plan; None if all fit."""
     nothing = Storage(hbm=0, ddr=0)
     left = memory_left(topology, plan)
     return next((r for r, m in enumerate(left) if not nothing.fits_in(m)), None)
@@ -152,32 +152,32 @@ def full_rank(topology: Topology, plan: Sequence[ShardingOption]) -> int | None:
 def check_memory(
     topology: Topology, plan: Sequence[ShardingOption], whose: str
 ) -> None:
-    """Refuse a plan that needs more memory than there is.
+    """Check that a plan fits into memory.
 
     Args:
-        topology: The devices and the memory that shards may take.
+        topology: The devices, with the memory for shards.
         plan: Placed options.
-        whose: What the error calls the plan.
+        whose: Name of the plan in the error.
 
     Raises:
-        PlannerError: Of type PARTITION.
+        PlannerError: It does not fit (type PARTITION).
     """
     full = full_rank(topology, plan)
     if full is not None:
         left = memory_left(topology, plan)[full]
         over = [
-            f"{format_bytes(-getattr(left, tier))} more of {where}"
+            f"{format_bytes(-getattr(left, tier))} of {where}"
             for tier, where in _TIERS.items()
             if getattr(left, tier) < 0
         ]
         raise PlannerError(
             error_type=PlannerErrorType.PARTITION,
-            message=f"rank {full} of {whose} holds {' and '.join(over)} than it has",
+            message=f"{whose} does not fit: rank {full} lacks {' and '.join(over)}",
         )
 
 
 def without(topology: Topology, num_bytes: float) -> Topology:
-    """Return the topology with less memory on every device; with more, if below 0."""
+    """Return the topology with `num_bytes` less on every device; below 0, more."""
     taken = Storage(hbm=math.ceil(num_bytes), ddr=0)
     return with_devices(
         topology,
@@ -186,7 +186,7 @@ def without(topology: Topology, num_bytes: float) -> Topology:
 
 
 def _negative_size(unit: Sequence[ShardingOption]) -> tuple[int, int]:
-    """Memory of tables that are placed as one; the more, the less."""
+    """Return the negative memory of tables placed as one, to sort largest first."""
     storages = [s.storage for o in unit for s in o.shards]
     return -sum(s.hbm for s in storages), -sum(s.ddr for s in storages)
 
@@ -196,13 +196,13 @@ def _place_unit(
     topology: Topology,
     rules: PlacementRules,
 ) -> None:
-    """Place one table, or tables that belong together, in place."""
+    """Place one table, or tables that go together, in place."""
     table = rules.index[table_name(unit[0])]
     ranks = rules.ranks(table)
     choices: list[Collection[int]] = [ranks]
     if len(rules.colocated_with(table)) > 1:
         load = [d.perf.total for d in topology.devices]
-        # Ties are broken as by TorchRec: a rank of each host before the next ones.
+        # Break ties like TorchRec: one rank of each host first.
         size = int(topology.local_world_size)
         choices = [(r,) for r in sorted(ranks, key=lambda r: (load[r], r % size, r))]
     for allowed in choices:
@@ -215,15 +215,14 @@ def _place_unit(
                     shard.rank = None
     raise PlannerError(
         error_type=PlannerErrorType.PARTITION,
-        message=f"tables {', '.join(map(table_name, unit))} do not fit where placement "
-        f"constraints and the tables placed so far leave them: on ranks "
-        f"{', '.join(map(str, ranks)) or 'none'}; "
-        + _what_lacks(unit, _only(topology, ranks)),
+        message=f"tables {', '.join(map(table_name, unit))} do not fit on ranks "
+        f"{', '.join(map(str, ranks)) or 'none'}, which placement_constraints and the "
+        "tables placed so far leave; " + _what_lacks(unit, _only(topology, ranks)),
     )
 
 
 def _less(topology: Topology, placed: Sequence[ShardingOption]) -> Topology:
-    """Return the topology with the placed options on it."""
+    """Return the topology with the memory and load after placing options."""
     if not placed:
         return topology
     devices = [
@@ -239,7 +238,7 @@ def _less(topology: Topology, placed: Sequence[ShardingOption]) -> Topology:
 
 
 def _only(topology: Topology, ranks: Collection[int]) -> Topology:
-    """Return the topology with room on some ranks alone."""
+    """Return the topology with memory on some ranks only."""
     nothing = Storage(hbm=-1, ddr=-1)
     devices = [
         d if d.rank in ranks else DeviceHardware(d.rank, nothing, d.perf)

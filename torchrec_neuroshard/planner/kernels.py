@@ -1,16 +1,18 @@
-"""What kernels cost that no bundle holds, in the terms of the measured fused one.
+"""Costs of kernels without measurements, relative to the measured fused kernel.
 
-Three kinds are estimates. The kernel of replicas, with the optimizer's pass over all of
-their rows, takes what the fused kernel takes above its launch, times a factor: measured
-on CPUs, else what TorchRec's estimate takes it to be slower. Kernels that read the
-host's memory take what the fused one takes and, beside it, what their rows take over
-the link (`models.card_physics.host_memory_ms`). All others (Triton's, tables on disk,
-virtual ones) take what the fused one takes above its launch, times what TorchRec's
-estimate takes them to be slower.
+Three kinds of kernels are estimated:
 
-Codecs of quantised collectives are kernels of their own. They and the optimizer's pass
-go over memory in order: at a GPU's memory bandwidth, times the share of it that kernels
-reach. On CPUs they take what was measured, at the fused kernel's bandwidth.
+- replicated tables: the fused kernel's time without its launch, times a factor, plus
+  the optimizer's pass over all rows. The factor is measured on CPUs; elsewhere it is
+  TorchRec's ratio of the two kernels;
+- kernels that read host memory: the fused kernel's time plus the transfer of rows over
+  the link (`models.card_physics.host_memory_ms`);
+- all others (Triton's, tables on disk, virtual tables): the fused kernel's time without
+  its launch, times TorchRec's ratio of the two kernels.
+
+Codecs of quantised collectives are kernels as well. Codecs and the optimizer's pass
+read memory in order. On GPUs they run at the memory bandwidth times the share that
+kernels reach; on CPUs they are measured, relative to the fused kernel's bandwidth.
 """
 
 from __future__ import annotations
@@ -61,52 +63,52 @@ __all__ = [
 _MEASURED_DENSE: Mapping[str, KernelFactors] = {
     "cpu": KernelFactors(forward=0.78, backward=1.17, passes=2.96)
 }
-"""By device type. Fitted to 32 tables under SGD on one AMD EPYC (Zen 5) core
-(`benchmarks/results/dense_epyc_zen5_fitted_202611.md`), and held to others in
-`benchmarks/results/dense_epyc_zen5_202611.md`."""
+"""Device type -> factors of replicated tables. Fitted to 32 tables with SGD on one AMD
+EPYC (Zen 5) core (`benchmarks/results/dense_epyc_zen5_fitted_202611.md`), and checked
+on others in `benchmarks/results/dense_epyc_zen5_202611.md`."""
 _FLOAT, _FUSED = 4.0, EmbeddingComputeKernel.FUSED.value
 _known_bandwidth = lru_cache(kernel_bw_lookup)
 _CLAMPED = ("fp16", "bf16")
-"""Codecs that limit the values in a pass of its own before they cast them."""
+"""Codecs that clamp the values in a separate pass before the cast."""
 _MEASURED_CODING: Mapping[tuple[str, str], tuple[float, float]] = {
     ("cpu", "fp16"): (9.1, 3.7),
     ("cpu", "bf16"): (9.4, 3.4),
     ("cpu", "int8"): (8.1, 6.1),
     ("cpu", "mx4"): (430.0, 84.0),
 }
-"""Device type and codec -> bytes of memory that coding and decoding a value is worth.
-Measured on one AMD EPYC (Zen 5) core; another run, which is kept, found 0.66 to 1.04
-times these (`benchmarks/results/qcomms_gloo2_202611.md`)."""
+"""Device type and codec -> bytes of memory traffic that take as long as encoding and
+decoding a value. Measured on one AMD EPYC (Zen 5) core; another run found 0.66 to 1.04
+times these values (`benchmarks/results/qcomms_gloo2_202611.md`)."""
 _MEASURED_SUMS: Mapping[tuple[str, str], float] = {
     ("cpu", "fp16"): 19.0,
     ("cpu", "bf16"): 4.0,
 }
-"""The same of adding up a value, beyond what as many bytes of floats take: by the
-processor's time of two gloo ranks; another run, which is kept, found 16 to 20 and 2 to
-3 (`benchmarks/results/qcomms_kernels_202611.md`)."""
+"""The same for summing a value, beyond the time of as many bytes of floats. Measured as
+CPU time of two gloo ranks; another run found 16 to 20 and 2 to 3
+(`benchmarks/results/qcomms_kernels_202611.md`)."""
 _CODING_LAUNCHES = 0.5
-"""Of the fused forward kernel: what coding and decoding take of few values; measured
-with them, 0.56 to 0.69 in the run that is kept."""
+"""Time of encoding and decoding few values, as a share of the fused forward kernel's
+launch. Measured in the same run; the other run found 0.56 to 0.69."""
 MAX_KNOWN_CURVES = 2**14
-"""Tables whose misses are kept: worked out once, asked for many times."""
+"""Number of tables whose miss curves are cached."""
 
 
 def is_estimated(option: ShardingOption) -> bool:
-    """Whether an option's kernel is of a kind that was not measured."""
+    """Whether the time of an option's kernel is estimated, not measured."""
     return bool(option.compute_kernel != _FUSED)
 
 
 def kernel_factors(option: ShardingOption, reader: TableReader) -> KernelFactors | None:
-    """Return what an option's kernel takes beside the fused one.
+    """Return the factors of an option's kernel relative to the fused kernel.
 
-    Loading a cache counts into the forward, also where it is loaded ahead.
+    Loading a cache counts as forward, even with prefetching.
 
     Args:
-        option: An option that has a cost (`TableReader.has_cost`).
+        option: An option with a cost (`TableReader.has_cost`).
         reader: Knows the devices, and how tables are accessed.
 
     Returns:
-        None where the kernel is the fused one itself.
+        None for the fused kernel itself.
 
     Raises:
         PlannerError: TorchRec has no such kernel for the device.
@@ -136,10 +138,10 @@ def kernel_factors(option: ShardingOption, reader: TableReader) -> KernelFactors
 def priced_codecs(
     option: ShardingOption, reader: TableReader
 ) -> tuple[WireCodec, WireCodec]:
-    """Return an option's codecs, forward and backward, with what their kernels take.
+    """Return an option's codecs, forward and backward, with their kernels' cost.
 
     Args:
-        option: Noted by its sharder (`note_sharders`).
+        option: An option after `note_sharders`.
         reader: Knows the devices.
     """
     device = str(reader.topology.compute_device)
@@ -157,7 +159,7 @@ def _priced(codec: WireCodec, device_type: str) -> WireCodec:
         sent = codec.wire_bytes
         if sent == _FLOAT or codec.name == WireCodec().name:  # not coded
             return codec
-        # Clamping reads and writes a float, rows are read twice: once for their scale.
+        # Clamping reads and writes a float. Rows are read twice, once for their scale.
         first = 2 * _FLOAT if codec.name in _CLAMPED else 0.0
         first += _FLOAT if codec.row_values > 1 else 0.0
         known = first + _FLOAT + sent, sent + _FLOAT
@@ -171,9 +173,9 @@ def _priced(codec: WireCodec, device_type: str) -> WireCodec:
 
 
 def _missed(option: ShardingOption, reader: TableReader) -> float | None:
-    """Share of a batch's distinct rows that the option's cache lacks.
+    """Return the share of a batch's distinct rows that miss the option's cache.
 
-    By the statistics that TorchRec was given, else by how the table is accessed.
+    It comes from the statistics in the cache parameters, else from the table's profile.
     """
     if not has_cache(option):
         return None
@@ -185,15 +187,15 @@ def _missed(option: ShardingOption, reader: TableReader) -> float | None:
 
 
 def load_factor(option: ShardingOption) -> float:
-    """Return the share of a table's rows that its cache holds."""
+    """Return the share of a table's rows in its cache."""
     return cache_load(option) or UVM_CACHING_RATIO
 
 
 def miss_curve(option: ShardingOption, reader: TableReader) -> MissCurve:
-    """Return what caches of an option's table lack, whatever their size.
+    """Return the misses of an option's table as a function of the cache's size.
 
     Args:
-        option: One that has a cost; its cache parameters say which rows go.
+        option: An option with a cost; its cache parameters set the eviction policy.
         reader: Knows the devices, and how tables are accessed.
     """
     samples = int(option.batch_size) * reader.world_size
@@ -207,13 +209,13 @@ def _curve(table: TableConfig, num_samples: int, is_lfu: bool) -> MissCurve:
 
 
 def _slowness(option: ShardingOption, topology: Topology) -> float:
-    """How much slower than a fused kernel TorchRec's estimate takes this one."""
+    """Return how much slower than the fused kernel TorchRec estimates this kernel."""
     fused = _bandwidth(option, topology, _FUSED)
     return fused / _bandwidth(option, topology, option.compute_kernel)
 
 
 def _bandwidth(option: ShardingOption, topology: Topology, kernel: str) -> float:
-    """What TorchRec's estimate takes a kernel of the option's table to reach.
+    """Return TorchRec's estimated bandwidth of a kernel for the option's table.
 
     Raises:
         PlannerError: TorchRec has no such kernel for the device.
@@ -232,7 +234,7 @@ def _bandwidth(option: ShardingOption, topology: Topology, kernel: str) -> float
     if found is None:
         raise PlannerError(
             f"table '{table_name(option)}': TorchRec has no kernel '{kernel}' "
-            f"for '{topology.compute_device}'; leave it out of the "
-            "constraint's compute_kernels or of what the sharder offers"
+            f"for '{topology.compute_device}'; remove it from compute_kernels in the "
+            "constraints or from the sharder's kernels"
         )
     return float(found)

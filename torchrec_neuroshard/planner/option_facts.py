@@ -1,7 +1,7 @@
-"""What a sharding option says of its table by itself, and what its sharder adds.
+"""Facts about an option's table, from the option itself and from its sharder.
 
-`note_sharders` leaves on options what only sharders know. What profiles and
-constraints tell of a table is for `reader`.
+`note_sharders` records on options what only sharders know. `reader` adds what profiles
+and constraints say about a table.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ __all__ = [
 ]
 
 _SUMMABLE = ("", "fp32", "fp16", "bf16")
-"""Codecs whose values can be added up; of "" nothing is known."""
+"""Codecs whose values can be summed; "" is an unknown codec."""
 _A2A = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name
 _SCATTER = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name
 _SEQUENCES = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name
@@ -82,26 +82,26 @@ _COMM_OPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "row_wise": ((_SCATTER,), (_SEQUENCES,)),
     "node_row_wise": ((_SCATTER, _A2A), (_SEQUENCES,)),
 }
-"""Collective of `sharding_types` -> TorchRec's names, pooled and of sequences."""
+"""Collective of `sharding_types` -> TorchRec's names, of pooled and sequence tables."""
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _DENSE = EmbeddingComputeKernel.DENSE.value
 _GRID = ShardingType.GRID_SHARD.value
 SPLITTING_TYPES = ("column_wise", "table_column_wise", _GRID)
-"""Sharding types that may cut a table's columns."""
+"""Sharding types that may split a table's columns."""
 
 OFFLOADED_KERNELS: frozenset[str] = frozenset(
     {EmbeddingComputeKernel.FUSED_UVM.value, _CACHING}
 )
-"""Fused kernels whose tables live in the host's memory."""
+"""Fused kernels with tables in host memory."""
 
 _SEQUENCE_TABLES: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
     weakref.WeakKeyDictionary()
 )
-"""Module that a sharder takes -> its tables that are not pooled."""
+"""Sharded module -> its tables that are not pooled."""
 
 TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
-"""TorchRec's modules that hold tables."""
+"""TorchRec's modules with tables."""
 
 WORST_OPTIMIZER = ("adam", 2, 0)
 OPTIMIZERS: Mapping[str, tuple[str, int, int]] = {
@@ -123,11 +123,11 @@ OPTIMIZERS: Mapping[str, tuple[str, int, int]] = {
     )
     for name in names.split()
 }
-"""Class of torch.optim's or torchrec.optim's, or member of FBGEMM's EmbOptimType -> the
-optimizer as which it is costed, and the fp32 values that FBGEMM keeps for each weight
-and for each row of a shard. Others count as the worst of these."""
+"""Class of torch.optim or torchrec.optim, or member of FBGEMM's EmbOptimType -> the
+optimizer whose cost it has, and FBGEMM's fp32 state values per weight and per row of a
+shard. Other optimizers count as WORST_OPTIMIZER."""
 _COUNTERS: Mapping[str, int] = {"COUNTER": 2, "COWCLIP": 2, "DECOUPLE_GLOBAL": 1}
-"""Weight decay mode of row-wise Adagrad -> values more for each row."""
+"""Weight decay mode of row-wise Adagrad -> additional values per row."""
 STATE_BYTES = 4
 
 SHARDERS_OPTIMIZER, SHARDERS_COUNTERS, _CODECS, DISTINCT = (
@@ -137,13 +137,13 @@ SHARDERS_OPTIMIZER, SHARDERS_COUNTERS, _CODECS, DISTINCT = (
     "looks_up_distinct",
 )
 _SHARDERS_CACHE_LOAD, _OUTPUT_BYTES = "sharders_cache_load", "output_bytes"
-"""Attributes of an option: see `note_sharders`."""
+"""Attributes of an option, set by `note_sharders`."""
 _IS_POOLED, FACTS, VERDICT = "sums_rows", "table_facts", "verdict"
-"""Attributes of an option: what was found out about it and its table."""
+"""Attributes of an option with cached facts about it and its table."""
 
 
 def device_tier(topology: Topology) -> str:
-    """Return the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
+    """Return the memory of fused tables: "ddr" on CPUs, else "hbm"."""
     return "hbm" if is_accelerator(topology.compute_device) else "ddr"
 
 
@@ -163,27 +163,27 @@ def has_cache(option: ShardingOption) -> bool:
 
 
 def has_open_cache(option: ShardingOption) -> bool:
-    """Whether nobody said how many rows a table's cache holds."""
+    """Whether a table's cache size is left open."""
     return has_cache(option) and cache_load(option) is None and not option.enforce_hbm
 
 
 def is_lfu(option: ShardingOption) -> bool:
-    """Whether a table's cache of rows lets the least frequently used ones go."""
+    """Whether a table's cache evicts the least frequently used rows."""
     params = option.cache_params
     algorithm = params.algorithm if params is not None else None
     return algorithm is not None and algorithm.name == "LFU"
 
 
 def loads_ahead(option: ShardingOption) -> bool:
-    """Whether a table's cache is ready for being loaded before lookups."""
+    """Whether a table's cache supports prefetching."""
     params = option.cache_params
     return params is not None and bool(params.prefetch_pipeline)
 
 
 def cache_load(option: ShardingOption) -> float | None:
-    """Return the share of a table's rows that its cache is asked to hold.
+    """Return the requested share of a table's rows in its cache.
 
-    None where neither its constraint nor its sharder says: TorchRec's is then
+    None: neither the constraint nor the sharder sets it, and TorchRec uses
     `UVM_CACHING_RATIO`.
     """
     params = option.cache_params
@@ -192,15 +192,15 @@ def cache_load(option: ShardingOption) -> float | None:
 
 
 def is_fused(option: ShardingOption) -> bool:
-    """Whether the option runs FBGEMM's fused kernel, wherever its rows are."""
+    """Whether the option runs FBGEMM's fused kernel, with rows in any memory."""
     return option.compute_kernel == _FUSED or option.compute_kernel in OFFLOADED_KERNELS
 
 
 def is_pooled(option: ShardingOption) -> bool:
-    """Whether a table's rows are summed for each sample, or else sent one by one.
+    """Whether a table's rows are pooled per sample, not sent as sequences.
 
-    TorchRec takes sequences for pooled where another module, such as a tower, holds
-    their collection.
+    TorchRec mistakes sequences for pooled tables if another module, for example a
+    tower, contains their collection.
     """
     known: bool | None = vars(option).get(_IS_POOLED)
     if known is None:
@@ -218,28 +218,28 @@ def is_pooled(option: ShardingOption) -> bool:
 
 
 def is_quantised(option: ShardingOption) -> bool:
-    """Whether the option runs a kernel of quantised tables, which are not trained."""
+    """Whether the option runs a kernel for quantised tables, which do not train."""
     return str(option.compute_kernel).startswith("quant")
 
 
 def codec_fault(option: ShardingOption) -> str | None:
-    """Return why the codecs of an option's collectives cannot carry its outputs."""
+    """Return why the codecs of an option's collectives cannot encode its outputs."""
     for collective, codecs in _used_codecs(option).items():
         for codec in codecs:
             told = f"codec '{codec.name}' of {collective}"
             if collective == _SCATTER and codec.name not in _SUMMABLE:
                 return (
-                    f"{told}: its values cannot be added up, as "
-                    f"{option.sharding_type} sharding needs. Quantise that collective "
+                    f"{told}: its values cannot be summed, as "
+                    f"{option.sharding_type} sharding needs. Quantise this collective "
                     "to fp16 or bf16, or leave it out (comm_ops of "
                     "get_qcomm_codecs_registry)"
                 )
-            # Of sequences any number of ids may be sent to a rank.
+            # For sequences, any number of ids may be sent to a rank.
             times = int(option.batch_size) if is_pooled(option) else 1
             for width in sorted({int(s.size[1]) for s in sample_shards(option)}):
                 if width * times % codec.row_values:
                     return (
-                        f"{told} takes rows of {codec.row_values} values, which "
+                        f"{told} needs rows of {codec.row_values} values, which "
                         f"{times} x {width} columns do not fill. Choose fp16, or an "
                         f"embedding_dim that is a multiple of {codec.row_values}"
                     )
@@ -249,7 +249,7 @@ def codec_fault(option: ShardingOption) -> str | None:
 def _used_codecs(
     option: ShardingOption,
 ) -> dict[str, tuple[WireCodec, WireCodec]]:
-    """Collective that an option's outputs take -> its codecs, if any is quantised."""
+    """Return quantised collective of an option's outputs -> its codecs."""
     kind = SHARDING_TYPES.get(option.sharding_type)
     known = vars(option).get(_CODECS, {})
     if kind is None or kind.is_replicated or not known:
@@ -265,20 +265,20 @@ def _uncoded(value_bytes: float) -> tuple[WireCodec, WireCodec]:
 
 
 def output_bytes(option: ShardingOption) -> float:
-    """Return the bytes of a value of a table's outputs, and of their gradients.
+    """Return the bytes per value of a table's outputs, and of their gradients.
 
-    `output_dtype` of a constraint or of a sharder's fused_params sets it; where tables
-    of a module differ, TorchRec joins their outputs in the widest.
+    `output_dtype` in a constraint or in a sharder's fused_params sets the type. If
+    tables of a module differ, TorchRec joins their outputs in the widest type.
     """
     return float(vars(option).get(_OUTPUT_BYTES, 4.0))
 
 
 def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
-    """Return how an option's output values travel, and its gradients."""
+    """Return the codecs of an option's outputs and of their gradients."""
     used = _used_codecs(option).values()
     if not used:
         return _uncoded(output_bytes(option))
-    # Of two collectives one after the other, the larger.
+    # With two collectives in a row, the larger codec counts.
     forward, backward = (
         max((codecs[i] for codecs in used), key=lambda c: c.wire_bytes) for i in (0, 1)
     )
@@ -286,7 +286,7 @@ def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
 
 
 def is_summed(option: ShardingOption) -> bool:
-    """Whether a collective that may have codecs adds up an option's outputs."""
+    """Whether a collective with codecs sums an option's outputs."""
     return _SCATTER in _used_codecs(option)
 
 
@@ -298,18 +298,17 @@ def has_own_optimizer(option: ShardingOption) -> bool:
 def note_sharders(
     options: Sequence[ShardingOption], sharders: Mapping[str, Any]
 ) -> None:
-    """Leave on options what only their sharders know.
+    """Record on options what only their sharders know.
 
-    That is the optimizer and the size of caches that fused parameters ask for, the
-    codecs of quantised collectives, whether repeated ids are looked up once, and the
-    width of a module's outputs.
-    TorchRec shows sharders to enumerators and estimators alone; the other parts of a
-    planner read it off the option, and copies keep it.
+    That is: optimizer and cache size in the fused parameters, codecs of quantised
+    collectives, whether repeated ids are looked up once, and the type of a module's
+    outputs. TorchRec passes sharders only to enumerators and estimators. Other parts of
+    a planner read the option's attributes, which copies keep.
 
     Args:
         options: Changed in place.
-        sharders: By module type: sharders, or what TorchRec gives estimators of them;
-            that leaves alone what the sharder itself has said before.
+        sharders: Module type -> sharder, or the sharder's data in TorchRec's
+            estimators, which does not overwrite what the sharder itself has set.
     """
     params_of = sharder_params(sharders)
     asked = {
@@ -348,12 +347,12 @@ def note_sharders(
             attributes[_CODECS] = codecs[kind]
         if kind in distinct:
             attributes[DISTINCT] = True
-        if half:  # of one table alone no more is known than of all before
+        if half:  # a call with one table must not change what a module's call set
             attributes.setdefault(_OUTPUT_BYTES, max(sizes[option.path]))
 
 
 def num_counters(optimizer: str, settings: Mapping[str, Any]) -> int:
-    """Values that an optimizer with these settings counts for each row of a shard."""
+    """Return the counters per row of a shard for an optimizer with these settings."""
     if OPTIMIZERS.get(optimizer, WORST_OPTIMIZER)[0] == "adam":
         extra = settings.get("extra_optimizer_config")
         return int(extra is not None and extra.use_rowwise_bias_correction)
@@ -363,7 +362,7 @@ def num_counters(optimizer: str, settings: Mapping[str, Any]) -> int:
 
 
 def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
-    """Return TorchRec's configurations of the tables in `module`."""
+    """Yield TorchRec's configurations of the tables in `module`."""
     for child in module.modules():
         if isinstance(child, EmbeddingBagCollectionInterface):
             yield from child.embedding_bag_configs()
@@ -372,7 +371,7 @@ def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
 
 
 def is_modelled_config(config: BaseEmbeddingConfig) -> bool:
-    """Whether the cost model knows tables of such a configuration."""
+    """Whether the cost model covers tables of this configuration."""
     return bool(
         config.data_type.value.lower() in DATA_TYPE_BYTES
         and config.num_embeddings > 0

@@ -1,7 +1,7 @@
 """A model's outline: its modules and the shapes of its weights, without the weights.
 
-`DistributedModelParallel` puts sharded modules in the place of a model's own. What is
-to be planned again later is kept as an outline, which takes no memory to speak of.
+`DistributedModelParallel` replaces modules of a model by sharded ones. To plan the
+model again later, the planner keeps its outline, which needs almost no memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _HOLDING = (torch.Tensor, nn.Module, dict, list, tuple)
 
 
 def outline_of(module: nn.Module) -> nn.Module:
-    """Return a copy whose parameters and buffers are on the "meta" device.
+    """Return a copy with parameters and buffers on the "meta" device.
 
-    Everything else is shared with the module, not copied.
+    Everything else is shared with the module.
     """
     copied: nn.Module = _outline(module, {})
     return copied
@@ -35,7 +35,7 @@ def _outline(value: Any, known: dict[int, Any]) -> Any:
         known[id(value)] = new
         new.__dict__.update(vars(value))
         for name, held in vars(value).items():
-            # Most of what a module has are numbers and empty dictionaries.
+            # Most attributes of modules are numbers and empty dictionaries.
             if isinstance(held, (dict, list, tuple)) and not held:
                 continue
             if isinstance(held, _HOLDING):

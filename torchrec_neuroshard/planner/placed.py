@@ -1,6 +1,6 @@
 """Options as a sharding task, and a placed plan as arrays that are priced once.
 
-Which options the cost model has a price for is for `reader`.
+`reader` decides which options the cost model covers.
 
 Shapes: `N` shards, `W` ranks, `S` stages, `T` options.
 """
@@ -64,10 +64,10 @@ _FUSED = EmbeddingComputeKernel.FUSED.value
 def fusion_key(
     option: ShardingOption, reader: TableReader, sharding_type: str
 ) -> tuple[Any, ...]:
-    """Key of the fused kernel that TorchRec puts the option's shards into.
+    """Return the key of the fused kernel that runs the option's shards.
 
-    Tables of one module and sharding type fuse when weight type, pooling, optimizer,
-    kernel and its parameters agree; where a fused kernel's rows are does not matter.
+    TorchRec fuses tables of one module and sharding type if weight type, pooling,
+    optimizer, kernel and kernel parameters agree. Rows may be on the device or host.
     """
     return (
         option.path,
@@ -80,10 +80,10 @@ def fusion_key(
 
 
 def _cache_key(option: ShardingOption) -> tuple[Any, ...]:
-    """How the cache of an offloaded table keeps it out of others' kernels.
+    """Return the cache settings by which TorchRec separates kernels.
 
-    Neither where a table lives nor how much of it is cached does; prefetching does, and
-    then every width has a kernel of its own.
+    Neither the location of a table nor its cached share matters. With prefetching,
+    every width has its own kernel.
     """
     params = option.cache_params
     if params is None:
@@ -97,18 +97,18 @@ def _cache_key(option: ShardingOption) -> tuple[Any, ...]:
 
 
 def stage_name(path: str, sharding_type: str) -> str:
-    """Name the stage of a module's tables of one sharding type."""
+    """Return the name of the stage for a module's tables of one sharding type."""
     return f"{path or 'model'} ({sharding_type})"
 
 
 def task_of(options: Sequence[ShardingOption], reader: TableReader) -> ShardingTask:
-    """Describe options, with or without ranks, as ways to shard their tables.
+    """Return a task whose ways to shard are these options, with or without ranks.
 
-    Groups and stages are numbered in the order of options; a module's tables of one
-    sharding type share a stage. Memory and ranks are left open.
+    Groups and stages are numbered in the order of options. A module's tables of one
+    sharding type share a stage. The task has no limits on memory or ranks.
 
     Args:
-        options: Costed ones; several may be of one table.
+        options: Options with a cost; several may be of one table.
         reader: Describes their tables and the devices.
     """
     groups: dict[tuple[Any, ...], int] = {}
@@ -141,21 +141,21 @@ def task_of(options: Sequence[ShardingOption], reader: TableReader) -> ShardingT
 
 @dataclass(frozen=True, slots=True)
 class PricedOptions:
-    """Options that the cost model has a price for, as arrays, and what shards cost."""
+    """Options with a cost as arrays, and the prices of their shards."""
 
     options: tuple[ShardingOption, ...]
     simulator: Simulator
-    """Of a task whose tables are the options, in their order."""
+    """The simulator of a task whose tables are the options, in order."""
     table_N: Ints
     """Option of each shard."""
     place_N: Ints
-    """Which of its option's shards it is."""
+    """Number of each shard within its option."""
     width_N: Ints
-    """Columns."""
+    """Columns of each shard."""
     rows_N: Ints
-    """Rows."""
+    """Rows of each shard."""
     is_first_N: npt.NDArray[np.bool_]
-    """Whether a shard begins at the first row."""
+    """Whether each shard starts at the first row."""
     prices: PricedShards
 
     @classmethod
@@ -180,7 +180,7 @@ class PricedOptions:
 
     @property
     def task(self) -> ShardingTask:
-        """Its tables are the options."""
+        """The task, whose tables are the options."""
         return self.simulator.task
 
     @property
@@ -190,27 +190,27 @@ class PricedOptions:
 
     @property
     def rank_N(self) -> Ints:
-        """Rank of each shard; only of placed options."""
+        """Rank of each shard, for placed options."""
         return np.array([shard.rank for shard in self.shards], dtype=np.int64)
 
     @property
     def num_shards_T(self) -> Ints:
-        """Parts that the columns of each option's table lie in."""
+        """Number of column parts of each option's table."""
         count: Ints = np.bincount(
             self.table_N[self.is_first_N], minlength=len(self.options)
         )
         return count
 
     def predicted(self) -> PredictedCosts:
-        """Predict one iteration of placed options."""
+        """Return the predicted costs of an iteration, for placed options."""
         loads = self.simulator.add_up(self.prices, self.rank_N)
         return self.simulator.predict(loads, self.num_shards_T)
 
     def single_perfs(self) -> list[Perf]:
-        """Predict each shard as if its table were alone.
+        """Return the cost of each shard as if its table were alone.
 
-        Shards that TorchRec places one by one are alone, those of a node or of all
-        ranks are together.
+        Shards that TorchRec places independently are alone on their rank. Shards that
+        span a node or all ranks are predicted together.
         """
         size_T = np.array([self.task.block_size(t) for t in range(len(self.options))])
         rank_N = self.place_N % size_T[self.table_N]
@@ -221,9 +221,9 @@ class PricedOptions:
         return _perfs(self.simulator.single_compute(self.prices), comms_N3)
 
     def attributed(self) -> tuple[Floats, Floats]:
-        """Share the ranks' costs out to placed shards.
+        """Return each placed shard's part of its rank's costs.
 
-        A shard's part of a set is in proportion to its cost alone.
+        A shard's part of a set is proportional to its cost alone.
 
         Returns:
             `N x 2` [ms]: forward, loading of caches included, and backward; `N x 3`
@@ -250,16 +250,16 @@ class PricedOptions:
 class PlacedPlan:
     """A plan whose shards have ranks, as arrays, priced once.
 
-    Shards of one table on one rank stay apart, as TorchRec runs them.
+    Shards of one table on one rank stay separate, as TorchRec runs them.
 
     Attributes:
-        costed: The options that the cost model has a price for, priced; None where it
-            has one for none. Those of whole columns in fused kernels come first.
-        stock: The others. They count with the costs that their shards carry.
+        costed: The options with a cost, priced; column shards in fused kernels come
+            first. None: no option has a cost.
+        stock: The other options, which count TorchRec's estimate in their shards.
 
     Args:
-        plan: Placed options, one of each table.
-        costs: What plans cost.
+        plan: Placed options, one per table.
+        costs: Prices plans.
     """
 
     def __init__(self, plan: Sequence[ShardingOption], costs: PlanCosts) -> None:
@@ -280,10 +280,9 @@ class PlacedPlan:
 
     @functools.cached_property
     def task(self) -> ShardingTask | None:
-        """The tables that `placement` counts, in its order; None without any.
+        """The tables of `placement`, in its order; None if there are none.
 
-        Memory limits and widths are left open: the task says what is there, not what
-        is allowed.
+        The task describes the plan, so it has no limits on memory and widths.
         """
         if self.costed is None or not self._num_columns:
             return None
@@ -293,7 +292,7 @@ class PlacedPlan:
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """Shards of whole columns in fused kernels on devices."""
+        """The column shards in fused kernels on devices."""
         options = self.costed.options[: self._num_columns] if self.costed else ()
         shards = [
             ColumnShard(table, int(s.offset[1]), int(s.size[1]), int(s.rank))
@@ -304,7 +303,7 @@ class PlacedPlan:
 
     @functools.cached_property
     def predicted(self) -> PredictedCosts:
-        """Predict one iteration."""
+        """Predicted costs of one iteration."""
         costs, costed = self._costs, self.costed
         stages: list[StageCosts] = []
         uncertainty = 0.0
@@ -335,16 +334,16 @@ class PlacedPlan:
 
     @functools.cached_property
     def _attributed(self) -> tuple[Floats, Floats]:
-        assert self.costed is not None, "something has a price"
+        assert self.costed is not None, "some option has a price"
         return self.costed.attributed()
 
     def attribute(self, plan: Sequence[ShardingOption]) -> None:
-        """Share each rank's cost out to its shards, in place.
+        """Divide each rank's cost among its shards, in place.
 
-        Afterwards the shards' `Perf` of a rank add up to the cost of the set, so that
+        Afterwards the `Perf` of a rank's shards add up to the cost of the set, and
         TorchRec's own sums over shards (its stats, its default performance model)
-        agree with it. A shard's part is in proportion to its cost alone. `Perf` knows
-        no index all-to-all: it is part of `fwd_comms`.
+        agree. A shard's part is proportional to its cost alone. `Perf` has no field for
+        the index all-to-all, so it counts in `fwd_comms`.
 
         Args:
             plan: The plan, or a copy of it.
@@ -356,14 +355,14 @@ class PlacedPlan:
             shard.perf = perf
 
     def on_path(self) -> tuple[list[list[float]], Bottleneck | None]:
-        """Say how much of the critical path is due to each shard of the plan.
+        """Return each shard's part of the critical path, and the bottleneck.
 
-        A shard counts in the phases in which its rank is the slowest of a stage, less
-        what of them runs beside something longer.
+        A shard counts in the phases in which its rank is the slowest of a stage. Time
+        that overlaps with something longer does not count.
 
         Returns:
-            Of each option of the plan, its shards' parts [ms]; and the shard's table,
-            rank and phase that matter most, None where nothing takes time.
+            For each option of the plan, the parts of its shards [ms]; and the table,
+            rank and phase with the largest part. None: nothing takes time.
         """
         stock_shards = [s for option in self.stock for s in option.shards]
         stages = self.predicted.stages
@@ -390,7 +389,7 @@ class PlacedPlan:
         schedule = self._costs.schedule
         if not schedule.adds_up(self._costs.dense):
             hidden = [*self.predicted.hidden_ms(schedule).values()]
-            hidden[1] += hidden.pop()  # loading caches is a part of fwd_compute
+            hidden[1] += hidden.pop()  # loading caches counts in fwd_compute
             total_5 = worst_S5.sum(axis=0)
             visible_5 -= np.divide(hidden, total_5, where=total_5 > 0, out=0 * total_5)
         part_N5 = phases_N5 * visible_5
@@ -416,7 +415,7 @@ class PlacedPlan:
         )
 
     def host_tables(self, plan: Sequence[ShardingOption]) -> dict[str, HostTable]:
-        """Say what tables in the host's memory take, by name.
+        """Return name -> time and memory of each table in host memory.
 
         Args:
             plan: The plan, or a copy of it, with estimates of memory.
@@ -450,7 +449,7 @@ class PlacedPlan:
         return found
 
     def range_notes(self) -> tuple[Note, ...]:
-        """Name tables whose shards lie outside what the cost model was trained on."""
+        """Return notes on tables outside the cost model's training range."""
         if (costed := self.costed) is None:
             return ()
         notes: tuple[Note, ...] = ()
@@ -488,7 +487,7 @@ def _perfs(compute_N2: Floats, comms_N3: Floats) -> list[Perf]:
 
 
 def _stock_phases(perf: Perf) -> tuple[float, ...]:
-    """TorchRec's estimate as phases, and what loading caches takes of the second."""
+    """Return TorchRec's estimate as phases, and the cache loading in the second."""
     return (
         0.0,
         perf.fwd_compute + perf.prefetch_compute,
@@ -504,7 +503,7 @@ def _share(
     set_N: npt.NDArray[np.int64],
     totals_SP: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """Split each set's totals over its members in proportion to their weights."""
+    """Return each set's totals, divided among its members by their weights."""
     sums = np.zeros_like(totals_SP)
     counts = np.zeros(len(totals_SP))
     np.add.at(sums, set_N, weights_NP)

@@ -1,11 +1,11 @@
-"""This package's planner behind TorchRec's planning API (since 1.9).
+"""A planner provider for TorchRec's planning API (since 1.9).
 
     provider = NeuroShardPlannerProvider()
     orchestrator = DryRunOrchestrator(DefaultPlannerExecutor(provider))
     dry_run.cli.main(["--sku-list=h100,h200", "--world-size=16"], orchestrator)
 
 TorchRec's executor asks the provider for a topology, a storage reservation and a
-planner, runs that, and reads costs and memory off its selected options.
+planner, runs the planner, and reads costs and memory from its selected options.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _PLANNED_VARIANTS = ("UNSET", "OSS")
 
 
 class NeuroShardPlannerProvider(PlannerProviderBase):
-    """Builds a `NeuroShardPlanner` for each SKU that TorchRec's planning API asks for.
+    """Builds a `NeuroShardPlanner` for each SKU of a TorchRec planning request.
 
-    A SKU that is a card's name ("h100", or as torch prints it) is planned for with the
-    card's figures and costs where the request says nothing else. The topology and the
-    storage reservation are TorchRec's; per-SKU overrides of a dry run, which TorchRec
-    leaves to others, are kept. What a request's `planner_config` asks for of TorchRec's
-    parts (proposer, partitioner, performance model) stands in for this package's.
+    If a SKU names a card ("h100", or torch's name of the device), the planner uses the
+    card's figures and costs, unless the request sets them. Topology and storage
+    reservation are TorchRec's, with the per-SKU overrides of a dry run, which TorchRec
+    does not apply itself. A proposer, partitioner or performance model in the request's
+    `planner_config` replaces this package's.
 
     Args:
-        cost_models: SKU -> the planner's `cost_model`. SKUs left out: "auto", or the
-            card that they name.
-        arguments: Others of `NeuroShardPlanner`, for every SKU; they win over the
-            request's.
+        cost_models: SKU -> the planner's `cost_model`. Other SKUs use the card that
+            they name, or "auto".
+        arguments: Other arguments of `NeuroShardPlanner` for every SKU. They win over
+            the request's.
 
     Raises:
-        ConfigError: This release of TorchRec has no such API.
+        ConfigError: The installed TorchRec has no planning API.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class NeuroShardPlannerProvider(PlannerProviderBase):
         if not has_planning_api():
             raise ConfigError(
                 f"torchrec {torchrec_version()} has no PlannerProvider (since 1.9): "
-                "install torchrec 1.9.2, or plan with NeuroShardPlanner, which takes "
-                "what the request holds as arguments"
+                "install torchrec 1.9.2, or call NeuroShardPlanner with the values of "
+                "the request"
             )
         models = (cost_models or {}).items()
         self._cost_models = {sku: {"cost_model": model} for sku, model in models}
         self._arguments = arguments
 
     def build_topology(self, sku: str, request: Any, ctx: Any) -> Topology:
-        """Return TorchRec's topology of a request, with the SKU's overrides.
+        """Return TorchRec's topology for a request, with the SKU's overrides.
 
         Args:
-            sku: What is planned for.
+            sku: The SKU to plan for.
             request: TorchRec's `ShardingPlanRequest`.
             ctx: TorchRec's `PlannerSessionContext`.
         """
@@ -94,24 +94,24 @@ class NeuroShardPlannerProvider(PlannerProviderBase):
         storage_reservation: StorageReservation,
         ctx: Any,
     ) -> NeuroShardPlanner:
-        """Return the planner of a request.
+        """Return the planner for a request.
 
         Args:
-            sku: What is planned for.
-            topology: As `build_topology` returned it.
-            storage_reservation: What to keep free.
+            sku: The SKU to plan for.
+            topology: The result of `build_topology`.
+            storage_reservation: The memory to keep free.
             ctx: TorchRec's `PlannerSessionContext`.
 
         Raises:
-            ConfigError: The request is for another kind of planner.
+            ConfigError: The request asks for another kind of planner.
         """
         request = ctx.request
         config = request.planner_config
         variant = config.planner_variant.name
         if variant not in _PLANNED_VARIANTS:
             raise ConfigError(
-                f"planner_variant {variant} is another planner's; for this one give "
-                f"{' or '.join(_PLANNED_VARIANTS)}"
+                f"planner_variant {variant} asks for another planner; set "
+                f"{' or '.join(_PLANNED_VARIANTS)} to use this one"
             )
         found = find_card(sku) or GPU_CARDS.get(sku.lower())
         card = found if topology.compute_device == GPU else None

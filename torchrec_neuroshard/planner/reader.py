@@ -1,10 +1,10 @@
 """TorchRec's sharding options as tables of the cost model.
 
-An option is *column-sharded* where each shard is whole columns of a fused table on one
-rank: table-wise, column-wise or table-column-wise. It *has a cost* where the cost model
-prices it: column-sharded ones, row shards, replicas and tables in other memory than the
-device's. All others (quantised tables, odd widths, modules of other kinds) keep
-TorchRec's own costs. Which of those with a cost a search may place, `ways` says.
+An option is *column-sharded* if each shard is whole columns of a fused table on one
+rank: table-wise, column-wise or table-column-wise. An option *has a cost* if the cost
+model covers it: column shards, row shards, replicas, and tables in other memory than
+the device's. All other options (quantised tables, odd widths, other modules) keep
+TorchRec's costs. `ways` decides which options with a cost a search may place.
 """
 
 from __future__ import annotations
@@ -87,53 +87,53 @@ _FUSED = EmbeddingComputeKernel.FUSED.value
 _GRID = ShardingType.GRID_SHARD.value
 
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
-"""Said of features that nobody described."""
+"""Source of the inputs of features without profile and constraints."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """What a reader knows of one of TorchRec's modules."""
+    """Facts about a module."""
 
     configs: Mapping[str, BaseEmbeddingConfig]
     is_weighted: bool
     optimizer: str | None
-    """That all tables of a fused collection share."""
+    """The common optimizer of a fused collection's tables."""
     batch_sizes: frozenset[float]
-    """Samples of features, by the constraints: their number varies."""
+    """Batch sizes of single features in the constraints."""
 
 
 @dataclass(slots=True, eq=False)
 class _Facts:
-    """What a reader knows of an option's table, however it is sharded."""
+    """Facts about an option's table that do not depend on its sharding."""
 
     reader: TableReader
     is_dense: bool
-    """Whether the option was; dense kernels read no fused_params."""
+    """Whether the option is dense; dense kernels ignore fused_params."""
     module: _Module
     config: BaseEmbeddingConfig | None
     is_modelled: bool
-    """Whether the cost model knows tables of its configuration."""
+    """Whether the cost model covers the table's configuration."""
     optimizer: str
-    """What TorchRec or FBGEMM calls it."""
+    """TorchRec's or FBGEMM's name of the optimizer."""
     state_bytes: tuple[int, int]
-    """Of the optimizer, for each weight and each row."""
+    """Bytes of optimizer state per weight and per row."""
     bags: float
-    """Per sample, over its features."""
+    """Bags per sample, over all features."""
     kernel: tuple[Any, ...]
-    """What sets the table apart from those of other kernels."""
+    """Properties by which TorchRec separates kernels."""
     table: TableConfig | None = None
-    """Described when asked for; None until then."""
+    """The table; None until it is first needed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
-        return self  # copies of options are of the same table
+        return self  # copies of options share the table
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # found out again
+        return type(None), ()  # a cache: it is computed again
 
 
 @dataclass(slots=True, eq=False)
 class _Verdict:
-    """What an option's type, kernel and shards allow."""
+    """Whether an option with its type, kernel and shards has a cost and can run."""
 
     reader: TableReader
     shards: Sequence[Shard]
@@ -143,27 +143,26 @@ class _Verdict:
     fault: str | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Verdict:
-        return self  # which does not hold of the copied shards: it is found out again
+        return self  # invalid for the copied shards, so it is computed again
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # found out again
+        return type(None), ()  # a cache: it is computed again
 
 
 class TableReader:
     """Reads TorchRec's sharding options as tables of the cost model.
 
-    An option's optimizer is the one of its parameter or module, else what
-    `note_sharders` left on it, else TorchRec's default.
+    An option's optimizer is that of its parameter or module, else the one recorded by
+    `note_sharders`, else TorchRec's default.
 
     Attributes:
         topology: The devices to plan for.
-        constraints: Table name -> TorchRec's constraints on it.
-        world_size: Ranks.
-        node_size: Ranks that TorchRec spreads a table-row-wise table over.
+        constraints: Table name -> TorchRec's constraints on the table.
+        world_size: Number of ranks.
+        node_size: Ranks over which TorchRec spreads a table-row-wise table.
         on_gpu: Whether the devices are GPUs.
-        max_columns: The most columns of a shard that the devices' kernels take. On GPUs
-            those of replicated tables and of tables in the host's memory do not take
-            more, either.
+        max_columns: Most columns of a shard in the devices' kernels. On GPUs the limit
+            also holds for replicated tables and tables in host memory.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class TableReader:
         constraints: Mapping[str, ParameterConstraints] | None = None,
         profiles: Mapping[str, FeatureProfile] | None = None,
     ) -> None:
-        """Take what the tables' inputs are described by."""
+        """Take the devices, and the constraints and profiles that describe inputs."""
         self.topology = topology
         self.constraints = constraints or {}
         self.world_size = int(topology.world_size)
@@ -191,7 +190,7 @@ class TableReader:
         return constraint_on(self.constraints, option.path, option.name)
 
     def _module(self, option: ShardingOption) -> _Module:
-        """Read the option's module, once."""
+        """Return facts about the option's module, read once."""
         module = option.module[1]
         known = self._modules.get(module)
         if known is None:
@@ -214,7 +213,7 @@ class TableReader:
         return known
 
     def share_facts(self, options: Iterable[ShardingOption]) -> None:
-        """Find out once what options of one table have in common."""
+        """Compute the common facts of one table's options only once."""
         found: dict[tuple[Any, ...], _Facts] = {}
         for option in options:
             key = option.path, option.name, is_dense(option)
@@ -223,7 +222,7 @@ class TableReader:
             vars(option)[FACTS] = found[key]
 
     def facts(self, option: ShardingOption) -> _Facts:
-        """Return what is known of the option's table; equal for its copies alone."""
+        """Return the facts about the option's table; copies share the object."""
         known: _Facts | None = vars(option).get(FACTS)
         if (
             known is None
@@ -240,7 +239,7 @@ class TableReader:
         if own or module.optimizer is not None:
             optimizer = own[0].__name__ if own else str(module.optimizer)
         else:
-            # Dense kernels read no fused_params; FBGEMM's own default is SGD.
+            # Dense kernels ignore fused_params; FBGEMM's default is SGD.
             asked = None if dense else noted.get(SHARDERS_OPTIMIZER)
             optimizer = asked or "SGD"
         _, per_value, per_row = OPTIMIZERS.get(optimizer, WORST_OPTIMIZER)
@@ -279,9 +278,9 @@ class TableReader:
         return self.facts(option).config
 
     def run_fault(self, option: ShardingOption) -> str | None:
-        """Say what cannot run of an option, whatever its ranks; None: nothing known.
+        """Return why an option cannot run on any ranks; None if it can.
 
-        On GPUs FBGEMM's kernels of replicas want the same widths as fused ones.
+        On GPUs, FBGEMM's kernels for replicas need the same widths as fused kernels.
         """
         return self._verdict(option).fault
 
@@ -290,14 +289,14 @@ class TableReader:
         widths = {0} if any_width else {int(s.size[1]) for s in sample_shards(option)}
         if odd := [w for w in widths if w % COLUMN_MULTIPLE]:
             return (
-                "FBGEMM's kernels take widths that are multiples of "
+                "FBGEMM's kernels need widths that are multiples of "
                 f"{COLUMN_MULTIPLE}, got {min(odd)}. Pad embedding_dim "
-                f"({option.tensor.shape[-1]}), or cut its columns at such multiples"
+                f"({option.tensor.shape[-1]}), or split its columns at such multiples"
             )
         if (widest := max(widths)) > (most := self.max_columns):
             return (
-                f"a GPU's kernels take at most {most:,} columns, got {widest:,}. Allow "
-                f"column_wise sharding for it, with a min_partition of at most {most}"
+                f"kernels on GPUs support at most {most:,} columns, got {widest:,}. "
+                f"Allow column_wise sharding with min_partition of at most {most}"
             )
         samples = self.facts(option).module.batch_sizes - {option.batch_size}
         if samples and option.sharding_type == _GRID and not grids_vary_batches():
@@ -311,10 +310,10 @@ class TableReader:
         return codec_fault(option)
 
     def _is_weighted(self, option: ShardingOption) -> bool:
-        """Whether lookups carry weights, given or made by a feature processor.
+        """Whether lookups have weights, from the input or a feature processor.
 
-        TorchRec's estimator notes in options of sequences, which have none, what a
-        constraint says.
+        The option's own flag is wrong for sequences: TorchRec's estimator copies it
+        from the constraint, but sequences have no weights.
         """
         return bool(option.has_feature_processor) or self._module(option).is_weighted
 
@@ -327,11 +326,11 @@ class TableReader:
         )
 
     def has_cost(self, option: ShardingOption) -> bool:
-        """Whether the cost model has a price for the option; see the module."""
+        """Whether the cost model covers the option; see the module docstring."""
         return self._verdict(option).has_cost
 
     def _verdict(self, option: ShardingOption) -> _Verdict:
-        """Say once what an option's type, kernel and shards allow."""
+        """Return whether an option has a cost and can run, computed once."""
         known: _Verdict | None = vars(option).get(VERDICT)
         shards = sample_shards(option)
         if (
@@ -362,30 +361,30 @@ class TableReader:
         return all(width > 0 and width % COLUMN_MULTIPLE == 0 for width in widths)
 
     def optimizer(self, option: ShardingOption) -> str:
-        """Return the table's optimizer, by a name that the cost models know."""
+        """Return the cost models' name of the table's optimizer."""
         return OPTIMIZERS.get(self.optimizer_name(option), WORST_OPTIMIZER)[0]
 
     def optimizer_name(self, option: ShardingOption) -> str:
-        """Return what TorchRec or FBGEMM calls the table's optimizer."""
+        """Return TorchRec's or FBGEMM's name of the table's optimizer."""
         return self.facts(option).optimizer
 
     def knows_optimizer(self, option: ShardingOption) -> bool:
-        """Whether it is known what the table's optimizer keeps."""
+        """Whether the state size of the table's optimizer is known."""
         return self.optimizer_name(option) in OPTIMIZERS
 
     def state_bytes(self, option: ShardingOption) -> tuple[int, int]:
-        """Return the optimizer's state for each weight, and each row of a shard."""
+        """Return the bytes of optimizer state per weight, and per row of a shard."""
         return self.facts(option).state_bytes
 
     def table(self, option: ShardingOption) -> TableConfig:
-        """Describe the option's table, whatever its shards.
+        """Return the option's table for the cost model, whatever its shards.
 
-        Features that `profiles` holds are described by their profile, the others by
-        the constraints' pooling factors. A sequence table that looks up L ids per
-        sample reads like L features of one id each.
+        Features with a profile are described by it, other features by the constraints'
+        pooling factors. A sequence table with L ids per sample counts as L features
+        with one id each.
 
         Args:
-            option: One that has a cost.
+            option: An option with a cost.
         """
         facts = self.facts(option)
         if facts.table is None:
@@ -393,18 +392,18 @@ class TableReader:
         return facts.table
 
     def kernel_key(self, option: ShardingOption) -> tuple[Any, ...]:
-        """Return what sets the option's table apart from those of other kernels."""
+        """Return the properties of a table by which TorchRec separates kernels."""
         return self.facts(option).kernel
 
     def looks_up_distinct(self, option: ShardingOption) -> bool:
-        """Whether repeated ids of a local batch are sent and looked up once."""
+        """Whether repeated ids of a local batch are sent and looked up only once."""
         return not is_pooled(option) and bool(vars(option).get(DISTINCT))
 
     def repeats(self, option: ShardingOption) -> float:
-        """Return how many times as many ids a table's samples have as are looked up.
+        """Return the ids in a table's samples divided by the ids looked up.
 
         Args:
-            option: One that has a cost.
+            option: An option with a cost.
         """
         if not self.looks_up_distinct(option):
             return 1.0
@@ -419,9 +418,9 @@ class TableReader:
         return max(1.0, given / looked_up)
 
     def _described(self, option: ShardingOption) -> TableConfig:
-        """The table as one object, whichever of its options asks."""
+        """Return the table as one object that all its options share."""
         config, optimizer = self.config(option), self.optimizer(option)
-        assert config is not None, "of an option that has a cost"
+        assert config is not None, "the option has a cost"
         features = list(config.feature_names or []) or [option.name]
         pooling, shares = self._inputs(option, len(features))
         key = (
@@ -445,7 +444,7 @@ class TableReader:
     def _inputs(
         self, option: ShardingOption, num_features: int
     ) -> tuple[Sequence[float], Sequence[float]]:
-        """Return each feature's ids per sample, and its samples over the batch's."""
+        """Return each feature's ids per sample, and its share of the batch size."""
         pooling = self._pooling_factors(
             self.constraint(option),
             option.input_lengths,
@@ -498,10 +497,10 @@ class TableReader:
         )
 
     def inputs_from(self, option: ShardingOption) -> dict[str, str]:
-        """Return feature -> where its ids per sample and their repeats are from.
+        """Return feature -> the source of its ids per sample and their repeats.
 
         Args:
-            option: One that has a cost.
+            option: An option with a cost.
         """
         config = self.config(option)
         features = list(config.feature_names or []) if config else []
@@ -512,25 +511,25 @@ class TableReader:
             if known is not None and known.access_histogram:
                 found[feature] = "profiles of batches"
             elif known is not None:
-                found[feature] = "profiles without repeats, which are taken as Zipf's"
+                found[feature] = "profiles without repeats, which are assumed Zipfian"
             elif constraint is None:
                 found[feature] = DEFAULT_INPUTS
             elif constraint.pooling_factors == [POOLING_FACTOR]:
                 found[feature] = "1 id, from the constraints or TorchRec's default"
             else:
-                found[feature] = "the constraints, repeats taken as Zipf's"
+                found[feature] = "the constraints, with repeats assumed Zipfian"
         return found
 
     def pooling_factor(
         self, path: str, name: str, features: Sequence[str], batch_size: int | None
     ) -> float:
-        """Return the ids that a sample looks up in a table, over its features.
+        """Return a table's ids per sample, over all its features.
 
         Args:
-            path: Of the table's module.
-            name: Of the table, without its module.
-            features: That read it.
-            batch_size: Samples per rank; None: not known.
+            path: Path of the table's module.
+            name: The table's name, without its module.
+            features: Features that read the table.
+            batch_size: Samples per rank. None: unknown.
         """
         features = features or [name]
         constraint = constraint_on(self.constraints, path, name)
@@ -543,18 +542,18 @@ class TableReader:
         )
 
     def bags_per_sample(self, option: ShardingOption) -> float:
-        """Return the bags of an option's table per sample, over its features."""
+        """Return an option's bags per sample, over all features of its table."""
         return self.facts(option).bags
 
     def batch_sizes(self, path: str, name: str) -> tuple[float, ...]:
-        """Return the samples of each feature of a table; empty where those of all."""
+        """Return the batch size of each feature of a table; () if all are the same."""
         constraint = constraint_on(self.constraints, path, name)
         return tuple(map(float, constraint.batch_sizes or ())) if constraint else ()
 
     def _batch_shares(
         self, path: str, name: str, count: int, batch_size: int | None
     ) -> list[float]:
-        """Samples of each feature over those of the batch: less where it varies."""
+        """Return the batch size of each feature divided by that of the model."""
         sizes = self.batch_sizes(path, name)
         if not (batch_size and sizes):
             return [1.0] * count
@@ -568,20 +567,20 @@ class TableReader:
         count: int,
         num_poolings: Sequence[float] | None = None,
     ) -> list[float]:
-        """Ids in each feature's samples, by the constraints."""
+        """Return the ids per sample of each feature, from the constraints."""
         lengths = [float(v) for v in input_lengths]
         repeats = num_poolings or (constraint.num_poolings if constraint else None)
         if repeats and len(repeats) == len(lengths):
             lengths = [a * b for a, b in zip(lengths, repeats, strict=True)]
         if len(lengths) == count:
             return lengths
-        # To TorchRec, no pooling factors are no lookups.
+        # For TorchRec, an empty list means no lookups.
         return [sum(lengths) / max(1, len(lengths))] * count
 
     def _profile(
         self, feature: str, pooling: float, batch_size: int, share: float, rows: int
     ) -> FeatureProfile:
-        """A feature over the batch, of which it may have only a share of samples."""
+        """Return a feature's profile for the batch, if it has a share of samples."""
         known = self._profiles.get(feature)
         known = known or FeatureProfile(batch_size=1, num_lookups=pooling)
         found = known.with_repeats(max(1, round(batch_size * share)), rows)

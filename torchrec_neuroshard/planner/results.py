@@ -1,4 +1,4 @@
-"""Describe a chosen plan: its costs, the bound on them, what finding it took."""
+"""Result and report of a chosen plan: its costs, its bound and its search."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class KnownPlan:
 
     result: SearchResult
     task: ShardingTask | None
-    """The tables that the result's placement counts, in its order."""
+    """The tables of the result's placement, in its order."""
     shown: PlanReport
-    """Its report; what splits are good for is left out."""
+    """The report without the gains of splits."""
     stashed: tuple[str, ...] = ()
-    """Tables whose weights wait on the host while dense layers run."""
+    """Tables whose weights are on the host while dense layers run."""
 
     def report(self, simulator: Simulator | None = None) -> PlanReport:
         """Return the plan's report.
 
         Args:
-            simulator: Of its task. None: what splits are good for is left out.
+            simulator: The task's simulator. None: leave out the gains of splits.
         """
         if simulator is None:
             return self.shown
@@ -85,17 +85,17 @@ def describe_plan(
     batch_size_is_default: bool = False,
     memory: MemoryModel | None = None,
 ) -> KnownPlan:
-    """Describe a plan that was chosen.
+    """Return the result and report of a plan.
 
     Args:
-        selected: Its options, placed.
-        costs: What plans cost.
-        room: Devices with the memory that is left for shards.
-        records: The searches that were made for it.
-        fallback: Why TorchRec's own planner was asked, if it was.
-        notes: What else to know of it.
-        batch_size_is_default: Whether the caller gave no batch size.
-        memory: What ranks allocate; None: not known.
+        selected: The plan's placed options.
+        costs: Prices plans.
+        room: The devices, with the memory left for shards.
+        records: The searches that led to the plan.
+        fallback: Why TorchRec's own planner ran; None if it did not.
+        notes: Additional notes.
+        batch_size_is_default: Whether the caller left out the batch size.
+        memory: Predicts what ranks allocate. None: unknown.
     """
     placed = costs.placed(selected)
     predicted = placed.predicted
@@ -104,12 +104,12 @@ def describe_plan(
     kernels = {table_name(o): o.compute_kernel for o in selected}
     if hosted := [t for t, k in kernels.items() if k in OFFLOADED_KERNELS]:
         text = (
-            f"tables in the host's memory: {quoted(hosted)}; compute_kernels=['fused'] "
-            "in their constraints keeps them on the devices, if these have the room"
+            f"tables in host memory: {quoted(hosted)}. compute_kernels=['fused'] in "
+            "their constraints keeps them on the devices, if they fit"
         )
         known.append(Note("host-memory", text, severity="info"))
     if fallback is not None:
-        known.append(Note("fallback", f"TorchRec's own plan was taken: {fallback}"))
+        known.append(Note("fallback", f"this is TorchRec's own plan: {fallback}"))
     own = [r for r in records if _covers(r.task, selected)]
     best = min(own, key=lambda r: r.result.predicted.critical_path_ms, default=None)
     bound, proven = 0.0, False
@@ -117,7 +117,7 @@ def describe_plan(
         proven = best.result.bound_is_proven and _is_whole(best, records, selected)
         bound = min(best.result.lower_bound_ms, path_ms)
         if bound < best.result.lower_bound_ms and any(map(has_cache, selected)):
-            bound = 0.0  # it is of other sizes of caches
+            bound = 0.0  # the bound was for other cache sizes
         proven = proven and math.isclose(bound, best.result.lower_bound_ms)
         known += best.result.notes if fallback is None else ()
     known += placed.range_notes()
@@ -162,12 +162,12 @@ def describe_plan(
 def _basis(
     plan: Sequence[ShardingOption], costs: PlanCosts, batch_size_is_default: bool
 ) -> PlanBasis:
-    """Say what a plan's costs rest on.
+    """Return the assumptions behind a plan's costs.
 
     Args:
-        plan: Its options.
-        costs: What plans cost.
-        batch_size_is_default: Whether the caller gave no batch size.
+        plan: The plan's options.
+        costs: Prices plans.
+        batch_size_is_default: Whether the caller left out the batch size.
     """
     inputs: dict[str, str] = {}
     for option in plan:
@@ -189,14 +189,14 @@ def _basis(
 
 
 def _weight_sync(plan: Sequence[ShardingOption], costs: PlanCosts) -> WeightSync | None:
-    """Predict how replicas of a sharding group's plan are kept alike.
+    """Return the predicted time to average the weights of sharding groups.
 
     Args:
-        plan: Placed options, one of each table.
-        costs: What plans cost.
+        plan: Placed options, one per table.
+        costs: Prices plans.
 
     Returns:
-        None where there is one replica: of all ranks; see `group_topology`.
+        None if there is only one replica, without `group_topology`.
     """
     group = sharding_group(costs.topology)
     if group is None or group.num_replicas == 1:
@@ -217,17 +217,17 @@ def _weight_sync(plan: Sequence[ShardingOption], costs: PlanCosts) -> WeightSync
 def _synced_bytes(
     options: Sequence[ShardingOption], reader: TableReader
 ) -> npt.NDArray[np.float64]:
-    """Return what each rank of a group averages with its replicas.
+    """Return the bytes that each rank of a group averages with its replicas.
 
-    TorchRec averages the weights of each type, then the optimizers' state, of fused
-    kernels alone: data-parallel tables never drift apart.
+    TorchRec averages weights type by type, then optimizer state, for fused kernels
+    only: data-parallel tables never diverge.
 
     Args:
-        options: Placed, one of each table.
+        options: Placed options, one per table.
         reader: Knows the tables' optimizers and the ranks.
 
     Returns:
-        `W x K` bytes, for each of `K` collectives.
+        `W x K` bytes, for `K` collectives.
     """
     sent: dict[str, npt.NDArray[np.float64]] = {}
     for option in filter(is_fused, options):
@@ -249,7 +249,7 @@ def _table_reports(
     hosts: Mapping[str, HostTable],
     shards_ms: Sequence[Sequence[float]],
 ) -> tuple[TableReport, ...]:
-    """Describe every table of a plan, placed and estimated."""
+    """Return a report of each table in a placed and estimated plan."""
     return tuple(
         TableReport(
             table=table_name(option),
@@ -257,7 +257,7 @@ def _table_reports(
             compute_kernel=option.compute_kernel,
             num_embeddings=int(option.tensor.shape[0]),
             embedding_dim=int(option.tensor.shape[1]),
-            # Ranks may be more than rows.
+            # With more ranks than rows, some shards are empty.
             shards=tuple(
                 _shard_report(s, tier, ms)
                 for s, ms in zip(option.shards, own_ms, strict=True)
@@ -270,7 +270,7 @@ def _table_reports(
 
 
 def _shard_report(shard: Shard, tier: str, path_ms: float) -> ShardReport:
-    """Describe a shard; 0 is what an enumerator that was given has not estimated."""
+    """Return a report of a shard; values that the enumerator did not estimate are 0."""
     perf = shard.perf
     comms_ms = float(perf.fwd_comms + perf.bwd_comms) if perf else 0.0
     return ShardReport(
@@ -285,7 +285,7 @@ def _shard_report(shard: Shard, tier: str, path_ms: float) -> ShardReport:
 
 
 def _column_ways(task: ShardingTask) -> dict[str, list[int]]:
-    """Table -> the ways of a search's task that lie in column shards."""
+    """Return table -> its ways with column shards in a search's task."""
     ways: dict[str, list[int]] = {}
     for index, table in enumerate(task.tables):
         if task.sharding_type(index).in_columns:
@@ -294,9 +294,9 @@ def _column_ways(task: ShardingTask) -> dict[str, list[int]]:
 
 
 def _covers(task: ShardingTask, selected: Sequence[ShardingOption]) -> bool:
-    """Whether a plan is one of those that a search chose from, its tables as searched.
+    """Whether a search could have chosen a plan's sharding types and kernels.
 
-    Tables that the search did not know are not looked at.
+    Tables outside the search are ignored.
     """
     columns = _column_ways(task)
     known: dict[str, set[tuple[str, bool]]] = {}
@@ -323,7 +323,7 @@ def _is_whole(
     records: Sequence[SearchRecord],
     selected: Sequence[ShardingOption],
 ) -> bool:
-    """Whether a search knew all tables and ways, without sizes of caches to choose."""
+    """Whether a search covered all tables and ways, without cache sizes to choose."""
     task = record.task
     return (
         len(task.ways) == len(selected)
@@ -333,7 +333,7 @@ def _is_whole(
 
 
 def _with_limits(task: ShardingTask, searched: ShardingTask) -> ShardingTask:
-    """Add what a search knew of memory to the task of a plan's column shards."""
+    """Return the task of a plan's column shards with the search's memory limits."""
     place = {name: ways[0] for name, ways in _column_ways(searched).items()}
     if not all(t.name in place for t in task.tables):
         return task

@@ -1,4 +1,4 @@
-"""TorchRec's options as the task of a search, and its placement as options."""
+"""The search space: TorchRec's options as a task, and placements as options."""
 
 from __future__ import annotations
 
@@ -67,24 +67,24 @@ Floats = npt.NDArray[np.float64]
 
 _TIERS = ("hbm", "ddr", "ssd")
 _JOINT_SHARES = (1.0, 0.75, 0.5, 0.25)
-"""Parts of the freest rank that tables which lie together may fill, in other ways."""
+"""Shares of the freest rank's memory for which tables that go together get a way."""
 CACHED_BATCHES = (1.0, 16.0, 256.0)
-"""Batches whose rows the caches that a search chooses from hold. The sizes are adjusted
-afterwards."""
+"""The search may choose caches that hold the rows of this many batches. Their sizes are
+adjusted afterwards."""
 MAX_CACHE_LOAD, MIN_CACHE_GROWTH = 0.8, 1.2
-"""Share of a table's rows above which a cache is as good as the table, and how much
-larger the next cache must be."""
+"""Largest cache as a share of a table's rows, and the least ratio of two cache sizes.
+Above this share, a cache is no better than the whole table."""
 
 
 def other_caches(option: ShardingOption, reader: TableReader) -> list[ShardingOption]:
-    """Return copies of an option with caches of other sizes.
+    """Return copies of an option with other cache sizes.
 
     TorchRec offers one size, `UVM_CACHING_RATIO` of the rows. Tables of one kernel
-    share its cache, where a row stays for so many batches whatever its table: each
-    copy's cache holds the rows that one of `CACHED_BATCHES` has.
+    share its cache, and a row stays for the same number of batches whatever its table.
+    So each copy's cache holds the rows of one of `CACHED_BATCHES`.
 
     Args:
-        option: Any; where it has no cache, or was given its size, there is no other.
+        option: Any option. There are no copies without a cache, or if its size is set.
         reader: Knows the devices, and how tables are accessed.
 
     Returns:
@@ -104,26 +104,27 @@ def other_caches(option: ShardingOption, reader: TableReader) -> list[ShardingOp
 
 @dataclass(frozen=True, slots=True)
 class _ShardBytes:
-    """Memory of shards of options, `T` of them: linear in their width.
+    """Memory of shards as a linear function of their width, for `T` options.
 
-    Columns are `_TIERS`.
+    The columns of the arrays are `_TIERS`.
     """
 
     fixed_T3: Floats
+    """Bytes per shard."""
     column_T3: Floats
-    """For each column of a shard."""
+    """Bytes per column of a shard."""
 
     def at(self, option: int, width: int) -> Storage:
-        """Memory of an option's shard of `width` columns."""
+        """Return the memory of an option's shard of `width` columns."""
         bytes_3 = self.fixed_T3[option] + self.column_T3[option] * width
         return Storage(*map(math.ceil, bytes_3.tolist()))
 
     def of(self, options: Sequence[int]) -> _ShardBytes:
-        """The same of some options alone."""
+        """Return the memory of some of the options."""
         return _ShardBytes(self.fixed_T3[options], self.column_T3[options])
 
     def largest(self, tier: str, widths: Sequence[int]) -> Floats:
-        """Bytes of shards of these columns in one memory, `T`."""
+        """Return the bytes of shards of these widths in one kind of memory, `T`."""
         place, width_T = _TIERS.index(tier), np.array(widths)
         found: Floats = self.fixed_T3[:, place] + self.column_T3[:, place] * width_T
         return found
@@ -131,10 +132,10 @@ class _ShardBytes:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """A task for a search, and the options that its indices stand for."""
+    """A task for a search, and the option of each of its indices."""
 
     options: tuple[ShardingOption, ...]
-    """Of each index of the task."""
+    """The option of each index in the task."""
     task: ShardingTask
     _bytes: _ShardBytes
     _may_be_table_wise: tuple[bool, ...]
@@ -150,19 +151,19 @@ class SearchSpace:
         rules: PlacementRules,
         least_columns: int = COLUMN_MULTIPLE,
     ) -> SearchSpace:
-        """Describe tables and the ways in which each may be sharded.
+        """Return the search space of tables and their ways to be sharded.
 
         Args:
             tables: The ways of each table, all placeable.
-            reader: Describes them, the devices and the constraints.
-            enumerator: Says how much memory a split takes. None: what a table needs
-                beside its weights is counted in full for each of its shards.
-            memory: What each rank has left.
-            rules: Which ranks tables may be on.
-            least_columns: `min_partition` where no constraint gives one.
+            reader: Describes tables, devices and constraints.
+            enumerator: Knows the memory of a split. None: every shard counts all memory
+                that its table needs beside its weights.
+            memory: Memory left on each rank.
+            rules: Which ranks tables may use.
+            least_columns: Default of `min_partition`.
 
         Raises:
-            PlannerError: A table is left no rank, or too few for any of its ways.
+            PlannerError: A table has no rank, or too few ranks for any of its ways.
         """
         tables = [_permitted(ways, rules, reader) for ways in useful_ways(tables)]
         listed = [option for ways in tables for option in ways]
@@ -200,11 +201,11 @@ class SearchSpace:
         )
 
     def over_hosts(self, placement: Placement) -> Placement:
-        """Return the placement with column shards on other ranks, host by host.
+        """Return the placement with ranks renamed to spread host reads over hosts.
 
-        Those of the rank that reads most of its host's memory go to the first rank of
-        the first host, the next ones to the first of the second, and so on. Memory and
-        rules on ranks are not looked at.
+        Column shards of the rank that reads most from host memory move to the first
+        rank of the first host, those of the next rank to the first rank of the second
+        host, and so on. Memory and rules are not checked.
         """
         task, size = self.task, self.task.local_world_size
         reads_W = np.zeros(task.world_size)
@@ -231,9 +232,9 @@ class SearchSpace:
     def placed(self, placement: Placement) -> list[ShardingOption]:
         """Return the chosen options, with shards and ranks, in the order of tables.
 
-        A module of which some table is split gets all its column-wise options as
-        column-wise shards, so that a rank runs one kernel for them; where none is
-        split, they become table-wise as far as the constraints allow.
+        If a module has a split table, all its column-wise options stay column-wise, so
+        that a rank runs one kernel for them. Otherwise they become table-wise, if the
+        constraints allow it.
         """
         held: dict[int, list[ColumnShard]] = {}
         for shard in placement.shards:
@@ -271,7 +272,7 @@ class SearchSpace:
 
 
 def _with_ranks(option: ShardingOption, held: Sequence[ColumnShard]) -> list[Shard]:
-    """Copies of the option's shards, on the ranks of those held."""
+    """Return copies of an option's shards with the ranks of a placement's shards."""
     ranks = {(s.offset, s.row_offset, i): s.rank for i, s in _numbered(held)}
     placed = []
     for number, shard in _numbered(unpriced_shards(option)):
@@ -289,7 +290,7 @@ def _with_ranks(option: ShardingOption, held: Sequence[ColumnShard]) -> list[Sha
 
 
 def _numbered(shards: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Number shards of equal offsets: replicas, and parts without rows."""
+    """Return shards with a number among shards of equal offset, such as replicas."""
     seen: dict[tuple[int, int], int] = {}
     found = []
     for shard in shards:
@@ -310,7 +311,7 @@ def _may_be_table_wise(constraint: ParameterConstraints | None) -> bool:
 def _permitted(
     ways: Sequence[ShardingOption], rules: PlacementRules, reader: TableReader
 ) -> list[ShardingOption]:
-    """Leave out ways that rules have no ranks for."""
+    """Return the ways for which the rules leave enough ranks."""
     kept = [o for o in ways if permits(rules, o, reader)] if rules else list(ways)
     if not kept:
         raise PlannerError(
@@ -318,7 +319,7 @@ def _permitted(
             message=too_few_ranks(ways, "is proposed"),
         )
     if rules and len(rules.colocated_with(rules.index[table_name(ways[0])])) > 1:
-        # Those that lie together are moved as one.
+        # Tables that go together move as one, so they need column shards.
         alone = [o for o in kept if o.sharding_type in COLUMN_SHARDED_TYPES]
         kept = alone or kept[:1]
     return kept
@@ -330,17 +331,18 @@ def _joint_ways(
     rules: PlacementRules,
     memory: Sequence[int],
 ) -> list[list[ShardingOption]]:
-    """Return the ways of each table; those that lie together have as many, in step.
+    """Return the ways of each table; tables that go together get joint ways.
 
-    From the fastest way of each on, one table after another takes a way of less memory,
-    first the one that loses least time for it. Of these steps the search is given the
-    first, the last, and the first that fits each of `_JOINT_SHARES`.
+    The n-th ways of tables that go together belong to each other. The first joint way
+    has the fastest way of each table. Then one table at a time takes a way with less
+    memory, cheapest in time per byte first. The search gets the first of these steps,
+    the last, and the first that fits each of `_JOINT_SHARES`.
 
     Args:
         tables: The ways of each table.
         size: `id` of a way -> bytes of its largest shard.
-        rules: Which tables lie together.
-        memory: Bytes that each rank has left.
+        rules: Which tables go together.
+        memory: Bytes left on each rank.
     """
     found = [list(ways) for ways in tables]
     place = {rules.index[table_name(ways[0])]: n for n, ways in enumerate(tables)}
@@ -372,7 +374,7 @@ def _joint_ways(
 def _smaller_ways(
     option: ShardingOption, ways: Sequence[ShardingOption], size: Mapping[int, float]
 ) -> Iterator[tuple[float, ShardingOption]]:
-    """Yield ways of less and less memory, and the time that each loses per byte."""
+    """Yield ways of decreasing memory, each with the time lost per byte."""
     cost = {id(way): way.total_perf for way in ways}
 
     def loss(way: ShardingOption) -> float:
@@ -391,7 +393,7 @@ def _shard_bytes(
     enumerator: Enumerator | None,
     tier: str,
 ) -> _ShardBytes:
-    """Memory of each option's shards as a function of their width."""
+    """Return the memory of each option's shards as a function of their width."""
     fixed_T3 = np.zeros((len(options), len(_TIERS)))
     column_T3 = np.zeros_like(fixed_T3)
     counts_all = isinstance(enumerator, NeuroShardEnumerator)
@@ -449,10 +451,10 @@ def _shard_bytes(
         option = options[index]
         counted = has_own_optimizer(option) or counts_all
         if not is_fused(option) or (memory is not None and memory.is_lenient):
-            counted = False  # it counts what each shard keeps, or the rows are on disk
+            counted = False  # already counted per shard, or the rows are on disk
         if counted and reader.optimizer(option) == "rowwise_adagrad":
-            # TorchRec spreads one value per row over the columns; in truth each
-            # shard keeps its own.
+            # TorchRec divides one value per row among column shards, but each shard
+            # keeps its own.
             where = "ddr" if option.compute_kernel in OFFLOADED_KERNELS else tier
             rows, width = (int(n) for n in option.tensor.shape)
             fixed_T3[index, _TIERS.index(where)] += 4.0 * rows
@@ -465,15 +467,15 @@ def _bytes_3(shard: Shard) -> list[float]:
 
 
 def _largest_bytes(shards: Sequence[Shard]) -> Floats:
-    """Memory of the largest shard, whatever its width."""
+    """Return the memory of the largest shard, for each kind of memory."""
     largest_3: Floats = np.max([_bytes_3(shard) for shard in shards], axis=0)
     return largest_3
 
 
 def _bounded_bytes(option: ShardingOption) -> tuple[Floats, Floats]:
-    """Upper bound on a shard's memory from the storage of the whole table."""
+    """Return an upper bound of a shard's memory from the whole table's storage."""
     rows, width = (int(n) for n in option.tensor.shape)
-    # Equal in all shards; of one whole table it is the table's.
+    # The option's shards add up to the whole table.
     total_3 = np.sum([_bytes_3(shard) for shard in option.shards], axis=0)
     column_3 = np.minimum(rows * option.tensor.element_size(), total_3 / width)
     return total_3 - column_3 * width, column_3
@@ -482,7 +484,7 @@ def _bounded_bytes(option: ShardingOption) -> tuple[Floats, Floats]:
 def _memory_fields(
     tier: str, shards: _ShardBytes, memory: Sequence[Storage]
 ) -> dict[str, Any]:
-    """Fields of a task that say what ranks have of some memory, and tables take."""
+    """Return a task's fields on one kind of memory: of ranks and of tables."""
     place = _TIERS.index(tier)
     return {
         "memory_bytes": tuple(max(0, getattr(m, tier)) for m in memory),
@@ -497,7 +499,7 @@ def _host_fields(
     shards: _ShardBytes,
     memory: Sequence[Storage],
 ) -> dict[str, Any]:
-    """The same of the host's memory, where tables could fill that of a rank."""
+    """Return a task's fields on host memory; {} if tables cannot fill it."""
     if tier == "ddr":
         return {}
     width_T = [int(ways[0].tensor.shape[1]) for ways in tables for _ in ways]
@@ -512,7 +514,7 @@ def _host_fields(
 def _placement_fields(
     options: Sequence[ShardingOption], rules: PlacementRules, reader: TableReader
 ) -> dict[str, Any]:
-    """Fields of a task that say which ranks its tables may be on, and with whom."""
+    """Return a task's fields on allowed ranks and on tables together or apart."""
     nodes = [node_ranks(o, reader) for o in options]
     if not rules:
         return {"allowed_ranks": tuple(tuple(node or ()) for node in nodes)}
@@ -527,8 +529,8 @@ def _placement_fields(
         if ranks == ():
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
-                message=f"table '{rules.names[table]}': tables that are not searched "
-                "took the last rank that placement constraints left it",
+                message=f"table '{rules.names[table]}': tables outside the search "
+                "already use the last rank that placement_constraints allow it",
             )
     ways: dict[int, list[int]] = {}
     for index, table in enumerate(tables):

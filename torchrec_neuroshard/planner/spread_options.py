@@ -1,8 +1,8 @@
-"""Shards that are priced, and shards on every rank that are listed, when asked for.
+"""Lazy shards: listed and priced only when they are read.
 
-Row-wise and data-parallel options of thousands of tables have millions of shards on
-hundreds of ranks, of which a plan needs next to none. Nor does the search ask what one
-shard costs alone: only parts of TorchRec's do.
+With thousands of tables and hundreds of ranks, row-wise and data-parallel options have
+millions of shards, and a plan needs only a few of them. The search also never needs the
+cost of a single shard; only TorchRec's parts do.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = [
 _Pricer = Callable[[Sequence[ShardingOption]], list[list[Perf]]]
 
 _PRICED_AT_ONCE = 2**14
-"""Shards, about, that are priced together once one of them is looked at."""
+"""About this many shards are priced together when one of them is read."""
 
 
 class SharedShard(Shard):
-    """A shard whose copies share its size, offset and storage, which nobody changes.
+    """A shard whose copies share size, offset and storage, which never change.
 
-    TorchRec copies all shards of a plan: of replicated tables, one for each rank.
+    TorchRec copies all shards of a plan, including one per rank of replicated tables.
     """
 
     def __copy__(self) -> Self:
@@ -45,7 +45,7 @@ class SharedShard(Shard):
         return new
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Copy the shard; a cost that nobody has asked for stays so."""
+        """Return a copy, without computing a cost that was not read yet."""
         new = copy.copy(self)
         if "perf" in vars(self):
             new.perf = copy.copy(self.perf)
@@ -64,8 +64,8 @@ class PricedShard(SharedShard):
     """A shard that is priced when its `perf` is read.
 
     Args:
-        shard: The same without costs.
-        price: Returns what it costs.
+        shard: The shard without costs.
+        price: Returns the shard's costs.
     """
 
     def __init__(self, shard: Shard, price: Callable[[], Perf]) -> None:
@@ -75,7 +75,7 @@ class PricedShard(SharedShard):
 
     @property
     def perf(self) -> Perf | None:
-        """What the shard costs alone."""
+        """The shard's costs if it were alone."""
         if "perf" not in vars(self):
             self.perf = copy.copy(self._price())
         perf: Perf | None = vars(self)["perf"]
@@ -94,8 +94,8 @@ class SpreadOption(ShardingOption):
     """A row-wise or data-parallel option that lists its shards when they are read.
 
     Attributes:
-        samples: A shard of each size, in the order of ranks: until shards are read,
-            these carry what estimators know of their memory.
+        samples: One shard of each size, in the order of ranks. They hold the estimated
+            memory until shards are read.
     """
 
     samples: tuple[Shard, ...]
@@ -104,7 +104,7 @@ class SpreadOption(ShardingOption):
 
     @classmethod
     def spread(cls, option: ShardingOption, world_size: int) -> SpreadOption:
-        """Return an option that was listed for one rank, spread over so many."""
+        """Return an option listed for one rank, spread over `world_size` ranks."""
         new = cls.__new__(cls)
         new.__dict__.update(vars(option))
         del new.__dict__["shards"]
@@ -117,29 +117,29 @@ class SpreadOption(ShardingOption):
         return new
 
     def __hash__(self) -> int:
-        """Hash the option; TorchRec tells proposals apart so, and lists no shards."""
+        """Hash without listing shards; TorchRec compares proposals by hash."""
         if self.is_listed:
             return int(super().__hash__())
         return hash((self.fqn, self.sharding_type, self.compute_kernel))
 
     def _rows(self, rank: int) -> tuple[int, int]:
-        """First row on a rank, and how many it has."""
+        """Return the first row on a rank and the number of its rows."""
         kind, rows = SHARDING_TYPES[self.sharding_type], int(self.tensor.shape[0])
         return kind.rows_at(rank, rows, self._world_size)
 
     @property
     def num_shards(self) -> int:
-        """Shards, listed or not."""
+        """Number of shards, listed or not."""
         return len(self.shards) if self.is_listed else self._world_size
 
     @property
     def is_listed(self) -> bool:
-        """Whether somebody has read the shards, or set them."""
+        """Whether the shards have been read or set."""
         return "shards" in vars(self)
 
     @property
     def shards(self) -> list[Shard]:
-        """The shards, with what estimators know of them."""
+        """The shards, with their estimates."""
         if not self.is_listed:
             shards, price = unpriced_shards(self), self._price
             self.shards = shards if price is None else _priced(shards, price)
@@ -153,7 +153,7 @@ class SpreadOption(ShardingOption):
 
 
 def sample_shards(option: ShardingOption) -> Sequence[Shard]:
-    """Return shards of an option: of each size at least one, the first and the last."""
+    """Return some shards of an option, at least one of each size, first and last."""
     if isinstance(option, SpreadOption) and not option.is_listed:
         return option.samples
     shards: list[Shard] = option.shards
@@ -161,7 +161,7 @@ def sample_shards(option: ShardingOption) -> Sequence[Shard]:
 
 
 def sampled(option: ShardingOption) -> ShardingOption:
-    """Return an option, or a copy that lists its `sample_shards` alone."""
+    """Return an option, or a copy with only its `sample_shards`."""
     if not isinstance(option, SpreadOption) or option.is_listed:
         return option
     new = copy.copy(option)
@@ -170,7 +170,7 @@ def sampled(option: ShardingOption) -> ShardingOption:
 
 
 def without_estimates(option: ShardingOption) -> ShardingOption:
-    """Return a copy of an option with shards that nobody has estimated."""
+    """Return a copy of an option whose shards have no estimates."""
     new = copy.copy(option)
     shards = [Shard(size=s.size, offset=s.offset) for s in sample_shards(option)]
     if isinstance(new, SpreadOption) and not new.is_listed:
@@ -181,7 +181,7 @@ def without_estimates(option: ShardingOption) -> ShardingOption:
 
 
 def unpriced_shards(option: ShardingOption) -> list[Shard]:
-    """Return an option's shards, without costs where nobody has read them yet."""
+    """Return an option's shards; those not read yet have no costs."""
     if not isinstance(option, SpreadOption) or option.is_listed:
         shards: list[Shard] = option.shards
         return shards
@@ -197,13 +197,13 @@ def unpriced_shards(option: ShardingOption) -> list[Shard]:
 def price_later(
     options: Sequence[ShardingOption], pricer: _Pricer, model: Callable[[], object]
 ) -> None:
-    """Let options be priced, some at a time, once the cost of a shard is read.
+    """Make options price their shards in batches, when a cost is first read.
 
     Args:
         options: Changed in place.
         pricer: Returns a `Perf` for each shard of each option.
-        model: Returns what prices rest on; once that is another object, copies whose
-            cost nobody has read are priced anew.
+        model: Returns the object that prices depend on. If it changes, costs that were
+            not read yet are computed with the new one.
     """
     size = max(1, _PRICED_AT_ONCE // max((o.num_shards for o in options), default=1))
     for start in range(0, len(options), size):
@@ -226,7 +226,7 @@ def _priced(shards: Sequence[Shard], price: Callable[[int], Perf]) -> list[Shard
 
 
 class _PricedTogether:
-    """Prices options once by each model and remembers what their shards cost."""
+    """Prices options once per model and caches their shards' costs."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class _PricedTogether:
         return self  # copies of options cost the same
 
     def price(self, number: int, place: int) -> Perf:
-        """What a shard of one of the options costs."""
+        """Return the cost of one shard of one option."""
         if self._priced_by is not (model := self._model()):
             for option in self._options:
                 option.shards = unpriced_shards(option)

@@ -1,8 +1,9 @@
-"""Stashed tables: their weights wait on the host while dense layers run.
+"""Stashed tables: their weights are on the host while dense layers run.
 
-TorchRec 1.9 copies the weights of such tables to the host after their lookups, and back
-before their updates (`MemoryStashingManager`). Dense layers have that memory meanwhile.
-So tables may fill more than what dense layers leave, if the copies are worth it.
+TorchRec 1.9 copies the weights of stashed tables to the host after their lookups, and
+back before their updates (`MemoryStashingManager`). Meanwhile dense layers use that
+memory. So tables may use memory of dense layers, if that saves more time than the
+copies take.
 
 Shapes: `W` ranks.
 """
@@ -47,28 +48,28 @@ Floats = npt.NDArray[np.float64]
 
 
 def check_stash_bytes(stash_bytes: float, topology: Topology) -> None:
-    """Check that tables can be stashed here.
+    """Check that tables can be stashed.
 
     Raises:
-        ConfigError: They cannot, or the number is below 0.
+        ConfigError: They cannot, or `stash_bytes` is below 0.
     """
     if not stash_bytes >= 0:
-        raise ConfigError(f"stash_bytes is {stash_bytes}, below 0")
+        raise ConfigError(f"stash_bytes must be at least 0, got {stash_bytes}")
     if topology.compute_device == "cpu":
         raise ConfigError("stash_bytes is for GPUs; the topology's device is 'cpu'")
     if not torchrec_stashes():
         raise ConfigError(
-            "stash_bytes needs TorchRec 1.9 or later, whose MemoryStashingManager "
-            "copies the weights; leave it out or update TorchRec"
+            "stash_bytes needs TorchRec 1.9 or later (MemoryStashingManager); leave it "
+            "out or update TorchRec"
         )
 
 
 class RoomOfDenseLayers(StorageReservation):
-    """Leaves more for tables than another reservation does.
+    """A storage reservation that leaves more memory for tables than another.
 
     Args:
-        inner: The other one.
-        more_bytes: Memory of each rank that it keeps back and that tables may take.
+        inner: The other reservation.
+        more_bytes: Additional memory for tables on each rank [bytes].
     """
 
     def __init__(self, inner: StorageReservation, more_bytes: float) -> None:
@@ -77,28 +78,28 @@ class RoomOfDenseLayers(StorageReservation):
 
     @property
     def last_reserved_topology(self) -> Topology | None:
-        """What `reserve` returned last."""
+        """The last result of `reserve`."""
         return self._left
 
     def reserve(self, *arguments: Any, **named: Any) -> Topology:
-        """Return the devices with what is left; arguments as in TorchRec."""
+        """Return the devices with the memory left; arguments as in TorchRec."""
         left = self._inner.reserve(*arguments, **named)
         self._left = without(left, -self._more_bytes)
         return self._left
 
 
 def stash_enough(plan: Sequence[ShardingOption], excess_W: Floats) -> bool:
-    """Mark tables to stash until every rank has its excess free.
+    """Mark tables to stash until dense layers have enough memory on every rank.
 
-    Tables that the model itself marks are counted first. Then each time the table comes
-    whose bytes serve best. Tables that turn out to be needless are taken back.
+    Tables that the model marks itself count first. Then the table is added whose bytes
+    are most useful, one after another. Finally, unneeded tables are removed.
 
     Args:
-        plan: Placed options; those chosen are marked.
-        excess_W: Bytes that dense layers lack on each rank; 0 and below: none.
+        plan: Placed options; the chosen ones are marked.
+        excess_W: Bytes that dense layers lack on each rank; 0 or less: none.
 
     Returns:
-        Whether that is possible; if not, nothing is marked.
+        Whether stashing frees enough memory. If not, no table is marked.
     """
     world_size = len(excess_W)
     lacking_W = excess_W - _stashed_bytes(plan, world_size)
@@ -114,7 +115,7 @@ def stash_enough(plan: Sequence[ShardingOption], excess_W: Floats) -> bool:
         }
         if not served:
             return False
-        # Of tables that serve all of their bytes, the largest: few copies.
+        # Prefer tables that need no useless copies, and large ones among them.
         best = max(served, key=lambda i: (served[i] / bytes_TW[i].sum(), served[i]))
         chosen.append(best)
         lacking_W = lacking_W - bytes_TW[best]
@@ -127,20 +128,20 @@ def stash_enough(plan: Sequence[ShardingOption], excess_W: Floats) -> bool:
 
 
 def exposed_ms(costs: PlanCosts, plan: Sequence[ShardingOption]) -> float:
-    """Return what the copies of stashed tables add to an iteration [ms].
+    """Return the time that copies of stashed tables add to an iteration [ms].
 
     Args:
-        costs: Says how long dense layers run, which hide copies.
+        costs: Knows the time of dense layers, which overlaps with copies.
         plan: Placed options.
     """
     return max(_copies_ms(costs, plan) - _dense_ms(costs), 0.0)
 
 
 def stash_notes(costs: PlanCosts, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
-    """Say what stashing tables frees, and what copying them takes in each iteration.
+    """Return notes on stashed tables: freed memory and time of copies.
 
     Args:
-        costs: What the plan was priced by.
+        costs: The costs that priced the plan.
         plan: Placed options.
     """
     topology = costs.topology
@@ -152,15 +153,15 @@ def stash_notes(costs: PlanCosts, plan: Sequence[ShardingOption]) -> tuple[Note,
     text = (
         f"tables {quoted([table_name(o) for o in stashed])} are stashed: rank {most} "
         f"copies {format_bytes(bytes_W[most])} to the host and back in each iteration, "
-        f"{_copies_ms(costs, plan):.3g} ms at {_gb_per_s(topology):.3g} GB/s. Dense "
-        f"layers hide at most {_dense_ms(costs):.3g} ms of it (dense_ms). The other "
-        f"{exposed_ms(costs, plan):.3g} ms are in no prediction"
+        f"{_copies_ms(costs, plan):.3g} ms at {_gb_per_s(topology):.3g} GB/s. At most "
+        f"{_dense_ms(costs):.3g} ms of it overlap with dense layers (dense_ms). No "
+        f"prediction includes the other {exposed_ms(costs, plan):.3g} ms"
     )
     return (Note("stash", text),)
 
 
 def _copies_ms(costs: PlanCosts, plan: Sequence[ShardingOption]) -> float:
-    """Return what the copies to the host and back take on the busiest rank [ms]."""
+    """Return the time of copies to the host and back on the busiest rank [ms]."""
     bytes_W = _stashed_bytes(plan, int(costs.topology.world_size))
     return float(2 * bytes_W.max() / (_gb_per_s(costs.topology) * 1e6))
 
@@ -175,7 +176,7 @@ def _gb_per_s(topology: Topology) -> float:
 
 
 def _stashed_bytes(plan: Sequence[ShardingOption], world_size: int) -> Floats:
-    """Return the stashed weights of each rank [bytes]."""
+    """Return the bytes of stashed weights on each rank."""
     bytes_W = np.zeros(world_size)
     for option in filter(is_stashed, plan):
         bytes_W += _weight_bytes(option, world_size)
@@ -183,7 +184,7 @@ def _stashed_bytes(plan: Sequence[ShardingOption], world_size: int) -> Floats:
 
 
 def _weight_bytes(option: ShardingOption, world_size: int) -> Floats:
-    """Return what stashing a table frees on each rank [bytes]."""
+    """Return the bytes that stashing a table frees on each rank."""
     bytes_W = np.zeros(world_size)
     if not _is_on_devices(option):
         return bytes_W
@@ -194,5 +195,5 @@ def _weight_bytes(option: ShardingOption, world_size: int) -> Floats:
 
 
 def _is_on_devices(option: ShardingOption) -> bool:
-    """Whether FBGEMM keeps the weights on devices: TorchRec stashes no others."""
+    """Whether the weights are on devices; TorchRec stashes no other tables."""
     return bool(option.compute_kernel == EmbeddingComputeKernel.FUSED.value)

@@ -1,4 +1,4 @@
-"""The plan of TorchRec's own planner: to compare with, and as the last resort."""
+"""The plan of TorchRec's own planner, for comparisons and as the last resort."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE
 __all__ = ["is_even", "last_resort", "stock_plan"]
 
 MOST_SHARDS = 200_000
-"""Shards of all options that TorchRec is asked to estimate, at 0.27 ms each."""
+"""Most shards for TorchRec to estimate, at 0.27 ms each."""
 
 MOST_PLACED = 5_000_000
-"""Shards that each of its greedy proposers may have placed in all proposals of a last
-resort, at 4 to 12 us each. Not a time: a plan must not depend on what else runs."""
+"""Most shards in all proposals of each greedy proposer, at 4 to 12 us each. This is not
+a time limit, since a plan must not depend on the machine's load."""
 
 
 def stock_plan(
@@ -59,22 +59,22 @@ def stock_plan(
     listed: Iterable[ShardingOption],
     **arguments: Any,
 ) -> ShardingPlan:
-    """Plan as TorchRec's own planner does.
+    """Return the plan of TorchRec's own planner.
 
     Args:
         module: The model.
-        sharders: Of its embedding modules.
-        listed: What this package's enumerator lists of the model.
-        arguments: Of `EmbeddingShardingPlanner`.
+        sharders: The sharders of its embedding modules.
+        listed: The model's options from this package's enumerator.
+        arguments: Arguments of `EmbeddingShardingPlanner`.
 
     Raises:
-        PlannerError: It has no plan, or too many shards to estimate.
+        PlannerError: TorchRec finds no plan, or has too many shards to estimate.
     """
     num_shards = sum(option.num_shards for option in listed)
     if num_shards > MOST_SHARDS:
         raise PlannerError(
-            f"TorchRec's planner would estimate {num_shards:,} shards one by one; it "
-            f"is not asked for more than {MOST_SHARDS:,}"
+            f"TorchRec's planner would estimate {num_shards:,} shards one by one, but "
+            f"the limit is {MOST_SHARDS:,}"
         )
     constraints = arguments.get("constraints")
     arguments["constraints"] = with_bare_names(constraints)
@@ -89,7 +89,7 @@ def stock_plan(
 
 
 class _FirstProposals(Proposer):
-    """Those proposals of another proposer that have `MOST_PLACED` shards together."""
+    """The first proposals of another proposer, up to `MOST_PLACED` shards in total."""
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer, self._num_left = proposer, MOST_PLACED
@@ -117,22 +117,22 @@ def last_resort(
     reader: TableReader,
     violation: Callable[[Sequence[ShardingOption]], str | None],
 ) -> tuple[ShardingPlan, list[ShardingOption]]:
-    """Plan by TorchRec's own planner where the search has no plan.
+    """Return the plan of TorchRec's own planner after the search found none.
 
     Args:
-        arguments: Of TorchRec's planner, as the caller gave them.
+        arguments: The caller's arguments of TorchRec's planner.
         module: The model.
-        sharders: Of its embedding modules.
-        enumerator: Of the search: this package's, unless the caller passed one.
-        reader: Says what tables could not run.
-        violation: Says how a plan breaks the caller's constraints on placement.
+        sharders: The sharders of its embedding modules.
+        enumerator: The search's enumerator: the caller's or this package's.
+        reader: Knows which options could not run.
+        violation: Returns how a plan breaks the caller's placement constraints.
 
     Returns:
-        The plan, and its options as the caller's callbacks left them.
+        The plan, and its options after the caller's callbacks.
 
     Raises:
-        PlannerError: TorchRec has none either, none that may be used, or too many
-            shards to estimate.
+        PlannerError: TorchRec finds no plan either, finds one that cannot be used, or
+            has too many shards to estimate.
     """
     chosen: list[ShardingOption] = []
 
@@ -167,11 +167,11 @@ def _obstacle(
     reader: TableReader,
     violation: Callable[[Sequence[ShardingOption]], str | None],
 ) -> str | None:
-    """Say why a plan of TorchRec's cannot be used, if so."""
+    """Return why TorchRec's plan cannot be used; None if it can."""
     if not is_even(options):
         return (
-            "TorchRec's own plan splits sequences of one module to unlike widths, "
-            "which its all-to-all cannot run"
+            "TorchRec's own plan splits sequence tables of one module into different "
+            "widths, which its all-to-all does not support"
         )
     for option in options:
         if fault := reader.run_fault(option):
@@ -182,7 +182,7 @@ def _obstacle(
 
 
 def is_even(options: Sequence[ShardingOption]) -> bool:
-    """Whether column shards of sequences are of one width in each module."""
+    """Whether all column shards of sequence tables in a module have the same width."""
     widths: dict[str, set[int]] = {}
     for option in options:
         if not is_pooled(option) and option.sharding_type == COLUMN_WISE:

@@ -1,4 +1,4 @@
-"""The ways in which a table may be sharded, of those that TorchRec lists and more."""
+"""The ways to shard a table: TorchRec's options and additional ones."""
 
 from __future__ import annotations
 
@@ -42,66 +42,66 @@ __all__ = [
 
 
 MOST_NODES = 8
-"""Nodes that a search may choose from for a table that is to be in one."""
+"""Most nodes that a search may choose from for a table within one node."""
 _NODE = "_neuroshard_node"
-"""Attribute of a table-column-wise option: the node that its shards are for."""
+"""Attribute of a table-column-wise option: the node of its shards."""
 
 
 class FreeOption(ShardingOption):
-    """An option that stands for other ways to shard its table, too.
+    """An option that stands for several ways to shard its table.
 
-    To parts of TorchRec's it is the option that it was made from.
+    For TorchRec's parts it is the option that it was made from.
 
     Attributes:
-        ways: The options that a search may choose from, itself among them; all are
+        ways: The options that a search may choose from, including this one. All are
             placeable.
     """
 
     def __init__(self, option: ShardingOption, ways: Sequence[ShardingOption]) -> None:
-        option = copy.copy(option)  # whose shards are listed here
+        option = copy.copy(option)  # reading its shards below lists them
         self.__dict__.update(vars(option))
         self._option, self.shards = option, option.shards
         self.ways = tuple(ways)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingOption:
-        """Copy the option alone: it stands for nothing else where copies are made."""
+        """Return a copy of the single option, without the other ways."""
         copied: ShardingOption = copy.deepcopy(self._option, memo)
         return copied
 
     def __hash__(self) -> int:
-        """Hash the table and its ways; TorchRec tells proposals apart so."""
+        """Hash the table and its ways; TorchRec compares proposals by hash."""
         return hash((self.fqn, len(self.ways)))
 
     @staticmethod
     def ways_of(option: ShardingOption) -> tuple[ShardingOption, ...]:
-        """Return the ways in which a proposed option's table may be sharded."""
+        """Return the ways that a proposed option stands for."""
         return option.ways if isinstance(option, FreeOption) else (option,)
 
 
 def is_placeable(option: ShardingOption, reader: TableReader) -> bool:
     """Whether a search may choose the option's shards and ranks.
 
-    It may where the cost model has a price and shards are cut as `sharding_types` says.
+    It may if the option has a cost and its shards are split as in `sharding_types`.
     """
     kind = SHARDING_TYPES.get(option.sharding_type)
     if kind is None or option.dependency is not None or not reader.has_cost(option):
         return False
     if reader.run_fault(option):
         return False
-    if kind.in_columns:  # a search may leave them whole
+    if kind.in_columns:  # a search may leave the table whole
         whole = int(option.tensor.shape[1])
         anywhere = option.sharding_type != TABLE_COLUMN_WISE
         is_free = anywhere or node_ranks(option, reader) is not None
         return is_free and whole <= reader.max_columns
     size = kind.block_size(reader.world_size, reader.node_size)
-    # Rows of a bucket stay together, and of ranks with unlike memory are unlike.
+    # Buckets and unequal memory of ranks lead to other splits of rows.
     rows, shards = int(option.tensor.shape[0]), sample_shards(option)
     count = int(option.num_shards)
     if count % size or not 0 < count <= reader.world_size:
         return False
     if int(shards[0].size[1]) != int(shards[-1].size[1]):
         return False
-    if len(shards) < count:  # not listed yet, and even
+    if len(shards) < count:  # not listed yet, so the rows are even
         return True
     block = [kind.rows_at(place, rows, size)[1] for place in range(size)]
     return block * (count // size) == [int(s.size[0]) for s in shards]
@@ -110,12 +110,12 @@ def is_placeable(option: ShardingOption, reader: TableReader) -> bool:
 def useful_ways(
     tables: Sequence[Sequence[ShardingOption]],
 ) -> list[list[ShardingOption]]:
-    """Leave out, of each table, ways that its other ways include for a search.
+    """Return each table's ways without those that its other ways include.
 
-    A table that may be split may stay whole: table-wise shards are of use only where
-    another table of the module can be nothing else, so that both share a kernel. So
-    are table-column-wise ones of a table that may be column-wise. Sequences are not
-    split: of them the table-wise ones stay.
+    A column-wise table may stay whole. So its table-wise option is useful only if
+    another table of the module can only be table-wise, and both can share a kernel. The
+    same holds for the table-column-wise option of a table that may be column-wise.
+    Sequence tables are not split, so they keep the table-wise option.
 
     Args:
         tables: The ways of each table, all placeable.
@@ -153,14 +153,14 @@ def useful_ways(
 def on_nodes(
     option: ShardingOption, reader: TableReader, number: int
 ) -> list[ShardingOption]:
-    """Return copies of a table-column-wise option, each for a node of its own.
+    """Return copies of a table-column-wise option, one per node.
 
     Args:
-        option: Any; of another type there are none, nor where all ranks are one node.
+        option: Any option. There are no copies for other types or on a single node.
         reader: Knows the devices.
-        number: Of the table. Where nodes are alike, a search takes the first copy:
-            that of the next table is for the next node. Of many nodes, a table is
-            offered the first `MOST_NODES` from there.
+        number: The table's number. If nodes are equal, a search takes the first copy,
+            so each table starts with another node. With many nodes, it gets the first
+            `MOST_NODES` from there.
     """
     num_nodes = reader.world_size // reader.node_size
     if option.sharding_type != TABLE_COLUMN_WISE or num_nodes == 1:
@@ -173,14 +173,14 @@ def on_nodes(
 
 
 def node_ranks(option: ShardingOption, reader: TableReader) -> range | None:
-    """Return the ranks of the node that an option's shards are for.
+    """Return the ranks of the node that an option's shards must be on.
 
     Args:
-        option: Any.
+        option: Any option.
         reader: Knows the devices.
 
     Returns:
-        None where no node is said: of several, see `on_nodes`.
+        None if the option is for no particular node; see `on_nodes`.
     """
     size = reader.node_size
     node = vars(option).get(_NODE, 0 if size == reader.world_size else None)
@@ -188,14 +188,14 @@ def node_ranks(option: ShardingOption, reader: TableReader) -> range | None:
 
 
 def even_rows(option: ShardingOption, reader: TableReader) -> list[ShardingOption]:
-    """Return a copy of a row-wise option with as many rows on each rank.
+    """Return a copy of a row-wise option with the same number of rows on each rank.
 
-    TorchRec cuts rows in proportion to the memory of ranks where a topology says that
-    it differs, which no search knows.
+    If the topology has ranks of different memory, TorchRec splits rows in proportion to
+    it. Searches do not support that.
 
     Args:
-        option: Any; of another type there is none, nor where rows are even or come in
-            buckets.
+        option: Any option. There is no copy for other types, or if rows are already
+            even or in buckets.
         reader: Knows the table and the devices.
 
     Returns:
@@ -222,16 +222,16 @@ def other_grids(
     reader: TableReader,
     least_columns: int = COLUMN_MULTIPLE,
 ) -> list[ShardingOption]:
-    """Return copies of a grid-sharded option with its columns in other equal blocks.
+    """Return copies of a grid-sharded option with other equal blocks of columns.
 
-    TorchRec offers blocks of one width, `min_partition`, and puts several of a table on
-    a node where there are more of them than nodes. Here each block is on a node of its
-    own and may be wider, down to two blocks.
+    TorchRec only offers blocks of `min_partition` columns, and places several blocks of
+    a table on a node if there are more blocks than nodes. Here each block has its own
+    node, and blocks may be wider, down to two blocks.
 
     Args:
-        option: Any; of what is no grid there is no other.
+        option: Any option. There are no copies for other types.
         reader: Knows the devices and the constraints (`min_partition`).
-        least_columns: `min_partition` where no constraint gives one.
+        least_columns: Default of `min_partition`.
 
     Returns:
         Options without estimates.
@@ -263,7 +263,7 @@ def other_grids(
 def _min_partition(
     option: ShardingOption, reader: TableReader, least_columns: int
 ) -> int:
-    """Columns of the narrowest shard that a constraint allows, a multiple of four."""
+    """Return the narrowest width that a constraint allows, a multiple of four."""
     constraint = reader.constraint(option)
     asked = (constraint.min_partition if constraint else None) or least_columns
     return math.ceil(asked / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
@@ -274,13 +274,12 @@ def narrowest_shard(
     reader: TableReader,
     least_columns: int = COLUMN_MULTIPLE,
 ) -> int:
-    """Return the columns of the narrowest shard that a table may be cut to.
+    """Return the columns of the narrowest shard that a table may be split into.
 
     Args:
         option: An option of the table; its sharding type decides.
         reader: Knows the constraints (`min_partition`).
-        least_columns: `min_partition` where no constraint gives one; see
-            `PlanCosts.least_columns`.
+        least_columns: Default of `min_partition`; see `PlanCosts.least_columns`.
     """
     if option.sharding_type not in COLUMN_SHARDED_TYPES:
         return int(sample_shards(option)[0].size[1])
