@@ -56,7 +56,7 @@ def keeps(plan: ShardingPlan, placement: PlacementConstraints, world_size: int) 
         ({"pin": {"t2": []}}, "pin.* no rank for table 't2'"),
         (
             {"pin": {"t0": [0], "t1": [1, 2]}, "together": [["t1", "t0"]]},
-            "'t0' and 't1' belong together",
+            "'t0' and 't1' must be together",
         ),
         (
             {"together": [["t0", "t1"], ["t1", "t2"]], "apart": [["t2", "t0"]]},

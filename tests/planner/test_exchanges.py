@@ -119,7 +119,7 @@ def test_sums_of_codes_are_no_codes() -> None:
     planner, plan = planned(module, elsewhere, constraints=only_rows)
     assert plan.plan[""]["t0"].sharding_type == "row_wise"
     report = rehearse(module, plan, planner.topology, [sharder], batch_size=BATCH)
-    assert "its values cannot be added up" in str(report)
+    assert "its values cannot be summed" in str(report)
 
 
 def test_rows_of_codes_are_filled() -> None:

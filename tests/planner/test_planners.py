@@ -85,7 +85,7 @@ def test_what_the_host_lacks_room_for_stays_on_the_device() -> None:
     result = last_result(planner)
     assert result.fallback is None
     [hosted] = [n.text for n in result.notes if n.code == "host-memory"]
-    assert "in the host's memory: 't2'" in hosted
+    assert "in host memory: 't2'" in hosted
     assert result.predicted.compute_source == "analytic; estimated for 1 of 3 tables"
 
 

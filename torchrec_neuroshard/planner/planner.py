@@ -124,7 +124,7 @@ class _FoundPlan:
     """Why TorchRec's own planner ran; None if it did not."""
     notes: tuple[Note, ...] = ()
     more_bytes: float = 0.0
-    """Memory that the plan uses on each rank beyond what is reserved for tables."""
+    """Bytes that the plan uses on each rank beyond what the reservation leaves."""
 
 
 class NeuroShardPlanner(DescribesPlans):
@@ -163,8 +163,8 @@ class NeuroShardPlanner(DescribesPlans):
         callbacks: As in TorchRec. Callbacks may change the plan.
         timeout_seconds: As in TorchRec. It also limits the search.
         cost_model: "auto", the name of a shipped bundle, a bundle's folder, a
-            `CostModel`, or "measure". "measure" uses what earlier first launches
-            measured on this device, and measures now if there is nothing.
+            `CostModel`, or "measure". "measure" uses the bundle that an earlier first
+            launch measured on this device, or measures now if there is none.
         profiles: Feature name -> profile, from `profile_inputs`. For features without a
             profile, the constraints' pooling factors are used.
         search: "default", the name of another search, a `SearchConfig` or a `Searcher`.
@@ -180,7 +180,7 @@ class NeuroShardPlanner(DescribesPlans):
             "train_semi_sync" or "train_fused_sparse_dist". Phases that the pipeline
             overlaps with longer ones cost nothing. What the pipeline keeps on the
             device counts as memory, unless you pass an enumerator, which counts memory
-            itself. None: phases run one after another, without a pipeline.
+            itself. None: no pipeline, so phases run one after another.
         dense_ms: Time of the rest of the model per iteration [ms]; `DenseMs` splits it
             into parts. None: 0, so collectives have nothing to overlap with.
         strict_memory: Whether a plan must fit by what ranks allocate. False: if no such
