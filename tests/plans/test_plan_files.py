@@ -134,7 +134,7 @@ def test_costs_are_kept_with_the_plan_that_they_are_of(stored: Stored) -> None:
     ).plan(model, bag_sharders())
     save_plan(other, path, model=model, planner=planner)
     assert read_plan(path).shown is None
-    assert "not known" in str(read_plan(path).report())
+    assert "critical path unknown" in str(read_plan(path).report())
     assert load_plan(path, model=model, planner=planner) == other
     save_plan(other, path, model=model, planner=planner)  # it is the last one by now
     assert read_plan(path).shown is not None
