@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and documents of unknown authors."""
+"""Atomic writes, early checks of outputs, and documents from unknown authors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from torchrec_neuroshard.files import (
 )
 
 
-def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
-    """A device such as /dev/null is no file to put another in the place of."""
+def test_links_and_pipes_are_kept(tmp_path: Path) -> None:
+    """Devices such as /dev/null must not be replaced by a file."""
     (tmp_path / "link").symlink_to(tmp_path / "a")
     write_whole(tmp_path / "link", "ü")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "a").read_text() == "ü"
@@ -37,7 +37,7 @@ def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
     os.close(reader)
 
 
-def test_outputs_are_checked_before_the_work(
+def test_outputs_are_checked_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given, other = tmp_path / "given", tmp_path / "other"
@@ -64,7 +64,7 @@ def test_outputs_are_checked_before_the_work(
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_what_cannot_be_written_leaves_the_old_file(
+def test_a_failed_write_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     path = tmp_path / "a"
@@ -99,7 +99,7 @@ def test_json_is_strict_both_ways(tmp_path: Path) -> None:
         ('[{"a": 1, "b": 2, "a": 3}]', "'a' appears twice in one object"),
     ],
 )
-def test_json_that_nobody_should_write(text: str, message: str) -> None:
+def test_bad_json_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_json(text)
 
@@ -119,7 +119,7 @@ class Outer:
     flag: bool = False
 
 
-def test_dataclasses_are_made_by_the_types_of_their_fields() -> None:
+def test_field_types_decide_the_values() -> None:
     inner = {"names": ["a"], "pair": [1, 2.5]}
     rates = {"a": [1]}
     fields = {"count": 3.0, "inner": inner, "many": [inner], "rates": rates}
@@ -129,7 +129,7 @@ def test_dataclasses_are_made_by_the_types_of_their_fields() -> None:
     assert type(found.count) is int
 
 
-def test_options_fill_the_fields_of_their_names() -> None:
+def test_options_fill_fields_of_the_same_name() -> None:
     options = argparse.Namespace(count=4, names=["a"], pair=[1.0, 2.0], out="b")
     inner = from_options(Inner, options)
     assert inner == Inner(names=("a",), pair=(1.0, 2.0))
@@ -150,7 +150,7 @@ def test_options_fill_the_fields_of_their_names() -> None:
         ({"other" * 100: 1}, "^unknown field '(other)+"),
     ],
 )
-def test_other_values_are_refused(change: dict[str, Any], value: str) -> None:
+def test_values_of_wrong_types_are_refused(change: dict[str, Any], value: str) -> None:
     sound: dict[str, Any] = {"count": 1, "inner": {"names": []}}
     from_fields(Outer, sound)
     with pytest.raises(ValueError, match=value) as caught:

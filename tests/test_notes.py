@@ -1,4 +1,4 @@
-"""Notes of plans: their codes are on the page that explains them."""
+"""Notes of plans: the documentation explains every code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_page_explains_every_code() -> None:
     assert dict(re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", section, re.M)) == NOTE_CODES
 
 
-def test_a_code_or_severity_that_there_is_not_is_refused() -> None:
+def test_unknown_codes_and_severities_are_refused() -> None:
     with pytest.raises(ValueError, match="code 'odd'"):
         Note("odd", "a text")
     with pytest.raises(ValueError, match="severity 'fatal'"):

@@ -1,4 +1,4 @@
-"""How the phases of several ranks are put together; see also tests/distributed."""
+"""How the times of several ranks are combined; see also tests/distributed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Spans = list[tuple[float, float]]
 def rank(
     index: Spans, forward: Spans, out: Spans, back: Spans, backward: Spans
 ) -> list[PhaseTimes]:
-    """One module's phases on one rank [ms]."""
+    """Return one module's phases on one rank [ms]."""
     phases = zip(PHASES, (index, forward, out, back, backward), strict=True)
     seconds = {name: [(a / 1e3, b / 1e3) for a, b in spans] for name, spans in phases}
     return [PhaseTimes("ebc", seconds)]
@@ -39,13 +39,13 @@ def test_collectives_count_from_the_last_arrival_and_compute_on_the_slowest() ->
             "bwd_compute": 4,
         }
     )
-    # Without a common clock, the last to arrive is shortest in a collective.
+    # Without a common clock, the rank that arrives last has the shortest time.
     (other,) = critical_times([EARLY, elsewhere(LATE), EMPTY])
     assert other == pytest.approx(found)
 
 
 def elsewhere(times: list[PhaseTimes]) -> list[PhaseTimes]:
-    """The same, by a clock that is ahead by nine seconds."""
+    """Return the same times on a clock that is nine seconds ahead."""
     return [
         PhaseTimes(
             t.module,
@@ -61,6 +61,6 @@ def test_embedding_lasts_from_the_last_start_to_the_last_end() -> None:
     assert embedding_ms([EARLY, LATE, EMPTY]) == pytest.approx(13 + 7)
     two = [[*r, *r] for r in (EARLY, LATE, EMPTY)]
     assert embedding_ms(two) == pytest.approx(2 * (13 + 7))
-    # Without a common clock, the phases added up.
+    # Without a common clock, the sum of the phases.
     ranks = [EARLY, elsewhere(LATE), EMPTY]
     assert embedding_ms(ranks) == pytest.approx(3 + 7 + 3 + 3 + 4)

@@ -1,4 +1,4 @@
-"""What commands show on stderr for as long as something takes."""
+"""Progress lines of commands on stderr."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Stream(io.StringIO):
         return self.is_terminal
 
     def until(self, is_there: Callable[[str], bool]) -> str:
-        """Wait for what is written."""
+        """Wait until a text is written."""
         end = time.monotonic() + 30
         while not is_there(self.getvalue()):
             assert time.monotonic() < end, self.getvalue()
@@ -33,7 +33,7 @@ class Stream(io.StringIO):
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """Stderr, and no need to wait."""
+    """Return stderr, with short waiting times."""
     found = Stream()
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=found))
     monkeypatch.setattr(progress, "TICK_S", 0.001)
@@ -42,7 +42,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     return found
 
 
-def test_files_get_a_line_now_and_then(stream: Stream) -> None:
+def test_files_get_a_line_every_ten_seconds(stream: Stream) -> None:
     with shown(), phase("reading"):
         written = stream.until(lambda text: text.count("\n") > 2)
     assert {re.sub(r"\d+ s$", "s", line) for line in written.splitlines()} == {
@@ -50,7 +50,7 @@ def test_files_get_a_line_now_and_then(stream: Stream) -> None:
     }
 
 
-def test_a_terminal_gets_one_line_that_goes(
+def test_a_terminal_gets_one_line_that_disappears(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream.is_terminal = True
@@ -72,13 +72,13 @@ def test_the_innermost_phase_is_shown(stream: Stream) -> None:
             stream.until(lambda text: "comparing" in text)
         assert "planning" not in stream.getvalue().partition("comparing")[2]
         stream.until(lambda text: "planning" in text.rpartition("comparing")[2])
-        with phase(""):  # a bar of progress takes over
+        with phase(""):  # a progress bar takes over
             before = stream.getvalue()
             time.sleep(0.05)
             assert stream.getvalue() == before
 
 
-def test_nothing_is_shown_where_no_command_runs(stream: Stream) -> None:
+def test_nothing_is_shown_outside_a_command(stream: Stream) -> None:
     with phase("reading"):
         time.sleep(0.05)
         clear()

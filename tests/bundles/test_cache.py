@@ -20,7 +20,7 @@ from torchrec_neuroshard.bundles.format import load_bundle
 from torchrec_neuroshard.cli import main
 
 BUNDLE = PRETRAINED / "cpu_epyc"
-"""Of kernels and collectives."""
+"""A bundle with models of kernels and collectives."""
 CREATED = "2026-01-02T03:04:05+00:00"
 
 
@@ -41,7 +41,7 @@ def store(key: CacheKey, created: str = CREATED) -> Path:
     return cache.store(BUNDLE, key, created=created, seconds=9.0)
 
 
-def test_what_was_stored_is_found_and_loads(root: Path) -> None:
+def test_stored_bundles_are_found_and_load(root: Path) -> None:
     assert cache.find(make_key()) is None
     folder = store(make_key())
     assert folder.parent == root and folder.name.startswith("a-cpu-1-2-2x-")
@@ -50,14 +50,14 @@ def test_what_was_stored_is_found_and_loads(root: Path) -> None:
     assert (found.created, found.seconds, found.key) == (CREATED, 9.0, make_key())
     assert load_bundle(folder).hardware == load_bundle(BUNDLE).hardware
     assert [p.name for p in root.iterdir()] == [folder.name]
-    # The newest of those that serve is taken.
+    # The newest matching bundle is used.
     for day in (2, 3, 1):
         store(make_key(optimizers=("sgd", f"lion{day}")), f"2026-11-0{day}")
     found = cache.find(make_key(optimizers=("sgd",)))
     assert found is not None and found.created == "2026-11-03"
 
 
-def test_a_bundle_serves_what_it_was_measured_for(
+def test_keys_cover_subsets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     key = make_key()
@@ -89,7 +89,7 @@ def test_a_bundle_serves_what_it_was_measured_for(
         assert not key.covers(make_key())
 
 
-def test_damage_is_not_found_and_gives_way() -> None:
+def test_damaged_bundles_are_replaced() -> None:
     for name in ("key.json", "bundle.json"):
         folder = store(make_key())
         (folder / name).unlink()
@@ -123,7 +123,7 @@ def test_one_job_at_a_time_has_the_lock() -> None:
             pass
         with cache.lock(make_key(world_size=4), 0):
             pass
-    # A job that was killed gives it back.
+    # The lock of a killed job is released.
     context = multiprocessing.get_context("fork")
     job = context.Process(target=_hold_and_die)
     job.start()

@@ -1,4 +1,4 @@
-"""From another device's bundle to a new one: candidates, what is kept, the command."""
+"""Calibration from another device's bundle: candidates, choice, the command."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ QUICK = TrainConfig(tuning_steps=120, batch_sets=32, **SIZES)
 def make_records(
     count: int, seed: int, *, power: float = 0.7, factor: float = 1.0, max_dim: int = 32
 ) -> list[CostRecord]:
-    """`power` says how little wide rows cost.
+    """Make records of a device; a lower `power` makes wide rows cheaper.
 
     How the rows enter is odd, the same on all devices, and takes many sets to learn.
     """
@@ -63,7 +63,7 @@ def make_records(
 
 @pytest.fixture(scope="module")
 def source() -> NeuralCostModel:
-    """A model of the device with power 0.7, of narrow tables."""
+    """Train a model of the device with power 0.7, on narrow tables."""
     data = build_sets(make_records(400, 0, max_dim=24))
     network = train(data, TrainConfig(epochs=40, batch_sets=64, **SIZES))
     return as_cost_model(network, data, "there")
@@ -98,7 +98,7 @@ def test_best_factor_has_the_least_relative_error() -> None:
 
 
 def test_a_worse_ensemble_is_not_kept(source: NeuralCostModel) -> None:
-    # The same device: nothing to learn, and a rate that destroys what was known.
+    # The same device: nothing to learn, and a destructive learning rate.
     training, test = split(make_records(60, 1))
     config = TrainConfig(tuning_steps=2, tuning_rate=3.0, **SIZES)
     found = fit_model(training, test, config, start=source)
@@ -132,7 +132,7 @@ def test_bundle_and_card_tell_what_was_done(
     info, model = COMPUTE_BUNDLE.read_info(out), load_bundle(out)
     assert (info.fingerprint.device, info.reference_ms) == ("here", 6.0)
     assert info.trained_on["started_from"] == "old"
-    # Fine-tuning bends what constants cannot.
+    # Fine-tuning learns what constants cannot express.
     scores = {n: c.evaluation.score for n, c in found.candidates.items()}
     assert scores["tuned"] < scores["refitted"] < 0.6 * scores["before"]
     assert info.trained_on["kept"] == found.kept == "tuned"
@@ -171,7 +171,7 @@ def test_measures_and_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiny sets, so that the whole command takes seconds."""
-    # The machine that runs the tests may be busy with others: all records count.
+    # The machine may be busy with other work: all records count.
     monkeypatch.setattr("torchrec_neuroshard.measure.records.USUAL_SHARE", 1.0)
     monkeypatch.setattr("torchrec_neuroshard.measure.clock.CPU_PASSES", ONE_PASS)
     out = tmp_path / "mine"
@@ -183,7 +183,7 @@ def test_measures_and_trains(
         assert main([*arguments, option, value]) == 2
         assert message in capsys.readouterr().err
         assert not out.exists()
-    # Time for too few to judge by.
+    # Time for too few test sets.
     limited = [*arguments, "--num-sets", "60", "--time-limit", "0.001"]
     assert main(limited) == 2
     assert "measure more sets" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a first launch draws and measures again, and which of its results are kept."""
+"""First launches: drawn sets, repeated measurements, and results that are kept."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ REQUEST = first_launch.LaunchRequest(
     local_world_size=2,
     seconds=1.0,
 )
-"""Four tables, one of them whole or in half, in two kernels."""
+"""Four tables in two kernels; one table is whole or split in half."""
 
 
 def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
@@ -74,13 +74,13 @@ def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
             assert table.num_embeddings <= shard.num_embeddings
             wanted = shard.profile_at(request.batch_size).num_lookups
             assert table.profile_at(request.batch_size).num_lookups == wanted
-            if shard.num_embeddings == 10**8:  # its optimizer keeps no state worth it
+            if shard.num_embeddings == 10**8:  # its optimizer has almost no state
                 assert table.num_embeddings == most // 4 // (64 * 4)
         seen.update(names)
     assert seen == {t.name for t in SHARDS}
 
 
-def test_what_the_search_may_place_is_what_is_drawn() -> None:
+def test_drawn_shards_are_the_searchs_options() -> None:
     constraints = {
         "t0": ParameterConstraints(sharding_types=["table_wise"]),
         "t1": ParameterConstraints(
@@ -103,13 +103,13 @@ def test_what_the_search_may_place_is_what_is_drawn() -> None:
     assert found == {*columns, ("t2", 500, 64)}
     assert request.batch_size == 2 * 64 and request.seconds == 3.0
     assert 7.0 in {t.pooling_factor for t in request.shards}
-    # Rows of a table run in a kernel of their own.
+    # Row shards run in their own kernel.
     whole = np.array([t.num_embeddings == 1000 for t in request.shards])
     kernels = np.array(request.kernels)
     assert not set(kernels[whole]) & set(kernels[~whole])
 
 
-def test_without_measuring_there_is_a_warning_and_the_estimate() -> None:
+def test_without_measuring_the_estimate_is_used_with_a_warning() -> None:
     planner = make_planner(cost_model="measure", comms_model=None, calibrate="never")
     model = bags(bag_config(0, 100, 16), device=META)
     with pytest.warns(UserWarning, match="calibrate='never' forbids measuring, and"):
@@ -131,7 +131,7 @@ def test_without_measuring_there_is_a_warning_and_the_estimate() -> None:
 def test_disturbed_sets_are_measured_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other work disturbs the first so many times of some sets."""
+    """Other work disturbs some sets a number of times."""
     disturbed, seen = {3: 1, 5: 2, 8: 1000}, Counter[int]()
 
     def measure(sampled: SampledSet, meanwhile: Any) -> Measurement:
@@ -151,7 +151,7 @@ def test_disturbed_sets_are_measured_again_later(
     assert reference_ms == 1.0
     assert [r.index for r in kept if r.spread > 0.1] == [8]
     assert seen[3] == 2 and seen[5] == 3 and 3 < seen[8] < 10
-    # Undisturbed ones are measured once, and all time is used.
+    # Undisturbed sets are measured once, and all time is used.
     assert {seen[r.index] for r in kept} - {2, 3, seen[8]} == {1}
     assert seen.total() == 60 and len(kept) > 50
 
@@ -163,7 +163,7 @@ shutil.copytree(sys.argv[2], sys.argv[1] + "/bundle")
 with open(sys.argv[2] + ".count", "a") as file:
     file.write("x")
 """
-"""In place of measuring."""
+"""Replaces the measurement."""
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ with open(sys.argv[2] + ".count", "a") as file:
         ("estimate", 0, "other work disturbed 0 of 40 sets"),
     ],
 )
-def test_what_was_measured_badly_is_not_kept(
+def test_bad_measurements_are_not_kept(
     truth: str,
     noisy: int,
     said: str | None,
@@ -209,5 +209,5 @@ def test_what_was_measured_badly_is_not_kept(
         (text,) = texts
         assert measured == launch + 1 and not cache.entries()
         assert said in text and "The next launch measures again" in text
-        # Both errors, on the sets that were held out.
+        # Both errors on held-out sets.
         assert text.count("%") == 2 and text in planner.last_result.warnings

@@ -1,4 +1,4 @@
-"""Training on costs that are known exactly, judging, and `neuroshard train`."""
+"""Training on exactly known costs, evaluation, and `neuroshard train`."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def test_each_member_keeps_its_own_best_epoch() -> None:
 @pytest.mark.parametrize(
     ("errors", "best"),
     [
-        ([1.0, 1.0, 1.0], 1),  # of equals the first
-        ([1.0, 1.0 - 1e-15, 1.0], 2),  # not in float32
-        ([math.nan, math.nan], 0),  # no epoch: the weights that it began with
+        ([1.0, 1.0, 1.0], 1),  # ties go to the first
+        ([1.0, 1.0 - 1e-15, 1.0], 2),  # too small for float32
+        ([math.nan, math.nan], 0),  # no epoch: the initial weights
     ],
 )
 def test_one_error_is_of_the_whole_network(errors: list[float], best: int) -> None:
@@ -119,8 +119,8 @@ def test_any_number_of_steps_trains(epochs: int) -> None:
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_physics_is_found_again(device_type: str) -> None:
-    """Times made of known constants and another cache."""
+def test_known_physics_is_recovered(device_type: str) -> None:
+    """Times follow known constants and another cache size."""
     rng = np.random.default_rng(0)
     shards = build_sets(draw_records(80, 0)).features_NF
     works = shard_works(shards, 2.0**21), set_works(set_values(shards))
@@ -140,8 +140,8 @@ def test_physics_is_found_again(device_type: str) -> None:
     assert judged.kendall_tau > 0.99
 
 
-def test_a_start_holds_where_sets_say_little() -> None:
-    """Three sets of narrow tables say nothing of wide ones: the start does."""
+def test_a_start_decides_where_there_are_no_sets() -> None:
+    """Three sets of narrow tables contain no information on wide ones."""
     few, many = build_sets(draw_records(3, 0)), build_sets(draw_records(200, 1))
     there = fit_physics(many)
     doubled = dataclasses.replace(few, costs_S2=2.0 * few.costs_S2)
@@ -155,7 +155,7 @@ def test_a_start_holds_where_sets_say_little() -> None:
 
 
 @pytest.mark.parametrize(("num_sets", "share"), [(300, 0.3), (20, 0.05)])
-def test_members_see_different_sets_and_their_spread_tells_the_error(
+def test_members_see_different_sets_and_their_spread_matches_errors(
     num_sets: int, share: float
 ) -> None:
     training = build_sets(draw_records(num_sets, 0))
@@ -170,7 +170,7 @@ def test_members_see_different_sets_and_their_spread_tells_the_error(
 
 
 def test_devices_are_learned_together() -> None:
-    """Few sets of one, many of another that takes three times as long."""
+    """Few sets of one device, many of another that takes three times as long."""
     few, test = build_sets(draw_records(60, 0)), build_sets(draw_records(100, 2))
     many = build_sets(draw_records(300, 1, factor=3.0))
     alone, together = (

@@ -1,6 +1,6 @@
-"""Training the model of collectives, its bundle and the train command.
+"""Training of models of collectives, their bundles and `neuroshard train`.
 
-The records follow a law that is known: launch, peers, the busiest direction, all bytes.
+The records follow a known law: launch, peers, busiest direction, all bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GB_PER_S = 2.0
 
 
 def law(collective: str, bytes_per_peer: Sequence[int]) -> np.ndarray:
-    """Time of each rank [ms]; its dependence on the world size is not a term."""
+    """Return each rank's time [ms]; its dependence on the world size is not a term."""
     world = len(bytes_per_peer)
     units = np.array([bytes_per_peer], dtype=np.float64)
     terms = collective_terms(collective, units, world, GB_PER_S, 0.0)[0]
@@ -105,7 +105,7 @@ def test_a_collective_without_records(training: CommsData) -> None:
     assert fitted[0].any()  # the others' mean
     start = np.full_like(fitted, 0.25)
     pulled = fit_collectives.fit_coefficients(left, start)
-    assert np.unique(pulled[0]).size == 1  # as it was, but for a factor
+    assert np.unique(pulled[0]).size == 1  # unchanged, except for a factor
 
 
 def test_too_little_to_train_on() -> None:
@@ -118,7 +118,7 @@ def test_too_little_to_train_on() -> None:
             build_comms(records, GB_PER_S, 0.0)
 
 
-def test_another_machines_model_is_taken_over(training: CommsData) -> None:
+def test_another_machines_model_is_a_start(training: CommsData) -> None:
     source = fit_collectives.fit_coefficients(training)
     few, test = data((2, 4), count=15, seed=20), data((2, 4), count=60, seed=60)
     few, test = (
@@ -148,7 +148,7 @@ def write(folder: Path, worlds: Sequence[int]) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained on 2 and 4 ranks and tested on 3."""
+    """Make a bundle trained on 2 and 4 ranks and tested on 3."""
     folder = tmp_path_factory.mktemp("comms")
     found = train_comms_bundle(
         write(folder, (2, 3, 4)),
@@ -225,11 +225,11 @@ def test_command_dispatches_on_the_kind_of_records(
     assert load(out, 2).shape == (1, 2, 2)
 
 
-def test_planner_finds_what_was_measured_or_published(
+def test_planner_finds_measured_or_published_collectives(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def found_for(cost_model: str | Path, device: str, kind: str = "cpu") -> Any:
-        """On this machine's device."""
+        """Return the model found for this machine's device."""
         monkeypatch.setattr(find, "current_device_name", lambda _: device)
         return load_comms_model(
             cost_model, device_type=kind, world_size=8, local_world_size=8
@@ -239,7 +239,7 @@ def test_planner_finds_what_was_measured_or_published(
     np.testing.assert_array_equal(
         found.all_to_all(np.full((1, 8), 64.0), 512), load(bundle, 8)
     )
-    # Measured over gloo: not for GPUs. Their published links are labelled as such.
+    # Measured with gloo, so not for GPUs. Published links are labelled as such.
     published = found_for(bundle, "NVIDIA H200", "cuda")
     assert published.source == "published links of h200, not measured"
     assert found_for(bundle, "NVIDIA A10", "cuda") is None
@@ -251,7 +251,7 @@ def test_planner_finds_what_was_measured_or_published(
         assert found_for("auto", "another CPU") is None
         assert found_for("auto", "a CPU").source == "measured"
 
-    # A bundle of collectives alone leaves kernels to "auto".
+    # A bundle with only collectives leaves kernels to "auto".
     with pytest.warns(UserWarning, match="no cost model was measured on a CPU") as said:
         planner = make_planner(cost_model=bundle, comms_model=None)
     alone = "holds only collectives: kernels are costed"

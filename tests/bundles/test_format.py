@@ -1,4 +1,4 @@
-"""Bundles and what is found by a name: what is saved and shipped is what is loaded."""
+"""Bundles: saving, loading, finding by name, and the shipped ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_xeon.parquet
 
 
 def write_bundle(folder: Path, device: str = "test device") -> None:
-    """What was shipped, as of another device."""
+    """Write a shipped bundle as another device's."""
     network, info = COMPUTE_BUNDLE.load(BUNDLE)
     info = dataclasses.replace(info, fingerprint=make_fingerprint(device))
     COMPUTE_BUNDLE.save(folder, network, info, "# card\n")
@@ -128,7 +128,7 @@ def test_auto_takes_the_bundle_of_this_device(
         assert isinstance(load_cost_model("auto"), PhysicalCostModel)
     write_bundle(tmp_path / "this", device=cpu_name())
     assert isinstance(load_cost_model("auto"), NeuralCostModel)
-    # Never for a GPU: its card is found by its name.
+    # Never for a GPU, whose card is found by its name.
     for device, gb_per_s in ((cpu_name(), 3350.0), ("NVIDIA B200", None)):
         monkeypatch.setattr(find, "current_device_name", lambda _, d=device: d)
         with pytest.warns(UserWarning, match="no cost model was measured") as said:
@@ -158,12 +158,12 @@ def test_card_shows_the_errors_that_the_data_give() -> None:
 
 @pytest.mark.parametrize(("name", "world_size"), [("epyc", 3), ("epyc_zen5", 6)])
 def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
-    """At world sizes that were not in training."""
+    """Checked at world sizes that were not in training."""
     bundle = BUNDLE.parent / f"cpu_{name}"
     [(_, records)] = read_comms_records([DATA.parent / f"comms_gloo_{name}.parquet"])
     assert world_size not in COMMS_BUNDLE.read_info(bundle).world_sizes
     ranks = {"world_size": world_size, "local_world_size": world_size}
-    # In milliseconds of the run that measured them.
+    # In the time unit of the run that measured them.
     model = load_comms_bundle(bundle, compute=None, **ranks)
     errors = []
     for r in records:
@@ -194,7 +194,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     ],
     ids=["dtype", "device", "autocast", "fake"],  # the same in all processes
 )
-def test_predictions_are_the_same_whatever_torch_is_told(settings: Any) -> None:
+def test_predictions_do_not_depend_on_torchs_defaults(settings: Any) -> None:
     def predictions() -> list[Any]:
         compute = load_cost_model("cpu")
         comms = load_comms_model("cpu", device_type="cpu", **FOUR)
@@ -208,7 +208,7 @@ def test_predictions_are_the_same_whatever_torch_is_told(settings: Any) -> None:
         assert predictions() == expected
 
 
-def test_measured_collectives_stand_in_for_those_of_other_cpus(
+def test_measured_collectives_stand_in_for_other_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def exchange(model: CommsModel | None) -> npt.NDArray[np.float64]:
@@ -222,9 +222,9 @@ def test_measured_collectives_stand_in_for_those_of_other_cpus(
     np.testing.assert_array_equal(exchange(found), measured)
     assert found is not None and found.source.startswith("measured on AMD EPYC")
     assert found.source.endswith("as a stand-in")
-    # A bandwidth that is given goes before what another machine measured.
+    # A given bandwidth takes precedence over another machine's measurements.
     assert load_comms_model("auto", **cpus, intra_gb_per_s=5.0) is None
-    # Collectives come in the compute model's milliseconds.
+    # Collectives have the compute model's time unit.
     bundle = find.PRETRAINED / "cpu_epyc"
     compute = COMPUTE_BUNDLE.read_info(bundle).reference_ms
     own = COMMS_BUNDLE.read_info(bundle).compute_reference_ms

@@ -36,7 +36,7 @@ SHOWN = {
 }
 
 
-def test_cards_are_found_by_the_name_that_torch_shows_and_by_their_own() -> None:
+def test_cards_are_found_by_torchs_name_and_their_own() -> None:
     found = {name: find_card(name) for name in SHOWN}
     assert {name: card and card.name for name, card in found.items()} == SHOWN
     for card in GPU_CARDS.values():
@@ -47,7 +47,7 @@ def test_cards_are_found_by_the_name_that_torch_shows_and_by_their_own() -> None
 
 
 def figures(card: GpuCard) -> list[Figure]:
-    """The figures that all cards have."""
+    """Return the figures that all cards have."""
     names = [n for n in GpuCard.__slots__ if n != "threads_per_ns"]
     values = [getattr(card, name) for name in names]
     return [v for v in values if isinstance(v, Figure)]
@@ -59,7 +59,7 @@ def test_links_are_slower_the_further_they_reach() -> None:
         assert card.inter_gb_per_s.value < card.intra_gb_per_s.value
         assert card.intra_gb_per_s.value < card.hbm_gb_per_s.value
         assert card.host_gb_per_s.value < card.hbm_gb_per_s.value
-        # L2 holds a small part of memory: units were not mixed up.
+        # Units are not mixed up: L2 is a small part of memory.
         assert 0 < card.l2_mib.value * 2**20 < 0.01 * card.memory_gb.value * 1e9
 
 

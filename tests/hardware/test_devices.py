@@ -1,4 +1,4 @@
-"""Names of devices, and a GPU's state by way of stand-ins for its driver."""
+"""Names of devices, and a GPU's state with stand-ins for its driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_nvml_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_gpu_monitor(gpu) is None
     handles: dict[str, str] = {}
     reasons = [0x1 | 0x4, 0x20 | 0x4, 0x40 | 0x80]  # idle, or at the power cap
-    nvml = SimpleNamespace(  # what of `pynvml` is used
+    nvml = SimpleNamespace(  # the parts of `pynvml` that are used
         NVML_CLOCK_SM=1,
         NVML_CLOCK_MEM=2,
         NVML_TEMPERATURE_GPU=0,

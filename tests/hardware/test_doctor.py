@@ -13,14 +13,14 @@ import pytest
 import torchrec_neuroshard
 from torchrec_neuroshard.errors import EnvironmentMismatchError
 from torchrec_neuroshard.hardware import doctor
-from torchrec_neuroshard.hardware.doctor import find_problems, mend_command
+from torchrec_neuroshard.hardware.doctor import find_problems, fix_command
 
 ROOT = Path(torchrec_neuroshard.__file__).parents[1]
 SOUND = {
     **{"torch": "2.13.0+cpu", "fbgemm-gpu-cpu": "1.8.0", "torchrec": "1.8.0"},
     **dict.fromkeys(("pyre-extensions", "tensordict", "torchmetrics", "tqdm"), "1.0"),
 }
-OVERWRITTEN = {**SOUND, "fbgemm-gpu": "1.9.0"}  # by `pip install torchrec`
+OVERWRITTEN = {**SOUND, "fbgemm-gpu": "1.9.0"}  # after `pip install torchrec`
 
 
 def changed(**changes: str) -> dict[str, str]:
@@ -64,17 +64,17 @@ def test_clash_is_named(environment: dict[str, str], message: str) -> None:
         (OVERWRITTEN, "torch==2.13.* fbgemm-gpu-cpu==1.8.* torchrec==1.8.*"),
     ],
 )
-def test_one_command_brings_one_release(environment: dict[str, str], pins: str) -> None:
+def test_command_installs_one_release(environment: dict[str, str], pins: str) -> None:
     torch_pin, *other_pins = pins.split()
-    removal, torch, others = mend_command(environment).split(" && ")
+    removal, torch, others = fix_command(environment).split(" && ")
     assert {"uninstall", "fbgemm-gpu", "fbgemm-gpu-cpu"} <= set(shlex.split(removal))
     assert torch_pin in shlex.split(torch)
-    # Without --no-deps torchrec would bring the newest CUDA fbgemm.
+    # Without --no-deps, torchrec would install the newest CUDA build of fbgemm.
     assert shlex.split(others)[-3:] == ["--no-deps", *other_pins]
 
 
 def run_doctor(folder: Path) -> tuple[int, str]:
-    """Run it where `folder` is all that is installed."""
+    """Run it with only the packages in `folder` installed."""
     done = subprocess.run(
         [sys.executable, "-S", "-m", "torchrec_neuroshard", "doctor"],
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"},
@@ -85,7 +85,7 @@ def run_doctor(folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_versions_are_read_without_importing_anything(tmp_path: Path) -> None:
+def test_doctor_imports_no_framework(tmp_path: Path) -> None:
     packages = {"torch": "2.13.0", "fbgemm-gpu-cpu": "1.8.0", "torchrec": "1.8.0"}
     others = ("pyre-extensions", "tensordict", "torchmetrics", "tqdm")
     for name, version in {**packages, **dict.fromkeys(others, "1.0")}.items():
@@ -121,7 +121,7 @@ def test_a_failure_to_load_is_an_error(
     assert "do not load: OSError: no symbol" in capsys.readouterr().out
 
 
-def test_failure_is_blamed_on_a_clash_only_where_there_is_one(
+def test_only_failures_with_a_clash_are_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for environment, module, explained in (

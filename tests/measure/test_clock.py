@@ -39,10 +39,10 @@ def test_time_is_the_median_ratio_times_the_nominal() -> None:
 
 
 class Queue(list[str]):
-    """What is put into the device's queue, in order."""
+    """Records what is put into the device's queue."""
 
     busy_repeats = DeviceClock.REPEATS
-    """Repeats of the flush that keep the device busy."""
+    """Fewest repeats of the flush that keep the device busy."""
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
             queue.append("event")
 
         def query(self) -> bool:
-            """The device is through with a flush of few repeats before the host."""
+            """Whether the device has finished a short flush before the host."""
             before = reversed(queue[: self.position])
             flushes = itertools.takewhile(lambda e: e.startswith("flush"), before)
             return len(list(flushes)) < queue.busy_repeats
@@ -90,7 +90,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
 
 
 @pytest.mark.parametrize(("needed", "taken"), [(40, 64), (10**9, 256)])
-def test_events_enclose_the_pass_alone_behind_a_flush_that_is_long_enough(
+def test_events_enclose_only_the_pass_after_a_long_enough_flush(
     queue: Queue, needed: int, taken: int
 ) -> None:
     queue.busy_repeats = needed
@@ -109,14 +109,14 @@ def test_events_enclose_the_pass_alone_behind_a_flush_that_is_long_enough(
     attempts = 1 + (taken // DeviceClock.REPEATS).bit_length() - 1
     assert queue.count("forward") == queue.count("step") == attempts
     assert clock.repeats == taken
-    assert queue.count("wait") == 1  # nothing is waited for before it is queued again
+    assert queue.count("wait") == 1  # queued again without waiting
     flush = ["flush 1000"] * taken
     last = [*flush, "event", "forward", "event"]
     last += [*flush, "event", "backward", "step", "event", "wait"]
     assert queue[-len(last) :] == last
-    clock(forward, backward)()  # the next pass begins with what was found
+    clock(forward, backward)()  # the next pass starts with the longer flush
     assert queue.count("forward") == attempts + 1
-    # The flush is as short as before soon after a late pass.
+    # Soon after a late pass, the flush is as short as before.
     queue.busy_repeats = DeviceClock.REPEATS
     for _ in range(4 * DeviceClock.TIMELY_PASSES):
         clock(forward, backward)()

@@ -34,7 +34,7 @@ def make(
     std: float,
     **more: Any,
 ) -> TableConfig:
-    """A table that reads `mean` ids per sample, of this distribution."""
+    """Make a table that reads `mean` ids per sample from a distribution."""
     batch_size = more.pop("batch_size", BATCH)
     profile = FeatureProfile(
         batch_size=batch_size,
@@ -53,7 +53,7 @@ TABLES = (
     make(7, 4, ACCESS[2], 0.5, 0.0),
 )
 FEATURES = (0, 1, 1, 2)
-"""The table of each feature."""
+"""Table of each feature."""
 
 
 def variants(**changes: object) -> tuple[TableConfig, ...]:
@@ -61,7 +61,7 @@ def variants(**changes: object) -> tuple[TableConfig, ...]:
 
 
 def looked_up(batch: kernels.InputBatch, weights: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of each bag's rows, feature after feature."""
+    """Return the sum of each bag's rows, feature after feature."""
     found = []
     for feature, table in enumerate(FEATURES):
         offsets = batch.offsets[feature * BATCH : (feature + 1) * BATCH + 1]
@@ -77,7 +77,7 @@ def looked_up(batch: kernels.InputBatch, weights: list[torch.Tensor]) -> torch.T
 @pytest.mark.parametrize(
     ("weighted", "data_type"), [(False, "fp32"), (True, "fp16"), (True, "fp32")]
 )
-def test_passes_are_those_of_torch(weighted: bool, data_type: str) -> None:
+def test_passes_match_torch(weighted: bool, data_type: str) -> None:
     tables = variants(weighted=weighted, data_type=data_type, optimizer="sgd")
     memory = kernels.Arena(1 << 16) if weighted else None
     kernel = kernels.FusedTables(tables, CPU, memory)
@@ -93,7 +93,7 @@ def test_passes_are_those_of_torch(weighted: bool, data_type: str) -> None:
     output, expected = kernel.forward(batch), looked_up(batch, copies)
     assert output.shape == (BATCH, kernel.output_dim)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
-    # The fused step's rate is small; gradients by it make steps of order one.
+    # The learning rate is small; these gradients give steps of order one.
     grad = torch.randn(BATCH, kernel.output_dim) * 1e6
     torch.autograd.backward([output, expected], [grad, grad])
     torch.optim.SGD(copies, lr=1e-6).step()
@@ -148,7 +148,7 @@ def test_kernels_that_do_not_exist_are_refused() -> None:
 def test_fbgemm_without_preallocated_buffers_uses_the_arena_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As FBGEMM 1.6, which raises TypeError for the argument."""
+    """FBGEMM 1.6 raises TypeError for the argument."""
     build: Any = vars(kernels)["SplitTableBatchedEmbeddingBagsCodegen"]
 
     def without(specs: Any, **options: Any) -> Any:
@@ -164,7 +164,7 @@ def test_fbgemm_without_preallocated_buffers_uses_the_arena_too(
     assert weights[0].data_ptr() == held.data_ptr()
 
 
-# What a GPU needs, on a CPU
+# A GPU's code paths, on a CPU
 
 
 @pytest.mark.parametrize(("mean", "std"), [(2.3, 0.0), (7.0, 2.6), (5.0, 9.0)])
@@ -178,7 +178,7 @@ def test_inputs_follow_their_profile(mean: float, std: float) -> None:
     )
     assert torch.equal(first.indices_L, same.indices_L)
     assert not torch.equal(first.offsets, other.offsets)
-    # Lengths as NumPy draws them.
+    # Lengths have NumPy's distribution.
     there = first.offsets.diff().numpy()
     here = draw_lengths(np.random.default_rng(1), mean, std, count)
     assert there.mean() == pytest.approx(here.mean(), abs=6 * here.std() / count**0.5)
@@ -195,7 +195,7 @@ def test_inputs_follow_their_profile(mean: float, std: float) -> None:
     assert (np.abs(np.array(count_histogram(counts)) - expected) <= noise).all()
 
 
-def test_memory_is_taken_once_and_no_more_than_there_is(
+def test_memory_is_reserved_once_within_the_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = SimpleNamespace(mem_get_info=lambda _: (2**30, 2**31))
@@ -218,10 +218,8 @@ def test_memory_is_taken_once_and_no_more_than_there_is(
 
 @pytest.mark.parametrize("data_type", ["fp32", "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_kernels_of_a_gpu_are_built_with_the_state_that_is_counted(
-    optimizer: str, data_type: str
-) -> None:
-    """On the "meta" device, which takes a GPU's path up to the launch."""
+def test_gpu_kernels_have_the_counted_state(optimizer: str, data_type: str) -> None:
+    """The "meta" device takes the same path as a GPU up to the launch."""
     tables = variants(optimizer=optimizer, data_type=data_type)
     kernel = kernels.FusedTables(tables, torch.device("meta"))
     module = kernel.module
@@ -237,7 +235,7 @@ def test_kernels_of_a_gpu_are_built_with_the_state_that_is_counted(
     )
     per_row = 4 * (100 + 40 + 7) if optimizer == "rowwise_adagrad" else 0
     assert state == {"adam": 8, "adagrad": 4}.get(optimizer, 0) * weights + per_row
-    # fp16 weights are rounded as TorchRec's are.
+    # fp16 weights are rounded like TorchRec's.
     assert module.stochastic_rounding
     released = weakref.ref(module)
     del kernel, module

@@ -42,12 +42,12 @@ def passes(
 
 def test_disturbed_records_are_left_out() -> None:
     usual = [passes(i, 1.0, 1.2, 2.0) for i in range(5)]
-    jumping = passes(5, 1.0, 3.0, 2.0)  # its passes disagree
-    shared = passes(6, 2.0, 2.0, 3.1)  # steady, beside a slow reference
+    jumping = passes(5, 1.0, 3.0, 2.0)  # its passes differ
+    shared = passes(6, 2.0, 2.0, 3.1)  # steady passes, but a slow reference
     slower = passes(7, 2.0, 2.0, 2.9)
     assert steady_records([*usual, jumping, shared, slower]) == [*usual, slower]
     assert steady_records([]) == []
-    # Without a reference the passes speak.
+    # Without a reference, only the passes count.
     bare, jumping, slower = passes(0, 1.0, 1.2), passes(5, 1.0, 3.0), passes(6, 2, 2)
     assert steady_records([bare, jumping, slower]) == [bare, slower]
 
@@ -58,4 +58,4 @@ def test_most_records_stay_where_most_are_throttled_or_disturbed() -> None:
     assert steady_records([*cool, *hot[:4]]) == cool
     assert steady_records([*cool, *hot]) == [*cool, *hot]
     restless = [passes(i, 1.0, 1.0 + 0.1 * i, 2.0 + 0.3 * i) for i in range(20)]
-    assert steady_records(restless) == restless[:16]  # the worst of them go
+    assert steady_records(restless) == restless[:16]  # only the worst are left out

@@ -30,7 +30,7 @@ SAMPLING = SamplingConfig(
 )
 
 
-def test_command_measures_the_sampled_sets_and_goes_on_where_it_stopped(
+def test_command_measures_sampled_sets_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, nominal_ms = tmp_path / "r.parquet", Reference.nominal_ms
@@ -92,7 +92,7 @@ def test_command_measures_the_sampled_sets_and_goes_on_where_it_stopped(
     assert [r.index for r in more] == [0, 1, 2, 3]
     printed = " ".join(capsys.readouterr().out.split())
     assert "3 sets measured again after the restart" in printed
-    # The time limit counts from the start of the command, imports and models included.
+    # The time limit includes imports and models: it starts with the command.
     begun = time.monotonic() - 100
     monkeypatch.setattr("torchrec_neuroshard.cli._STARTED", begun)
     assert collect(9, "--time-limit", "50") == 0
@@ -106,7 +106,7 @@ def timed(index: int, ms: float = 1.0, **changes: Any) -> CostRecord:
     return make_record(tables, ms, ms, **{**known, **changes})
 
 
-def test_a_slower_reference_after_a_restart_is_made_up_for() -> None:
+def test_a_slower_reference_after_a_restart_is_corrected() -> None:
     earlier = [timed(i, 10.0 + i) for i in range(5)]
     again = [timed(i, (10.0 + i) * 0.8) for i in range(4)] + [timed(4, 1000.0)]
     assert run.unit_factor(earlier, again) == pytest.approx(1.25)
@@ -118,7 +118,7 @@ Collect = Callable[[Measure, int], tuple[list[CostRecord], str]]
 
 @pytest.fixture
 def collect_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Collect:
-    """Collect sets whose measurements are made up."""
+    """Collect sets with given measurements."""
     monkeypatch.setattr(Reference, "nominal_ms", lambda self: 1.0)
 
     def collect(measure: Measure, num_sets: int) -> Any:
@@ -135,7 +135,7 @@ def collect_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Collect:
 
 
 def test_disturbed_and_throttled_sets_are_measured_again(collect_as: Collect) -> None:
-    """Of both measurements of a set the better one is kept."""
+    """The better of a set's measurements is kept."""
     held = {"throttled": "power brake"}
     both: dict[int, list[dict[str, Any]]] = {
         2: [{"spread": 0.5}, {"spread": 0.9}, {"spread": 0.6}, {"spread": 0.7}],
@@ -154,7 +154,7 @@ def test_disturbed_and_throttled_sets_are_measured_again(collect_as: Collect) ->
     assert [measured.count(i) for i in range(15)] == [
         len(both.get(i, [{}])) for i in range(15)
     ]
-    assert measured[:4] == [0, 1, 2, 2]  # every other turn is a disturbed set's
+    assert measured[:4] == [0, 1, 2, 2]  # disturbed and new sets alternate
     spreads = [r.spread for r in records[2:6]]
     assert spreads == pytest.approx([0.5, 0.01, 0.01, 0.02])
     assert [r.throttled for r in records[2:6]] == ["", "", "power brake", ""]
@@ -162,7 +162,7 @@ def test_disturbed_and_throttled_sets_are_measured_again(collect_as: Collect) ->
     assert "1 were kept although the device was throttled" in printed
 
 
-def test_a_set_gets_a_second_chance_at_memory(collect_as: Collect) -> None:
+def test_a_set_is_retried_when_memory_runs_out(collect_as: Collect) -> None:
     tried: list[int] = []
 
     def measure(index: int) -> CostRecord:
@@ -184,7 +184,7 @@ def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
         if index < 2:
             raise RuntimeError("CUDA error: an illegal memory access\nmore lines")
         if index == 3:
-            raise RuntimeError("shapes differ")  # our fault, not the device's
+            raise RuntimeError("shapes differ")  # our bug, not the device's
         return timed(index)
 
     for index in range(2):

@@ -1,4 +1,4 @@
-"""Sampling of collectives, their records, and what the collector refuses."""
+"""Sampling of collectives, their records, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_samples_cover_sizes_collectives_and_skews() -> None:
 def test_a_transfer_counts_from_the_last_arrival(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 0 arrives 4 ms before rank 1 and only waits for it until then."""
+    """Rank 0 arrives 4 ms before rank 1 and waits for it."""
     runner = SimpleNamespace(run=lambda: None)
     monkeypatch.setattr(run_collectives, "CollectiveRunner", lambda *_, **__: runner)
     arrivals_s, ends_s = [0.0, 4e-3], [6e-3, 7e-3]
@@ -96,7 +96,7 @@ def test_a_transfer_counts_from_the_last_arrival(
     sampled = sample_collective(0, 0, SIZES, {"world": 2})
     found = meter.measure(sampled, reference_ms=6.0)
     assert found.reference_ms == pytest.approx(3.0)
-    # The machine is half as fast as when its nominal speed was taken.
+    # The machine is half as fast as at its nominal speed.
     assert found.transfer_ms == pytest.approx((4.0, 6.0))
 
 
@@ -108,7 +108,7 @@ def test_other_runs_backends_and_kinds_of_records_are_refused(tmp_path: Path) ->
     for path in (gloo, nccl):
         with RecordStore(path, make_comms_header(backend=path.name)) as store:
             store.append(make_comms_record())
-            assert record_kind(path) == "comms"  # a run under way
+            assert record_kind(path) == "comms"  # a running run
         assert record_kind(path) == "comms"
     for change, value in (
         ({"world_size": 4}, "world_size: 2"),
@@ -160,7 +160,7 @@ def test_bad_values_are_refused(kind: Any, change: Any, value: str) -> None:
         ({}, "nccl", "0 for 3 ranks"),
     ],
 )
-def test_ranks_that_cannot_be(
+def test_bad_ranks_are_refused(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], backend: str, value: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

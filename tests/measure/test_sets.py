@@ -33,11 +33,11 @@ BASE = tuple(
 NUM_SETS = 200
 
 
-def test_sets_are_as_the_config_says() -> None:
+def test_sets_follow_the_config() -> None:
     sets = [SetSampler(CONFIG, 9, BASE).sample(i) for i in range(NUM_SETS)]
     repeats = {s.index: sets[s.repeat_of] for s in sets if s.repeat_of is not None}
     assert len(repeats) == pytest.approx(NUM_SETS / CONFIG.repeat_every, abs=4)
-    # Every position of the cycle is measured again at some time.
+    # Every position of the cycle is repeated at some time.
     assert {first.index % 5 for first in repeats.values()} == {0, 1, 2, 3}
     for sampled in sets:
         first = repeats.get(sampled.index, sampled)
@@ -75,11 +75,11 @@ def test_sets_are_as_the_config_says() -> None:
     assert {t.num_features > 1 for t in every} == {True, False}
     assert {t.name.split("/")[0] for t in every} == {"real", "generated"}
     assert {len(s.tables) for s in sets} >= {1, 5, 9}
-    # Usual batch sizes and unusual ones.
+    # Powers of two and other batch sizes.
     assert {s.batch_size for s in sets} >= {1_024, 2_048}
     assert len({s.batch_size for s in sets}) > 50
 
-    # Each set holds tables of one part: those to test on, to choose by, to train on.
+    # Each set has tables of one part only: test, validation or training.
     real: dict[tuple[bool, bool], set[str]] = {
         (True, False): set(),
         (False, True): set(),
@@ -96,7 +96,7 @@ def test_sets_are_as_the_config_says() -> None:
     assert share == pytest.approx(CONFIG.held_out_sets, abs=0.1)
 
 
-def test_small_sets_are_as_frequent_as_large_ones_where_costs_are_predicted() -> None:
+def test_predicted_costs_make_cheap_sets_as_frequent() -> None:
     config = SamplingConfig()
 
     def predict_ms(drawn: SampledSet) -> float:
@@ -110,7 +110,7 @@ def test_small_sets_are_as_frequent_as_large_ones_where_costs_are_predicted() ->
     assert 0.3 < (ms < 1.0).sum() / (ms > 20.0).sum() < 3.0
 
 
-def test_a_gpu_gets_all_kinds_and_sets_as_large_as_it_has_room_for(
+def test_a_gpu_gets_all_kinds_and_large_sets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def config_of(memory: int) -> SamplingConfig:
@@ -124,7 +124,7 @@ def test_a_gpu_gets_all_kinds_and_sets_as_large_as_it_has_room_for(
     assert config_of(12 * memory) == config
     sets = [SetSampler(config, 4, []).sample(i) for i in range(150)]
     tables = [t for s in sets for t in s.tables]
-    # FBGEMM's kernel for Adam takes no fp16 weights.
+    # FBGEMM's Adam kernel takes no fp16 weights.
     kinds = {(o, d) for o in OPTIMIZERS for d in ("fp32", "fp16")} - {("adam", "fp16")}
     assert {(t.optimizer, t.data_type) for t in tables} == kinds
     assert max(s.batch_size for s in sets) > 40_000

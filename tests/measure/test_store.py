@@ -151,7 +151,7 @@ def test_files_of_two_machines_are_not_read_together(tmp_path: Path) -> None:
 
 
 def test_times_of_all_files_are_in_the_unit_of_the_first(tmp_path: Path) -> None:
-    """Two runs that found the same ratios to the reference tell the same times."""
+    """Two runs with the same ratios to the reference have the same times."""
     paths = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
     write(paths[0], 0)
     slower = dataclasses.replace(HEADER, reference_ms=5.0, seed=9)

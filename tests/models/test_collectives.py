@@ -38,10 +38,10 @@ def published(world: int = 8, **links: float) -> PublishedCommsModel:
 
 
 def test_other_collectives_move_the_bytes_of_an_all_to_all() -> None:
-    """By hand: 4 ranks, 100 GB/s; a rank passes three quarters of what it holds."""
+    """4 ranks, 100 GB/s: a rank sends three quarters of its bytes."""
     per_byte = 0.75 / 100e6
     ms = model().all_to_all(np.array([[128.0, 0.0, 0.0, 0.0]]), 1000)
-    # A rank that holds nothing still receives.
+    # A rank without columns still receives.
     sent = 1000 * 4 * per_byte * np.array([128, 32, 32, 32])
     np.testing.assert_allclose(ms[0, :, 0], sent)
     sent_to = np.array([[1e6, 2e6, 0.0, 5e6]])
@@ -58,7 +58,7 @@ def test_other_collectives_move_the_bytes_of_an_all_to_all() -> None:
 
 
 def test_published_links_by_hand() -> None:
-    """A start, the bytes that move, and the ramp between the two [us]."""
+    """Start, transfer and ramp [us]."""
     one, two = published(), published(16)
     assert one.source == "published links of h100, not measured"
     sent = 1024 * 65536 * 4
@@ -77,7 +77,7 @@ def test_published_links_by_hand() -> None:
     expected = ms(11.6, 2 * moved, 2.7)
     np.testing.assert_allclose(given.all_to_all(columns, 65536), expected)
 
-    # An all-to-all leaves by each rank's own share of the network, a ring by all's.
+    # An all-to-all uses each rank's own share of the network, a ring all shares.
     columns, moved = np.full((1, 16), 1024.0), sent * 15 / 16
     expected = ms(11.6 + 25.7, moved / 2 / 35e3, 4.0)
     np.testing.assert_allclose(two.all_to_all(columns, 65536), expected)
@@ -85,7 +85,7 @@ def test_published_links_by_hand() -> None:
     np.testing.assert_allclose(two.row_wise(columns, 65536), expected)
 
 
-# What was measured, with any coefficients
+# Measured models, with any coefficients
 
 
 LINKS = (2.0, 0.5)
@@ -106,7 +106,7 @@ def measured(world: int = 4, local: int = 4, **settings: Any) -> MeasuredCommsMo
 
 
 def test_terms_by_hand() -> None:
-    """Three ranks of one node; sizes that stay in the first segment."""
+    """Three ranks of one node; all sizes are in the first segment."""
 
     def terms(collective: str, local: int, *sizes: float) -> dict[str, Any]:
         found = collective_terms(collective, np.array([sizes]), local, *LINKS)[0]
@@ -128,7 +128,7 @@ def test_terms_by_hand() -> None:
     back = terms("pooled_backward", 3, 100.0, 200.0, 0.0)
     for side, other in (("sent", "received"), ("most_received", "most_sent")):
         assert sizes(back, side) == sizes(one, other)
-    # Two nodes of two ranks; four times slower between them.
+    # Two nodes of two ranks; links between nodes are four times slower.
     two = terms("pooled_forward", 2, 100.0, 200.0, 0.0, 50.0)
     assert sizes(two, "sent") == pytest.approx([900, 1800, 0, 450])
     assert sizes(two, "received") == pytest.approx([400, 300, 1250, 1200])

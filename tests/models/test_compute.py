@@ -1,4 +1,4 @@
-"""Compute cost models beyond their contract: exact numbers and wrappers."""
+"""Cost models of kernels beyond their contract: exact numbers and wrappers."""
 
 import dataclasses
 import functools
@@ -42,13 +42,13 @@ def random_neural(seed: int = 0) -> NeuralCostModel:
 
 
 @pytest.mark.parametrize("count", [1, 7, 900])
-def test_arrays_are_the_network(count: int) -> None:
+def test_arrays_predict_like_the_network(count: int) -> None:
     network = random_neural().network
     arrays, features = NetworkArrays(network), random_features(count, 5)
     with torch.inference_mode():
         inputs = map(torch.from_numpy, shard_inputs(features, network.physics))
         encoded = network.encode(*inputs).numpy()
-    # In float32 sums of products in another order differ by that much.
+    # Float32 sums in another order differ by this much.
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5)
     close(arrays.encode(features), encoded)
     rng = np.random.default_rng(6)
@@ -74,13 +74,13 @@ def test_uncertainty_is_the_spread_of_the_members() -> None:
     np.testing.assert_allclose(spread, 0, atol=1e-5)
 
 
-def test_kernels_among_others_take_longer_each_way() -> None:
+def test_concurrent_kernels_take_longer_both_ways() -> None:
     alone = random_neural()
     comms = AnalyticCommsModel()
     assert ConcurrentCostModel.of(alone, comms) is alone
     comms.compute_slowdown = (1.5, 2.0)
     slowed = ConcurrentCostModel.of(alone, comms)
-    assert ConcurrentCostModel.of(slowed, comms) is slowed  # not twice
+    assert ConcurrentCostModel.of(slowed, comms) is slowed  # must not count twice
     sums = slowed.encode(random_features(4, 1))
     np.testing.assert_allclose(
         slowed.predict_sums(sums), alone.predict_sums(sums) * [1.5, 2.0]

@@ -60,7 +60,7 @@ def features(*tables: TableConfig) -> npt.NDArray[np.float32]:
 def times(
     values_NF: npt.NDArray[np.float32], constants: PhysicalConstants
 ) -> npt.NDArray[np.float64]:
-    """Forward and backward of the shards as one set [ms]."""
+    """Return forward and backward of the shards as one set [ms]."""
     model = PhysicalCostModel(constants, name="a card", hardware="a card")
     sets = model.predict_sets(values_NF, np.zeros(len(values_NF), np.int64), 1)
     together: npt.NDArray[np.float64] = sets[0]
@@ -83,16 +83,16 @@ def test_looked_up_bytes_move_unless_a_cache_holds_their_rows() -> None:
     np.testing.assert_allclose(forward, moved / 1e9, rtol=1e-4)
 
     def spared(exponent: float, cache_mib: float) -> float:
-        """Share of the looked-up bytes."""
+        """Return the share of the looked-up bytes that a cache saves."""
         table = features(skewed(exponent))
         cached = dataclasses.replace(BYTES_ONLY, cache_mib=cache_mib)
         less = [times(table, c)[0] for c in (BYTES_ONLY, cached)]
         return float((less[0] - less[1]) * 1e9 / column(table, "lookup_bytes")[0])
 
-    # All of it: each row is read once.
+    # The cache holds the table: each row is read once.
     once = column(table, "distinct_bytes") / column(table, "lookup_bytes")
     np.testing.assert_allclose(spared(1.05, 1e6), 1 - once, rtol=1e-4)
-    # A thirtieth of the table: the hottest rows fill the cache first.
+    # It holds a thirtieth of the table: the hottest rows fill it first.
     assert spared(0.0, 16) < 0.05 < 0.3 < spared(1.05, 16) < spared(1.4, 16)
 
 
@@ -123,13 +123,13 @@ def drawn_table(draw: st.DrawFn) -> TableConfig:
     batch=st.integers(1, 2**17),
     missed=st.floats(0.0, 1.0),
 )
-def test_no_set_beats_its_bytes_over_the_bandwidth(
+def test_no_set_is_faster_than_its_bytes(
     tables: list[TableConfig], batch: int, missed: float
 ) -> None:
     values = table_features(tables, batch)
     rows, outputs = column(values, "distinct_bytes"), column(values, "output_bytes")
     bags = column(values, "num_bags")
-    # A gradient is read where a bag has ids at all.
+    # Only bags with ids read a gradient.
     gradients = np.minimum(outputs, outputs / bags * column(values, "num_lookups"))
     ids = 8 * column(values, "num_lookups")
     state = 8 * column(values, "num_distinct") * 2 ** column(values, "log2_width")
@@ -141,7 +141,7 @@ def test_no_set_beats_its_bytes_over_the_bandwidth(
         forward, backward = model.predict_sets(values, together, 1)[0]
         assert forward >= (rows + outputs + ids).sum() / bytes_per_ms
         assert backward >= (gradients + ids + 2 * rows + state).sum() / bytes_per_ms
-        # The link takes as much the other way at the same time.
+        # The link carries the same bytes the other way at the same time.
         bytes_per_ms = card.host_gb_per_s.value * 1e6
         links = np.full(len(tables), card.host_gb_per_s.value)
         forward_N, backward_N = model.host_memory(values, links, None).T
@@ -158,7 +158,7 @@ def test_no_set_beats_its_bytes_over_the_bandwidth(
     tables=st.lists(drawn_table(), min_size=2, max_size=8),
     batch=st.integers(1, 2**17),
 )
-def test_a_table_more_never_makes_a_set_faster(
+def test_another_table_never_makes_a_set_faster(
     tables: list[TableConfig], batch: int
 ) -> None:
     values = table_features(tables, batch)
@@ -171,7 +171,7 @@ def test_a_table_more_never_makes_a_set_faster(
         assert (costs >= least * (1 - 1e-12)).all()
 
 
-def test_narrow_tables_take_longer_beside_a_wide_one() -> None:
+def test_narrow_tables_take_longer_next_to_a_wide_one() -> None:
     card = PhysicalConstants(sort_ns=0.0, sort_bag_ns=0.0, sort_pass_us=0.0)
     narrow = features(*make_tables([16] * 8, 10**5, 20.0))
     wide = features(*make_tables([256], 10**5, 1.0))
@@ -198,7 +198,7 @@ def test_state_of_the_optimizer_is_read_and_written() -> None:
         assert backward(optimizer) - backward("sgd") == pytest.approx(ms, rel=1e-3)
 
 
-def test_rows_in_the_hosts_memory_pay_for_lookups_and_for_updates() -> None:
+def test_rows_in_host_memory_cost_lookups_and_updates() -> None:
     constants = PhysicalConstants(memory_gb_per_s=3_350.0, host_gb_per_s=55.6)
     table = features(skewed(1.05, optimizer="sgd"))
     forward, backward = host_memory_ms(table, constants, 55.6)[0]
@@ -217,7 +217,7 @@ def test_errors_say_what_was_checked() -> None:
     assert "on this card, forward 33% and backward 15%" in str(
         EstimateError(card="a100-40gb")
     )
-    # A card's own residual is not among the others'.
+    # The other cards' errors exclude the card's own.
     worst = max(CHECKED_CARDS, key=lambda c: CHECKED_CARDS[c].backward_error or 0)
     own, error = CHECKED_CARDS[worst], EstimateError(card=worst)
     assert own is error.checked and own.backward_error is not None

@@ -1,4 +1,4 @@
-"""What a monitor makes of measured times, and what planners learn of a job."""
+"""Reports from measured times, and planners that learn a job's inputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MODULE = "sparse.ebc"
 
 
 def test_drift_is_priced_and_named() -> None:
-    """Of six tables, five of them on rank 0."""
+    """Six tables, five of them on rank 0."""
     model = Nested(bags(*map(bag_config, range(6))))
     planner = make_planner(
         constraints=each(6, "table_wise"),
@@ -56,7 +56,7 @@ def test_drift_is_priced_and_named() -> None:
     planned = predicted_phases(assessor.planned(plan), assessor.stages({MODULE}))
 
     def assess(factor: float, seconds: float = 60.0) -> MonitorReport:
-        """Kernels that take so many times what is predicted."""
+        """Report kernels that take a multiple of their predicted time."""
         before, now, drifts = assessor.assess(plan, {MODULE}, seconds)
         measured = {
             p: (factor if p[0] in COMPUTE else 1.0) * planned[p] for p in planned
@@ -86,7 +86,7 @@ def test_drift_is_priced_and_named() -> None:
     assert [d.table for d in report.drifts[:2]] == [f"{MODULE}.t1", f"{MODULE}.t3"]
     assert report.drifts[0].now.pooling_factor == pytest.approx(50.0)
     assert "largest drift: table 'sparse.ebc.t1'" in str(report)
-    # Moves are searched for the inputs of now.
+    # Moves are searched for current inputs.
     result = assessor.replan(plan, None)
     assert (
         predicted_phases(result.before, assessor.stages({MODULE})) == report.predicted
@@ -96,7 +96,7 @@ def test_drift_is_priced_and_named() -> None:
 
 
 def test_predictions_are_of_the_timed_modules_alone() -> None:
-    """Whatever they are called: stages name the model itself "model"."""
+    """Modules may have any name; stages call the model itself "model"."""
     sharders = [*bag_sharders(), EmbeddingCollectionSharder()]
 
     def predicted(**modules: nn.Module) -> Any:
@@ -116,7 +116,7 @@ def test_predictions_are_of_the_timed_modules_alone() -> None:
 
 
 @pytest.mark.parametrize("with_replicas", [False, True])
-def test_moves_are_searched_for_before_inputs_are_known(with_replicas: bool) -> None:
+def test_replan_works_before_inputs_are_known(with_replicas: bool) -> None:
     model = Nested(bags(*map(bag_config, range(4))))
     last = "data_parallel" if with_replicas else "table_wise"
     kinds = [*[["table_wise"]] * 3, [last]]
@@ -129,12 +129,12 @@ def test_moves_are_searched_for_before_inputs_are_known(with_replicas: bool) -> 
     assessor = Assessor(planner, model, bag_sharders())
     assert not assessor.profiles
     result = assessor.replan(plan, None)
-    # TorchRec does not set replicas up again after a move.
+    # TorchRec does not rebuild replicas after a move.
     assert bool(result.moves) is not with_replicas
     assert bool(result.obstacles) == with_replicas
 
 
-def test_ranks_are_put_together() -> None:
+def test_times_of_ranks_are_combined() -> None:
     def step(forward_ms: float) -> list[PhaseTimes]:
         spans = {p: [(0.0, forward_ms / 1e3)] for p in PHASES}
         return [PhaseTimes("ebc", {**spans, "index_comms": []})]
@@ -155,11 +155,11 @@ def test_ranks_are_put_together() -> None:
     assert report.rest_ms == pytest.approx(20.0 - 4 * 4.0)
 
 
-# --- a planner that has learned of a job: other inputs, the same model ---
+# --- a planner with a job's inputs: other profiles, the same model ---
 
 
-def test_without_news_nothing_changes() -> None:
-    """A slowdown of kernels that run at once counts once."""
+def test_without_new_profiles_nothing_changes() -> None:
+    """The slowdown of concurrent kernels must count only once."""
     comms = AnalyticCommsModel()
     comms.compute_slowdown = (1.5, 2.0)
     planner = make_planner(topology=gpus(4, local_world_size=2), comms_model=comms)
@@ -185,7 +185,7 @@ def test_new_profiles_stand_in_for_old_ones_feature_by_feature() -> None:
 
 
 def trained_bags() -> Nested:
-    # Some releases of torch warn where it is imported.
+    # Some releases of torch warn when it is imported.
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
     model = Nested(bags(bag_config(0), bag_config(1), device=CPU))

@@ -1,4 +1,4 @@
-"""What reporters write, read back by the libraries that it is for."""
+"""Output of the reporters, read back with the target libraries."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def test_tensorboard_shows_predicted_beside_measured(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 
     reporter = TensorBoardReporter(tmp_path)
-    assert not [*tmp_path.iterdir()]  # only the first rank writes, though all make one
+    assert not [
+        *tmp_path.iterdir()
+    ]  # only rank 0 writes, but all ranks create reporters
     reporter.write_plan(PLAN)
     reporter.write_phases(REPORT.records)
     shown = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
@@ -102,7 +104,7 @@ def test_tensorboard_shows_predicted_beside_measured(tmp_path: Path) -> None:
     measured = shown.Runs()["measured"]["scalars"]
     assert measured == ["iteration_ms/all_ranks", "fwd_compute_ms/all_ranks", chart]
     reporter.close()
-    reporter.write_phases(REPORT.records)  # opens its files again
+    reporter.write_phases(REPORT.records)  # reopens its files
     assert len([*(tmp_path / "measured").iterdir()]) == 2
     reporter.close()
 
@@ -134,7 +136,7 @@ def test_mlflow_keeps_each_time_by_its_iteration(
     assert points(f"{metric}/measured") == [(200, 2.75)]
     assert points("used_gib/rank_0/planned") == [(0, 1.0)]
     assert not points("fwd_comms_ms/all_ranks/measured")
-    # More than MLflow takes at once, to the run that is active.
+    # More than MLflow takes at once, to the active run.
     ranks = (1.0,) * 1200
     many = PlanRecord(
         plan="h100", phases_ms={"fwd_compute": ranks}, used_bytes=(), memory_bytes=()
@@ -149,7 +151,7 @@ def test_mlflow_keeps_each_time_by_its_iteration(
     ("kind", "package"),
     [("TensorBoardReporter", "tensorboard"), ("MLflowReporter", "mlflow")],
 )
-def test_a_package_is_asked_for_when_its_reporter_is_made(
+def test_a_missing_package_is_named_at_once(
     kind: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [*sys.modules, "tensorboard", "mlflow"]:
@@ -169,7 +171,7 @@ class Broken(Reporter):
         raise OSError("disk full")
 
 
-def test_a_reporter_that_fails_is_left_out(
+def test_a_failing_reporter_is_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "phases.jsonl"
@@ -186,13 +188,13 @@ def test_a_reporter_that_fails_is_left_out(
     assert str(warning.message) == text
     assert len(path.read_text().splitlines()) == 2 * len(REPORT.records)
     with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
-        warnings.simplefilter("error")  # other ranks would wait for this one
+        warnings.simplefilter("error")  # an error here would make other ranks hang
         write_to([Broken()], write, "training goes on")
     assert caplog.messages == [text]
 
 
 def test_planners_write_what_their_report_says(tmp_path: Path) -> None:
-    """By the `stats` of any release of TorchRec."""
+    """Works through `stats` in any release of TorchRec."""
     path = tmp_path / "plan.jsonl"
     stats = JsonLinesReporter(path).build_stats(None, "h100")
     planner = make_planner(stats=stats)

@@ -45,7 +45,7 @@ def test_profile_gives_its_distribution_back() -> None:
     assert sum(found.histogram(10_240)) == pytest.approx(
         expected.num_distinct, rel=0.02
     )
-    # Of nothing, an even one.
+    # An empty profile gives a uniform distribution.
     empty = zipf_profile(batch_size=4, pooling_factor=0, num_embeddings=10)
     uniform = AccessDistribution((10.0,), (1.0,))
     assert AccessDistribution.from_profile(empty, 10) == uniform
@@ -68,7 +68,7 @@ def test_batches_have_as_many_distinct_ids_as_their_profile(
     ]
     distinct = [len(np.unique(ids)) for ids in batches]
     assert np.mean(distinct) == pytest.approx(profile.num_distinct, rel=0.04)
-    # A batch of others: of a large table, most of them are met for the first time.
+    # Fresh batches: in a large table, most ids have not been seen before.
     if rows == 10**9:
         both = len(np.unique(np.concatenate(batches)))
         wider = profile.at_batch_size(2 * profile.batch_size, rows)

@@ -86,7 +86,7 @@ def test_flags_and_several_features() -> None:
 @pytest.mark.parametrize(
     ("change", "feature", "value"),
     [
-        # Gradients that the CPU adds one by one.
+        # The CPU adds these gradients one by one.
         ({}, "unfused_values", 0),
         ({"optimizer": "sgd"}, "unfused_values", 16 * 32),
         ({"data_type": "fp16"}, "unfused_values", 16 * 32),

@@ -67,7 +67,7 @@ FILES["t.YML"] = """\ufeff# a comment
 - {name: b, num_embeddings: 2_0, embedding_dim: 4}
 """
 FILES["w.json"] = f'{{"workloads": [{{"name": "w", "tables": {FILES["list.json"]}}}]}}'
-# As spreadsheets, editors and other systems write them.
+# Variants that spreadsheets, editors and other systems write.
 FILES["bom.csv"] = "\ufeff" + FILES["t.csv"].replace("\n", "\r\n")
 FILES["spaced.CSV"] = FILES["t.csv"].replace(",", " ; ").replace("\n", ";\n\n")
 CSV = "name,num_embeddings,embedding_dim\n"
@@ -107,7 +107,7 @@ def test_tables_of_every_kind_of_file(name: str, tmp_path: Path) -> None:
         ("none.csv", None, "No such file"),
     ],
 )
-def test_bad_files_say_where_and_the_way_out(
+def test_errors_of_bad_files_say_where_and_what_to_do(
     name: str,
     text: str | bytes | None,
     value: str,

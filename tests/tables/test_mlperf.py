@@ -1,4 +1,4 @@
-"""MLPerf's tables as they were published."""
+"""MLPerf's published tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 
-def test_dlrm_v2_has_the_published_sizes_unless_rows_are_capped() -> None:
+def test_dlrm_v2_has_the_published_sizes() -> None:
     full, small = mlperf_dlrm_v2(), mlperf_dlrm_v2(max_rows=10_000, embedding_dim=16)
     assert [t.name for t in full] == [f"cat_{i}" for i in range(26)]
     assert sum(t.pooling_factor for t in full) == 214

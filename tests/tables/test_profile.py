@@ -33,7 +33,7 @@ ids_per_bin = st.lists(
 
 @st.composite
 def profiles(draw: st.DrawFn) -> FeatureProfile:
-    """Any histogram, with as many lookups as it allows for."""
+    """Draw any histogram, with any number of lookups that it allows."""
     histogram = np.array(draw(ids_per_bin))
     low = float(histogram @ COUNT_BIN_LOW)
     top = np.append(COUNT_BIN_HIGH[:-1], 1e6)
@@ -74,7 +74,7 @@ def test_other_batches_keep_their_bounds(
 
 
 def furthest(one: FeatureProfile, other: FeatureProfile) -> float:
-    """The largest difference of a bin."""
+    """Return the largest difference between bins."""
     bins = np.array([one.access_histogram, other.access_histogram])
     return float(np.abs(bins[0] - bins[1]).max())
 
@@ -82,9 +82,7 @@ def furthest(one: FeatureProfile, other: FeatureProfile) -> float:
 @pytest.mark.parametrize(
     ("exponent", "rows"), [(0.0, 20_000), (1.05, 5_000_000), (1.3, 300)]
 )
-def test_smaller_and_larger_batches_are_what_samples_show(
-    exponent: float, rows: int
-) -> None:
+def test_other_batch_sizes_match_samples(exponent: float, rows: int) -> None:
     rng = np.random.default_rng(5)
     distribution = AccessDistribution.power_law(rows, exponent)
     ids = draw_ids(rng, distribution, rows, 400_000)
@@ -164,7 +162,7 @@ def jagged(
 
 
 def test_inputs_match_a_count_by_hand() -> None:
-    """Over all batches, in which the order of features may differ."""
+    """All batches count; the order of features may differ between them."""
     rng = np.random.default_rng(0)
     batches: list[dict[str, list[list[int]]]] = [
         {
@@ -211,7 +209,7 @@ def test_bad_profiles_and_inputs_are_refused(given: Any, value: str) -> None:
 
 
 def test_all_but_empty_bins_are_thinned_like_empty_ones() -> None:
-    """What rounding leaves of the lookups is all that the open bin's ids get."""
+    """The open bin's ids get only the rounding error of all lookups."""
     profile = FeatureProfile(
         batch_size=4096,
         num_lookups=8877.0,

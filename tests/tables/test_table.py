@@ -62,7 +62,7 @@ def test_profile_decides_the_lookups() -> None:
     assert 0 < without.num_distinct <= 100 + 1e-9
 
 
-def test_sets_need_tables_with_different_names() -> None:
+def test_table_names_must_differ() -> None:
     check_tables([table(), table(name="u")])
     with pytest.raises(TableError, match="no tables given; pass at least one"):
         check_tables([])

@@ -30,7 +30,7 @@ __all__ = [
     "explain_failure",
     "find_problems",
     "load_frameworks",
-    "mend_command",
+    "fix_command",
     "read_installed",
     "run_doctor",
 ]
@@ -107,7 +107,7 @@ def find_problems(installed: Mapping[str, str]) -> list[str]:
     return problems
 
 
-def mend_command(installed: Mapping[str, str]) -> str:
+def fix_command(installed: Mapping[str, str]) -> str:
     """Return the shell command that installs matching packages in any environment.
 
     The release is that of the installed torch, which is the largest download. fbgemm's
@@ -237,7 +237,7 @@ def run_doctor(args: argparse.Namespace) -> int:
             problems = [f"versions match, but the packages do not load: {failure}"]
     if problems:
         print(f"not ok: {'; '.join(problems)}. To fix this, run")
-        print(f"    {mend_command(installed)}")
+        print(f"    {fix_command(installed)}")
         print("(on a machine with a GPU, replace fbgemm-gpu-cpu with fbgemm-gpu)")
     else:
         print("ok: torch, fbgemm and torchrec belong together")
