@@ -29,8 +29,8 @@ __all__ = [
     "add_doctor",
     "explain_failure",
     "find_problems",
-    "load_frameworks",
     "fix_command",
+    "load_frameworks",
     "read_installed",
     "run_doctor",
 ]
