@@ -1,7 +1,7 @@
-"""dynamicemb's planner by its public signatures, without its kernels.
+"""A stand-in for dynamicemb's planner, with its public signatures but no kernels.
 
-Written after what is public at commit 43465aea of NVIDIA/recsys-examples. The rows of a
-shard are rounded up to whole buckets, and the rest of an option is completed, as there.
+It follows commit 43465aea of NVIDIA/recsys-examples. As there, the rows of a shard are
+rounded up to whole buckets, and missing fields of the options are completed.
 """
 
 from __future__ import annotations

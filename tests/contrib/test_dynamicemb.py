@@ -1,4 +1,4 @@
-"""Plans of models in which dynamicemb holds some tables; by a stand-in for it."""
+"""Plans of models with dynamicemb tables, with a stand-in for dynamicemb."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def dynamic(**options: Any) -> stand_in.DynamicEmbParameterConstraints:
 def planner(
     *tables: Any, hbm_cap: int = 80 * GIB, **options: Any
 ) -> DynamicEmbeddingShardingPlanner:
-    """Of tables of which those as large as `HUGE` are dynamic."""
+    """Return a planner of these tables; tables as large as `HUGE` are dynamic."""
     static = stand_in.DynamicEmbParameterConstraints(compute_kernels=["fused"])
     return DynamicEmbeddingShardingPlanner(
         eb_configs=list(tables),
@@ -82,7 +82,7 @@ def test_static_tables_are_planned_as_if_alone_on_smaller_devices() -> None:
     assert "t9" not in str(both.static.report())
 
 
-def test_what_dynamic_tables_take_leaves_less_for_static_ones() -> None:
+def test_dynamic_tables_leave_less_memory_for_static_ones() -> None:
     big = bag_config(0, 2_000_000, 64)  # 488 MiB
     room = 18 * GIB
     model = bags(big, DYNAMIC)
@@ -90,7 +90,7 @@ def test_what_dynamic_tables_take_leaves_less_for_static_ones() -> None:
     crowded = planner(big, DYNAMIC, hbm_cap=room, global_hbm_for_values=4 * 13 * GIB)
     with pytest.raises(PlannerError, match="t0"):
         crowded.plan(model, bag_sharders())
-    with pytest.raises(ConfigError, match=r"tables t9 take 1\d\.\d+ GiB.*has 10\.00"):
+    with pytest.raises(ConfigError, match=r"tables t9 need 1\d\.\d+ GiB.*has 10\.00"):
         planner(DYNAMIC, hbm_cap=10 * GIB, global_hbm_for_values=32 * GIB)
 
 

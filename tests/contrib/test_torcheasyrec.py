@@ -1,4 +1,4 @@
-"""The page's recipe for TorchEasyRec, with modules that name constraints as its do."""
+"""The documented recipe for TorchEasyRec, with stand-ins for its modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
 
 
 class EmbeddingGroupImpl(nn.Module):
-    """A stand-in for TorchEasyRec's: it has bags, and says how to shard them."""
+    """A stand-in for a module of TorchEasyRec, with bags and their constraints."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

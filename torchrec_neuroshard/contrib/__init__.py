@@ -1,1 +1,1 @@
-"""Adapters to other libraries around TorchRec, each loaded where it is asked for."""
+"""Adapters to other libraries around TorchRec. Import the one you need."""

@@ -1,11 +1,12 @@
-"""NVIDIA dynamicemb: static tables are planned here, dynamic ones as dynamicemb does.
+"""A planner for NVIDIA dynamicemb that plans the static tables with this package.
 
-dynamicemb's planner wraps TorchRec's and counts no memory of dynamic tables. That of
-this module takes the same arguments: one import changes.
+dynamicemb's planner wraps TorchRec's and does not count the memory of dynamic tables.
+The planner of this module takes the same arguments, so only the import changes:
 
     from torchrec_neuroshard.contrib.dynamicemb import DynamicEmbeddingShardingPlanner
 
-Read at commit 43465aea of NVIDIA/recsys-examples; not run with the real package.
+It was written from commit 43465aea of NVIDIA/recsys-examples and never run with the
+real package.
 """
 
 from __future__ import annotations
@@ -35,39 +36,39 @@ from torchrec_neuroshard.planner.topology import default_topology
 __all__ = ["DynamicEmbeddingShardingPlanner", "dynamic_bytes"]
 
 ELSEWHERE = "dynamicemb"
-"""`device_group` of dynamic tables: of no device that TorchRec plans for."""
+"""`device_group` of dynamic tables: TorchRec plans no device of this name."""
 
 _KEY, _DIGEST, _SCORE, _REFERENCES, _BUCKET_SIZE = 8, 1, 8, 4, 4
-"""Bytes of a slot of dynamicemb's hash tables, and of a bucket (`ScoredHashTable`)."""
+"""Bytes of a slot's parts, and of a bucket, in dynamicemb's `ScoredHashTable`."""
 _SLOTS_WITHOUT_EVICTION = 2
-"""Slots for each row that is never evicted: tables are kept half full."""
+"""Slots per row without eviction: dynamicemb keeps these tables half full."""
 
 
 class DynamicEmbeddingShardingPlanner:
-    """Stands in for dynamicemb's planner; `NeuroShardPlanner` plans static tables.
+    """Replaces dynamicemb's planner; `NeuroShardPlanner` plans the static tables.
 
-    Dynamic tables are row-wise on all ranks, as dynamicemb has it. What they take of
-    each device is taken off the topology before the static ones are planned.
+    Dynamic tables are row-wise on all ranks, as in dynamicemb. Their memory is
+    subtracted from each device before the static tables are planned.
 
     Attributes:
-        static: Plans the static tables; `static.report()` describes their plan.
-        reserved_bytes: What dynamic tables take of each device.
+        static: Planner of the static tables. `static.report()` describes their plan.
+        reserved_bytes: Memory of the dynamic tables on each device [bytes].
 
     Args:
         eb_configs: Configurations of all tables, as for dynamicemb.
         topology: The devices. None: TorchRec's default for the process group.
         batch_size: Samples per rank.
-        enumerator: Not used: `DynamicEmbeddingEnumerator` lists options for TorchRec's
-            search.
-        constraints: Table name -> `DynamicEmbParameterConstraints`, one for each table.
-            As in dynamicemb, options of dynamic tables are completed in place.
-        kwargs: Passed to `NeuroShardPlanner`: what dynamicemb's planner takes besides,
-            and the keywords of its own (`profiles`, `cost_model`, `search`, ...).
+        enumerator: Ignored. dynamicemb's `DynamicEmbeddingEnumerator` lists options
+            for TorchRec's search, which is not used here.
+        constraints: Table name -> `DynamicEmbParameterConstraints`, one per table. As
+            in dynamicemb, options of dynamic tables are completed in place.
+        kwargs: Passed to `NeuroShardPlanner`: its own keywords (`profiles`,
+            `cost_model`, `search`, ...) and the other ones of dynamicemb's planner.
 
     Raises:
         EnvironmentMismatchError: dynamicemb is not installed.
-        ConfigError: Dynamic tables alone fill a device.
-        ValueError: dynamicemb finds that constraints and configurations do not match.
+        ConfigError: The dynamic tables alone exceed a device's memory.
+        ValueError: From dynamicemb: constraints and configurations do not match.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class DynamicEmbeddingShardingPlanner:
         theirs = _their_planner()
         topology = default_topology() if topology is None else topology
         given = dict(constraints or {})
-        # It completes the options of dynamic tables, and shards them.
+        # dynamicemb completes the options of dynamic tables and shards them.
         planner = theirs(
             eb_configs=eb_configs,
             topology=topology,
@@ -108,7 +109,10 @@ class DynamicEmbeddingShardingPlanner:
     def plan(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> ShardingPlan:
-        """Plan all tables, on this rank alone; raises what `NeuroShardPlanner` does."""
+        """Return a plan of all tables, made on this rank alone.
+
+        Raises the errors of `NeuroShardPlanner.plan`.
+        """
         return self._merged(self.static.plan(module, sharders), module, sharders)
 
     def collective_plan(
@@ -117,16 +121,16 @@ class DynamicEmbeddingShardingPlanner:
         sharders: list[ModuleSharder[Any]],
         pg: dist.ProcessGroup | None = None,
     ) -> ShardingPlan:
-        """Plan all tables, the static ones on the group's first rank.
+        """Return a plan of all tables; the group's first rank plans the static ones.
 
         Args:
             module: The model, or the part of it to shard.
-            sharders: dynamicemb's of the modules with dynamic tables, TorchRec's of
-                others.
-            pg: None: all ranks.
+            sharders: dynamicemb's sharders for modules with dynamic tables, TorchRec's
+                for other modules.
+            pg: The process group. None: all ranks.
 
         Returns:
-            What `DistributedModelParallel(plan=...)` takes.
+            The plan, for `DistributedModelParallel(plan=...)`.
 
         Raises:
             PlannerError: The static tables do not fit beside the dynamic ones.
@@ -141,7 +145,7 @@ class DynamicEmbeddingShardingPlanner:
         module: nn.Module,
         sharders: Iterable[ModuleSharder[Any]],
     ) -> ShardingPlan:
-        """Add the dynamic tables to a plan of the static ones."""
+        """Return the plan of the static tables with the dynamic ones added."""
         sharders = list(sharders)
         unsharded = unsharded_tables(module, sharders)
         for path, config in table_paths(module, sharders):
@@ -152,11 +156,11 @@ class DynamicEmbeddingShardingPlanner:
 
 
 def dynamic_bytes(options: Any) -> int:
-    """Return what a dynamic table takes of each device, in bytes.
+    """Return the memory of a dynamic table on each device [bytes].
 
-    That is the values kept there, and the hash tables of all rows, which are on the
-    device wherever the values are: keys, digests, scores, counters of references. The
-    table is counted full; the copy while it grows is not.
+    It counts the values on the device and the hash table of all rows: keys, digests,
+    scores and reference counters. The hash table is on the device even if the values
+    are not. The table is counted full, without the copy that exists while it grows.
 
     Args:
         options: dynamicemb's `DynamicEmbTableOptions`, completed by its planner.
@@ -168,7 +172,7 @@ def dynamic_bytes(options: Any) -> int:
     slots = options.max_capacity
     if getattr(strategy, "name", "") == "NO_EVICTION":
         slots *= _SLOTS_WITHOUT_EVICTION
-    if options.caching:  # the cache has a table of its own, at most as long
+    if options.caching:  # the cache has its own hash table, at most as long
         row = options.dim * options.embedding_dtype.itemsize
         slots += min(options.max_capacity, options.local_hbm_for_values // row)
     counter = getattr(options.admission_counter, "capacity", 0)
@@ -181,15 +185,15 @@ def _their_planner() -> Any:
         planner = importlib.import_module("dynamicemb.planner")
     except ImportError as error:
         raise EnvironmentMismatchError(
-            "dynamicemb is not installed, and it shards the dynamic tables. Install it "
+            "dynamicemb is not installed, but it shards the dynamic tables. Install it "
             "from corelib/dynamicemb of github.com/NVIDIA/recsys-examples, or use "
-            "NeuroShardPlanner for tables of a fixed size"
+            "NeuroShardPlanner if no table is dynamic"
         ) from error
     return planner.DynamicEmbeddingShardingPlanner
 
 
 def _plain(constraint: Any, *, is_dynamic: bool) -> ParameterConstraints:
-    """TorchRec's part of a constraint; a dynamic table is no device's to plan for."""
+    """Return TorchRec's fields of a constraint; dynamic tables get no device."""
     names = [field.name for field in dataclasses.fields(ParameterConstraints)]
     values = {name: getattr(constraint, name) for name in names}
     if is_dynamic:
@@ -198,12 +202,12 @@ def _plain(constraint: Any, *, is_dynamic: bool) -> ParameterConstraints:
 
 
 def _room(topology: Topology, taken: int, tables: Iterable[str]) -> Topology:
-    """The devices with what dynamic tables leave of their memory."""
+    """Return the topology without the memory of the dynamic tables."""
     for device in topology.devices:
         if device.storage.hbm < taken:
             raise ConfigError(
-                f"the dynamic tables {', '.join(sorted(tables))} take "
-                f"{taken / 2**30:.2f} GiB of each device; rank {device.rank} has "
+                f"the dynamic tables {', '.join(sorted(tables))} need "
+                f"{taken / 2**30:.2f} GiB on each device; rank {device.rank} has "
                 f"{device.storage.hbm / 2**30:.2f} GiB. Lower global_hbm_for_values or "
                 "num_embeddings, or raise world_size"
             )

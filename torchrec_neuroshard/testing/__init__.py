@@ -1,7 +1,8 @@
-"""Reusable test kit: exact cost models, and contracts for models and searches.
+"""Test kit for your own cost models and searches.
 
-A contract is a class of cases. Derive from it, say how the thing under test is made,
-and pytest (or any runner) finds what breaks the interface's promises:
+A contract is a class of test cases that every implementation of an interface must pass.
+Derive from it and say how your object is made. Pytest, or any other runner, then runs
+the cases:
 
     class TestMySearcher(SearcherContract):
         def make_searcher(self, seed: int) -> Searcher:

@@ -1,4 +1,4 @@
-"""Cost models whose numbers can be worked out by hand."""
+"""Cost models with simple formulas, whose results are easy to check by hand."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ __all__ = ["AnalyticCommsModel", "AnalyticCostModel"]
 
 
 class AnalyticCostModel(CostModel):
-    """A fixed launch cost, a cost per lookup and a cost per byte looked up.
+    """Cost model with a fixed cost per launch, per lookup and per byte read.
 
-    forward = launch_ms + lookup_ns * lookups + byte_ns * bytes; backward is twice that.
+    forward = launch_ms + lookup_ns * lookups + byte_ns * bytes. Backward takes twice as
+    long.
     """
 
     name = "analytic"
@@ -30,18 +31,18 @@ class AnalyticCostModel(CostModel):
 
     @property
     def additive(self) -> npt.NDArray[np.float64] | None:
-        """All of it; see `CostModel.additive`."""
+        """The whole formula; see `CostModel.additive`."""
         launch, lookup, byte = self._weights
         forward = np.array([launch, 0.0, lookup, byte])
         return np.stack([forward, 2 * forward], axis=1)
 
     @property
     def encoding_dim(self) -> int:
-        """Tables, lookups and bytes."""
+        """Number of encoding values: tables, lookups and bytes."""
         return 3
 
     def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """Take the three columns."""
+        """Return the columns with tables, lookups and bytes."""
         if features_NF.shape[1] != len(FEATURE_NAMES):
             raise FeatureSchemaError(
                 f"expected {len(FEATURE_NAMES)} feature columns, got "
@@ -54,7 +55,7 @@ class AnalyticCostModel(CostModel):
         return features_NF[:, columns].astype(np.float64)
 
     def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Apply the formula; the launch is paid once per set."""
+        """Return the formula's times; each set pays for one launch."""
         held = sums_SE.copy()
         held[:, 0] = np.minimum(np.round(held[:, 0]), 1.0)
         forward = held @ self._weights
@@ -62,7 +63,7 @@ class AnalyticCostModel(CostModel):
 
 
 class AnalyticCommsModel(CommsModel):
-    """Bytes a rank sends or receives over one bandwidth."""
+    """Model of collectives with one bandwidth for sent and received bytes."""
 
     source = "analytic"
     even_is_fastest = True
@@ -74,7 +75,7 @@ class AnalyticCommsModel(CommsModel):
     def all_to_all(
         self, columns_CW: npt.NDArray[np.float64], batch_size: int
     ) -> npt.NDArray[np.float64]:
-        """Take the larger of what is sent and received, both ways alike."""
+        """Return the time of the bytes sent or received, whichever are more."""
         world_size = columns_CW.shape[1]
         remote = batch_size * 4 * (world_size - 1) / world_size
         sent = columns_CW * remote

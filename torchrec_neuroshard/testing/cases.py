@@ -1,6 +1,6 @@
-"""What the contracts share: sample tasks, sample shards, and how a case fails.
+"""Helpers of the contracts: sample tasks, sample shards and assertions.
 
-Nothing here needs pytest: a failed case is an `AssertionError` with a message.
+Nothing here needs pytest. A failed case raises an `AssertionError` with a message.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ _OPTIMIZERS = ("rowwise_adagrad", "sgd", "adam", "adagrad")
 def expect_close(
     found: npt.ArrayLike, wanted: npt.ArrayLike, tolerance: float, what: str
 ) -> None:
-    """Fail the case unless the numbers agree.
+    """Fail the case unless two arrays agree.
 
     Args:
-        found: Numbers of any shape.
-        wanted: Numbers of the same shape.
-        tolerance: Relative to the largest of `wanted`.
-        what: Said when they differ.
+        found: Array of any shape.
+        wanted: Array of the same shape.
+        tolerance: Maximum difference, relative to the largest value of `wanted`.
+        what: Start of the message if the arrays differ.
 
     Raises:
-        AssertionError: They differ, in value or shape, or are not finite.
+        AssertionError: Values or shapes differ, or a value is not finite.
     """
     found, wanted = np.asarray(found), np.asarray(wanted)
-    assert found.shape == wanted.shape, f"{what}: {found.shape} is not {wanted.shape}"
+    assert found.shape == wanted.shape, (
+        f"{what}: shape {found.shape}, not {wanted.shape}"
+    )
     scale = float(np.abs(wanted).max(initial=0.0))
     gap = float(np.abs(found - wanted).max(initial=0.0))
     assert gap <= tolerance * scale, (
-        f"{what}: differs by {gap:.3g}, of values up to {scale:.3g}"
+        f"{what}: values up to {scale:.3g} differ by {gap:.3g}"
     )
 
 
@@ -51,7 +53,7 @@ def expect_error(kind: type[Exception], call: Callable[[], object], what: str) -
         The error's message.
 
     Raises:
-        AssertionError: Nothing was raised. Errors of other kinds pass through.
+        AssertionError: Nothing was raised. Errors of other types pass through.
     """
     try:
         call()
@@ -63,13 +65,13 @@ def expect_error(kind: type[Exception], call: Callable[[], object], what: str) -
 def sample_task(
     num_tables: int, world_size: int, *, seed: int = 0, **arguments: Any
 ) -> ShardingTask:
-    """Draw small tables, 4 to 16 columns wide.
+    """Return a task with random small tables, 4 to 16 columns wide.
 
     Args:
-        num_tables: Tables.
-        world_size: Ranks.
-        seed: Of the tables.
-        arguments: Passed to `ShardingTask`.
+        num_tables: Number of tables.
+        world_size: Number of ranks.
+        seed: Seed of the tables.
+        arguments: Further arguments of `ShardingTask`.
     """
     rng = np.random.default_rng(seed)
     tables = tuple(
@@ -94,12 +96,12 @@ def sample_task(
 def sample_features(
     num_shards: int = 24, *, seed: int = 0, far_out: bool = False
 ) -> npt.NDArray[np.float32]:
-    """Draw shards as the planner would show them to a cost model.
+    """Return features of random shards, as the planner passes them to a cost model.
 
     Args:
-        num_shards: Shards.
-        seed: Of the shards.
-        far_out: Larger than anyone has measured.
+        num_shards: Number of shards.
+        seed: Seed of the shards.
+        far_out: Whether the shards are larger than any that were measured.
 
     Returns:
         `N x F` float32, columns in FEATURE_NAMES order.

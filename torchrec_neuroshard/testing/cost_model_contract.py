@@ -1,4 +1,4 @@
-"""What every `CostModel` must do.
+"""Test cases that every `CostModel` must pass.
 
 Shapes: `N` shards, `F` features, `E` encoding values, `S` sets.
 """
@@ -23,78 +23,80 @@ __all__ = ["CostModelContract"]
 
 
 class CostModelContract(ABC):
-    """Cases that every cost model must pass; derive a test class and make the model.
+    """Test cases that every cost model must pass.
 
-    A class named `Test...` is collected by pytest; any other runner can call the
-    `test_` methods, which take nothing and fail with an `AssertionError`.
+    Derive a class named `Test...` for pytest, or call the `test_` methods. They take no
+    arguments and fail with an `AssertionError`.
     """
 
     tolerance: float = 1e-5
-    """Relative difference that rounding may make."""
+    """Relative difference allowed for rounding."""
     has_ranges: bool = False
-    """Whether the model knows its training range, and so must warn outside it."""
+    """Whether the model knows its training range and must warn outside it."""
 
     @abstractmethod
     def make_cost_model(self) -> CostModel:
-        """Return the model under test; called several times."""
+        """Return the model under test. Cases call this several times."""
 
     def sample_features(self) -> npt.NDArray[np.float32]:
-        """Return the `N x F` shards that the cases are made of, at least 4."""
+        """Return the features of the shards to test with, `N x F`; N is at least 4."""
         return sample_features()
 
     def _sets(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], int]:
-        """Shards in five sets, of which the third is empty."""
+        """Return shards, their sets and the number of sets, 5; the third is empty."""
         features_NF = self.sample_features()
         set_N = np.array([0, 1, 3, 4], dtype=np.int64)[np.arange(len(features_NF)) % 4]
         return features_NF, set_N, 5
 
     def test_encodings_have_the_stated_shape(self) -> None:
-        """`encode` gives `N x E` finite numbers."""
+        """`encode` returns `N x E` finite numbers."""
         model, features_NF = self.make_cost_model(), self.sample_features()
         for rows in (features_NF, features_NF[:1]):
             encoded = model.encode(rows)
             wanted = (len(rows), model.encoding_dim)
-            assert encoded.shape == wanted, f"shape {encoded.shape} is not {wanted}"
-            assert np.isfinite(encoded).all(), "an encoding is not finite"
+            assert encoded.shape == wanted, (
+                f"encode: shape {encoded.shape}, not {wanted}"
+            )
+            assert np.isfinite(encoded).all(), "encode: a value is not finite"
 
     def test_times_are_finite_and_not_negative(self) -> None:
-        """Milliseconds of single shards, of sets and of very large sets."""
+        """This holds for single shards, for sets and for very large sets."""
         model, features_NF = self.make_cost_model(), self.sample_features()
         encoded = model.encode(features_NF)
         total = encoded.sum(axis=0, keepdims=True)
         sums_SE = np.concatenate([encoded, total, 100 * total])
         costs_S2 = model.predict_sums(sums_SE)
         assert costs_S2.shape == (len(sums_SE), 2), (
-            f"predict_sums gave shape {costs_S2.shape}, not {(len(sums_SE), 2)}"
+            f"predict_sums: shape {costs_S2.shape}, not {(len(sums_SE), 2)}"
         )
         for name, times in zip(("forward", "backward"), costs_S2.T, strict=True):
             wrong = np.flatnonzero(~(np.isfinite(times) & (times >= 0)))
-            assert not len(wrong), f"{name} of some sets: {times[wrong]} ms"
-        assert (costs_S2 > 0).any(), "every set is free: nothing is modelled"
+            assert not len(wrong), f"{name} negative or infinite: {times[wrong]} ms"
+        assert (costs_S2 > 0).any(), "every set takes 0 ms"
 
     def test_empty_set_is_free(self) -> None:
-        """No shard, no kernel: exactly 0, wherever the set stands."""
+        """A set without shards launches no kernel and takes exactly 0 ms."""
         model = self.make_cost_model()
         features_NF, set_N, num_sets = self._sets()
         empty = model.predict_sets(features_NF, set_N, num_sets)[2]
         nothing = model.predict_sums(np.zeros((1, model.encoding_dim)))[0]
         assert not empty.any() and not nothing.any(), (
-            f"the empty set costs {empty} ms, an all-zero sum {nothing}"
+            f"the empty set takes {empty} ms, a sum of zeros {nothing} ms"
         )
 
     def test_no_shards_at_all(self) -> None:
-        """A call for empty sets only gives zeros; one for no sets gives no rows."""
+        """A call with empty sets returns zeros, a call without sets no rows."""
         model, features_NF = self.make_cost_model(), self.sample_features()
         nobody = np.zeros(0, dtype=np.int64)
         costs_S2 = model.predict_sets(features_NF[:0], nobody, 3)
         assert costs_S2.shape == (3, 2) and (costs_S2 == 0).all(), (
-            f"three empty sets and no shard cost {costs_S2}"
+            f"three empty sets take {costs_S2} ms"
         )
         none = model.predict_sums(np.zeros((0, model.encoding_dim)))
-        assert none.shape == (0, 2), f"no sets gave shape {none.shape}, not (0, 2)"
+        assert none.shape == (0, 2), f"no sets: shape {none.shape}, not (0, 2)"
 
     def test_order_of_shards_does_not_matter(self) -> None:
-        """A set is the same in any order."""
+        """A set takes the same time in any order of its shards."""
         model = self.make_cost_model()
         features_NF, set_N, num_sets = self._sets()
         order = np.random.default_rng(1).permutation(len(features_NF))
@@ -106,7 +108,7 @@ class CostModelContract(ABC):
         )
 
     def test_sets_are_sums_of_encodings(self) -> None:
-        """`predict_sets` is `predict_sums` of the summed encodings."""
+        """`predict_sets` equals `predict_sums` of the summed encodings."""
         model = self.make_cost_model()
         features_NF, set_N, num_sets = self._sets()
         encoded = np.concatenate([model.encode(row[None]) for row in features_NF])
@@ -115,11 +117,11 @@ class CostModelContract(ABC):
             model.predict_sums(sums_SE),
             model.predict_sets(features_NF, set_N, num_sets),
             self.tolerance,
-            "sums of encodings of single shards, against predict_sets",
+            "predict_sums of summed encodings, against predict_sets",
         )
 
     def test_other_sets_of_a_call_do_not_matter(self) -> None:
-        """One call for many sets is as good as a call for each."""
+        """One call for many sets gives the same as a call for each."""
         model = self.make_cost_model()
         features_NF, set_N, num_sets = self._sets()
         together = model.predict_sets(features_NF, set_N, num_sets)
@@ -130,31 +132,31 @@ class CostModelContract(ABC):
                 alone[0],
                 together[number],
                 self.tolerance,
-                f"set {number} alone, against the same set among others",
+                f"set {number} alone, against the same set beside other sets",
             )
 
     def test_wrong_number_of_features_is_refused(self) -> None:
-        """A column too few or too many is a FeatureSchemaError."""
+        """One column too few or too many raises a FeatureSchemaError."""
         model, features_NF = self.make_cost_model(), self.sample_features()
         more = np.concatenate([features_NF, features_NF[:, :1]], axis=1)
         for wrong in (features_NF[:, :-1], more):
             expect_error(
                 FeatureSchemaError,
                 lambda wrong=wrong: model.encode(wrong),  # type: ignore[misc]
-                f"{wrong.shape[1]} columns in place of {len(FEATURE_NAMES)}",
+                f"{wrong.shape[1]} columns instead of {len(FEATURE_NAMES)}",
             )
 
     def test_predictions_repeat(self) -> None:
-        """Again, from the same model and from another one made the same way."""
+        """A second call, or another model made the same way, gives the same times."""
         first, second = self.make_cost_model(), self.make_cost_model()
         costs = [m.predict_sets(*self._sets()) for m in (first, first, second)]
         for other in costs[1:]:
             assert np.array_equal(other, costs[0]), (
-                "the same sets cost something else when asked again"
+                "a second call with the same sets gives other times"
             )
 
     def test_arguments_are_left_alone(self) -> None:
-        """Neither features nor sums are written to."""
+        """The model does not write to features or sums."""
         model, features_NF = self.make_cost_model(), self.sample_features()
         kept = features_NF.copy()
         sums_SE = model.encode(features_NF)
@@ -166,7 +168,7 @@ class CostModelContract(ABC):
         assert (sums_SE == kept_sums).all(), "a call changed the sums"
 
     def test_uncertainty_is_a_share(self) -> None:
-        """One finite number per set, at least 0."""
+        """Each set has one finite uncertainty of at least 0."""
         model = self.make_cost_model()
         sums_SE = model.encode(self.sample_features())
         uncertainty_S = np.asarray(model.relative_uncertainty(sums_SE))
@@ -176,7 +178,7 @@ class CostModelContract(ABC):
         ), f"relative uncertainties of {len(sums_SE)} sets: {uncertainty_S}"
 
     def test_range_warnings_name_shard_and_feature(self) -> None:
-        """Each warning points at one value, which lies outside the range it gives."""
+        """Each warning names one value, and the value is outside the named range."""
         model = self.make_cost_model()
         features_NF = np.concatenate(
             [self.sample_features(), sample_features(4, far_out=True)]
@@ -188,25 +190,25 @@ class CostModelContract(ABC):
                 0 <= warning.shard < len(features_NF)
                 and warning.feature in FEATURE_NAMES
                 and where not in seen
-            ), f"a warning is of {where}: there is none such, or it was warned of"
+            ), f"a warning for {where} names an unknown value or repeats itself"
             seen.add(where)
             value = features_NF[warning.shard, FEATURE_NAMES.index(warning.feature)]
             assert (
                 warning.value == value
                 and not warning.low <= warning.value <= warning.high
             ), (
-                f"a warning calls {where} {warning.value}, outside {warning.low} to "
-                f"{warning.high}; it is {value}"
+                f"a warning says that {where} is {warning.value}, outside "
+                f"{warning.low} to {warning.high}; it is {value}"
             )
         assert seen or not self.has_ranges, (
-            "nobody measured shards of 10^9 rows, yet there is no warning"
+            "shards have 10^9 rows, which nobody measured, but there is no warning"
         )
 
     def test_says_what_it_rests_on(self) -> None:
-        """Name, hardware and source are shown beside the numbers."""
+        """Name, hardware and source are not empty, since reports print them."""
         model = self.make_cost_model()
         for field in ("name", "hardware", "source"):
             value = getattr(model, field)
             assert isinstance(value, str) and value.strip(), (
-                f"{field} is {value!r}; say what the predictions rest on"
+                f"{field} is {value!r}; say what the predictions are based on"
             )

@@ -1,6 +1,6 @@
-"""Tries every placement of a tiny task: the yardstick for the other searches.
+"""Search that tries every placement of a tiny task, to test other searches against.
 
-Shapes: `C` placements of a chunk, `T` tables, `W` ranks, `O` options of a table, `S`
+Shapes: `C` placements in a chunk, `T` tables, `W` ranks, `O` options of a table, `S`
 sets that a rank can hold (a second `S`: stages).
 """
 
@@ -35,29 +35,29 @@ CHUNK = 100_000
 
 
 class ExhaustiveSearcher(Searcher):
-    """Tries all column splits on all ranks, and all ways to shard each table."""
+    """Tries all ways to shard each table, all column splits and all ranks."""
 
     name = "exhaustive"
     takes_choices = True
 
     def __init__(self, max_placements: int = 20_000_000) -> None:
-        """Refuse tasks with more placements than this."""
+        """Take the maximum number of placements of a task."""
         self.max_placements = max_placements
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        """Find the best placement there is.
+        """Return the best of all placements.
 
         Raises:
             ConfigError: The task has too many placements, or contradictory rules.
-            InfeasibleError: No placement keeps to the memory and the rules on ranks.
+            InfeasibleError: No placement fits the memory and keeps to the rules.
         """
         start = time.monotonic()
         if count_placements(task) > self.max_placements * (1 + 1e-9):
             raise ConfigError(
-                f"the task has {count_placements(task):.3g} placements, exhaustive "
-                f"search takes at most {self.max_placements}; use fewer or narrower "
+                f"the task has {count_placements(task):.3g} placements, but exhaustive "
+                f"search tries at most {self.max_placements}; use fewer or narrower "
                 "tables"
             )
         check_constraints(task)
@@ -90,7 +90,7 @@ class ExhaustiveSearcher(Searcher):
         radix: Ints,
         sets: _RankSets,
     ) -> Floats:
-        """Critical path of each placement; infinite where it breaks a limit."""
+        """Return the critical path of each placement; infinite if not allowed."""
         task = simulator.task
         code = np.zeros((len(index_C), task.world_size), dtype=np.int64)
         shards_CT = np.zeros((len(index_C), len(options)), dtype=np.int64)
@@ -125,7 +125,7 @@ class ExhaustiveSearcher(Searcher):
 
 
 def count_placements(task: ShardingTask) -> float:
-    """Return how many placements there are, limits on widths and memory aside."""
+    """Return the number of placements, without limits on widths and memory."""
     ranks = task.world_size
 
     def layouts(table: int) -> float:
@@ -142,7 +142,7 @@ def count_placements(task: ShardingTask) -> float:
 
 
 def _options(task: ShardingTask, table: int) -> Ints:
-    """Every way to spread a table's columns, `O x W` in units of four columns."""
+    """Return every split of a table's columns, `O x W` in units of four columns."""
     units = task.tables[table].embedding_dim // COLUMN_MULTIPLE
     narrowest = max(1, -(-task.min_widths[table] // COLUMN_MULTIPLE))
     allowed_TW = task.rules.allowed_TW
@@ -170,7 +170,7 @@ def _options(task: ShardingTask, table: int) -> Ints:
 
 
 def _block_options(task: ShardingTask, table: int) -> Ints:
-    """Every way to put a table on whole blocks, `O x W` in units of four columns."""
+    """Return every way to put a table on whole blocks, `O x W` in four columns."""
     size, count = task.block_size(table), task.num_blocks(table)
     units = task.tables[table].embedding_dim // count // COLUMN_MULTIPLE
     closed = np.zeros(task.world_size, dtype=bool)
@@ -186,7 +186,7 @@ def _block_options(task: ShardingTask, table: int) -> Ints:
 
 
 def _try_choices(simulator: Simulator, start: float) -> SearchResult:
-    """Try all placements of tables that may be sharded in several ways."""
+    """Return the best placement of tables that have several ways of sharding."""
     task, bank = simulator.task, ShardBank(simulator)
     num_ranks = task.world_size
     ways_N, widths_N = [], []
@@ -244,7 +244,7 @@ def _result(
 def _decode(
     index_C: Ints, ways_N: list[Ints], widths_N: list[Ints]
 ) -> tuple[Ints, Ints]:
-    """Ways, `C x N`, and widths, `C x N x W`, of numbered placements."""
+    """Return the ways, `C x N`, and widths, `C x N x W`, of numbered placements."""
     ways, widths = [], []
     for way, width in zip(ways_N, widths_N, strict=True):
         index_C, place = np.divmod(index_C, len(way))
@@ -256,7 +256,7 @@ def _decode(
 def _breaks_rules(
     task: ShardingTask, way_CN: Ints, width_CNW: Ints
 ) -> npt.NDArray[np.bool_]:
-    """Whether placements break the rules on tables together or apart, `C`."""
+    """Return whether placements break the rules together and apart, `C`."""
     broken = np.zeros(len(way_CN), dtype=bool)
     held_CNW = width_CNW > 0
     for tables in task.apart:
@@ -272,24 +272,24 @@ def _breaks_rules(
 
 
 def _nothing_fits(task: ShardingTask) -> str:
-    """Say that no placement fits."""
+    """Return the message that no placement fits."""
     caps_MW, fixed_MT, column_MT = task.memory
     dims_T = np.array([table.embedding_dim for table in task.tables])
     size_T = (fixed_MT + column_MT * dims_T).sum(axis=0)
     sizes = [size_T[list(ways)].min() for ways in task.ways]
     largest = task.ways[int(np.argmax(sizes))][0]
     has = [format_bytes(most) for most in caps_MW.max(axis=1) if np.isfinite(most)]
-    rules = " and to the rules on them" if task.rules else ""
+    rules = " and keeps to the rules on ranks" if task.rules else ""
     return (
-        "none of the task's placements keeps to the ranks' memory"
-        f"{rules}: the largest table is {describe(task, largest)}, the freest rank has "
+        f"no placement of the task fits the ranks' memory{rules}: the largest table is "
+        f"{describe(task, largest)}, the freest rank has "
         f"{' and, in its host, '.join(has) or 'no limit'}. "
         f"{way_out(task)}"
     )
 
 
 class _RankSets:
-    """Cost, columns and bytes of every set that a rank can hold."""
+    """Cost, loads and bytes of every set that a rank can hold."""
 
     def __init__(self, simulator: Simulator, radix: Ints) -> None:
         task = simulator.task

@@ -1,4 +1,4 @@
-"""What every `Searcher` must do."""
+"""Test cases that every `Searcher` must pass."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ __all__ = ["SearcherContract"]
 
 
 class SearcherContract(ABC):
-    """Cases that every searcher must pass; derive a test class and make the searcher.
+    """Test cases that every searcher must pass.
 
-    A class named `Test...` is collected by pytest; any other runner can call the
-    `test_` methods, which take nothing and fail with an `AssertionError`.
+    Derive a class named `Test...` for pytest, or call the `test_` methods. They take no
+    arguments and fail with an `AssertionError`.
     """
 
     splits_tables: bool = True
-    """Whether the search splits tables by columns where they fit no rank whole."""
+    """Whether the search splits a table by columns if it fits no rank whole."""
     num_tables: int = 12
-    """Tables of the larger cases; fewer for a search that takes few."""
+    """Number of tables in the larger cases. Lower it for exhaustive searches."""
     tolerance: float = 1e-6
-    """Relative difference that rounding may make."""
+    """Relative difference allowed for rounding."""
 
     @abstractmethod
     def make_searcher(self, seed: int) -> Searcher:
-        """Return the search under test; one that draws nothing ignores the seed."""
+        """Return the search under test. Ignore the seed if nothing is random."""
 
     def make_cost_model(self) -> CostModel:
-        """Return the costs to search on."""
+        """Return the cost model to search with."""
         return AnalyticCostModel()
 
     def make_comms_model(self, task: ShardingTask) -> CommsModel:
-        """Return the costs of the collectives."""
+        """Return the model of collectives to search with."""
         del task
         return AnalyticCommsModel()
 
@@ -65,13 +65,13 @@ class SearcherContract(ABC):
         )
 
     def _placed(self, task: ShardingTask) -> Placement:
-        """Return the plan found, once it is one."""
+        """Return the placement found, after checking that it is valid."""
         placement = self._search(task).placement
         _expect_valid(placement, task)
         return placement
 
     def _tasks(self) -> Sequence[ShardingTask]:
-        """Tasks that every search can do: without limits, and with kernels apart."""
+        """Return tasks that every search can solve, some with several kernels."""
         count = self.num_tables
         return (
             sample_task(count, 3),
@@ -85,36 +85,36 @@ class SearcherContract(ABC):
             ),
         )
 
-    # Whether it is a plan.
+    # Whether the plan is valid.
 
     def test_every_column_is_placed_once(self) -> None:
-        """Every column on one rank, in shards that a fused kernel can hold."""
+        """Every column is on one rank, in shards that a fused kernel can hold."""
         for task in self._tasks():
             self._placed(task)
 
     def test_one_rank_takes_all_tables(self) -> None:
-        """There, whole and in one piece each."""
+        """On a single rank, all tables are whole."""
         shards = len(self._placed(sample_task(self.num_tables, 1)).shards)
-        assert shards == self.num_tables, f"one rank holds {shards} pieces of tables"
+        assert shards == self.num_tables, f"one rank holds {shards} shards"
 
     def test_more_ranks_than_tables(self) -> None:
-        """Some ranks may stay empty; nothing else changes."""
+        """Empty ranks are allowed, and the result has costs for all ranks."""
         task = sample_task(2, 6)
         result = self._search(task)
         _expect_valid(result.placement, task)
         ranks = len(result.predicted.ranks)
-        assert ranks == 6, f"costs of {ranks} ranks were predicted, there are 6"
+        assert ranks == 6, f"the result has costs of {ranks} ranks, but there are 6"
 
-    # Whether the task's rules are kept.
+    # Whether the plan keeps to the task's rules.
 
     def test_memory_is_kept(self) -> None:
-        """Of ranks unlike each other, one without any, by the task's own count."""
+        """No rank exceeds its memory; ranks differ, and one has none."""
         count = self.num_tables
         task = sample_task(count, 4, fixed_bytes=(100_000,) * count)
         sizes = [
             task.shard_bytes(i, t.embedding_dim) for i, t in enumerate(task.tables)
         ]
-        # Whatever was placed before, a whole table finds room somewhere.
+        # A whole table always has room on some rank, whatever was placed before.
         room = [max(sizes) + share * sum(sizes) for share in (0.5, 0.3, 0.2)]
         caps = (0, *(math.ceil(r) for r in room))
         task = dataclasses.replace(task, memory_bytes=caps)
@@ -122,10 +122,10 @@ class SearcherContract(ABC):
         for shard in self._placed(task).shards:
             used[shard.rank] += task.shard_bytes(shard.table, shard.width)
         for rank, (held, cap) in enumerate(zip(used, caps, strict=True)):
-            assert held <= cap, f"rank {rank} holds {held:.0f} bytes, it has {cap}"
+            assert held <= cap, f"rank {rank} holds {held:.0f} bytes of its {cap}"
 
     def test_a_table_larger_than_a_rank(self) -> None:
-        """Is split; a search that keeps tables whole says which one does not fit."""
+        """The table is split; a search without splits names it in its error."""
         task = _task_with_giant(splittable=True)
         if self.splits_tables:
             self._placed(task)
@@ -133,7 +133,7 @@ class SearcherContract(ABC):
             self._expect_named(task, "a table larger than a rank")
 
     def test_a_table_that_fits_nowhere_is_named(self) -> None:
-        """The InfeasibleError says which table it is."""
+        """The InfeasibleError names the table."""
         task = _task_with_giant(splittable=False)
         self._expect_named(task, "a table that may not be split and fits no rank")
 
@@ -142,7 +142,7 @@ class SearcherContract(ABC):
         assert "giant" in message, f"the error does not name 'giant': {message}"
 
     def test_a_total_that_does_not_fit_is_told(self) -> None:
-        """The InfeasibleError gives the size of what does not fit."""
+        """The InfeasibleError names a table or the total size."""
         first = sample_task(4, 2).tables[0]
         names = [f"table_{i}" for i in range(4)]
         task = ShardingTask(
@@ -150,7 +150,7 @@ class SearcherContract(ABC):
             world_size=2,
             batch_size=4096,
         )
-        # Each table fits alone.
+        # Each table alone fits a rank.
         cap = math.ceil(1.2 * task.shard_bytes(0, first.embedding_dim))
         task = dataclasses.replace(task, memory_bytes=(cap, cap))
         message = expect_error(
@@ -163,36 +163,36 @@ class SearcherContract(ABC):
         )
 
     def test_min_widths_are_kept(self) -> None:
-        """No shard is narrower, unless it is the whole table."""
+        """No shard is narrower than min_widths, unless it is the whole table."""
         task = _wide_task(min_widths=(8, 16))
         for shard in self._placed(task).shards:
             least = task.min_widths[shard.table]
             assert shard.width >= least, (
-                f"a shard is {shard.width} wide, min_widths says {least}"
+                f"a shard has {shard.width} columns, below min_widths, {least}"
             )
 
     def test_max_shards_are_kept(self) -> None:
-        """No table is in more pieces."""
+        """No table has more shards than max_shards."""
         task = _wide_task(max_shards=(2, 1))
         placement = self._placed(task)
         for table, most in enumerate(task.max_shards):
             count = len(placement.table_shards(table))
-            assert count <= most, f"{count} shards of a table, max_shards says {most}"
+            assert count <= most, f"{count} shards of a table, above max_shards, {most}"
 
     def test_widths_are_equal_where_they_must_be(self) -> None:
-        """Without `uneven`, all shards of a table are of one width."""
+        """With `uneven=False`, all shards of a table have the same width."""
         task = _wide_task(uneven=False)
         placement = self._placed(task)
         for table in range(len(task.tables)):
             widths = {s.width for s in placement.table_shards(table)}
             assert len(widths) == 1, (
-                f"shards of one table are {sorted(widths)} wide, uneven is off"
+                f"with uneven=False, a table has shards of widths {sorted(widths)}"
             )
 
-    # Whether the result is what it says.
+    # Whether the result is right.
 
     def test_result_agrees_with_the_simulator(self) -> None:
-        """Predicted costs are those of the placement, by the models given."""
+        """Predicted costs are the simulator's for the placement and the models."""
         for task in self._tasks():
             cost_model = self.make_cost_model()
             comms_model = self.make_comms_model(task)
@@ -205,12 +205,13 @@ class SearcherContract(ABC):
                 "predicted phases of the ranks, against the simulator",
             )
             sources = (result.predicted.compute_source, result.predicted.comms_source)
-            assert sources == (wanted.compute_source, wanted.comms_source), (
-                f"the costs are said to rest on {sources}"
+            wanted_sources = (wanted.compute_source, wanted.comms_source)
+            assert sources == wanted_sources, (
+                f"the result names {sources} as sources, not {wanted_sources}"
             )
 
     def test_result_is_filled_in(self) -> None:
-        """Gap, seconds, count and notes are what their names say."""
+        """Gap, seconds, count and notes of the result are right."""
         start = time.monotonic()
         result = self._search(self._tasks()[0])
         seconds = time.monotonic() - start
@@ -222,15 +223,15 @@ class SearcherContract(ABC):
                 "(1 + gap) x bound, against the predicted critical path",
             )
         assert 0 <= result.search_seconds <= seconds + 0.1, (
-            f"search_seconds is {result.search_seconds}, the call took {seconds}"
+            f"search_seconds is {result.search_seconds}, but the call took {seconds}"
         )
-        assert result.num_evaluated >= 1, "num_evaluated is 0: nothing was costed"
+        assert result.num_evaluated >= 1, "num_evaluated is 0, so nothing was priced"
         assert isinstance(result.notes, tuple) and all(
             isinstance(note, Note) and note.text for note in result.notes
-        ), f"notes are to be a tuple of Note, not {result.notes!r}"
+        ), f"notes must be a tuple of Note, not {result.notes!r}"
 
     def test_bound_holds(self) -> None:
-        """No plan there is costs less than the bound, or than the best plan."""
+        """The bound is at most the cost of the best of all plans."""
         for seed in range(4):
             task = sample_task(3, 3, seed=seed)
             best = ExhaustiveSearcher().search(
@@ -240,15 +241,15 @@ class SearcherContract(ABC):
             result = self._search(task)
             path = result.predicted.critical_path_ms
             assert path >= optimum * (1 - self.tolerance), (
-                f"a plan of {path} ms is better than the best there is, {optimum}"
+                f"a plan takes {path} ms, less than the best plan, {optimum} ms"
             )
             assert 0 <= result.lower_bound_ms <= optimum * (1 + self.tolerance), (
-                f"the bound is {result.lower_bound_ms} ms, the best plan takes "
-                f"{optimum}"
+                f"the bound is {result.lower_bound_ms} ms, but the best plan takes "
+                f"{optimum} ms"
             )
 
     def test_same_seed_gives_the_same_plan(self) -> None:
-        """Whatever state the process's own random generators are in."""
+        """The state of Python's, NumPy's and torch's generators does not matter."""
         python, legacy = random.getstate(), np.random.get_state()
         try:
             found = []
@@ -258,13 +259,13 @@ class SearcherContract(ABC):
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(state)
                     found.append(self._search(self._tasks()[-1], seed=7).placement)
-            assert found[0] == found[1], "two searches with one seed give two plans"
+            assert found[0] == found[1], "one seed gives different plans"
         finally:
             random.setstate(python)
             np.random.set_state(legacy)
 
     def test_has_a_name(self) -> None:
-        """Results and reports call the search by it."""
+        """The name is not empty or inherited, since results and reports show it."""
         name = self.make_searcher(0).name
         assert isinstance(name, str) and name.strip() and name != Searcher.name, (
             f"the search is called {name!r}; give the class a name"
@@ -272,38 +273,38 @@ class SearcherContract(ABC):
 
 
 def _expect_valid(placement: Placement, task: ShardingTask) -> None:
-    """Count the columns afresh, without the placement's own check."""
+    """Fail the case unless every column is placed once; do not trust `check`."""
     assert placement.world_size == task.world_size, (
-        f"a placement for {placement.world_size} ranks, not {task.world_size}"
+        f"the placement is for {placement.world_size} ranks, not {task.world_size}"
     )
     columns = [[0] * t.embedding_dim for t in task.tables]
     pieces = set()
     for shard in placement.shards:
         assert (
             0 <= shard.table < len(task.tables) and 0 <= shard.rank < task.world_size
-        ), f"{shard} is of a table or on a rank that is not there"
+        ), f"{shard} has an unknown table or rank"
         assert shard.width > 0 and shard.width % COLUMN_MULTIPLE == 0, (
-            f"a shard is {shard.width} wide, kernels take multiples of "
+            f"a shard has {shard.width} columns; kernels take multiples of "
             f"{COLUMN_MULTIPLE}"
         )
         piece = (shard.table, shard.rank)
-        assert piece not in pieces, f"rank {shard.rank} holds two shards of a table"
+        assert piece not in pieces, f"rank {shard.rank} holds two shards of one table"
         pieces.add(piece)
         end = shard.offset + shard.width
         assert 0 <= shard.offset and end <= len(columns[shard.table]), (
-            f"{shard} is outside its table"
+            f"{shard} exceeds its table"
         )
         for column in range(shard.offset, end):
             columns[shard.table][column] += 1
     for table, counts in zip(task.tables, columns, strict=True):
         odd = [i for i, count in enumerate(counts) if count != 1]
         assert not odd, (
-            f"columns {odd} of table '{table.name}' are placed never or twice"
+            f"columns {odd} of table '{table.name}' are placed 0 or several times"
         )
 
 
 def _task_with_giant(*, splittable: bool) -> ShardingTask:
-    """Two small tables and one that no rank can hold whole."""
+    """Return two small tables and one that fits no rank whole."""
     tables = tuple(
         TableConfig(name=name, num_embeddings=rows, embedding_dim=16)
         for name, rows in (("small", 1000), ("giant", 100_000), ("other", 1000))
@@ -318,7 +319,7 @@ def _task_with_giant(*, splittable: bool) -> ShardingTask:
 
 
 def _wide_task(**rules: Any) -> ShardingTask:
-    """Two tables on three ranks: balanced only in pieces of unequal width."""
+    """Return two tables on three ranks; only unequal shards balance them."""
     tables = tuple(
         TableConfig(
             name=f"table_{i}", num_embeddings=5000, embedding_dim=16, pooling_factor=20
