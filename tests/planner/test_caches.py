@@ -1,4 +1,4 @@
-"""Caches of rows and tables in hosts' memory: chosen sizes, and what they cost."""
+"""Row caches and tables in host memory: their chosen sizes and costs."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def planner_of(constraints: Any = None) -> NeuroShardPlanner:
     )
 
 
-def test_sizes_that_the_search_chooses(tmp_path: Path) -> None:
-    """They fill the memory that is left; evaluation, report and files have them."""
+def test_the_search_chooses_cache_sizes(tmp_path: Path) -> None:
+    """Caches fill the memory left; evaluation, report and files show their sizes."""
     planner = planner_of()
     model = make_ebc(SIZES)
     plan = planner.plan(model, bag_sharders())
@@ -93,7 +93,7 @@ def test_sizes_that_the_search_chooses(tmp_path: Path) -> None:
     assert slower.critical_path_ms > path_ms
 
 
-def test_sizes_that_are_given_stay() -> None:
+def test_given_cache_sizes_stay() -> None:
     given: dict[str, Any] = {"compute_kernels": [CACHED], "pooling_factors": [10.0]}
     asked = only("t1", cache_params=CacheParams(load_factor=0.2), **given)
     planner = planner_of(only(**given) | asked)
@@ -105,8 +105,8 @@ def test_sizes_that_are_given_stay() -> None:
     assert found is not None and found.load_factor == 0.07
 
 
-def test_caches_are_made_ready_for_being_loaded_ahead() -> None:
-    """Without it TorchRec trains on, and logs that results may be wrong."""
+def test_caches_support_prefetching() -> None:
+    """Otherwise TorchRec goes on training and only logs that results may be wrong."""
     ahead, plain = "train_prefetch_sparse_dist", "train_sparse_dist"
     module, limits = bags(bag_config(0, 1000, 64)), only(compute_kernels=[CACHED])
     unready, ready = (
@@ -157,7 +157,7 @@ def perf(kernel: str, ratio: float | None = None) -> Any:
     return costs_and_option(kernel, ratio)[1].shards[0].perf
 
 
-def test_lookups_and_updates_travel_over_the_link() -> None:
+def test_lookups_and_updates_use_the_link() -> None:
     costs, option = costs_and_option("fused_uvm")
     on_device, on_host = perf("fused"), option.shards[0].perf
     model = costs.cost_model
@@ -177,7 +177,7 @@ def test_lookups_and_updates_travel_over_the_link() -> None:
     assert times[0] < on_host.fwd_compute
 
 
-def test_half_outputs_take_half() -> None:
+def test_half_precision_outputs_take_half_the_time() -> None:
     def outputs(tables: Any = (), fused: Any = None) -> tuple[Any, float]:
         limits = each(2, "table_wise")
         for name in tables:

@@ -1,4 +1,4 @@
-"""Which ranks tables may be on, and with which others: kept by every kind of plan."""
+"""Placement constraints, which every kind of plan satisfies."""
 
 from __future__ import annotations
 
@@ -76,12 +76,14 @@ def keeps(plan: ShardingPlan, placement: PlacementConstraints, world_size: int) 
         ({"apart": [["t0", "t0"]]}, "apart"),
     ],
 )
-def test_what_cannot_be_is_named(arguments: dict[str, Any], message: str) -> None:
+def test_impossible_constraints_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         PlacementConstraints(**arguments).rules(NAMES, 4)
 
 
-def test_names_may_be_full_or_bare() -> None:
+def test_names_may_have_a_module_or_not() -> None:
     tables = ["user.t", "item.t", "item.u"]
     pinned = PlacementConstraints(pin={"t": [0, 1], "item.t": [1, 2]})
     assert pinned.rules(tables, 4).allowed == {0: (0, 1), 1: (1,)}
@@ -93,7 +95,7 @@ def test_names_may_be_full_or_bare() -> None:
     assert not PlacementConstraints().rules(NAMES, 4)
 
 
-def test_what_follows_from_constraints_is_drawn() -> None:
+def test_consequences_of_constraints_hold() -> None:
     rules = PlacementConstraints(
         pin={"t0": [1], "t1": [1, 2], "t2": [0, 2, 3], "t3": [0, 3], "t5": [0, 1, 2]},
         together=[["t3", "t2"], ["t4", "t2"]],
@@ -128,8 +130,8 @@ KINDS: list[dict[str, Any]] = [
     "seed",
     [*range(3), *(pytest.param(s, marks=pytest.mark.nightly) for s in range(3, 8))],
 )
-def test_constraints_drawn_at_random(seed: int) -> None:
-    """Of tables of all kinds, in scarce memory, through the real search."""
+def test_random_constraints_hold(seed: int) -> None:
+    """With tables of all kinds, little memory and the real search."""
     rng = np.random.default_rng(seed)
     kinds = [{}, {}, {}, *KINDS]
     picks = rng.integers(0, len(kinds), len(SIZES))
@@ -198,7 +200,7 @@ def to_rank_1(options: list[ShardingOption]) -> list[ShardingOption]:
         ({"partitioner": GreedyPerfPartitioner()}, ConfigError, "placement_constr"),
     ],
 )
-def test_a_part_that_ignores_them_makes_no_plan(
+def test_a_part_that_ignores_constraints_is_refused(
     part: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     wanted = [1] if "partitioner" in part else [0]
@@ -226,7 +228,7 @@ def test_names_mean_tables_of_a_module() -> None:
     assert set(held["item.t0"]).isdisjoint(held["user.t0"])
 
 
-def test_files_and_moves_are_held_to_them(tmp_path: Path) -> None:
+def test_plan_files_and_moves_satisfy_constraints(tmp_path: Path) -> None:
     path, model = tmp_path / "plan.json", make_ebc(SIZES)
     # Every table where it may be, on as few ranks as that takes.
     start = [(t, SIZES[t][1], rank) for t, rank in enumerate([3, 0, 0, 2, 0, 3])]

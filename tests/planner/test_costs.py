@@ -1,4 +1,4 @@
-"""Costs of every sharding type, worked out by hand."""
+"""Costs of every sharding type, compared with calculations by hand."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def topology_of(world_size: int, node: int | None = None) -> Topology:
 def placed(
     module: Any, topology: Topology, kinds: dict[str, tuple[str, str]], **fields: Any
 ) -> tuple[PlanCosts, list[ShardingOption]]:
-    """The plan of tables of given sharding types and kernels."""
+    """Return a plan of tables with these sharding types and kernels."""
     constraints = {
         name: ParameterConstraints(
             sharding_types=[kind], compute_kernels=[kernel], **fields
@@ -178,7 +178,7 @@ def test_replicas(
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 @pytest.mark.parametrize("ids", [1, 8])
-def test_a_sequence_has_a_row_for_each_id(kind: str, ids: int) -> None:
+def test_a_sequence_sends_one_row_per_id(kind: str, ids: int) -> None:
     kinds = {"s0": (kind, "fused")}
     costs, plan = placed(sequences(16), topology_of(4), kinds, pooling_factors=[ids])
     assert costs.reader.table(plan[0]).num_features == ids
@@ -202,7 +202,7 @@ class SlowOrder(AnalyticCommsModel):
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("grid_shard", 48), ("row_wise", 0)])
-def test_columns_of_a_grid_are_put_in_order(kind: str, columns: int) -> None:
+def test_columns_of_a_grid_are_reordered(kind: str, columns: int) -> None:
     path_ms = []
     for comms in (AnalyticCommsModel(), SlowOrder()):
         planner = make_planner(
@@ -263,7 +263,7 @@ def test_sums_over_shards_agree_with_the_stages(everywhere: bool) -> None:
     assert predicted.compute_source == source
 
 
-def test_caches_share_a_kernel_unless_only_some_are_loaded_ahead() -> None:
+def test_caches_share_a_kernel_unless_only_some_prefetch() -> None:
     topology = topology_of(1)
     given = [CacheParams(), CacheParams(load_factor=0.3)]
     constraints = by_table(

@@ -69,7 +69,7 @@ TORCHREC = tuple(int(n) for n in version("torchrec").split(".")[:2])
 def plan_of(
     module: nn.Module, world_size: int = 2, **arguments: Any
 ) -> tuple[ShardingPlan, NeuroShardPlanner]:
-    """Plan, and check that every value of every planned table has its place."""
+    """Plan, and check that every value of every table is placed exactly once."""
     planner = make_planner(world_size, "cuda", **arguments)
     plan = planner.plan(module, get_default_sharders())
     check_plan(plan, module, world_size)
@@ -88,7 +88,7 @@ IN_PLAN: dict[str, Any] = {
     "bounds_check_mode": BoundsCheckMode.FATAL,
     "output_dtype": DataType.FP16,
 }
-"""Fields that `DistributedModelParallel` reads off the plan."""
+"""Fields that `DistributedModelParallel` reads from the plan."""
 
 OTHERS = """sharding_types compute_kernels min_partition pooling_factors num_poolings
 batch_sizes is_weighted cache_params device_group key_value_params feature_names
@@ -122,8 +122,8 @@ def test_min_partition_below_four_or_above_the_width(least: int) -> None:
     assert (len(widths) > 1) == (least == 3)
 
 
-def test_grids_of_varying_batches_are_left_out_before_1_9() -> None:
-    """Of every table of the module: its features come as one tensor."""
+def test_grids_with_varying_batches_are_left_out_before_1_9() -> None:
+    """They are left out for all tables of a module, whose features are one tensor."""
 
     def kind(*types: str) -> str:
         limits = only(sharding_types=list(types)) | only("t1", batch_sizes=[8])
@@ -154,7 +154,7 @@ def test_tables_of_another_device_group_are_left_out() -> None:
 
 
 def test_constraints_of_a_given_enumerator_are_kept() -> None:
-    """And what its estimator says of memory."""
+    """The memory of its estimator is also kept."""
     topology, limits = gpus(4), each(1, "table_wise", "column_wise", min_partition=128)
     theirs = EmbeddingEnumerator(topology, 64, constraints=limits)
     table = bag_config(0, rows=100_000, dim=256)
@@ -299,7 +299,7 @@ def test_planner_takes_one_model_after_another() -> None:
 # NumPy warns where infinities are subtracted, before the error tells why.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("value", [float("nan"), -1.0])
-def test_cost_model_that_predicts_no_time_is_named(value: float) -> None:
+def test_a_cost_model_must_predict_times(value: float) -> None:
     class Broken(AnalyticCostModel):
         name = "broken"
 
@@ -327,13 +327,13 @@ SIZES = [(1000, 64)] * 2
         ({"enforce_hbm": True}, "'t0'.*enforce_hbm is True"),
     ],
 )
-def test_values_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+def test_impossible_values_are_refused(fields: dict[str, Any], message: str) -> None:
     cached = {"compute_kernels": ["fused_uvm_caching"], **fields}
     with pytest.raises(ConfigError, match=message):
         make_planner(2, "cuda", constraints=only(**cached))
 
 
-def test_things_of_another_kind_are_named() -> None:
+def test_arguments_of_wrong_type_are_refused() -> None:
     odd: Any = {"t0": {"pooling_factors": [3.0]}}
     given: list[tuple[str, Any, str]] = [
         ("constraints", odd, "'t0' is a dict"),
@@ -360,10 +360,10 @@ def test_things_of_another_kind_are_named() -> None:
 
 
 class MyCollection(EmbeddingBagCollection):
-    """Another class than the sharder's."""
+    """A subclass, for which no sharder is registered."""
 
 
-def test_tables_and_constraints_that_nothing_takes_are_named() -> None:
+def test_unused_tables_and_constraints_are_noted() -> None:
     other = make_ebc([(9, 8)], prefix="other ")
     other.__class__ = MyCollection
     untaken = "tables 'other t0' are not sharded.* module 'b' of class MyCollection"

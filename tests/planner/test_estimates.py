@@ -1,4 +1,4 @@
-"""Plans by costs that were not measured, and what is said of them."""
+"""Plans with estimated costs, and the notes on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.one_release
 
 
 def estimated(topology: Topology | None = None, **arguments: Any) -> NeuroShardPlanner:
-    """A planner for cards that nothing was measured on."""
+    """Return a planner for cards without measurements."""
     topology = topology or topology_for("h100", num_nodes=2, ranks_per_node=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the result holds them, too
@@ -44,7 +44,7 @@ def estimated(topology: Topology | None = None, **arguments: Any) -> NeuroShardP
 def test_estimates_split_no_table_below_32_columns_unless_told(
     least: int | None,
 ) -> None:
-    """Which saves milliseconds by the estimate alone, as no narrower one was timed."""
+    """Narrower splits save time only by the estimate, since none was measured."""
     planner = estimated(
         topology_for("h100", num_nodes=4, ranks_per_node=4),
         constraints=each(3, "column_wise", min_partition=least, pooling_factors=[80.0]),
@@ -58,7 +58,7 @@ def test_estimates_split_no_table_below_32_columns_unless_told(
     assert len(cautioned) == (narrowest < 32)
 
 
-def test_a_rank_much_fuller_than_the_others_is_pointed_out() -> None:
+def test_a_rank_much_fuller_than_others_is_noted() -> None:
     rules = PlacementConstraints(pin={"t0": [1]})
     planner = estimated(
         topology_for("h100", num_nodes=2, ranks_per_node=2, memory_gb=4),
@@ -70,7 +70,7 @@ def test_a_rank_much_fuller_than_the_others_is_pointed_out() -> None:
     assert found.startswith("rank 1 holds 2.") and "4.0 times the mean" in found
 
 
-def test_how_sure_an_estimate_is_stands_beside_the_plan() -> None:
+def test_the_plan_shows_the_error_of_an_estimate() -> None:
     planner = estimated()
     planner.plan(make_ebc([(200_000, 64), (50_000, 32), (500, 64)]), bag_sharders())
     report = planner.report()

@@ -37,7 +37,7 @@ PLAIN = WireCodec()
 
 
 def bag_sharder(*kinds: str, ops: Any = None) -> Any:
-    """It quantises forward and backward collectives to these kinds."""
+    """Return a sharder that quantises collectives to these types."""
     registry: Any = None
     if kinds:
         config = QCommsConfig(*(CommType(kind) for kind in kinds))
@@ -62,7 +62,7 @@ def phases(triples: Any = ((0, 32, 0), (1, 64, 1)), **fields: Any) -> Any:
     return simulator, np.array([[getattr(r, n) for n in names] for r in costs.ranks])
 
 
-def test_a_rank_codes_its_shards_and_decodes_its_samples() -> None:
+def test_ranks_encode_their_shards_and_decode_their_samples() -> None:
     coding = WireCodec(encode_bytes=3.0, decode_bytes=5.0, launches=2.0)
     simulator, plain = phases()
     _, coded = phases(codecs=((coding, PLAIN), (coding, PLAIN)))
@@ -94,7 +94,7 @@ def test_sums_are_decoded_once() -> None:
 def test_a_codec_changes_the_plan(
     gb_per_s: float, rows: int, plain: str, coded: str
 ) -> None:
-    """Over slow links it makes exchanges cheaper than replicas, over others dearer."""
+    """On slow links, the codec makes exchanges cheaper than replicas, else dearer."""
     for sharder, expected in (
         (bag_sharder(), plain),
         (bag_sharder("fp16", "fp16"), coded),
@@ -104,8 +104,8 @@ def test_a_codec_changes_the_plan(
         assert plan.plan[""]["t0"].sharding_type.startswith(expected)
 
 
-def test_sums_of_codes_are_no_codes() -> None:
-    """Where another sharding type is left it is taken."""
+def test_codecs_that_cannot_be_summed_are_refused() -> None:
+    """Another sharding type is chosen if one is allowed."""
     sharder = bag_sharder("int8", "fp32")
     module = make_ebc([(1000, 64)])
     only_rows = each(1, "row_wise")
@@ -122,8 +122,8 @@ def test_sums_of_codes_are_no_codes() -> None:
     assert "its values cannot be summed" in str(report)
 
 
-def test_rows_of_codes_are_filled() -> None:
-    """INT8 scales 32 values at once; a table that only whole fills them stays whole."""
+def test_rows_of_int8_codecs_are_filled() -> None:
+    """INT8 scales 32 values at once; a table that fills them only whole stays whole."""
     constraints = each(1, "table_wise", "column_wise")
     planner = make_planner(2, "cpu", batch_size=6, constraints=constraints)
     sharders = [bag_sharder("int8", "int8")]
@@ -138,7 +138,7 @@ def test_rows_of_codes_are_filled() -> None:
 # --- repeated ids ---
 
 
-def test_distinct_ids_of_parts_are_those_of_a_count() -> None:
+def test_distinct_ids_of_parts_agree_with_a_count() -> None:
     rng = np.random.default_rng(0)
     rows, parts, samples = 3_000, 4, 2_000
     ids = (rows * rng.random((parts, samples)) ** 3).astype(np.int64)
@@ -159,7 +159,7 @@ def test_distinct_ids_of_parts_are_those_of_a_count() -> None:
     assert not any(found.access_histogram[3:])  # in more than all parts
 
 
-def test_distinct_ids_are_sent_and_looked_up() -> None:
+def test_only_distinct_ids_are_sent_and_looked_up() -> None:
     profile = zipf_profile(
         batch_size=2 * BATCH, pooling_factor=20.0, num_embeddings=10_000
     )
@@ -186,7 +186,7 @@ def test_distinct_ids_are_sent_and_looked_up() -> None:
     assert 0 < compute[0] < compute[1]
 
 
-def test_removing_repeats_takes_time_of_its_own() -> None:
+def test_removing_repeats_takes_time() -> None:
     sequences: dict[str, Any] = {"pooled": (False, False)}
     simulator, plain = phases(**sequences)
     _, thrice = phases(**sequences, repeats=(3.0, 3.0))

@@ -1,4 +1,4 @@
-"""A rank that dies while the first one tells all ranks something."""
+"""A rank dies while the first rank sends a value to all ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _rank(rank: int, dead: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dead", [1, pytest.param(0, marks=pytest.mark.nightly)])
-def test_all_others_end(tmp_path: Path, dead: int) -> None:
+def test_all_other_ranks_stop(tmp_path: Path, dead: int) -> None:
     context = multiprocessing.get_context("fork")
     ranks = [
         context.Process(target=_rank, args=(rank, dead, tmp_path))

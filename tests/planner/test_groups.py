@@ -1,4 +1,4 @@
-"""Sharding groups of 2D parallelism: what is planned for, and what replicas cost."""
+"""Sharding groups of 2D parallelism: their topology and the cost of replicas."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def two_nodes(world_size: int = 8, **arguments: Any) -> Topology:
         (2, False, 1, 4),
     ],
 )
-def test_ranks_of_a_group_lie_in_nodes_as_torchrec_deals_them(
+def test_ranks_of_a_group_are_in_torchrecs_nodes(
     size: int, inter_host: bool, per_node: int, replicas_per_node: int
 ) -> None:
     topology = group_topology(two_nodes(), size, use_inter_host_allreduce=inter_host)
@@ -68,7 +68,7 @@ def test_ranks_of_a_group_lie_in_nodes_as_torchrec_deals_them(
     assert group.replicas_per_node == replicas_per_node
 
 
-def test_nodes_pods_and_memory_are_shared_out() -> None:
+def test_nodes_pods_and_memory_are_divided() -> None:
     # Of 12 ranks in nodes of 4, groups 0 3 6 9: one, one, one and one per node, but
     # 1 4 7 10 has two in the second.
     assert group_topology(gpus(12, 4), 4).local_world_size == 1
@@ -82,7 +82,7 @@ def test_nodes_pods_and_memory_are_shared_out() -> None:
     assert found == [7, 5, 1, 3]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_groups_are_refused() -> None:
     for size in (0, 3, 16):
         with pytest.raises(ConfigError, match=f"sharding_group_size={size}"):
             group_topology(two_nodes(), size)

@@ -1,4 +1,4 @@
-"""What ranks allocate: against what FBGEMM allocates, and identities."""
+"""Predicted memory of ranks, compared with what FBGEMM allocates."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ pytestmark = ATTACHES_OPTIMIZERS
 
 
 def planned(kernel: str, kind: str = "row_wise") -> tuple[Any, list[Any]]:
-    """A plan for GPUs, and its options with what shards take."""
+    """Return a plan for GPUs, and its options with the memory of shards."""
     module = make_ebc([(100_000, 64), (100_000, 128), (100_000, 32)])
     constraints = by_table(
         sharding_types=[[kind]] * 3,
@@ -78,7 +78,7 @@ def planned(kernel: str, kind: str = "row_wise") -> tuple[Any, list[Any]]:
         ("fused_uvm_caching", "table_wise"),
     ],
 )
-def test_shards_add_up_to_what_ranks_take_and_the_search_counts_no_less(
+def test_shards_add_up_to_ranks_and_the_search_counts_no_less(
     kernel: str, kind: str
 ) -> None:
     planner, options = planned(kernel, kind)
@@ -108,7 +108,7 @@ def test_a_rank_is_overfilled_by_a_byte() -> None:
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-def test_kernels_sort_beside_the_gradients_of_their_outputs(pooled: bool) -> None:
+def test_kernels_sort_while_gradients_of_outputs_exist(pooled: bool) -> None:
     topology, module = gpus(2, hbm_cap=8 * GIB), make_ebc([(1000, 64)])
     sharders: list[Any] = bag_sharders()
     if not pooled:
@@ -143,7 +143,7 @@ def test_row_wise_state_stays_on_the_device_whatever_the_kernel() -> None:
 
 
 def kept_by(optimizer: Any, kernel: str = "fused", **params: Any) -> tuple[int, int]:
-    """Bytes that 100 rows of 16 weights take at rest, on the device and in the host."""
+    """Return the bytes at rest of 100 rows of 16 weights, on device and host."""
     module = make_ebc([(100, 16)])
     fused_params = {"optimizer": optimizer, **params}
     if isinstance(optimizer, type):
@@ -172,7 +172,7 @@ CORRECTION = {"extra_optimizer_config": tbe.UserEnabledConfigDefinition(True)}
     ("settings", "count"), [({}, 11), (COUNTERS, 11), (CORRECTION, 1)]
 )
 @pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
-def test_optimizers_keep_what_fbgemm_allocates(
+def test_optimizer_state_is_what_fbgemm_allocates(
     kernel: str, settings: dict[str, Any], count: int
 ) -> None:
     location = tbe.EmbeddingLocation.DEVICE
@@ -207,7 +207,7 @@ def test_optimizers_keep_what_fbgemm_allocates(
     assert count == 0
 
 
-def test_an_optimizer_that_nobody_knows_is_named() -> None:
+def test_an_unknown_optimizer_is_noted() -> None:
     module = make_ebc([(100, 16)])
     apply_optimizer_in_backward(torch.optim.AdamW, module.parameters(), {"lr": 0.1})
     planner = make_planner(2, constraints=only(sharding_types=["data_parallel"]))
@@ -223,8 +223,8 @@ def test_an_optimizer_that_nobody_knows_is_named() -> None:
         planner.plan(make_ebc([(10**6, 64)]), [sharder])
 
 
-def test_a_rank_holds_its_outputs_and_sends_every_column_shard_the_ids() -> None:
-    """Columns of two tables are on others; it has its own samples alone."""
+def test_a_rank_counts_its_outputs_and_ids_of_column_shards() -> None:
+    """Columns of two tables are on other ranks; the rank has only its own samples."""
     planner = make_planner(
         topology=gpus(5, hbm_cap=8 * GIB),
         constraints=each(2, "column_wise", min_partition=32),
@@ -246,7 +246,7 @@ def test_a_rank_holds_its_outputs_and_sends_every_column_shard_the_ids() -> None
     assert ahead - prefetched == 2 * batch
 
 
-def test_ranks_with_room_for_tables_but_not_for_outputs_are_full() -> None:
+def test_ranks_without_memory_for_outputs_are_full() -> None:
     planner = make_planner(topology=gpus(2, hbm_cap=2 * MIB), batch_size=65_536)
     with pytest.raises(PlannerError):
         planner.plan(make_ebc([(1000, 128)]), bag_sharders())
@@ -255,7 +255,7 @@ def test_ranks_with_room_for_tables_but_not_for_outputs_are_full() -> None:
 def test_a_plan_that_overfills_a_rank_is_searched_again_with_less_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What tables take beside each other may be more than their bounds say."""
+    """Tables of one module may need more memory together than their bounds say."""
     counted = MemoryModel.shard_bytes
 
     def half(memory: MemoryModel, *shards: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Module kinds beside plain EmbeddingBagCollections: what stock plans, we plan."""
+"""Other modules than EmbeddingBagCollection: we plan what TorchRec plans."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def tied() -> Any:
 
 
 class Unheard(nn.Module):
-    """No TorchRec module: it has no configurations."""
+    """Not a TorchRec module, so it has no configurations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ SHARDERS: list[Any] = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_stock_plans(kind: str) -> None:
+def test_every_module_that_torchrec_plans(kind: str) -> None:
     build, num_searched = KINDS[kind]
     module = build()
     topology = Topology(2, "cpu" if kind == "odd widths" else "cuda")

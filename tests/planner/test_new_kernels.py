@@ -1,4 +1,4 @@
-"""Kernels that no bundle holds: searched like others, priced beside the fused."""
+"""Kernels without measurements: searched like others, priced by the fused kernel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KERNELS = [
 
 
 class Sharder(EmbeddingBagCollectionSharder):
-    """Offers a kernel beside TorchRec's."""
+    """A sharder that offers one more kernel."""
 
     def __init__(self, kernel: str) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Sharder(EmbeddingBagCollectionSharder):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_searched_priced_flagged_kept_in_files_and_rehearsed(
+def test_new_kernels_are_searched_priced_noted_saved_and_rehearsed(
     kernel: str, tmp_path: Path
 ) -> None:
     """t1 and t2 run the kernel, t0 the fused one."""

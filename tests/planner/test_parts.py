@@ -1,4 +1,4 @@
-"""The parts of the planner, each alone inside TorchRec's own planner."""
+"""The parts of the planner, each used alone in TorchRec's planner."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def kinds_of(
 
 
 @pytest.mark.parametrize(("nodes", "by_node"), [(2, ["table_row_wise"]), (1, [])])
-def test_enumerator_keeps_one_option_of_each_use(
+def test_enumerator_keeps_one_option_of_each_kind(
     nodes: int, by_node: list[str]
 ) -> None:
     constraints = by_table(
@@ -142,7 +142,7 @@ HOSTED = {"fused_uvm", "fused_uvm_caching"}
         ([SMALL] * 2, 3 * TABLE_BYTES, {"together": [["t0", "t1"]]}, {"t0", "t1"}),
     ],
 )
-def test_host_memory_is_offered_where_device_memory_is_scarce(
+def test_host_memory_is_offered_if_device_memory_is_scarce(
     sizes: list[tuple[int, int]], room: int, rules: Any, offered: set[str]
 ) -> None:
     placement = PlacementConstraints(**rules)
@@ -153,7 +153,7 @@ def test_host_memory_is_offered_where_device_memory_is_scarce(
         assert {(t, k) for t, k in own if k in HOSTED} == hosted
 
 
-def test_host_memory_is_offered_where_it_is_asked_for() -> None:
+def test_host_memory_is_offered_if_constraints_ask_for_it() -> None:
     asked = only(compute_kernels=["fused", "fused_uvm"])
     kinds = kinds_of(gpus(hbm_cap=100 * TABLE_BYTES), [SMALL], asked)["t0"]
     assert {k for _, k in kinds} == {"fused", "fused_uvm"}
@@ -225,7 +225,7 @@ def test_copies_of_options_can_be_changed() -> None:
 
 
 def test_the_same_model_is_estimated_again_when_something_changed() -> None:
-    """TorchRec returns what it listed before for the same module."""
+    """For the same module, TorchRec would return its earlier options."""
     costs = PlanCosts(gpus(), **analytic())
     enumerator = NeuroShardEnumerator(gpus(), 64, costs=costs)
     module, sharders = make_ebc([(1000, 64)]), bag_sharders()
@@ -246,8 +246,8 @@ def test_the_same_model_is_estimated_again_when_something_changed() -> None:
         assert all(b[0] < a[0] for a, b in zip(larger, estimates(), strict=True))
 
 
-def test_torchrecs_enumerator_estimates_by_the_costs_of_today() -> None:
-    """It returns copies of what it listed before for the same module."""
+def test_torchrecs_enumerator_uses_current_costs() -> None:
+    """For the same module, TorchRec would return copies of its earlier options."""
     costs = PlanCosts(gpus(), **analytic())
     estimators = [
         NeuroShardEstimator(gpus(), costs=costs),
@@ -283,7 +283,7 @@ def test_an_error_of_an_estimator_is_raised_at_once() -> None:
     assert enumerator._world_size == 2
 
 
-def test_shards_are_priced_when_somebody_asks() -> None:
+def test_shards_are_priced_when_read() -> None:
     class Counting(AnalyticCostModel):
         num_asked = 0
 
@@ -338,7 +338,7 @@ def test_estimates_are_those_of_single_shards() -> None:
 
 
 def test_launches_of_fused_stock_tables_count_once() -> None:
-    """Tables that no model prices cost what TorchRec says, and one launch."""
+    """Tables without a learned cost count TorchRec's estimate and one launch."""
     constraints = each(3, "row_wise", compute_kernels=["fused"])
     tables = make_ebc(
         [(1000, 16)] * 3, data_types=dict.fromkeys(range(3), DataType.INT4)

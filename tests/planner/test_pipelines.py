@@ -1,4 +1,4 @@
-"""Plans under train pipelines: what they cost, where they differ, what is refused."""
+"""Plans for train pipelines: their costs, their differences, and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torchrec_neuroshard.search.balanced import MIP_GAP
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 TABLES = ((128, 50.0), (256, 200.0), (128, 200.0))
-"""Width of a table and ids per sample: many ids, which every split sends again."""
+"""Width of a table, and ids per sample. Every split sends these many ids again."""
 ALL = {"t0", "t1", "t2"}
 LAYERS = DenseMs(forward=10.0, backward=20.0)
 
@@ -40,7 +40,7 @@ def module() -> Any:
 
 
 def planner_for(pipeline: Any, dense: Any = LAYERS) -> NeuroShardPlanner:
-    """For two GPUs whose kernels are fast and whose link is slow."""
+    """Return a planner for two GPUs with fast kernels and a slow link."""
     return make_planner(
         topology=gpus(),
         cost_model=AnalyticCostModel(0.01, 0.0, 0.0003),
@@ -133,7 +133,7 @@ def test_plan_files_say_the_pipeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:pipeline_type")
-def test_what_does_not_count_is_noted_and_what_cannot_be_is_refused() -> None:
+def test_missing_dense_time_is_noted_and_wrong_pipelines_are_refused() -> None:
     for dense, is_noted in ((None, True), (1.0, False)):
         planner, _ = planned("train_sparse_dist", dense)
         codes = [note.code for note in last_result(planner).notes]

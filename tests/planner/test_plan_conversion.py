@@ -84,7 +84,7 @@ def test_tables_know_their_lookups_and_their_own_optimizers() -> None:
     assert [t.optimizer for t in tables] == ["rowwise_adagrad", "adam", "sgd"]
 
 
-def test_what_is_column_sharded_and_placeable() -> None:
+def test_options_are_column_sharded_and_placeable() -> None:
     ebc = make_ebc([(100, 256), (100, 10)])
     reader, options = options_of(ebc)
     columns = {k: o for k, o in options.items() if reader.is_column_sharded(o)}
@@ -120,7 +120,7 @@ def test_fusion_key_separates_what_torchrec_separates() -> None:
     assert column != keys[0]
 
 
-def test_placed_plan_keeps_shards_of_one_rank_apart() -> None:
+def test_placed_plan_keeps_shards_of_one_rank_separate() -> None:
     # TorchRec's own plans may put two shards of a table on one rank; it runs both.
     _, options = options_of(make_ebc([(100, 32), (50, 16)]))
     split = options[("t0", "column_wise", "fused")]

@@ -33,7 +33,7 @@ from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 
-def test_tables_beside_a_split_one_are_column_wise_unless_told() -> None:
+def test_tables_next_to_a_split_one_are_column_wise_by_default() -> None:
     model = nn.ModuleDict(
         {name: make_ebc([(100, 16)] * 2, prefix=name) for name in "abc"}
     )
@@ -63,14 +63,14 @@ def test_tables_beside_a_split_one_are_column_wise_unless_told() -> None:
 
 
 def test_hosts_share_the_tables_in_their_memory() -> None:
-    """Of two hosts with two ranks each."""
+    """There are two hosts with two ranks each."""
     limits = each(4, "table_wise", compute_kernels=["fused_uvm"])
     planner = make_planner(topology=gpus(4, 2), constraints=limits)
     plan = planner.plan(make_ebc([(100_000, 64)] * 4), bag_sharders())
     assert [rank for t in shards_of(plan).values() for *_, rank in t] == [0, 2, 1, 3]
 
 
-def test_what_the_host_lacks_room_for_stays_on_the_device() -> None:
+def test_tables_that_do_not_fit_the_host_stay_on_the_device() -> None:
     # Two tables of 160 MiB, looked up less, and one of 290; the device has 340. By time
     # and by its memory alone the two would be in the host, which has 300.
     ebc = make_ebc([(655_360, 64), (655_360, 64), (1_187_840, 64)])
@@ -90,7 +90,7 @@ def test_what_the_host_lacks_room_for_stays_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_memory_of_unpriced_tables_is_left_out_of_the_search(rank: int) -> None:
+def test_the_search_does_not_get_memory_of_unpriced_tables(rank: int) -> None:
     """Its 244 MiB leave one rank no room for tables of 122 MiB; the other has it."""
     planner = make_planner(
         topology=gpus(hbm_cap=330 * MIB),
@@ -178,7 +178,7 @@ def test_result_describes_the_plan_after_callbacks() -> None:
 
 
 class LoadedPlan(PlanLoader):
-    """Gives a planner the plan that another one has made."""
+    """A plan loader that returns another planner's plan."""
 
     def __init__(self, planner: NeuroShardPlanner) -> None:
         self._options = planner.get_selected_options()

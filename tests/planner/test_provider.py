@@ -1,4 +1,4 @@
-"""TorchRec's planning API (since 1.9) with this package's planner behind it."""
+"""This package's planner behind TorchRec's planning API (since 1.9)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ANALYTIC: dict[str, Any] = {**analytic(), **QUICKLY}
 def dry_run(
     provider: Any, skus: list[str], reporter: Any = None, **fields: Any
 ) -> tuple[Any, Any]:
-    """Results by SKU, and TorchRec's context."""
+    """Return results by SKU, and TorchRec's context."""
     from torchrec.distributed.planner.dry_run import DryRunOrchestrator, DryRunRequest
     from torchrec.distributed.planner.executor import DefaultPlannerExecutor
     from torchrec.distributed.planner.types import PlannerSessionContext
@@ -82,7 +82,7 @@ def test_unified_planner_returns_our_plan_with_its_costs() -> None:
 
 @needs_seam
 @pytest.mark.parametrize("stock", [False, True])
-def test_reporters_write_what_each_sku_is_planned_to_take(
+def test_reporters_write_the_predictions_of_each_sku(
     stock: bool, tmp_path: Path
 ) -> None:
     from torchrec.distributed.planner.provider import DefaultPlannerProvider
@@ -108,7 +108,7 @@ def test_reporters_write_what_each_sku_is_planned_to_take(
 
 
 class Kept(NeuroShardPlannerProvider):
-    """Keeps the planners that it made."""
+    """A provider that keeps its planners."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -139,7 +139,7 @@ def test_dry_run_command_plans_cards_by_name(
 
 
 @needs_seam
-def test_what_a_request_asks_for_reaches_the_planner() -> None:
+def test_settings_of_a_request_reach_the_planner() -> None:
     from torchrec.distributed.planner.proposers import UniformProposer
     from torchrec.distributed.planner.types import PlannerConfig
 
@@ -165,7 +165,7 @@ def test_what_a_request_asks_for_reaches_the_planner() -> None:
 
 
 @needs_seam
-def test_failures_are_those_of_the_sku_alone() -> None:
+def test_a_failure_concerns_only_its_sku() -> None:
     from torchrec.distributed.planner.types import PlannerConfig, PlannerVariant
 
     provider = NeuroShardPlannerProvider(**ANALYTIC)

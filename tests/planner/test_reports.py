@@ -1,4 +1,4 @@
-"""What `NeuroShardPlanner.report` tells of the plan that was returned."""
+"""Reports of `NeuroShardPlanner` on its plan and on other plans."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
 
 
 def test_any_plan_is_evaluated_as_planned() -> None:
-    """Of a plan that is all row-wise, beside what the reservation leaves."""
+    """The plan is row-wise, and its memory is what the reservation leaves."""
     planner = make_planner(4, "cuda", constraints=each(2, "row_wise"))
     ebc = make_ebc([(4_000, 32), (3_000, 64)])
     plan = planner.plan(ebc, bag_sharders())

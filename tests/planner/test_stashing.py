@@ -1,4 +1,4 @@
-"""Tables whose weights wait on the host while dense layers run."""
+"""Tables whose weights are on the host while dense layers run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def planner_of(link: float, **arguments: Any) -> Any:
     )
 
 
-def test_what_a_marked_table_copies_is_said() -> None:
+def test_copies_of_a_marked_table_are_noted() -> None:
     planner: Any = make_planner(
         topology=gpus(hbm_to_ddr_mem_bw=2**30 * 20 / 1000),
         constraints=each(2, "row_wise"),
@@ -92,10 +92,10 @@ def test_a_model_that_fits_only_with_stashed_tables_is_planned() -> None:
 @pytest.mark.parametrize(
     ("link", "dense_ms", "stashes"), [(FAST, 100.0, True), (SLOW, 0.0, False)]
 )
-def test_stashing_is_taken_where_it_is_shorter_with_its_copies(
+def test_stashing_is_chosen_if_it_is_faster_with_its_copies(
     link: float, dense_ms: float, stashes: bool
 ) -> None:
-    """t0 and t1 are read 20 times as often as t2, and are best apart."""
+    """t0 and t1 are read 20 times as often as t2, so different ranks are best."""
     model = model_of(200, 200, 400)
     planner = planner_of(link, dense_ms=dense_ms, stash_bytes=200 * MIB)
     planner.plan(model, SHARDERS)
@@ -136,7 +136,7 @@ def test_only_weights_on_devices_are_freed() -> None:
     assert not stash_enough([option("fused")], np.array([1.0, 0.0]))
 
 
-def test_what_cannot_be_stashed_is_refused() -> None:
+def test_wrong_stash_bytes_are_refused() -> None:
     with pytest.raises(ConfigError, match="stash_bytes must be at least 0, got -1"):
         planner_of(FAST, stash_bytes=-1)
     with pytest.raises(ConfigError, match="for GPUs; the topology's device is 'cpu'"):

@@ -1,4 +1,4 @@
-"""Constraints by the path of a module: tables of one name that are planned apart."""
+"""Constraints by module path, for tables of the same name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pooling_of(options: list[ShardingOption]) -> dict[str, float]:
     return {f"{o.path}.{o.name}": float(sum(o.input_lengths)) for o in options}
 
 
-def test_tables_of_one_name_are_constrained_apart() -> None:
+def test_tables_of_the_same_name_have_separate_constraints() -> None:
     chosen = Chosen()
     planner = make_planner(
         topology=gpus(2),
@@ -70,7 +70,7 @@ def test_tables_of_one_name_are_constrained_apart() -> None:
     assert read["item.ebc"].pooling_factor == 1.0
 
 
-def test_a_path_goes_before_a_bare_name() -> None:
+def test_a_path_wins_over_a_bare_name() -> None:
     planner = make_planner(
         topology=gpus(2), constraints={"t0": TABLE_WISE, "user.ebc/t0": ROW_WISE}
     )
@@ -79,7 +79,7 @@ def test_a_path_goes_before_a_bare_name() -> None:
 
 
 @pytest.mark.parametrize("separator", "./")
-def test_ranks_are_of_one_module_s_table(separator: str) -> None:
+def test_pins_apply_to_one_modules_table(separator: str) -> None:
     rules = PlacementConstraints(
         pin={f"user.ebc{separator}t0": [1]}, forbid_ranks=[2]
     ).rules([f"{side}.ebc.t{i}" for side in ("user", "item") for i in range(2)], 3)
@@ -88,7 +88,7 @@ def test_ranks_are_of_one_module_s_table(separator: str) -> None:
         PlacementConstraints(pin={"itm.ebc/t1": [0]}).rules(["item.ebc.t1"], 2)
 
 
-def test_a_path_that_is_not_there_is_told_with_the_near_miss() -> None:
+def test_an_unknown_path_is_noted_with_a_suggestion() -> None:
     planner = make_planner(constraints={"usr.ebc/t0": TABLE_WISE, "t9": TABLE_WISE})
     with pytest.warns(UserWarning) as told:
         planner.plan(towers(), bag_sharders())
@@ -98,7 +98,7 @@ def test_a_path_that_is_not_there_is_told_with_the_near_miss() -> None:
     assert "'t9', which the model does not have; the tables are 't0', 't1'." in texts[1]
 
 
-def test_a_device_group_is_of_one_module_s_table() -> None:
+def test_a_device_group_applies_to_one_modules_table() -> None:
     constraints = {"user.ebc/t0": ParameterConstraints(device_group="cpu")}
     enumerator = NeuroShardEnumerator(gpus(2), 64, constraints, **analytic())
     options = enumerator.enumerate(towers(), bag_sharders())
@@ -127,8 +127,8 @@ def test_memory_of_the_host_is_for_the_module_that_may_use_it() -> None:
     assert kernels == {"user": {"fused"}, "item": {"fused_uvm_caching"}}
 
 
-def test_stock_parts_live_with_such_keys() -> None:
-    """Ours in TorchRec's planner, TorchRec's in ours, and its own planner's plan."""
+def test_torchrecs_parts_work_with_module_keys() -> None:
+    """Our parts in TorchRec's planner, its parts in ours, and its own plan."""
     topology = gpus(2)
     ours = NeuroShardEnumerator(topology, 64, BY_PATH, **analytic())
     types = types_of(

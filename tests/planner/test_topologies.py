@@ -1,4 +1,4 @@
-"""What ranks are taken to have, and where each figure of it is from."""
+"""Figures of the devices, and the source of each figure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def planned(topology: Topology | None) -> NeuroShardPlanner:
 
 
 def costs_of(topology: Topology, cost_model: str) -> tuple[PlanCosts, list[str]]:
-    """Costs, and the warnings of making them without that of the estimate."""
+    """Return costs and the warnings on the way, except the one on estimates."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         costs = PlanCosts(topology, cost_model=cost_model)
@@ -72,10 +72,10 @@ BANDWIDTHS = {
     "intra_host_bw": "intra_gb_per_s",
     "inter_host_bw": "inter_gb_per_s",
 }
-"""What TorchRec calls the figures of a card."""
+"""TorchRec's argument -> the card's figure."""
 
 
-def test_topologies_have_the_figures_given_else_the_cards() -> None:
+def test_topologies_have_given_figures_else_the_cards() -> None:
     card = GPU_CARDS["h100"]
     given: dict[str, Any] = {"inter_gb_per_s": 12.5, "memory_gb": 94.0}
     topology = topology_for(
@@ -140,7 +140,7 @@ def test_impossible_nodes_are_refused(options: dict[str, Any], match: str) -> No
         topology_for(**{"card": "h100", **options})
 
 
-def test_a_card_that_is_named_stands_in_for_torchrecs_defaults_alone() -> None:
+def test_a_named_card_replaces_only_torchrecs_defaults() -> None:
     naive = Topology(16, "cuda", local_world_size=8)
     before = vars(naive).copy()
     costs, [text] = costs_of(naive, "h100")
@@ -200,7 +200,9 @@ def test_figures_that_equal_torchrecs_defaults_can_be_given() -> None:
         ("inter_host_bw", 50e9, "50,000 GB/s"),
     ],
 )
-def test_bandwidths_that_cannot_be(argument: str, value: float, read_as: str) -> None:
+def test_impossible_bandwidths_are_noted(
+    argument: str, value: float, read_as: str
+) -> None:
     topology = Topology(16, "cuda", local_world_size=8, **{argument: value})
     devices = PlannedDevices.of(topology, AnalyticCostModel())
     [text] = devices.notes
@@ -210,7 +212,7 @@ def test_bandwidths_that_cannot_be(argument: str, value: float, read_as: str) ->
 
 
 class SlowExchange(GeneralizedCommsBandwidth):
-    """Collectives of unlike bandwidths, which no pair of links can say."""
+    """Bandwidths that differ by collective."""
 
     intra_host_bw = inter_host_bw = 4e8
 
@@ -233,7 +235,7 @@ def test_bandwidths_of_single_collectives() -> None:
     assert reduced == pytest.approx(exchanged.sum(axis=2) / 8)
 
 
-def test_the_card_here_is_as_large_as_it_is(
+def test_this_machines_card_has_its_actual_memory(
     group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = SimpleNamespace(name="NVIDIA H200", total_memory=CARD)
@@ -262,13 +264,13 @@ def test_the_card_here_is_as_large_as_it_is(
 
 
 @pytest.mark.usefixtures("group")
-def test_group_that_cannot_train_by_the_plan_is_told() -> None:
+def test_a_group_that_cannot_train_with_the_plan_is_warned() -> None:
     planner = make_planner(calibrate="never")
     with pytest.warns(UserWarning, match="has 2 ranks, but the process group has 1"):
         planner.collective_plan(make_ebc([(1000, 64)]), bag_sharders())
 
 
-def test_reports_say_what_costs_rest_on() -> None:
+def test_reports_show_the_basis_of_costs() -> None:
     profile = zipf_profile(batch_size=64, pooling_factor=3.0, num_embeddings=100)
     planner = make_planner(
         topology=topology_for("h100-pcie", ranks_per_node=2),

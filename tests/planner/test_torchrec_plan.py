@@ -1,4 +1,4 @@
-"""What TorchRec's own planner plans, ours plans as well."""
+"""Every model that TorchRec's planner plans, ours plans as well."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_the_plan_to_compare_with_is_torchrecs(
         stock_plan(ebc, bag_sharders(), listed, **settings)
 
 
-def test_shards_too_many_to_list_are_not_listed_to_say_that_nothing_fits(
+def test_too_many_shards_are_not_listed_to_report_that_none_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither for TorchRec's message nor by its own planner, the last resort."""
+    """Neither TorchRec's message nor its planner, the last resort, lists them."""
     asked: list[Any] = []
     monkeypatch.setattr(proposer, "MOST_LISTED_SHARDS", 10)
     monkeypatch.setattr(torchrec_plan, "MOST_SHARDS", 10)
@@ -101,7 +101,7 @@ SMALL = [(100, 64)] * 4
 
 
 def planner_of(**arguments: Any) -> NeuroShardPlanner:
-    """A planner of two devices of 2 MiB, as TorchRec's users make one."""
+    """Return a planner for two devices of 2 MiB, as a TorchRec user would."""
     settings: dict[str, Any] = {
         "topology": gpus(hbm_cap=2 * MIB),
         "batch_size": 512,
@@ -110,7 +110,7 @@ def planner_of(**arguments: Any) -> NeuroShardPlanner:
     return make_planner(**(settings | arguments))
 
 
-def test_tables_are_planned_stored_and_loaded_that_torchrec_plans(
+def test_tables_that_torchrec_plans_are_planned_saved_and_loaded(
     tmp_path: Path,
 ) -> None:
     ebc, constraints = make_ebc(SMALL), each(4, "table_wise")
@@ -137,8 +137,8 @@ def test_tables_are_planned_stored_and_loaded_that_torchrec_plans(
         planner_of(**settings, strict_memory=True).plan(ebc, bag_sharders())
 
 
-def test_a_plan_that_fits_is_preferred_to_one_that_torchrec_would_take() -> None:
-    """By TorchRec's count all tables are quickest in rows."""
+def test_a_plan_that_fits_wins_over_one_that_fits_for_torchrec() -> None:
+    """By TorchRec's memory count, row-wise is fastest for all tables."""
     kernels = ["dense", "fused"]
     planner = planner_of(
         topology=gpus(hbm_cap=3 * MIB + 2**18),
@@ -168,7 +168,7 @@ def test_one_table_that_fits_no_rank_whole_fits_in_rows() -> None:
     assert told == [plan.plan]  # not of the count by which nothing fitted
 
 
-def test_what_fits_by_neither_count_is_told_how_many_ranks_are_enough() -> None:
+def test_without_a_plan_the_error_says_how_many_ranks_are_enough() -> None:
     def plan_on(count: int, strict_memory: bool = True) -> None:
         planner_of(
             topology=gpus(count, hbm_cap=20 * MIB),
@@ -187,8 +187,8 @@ def test_what_fits_by_neither_count_is_told_how_many_ranks_are_enough() -> None:
         plan_on(int(found[1]) - 1)
 
 
-def test_tables_that_no_memory_holds_are_refused_as_by_torchrec() -> None:
-    """However wide they are."""
+def test_tables_too_large_for_any_memory_are_refused_as_by_torchrec() -> None:
+    """Their width does not matter."""
     planner = planner_of(
         storage_reservation=FixedPercentageStorageReservation(0.15),
         constraints=each(2, "table_wise", "row_wise"),

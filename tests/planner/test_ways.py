@@ -1,4 +1,4 @@
-"""Sharding types that the search chooses, and TorchRec's plan where it has none."""
+"""Sharding types chosen by the search, and TorchRec's plan as the last resort."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TABLE, COLUMN = "table_wise", "column_wise"
 ROW, REPLICAS = "row_wise", "data_parallel"
 
 
-def test_a_table_that_holds_up_one_rank_goes_row_wise() -> None:
+def test_a_table_that_slows_one_rank_becomes_row_wise() -> None:
     # The first is looked up as often as the other three together, and cannot be split
     # by columns. Lookups cost a lot, collectives next to nothing.
     constraints = by_table(
@@ -136,8 +136,8 @@ def test_a_grid_has_no_more_blocks_than_nodes() -> None:
     assert last_result(planner).fallback is None
 
 
-def test_later_searches_share_what_is_left_of_the_budget() -> None:
-    """The first of a run makes full effort, the others less, in what it left."""
+def test_later_searches_share_the_rest_of_the_budget() -> None:
+    """The first search makes full effort; later ones make less, in the time left."""
     log, first = SearchLog(), NeuroShardSearcher(SearchConfig(time_budget_seconds=20.0))
     assert log.next(first) is first
     task = make_task(make_tables([16] * 4))
@@ -157,8 +157,8 @@ def test_later_searches_share_what_is_left_of_the_budget() -> None:
 
 
 @pytest.mark.parametrize("widths", [(16, 32), (32, 32)])
-def test_stock_plan_that_cannot_run_is_no_last_resort(widths: tuple[int, int]) -> None:
-    """Only split do the tables fit; the search keeps tables of sequences whole."""
+def test_torchrecs_plan_is_refused_if_it_cannot_run(widths: tuple[int, int]) -> None:
+    """The tables fit only if split, but the search keeps sequence tables whole."""
     constraints = by_table(
         sharding_types=[[COLUMN]] * 2,
         compute_kernels=[["fused"]] * 2,
@@ -184,7 +184,7 @@ def test_stock_plan_that_cannot_run_is_no_last_resort(widths: tuple[int, int]) -
 def test_the_last_resort_does_not_depend_on_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However long TorchRec's planner takes, the same proposals are tried."""
+    """The same proposals are tried, however long TorchRec's planner takes."""
 
     def planned() -> str:
         planner = make_planner(
@@ -268,7 +268,7 @@ def test_wide_tables_are_split_by_columns(
         assert len(widths) == 1
 
 
-def test_a_cpu_takes_wide_tables_whole() -> None:
+def test_wide_tables_stay_whole_on_cpus() -> None:
     planner = make_planner(constraints=each(1, "table_wise"))
     plan = planner.plan(make_ebc([(1000, 4096)]), bag_sharders())
     assert [w for _, w, _ in shards_of(plan)["t0"]] == [4096]
@@ -291,7 +291,7 @@ def test_a_cpu_takes_wide_tables_whole() -> None:
         ((2**31, 6), {}, r"\(embedding_dim=6\).* multiples of 4, got 6\. Pad embedd"),
     ],
 )
-def test_what_no_kernel_takes_is_refused(
+def test_widths_that_no_kernel_supports_are_refused(
     size: tuple[int, int], only: dict[str, Any], message: str
 ) -> None:
     planner = make_planner(2, "cuda", constraints=each(1, **only))

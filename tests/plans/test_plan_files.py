@@ -1,4 +1,4 @@
-"""Plans as files: what comes back, what is refused, what is warned of."""
+"""Plan files: reading back, errors and warnings."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Stored:
-    """A file with an unevenly split plan, and what it was made from."""
+    """A file with an unevenly split plan, and the plan's model and planner."""
     model = Nested(make_ebc(SIZES))
     planner = make_planner(topology=CPUS, search=FixedSearcher(TRIPLES))
     plan = planner.plan(model, bag_sharders())
@@ -124,7 +124,7 @@ def test_settings_of_a_table_come_back_as_they_were(stored: Stored) -> None:
     assert [*path.parent.iterdir()] == []
 
 
-def test_costs_are_kept_with_the_plan_that_they_are_of(stored: Stored) -> None:
+def test_costs_are_stored_only_with_their_plan(stored: Stored) -> None:
     path, model, planner, plan = stored
     known = planner.last_known
     assert known is not None and read_plan(path).report() == known.report()
@@ -144,7 +144,7 @@ def test_costs_are_kept_with_the_plan_that_they_are_of(stored: Stored) -> None:
 def test_a_plan_that_was_resharded_is_not_stored_with_the_costs_of_the_first(
     stored: Stored,
 ) -> None:
-    """TorchRec's resharding puts the new places into the plan object at work."""
+    """TorchRec's resharding changes the running plan in place."""
     path, model, planner, plan = stored
     whole = make_planner(
         topology=CPUS, search=FixedSearcher([(0, 32, 0), (1, 16, 1), (2, 8, 1)])
@@ -226,8 +226,8 @@ def test_other_jobs_are_refused(
         load_plan(stored[0], model=model, planner=stock_planner(topology))
 
 
-def test_a_plan_of_what_is_around_the_tables_is_told(tmp_path: Path) -> None:
-    """As one of a file of tables is, for a model that holds these deeper inside."""
+def test_a_plan_of_the_enclosing_module_is_refused(tmp_path: Path) -> None:
+    """For example a table file's plan, for a model with these tables deeper inside."""
     model, path = make_ebc([(1000, 16)]), tmp_path / "p.json"
     planner = make_planner(2, "cpu")
     save_plan(planner.plan(model, bag_sharders()), path, model=model, planner=planner)
@@ -241,7 +241,7 @@ def test_a_plan_of_what_is_around_the_tables_is_told(tmp_path: Path) -> None:
         assert load_plan(path, model=model, planner=known).plan
 
 
-def test_other_circumstances_are_warned_of(stored: Stored) -> None:
+def test_differences_between_jobs_are_warned_of(stored: Stored) -> None:
     path, model, _, plan = stored
     edit_json(path, lambda d: d["fingerprint"]["versions"].update(torchrec="1.2.3"))
     topology = Topology(world_size=2, compute_device="cpu", ddr_cap=2**30)
@@ -255,7 +255,7 @@ def test_other_circumstances_are_warned_of(stored: Stored) -> None:
 
 
 def test_files_of_earlier_versions_are_read(stored: Stored) -> None:
-    """They hold more of what a plan was made for."""
+    """Their fingerprints have more fields."""
     path, model, planner, plan = stored
 
     def change(data: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ def test_files_of_earlier_versions_are_read(stored: Stored) -> None:
         assert "memory counts only weights" in str(report)
 
 
-def test_what_constraints_forbid_is_refused(stored: Stored) -> None:
+def test_plans_that_constraints_forbid_are_refused(stored: Stored) -> None:
     path, model, _, _ = stored
     for kind, message in (
         (

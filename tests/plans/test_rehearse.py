@@ -1,4 +1,4 @@
-"""Every rank of a plan, built without its devices."""
+"""Rehearsals: every rank of a plan is built without its devices."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_torchrec_plans_of_all_types_run(kind: str, kernel: str) -> None:
 
 
 def test_towers_run() -> None:
-    """TorchRec rewrites a tower's sharding types in the plan that a rank gets."""
+    """TorchRec changes a tower's sharding types in each rank's plan."""
     towers = [EmbeddingTower(bags(bag_config(i)), nn.Linear(2, 2)) for i in range(2)]
     model = nn.ModuleList([EmbeddingTowerCollection(towers)])
     sharders = [EmbeddingTowerCollectionSharder()]
@@ -92,7 +92,7 @@ def test_towers_run() -> None:
     assert set(types_of(plan).values()) == {"table_row_wise"}
 
 
-def test_nothing_is_left_behind_and_the_model_stays(
+def test_the_process_and_the_model_stay_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # As of a process that has sharded nothing: on a cluster it still has to ask.
@@ -109,7 +109,7 @@ def test_nothing_is_left_behind_and_the_model_stays(
     assert not vars(collective_utils)["_INITIALIZED"]
 
 
-def test_ranks_without_the_memory_and_what_torchrec_refuses_are_named() -> None:
+def test_missing_memory_and_torchrecs_errors_are_reported() -> None:
     model = make_ebc([(100_000, 128), (100_000, 128)])
     topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["table_wise"])
     room = 52_000_000  # the weights have it, but not what a step takes beside them
@@ -133,7 +133,7 @@ def make_model() -> EmbeddingBagCollection:
     return make_ebc([(1000, 64), (1000, 32)])
 
 
-def test_the_command_takes_what_the_plan_was_made_for(
+def test_the_command_uses_the_plan_files_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     size, path, out = 1000 * 64 * 4, tmp_path / "plan.json", tmp_path / "report.json"

@@ -39,7 +39,7 @@ ALL_ON_0: Triples = [(i, dim, 0) for i, (_, dim) in enumerate(SIZES)]
 
 @dataclasses.dataclass
 class Job:
-    """A plan at work that the planner did not choose."""
+    """A running job with a plan that the planner did not choose."""
 
     planner: NeuroShardPlanner
     model: nn.Module
@@ -76,7 +76,7 @@ def make_job(
     return Job(planner, model, at_work.plan(model, bag_sharders()))
 
 
-def test_slowest_rank_is_relieved() -> None:
+def test_the_slowest_rank_gets_less_work() -> None:
     job = make_job(ALL_ON_0)
     old = shards_of(job.plan)
     result = job.replan()
@@ -189,7 +189,7 @@ def test_splits_need_a_rank_of_their_own_over_gloo() -> None:
         ),
     ],
 )
-def test_what_torchrec_cannot_move_is_not_proposed(
+def test_tables_that_torchrec_cannot_move_stay(
     triples: Triples, arguments: dict[str, Any], reason: str
 ) -> None:
     job = make_job(triples, **arguments)
@@ -210,7 +210,7 @@ def test_sequence_tables_are_not_resharded() -> None:
     assert result.obstacles["t0"] == "TorchRec does not reshard EmbeddingCollection"
 
 
-def test_full_ranks_take_nothing() -> None:
+def test_full_ranks_get_no_tables() -> None:
     job = make_job(ALL_ON_0)
     for ddr_cap, is_moved in ((1000, False), (10**8, True)):
         job.planner._topology = Topology(2, "cpu", ddr_cap=ddr_cap)
@@ -221,7 +221,7 @@ def test_full_ranks_take_nothing() -> None:
         job.replan(-1)
 
 
-def test_fresh_profiles_are_what_counts() -> None:
+def test_fresh_profiles_decide() -> None:
     sizes = [(100_000, 32)] * 4
     job = make_job([(t, 32, t % 2) for t in range(4)], sizes=sizes)
     assert job.replan().moves == ()
