@@ -122,7 +122,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"together": ((0, 1),), "allowed_ranks": ((0, 1), (), (), ())}
         | {"host_column_bytes": (100.0,) * 4, "host_memory_bytes": (900, 10, 9000)},
         InfeasibleError,
-        r"^tables 't0', 't1' are to lie together",
+        r"^tables 't0', 't1' must be together and need",
     ),
     # Nothing contradicts anything until all rules are taken at once.
     (

@@ -1,9 +1,14 @@
-"""Moves within a budget of bytes, for a search that starts from a plan at work.
+"""Bytes that a changed plan moves, and the limit on them.
 
-A placement here says how many columns of a table a rank holds, not which. The columns
-of a table are dealt out to its ranks, one contiguous shard each, so that the fewest
-bytes leave where they are. Shapes: `N` layouts of one table each, `T` tables, `W`
-ranks, `K` ranks of one table, `U` units of 4 columns.
+A job already runs one plan, the *plan at work*. A search may change it, but switching
+to the new plan sends weights between ranks, and a budget limits these bytes.
+
+The search only decides how many columns of a table each rank holds. This module decides
+which columns: each rank gets one contiguous shard, in the order that moves the fewest
+bytes from the plan at work.
+
+Shapes: `N` layouts of one table each, `T` tables, `W` ranks, `K` ranks of one table,
+`U` units of 4 columns.
 """
 
 from __future__ import annotations
@@ -23,19 +28,20 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 MAX_ORDERED = 8
-"""Shards of a table of which all orders are compared. More keep the order at work, and
-ranks that are new to the table follow in the places of those that leave it."""
+"""Up to this many shards of a table, all orders are compared. More shards keep the
+order of the plan at work; a rank new to the table takes the place of one that leaves.
+"""
 
 Shards = tuple[tuple[int, int, int], ...]
 """(offset, width, rank) of the shards of one table, by offset."""
 
 
 class MoveBudget:
-    """The columns at work, the bytes that moving them takes, and their limit.
+    """The plan at work, the bytes that changes of it move, and the limit.
 
     Attributes:
-        width_TW: Columns at work.
-        movable_T: False for tables that stay, or move only with others.
+        width_TW: Columns of each table on each rank in the plan at work.
+        movable_T: False for tables that must stay, or that only move with others.
     """
 
     def __init__(
@@ -53,20 +59,20 @@ class MoveBudget:
         all_leave: bool = False,
         min_gain: float = 0.0,
     ) -> None:
-        """Note where everything is.
+        """Read the plan at work and the limits.
 
         Args:
-            task: What is placed.
+            task: The tables and ranks.
             at_work: Shards of each table; several may be on one rank.
-            limit_bytes: What may be moved.
+            limit_bytes: Most bytes that may move.
             column_bytes: Per table: bytes that move with a column.
-            shard_bytes: Per table: bytes that move with every shard, or part of one.
+            shard_bytes: Per table: bytes that move with each shard or part of a shard.
             stay: Tables that must not change.
-            together: Sets of tables that move as one.
-            equal_widths: Whether all shards of a table must be equally wide.
-            keep_cuts: Of these tables, those that also stay cut as they are.
-            all_leave: Whether no column of a table that changes may stay on its rank.
-            min_gain: Part of the iteration for which nothing is moved.
+            together: Sets of tables that move to one rank together.
+            equal_widths: Whether all shards of a changed table must be equally wide.
+            keep_cuts: With `equal_widths`: tables that keep their number of shards.
+            all_leave: Whether every column of a changed table must leave its rank.
+            min_gain: Relative gain that is too small to move anything for.
         """
         num_ranks, every = task.world_size, np.arange(len(task.tables))
         num_tables = len(every)
@@ -100,18 +106,18 @@ class MoveBudget:
             self._cuts_TW[table, num_ranks - len(widths) :] = widths
 
     def colocated_with(self, table: int) -> list[int]:
-        """Return the tables that move with this one, itself among them."""
+        """Return the tables that move together with this one, including it."""
         return next((s for s in self.together if table in s), [table])
 
     def bytes(self, table_N: Ints, row_NW: Ints) -> Floats:
-        """Count the fewest bytes to send until tables have these widths.
+        """Return the fewest bytes to move until tables have these widths.
 
         Args:
             table_N: Tables.
-            row_NW: Columns of each on each rank.
+            row_NW: Columns of each table on each rank.
 
         Returns:
-            `N` bytes; 0 for a table that stays, inf where that cannot be carried out.
+            `N` bytes: 0 for an unchanged table, inf if the change is not allowed.
         """
         total = np.zeros(len(table_N))
         changed = (row_NW != self.width_TW[table_N]).any(axis=1)
@@ -133,10 +139,10 @@ class MoveBudget:
         return total
 
     def shards(self, table: int, row_W: Ints) -> Shards:
-        """Return the shards that these widths stand for.
+        """Return the shards of a table that has these widths.
 
-        A table that does not change has those at work; only where several of them lie
-        side by side on a rank, and one will do there, they are joined.
+        An unchanged table keeps the shards of the plan at work, except that adjacent
+        shards on one rank are joined if the rules allow it.
         """
         tables, row_NW, at_work = np.array([table]), row_W[None], self._at_work[table]
         stays = bool((row_W == self.width_TW[table]).all())
@@ -153,12 +159,13 @@ class MoveBudget:
         )
 
     def doubled(self) -> list[tuple[int, int, list[int]]]:
-        """List the shards at work that share a rank with others of their table.
+        """List the ranks that hold several shards of one table in the plan at work.
 
-        Only of tables that keep their cuts or stay: no other layout is as wide there.
+        Lists only tables that stay or keep their cuts. No other layout of theirs has
+        such a width, so it can be priced as these shards (`ShardBank.price_as`).
 
         Returns:
-            Table, columns that it has on the rank, and the widths of its shards there.
+            Table, its columns on the rank, and the widths of its shards there.
         """
         return [
             (table, sum(widths), widths)
@@ -169,7 +176,7 @@ class MoveBudget:
         ]
 
     def _allows(self, table_N: Ints, row_NW: Ints) -> Bools:
-        """Whether tables may be so wide on their ranks, wherever they are now."""
+        """Return whether tables may have these widths, `N`; bytes are not checked."""
         count = np.count_nonzero(row_NW, axis=1)
         fine: Bools = ~self._stays_T[table_N]
         even = count * row_NW.max(axis=1) == row_NW.sum(axis=1)
@@ -182,20 +189,23 @@ class MoveBudget:
         return fine
 
     def _arrange(self, table_N: Ints, row_NW: Ints) -> tuple[Floats, list[int]]:
-        """Put shards in the order that moves the fewest bytes.
+        """Find the order of the shards that moves the fewest bytes.
+
+        This is a dynamic program over sets of ranks: the best order of a set is the
+        best order of a set with one rank less, followed by that rank.
 
         Args:
             table_N: Tables.
-            row_NW: Their widths, on equally many ranks each.
+            row_NW: Their widths. Every table is on the same number of ranks.
 
         Returns:
-            `N` bytes, and the ranks of the first table by offset.
+            `N` bytes, and the first table's ranks in the order of their columns.
         """
         lines = np.arange(len(table_N))
         rank_NK = np.nonzero(row_NW)[1].reshape(len(table_N), -1)
         num = rank_NK.shape[1]
         if num <= MAX_ORDERED:
-            # Sets of ranks that come first, as bits: one rank more makes another set.
+            # A set of ranks is a bit mask. A step adds rank k behind a set.
             steps = [
                 (after ^ (1 << k), k, after)
                 for after in range(1, 1 << num)
@@ -239,7 +249,7 @@ class MoveBudget:
         return best[(1 << num) - 1], order
 
     def _as_at_work(self, table: int, ranks: Sequence[int]) -> list[int]:
-        """Put ranks in the order that they hold the table's columns in at work."""
+        """Sort ranks by the table's columns that they hold in the plan at work."""
         own = dict.fromkeys(rank for *_, rank in self._at_work[table])
         new = [rank for rank in ranks if rank not in own]
         order = list[int]()

@@ -1,4 +1,11 @@
-"""Any search on tasks in which tables may be sharded in several ways."""
+"""Lets a search that only places column shards plan tables with several ways.
+
+A *way* is a sharding type with a kernel (see `ShardingTask`). `ChoosingSearcher` first
+picks one way for each table. It places row-wise and replicated tables itself, and hands
+the tables in column shards, with the memory that is left, to the wrapped search.
+
+Shapes: `T` entries of the task, one for each way; `W` ranks; `M` memories.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +38,15 @@ __all__ = ["ChoosingSearcher"]
 
 
 class ChoosingSearcher(Searcher):
-    """Chooses how each table is sharded; leaves column shards to another search.
+    """Picks each table's way; leaves the placement of column shards to another search.
 
-    The choice is made on balanced ranks (see `choices`), the cheapest that fits.
+    It takes the most promising choice (see `choices`) for which a placement is found.
     """
 
     takes_choices = True
 
     def __init__(self, searcher: Searcher) -> None:
-        """Take the search that places column shards."""
+        """Wrap the search that places column shards."""
         self._searcher = searcher
         self.name = searcher.name
 
@@ -49,8 +56,8 @@ class ChoosingSearcher(Searcher):
         """Find a placement.
 
         Raises:
-            InfeasibleError: The tables cannot fit.
-            ConfigError: See the search that places column shards.
+            InfeasibleError: The tables do not fit.
+            ConfigError: The search for column shards does not support the task.
         """
         start = time.monotonic()
         simulator = Simulator(task, cost_model, comms_model)
@@ -75,7 +82,13 @@ class ChoosingSearcher(Searcher):
     def _first_that_fits(
         self, bank: ShardBank, choices: Choices
     ) -> tuple[Ints, SearchResult | None]:
-        """Place the first choice that fits: widths, and what the search found if asked.
+        """Return a placement of the first choice that fits.
+
+        Each choice that does not fit is changed a few times to use less memory. If none
+        fits, an integer program packs the tables.
+
+        Returns:
+            `T x W` widths, and the wrapped search's result; None if it was not needed.
 
         Raises:
             InfeasibleError: No placement fits.
@@ -90,17 +103,24 @@ class ChoosingSearcher(Searcher):
         return pack(bank.task), None
 
     def _place(self, bank: ShardBank, chosen: Ints) -> tuple[Ints, SearchResult | None]:
-        """Place the chosen ways: row-wise and replicated tables before column shards.
+        """Place row-wise and replicated tables, then the others by the wrapped search.
+
+        Args:
+            bank: The task's shards.
+            chosen: The way of each table.
+
+        Returns:
+            As `_first_that_fits`.
 
         Raises:
-            InfeasibleError: They do not fit.
+            InfeasibleError: The chosen ways do not fit.
         """
         width_TW = bank.no_widths()
         blocks = chosen[~bank.moves_T[chosen]][None]
         if blocks.size:
             draft = construct(bank, blocks, np.ones_like(blocks))
             if not draft.fits_L[0]:
-                raise InfeasibleError("row-wise and replicated tables find no room")
+                raise InfeasibleError("row-wise and replicated tables do not fit")
             width_TW = placed(bank, [draft]).width_TW(0)
         taken = np.zeros(len(bank.leader_T), dtype=bool)
         taken[chosen[bank.moves_T[chosen]]] = True
@@ -116,7 +136,7 @@ class ChoosingSearcher(Searcher):
         if task.host_memory_bytes:
             try:
                 placement.check(task)
-            except InfeasibleError:  # of which the search knows nothing
+            except InfeasibleError:  # the search does not know host memory
                 packed = follow(task, pack(merged(task)))
                 placement = placement_from_widths(packed, task)
         for shard in placement.shards:
@@ -127,16 +147,17 @@ class ChoosingSearcher(Searcher):
 def _column_task(
     task: ShardingTask, tables: Sequence[int], free_MW: Floats, width_TW: Ints
 ) -> ShardingTask:
-    """Return the task of some tables that lie in column shards.
+    """Return the task of the tables in column shards, after the others were placed.
 
     Args:
         task: The whole task.
-        tables: Those tables, of each name one.
-        free_MW: Memory that the others leave.
-        width_TW: Where the others are.
+        tables: The tables in column shards: the chosen entry of each.
+        free_MW: Bytes that the placed tables leave free.
+        width_TW: Widths of the placed tables.
 
     Raises:
-        InfeasibleError: The others leave one of them no rank, or too little memory.
+        InfeasibleError: The placed tables leave some table no rank, or too little
+            memory.
     """
     place = {t: i for i, t in enumerate(tables)}
     groups = sorted({task.groups[t] for t in tables})
@@ -177,12 +198,12 @@ def _column_task(
             for ranks, shut in zip(allowed, closed, strict=True)
         )
         for table, ranks in zip(fields["tables"], fields["allowed_ranks"], strict=True):
-            if not ranks:  # which would mean any
+            if not ranks:  # an empty tuple would allow all ranks
                 raise InfeasibleError(
-                    f"table '{table.name}' finds no rank: tables that it must lie "
-                    "apart from, split by rows or replicated, are on all that it may "
-                    "be on. Take it out of the set (apart) or allow these tables other "
-                    "sharding types alone"
+                    f"table '{table.name}' has no rank left: row-wise or replicated "
+                    "tables that it must be apart from are on every rank that it may "
+                    "be on. Take it out of the set (apart), or allow those tables only "
+                    "other sharding types"
                 )
     for name in ("together", "apart"):
         sets = [tuple(place[t] for t in s if t in place) for s in getattr(task, name)]

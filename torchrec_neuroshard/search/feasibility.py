@@ -1,7 +1,12 @@
-"""Whether the tables fit at all, and a placement that does where greedy placing failed.
+"""Check whether the tables fit at all, and pack them exactly if greedy placement fails.
 
-Shapes: `T` ways to shard tables, `W` ranks, `M` memories: the device's and, where it is
-limited, the host's, `K` kinds of shards.
+`check_memory` proves quickly that a table, or all tables together, cannot fit, and says
+why. `pack` finds a placement within memory and placement rules by an integer program,
+without regard to costs.
+
+Shapes: `T` entries of the task, one for each way; `N` tables; `W` ranks; `M` memories
+(the device's and, if it is limited, the host's); `X` the memories and their sum; `B`
+blocks of ranks; `K` kinds of shards (see `_solve`).
 """
 
 from __future__ import annotations
@@ -32,13 +37,13 @@ __all__ = [
 
 
 PACK_SECONDS = 10.0
-"""Time limit of the exact packing."""
+"""Time limit of exact packing."""
 MAX_PACK_VARIABLES = 50_000
-"""Ways x ranks up to which exact packing is tried."""
+"""Exact packing is tried up to this many ways times ranks."""
 
 
 def describe(task: ShardingTask, table: int) -> str:
-    """Name a table and its shape."""
+    """Return a table's name, shape and data type, for messages."""
     config = task.tables[table]
     return (
         f"table '{config.name}' (num_embeddings={config.num_embeddings}, "
@@ -47,16 +52,19 @@ def describe(task: ShardingTask, table: int) -> str:
 
 
 def way_out(task: ShardingTask) -> str:
-    """Say what makes tables fit that need too much memory."""
+    """Return advice for tables that need too much memory."""
     return (
         f"Raise world_size ({task.world_size}) or the ranks' memory, use a smaller "
-        "data_type, or allow other sharding types (such as row_wise), kernels, shards "
-        "or ranks."
+        "data_type, or allow other sharding types (such as row_wise), kernels, "
+        "narrower shards or more ranks."
     )
 
 
 def smallest_widths(task: ShardingTask) -> Ints:
-    """Return the columns of each way's widest shard in its finest split, `T`."""
+    """Return the columns of each way's widest shard in its finest split, `T`.
+
+    For ways that do not split columns, these are the columns of a block.
+    """
     return np.array(
         [
             split_widths(task, way, splits(task, way)[-1])[0]
@@ -68,7 +76,10 @@ def smallest_widths(task: ShardingTask) -> Ints:
 
 
 def fitting(task: ShardingTask) -> Bools:
-    """Return which ways have ranks with room for their smallest shards, `T`."""
+    """Return which ways have enough ranks with room for their smallest shards, `T`.
+
+    Each way is checked alone, on empty ranks.
+    """
     caps_MW, fixed_MT, column_MT = task.memory
     size_MT = fixed_MT + column_MT * smallest_widths(task)
     room_TW: Bools = np.all(size_MT[:, :, None] <= caps_MW[:, None], axis=0)
@@ -85,9 +96,11 @@ def fitting(task: ShardingTask) -> Bools:
 
 
 def _least_bytes(task: ShardingTask) -> Floats:
-    """Return the bytes that each table takes of all ranks, `N x M + 1`.
+    """Return the fewest bytes that each table needs on all ranks together.
 
-    Of its ways, that of the least of each memory, and of all together.
+    Returns:
+        `N x X`: each memory's minimum over the table's ways, then the minimum of the
+        sum over memories.
     """
     _, fixed_MT, column_MT = task.memory
     every = range(len(task.tables))
@@ -99,14 +112,15 @@ def _least_bytes(task: ShardingTask) -> Floats:
 
 
 def check_memory(task: ShardingTask, *, is_part: bool = False) -> None:
-    """Raise where a table or the total cannot fit, whatever the placement.
+    """Raise if a table or all tables together cannot fit in any placement.
 
     Args:
         task: The task.
-        is_part: Whether the rest of a larger task is placed already.
+        is_part: Whether the other tables of a larger task are placed already.
 
     Raises:
-        InfeasibleError: Proven; names the table or the total and what would help.
+        InfeasibleError: No placement fits; names the table or the total, and the way
+            out.
     """
     if not (task.memory_bytes or task.host_memory_bytes):
         return
@@ -120,12 +134,13 @@ def check_memory(task: ShardingTask, *, is_part: bool = False) -> None:
         if ways[0] in sets:
             names = quoted([task.tables[t].name for t in sets[ways[0]]])
             raise InfeasibleError(
-                f"tables {names} are to lie together and need "
+                f"tables {names} must be together and need "
                 f"{format_bytes(least_X[-1])}; no rank that may hold them has room. "
-                "Take a table out of the set or allow it other ranks"
+                "Take a table out of the set or allow more ranks"
             )
         raise InfeasibleError(f"{_too_large(task, ways)}{left}. {way_out(task)}")
-    # All tables on all ranks, and those that may only be on some ranks on these.
+    # Compare needs and room: of all tables on all ranks, and of the tables that are
+    # limited to some ranks on those ranks.
     every = tuple(range(task.world_size))
     allowed = [r or every for r in task.allowed_ranks] or [every] * len(task.tables)
     for ranks in (every, *sorted({*allowed} - {every})):
@@ -148,11 +163,11 @@ def check_memory(task: ShardingTask, *, is_part: bool = False) -> None:
             names = quoted([task.tables[task.ways[n][0]].name for n in held])
             raise InfeasibleError(
                 f"{where}tables {names} may only be on {listed(ranks)} and need "
-                f"{needs}; there is room for {has}. Allow some of them other ranks"
+                f"{needs}; there is room for {has}. Allow some of them more ranks"
             )
         both = ", their hosts' memory included" if place == 2 else ""
         raise InfeasibleError(
-            f"{where}the tables need {needs} in all, the {len(ranks)} ranks have "
+            f"{where}the tables need {needs} in all, but the {len(ranks)} ranks have "
             f"{has}{both}{left}; the largest is {_largest(task, least_NX)}. "
             f"{way_out(task)}"
         )
@@ -163,7 +178,10 @@ def _largest(task: ShardingTask, least_NX: Floats) -> str:
 
 
 def _too_large(task: ShardingTask, ways: Sequence[int]) -> str:
-    """Say what a table needs in the way that is nearest to fit, and what there is."""
+    """Return what a table needs, in its way that comes nearest to fitting.
+
+    Also says how much memory the ranks have.
+    """
     caps_MW, fixed_MT, column_MT = task.memory
     size_MT = fixed_MT + column_MT * smallest_widths(task)
     found = []
@@ -179,7 +197,7 @@ def _too_large(task: ShardingTask, ways: Sequence[int]) -> str:
         room = int((caps_MW[place] >= size_MT[place, way]).sum())
         return (
             f"{name} needs {part} on each of {count} ranks ({kind}); of "
-            f"{task.world_size} ranks, {room} have that"
+            f"{task.world_size} ranks, {room} have that much"
         )
     whole = column_MT[place, way] * task.tables[way].embedding_dim
     total = format_bytes(fixed_MT[place, way] + whole)
@@ -192,22 +210,22 @@ def _too_large(task: ShardingTask, ways: Sequence[int]) -> str:
 
 
 def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
-    """Find a placement within memory and the rules on ranks, costs aside.
+    """Find a placement within memory and placement rules, without regard to costs.
 
     Args:
-        task: The task; of tables that lie together only leaders count (see `rules`).
+        task: The task. Tables that are kept together must be merged (see `rules`).
         seconds: Time limit.
 
     Returns:
         `T x W` widths.
 
     Raises:
-        InfeasibleError: None exists (the message says proven), or none was found.
+        InfeasibleError: No placement exists or none was found; the message says which.
     """
     end, proven = time.monotonic() + seconds, False
     caps_MW, fixed_MT, column_MT = task.memory
-    # Solvers keep constraints to a tolerance: where a packing breaks a limit by that
-    # much, a slightly smaller limit is tried.
+    # The solver may exceed limits by its tolerance. Then slightly smaller limits are
+    # tried.
     for shrink in (0.0, 1e-6):
         if len(task.tables) * task.world_size > MAX_PACK_VARIABLES:
             break
@@ -227,23 +245,31 @@ def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
     raise InfeasibleError(
         f"the tables need {'at least ' if task.has_choices else ''}"
         f"{f' and, {HOST}'.join(needs)} in all and the {task.world_size} ranks have "
-        f"{' and, in their hosts, '.join(limits)} for them, but no split allowed puts "
-        f"every shard on a rank{' that may take it' if task.rules else ''} "
+        f"{' and, in their hosts, '.join(limits)}, but no allowed split fits every "
+        f"shard on a rank{' that may hold it' if task.rules else ''} "
         f"({'proven by exact packing' if proven else 'none was found'}); the largest "
         f"is {_largest(task, least_NX)}. {way_out(task)}"
     )
 
 
 def _solve(task: ShardingTask, shrink: float, seconds: float) -> Any:
-    """Solve the integer program of a packing.
+    """Solve packing as an integer program.
 
-    Variables per kind of shard and rank: how many units of columns, and whether any.
-    One more per kind says whether its table is laid out so. With `uneven` each way to
-    shard a table is a kind; else each number of equal shards of it, whose units all
-    have the shard's width. The same holds for blocks of ranks (see `sharding_types`).
+    A *kind* is one way to cut a table. If shards may be uneven, a way in columns is one
+    kind, and its unit is 4 columns. Otherwise each number of equal shards is a kind,
+    and its unit is a shard. A way in blocks of ranks is one kind, and its unit is the
+    width of a block.
+
+    The variables of each kind and rank are the number of units there and whether there
+    is a shard. One more variable per kind says whether its table is cut this way.
+
+    Args:
+        task: The task.
+        shrink: Relative reduction of all memory limits.
+        seconds: Time limit.
 
     Returns:
-        SciPy's result; its `x` is `T x W` widths, or None.
+        SciPy's result. Its `x` is replaced by `T x W` widths, or None.
     """
     num_ranks = task.world_size
     kinds: list[tuple[int, int, int, int, int]] = []
@@ -278,28 +304,28 @@ def _solve(task: ShardingTask, shrink: float, seconds: float) -> Any:
 
     of_tables = np.array([np.isin(way_K, ways) for ways in task.ways], dtype=float)
     held = over_ranks(unit_K) @ units, over_ranks(np.ones(len(kinds))) @ shards
-    # Sums of variables, and the least and the most that they may be.
+    # Constraints: sums of variables, their lower and their upper limits.
     lines: list[tuple[Any, Floats | float, Floats | float]] = [
-        # Units only where there is a shard, and then at least the fewest.
+        # Units need a shard, and a shard needs its fewest units.
         (units - each(most_K) @ shards, -np.inf, 0.0),
         (units - each(fewest_K) @ shards, 0.0, np.inf),
-        # One kind of each table, all its columns, no more shards than allowed.
+        # Each table has one kind, all columns, and no more shards than allowed.
         (sparse.csr_array(of_tables) @ chosen, 1.0, 1.0),
         (held[0] - sparse.diags_array(block_K * dims_K * 1.0) @ chosen, 0.0, 0.0),
         (held[1] - sparse.diags_array(shards_K) @ chosen, -np.inf, 0.0),
     ]
-    # A block's shards are alike on all its ranks.
+    # All ranks of a block hold a shard, or none does.
     place = np.arange(size) % num_ranks % np.repeat(block_K, num_ranks)
     later = np.flatnonzero(place)
     if len(later):
         lines.append((shards[later] - shards[later - place[later]], 0.0, 0.0))
     for caps_W, fixed_T, column_T in zip(*task.memory, strict=True):
-        if np.isfinite(caps_W).all():  # no rank over it
+        if np.isfinite(caps_W).all():  # no rank exceeds its memory
             scale = 1.0 / max(1.0, caps_W.max())
             used = on_ranks(column_T[way_K] * unit_K * scale) @ units
             used += on_ranks(fixed_T[way_K] * scale) @ shards
             lines.append((used, -np.inf, caps_W * scale * (1 - shrink)))
-    for tables in task.apart:  # at most one of them on each rank
+    for tables in task.apart:  # each rank holds at most one of them
         crowd = on_ranks(np.isin(way_K, tables).astype(np.float64)) @ shards
         lines.append((crowd, 0.0, 1.0))
     upper_KW = np.ones((2, len(kinds), num_ranks))

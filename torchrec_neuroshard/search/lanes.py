@@ -1,19 +1,24 @@
-"""Placements side by side: lists of shards, running sums, and what changes would cost.
+"""Lanes: several placements of one task in arrays, and the cost of changing them.
 
-A placement is a list of pieces. A piece is a shard of columns on one rank, or a block
-of ranks that share a table's rows or replicate it. Several placements of one task, the
-lanes, are held in arrays. A step of all of them takes as many NumPy calls as a step of
-one. A change takes pieces away and adds others, and updates the sums of the ranks that
-it touches.
+A *lane* is one placement, as a list of pieces. A *piece* is a column shard on one rank,
+or a table on a block of ranks that share its rows or replicate it. All lanes are in the
+same arrays, so a step of many lanes takes as few NumPy calls as a step of one.
 
-The score of a lane is smooth. Each phase counts with a norm of a high power over the
-ranks, so that it pays to relieve one of several equally slow ranks. With a growing
-power the score tends to the critical path.
+Each rank of a lane keeps sums over its shards: encodings for the kernels' times, loads
+of the collectives, and bytes. A *change* removes some pieces and adds others. Pricing
+it takes only the sums of the ranks that it touches. A *candidate* is a change that a
+search may apply.
 
-Shapes: `L` lanes, `W` ranks, `T` ways to shard tables, `G` fusion groups, `S` stages,
-`P` phases (forward, backward, exchange of ids and exchange of outputs of each stage),
-`E` encoding values, `M` memories, `K` candidates, `N` pieces, `X` single ranks of
-pieces, `C` kernels and `R` ranks that candidates change.
+The score of a lane is a smooth version of its critical path. A phase counts by a norm
+of a high power over the ranks instead of by the slowest rank. So relieving one of
+several equally slow ranks already lowers the score. The higher the power, the closer
+the score is to the critical path.
+
+Shapes: `L` lanes, `W` ranks, `T` entries of the task (one for each way of a table), `G`
+fusion groups, `S` stages, `P` phases (forward, backward, exchange of ids, exchange of
+outputs; all four of each stage), `E` encoding values, `M` memories, `K` candidates, `N`
+pieces, `X` pieces on single ranks, `A` sets of tables that must be apart, `C` kernels
+and `R` ranks that candidates change.
 """
 
 from __future__ import annotations
@@ -33,20 +38,21 @@ __all__ = ["Changes", "Lanes", "grouped", "spread_out"]
 Bools = npt.NDArray[np.bool_]
 
 LEAST_MS, LEAST_SHARE = 1e-9, 1e-4
-"""Smallest unit of a phase [ms], and as a share of all phases. A phase that does not
-run yet needs a unit, too."""
+"""Smallest unit of a phase in the norm: in ms, and as a share of all phases. A phase
+that nothing runs in yet needs a unit, too."""
 MOST_UNITS = 3e4
-"""Larger values are cut to this one, so that their 64th power is finite."""
+"""Phases are capped at this many units, so that their 64th power is finite."""
 STEPS_PER_REFRESH = 64
-"""Changes after which sums are computed anew, so that rounding errors stay small."""
+"""After this many changes the sums are recomputed, so that rounding errors stay small.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Candidates: each adds pieces (+1) and takes pieces away (-1)."""
+    """Candidate changes: each adds some pieces (+1) and removes others (-1)."""
 
     cand_N: Ints
-    """Candidate, rising."""
+    """Candidate of each piece, ascending."""
     table_N: Ints
     rank_N: Ints
     """First rank of the piece's block."""
@@ -56,7 +62,7 @@ class Changes:
     """Lane of each candidate."""
 
     def pick(self, index_K: Ints) -> Changes:
-        """Return some candidates, numbered anew in that order."""
+        """Return some candidates, renumbered in the order of `index_K`."""
         place_K = np.full(len(self.lane_K), -1)
         place_K[index_K] = np.arange(len(index_K))
         cand_N = place_K[self.cand_N]
@@ -73,7 +79,7 @@ class Changes:
 
     @staticmethod
     def join(parts: Sequence[Changes]) -> Changes:
-        """Return the candidates of several lists, one after the other."""
+        """Return the candidates of several lists, concatenated."""
         starts = np.cumsum([0, *(len(p.lane_K) for p in parts)])
         return Changes(
             np.concatenate([p.cand_N + s for p, s in zip(parts, starts, strict=False)]),
@@ -89,7 +95,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Changes of single ranks."""
+    """Changes per rank: a piece in a block of ranks has one entry for each rank."""
 
     cand_X: Ints
     rank_X: Ints
@@ -100,15 +106,23 @@ class _Parts:
 
 
 class Lanes:
-    """Several placements of one task."""
+    """Several placements of one task, with their sums and scores.
+
+    Attributes:
+        score_L: Smooth version of the critical path [ms]; searches minimise it.
+        critical_L: Critical path [ms].
+        phases_LWP: Each rank's phases [ms]; collectives approximately.
+        load_LW: Sum of a rank's phases [ms].
+        pieces_LT: Number of pieces of each table.
+    """
 
     def __init__(self, bank: ShardBank, num_lanes: int, power: int = 32) -> None:
-        """Start with nothing placed.
+        """Start with empty placements.
 
         Args:
             bank: The task's shards.
-            num_lanes: Placements.
-            power: Of the score's norm, a power of two.
+            num_lanes: Number of placements.
+            power: Power of the score's norm; a power of two.
         """
         self.bank, self.power = bank, power
         task = bank.task
@@ -129,12 +143,12 @@ class Lanes:
 
     @property
     def num_lanes(self) -> int:
-        """Placements."""
+        """Number of placements."""
         return len(self.pieces_LT)
 
     @classmethod
     def of(cls, bank: ShardBank, widths: Sequence[Ints], power: int = 32) -> Self:
-        """Hold placements that are given as `T x W` widths."""
+        """Return lanes of placements that are given as `T x W` widths."""
         lanes = cls(bank, len(widths), power)
         parts = []
         for lane, width_TW in enumerate(widths):
@@ -158,7 +172,7 @@ class Lanes:
         rank_N: Ints,
         width_N: Ints,
     ) -> Self:
-        """Hold placements that are given as pieces."""
+        """Return lanes of placements that are given as pieces."""
         lanes = cls(bank, num_lanes)
         lanes.lane_N, lanes.table_N = lane_N, table_N
         lanes.rank_N, lanes.width_N = rank_N, width_N
@@ -166,7 +180,7 @@ class Lanes:
         return lanes
 
     def width_TW(self, lane: int) -> Ints:
-        """Return a lane as widths, `T x W`."""
+        """Return one lane as `T x W` widths."""
         width_TW = self.bank.no_widths()
         own = np.flatnonzero(self.lane_N == lane)
         size = self.bank.block_T[self.table_N[own]]
@@ -177,7 +191,7 @@ class Lanes:
 
     @staticmethod
     def join(parts: Sequence[Lanes]) -> Lanes:
-        """Return all lanes of several lists."""
+        """Return the lanes of several objects, concatenated."""
         first = parts[0]
         other = Lanes(first.bank, 0, first.power)
         for name in vars(first):
@@ -194,7 +208,7 @@ class Lanes:
         return other
 
     def take(self, index_L: Ints) -> Lanes:
-        """Return copies of some lanes."""
+        """Return copies of some lanes, in the order of `index_L`."""
         other = Lanes(self.bank, 0, self.power)
         for name, value in vars(self).items():
             if name.split("_")[-1].startswith("L"):
@@ -215,7 +229,10 @@ class Lanes:
     def _parts(
         self, cand_N: Ints, table_N: Ints, rank_N: Ints, width_N: Ints, sign_N: Ints
     ) -> _Parts:
-        """List the ranks of pieces, and the tables that lie beside them."""
+        """Return one entry for each rank of each piece.
+
+        A leader's piece also gets an entry for each follower that is priced separately.
+        """
         bank = self.bank
         size_N = bank.block_T[table_N]
         if (size_N > 1).any():
@@ -232,17 +249,17 @@ class Lanes:
             )
             table_N = np.concatenate([table_N, beside])
             row_N = np.concatenate([row_N, bank.whole_T[beside]])
-            # Their bytes are their leaders'.
+            # Width 0 adds no bytes: the leader's bytes include its followers'.
             width_N = np.concatenate([width_N, np.zeros_like(beside)])
         return _Parts(cand_N, rank_N, table_N, row_N, width_N, sign_N)
 
     def refresh(self) -> None:
-        """Add all lanes up anew."""
+        """Recompute all sums and scores from the pieces."""
         for name in ("sums_LWGE", "count_LWG", "compute_LWG2", "extra_LWS2"):
             getattr(self, name)[:] = 0
         for name in ("loads_LWS3", "bytes_MLW", "pieces_LT", "occupants_LAW"):
             getattr(self, name)[:] = 0
-        # Some millions of parts would take too much memory at once.
+        # In chunks, since millions of entries would take too much memory.
         step = max(1, 2**17 // max(1, int(self.bank.block_T.max())))
         for start in range(0, len(self.lane_N), step):
             some = slice(start, start + step)
@@ -255,7 +272,11 @@ class Lanes:
     def _add(
         self, lane_N: Ints, table_N: Ints, rank_N: Ints, width_N: Ints, sign_N: Ints
     ) -> Ints:
-        """Add pieces to the sums; the places of the kernels that change."""
+        """Add signed pieces to the sums.
+
+        Returns:
+            The changed kernels: indices into the flattened `L x W x G`.
+        """
         bank = self.bank
         np.add.at(self.pieces_LT, (lane_N, table_N), sign_N)
         parts = self._parts(lane_N, table_N, rank_N, width_N, sign_N)
@@ -292,6 +313,7 @@ class Lanes:
         return cells
 
     def _predict(self, cells: Ints) -> None:
+        """Predict the times of kernels, given by index as in `_add`."""
         flat = self.sums_LWGE.reshape(-1, self.bank.encoding_dim)
         compute = self.compute_LWG2.reshape(-1, 2)
         count = self.count_LWG.reshape(-1)
@@ -303,13 +325,14 @@ class Lanes:
             compute[held_cells] = self.bank.predict(flat[held_cells])
 
     def summarise(self) -> None:
-        """Work out phases, scores and critical paths from the sums."""
+        """Compute phases, scores and critical paths from the sums."""
         bank = self.bank
         compute_LWS2 = bank.simulator.stage_compute(self.compute_LWG2) + self.extra_LWS2
         exact = bank.simulator.phases(compute_LWS2, self.loads_LWS3)
         self.order_LS: Floats = self._order_ms(*self._order_sums())
         self.critical_L: Floats = critical_path(exact) + self.order_LS.sum(axis=1)
-        # Collectives as sums over shards, scaled to what they take exactly.
+        # Collectives are approximated by sums over shards, and scaled so that the
+        # slowest rank has its exact time.
         ms = self.loads_LWS3 * bank.comms_per_load_S3
         about = np.stack([ms[..., 0], ms[..., 1] + ms[..., 2]], axis=-1)
         most_LS2 = about.max(axis=1)
@@ -333,7 +356,7 @@ class Lanes:
         self.score_L += self.order_LS.sum(axis=1)
 
     def raised(self, values: Floats) -> Floats:
-        """Return values to the power of the norm."""
+        """Return values raised to the power of the norm."""
         values, power = np.minimum(values, MOST_UNITS), self.power
         while power > 1:
             values = values * values
@@ -341,22 +364,31 @@ class Lanes:
         return values
 
     def norm(self, total_KP: Floats, unit_KP: Floats) -> Floats:
-        """Return the sum over phases of their norms, `K` [ms]."""
+        """Return the sum of the phases' norms, `K` [ms].
+
+        Args:
+            total_KP: Sum over ranks of the phases' powers, in units.
+            unit_KP: The phases' units [ms].
+        """
         norm_KP = unit_KP * np.maximum(total_KP, 0.0) ** (1.0 / self.power)
         norm_K: Floats = norm_KP.sum(axis=1)
         return norm_K
 
     def weights(self) -> Floats:
-        """Return how much each rank counts in the score, `L x W`."""
+        """Return each rank's share in the score, `L x W`; hot ranks have the most."""
         total_LP = np.maximum(self.total_LP, 1e-300)
         slope_LP = self.unit_LP * total_LP ** (1.0 / self.power - 1.0)
         weight_LW: Floats = (self.powers_LWP * slope_LP[:, None]).sum(axis=2)
         return weight_LW
 
-    # Outputs that are put in order.
+    # Reordering of output columns, which stages with split tables need.
 
     def _order_sums(self) -> tuple[Floats, Floats, Floats]:
-        """Split tables, their columns and all columns of each stage, `L x S` each."""
+        """Return each stage's split tables, their columns and all columns.
+
+        Returns:
+            Three arrays of `L x S`.
+        """
         bank = self.bank
         num_stages = bank.task.num_stages
         if not bank.has_order:
@@ -371,6 +403,7 @@ class Lanes:
         return self.split_LS, self.split_columns_LS, self.columns_LS
 
     def _order_ms(self, split_XS: Floats, columns_XS: Floats, all_XS: Floats) -> Floats:
+        """Return the time of reordering for sums as in `_order_sums`, `X x S` [ms]."""
         bank = self.bank
         if not bank.has_order:
             return np.zeros_like(split_XS)
@@ -379,7 +412,7 @@ class Lanes:
         return ms
 
     def _reordering(self, c: Changes) -> Floats:
-        """Return how much longer outputs take to be put in order, `K` [ms]."""
+        """Return how much longer candidates make the reordering, `K` [ms]."""
         bank = self.bank
         if not bank.has_order:
             return np.zeros(len(c))
@@ -410,7 +443,10 @@ class Lanes:
     # Changes.
 
     def evaluate(self, c: Changes) -> Floats:
-        """Score candidates, kernels exactly, `K`."""
+        """Return the lanes' scores after each candidate, `K` [ms].
+
+        Kernels are priced exactly by the cost model, collectives approximately.
+        """
         bank = self.bank
         num_ranks, num_groups = self.count_LWG.shape[1:]
         num_stages = bank.task.num_stages
@@ -459,7 +495,7 @@ class Lanes:
         return score
 
     def apply(self, c: Changes) -> None:
-        """Change lanes in place; those that go must be there."""
+        """Apply changes in place. The pieces that they remove must exist."""
         num_tables, num_ranks = len(self.bank.dims_T), self.bank.task.world_size
         lane = c.lane_K[c.cand_N]
         self.num_changes += 1
@@ -484,14 +520,22 @@ class Lanes:
 
 
 def spread_out(count_N: Ints) -> tuple[Ints, Ints]:
-    """Repeat places: `X` places, and the number of each among its own."""
+    """Repeat each index as often as its count says.
+
+    Returns:
+        `X` indices, and for each its number among equal ones, from 0.
+    """
     place = np.repeat(np.arange(len(count_N)), count_N)
     starts = np.cumsum(count_N) - count_N
     return place, np.arange(len(place)) - starts[place]
 
 
 def grouped(key_X: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the keys that there are, where each begins, and the order by key."""
+    """Group entries by key.
+
+    Returns:
+        The distinct keys, where each begins in the sorted order, and that order.
+    """
     order = np.argsort(key_X, kind="stable")
     ordered = key_X[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))

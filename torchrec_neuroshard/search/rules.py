@@ -1,8 +1,10 @@
-"""Tables that lie together, and rules on ranks that contradict each other.
+"""Placement rules in a search: tables kept together, and contradictory rules.
 
-A set of tables that lie together is searched as one: its first table, the leader,
-stands for all (see `merged`) and the others, its followers, are put beside it at the
-end (see `follow`). Shapes: `T` tables, `W` ranks, `M` memories.
+Tables that are kept together are searched as one table. The first table of the set, the
+*leader*, gets the memory and the rules of all (`merged`). The search places the leader
+alone, and `follow` then puts the other tables, the *followers*, on the same rank.
+
+Shapes: `T` tables, `W` ranks, `M` memories, `N` tables counted once for all their ways.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def leaders(task: ShardingTask) -> Ints:
-    """Return the table that stands for each table: of its set, or itself; `T`."""
+    """Return each table's leader, `T`; a table in no set is its own leader."""
     leader_T = np.arange(len(task.tables))
     for tables in task.together:
         leader_T[list(tables)] = tables[0]
@@ -39,9 +41,12 @@ def leaders(task: ShardingTask) -> Ints:
 
 
 def merged(task: ShardingTask) -> ShardingTask:
-    """Return the task in which leaders have their sets' bytes and rules.
+    """Return the task in which each leader has the memory and rules of its whole set.
 
-    Followers need no memory there and may be anywhere.
+    Followers need no memory there and may be on any rank.
+
+    Raises:
+        ConfigError: No rank may hold all tables of a set.
     """
     if not task.together:
         return task
@@ -56,7 +61,7 @@ def merged(task: ShardingTask) -> ShardingTask:
         for tables in task.together:
             members = list(tables)
             fixed_T[members] = column_T[members] = 0
-            # Limits are whole bytes, so that rounding up breaks none.
+            # Limits are whole bytes, so rounding up excludes no placement.
             fixed_T[tables[0]] = math.ceil(sum(whole_T[members].tolist()))
         fields[f"{prefix}fixed_bytes"] = tuple(fixed_T.tolist())
         fields[f"{prefix}column_bytes"] = tuple(column_T.tolist())
@@ -66,7 +71,7 @@ def merged(task: ShardingTask) -> ShardingTask:
         if not common:
             names = quoted([task.tables[t].name for t in tables])
             raise ConfigError(
-                f"tables {names} belong together, but no rank may hold all of them. "
+                f"tables {names} must be together, but no rank may hold all of them. "
                 "Pin them to a common rank"
             )
         for table in tables:
@@ -82,7 +87,7 @@ def merged(task: ShardingTask) -> ShardingTask:
 
 
 def follow(task: ShardingTask, width_TW: Ints) -> Ints:
-    """Put followers beside their leaders, in place, and return the widths."""
+    """Put followers on their leaders' ranks, in place; return the widths."""
     for tables in task.together:
         held_W = width_TW[tables[0]] > 0
         for table in tables:
@@ -91,30 +96,30 @@ def follow(task: ShardingTask, width_TW: Ints) -> Ints:
 
 
 def require_unconstrained(task: ShardingTask, search: str) -> None:
-    """Raise where a search that knows no rules on ranks is given some.
+    """Raise if the task has placement rules; for searches that do not support any.
 
     Args:
         task: The task.
-        search: What the search is called.
+        search: The search's name, for the message.
 
     Raises:
-        ConfigError: The task has such rules; says which.
+        ConfigError: The task has placement rules; names them.
     """
     used = [n for n in ("allowed_ranks", "together", "apart") if getattr(task, n)]
     if used:
         raise ConfigError(
-            f"the search '{search}' cannot keep to {' and '.join(used)} of the task; "
-            "use search='default' or leave these rules out"
+            f"search '{search}' does not support placement rules "
+            f"({' and '.join(used)}). Use search='default' or remove these rules"
         )
 
 
 def check_constraints(task: ShardingTask) -> None:
-    """Raise where rules on ranks contradict each other, memory aside.
+    """Raise if placement rules contradict each other, even with unlimited memory.
 
-    Of tables that may be sharded in several ways, what some way lets them is asked.
+    A table with several ways may be on every rank that one of its ways allows.
 
     Raises:
-        ConfigError: They do; names the tables.
+        ConfigError: Rules contradict each other; names the tables.
     """
     rules, ways_N = task.rules, task.ways
     number = {way: n for n, ways in enumerate(ways_N) for way in ways}
