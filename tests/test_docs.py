@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import socket
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.builders import ATTACHES_OPTIMIZERS, bag_config, bag_sharders, bags
 from torchrec_neuroshard import NeuroShardPlanner, SearchConfig
+from torchrec_neuroshard.hardware.doctor import RELEASES
 from torchrec_neuroshard.testing import CostModelContract
 
 NIGHTLY = pytest.mark.nightly
@@ -26,8 +30,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NAMES = ("user", "item", "shop")
-NO_GROUP = ("groups", "rehearse")
+NO_GROUP = ("groups", "rehearse", "tutorial_memory")
 """Pages for a process without a process group."""
+LAUNCHED = ("tutorial_training",)
+"""Pages whose first block is a script that torchrun starts."""
 
 
 def batch() -> KeyedJaggedTensor:
@@ -87,7 +93,17 @@ def test_every_block_of_a_page_runs(
     script: dict[str, Any] = {"__name__": "docs"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if page.stem not in NO_GROUP:
+        if page.stem in LAUNCHED:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                port = free.getsockname()[1]
+            for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", port)):
+                monkeypatch.setenv(name, str(value))
+            monkeypatch.setenv("MASTER_ADDR", "localhost")
+            request.addfinalizer(dist.destroy_process_group)
+            logger = logging.getLogger("torchrec")
+            request.addfinalizer(partial(logger.setLevel, logger.level))
+        elif page.stem not in NO_GROUP:
             store = f"file://{tmp_path}/store"
             dist.init_process_group("gloo", store, rank=0, world_size=1)
             request.addfinalizer(dist.destroy_process_group)
@@ -130,6 +146,13 @@ def test_the_functions_of_one_call_are_called_in_their_order() -> None:
 
     starts = [first_call(name, place) for _, name, place in rows]
     assert starts == sorted(starts)
+
+
+def test_the_releases_of_the_install_page_are_the_doctors() -> None:
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    row = r"^\| ([\d.]+) \| ([\d.]+) \| [\d.]+ \| TorchRec ([\d.]+) \|$"
+    rows = re.findall(row, page, re.MULTILINE)
+    assert {fbgemm: (torch, torchrec) for torch, fbgemm, torchrec in rows} == RELEASES
 
 
 def test_every_page_is_in_the_site() -> None:
