@@ -90,7 +90,7 @@ def test_names_may_have_a_module_or_not() -> None:
     apart = PlacementConstraints(apart=[["user.t", "u"]])
     assert apart.rules(tables, 4).apart == ((0, 2),)
     both = PlacementConstraints(apart=[["t", "u"]])
-    with pytest.raises(ConfigError, match="which several modules have; name 'it"):
+    with pytest.raises(ConfigError, match="which several modules have; use 'it"):
         both.rules(tables, 4)
     assert not PlacementConstraints().rules(NAMES, 4)
 

@@ -216,7 +216,7 @@ def _each(
         if len(found := _meant(name, where, by_name)) > 1:
             raise ConfigError(
                 f"{where} names table '{name}', which several modules have; "
-                f"name {quoted(sorted(tables[t] for t in found), ' or ')}"
+                f"use {quoted(sorted(tables[t] for t in found), ' or ')}"
             )
     return tuple(sorted({by_name[name][0] for name in names}))
 

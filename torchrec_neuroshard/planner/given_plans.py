@@ -370,7 +370,7 @@ def _check_sharding(
     places = [m.placement.rank() for m in sharding.sharding_spec.shards if m.placement]
     if len(places) == len(sharding.ranks) and places != sharding.ranks:
         raise PlanFileError(
-            f"{where}: its shards are placed on ranks {places}, but belong to "
+            f"{where}: sharding_spec places its shards on ranks {places}, but ranks is "
             f"{sharding.ranks}"
         )
     whole = _Box(0, 0, table.num_embeddings, table.embedding_dim)

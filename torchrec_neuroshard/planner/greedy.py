@@ -1,4 +1,4 @@
-"""Places options outside the search with TorchRec's greedy routine."""
+"""Places options that the search does not place, with TorchRec's greedy routine."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def _what_lacks(options: Sequence[ShardingOption], topology: Topology) -> str:
         if getattr(need, tier)
     ]
     return (
-        f"tables {quoted(list(map(table_name, options)))}, which are outside the "
-        f"search, do not fit: together they need {' and '.join(lack)}"
+        f"tables {quoted(list(map(table_name, options)))}, which the search does not "
+        f"place, do not fit: together they need {' and '.join(lack)}"
     )
 
 

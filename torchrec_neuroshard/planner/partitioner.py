@@ -384,8 +384,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             return message
         return (
             f"{message.rstrip('.')}. Of a rank's {format_bytes(whole)}, the storage "
-            "reservation, the outputs for its own samples and tables outside the "
-            f"search leave {format_bytes(max(0, left))}."
+            "reservation, the outputs for its own samples and tables that the search "
+            f"does not place leave {format_bytes(max(0, left))}."
         )
 
 

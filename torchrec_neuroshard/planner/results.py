@@ -109,7 +109,8 @@ def describe_plan(
         )
         known.append(Note("host-memory", text, severity="info"))
     if fallback is not None:
-        known.append(Note("fallback", f"this is TorchRec's own plan: {fallback}"))
+        text = f"this is TorchRec's own plan, since the search found none: {fallback}"
+        known.append(Note("fallback", text))
     own = [r for r in records if _covers(r.task, selected)]
     best = min(own, key=lambda r: r.result.predicted.critical_path_ms, default=None)
     bound, proven = 0.0, False

@@ -529,8 +529,8 @@ def _placement_fields(
         if ranks == ():
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
-                message=f"table '{rules.names[table]}': tables outside the search "
-                "already use the last rank that placement_constraints allow it",
+                message=f"table '{rules.names[table]}': tables that the search does "
+                "not place already use the last rank that placement_constraints allow",
             )
     ways: dict[int, list[int]] = {}
     for index, table in enumerate(tables):

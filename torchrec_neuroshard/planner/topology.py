@@ -287,7 +287,8 @@ class ShardingGroup:
         return (
             f"one of {self.num_replicas} sharding groups of {self.num_ranks} ranks, "
             f"{self.ranks_per_node} per node, whose weights are averaged every "
-            f"{self.sync_interval} iterations, {self.replicas_per_node} in a node"
+            f"{self.sync_interval} iterations ({self.replicas_per_node} replicas per "
+            "node)"
         )
 
 

@@ -309,8 +309,8 @@ class _Job:
         if len({any(reader.state_bytes(o)) for o in options}) > 1:
             # TorchRec moves the state of all tables of a module, or of none.
             return (
-                "TorchRec does not move a module with optimizer state for some tables "
-                "only"
+                "TorchRec does not move modules in which only some tables have "
+                "optimizer state"
             )
         for option in options:
             # TorchRec moves one tensor of state per table.
