@@ -198,7 +198,7 @@ class _Ways:
 
     @classmethod
     def of(cls, options: Sequence[ShardingOption], model: MemoryModel) -> _Ways:
-        """Describe options that the model knows."""
+        """Return the figures of options that the model `knows`."""
         rows = [model.way(option) for option in options]
         columns = np.array(rows, dtype=np.float64).reshape(-1, 16).T
         return cls(*columns[:9], *(columns[9:] > 0))

@@ -211,7 +211,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         return [o for o in options if is_placeable(o, reader)]
 
     def _share_ms(self, option: ShardingOption) -> float:
-        """Return the time per rank if all tables without a search used such options.
+        """Return the time per rank if all unsearched tables used options like this one.
 
         It is at least the time of the option's own slowest shard [ms]. This replaces a
         search for tables that the search cannot place.

@@ -91,8 +91,8 @@ class RoomOfDenseLayers(StorageReservation):
 def stash_enough(plan: Sequence[ShardingOption], excess_W: Floats) -> bool:
     """Mark tables to stash until dense layers have enough memory on every rank.
 
-    Tables that the model marks itself count first. Then the table is added whose bytes
-    are most useful, one after another. Finally, unneeded tables are removed.
+    Tables that the model itself marks count first. Then tables are added one by one,
+    each time the one whose bytes help most. Finally, unneeded tables are removed.
 
     Args:
         plan: Placed options; the chosen ones are marked.
