@@ -1,16 +1,23 @@
 """Sample outputs on pages are what their commands print today.
 
-A sample is a fenced block below a comment `<!-- output: COMMAND -->`, where COMMAND is
-run in the project's folder. Lines stand in the output's order; "..." stands for lines
-that are left out. Seconds may differ, and numbers by 1 %.
+A sample is a fenced block below a comment `<!-- output: COMMAND -->`. COMMAND runs in a
+copy of the project's folder. Lines stand in the output's order; "..." stands for lines
+that are left out. Seconds may differ, and numbers by 1 %. Below a comment `<!-- output,
+other figures: COMMAND -->`, all figures may differ, and so may names of processors.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import shlex
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,15 +30,27 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "examples/README.md", *(ROOT / "docs").glob("*.md")]
-_SAMPLE = re.compile(r"<!-- output: (.+?) -->\s*```\w*\n(.*?)```", re.DOTALL)
+_SAMPLE = r"<!-- output{}: (.+?) -->\s*```\w*\n(.*?)```"
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
-SAMPLES = [
-    pytest.param(" ".join(command.split()), text, id=f"{page.name}-{number}")
-    for page in sorted(PAGES)
-    for number, (command, text) in enumerate(
-        _SAMPLE.findall(page.read_text(encoding="utf-8"))
-    )
-]
+
+
+def samples(kind: str) -> list[Any]:
+    """Return command and text of each sample, by page."""
+    pattern = re.compile(_SAMPLE.format(kind), re.DOTALL)
+    return [
+        pytest.param(
+            " ".join(command.split()),
+            text,
+            id=f"{page.parent.name}/{page.stem}-{number}",
+        )
+        for page in sorted(PAGES)
+        for number, (command, text) in enumerate(
+            pattern.findall(page.read_text(encoding="utf-8"))
+        )
+    ]
+
+
+SAMPLES, OTHER_FIGURES = samples(""), samples(", other figures")
 
 
 def agree(line: str, other: str) -> bool:
@@ -56,8 +75,19 @@ def test_lines_agree_but_for_seconds_and_rounding() -> None:
     assert not agree("ranks 0, 1", "ranks 0, 2")
 
 
+def check(printed: Iterable[str], text: str, command: str) -> None:
+    """Check that the sample's lines are printed in this order."""
+    left = iter(printed)
+    for line in text.splitlines():
+        if line.strip() and line != "...":
+            assert any(agree(line.rstrip(), other.rstrip()) for other in left), (
+                f"`{command}` prints no line like this, after the ones before: {line}"
+            )
+
+
 def test_pages_have_samples() -> None:
-    assert any(str(sample.id).startswith("README.md") for sample in SAMPLES)
+    for kind in (SAMPLES, OTHER_FIGURES):
+        assert any("README" in str(sample.id) for sample in kind)
 
 
 @pytest.mark.parametrize(("command", "text"), SAMPLES)
@@ -71,13 +101,38 @@ def test_samples_are_current(
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     for part in command.split("; "):
-        name, *arguments = shlex.split(part)
-        assert name == "neuroshard"
+        program, *arguments = shlex.split(part)
         capsys.readouterr()
-        assert main(arguments) in (0, 1)
-    printed = iter(capsys.readouterr().out.splitlines())
-    for line in text.splitlines():
-        if line.strip() and line != "...":
-            assert any(agree(line.rstrip(), other) for other in printed), (
-                f"`{command}` prints no line like this, after the ones before: {line}"
-            )
+        if program == "neuroshard":
+            assert main(arguments) in (0, 1)
+        else:
+            assert program == "python"
+            script, *arguments = arguments
+            assert runpy.run_path(script)["main"](arguments) == 0
+    check(capsys.readouterr().out.splitlines(), text, command)
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+@pytest.mark.parametrize(("command", "text"), OTHER_FIGURES)
+def test_samples_of_measurements_have_todays_words(
+    command: str, text: str, tmp_path: Path
+) -> None:
+    program, *arguments = shlex.split(command)
+    assert program == "torchrun"
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = [without_figures(line) for line in ended.stdout.splitlines()]
+    check(words, "\n".join(map(without_figures, text.splitlines())), command)
+
+
+def without_figures(line: str) -> str:
+    """Return a line's words; figures and what follows "each on" are left out."""
+    return " ".join(_NUMBER.sub("", line.partition("each on ")[0]).split())
