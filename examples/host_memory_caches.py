@@ -3,10 +3,11 @@
     python examples/host_memory_caches.py              # MLPerf DLRM-v2 on one H100
     python examples/host_memory_caches.py --ranks 4 --memory-gb 20 --html caches.html
 
-Tables that do not fit lie in the host's memory, with a cache of their rows on the GPU
-(TorchRec's `fused_uvm_caching`). The planner chooses which tables, and how large each
-cache is, by how often the profiles say that rows are looked up. Beside it stands what
-is usual: a cache for every table, all of one load factor, placed by TorchRec's planner.
+Tables that do not fit are kept in host memory, with a cache of their rows on the GPU
+(TorchRec's `fused_uvm_caching`). The planner chooses these tables and the size of each
+cache by how often rows are looked up in the profiles. The script compares this with a
+common set-up: TorchRec's planner, with the same load factor for the cache of every
+table.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 
 def build_tables(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
-    """Build the model's tables without memory behind them."""
+    """Return the model's tables on the meta device, without memory."""
     model = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
@@ -58,22 +59,35 @@ def build_tables(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan both ways and print; the exit code."""
+    """Plan both ways, print the comparison and return the exit code."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--gpu", choices=sorted(GPU_CARDS), default="h100")
-    parser.add_argument("--ranks", type=int, default=1, help="in one node")
-    parser.add_argument("--memory-gb", type=float, help="of a GPU; else the card's")
-    parser.add_argument("--host-memory-gb", type=float, default=512, help="of the node")
-    parser.add_argument("--batch-size", type=int, default=8192, help="per rank")
-    parser.add_argument("--load-factor", type=float, default=0.2, help="usual, of all")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for the search")
-    parser.add_argument("--html", help="file to write the comparison to as a page")
+    parser.add_argument(
+        "--gpu", choices=sorted(GPU_CARDS), default="h100", help="card of every rank"
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, all in one node")
+    parser.add_argument(
+        "--memory-gb", type=float, help="memory of a GPU, instead of the card's"
+    )
+    parser.add_argument(
+        "--host-memory-gb", type=float, default=512, help="host memory of the node"
+    )
+    parser.add_argument("--batch-size", type=int, default=8192, help="samples per rank")
+    parser.add_argument(
+        "--load-factor",
+        type=float,
+        default=0.2,
+        help="of all caches in TorchRec's plan",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="time budget of the search"
+    )
+    parser.add_argument("--html", help="write the comparison to this HTML file")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)  # TorchRec's notices about its own code
-    warnings.simplefilter("ignore")  # reports hold the planner's, too
+    warnings.simplefilter("ignore")  # the report shows the planner's warnings
 
     tables = mlperf_dlrm_v2()
     model, sharders = build_tables(tables), [EmbeddingBagCollectionSharder()]
@@ -121,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{compared.verdict}")
     print(f"compute: {compared.second.compute_source}")
     if options.html:
-        write_html(compared, options.html, "Tables in the host's memory")
+        write_html(compared, options.html, "Tables in host memory")
         print(f"wrote {options.html}")
     return 0
 

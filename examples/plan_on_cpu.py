@@ -1,12 +1,12 @@
-"""Plan for a machine with eight GPUs on one that has none.
+"""Plan for eight GPUs on a machine without any.
 
     python examples/plan_on_cpu.py                  # 8 x H100, MLPerf DLRM-v2 in full
     python examples/plan_on_cpu.py --gpu h200 --ranks 16 --ranks-per-node 8
 
-The tables lie on the meta device, so planning needs neither a GPU nor their memory.
-Where no cost model was measured on the GPU, costs are a physical estimate from
-published figures, and the output says so: good enough to see the shape of a plan, not
-to promise milliseconds.
+The tables are on the meta device, so planning needs no GPU and no memory for them. If
+there is no cost model for the GPU, costs are a physical estimate from published
+figures, and the output says so. The estimate shows the shape of a plan; its times are
+not exact.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 
 def build_tables(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
-    """Build the model's tables without memory behind them."""
+    """Return the model's tables on the meta device, without memory."""
     model = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
@@ -60,24 +60,45 @@ def build_tables(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plan and print; the exit code."""
+    """Plan, print the report and return the exit code."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--gpu", choices=sorted(GPU_CARDS), default="h100")
-    parser.add_argument("--hbm-gb", type=float, help="memory of a GPU")
-    parser.add_argument("--hbm-gb-per-s", type=float, help="memory bandwidth")
-    parser.add_argument("--nvlink-gb-per-s", type=float, help="of a rank in its node")
-    parser.add_argument("--network-gb-per-s", type=float, help="of a rank to others")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--batch-size", type=int, default=8192, help="per rank")
-    parser.add_argument("--max-rows", type=int, default=40_000_000)
-    parser.add_argument("--embedding-dim", type=int, default=128)
-    parser.add_argument("--min-partition", type=int, default=32)
-    parser.add_argument("--cost-model", default="auto")
-    parser.add_argument("--html", help="file to write the report to as a page")
+    parser.add_argument(
+        "--gpu", choices=sorted(GPU_CARDS), default="h100", help="card of every rank"
+    )
+    parser.add_argument(
+        "--hbm-gb", type=float, help="memory of a GPU, instead of the card's"
+    )
+    parser.add_argument(
+        "--hbm-gb-per-s", type=float, help="memory bandwidth, instead of the card's"
+    )
+    parser.add_argument(
+        "--nvlink-gb-per-s", type=float, help="bandwidth of a rank inside its node"
+    )
+    parser.add_argument(
+        "--network-gb-per-s", type=float, help="bandwidth of a rank to other nodes"
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="GPUs in all nodes")
+    parser.add_argument("--ranks-per-node", type=int, default=8, help="GPUs per node")
+    parser.add_argument("--batch-size", type=int, default=8192, help="samples per rank")
+    parser.add_argument(
+        "--max-rows", type=int, default=40_000_000, help="most rows of a table"
+    )
+    parser.add_argument(
+        "--embedding-dim", type=int, default=128, help="columns of every table"
+    )
+    parser.add_argument(
+        "--min-partition", type=int, default=32, help="least columns of a shard"
+    )
+    parser.add_argument(
+        "--cost-model", default="auto", help="auto, a bundle's name or its folder"
+    )
+    parser.add_argument("--html", help="write the report to this HTML file")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print all details of the report"
+    )
     options = parser.parse_args(arguments)
     ranks_per_node = min(options.ranks, options.ranks_per_node)
     logging.getLogger("torchrec").setLevel(logging.ERROR)
@@ -86,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         tables = mlperf_dlrm_v2(options.max_rows, options.embedding_dim)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the result holds them, too
+            warnings.simplefilter("ignore")  # the report shows them
             planner = NeuroShardPlanner(
                 topology=topology_for(
                     options.gpu,
@@ -123,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{seconds:.1f} s\n"
     )
     report = planner.report()
-    print(report)
+    print(report.text(options.verbose, more="For details, add --verbose."))
     if options.html:
         title = f"{len(tables)} tables on {options.ranks} x {options.gpu.upper()}"
         write_html(report, options.html, title)

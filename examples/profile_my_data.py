@@ -1,9 +1,10 @@
-"""Profile the input of a model, look at it, and keep it for the planner.
+"""Profile a model's input, print the profile and save it for the planner.
 
     python examples/profile_my_data.py --save profiles.json
     python examples/profile_my_data.py --load profiles.json --at-batch-size 65536
 
-Replace `my_batches` by your own data: anything that yields KeyedJaggedTensors.
+Replace `my_batches` by your own data. It can be anything that yields
+KeyedJaggedTensors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 def my_batches(
     num_batches: int, batch_size: int, max_rows: int
 ) -> Iterator[KeyedJaggedTensor]:
-    """Yield the sparse input of some training batches: here, MLPerf DLRM-v2's shape."""
+    """Yield the sparse input of some batches, here like that of MLPerf DLRM-v2."""
     tables = mlperf_dlrm_v2(max_rows=max_rows)
     for number in range(num_batches):
         drawn = draw_batch(tables, batch_size, number)
@@ -37,10 +38,10 @@ def my_batches(
 
 
 def profile_lines(profiles: Mapping[str, FeatureProfile]) -> list[str]:
-    """Return a table with a line per feature.
+    """Return the lines of a table, one per feature.
 
-    Pooling is ids per sample, reuse how often each distinct id is looked up, hot the
-    share of the lookups that the ids met more than 128 times get.
+    Columns: `pooling` is ids per sample, `reuse` lookups per distinct id, `hot` the
+    share of lookups of ids that occur more than 128 times.
     """
     lines = [
         f"{'feature':<12}{'samples':>9}{'pooling':>9}{'spread':>8}{'lookups':>12}"
@@ -64,15 +65,19 @@ def profile_lines(profiles: Mapping[str, FeatureProfile]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Profile or load, print, save; the exit code."""
+    """Profile or load, save, print and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--num-batches", type=int, default=8, help="batches to profile")
-    parser.add_argument("--batch-size", type=int, default=1024, help="samples of each")
-    parser.add_argument("--max-rows", type=int, default=1_000_000, help="largest table")
-    parser.add_argument("--save", help="write the profiles to this JSON file")
-    parser.add_argument("--load", help="read them from one instead of profiling")
     parser.add_argument(
-        "--at-batch-size", type=int, help="show what another number of samples makes"
+        "--batch-size", type=int, default=1024, help="samples per batch"
+    )
+    parser.add_argument(
+        "--max-rows", type=int, default=1_000_000, help="most rows of a table"
+    )
+    parser.add_argument("--save", help="write the profiles to this JSON file")
+    parser.add_argument("--load", help="read profiles from this file, do not profile")
+    parser.add_argument(
+        "--at-batch-size", type=int, help="show the profile for this many samples"
     )
     options = parser.parse_args(arguments)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)

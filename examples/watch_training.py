@@ -1,9 +1,9 @@
-"""Train a few tables, and write predicted beside measured times to where you look.
+"""Train a few tables and log predicted and measured times.
 
     python examples/watch_training.py --lines phases.jsonl --tensorboard runs/plan
     tensorboard --logdir runs/plan
 
-One rank on a CPU; more of them with torchrun. See docs/monitoring.md.
+It runs on one CPU rank, or on more of them by torchrun. See docs/monitoring.md.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ CPU = torch.device("cpu")
 BATCH_SIZE = 512
 """Samples per rank."""
 NUM_BATCHES = 8
-"""Batches of a rank; they are used in turn."""
+"""Batches of a rank. Training cycles through them."""
 
 
 def read_batches(tables: Sequence[TableConfig], rank: int) -> list[KeyedJaggedTensor]:
-    """Draw skewed ids, others on each rank."""
+    """Return batches with skewed ids; each rank has its own."""
     batches = []
     for number in range(NUM_BATCHES):
         drawn = draw_batch(tables, BATCH_SIZE, seed=rank * NUM_BATCHES + number)
@@ -66,7 +66,7 @@ def read_batches(tables: Sequence[TableConfig], rank: int) -> list[KeyedJaggedTe
 
 
 def build_model(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
-    """Build tables on "meta", with an optimizer that is fused into their kernels."""
+    """Return tables on the meta device, with an optimizer fused into the kernels."""
     model = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
@@ -84,7 +84,7 @@ def build_model(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
 
 
 def train(lines: Path, others: Sequence[Reporter], num_steps: int) -> None:
-    """Plan, shard and train, watched."""
+    """Plan, shard and train under `PlanMonitor`."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tables = mlperf_dlrm_v2(max_rows=10_000, embedding_dim=32)[:8]
     batches, model = read_batches(tables, rank), build_model(tables)
@@ -112,7 +112,7 @@ def train(lines: Path, others: Sequence[Reporter], num_steps: int) -> None:
 
 
 def show(lines: Path) -> None:
-    """Print the last report out of the file."""
+    """Print the last report in the file."""
     records = [json.loads(line) for line in lines.read_text("utf-8").splitlines()]
     last = max(record["iteration"] for record in records)
     print(
@@ -133,17 +133,23 @@ def show(lines: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the options and train."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--lines", type=Path, help="JSON lines (a file that is kept)")
-    parser.add_argument("--tensorboard", type=Path, help="folder for TensorBoard")
-    parser.add_argument("--mlflow", action="store_true", help="log to MLflow")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lines", type=Path, help="write JSON lines to this file")
+    parser.add_argument(
+        "--tensorboard", type=Path, help="write TensorBoard events to this folder"
+    )
+    parser.add_argument(
+        "--mlflow",
+        action="store_true",
+        help="log to the server of MLFLOW_TRACKING_URI",
+    )
+    parser.add_argument("--steps", type=int, default=100, help="training steps")
     options = parser.parse_args(arguments)
     others: list[Reporter] = []
     if options.tensorboard:
         others.append(TensorBoardReporter(options.tensorboard))
     if options.mlflow:
         others.append(MLflowReporter())
-    # Notices of TorchRec and torch about their own code.
+    # Hide notices of TorchRec and torch about their own code.
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)

@@ -36,7 +36,7 @@ def run_main(name: str, *arguments: str) -> int:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let scripts say what they like; what they change of that ends with them."""
+    """Ignore warnings, and undo what a script changes about logging."""
     level = logging.root.manager.disable
     try:
         with warnings.catch_warnings():
@@ -109,7 +109,8 @@ def test_watched_training_writes_predicted_beside_measured(
 def test_plan_for_gpus_places_all_columns_and_names_its_sources(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run_main("plan_on_cpu.py", "--ranks", "4", "--ranks-per-node", "4") == 0
+    few = ["--ranks", "4", "--ranks-per-node", "4"]
+    assert run_main("plan_on_cpu.py", *few, "--verbose") == 0
     out = capsys.readouterr().out
     ranks = [line.split() for line in out.splitlines() if line[:5].strip().isdigit()]
     assert [int(cells[0]) for cells in ranks] == [0, 1, 2, 3]
