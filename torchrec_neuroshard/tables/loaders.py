@@ -147,7 +147,8 @@ def read_tables(path: str | Path, workload: str | None = None) -> ReadTables:
         if not isinstance(listed, list):
             raise TableError(
                 f"'{path}' holds no tables: expected a list of objects with name, "
-                "num_embeddings, embedding_dim, alone or as 'tables', or 'workloads'"
+                "num_embeddings and embedding_dim, or an object with 'tables' or "
+                "'workloads'"
             )
         entries = ((f"table {n}", entry) for n, entry in enumerate(listed))
     if workload is not None:
