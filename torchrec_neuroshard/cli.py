@@ -17,6 +17,7 @@ import difflib
 import importlib
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -207,7 +208,10 @@ def _run(arguments: list[str]) -> int:
     if chosen is not None and module is None:
         near = suggestion(chosen, [command.name for command in COMMANDS], "commands")
         parser.error(f"unknown command '{chosen}'; {near}")
-    args = parser.parse_args(arguments, argparse.Namespace(started=_STARTED))
+    typed = shlex.join(["neuroshard", *arguments])
+    args = parser.parse_args(
+        arguments, argparse.Namespace(started=_STARTED, typed=typed)
+    )
     if module is None:
         parser.print_help(sys.stderr)
         return EXIT_USER_ERROR

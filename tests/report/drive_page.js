@@ -19,7 +19,7 @@ window.addEventListener("load", () => {
   };
   try {
     {
-      const { all, charts, cells, grid, words } = inside("plan");
+      const { at, all, charts, cells, grid, words } = inside("plan");
       const bars = all(".col", charts()[0]);
       const parts = all("i", bars[0]);
       const plan = { tables: cells("tables", "table") };
@@ -32,6 +32,11 @@ window.addEventListener("load", () => {
       plan["of rank 1"] = cells("shards", "table");
       bars[1].click();
       plan.shards = cells("shards", "rank").length;
+      // What a click on CSV saves; the browser of this test has nowhere to save it.
+      at.Blob = function save(parts) { plan.csv = parts.join(""); };
+      at.URL.createObjectURL = () => "#";
+      at.HTMLAnchorElement.prototype.click = function click() { plan.file = this.download; };
+      all(".tools button", grid("shards"))[0].click();
       found.plan = plan;
     }
     {
@@ -66,6 +71,8 @@ window.addEventListener("load", () => {
       press("ranks", "all");
       large.sorted = all("th", grid("ranks")).map((head) => head.getAttribute("aria-sort"));
       large.slowest = cells("ranks", "rank")[0];
+      large.nodes = all(".node", charts()[0]).map((node) => node.textContent);
+      large.edges = all(".edge", charts()[0]).length;
       found.large = large;
     }
     found.notebook = inside("notebook").cells("tables", "table");

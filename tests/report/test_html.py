@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import dataclasses
 import hashlib
 import html
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from harness.browser import find_browser, open_page
+from torchrec_neuroshard import __version__
 from torchrec_neuroshard.costs.simulator import PHASES, RankCosts
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.report import (
@@ -24,6 +26,7 @@ from torchrec_neuroshard.report import (
     html_report,
 )
 from torchrec_neuroshard.report.parts import (
+    PlanBasis,
     RankReport,
     ShardReport,
     SplitReport,
@@ -130,6 +133,18 @@ REPORT = PlanReport(
 )
 
 
+def basis(**known: Any) -> PlanBasis:
+    return PlanBasis(
+        card="NVIDIA <H100>",
+        figures=(),
+        batch_size=512,
+        batch_size_is_default=False,
+        ids_per_sample=(),
+        assumed_features=(),
+        **known,
+    )
+
+
 def comparison() -> PlanComparison:
     theirs = (rank(0, 1.0, 2.0, 3.0, 4.0, 5.0), rank(1, 2.0, 8.0, 6.0, 8.0, 4.0))
     return PlanComparison(
@@ -209,6 +224,23 @@ def test_plan_without_splits_limits_or_bound() -> None:
     assert bars == [f"rank 0  {'#' * 40}  1.00 GiB", "# memory"]
 
 
+def test_header_says_what_was_planned_and_by_which_command() -> None:
+    report = dataclasses.replace(large_report(), critical_path_ms=16.0)
+    page = html_report(report, "Plan", command="neuroshard plan '<t>.csv'")
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    written = facts.pop("Written")
+    assert written.endswith(f" by torchrec_neuroshard {__version__}")
+    assert {name: html.unescape(value) for name, value in facts.items()} == {
+        "Card": "NVIDIA <H100>",
+        "Ranks": "128 (16 nodes of 8)",
+        "Batch": "512 samples per rank",
+        "Critical path": "16.000 ms",
+        "Samples per second": "4,100,000",
+        "Command": "neuroshard plan '<t>.csv'",
+    }
+    assert "<dt>Command" not in html_report(report) and "<t>" not in page
+
+
 def test_two_plans_are_shown_side_by_side() -> None:
     found = comparison()
     page = html_report(found)
@@ -251,7 +283,7 @@ def test_notebooks_show_the_page_in_a_frame_of_its_own() -> None:
     for report in (REPORT, comparison()):
         shown = report._repr_html_()
         # Without allow-same-origin its script cannot reach the notebook.
-        assert shown.startswith("<iframe sandbox='allow-scripts' ")
+        assert shown.startswith("<iframe sandbox='allow-scripts allow-downloads' ")
         page = shown.partition('srcdoc="')[2].removesuffix('"></iframe>')
         assert '"' not in page and html.unescape(page) == html_report(report)
 
@@ -262,7 +294,9 @@ def large_report() -> PlanReport:
         table(f"table_{i}", *[32] * 4, first=i, used_bytes=i) for i in range(2_000)
     )
     ranks = tuple(rank(i, 1.0, 1.0 + i, 1.0, 1.0, 1.0) for i in range(128))
-    return dataclasses.replace(REPORT, ranks=ranks, tables=tuple(tables))
+    return dataclasses.replace(
+        REPORT, ranks=ranks, tables=tuple(tables), basis=basis(ranks_per_node=8)
+    )
 
 
 @pytest.mark.skipif(find_browser() is None, reason="needs Debian's package 'chromium'")
@@ -280,9 +314,8 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     )
     shown = REPORT._repr_html_()
     # Once as it is, and once for the test to look inside, as notebooks cannot.
-    shown += shown.replace("sandbox='allow-scripts'", "id='notebook'").replace(
-        "640px", "9000px"
-    )
+    sandbox = "sandbox='allow-scripts allow-downloads'"
+    shown += shown.replace(sandbox, "id='notebook'").replace("640px", "9000px")
     drive = Path(__file__).with_name("drive_page.js").read_text(encoding="utf-8")
     outer = tmp_path / "outer.html"
     outer.write_text(
@@ -310,6 +343,12 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     # A click on a bar narrows the shards to its rank, another one shows all again.
     assert plan["of rank 1"] == [HOSTILE, "user<b>&co", "b", "c"]
     assert plan["shards"] == 9
+    assert plan["file"] == "shards.csv"
+    header, first, *_ = csv.reader(plan["csv"].splitlines())
+    assert header[:3] == ["path [ms]", "kernels [ms]", "collectives [ms]"]
+    assert header[3:] == ["GiB", "table", "rank", "rows", "columns"]
+    assert first == ["0.5", "1", "0.25", "0.25", HOSTILE, "0", "2000", "8"]
+    assert plan["csv"].count("\r\n") == 1 + 9
 
     compared = found["compared"]
     assert compared["moves"] == ["little", HOSTILE]  # as given
@@ -326,5 +365,7 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     assert large["on rank 5"] == f"{held} of 8,000 shards" and 0 < held < 100
     assert large["sorted"][5] == "descending" and large["sorted"].count(None) == 10
     assert large["slowest"] == "127"
+    assert large["nodes"] == [f"node {i}" for i in range(0, 16, 2)]
+    assert large["edges"] == 16
 
     assert found["notebook"] == plan["tables"]

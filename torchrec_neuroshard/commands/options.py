@@ -257,7 +257,7 @@ def write_outputs(
             # Imported here: some subcommands run without torch.
             from torchrec_neuroshard.report import write_html
 
-            write_html(shown, files["html"], title)
+            write_html(shown, files["html"], title, args.typed)
         if files["json"]:
             write_whole(files["json"], json_text(data or shown.to_json()))
         if files["csv"]:

@@ -34,7 +34,7 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.stashing import stash_notes
-from torchrec_neuroshard.planner.topology import sharding_group
+from torchrec_neuroshard.planner.topology import sharding_group, whole_nodes
 from torchrec_neuroshard.report import PlanReport, explain
 from torchrec_neuroshard.report.parts import (
     HostTable,
@@ -175,7 +175,7 @@ def _basis(
         inputs.update(costs.reader.inputs_from(option))
     counts = Counter(inputs.values())
     error = costs.cost_model.error
-    devices = costs.devices
+    devices, topology = costs.devices, costs.topology
     return PlanBasis(
         card=devices.card.title if devices.card else None,
         figures=tuple(devices.figures.values()),
@@ -186,6 +186,7 @@ def _basis(
             f for f, source in inputs.items() if source == DEFAULT_INPUTS
         ),
         estimate_error=None if error is None else str(error),
+        ranks_per_node=whole_nodes(topology.world_size, topology.local_world_size),
     )
 
 

@@ -75,6 +75,10 @@ class PlanComparison(Report):
             f"{change}: it {effect} per iteration"
         )
 
+    def heading(self) -> list[tuple[str, str]]:
+        """See `Report`: the second plan's."""
+        return self.second.heading()
+
     def sections(self) -> Sequence[Section]:
         """See `Report`."""
         sources = (

@@ -114,14 +114,33 @@
       more(CHUNK);
     }
 
+    // Saves all rows as given, with bytes in GiB and a unit in each heading.
+    function download() {
+      const quote = (text) => (/[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
+      const titles = columns.map(({ title, kind }) => {
+        const unit = { gib: "GiB", ms: "ms", peak: "ms" }[kind];
+        return !unit || title.includes(unit) ? title : `${title} [${unit}]`;
+      });
+      const values = rows.map((row) => columns.map(({ kind, number }) =>
+        (kind === "gib" && row[number] !== null ? row[number] / 2 ** 30 : row[number] ?? "")));
+      const text = [titles, ...values].map((line) => line.map((value) => quote(`${value}`)).join())
+        .join("\r\n");
+      const href = URL.createObjectURL(new Blob([text, "\r\n"], { type: "text/csv" }));
+      make("a", { href, download: `${label}.csv` }).click();
+      setTimeout(() => URL.revokeObjectURL(href), 10_000);
+    }
+
     scroll.addEventListener("scroll", () => {
       const left = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
       if (left < 600) more(CHUNK);
     });
     addEventListener("beforeprint", () => more(shown.length));
     update();
-    host.append(...(rows.length > 10 ? [make("div", { class: "tools" }, words, count)] : []),
-      scroll);
+    const save = make("button", {
+      type: "button", title: `Save all ${label} as CSV`, on: { click: download },
+    }, "CSV");
+    const filter = rows.length > 10 ? [words, count] : [];
+    host.append(make("div", { class: "tools" }, ...filter, save), scroll);
     host.filter = (text) => {
       words.value = words.value === text ? "" : text;
       update();
@@ -152,14 +171,17 @@
     return [legend(Object.keys(phases)), bar];
   }
 
+  // The least power of two by which to thin out labels.
+  const step = (count, most) => 2 ** Math.max(0, Math.ceil(Math.log2(count / most)));
+
   // A column for each rank; a click narrows the shards of the same part to it.
-  function bars({ title = "", unit, names, rows }, host) {
+  function bars({ title = "", unit, names, rows, ranks_per_node: perNode }, host) {
     // Charts of one unit that stand on one page have one scale.
     const top = 1.05 * largest(data.charts.filter((c) => c.unit === unit)
       .flatMap((c) => c.rows.map(([, ...values]) => sum(values))));
     if (!top) return [];
-    const step = 10 ** Math.floor(Math.log10(top / 2));
-    const tick = [1, 2, 5, 10].map((k) => k * step).find((k) => top / k <= 5);
+    const power = 10 ** Math.floor(Math.log10(top / 2));
+    const tick = [1, 2, 5, 10].map((k) => k * power).find((k) => top / k <= 5);
     const axis = make("div", { class: "axis" });
     const area = make("div", { class: "bars" });
     for (let value = 0; value <= top; value += tick) {
@@ -168,12 +190,16 @@
       const rule = area.appendChild(make("hr"));
       mark.style.bottom = rule.style.bottom = `${(100 * value) / top}%`;
     }
-    const every = Math.ceil(rows.length / 32);
+    const numNodes = Math.ceil(rows.length / perNode);
+    const most = rows.length > 100 ? 10 : 16; // labels; fewer where the page is narrow
+    const every = step(rows.length, most);
     const ranks = make("div", { class: "names" });
+    const nodes = make("div", { class: "names" });
     const columns = rows.map(([rank, ...values]) => {
       const parts = names.map((name, k) => `${name}: ${values[k].toFixed(3)} ${unit}`);
       const column = make("div", {
-        class: "col", title: [`rank ${rank}`, ...parts].join("\n"),
+        class: numNodes > 1 && rank % perNode === 0 ? "col edge" : "col",
+        title: [`rank ${rank}`, ...parts].join("\n"),
         on: {
           click: () => host.closest("section").querySelector("[data-grids].shards")
             ?.filter(`rank:${rank}`),
@@ -183,14 +209,26 @@
         const part = column.appendChild(make("i", { class: name }));
         part.style.height = `${(100 * values[k]) / top}%`;
       });
-      ranks.append(make("span", {}, rank % every ? "" : `${rank}`));
+      ranks.append(make("span", {
+        class: rank % step(rows.length, 0.6 * most) ? "minor" : "",
+      }, rank % every ? "" : `${rank}`));
       return column;
     });
+    for (let node = 0; numNodes > 1 && node < numNodes; node += step(numNodes, 10)) {
+      const isMinor = node % step(numNodes, 5) !== 0;
+      const label = nodes.appendChild(make("span", {
+        class: isMinor ? "node minor" : "node",
+      }, `node ${node}`));
+      const size = Math.min(step(numNodes, 10) * perNode, rows.length - node * perNode);
+      Object.assign(label.style, { flexGrow: size, maxWidth: `${5 * size}rem` });
+    }
     area.append(make("div", { class: "cols" }, ...columns));
-    return [...(title ? [make("h3", {}, title)] : []), legend(names), make("div", {
+    const chart = make("div", {
       class: `chart${rows.length <= FEW ? " few" : ""}`,
       aria: { role: "img", "aria-label": `${names.join(", ")} of each rank [${unit}]` },
-    }, axis, area, ranks)];
+    }, axis, area, ranks, ...(numNodes > 1 ? [nodes] : []));
+    return [...(title ? [make("h3", {}, title)] : []), legend(names),
+      make("div", { class: "frame" }, chart)];
   }
 
   for (const host of document.querySelectorAll("[data-grids]")) {

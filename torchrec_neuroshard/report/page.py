@@ -12,10 +12,12 @@ import math
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from datetime import date
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from torchrec_neuroshard import __version__
 from torchrec_neuroshard.costs.task import capitalised
 from torchrec_neuroshard.files import to_fields, write_whole
 from torchrec_neuroshard.notes import Note
@@ -36,6 +38,10 @@ class Report(ABC):
     @abstractmethod
     def sections(self) -> Sequence[Section]:
         """Return the sections of the text and of the page."""
+
+    def heading(self) -> list[tuple[str, str]]:
+        """Return names and values for the page's header."""
+        return []
 
     def text(self, verbose: bool = False, more: str = MORE) -> str:
         """Return the report as text.
@@ -59,23 +65,32 @@ class Report(ABC):
     def _repr_html_(self) -> str:
         """Return the page in a frame whose script cannot reach the notebook."""
         return (
-            "<iframe sandbox='allow-scripts' style='width: 100%; height: 640px; "
-            "border: 1px solid #8884; border-radius: 8px; resize: vertical' "
+            "<iframe sandbox='allow-scripts allow-downloads' style='width: 100%; "
+            "height: 640px; border: 1px solid #8884; border-radius: 8px; "
+            "resize: vertical' "
             f'srcdoc="{escape(html_report(self))}"></iframe>'
         )
 
 
-def html_report(report: Report, title: str = "Sharding plan") -> str:
+def html_report(
+    report: Report, title: str = "Sharding plan", command: str | None = None
+) -> str:
     """Return a report as an HTML page.
 
     Args:
         report: A result of `NeuroShardPlanner.report`, `evaluate` or `compare`.
         title: The page's title.
+        command: The command that made the report, for the page's header.
     """
     frame, style, script = (
         Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
         for kind in ("html", "css", "js")
     )
+    facts = [
+        *report.heading(),
+        ("Written", f"{date.today()} by torchrec_neuroshard {__version__}"),
+        *([("Command", command)] if command else []),
+    ]
     drawn: dict[str, list[Any]] = {"charts": [], "grids": []}
     body = [part for s in report.sections() for part in _elements(s, drawn)]
     data = json.dumps(_brief(drawn), separators=(",", ":"))
@@ -84,6 +99,10 @@ def html_report(report: Report, title: str = "Sharding plan") -> str:
     return string.Template(frame).substitute(
         title=escape(title),
         style=style,
+        facts="".join(
+            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+            for name, value in facts
+        ),
         body="\n".join(body),
         data=data.replace("<", "\\u003c"),  # a name cannot end the element
         script=script,
@@ -91,9 +110,14 @@ def html_report(report: Report, title: str = "Sharding plan") -> str:
     )
 
 
-def write_html(report: Report, path: str | Path, title: str = "Sharding plan") -> None:
+def write_html(
+    report: Report,
+    path: str | Path,
+    title: str = "Sharding plan",
+    command: str | None = None,
+) -> None:
     """Write `html_report` to a file; a failure leaves no part of it."""
-    write_whole(path, html_report(report, title))
+    write_whole(path, html_report(report, title, command))
 
 
 def _elements(section: Section, drawn: dict[str, list[Any]]) -> Iterator[str]:

@@ -179,6 +179,23 @@ class PlanReport(Report):
         """The rank with the most memory in use."""
         return max(self.ranks, key=lambda rank: rank.used_bytes)
 
+    def heading(self) -> list[tuple[str, str]]:
+        """See `Report`: card, ranks, batch, critical path and samples per second."""
+        num_ranks, per_node = len(self.ranks), self._ranks_per_node
+        nodes = ""
+        if per_node < num_ranks:
+            nodes = f" ({num_ranks // per_node:,} nodes of {per_node:,})"
+        facts = [("Ranks", f"{num_ranks:,}{nodes}")]
+        if self.basis is not None:
+            batch = f"{self.basis.batch_size:,} samples per rank"
+            card = self.basis.card or "unnamed"
+            facts = [("Card", card), *facts, ("Batch", batch)]
+        if self.is_costed:
+            facts.append(("Critical path", f"{self.critical_path_ms:.3f} ms"))
+        if rate := self._rate:
+            facts.append(("Samples per second", rate))
+        return facts
+
     def sections(self) -> Sequence[Section]:
         """See `Report`."""
         splits = [split.line(self.critical_path_ms) for split in self.splits]
@@ -207,7 +224,7 @@ class PlanReport(Report):
     def phase_chart(self) -> dict[str, Any]:
         """The page's chart of each rank's phases."""
         rows = [[r.rank, *r.costs.to_json().values()] for r in self.ranks]
-        return {"kind": "bars", "unit": "ms", "names": PHASES, "rows": rows}
+        return self._bar_chart("ms", PHASES, rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -227,8 +244,8 @@ class PlanReport(Report):
         if not self.is_costed:
             return ["critical path unknown", placed]
         path = f"critical path {self.critical_path_ms:.3f} ms"
-        if rate := self.samples_per_s:
-            path += f": {float(f'{rate:.3g}'):,.0f} samples per second over all ranks"
+        if rate := self._rate:
+            path += f": {rate} samples per second over all ranks"
             if self.schedule is None or not self.schedule.dense_ms:
                 path += ", dense layers not counted"
         bound = self._bound() if self.lower_bound_ms > 0 else None
@@ -305,5 +322,29 @@ class PlanReport(Report):
         for r in self.ranks:
             free = max(0.0, (r.memory_bytes or 0) - r.used_bytes)
             rows.append([r.rank, r.used_bytes / 2**30, free / 2**30])
-        names = ("used", "free")
-        return {"kind": "bars", "unit": "GiB", "names": names, "rows": rows}
+        return self._bar_chart("GiB", ("used", "free"), rows)
+
+    def _bar_chart(
+        self, unit: str, names: tuple[str, ...], rows: list[list[float]]
+    ) -> dict[str, Any]:
+        """Return a chart of a bar per rank.
+
+        Args:
+            unit: The unit of all values.
+            names: What the parts of a bar are.
+            rows: For each rank its number and the values of its parts.
+        """
+        shown = {"unit": unit, "names": names, "rows": rows}
+        return {"kind": "bars", **shown, "ranks_per_node": self._ranks_per_node}
+
+    @property
+    def _ranks_per_node(self) -> int:
+        """Return the ranks in a node; all ranks if that is unknown."""
+        known = self.basis.ranks_per_node if self.basis else None
+        return known or len(self.ranks)
+
+    @property
+    def _rate(self) -> str | None:
+        """Return samples per second to three digits; None: unknown."""
+        rate = self.samples_per_s
+        return f"{float(f'{rate:.3g}'):,.0f}" if rate else None
