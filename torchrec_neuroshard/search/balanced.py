@@ -1,22 +1,25 @@
-"""The integer program behind the lower bound: how short ranks with equal work are.
+"""The integer program of the lower bound: the shortest iteration on balanced ranks.
 
-Whatever the placement, some rank has at least the average of a stage's work. So each
-phase of a stage takes no less than
+In every placement, some rank has at least the average work of a stage. So a forward or
+backward phase takes at least as long as
 
-- the kernel's launch and the mean of all work over the ranks;
-- what the largest shard of any of its tables takes alone;
+- the kernel's launch plus the mean work over all ranks;
+- the largest shard of any of the stage's tables alone.
 
-and a collective no less than with the same total in equal parts on all ranks, nor than
-the largest shard's alone (more to move never takes less). Which way each table takes,
-and in how many shards, then decides how long an iteration takes at least. HiGHS finds
-the best choice; where it stops early, its own bound counts.
+A collective takes at least as long as with equal loads on all ranks, and as long as its
+largest shard alone, because moving more never takes less time.
 
-Three things are left out, without which no plan is slower: how shards fit beside each
-other into a rank's memory, rules on ranks, and putting outputs in order.
+How long the phases take at least depends on each table's *option*: its way and its
+number of shards. HiGHS picks the options with the shortest sum of all phases. That sum
+is the bound. If HiGHS stops early, its own lower bound is used.
 
-Shapes: `O` options, each a way of a table in some number of shards, `N` shards, `K`
-rows of work (see `Work`), `M` memories, `G` fusion groups, `S` stages, `2` forward and
-backward, `3` loads of collectives (see `simulator.PricedShards`).
+The program ignores three things that can only make a plan slower: whether shards fit
+together into each rank's memory, placement rules, and the reordering of outputs.
+
+Shapes: `O` options, `N` shards, `K` rows of work (see `Work`), `M` memories, `G` fusion
+groups, `S` stages, `X` widths or costs, `2` forward and backward, `3` loads of
+collectives (see `simulator.PricedShards`), `5` phases of a stage: forward, backward and
+the collectives of each load.
 """
 
 from __future__ import annotations
@@ -37,69 +40,69 @@ from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 __all__ = ["Options", "Program", "Work", "list_options", "owners"]
 
 MAX_WHOLE = 600
-"""Options up to which a table takes one of them whole; of more it may mix them."""
+"""Up to this many options, each table takes exactly one. With more, a table may take
+shares of several, which is quicker to solve and a looser bound."""
 MAX_ALONE = 64
-"""Tables of a stage whose largest shards are looked at, the costliest ones."""
+"""Most tables per stage whose largest shards are considered, the costliest first."""
 NUM_KNOTS = 128
-"""Loads at which a collective is looked up between two powers of two."""
+"""Loads between two powers of two at which a collective is predicted."""
 MIP_GAP = 1e-3
-"""How near HiGHS comes to the best choice."""
+"""Relative gap to the best choice at which HiGHS stops."""
 LEAST_SECONDS = 3.0
-"""What HiGHS has where time is up."""
+"""Least time limit of HiGHS, even after the deadline."""
 SLACK = 1e-6
-"""What the solver's own tolerances may amount to."""
+"""The bound is lowered by this relative amount for the solver's tolerances."""
 
 
 class Work(Protocol):
-    """Work of kernels that adds up, so that its mean over ranks is known.
+    """Kernel work that adds up over shards, so that its mean over ranks is known.
 
-    Some rank's kernels take at least their launch and the mean of all shards' work.
+    Some rank's kernels take at least their launch plus the mean work of all shards.
     """
 
     covers: Sequence[tuple[int, ...]]
-    """For each row of work, the phases it is part of together: forward 0, backward
-    1."""
+    """For each row of work: the phases whose sum it bounds, 0 forward, 1 backward."""
 
     def launch(self, groups: Sequence[int]) -> Floats:
-        """Return the launch of any kernels of these groups together, `K` [ms]."""
+        """Return the least launch time of kernels of these groups, `K` [ms]."""
 
     def of_shards(self, rows_N: Ints) -> Floats:
         """Return the work of shards, `N x K` [ms]."""
 
     def alone(self, rows_N: Ints) -> Floats:
-        """Return the least that any kernel with each shard takes, `N x 2` [ms]."""
+        """Return the least time of any kernel that holds the shard, `N x 2` [ms]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What options cost and hold at least."""
+    """The least costs and sizes of options."""
 
     own_O: Ints
-    """The table proper, counting from 0."""
+    """The option's table, counted from 0; all ways of a table have the same number."""
     way_O: Ints
     mean_OK: Floats
-    """Work of all shards over the number of ranks [ms]."""
+    """Work of all shards, divided by the number of ranks [ms]."""
     loads_O3: Floats
-    """Loads of all ranks together."""
+    """Loads, summed over all ranks."""
     bytes_OM: Floats
-    """Memory of all ranks together."""
+    """Memory, summed over all ranks."""
     alone_O5: Floats
-    """Phases of a rank with the largest shard alone [ms]."""
+    """Phases of a rank that holds only the largest shard [ms]."""
 
     def pick(self, index: Ints | Bools) -> Self:
-        """Return some of them."""
+        """Return some of the options."""
         return type(self)(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def useful(self, group_O: Ints, *, in_memory: bool) -> Self:
-        """Leave out options that are never better than another of the same table.
+        """Return the options that no other option of the same table beats.
 
         Args:
-            group_O: Their fusion groups; options of different ones are not compared.
-            in_memory: Whether one that takes less memory counts as better.
+            group_O: Fusion groups; options of different groups are not compared.
+            in_memory: Whether memory is compared, too.
         """
         costs = [self.mean_OK, self.loads_O3, self.alone_O5]
         cost_OX = np.concatenate([*costs, *[self.bytes_OM] * in_memory], axis=1)
-        # Where costs are the same, the one of less memory comes first.
+        # Among equal costs, less memory comes first.
         order = np.lexsort((self.bytes_OM.sum(axis=1), cost_OX.sum(axis=1)))
         key_O = self.own_O * (int(group_O.max()) + 1) + group_O
         kept: list[int] = []
@@ -112,16 +115,16 @@ class Options:
 
 
 def list_options(bank: ShardBank, work: Work) -> Options:
-    """List the options of every table that some rank has room for.
+    """Return the options of all tables whose shards fit an empty rank.
 
     Args:
-        bank: The task's shards, each table for itself.
-        work: What kernels take.
+        bank: The task's shards, not merged.
+        work: The kernels' work.
     """
     task = bank.task
     counts = [(w, *c) for w in range(len(bank.dims_T)) for c in _counts(bank, w)]
     way_O, few_O, many_O = np.array(counts, dtype=np.int64).T
-    # The widest shard is no narrower than the mean of the most shards.
+    # An option has `few` to `many` shards. Its widest is at least the mean of `many`.
     width_O = -(-bank.dims_T[way_O] // (many_O * COLUMN_MULTIPLE)) * COLUMN_MULTIPLE
     fits_O = (bank.sizes(way_O, width_O) <= bank.caps_MW.max(axis=1)[:, None]).all(0)
     way_O, few_O, many_O, width_O = (v[fits_O] for v in (way_O, few_O, many_O, width_O))
@@ -133,7 +136,7 @@ def list_options(bank: ShardBank, work: Work) -> Options:
         sum_by(place_N, values * times_N1, len(way_O))
         for values in (work.of_shards(row_N), bank.loads_of(row_N))
     )
-    # All shards of a table are sent its ids, however few columns they have.
+    # Every shard receives all ids of its table, however narrow it is.
     loads_O3[:, 0] *= few_O * width_O / dim_O
     first_O = np.flatnonzero(np.diff(place_N, prepend=-1))
     compute_O2, comms_O3 = (
@@ -159,7 +162,7 @@ def list_options(bank: ShardBank, work: Work) -> Options:
 
 
 def owners(task: ShardingTask) -> Ints:
-    """Return the table proper that each way is of, counting from 0."""
+    """Return the number of each entry's table, from 0; ways of a table share it."""
     number_T = np.zeros(len(task.tables), dtype=np.int64)
     for number, ways in enumerate(task.ways):
         number_T[list(ways)] = number
@@ -167,7 +170,10 @@ def owners(task: ShardingTask) -> Ints:
 
 
 def _counts(bank: ShardBank, way: int) -> Iterator[tuple[int, int]]:
-    """Yield the fewest and the most shards of columns of a way's options."""
+    """Yield the fewest and the most column shards of each option of a way.
+
+    If shards may be uneven, one option stands for several numbers of shards.
+    """
     splits = bank.splits(way)
     if not bank.moves_T[way]:
         splits = (int(bank.num_blocks_T[way]),)
@@ -186,10 +192,12 @@ def _uneven(
 ) -> tuple[Floats, Floats]:
     """Bound the work and the largest shard of a table in shards of any widths.
 
-    No sum over shards is below a straight line under all of them, whatever its slope.
+    The work of a shard depends on its width. A straight line that lies below the work
+    at every width also bounds the sum over shards, since the widths add up to the
+    table's. The best of several slopes is used.
 
     Returns:
-        Work of all shards, `O x K`, and the largest one alone, `O x 2` [ms].
+        Work of all shards, `O x K`, and the largest shard alone, `O x 2` [ms].
     """
     dim, narrowest = int(bank.dims_T[way]), int(bank.narrowest_T[way])
     width_N = np.arange(narrowest, dim - narrowest + 1, COLUMN_MULTIPLE)
@@ -204,10 +212,10 @@ def _uneven(
 
 
 def _comms_alone(bank: ShardBank, way_O: Ints, width_O: Ints) -> Floats:
-    """Predict the collectives of one shard, or block, of each option alone.
+    """Predict the collectives with only one shard, or block of ranks, of each option.
 
     Returns:
-        `O x 3` [ms], by the load they move; 0 for ways that are alike on all ranks.
+        `O x 3` [ms], by load; 0 for ways whose blocks contain all ranks.
     """
     size_O = np.where(
         bank.block_T[way_O] < bank.task.world_size, bank.block_T[way_O], 0
@@ -223,7 +231,13 @@ def _comms_alone(bank: ShardBank, way_O: Ints, width_O: Ints) -> Floats:
 
 
 def _by_load(ms_N3: Floats, replicated_N: npt.ArrayLike) -> Floats:
-    """Turn ids, forward and backward into times of ids, columns and gradients."""
+    """Return the times of collectives by load, `N x 3` [ms].
+
+    Args:
+        ms_N3: Exchange of ids, of outputs, and of gradients [ms].
+        replicated_N: Whether tables are replicated. Then gradients are the third load;
+            otherwise outputs and gradients together are the second.
+    """
     both_N, replicated_N = ms_N3[:, 1:].sum(axis=1), np.asarray(replicated_N)
     return np.stack(
         [ms_N3[:, 0], both_N * ~replicated_N, both_N * replicated_N], axis=1
@@ -231,7 +245,7 @@ def _by_load(ms_N3: Floats, replicated_N: npt.ArrayLike) -> Floats:
 
 
 class Program:
-    """Which option each table takes, and how long phases then are."""
+    """The integer program: the option of each table, and the phases' least times."""
 
     def __init__(
         self,
@@ -241,14 +255,14 @@ class Program:
         *,
         in_memory: bool,
     ) -> None:
-        """State it.
+        """Build the variables and constraints.
 
         Args:
-            bank: The task's shards, each table for itself.
-            work: What kernels take.
-            options: All that tables may be.
-            in_memory: Whether all that is taken has to fit into all ranks' memory
-                together.
+            bank: The task's shards, not merged.
+            work: The kernels' work.
+            options: Options of all tables.
+            in_memory: Whether the total memory of all tables is limited to that of all
+                ranks.
         """
         options = options.useful(bank.groups_T[options.way_O], in_memory=in_memory)
         self._bank, self._work, self._options = bank, work, options
@@ -260,7 +274,7 @@ class Program:
         whole = len(options.own_O) <= MAX_WHOLE
         self._takes: Ints = np.array([self._add(whole=whole) for _ in options.own_O])
         self._time_S5: Ints = np.full((num_stages, 5), -1)
-        """The variable of each phase; -1: there is none."""
+        """The variable of each phase's time; -1 if the phase takes none."""
         for own in _alike(options.own_O):
             self._rule(self._takes[own], np.full(len(own), -1.0), -1.0)
         room_M = bank.caps_MW.sum(axis=1)
@@ -271,13 +285,13 @@ class Program:
             self._add_stage(int(bank.stages_T[options.way_O[held[0]]]), held)
 
     def solve(self, seconds: float) -> tuple[float, Floats]:
-        """Return the least time of an iteration [ms], and the memory it takes, `M`.
+        """Return the least time of an iteration [ms], and the memory it needs, `M`.
 
-        Both are 0 where HiGHS finds nothing in time, or for its rounding.
+        Both are 0 if HiGHS finds nothing in time or fails numerically.
 
         Args:
-            seconds: For the integer program. Where nothing is left, only tasks of few
-                options are solved so, others as a linear program.
+            seconds: Time limit. If it is 0 or less, tasks with many options are solved
+                only as a linear program, which is quicker and a looser bound.
         """
         sizes = [np.size(column) for column, _ in self._cells]
         line = np.repeat(np.arange(len(sizes)), sizes)
@@ -288,7 +302,7 @@ class Program:
         shape = (len(sizes), len(self._cost))
         matrix = sparse.csr_matrix((value, (line, column)), shape=shape)
         cost, most_C = np.array(self._cost), np.array(self._most)
-        # Times have no limit; all else is a share or whether something is so.
+        # Times have no upper limit; other variables are between 0 and 1.
         most = np.where(cost > 0, np.inf, 1.0)
         num_options = len(self._takes)
         linear = optimize.linprog(
@@ -321,7 +335,7 @@ class Program:
         return max(0.0, bound) * (1 - SLACK), bytes_M
 
     def _add(self, cost: float = 0.0, *, whole: bool = False) -> int:
-        """Add a variable: a time, a share, or whether something is so."""
+        """Add a variable (a time, a share, or a yes or no); return its index."""
         self._cost.append(cost)
         self._whole.append(whole)
         return len(self._cost) - 1
@@ -329,12 +343,12 @@ class Program:
     def _rule(
         self, columns: npt.ArrayLike, values: npt.ArrayLike, most: float = 0.0
     ) -> None:
-        """Ask that variables times values be no more than this."""
+        """Add a constraint: the sum of variables times values is at most `most`."""
         self._cells.append((columns, values))
         self._most.append(most)
 
     def _add_stage(self, stage: int, held: Ints) -> None:
-        """Add the phases of a stage and its options."""
+        """Add the phases of a stage, whose options have the indices `held`."""
         options = self._options
         loads = options.loads_O3[held].any(axis=0)
         for phase in np.flatnonzero(np.append([True, True], loads)).tolist():
@@ -349,7 +363,7 @@ class Program:
             self._add_collective(stage, load, used, held)
 
     def _uses(self, held: Ints) -> int:
-        """Add whether any of these options is taken."""
+        """Add a variable: whether any of these options is taken; return its index."""
         used = self._add(whole=True)
         for own in _alike(self._options.own_O[held]):
             columns = [*self._takes[held[own]], used]
@@ -357,7 +371,10 @@ class Program:
         return used
 
     def _add_work(self, stage: int, held: Ints, runs: int) -> None:
-        """Ask that kernels take as long as their launch and the mean of their work."""
+        """Require that kernels take at least their launch plus their mean work.
+
+        The launch counts only if `runs` is 1.
+        """
         groups = np.unique(self._bank.groups_T[self._options.way_O[held]])
         launch_K = self._work.launch(groups.tolist())
         for k, covers in enumerate(self._work.covers):
@@ -367,7 +384,7 @@ class Program:
             self._rule(columns, [*[-1.0] * len(times), launch_K[k], *mean])
 
     def _add_alone(self, stage: int, phase: int, held: Ints) -> None:
-        """Ask that a phase take as long as the largest shard of each table."""
+        """Require that a phase takes at least as long as each table's largest shard."""
         options, time = self._options, int(self._time_S5[stage, phase])
         alone_N = options.alone_O5[held, phase]
         tables = _alike(options.own_O[held])
@@ -377,9 +394,10 @@ class Program:
             self._rule([time, *self._takes[held[own]]], [-1.0, *alone_N[own]])
 
     def _add_collective(self, stage: int, load: int, used: int, held: Ints) -> None:
-        """Add what moves one of a stage's loads: straight pieces under its time.
+        """Require that a collective takes at least as long as with balanced loads.
 
-        Pieces lie between powers of two, the same ones for all tasks.
+        Its time over the load is a curve. Straight lines below the curve, one between
+        each two powers of two, replace it. The powers are the same for all tasks.
         """
         options, each = self._options, self._options.loads_O3[held, load]
         tables = _alike(options.own_O[held])
@@ -398,7 +416,7 @@ class Program:
         pieces, amounts = [], [*(-each / most)]
         for load_N, ms_N in zip(knots, even_ms, strict=True):
             line_N = np.linspace(ms_N[0], ms_N[-1], NUM_KNOTS)
-            # Between two knots the time is no less than at the first.
+            # Between two knots, the time is at least that at the first knot.
             over = float((line_N[1:] - ms_N[:-1]).max(initial=0.0))
             piece, above = self._add(whole=True), self._add()
             self._rule([above, piece], [1.0, -1.0])
@@ -413,7 +431,7 @@ class Program:
         self._rule([*self._takes[held], *pieces], -np.array(amounts))
 
     def _even_ms(self, stage: int, load: int, load_PN: Floats) -> Floats:
-        """Predict a stage's collectives of one load in equal parts [ms]."""
+        """Predict a stage's collectives with one load balanced over all ranks [ms]."""
         num_ranks = self._bank.task.world_size
         loads = np.zeros((load_PN.size, num_ranks, 3))
         loads[..., load] = load_PN.reshape(-1, 1) / num_ranks
@@ -423,6 +441,6 @@ class Program:
 
 
 def _alike(key_N: Ints) -> list[Ints]:
-    """Return the places of each value that there is."""
+    """Return the indices of each distinct value."""
     order = np.argsort(key_N, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(key_N[order])) + 1)

@@ -1,24 +1,26 @@
-"""How short a critical path can be at best, under the same cost model.
+"""Lower bound: how short the critical path of any placement can be by the cost model.
 
-The bound is what an iteration takes if every rank has its equal part of all work (see
-`balanced`). That needs work which adds up:
+The bound is the time of an iteration in which all ranks have equal work (`balanced`).
+For that, the kernels' work must add up over shards. There are two kinds of work:
 
-- Of some models, estimates of cards above all, it does (`CostModel.additive`). Then the
-  bound is a proof, if the model of collectives says that equal loads are the fastest
-  (`CommsModel.even_is_fastest`). A task with more alternatives has no higher one, but
-  for HiGHS's tolerance.
-- Of others, nets above all, each shard gets a price. The best prices are the highest at
-  which no set of shards costs less than it is worth: the dual of packing sets into
-  ranks. Prices start at the slopes of the model around an average rank of the plan.
-  Then sets that are worth as much as that rank and cost less are searched along the
-  model's slopes. The prices of their tables fall and all others rise (a subgradient
-  method). Cheaper sets may have been missed: such a bound is an estimate.
+- Some cost models, such as estimates for cards, know an additive lower bound on their
+  times (`CostModel.additive`). Then the bound is a *proof*, if balanced loads are the
+  fastest for the collectives (`CommsModel.even_is_fastest`). More alternatives never
+  raise it, except by HiGHS's tolerance.
+- For other models, such as nets, each shard gets a *price*. Prices are valid if no set
+  of shards costs less than the sum of its prices. The higher the valid prices, the
+  higher the bound: this is the dual of packing sets into ranks. Prices start at the
+  slopes of the model at the plan's average rank. Then the search looks for sets that
+  are worth as much as this rank and cost less. It lowers the prices of their tables and
+  raises all others (a subgradient method), and repeats. Cheaper sets may have been
+  missed, so this bound is an *estimate*.
 
-A model whose times are a sum and something above it (the longest bags of a card's
-kernel) has both. The estimate is told where it is clearly higher than the proof.
+For some models both exist. The estimate is returned if it is clearly higher than the
+proof.
 
-Shapes: `N` shards, `I` items (tables in a fusion group), `L` sets, `P` preferences, `T`
-ways, `W` ranks, `G` fusion groups, `E` encoding values, `X` those of all groups of a
+Shapes: `N` shards, `I` items (one for each table and fusion group), `L` sets of items,
+`P` preferences, `T` entries of the task (one for each way of a table), `O` tables, `W`
+ranks, `G` fusion groups, `E` encoding values, `X` encoding values of all groups of a
 stage, `K` rows of work, `2` forward and backward.
 """
 
@@ -37,30 +39,32 @@ from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank, sum_by
 __all__ = ["Bound", "lower_bound"]
 
 PROOF_WORTH = 0.01
-"""Part of an estimate that a proof may be below to be told in its place."""
+"""A proof at most this relative amount below the estimate is returned instead of it."""
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 100, 3
-"""Times that prices are changed."""
+"""Most changes of the prices: thorough and quick."""
 NUM_SETS, NUM_STEPS = 6, 4
-"""Sets that are made cheaper side by side, and steps of each in a round."""
+"""Number of sets that are made cheaper side by side, and steps per round."""
 PREFERENCES = np.array([0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
-"""How much less items count that a set has, by which its next candidates differ."""
+"""A step tries one new set for each preference: the relative advantage of the items
+that are already in the set."""
 SLOPE_SHARE = 0.01
-"""Part of an encoding's value by which it is changed to see the model's slope."""
+"""Relative change of an encoding value to find the model's slope."""
 PATIENCE, SHRINKS = 10, 0.7
-"""Rounds without a gain after which prices change less, and how much less."""
+"""After `PATIENCE` rounds without a gain, prices change `SHRINKS` times as much."""
 MAX_CHANGE = 0.5
-"""Most that a price changes in a round, relative."""
+"""Largest relative change of a price in a round."""
 MAX_LONE, NUM_COMPANIONS = 512, 16
-"""Shards that cost most alone, and the cheapest ones that are tried beside them."""
+"""Nets may predict less time for more shards. So the `MAX_LONE` costliest shards are
+also priced together with each of the `NUM_COMPANIONS` cheapest."""
 TINY, ROUNDING = 1e-9, 1e-7
 
 
 class Bound(NamedTuple):
-    """What no plan should be below."""
+    """A lower bound on the critical path of all placements."""
 
     ms: float
     is_proven: bool
-    """False: an estimate, since prices rest on sets that were searched."""
+    """False for an estimate: its prices are only checked on sets that were searched."""
 
 
 def lower_bound(
@@ -71,18 +75,18 @@ def lower_bound(
     deadline: float = math.inf,
     quick: bool = False,
 ) -> Bound:
-    """Bound the critical path of every placement from below.
+    """Return a lower bound on the critical path of every placement.
 
     Args:
-        bank: The task's shards, each table for itself.
-        plan_TW: The best placement known, as widths.
-        critical_ms: Its critical path.
-        deadline: `time.monotonic()` after which nothing is improved further. The bound
-            depends on the clock only where this is reached.
-        quick: Whether a proof, or prices that were changed a few times, are enough.
+        bank: The task's shards, not merged.
+        plan_TW: Widths of the best known placement.
+        critical_ms: Critical path of that placement.
+        deadline: `time.monotonic()` after which the bound is not improved. The result
+            depends on the clock only if the deadline is reached.
+        quick: Whether to stop at a proof, or after a few changes of the prices.
 
     Returns:
-        Milliseconds, at most `critical_ms`; 0 where the solver finds nothing.
+        At most `critical_ms`; 0 if the solver finds nothing.
     """
     simulator = bank.simulator
     additive = simulator.cost_model.additive
@@ -101,10 +105,10 @@ def lower_bound(
 
 
 def _solved(bank: ShardBank, work: Work, deadline: float) -> float:
-    """Return the bound by some work [ms]."""
+    """Return the lower bound for this kind of work [ms]."""
     options = list_options(bank, work)
     room_M = bank.caps_MW.sum(axis=1) * (1 + ROUNDING)
-    # Memory seldom decides: at first as if there was enough of it.
+    # Memory rarely matters: solve without its limits first, which is quicker.
     for in_memory in (False, True):
         program = Program(bank, work, options, in_memory=in_memory)
         bound, bytes_M = program.solve(deadline - time.monotonic())
@@ -114,16 +118,19 @@ def _solved(bank: ShardBank, work: Work, deadline: float) -> float:
 
 
 class _Sums:
-    """Work of a model whose times add up."""
+    """Work of a model with an additive lower bound (`CostModel.additive`)."""
 
     covers: Sequence[tuple[int, ...]] = ((0,), (1,))
 
     def __init__(self, bank: ShardBank, additive: Floats) -> None:
-        """Take what `CostModel.additive` says."""
+        """Take the coefficients of `CostModel.additive`."""
         self._bank, self._launch_2, self._weights_E2 = bank, additive[0], additive[1:]
 
     def launch(self, groups: Sequence[int]) -> Floats:
-        """See `Work.launch`: of several groups, a rank may have tables of one alone."""
+        """See `Work.launch`; 0 for several groups.
+
+        The rank with the most work need not have tables of every group.
+        """
         launch: Floats = self._launch_2 * (len(groups) == 1)
         return launch
 
@@ -141,10 +148,10 @@ class _Sums:
 
 
 class _Prices:
-    """Prices of shards, forward and backward together.
+    """Prices of shards, for forward and backward together.
 
-    The price of a shard is what the model's slope makes of its encoding, times a factor
-    of its table in its fusion group.
+    A shard's price is its encoding times the model's slope, times a factor of its table
+    and fusion group. Changing prices means changing these factors.
     """
 
     covers: Sequence[tuple[int, ...]] = ((0, 1),)
@@ -152,29 +159,29 @@ class _Prices:
     def __init__(
         self, bank: ShardBank, plan_TW: Ints, rounds: int, deadline: float
     ) -> None:
-        """Find the prices of every fusion group.
+        """Find the prices of all stages.
 
         Args:
             bank: The task's shards.
-            plan_TW: The best placement known, as widths.
-            rounds: Times that prices are changed.
-            deadline: `time.monotonic()` after which they are not.
+            plan_TW: Widths of the best known placement.
+            rounds: Most changes of the prices.
+            deadline: `time.monotonic()` after which prices are not changed.
         """
         self._bank, self._plan_TW = bank, plan_TW
         self._rounds, self._deadline = rounds, deadline
         self._own_T = owners(bank.task)
         num_groups, num_own = bank.task.num_groups, len(bank.task.ways)
         self._launches: dict[tuple[int, ...], float] = {}
-        """Groups of a stage -> launch [ms]."""
+        """Fusion groups of a stage -> launch [ms]."""
         self._slope_GE: Floats = np.zeros((num_groups, bank.encoding_dim))
         self._factor_GO: Floats = np.ones((num_groups, num_own))
         self._light: dict[int, Floats] = {}
-        """Group -> encodings of its cheapest tables."""
+        """Fusion group -> encodings of its cheapest tables."""
         for stage in np.unique(bank.stages_T).tolist():
             self._price(np.flatnonzero(bank.stages_T == stage))
 
     def launch(self, groups: Sequence[int]) -> Floats:
-        """See `Work.launch`; known of all groups of a stage together."""
+        """See `Work.launch`; only known for all groups of a stage together."""
         return np.array([self._launches.get(tuple(groups), 0.0)])
 
     def of_shards(self, rows_N: Ints) -> Floats:
@@ -189,7 +196,7 @@ class _Prices:
         return work
 
     def alone(self, rows_N: Ints) -> Floats:
-        """See `Work.alone`; nets dip: the costliest are tried beside others, too."""
+        """See `Work.alone` and `MAX_LONE`."""
         bank = self._bank
         encoding_NE = bank.encoding(rows_N)
         alone: Floats = bank.predict(encoding_NE)
@@ -200,9 +207,10 @@ class _Prices:
         return alone + bank.extra(rows_N)
 
     def _price(self, way_T: Ints) -> None:
-        """Find the prices of one stage.
+        """Find the prices of one stage and store them.
 
-        Encodings of its fusion groups stand side by side: `X` values in all.
+        Args:
+            way_T: The entries of the stage.
         """
         bank, num_ranks = self._bank, self._bank.task.world_size
         groups, place_T = np.unique(bank.groups_T[way_T], return_inverse=True)
@@ -217,7 +225,7 @@ class _Prices:
         place, rank_N = np.nonzero(self._plan_TW[way_T])
         table_N = way_T[place]
         row_N = bank.rows(table_N, self._plan_TW[table_N, rank_N], rank_N)
-        # Items: each table in each group, in the way with the fastest kernel.
+        # An item is a table in a fusion group, in its way with the fastest kernel.
         extra_T = bank.extra(bank.whole_T[way_T]).sum(axis=1)
         key_T = place_T.reshape(-1) * len(bank.task.ways) + self._own_T[way_T]
         order = np.lexsort((extra_T, key_T))
@@ -238,11 +246,11 @@ class _Prices:
         sums_WX = sum_by(rank_N, encoding_of(table_N, row_N), num_ranks)
         mean_X = sums_WX.mean(axis=0)
         share_I = bank.block_T[way_I] * num_blocks_I / num_ranks
-        if not len(row_N):  # then as if all tables were in the stage
+        if not len(row_N):  # no table of the plan is in the stage: assume all are
             mean_X = share_I @ encoding_IX
         [slope_X], [mean_ms] = self._slopes(mean_X[None]), self._cost(mean_X[None])
         first_I = np.maximum(encoding_IX @ slope_X, TINY)
-        # What ranks of the plan have of each item, by what it is worth.
+        # Amount of each item on the plan's ranks, measured in first prices.
         part_N = np.maximum(encoding_of(table_N, row_N) @ slope_X, TINY)
         plan_WI = np.zeros((num_ranks, len(way_I)))
         np.add.at(plan_WI, (rank_N, item_N), part_N / first_I[item_N])
@@ -253,8 +261,8 @@ class _Prices:
         best_ms, best_I = self._best(
             encoding_IX, first_I, share_I, plan, float(mean_ms)
         )
-        # Nets are nearly straight along the size of a set, and so are prices: what is
-        # left of the cost where the slope reaches no shards is the launch.
+        # Nets are nearly linear in the size of a set. So the launch is the cost minus
+        # the slope times the average rank's encoding.
         launch_ms = min(max(0.0, float(mean_ms - mean_X @ slope_X)), best_ms)
         self._launches[tuple(groups.tolist())] = launch_ms
         self._slope_GE[groups] = slope_X.reshape(shape)
@@ -270,21 +278,22 @@ class _Prices:
         plan: tuple[Floats, Floats],
         mean_ms: float,
     ) -> tuple[float, Floats]:
-        """Change prices until sets worth an average rank cost much.
+        """Change prices to raise the cost of the cheapest set worth an average rank.
 
         Args:
-            encoding_IX: The items.
-            first_I: Their first prices.
-            share_I: How many of each an average rank has.
-            plan: What ranks of the plan have, `L x I`, and what it costs, `L` [ms].
-            mean_ms: Cost of the average rank, as if the model was straight.
+            encoding_IX: Encodings of the items.
+            first_I: First prices of the items.
+            share_I: Amount of each item on an average rank.
+            plan: Items on the plan's ranks, `L x I`, and their cost, `L` [ms].
+            mean_ms: Cost of the average rank's encoding.
 
         Returns:
-            The least cost of a set that is worth an average rank [ms], and the prices.
+            The least cost of a set that is worth an average rank [ms], and the prices
+            at which this cost is highest.
         """
         worth = float(first_I @ share_I)
         plan_LI, plan_L = plan
-        # No prices can ask for more than the costliest rank of the plan takes.
+        # No valid prices make an average rank worth more than the costliest rank costs.
         target = float(plan_L.max(initial=0.0)) or mean_ms
         place = np.linspace(0, len(plan_LI) - 1, NUM_SETS - 1).astype(np.int64)
         starts_LI = plan_LI[place] if len(plan_LI) else plan_LI
@@ -315,13 +324,14 @@ class _Prices:
     def _cheaper(
         self, sets_LI: Floats, encoding_IX: Floats, price_I: Floats, worth: float
     ) -> tuple[Floats, Floats]:
-        """Make sets cheaper that are worth enough.
+        """Replace each set by a cheaper one that is worth enough.
 
-        Items are taken in the order of what they add to the cost beside their price.
-        Those of the set at hand have a preference that differs between candidates.
+        A new set takes items in ascending order of their added cost per price, until it
+        is worth enough. Items of the old set are preferred, by `PREFERENCES`, and the
+        cheapest of the new sets is kept.
 
         Returns:
-            The sets, and what each costs [ms].
+            The sets, and the cost of each [ms].
         """
         for _ in range(NUM_STEPS):
             slope_LI = self._slopes(sets_LI @ encoding_IX) @ encoding_IX.T
@@ -331,7 +341,7 @@ class _Prices:
             left = worth * (1 - ROUNDING) - (np.cumsum(price, axis=2) - price)
             new_PLI = np.zeros(left.shape)
             np.put_along_axis(new_PLI, order, (left > 0).astype(np.float64), axis=2)
-            # The last item fills what is left; another one may do so for less.
+            # The last item only fills the rest; another may do so at less cost.
             last = (left > 0).sum(axis=2, keepdims=True) - 1
             gap = np.take_along_axis(left, last, axis=2)
             last = np.take_along_axis(order, last, axis=2)
@@ -346,7 +356,7 @@ class _Prices:
         return sets_LI, cost_PL[best_L, line_L]
 
     def _cost(self, sums: Floats) -> Floats:
-        """Return forward and backward of all groups, `... x X` -> `...` [ms]."""
+        """Return forward plus backward of all groups, `... x X` -> `...` [ms]."""
         *shape, num_values = sums.shape
         num_groups = num_values // self._bank.encoding_dim
         each = self._bank.predict(sums.reshape(-1, self._bank.encoding_dim))
@@ -355,7 +365,7 @@ class _Prices:
         return cost
 
     def _slopes(self, sums_LX: Floats) -> Floats:
-        """Return how the cost rises with each value, `L x X`."""
+        """Return the cost's slope by each encoding value, `L x X`."""
         flat = sums_LX.reshape(-1, self._bank.encoding_dim)
         step = np.maximum(np.abs(flat) * SLOPE_SHARE, TINY)
         moves = step[:, :, None] * np.eye(flat.shape[1])

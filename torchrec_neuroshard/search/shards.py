@@ -1,11 +1,18 @@
-"""What the searches know of each possible shard, by (table, width).
+"""Costs and sizes of every possible shard of a task, computed once and looked up.
 
-Shapes: `N` shards, `R` known (table, width) rows, `T` tables, `W` ranks, `G` fusion
-groups, `S` stages, `E` encoding values, `Q` colocated tables, `K` parts of a table that
-differ in rows, `U` widths in units of four columns, `3` amounts that collectives move
-(see `simulator.PricedShards`), `4` phases of a stage: forward, backward, exchange of
-ids, exchange of outputs and gradients, `M` memories: the device's and, where it is
-limited, the host's.
+A search prices the same shards over and over. `ShardBank` prices a shard the first time
+it is asked for, and keeps the result as a row of its arrays, found by table and width.
+
+The bank also estimates each shard's *marginal cost*: how much longer the phases of an
+average rank get if the shard is added. Such estimates add up, so a search can discard
+most changes without calling the cost model.
+
+Shapes: `N` shards, `R` rows of the bank, `T` entries of the task (one for each way of a
+table), `W` ranks, `G` fusion groups, `S` stages, `E` encoding values, `Q` followers of
+one leader, `K` parts of a table with different numbers of rows, `U` widths in units of
+4 columns, `M` memories (the device's and, if it is limited, the host's), `3` loads of
+collectives (see `simulator.PricedShards`), `4` phases of a stage: forward, backward,
+exchange of ids, exchange of outputs and gradients.
 """
 
 from __future__ import annotations
@@ -35,21 +42,21 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 ALIGNMENT = 16
-"""Columns of 64 bytes in fp32, a cache line."""
+"""Columns in a cache line: 64 bytes in fp32."""
 MUCH_BYTES = 2.0**60
-"""What unlimited memory is taken as where memories are compared."""
+"""Stands for unlimited memory when memories are compared."""
 MAX_ENCODED_TABLES = 32
-"""Tables of which all widths are encoded at once."""
+"""If at most this many tables are asked for at once, all their widths are priced."""
 MIN_MARGINAL_SHARE = 0.05
-"""A shard's marginal cost is taken as at least this share of its cost alone, so that a
-model's local dips do not make it free."""
+"""Least marginal cost of a shard, as a share of its cost alone. Without it, local dips
+of the cost model would make shards look free."""
 
 
 def split_widths(task: ShardingTask, table: int, num_shards: int) -> tuple[int, ...]:
     """Return the widths of a table split `num_shards` ways, as even as possible.
 
     Returns:
-        Multiples of 4, widest first; empty where the task's rules forbid the split.
+        Multiples of 4, widest first; empty if the task does not allow the split.
     """
     if num_shards not in legal_splits(task, table):
         return ()
@@ -60,7 +67,7 @@ def split_widths(task: ShardingTask, table: int, num_shards: int) -> tuple[int, 
 
 
 def legal_splits(task: ShardingTask, table: int) -> tuple[int, ...]:
-    """Return the numbers of near-even shards that a table may be split into."""
+    """Return the numbers of shards that a table may be split into, ascending."""
     most = min(task.max_shards[table], task.world_size)
     dim, narrowest = task.tables[table].embedding_dim, task.min_widths[table]
     return _legal_splits(dim, max(COLUMN_MULTIPLE, narrowest), most, task.uneven)
@@ -77,29 +84,28 @@ def _legal_splits(dim: int, narrowest: int, most: int, uneven: bool) -> tuple[in
 
 
 class ShardBank:
-    """Encodings, sizes and stand-alone figures of shards, one row per (table, width).
+    """Encodings, loads, sizes and estimated costs of shards, one row per shard.
 
-    Rows are computed once, in batches. The marginal cost of a shard is what it adds to
-    a rank that already holds an average share of all tables: a good additive
-    approximation of its cost anywhere in a balanced placement, which lets a search
-    discard most candidates without asking the cost model.
+    A "table" here is an entry of the task: a table with several ways has one entry for
+    each (see `ShardingTask`).
 
-    A table that may be sharded in several ways has an index, here called a table, too,
-    for each (see `ShardingTask`). Of one that is split by rows, the ranks of a block
-    hold equal parts, a smaller one, or none: rows of their own.
+    If a table is split by rows, the ranks of a block hold a full part, the smaller
+    rest, or nothing. Each of these has its own row.
 
-    Of tables that lie together, the first one in each fusion group can stand for all:
-    its shard then has their encoding, columns and ids. The first of all, the leader,
-    has their memory and approximate costs, too; those of other groups ride with it.
+    With `merge`, tables that are kept together are searched as one (see `rules`). The
+    leader has the memory and the estimated costs of the whole set. Tables of one fusion
+    group run in one kernel, so the first table of each group has the encoding and the
+    loads of all of them. Such tables of other groups than the leader's are priced with
+    it, see `colocated_shards`.
     """
 
     def __init__(self, simulator: Simulator, *, merge: bool = False) -> None:
-        """Encode the whole tables and the average rank.
+        """Price the whole tables and the average rank.
 
         Args:
-            simulator: Of the task.
-            merge: Let leaders stand for tables that lie together; the bank's task is
-                then `rules.merged`.
+            simulator: The task's simulator.
+            merge: Whether leaders stand for tables that are kept together. The bank's
+                task is then the merged one (`rules.merged`).
         """
         self.simulator = simulator
         own = simulator.task
@@ -116,12 +122,14 @@ class ShardBank:
         self.limited = bool(np.isfinite(self.caps_MW).any())
         total_M = np.clip(self.caps_MW.sum(axis=1), 1.0, MUCH_BYTES)
         self.worth_M: Floats = total_M[0] / total_M
-        """What a byte of each memory is worth, in bytes of the device's."""
+        """Worth of a byte of each memory, in bytes of the device's; scarce memory is
+        worth more."""
         self.block_T: Ints = np.array([task.block_size(t) for t in range(num_tables)])
         self.moves_T: Bools = np.array([k.in_columns for k in kinds])
-        """False for tables that are split by rows or replicated."""
+        """Whether a table is in column shards, which may move alone. False for tables
+        that are split by rows or replicated."""
         self.stays_T: Bools = np.zeros(num_tables, dtype=bool)
-        """True for tables that a search leaves where they are."""
+        """Whether a search must leave a table where it is."""
         least = np.asarray(task.min_widths)
         self._least_T: Ints = np.where(
             self.moves_T, COLUMN_MULTIPLE, np.minimum(least, self.dims_T)
@@ -137,9 +145,9 @@ class ShardBank:
             for ways in task.alternatives
             for way in ways
         }
-        """Table -> the other ways in which it may be sharded, if there are any."""
+        """Table -> its other ways, if it has any."""
         self._cuts: dict[int, tuple[int, ...]] = {}
-        # Rows of each part: a full one, the rest, none.
+        # Rows of each kind of part: full, rest, none.
         split_T = np.array([k.splits_rows for k in kinds])
         total_T = np.array([t.num_embeddings for t in task.tables])
         part_T = np.where(split_T, -(-total_T // self.block_T), total_T)
@@ -150,7 +158,7 @@ class ShardBank:
         units = int(self.dims_T.max()) // COLUMN_MULTIPLE + 1
         shape = (num_tables, units, self._rows_TK.shape[1])
         self._row_TUK = np.full(shape, -1, dtype=np.int64)
-        # Row 0 is no shard: of width 0, with an encoding of zeros.
+        # Row 0 stands for no shard: width 0 and an encoding of zeros.
         self._row_TUK[:, 0] = 0
         self._used = 1
         self._shard_R2: Ints = np.zeros((1, 2), dtype=np.int64)  # table, width
@@ -160,7 +168,8 @@ class ShardBank:
         self.has_extra = False
         simulator.price(everything, self.dims_T, self._rows_TK[:, 0])  # in one batch
         self.whole_T = self.rows(everything, self.dims_T)
-        # The average rank, or the average table where ranks hold less than one.
+        # The average rank holds an equal share of all tables, but at least the average
+        # table.
         encodings = self.encoding(self.whole_T) * self.block_T[:, None]
         self._context_GE = np.zeros((task.num_groups, self.encoding_dim))
         np.add.at(self._context_GE, self.groups_T, encodings)
@@ -170,14 +179,14 @@ class ShardBank:
         self._context_G2: Floats = np.zeros((task.num_groups, 2))
         self._context_G2[num_G > 0] = self.predict(self._context_GE[num_G > 0])
         self.leader_T: Ints = everything
-        """The table beside which each is placed; of most, itself."""
+        """Each table's leader; most tables are their own."""
         self.leads_T: Bools = np.ones(num_tables, dtype=bool)
-        """False for followers, which are placed beside their leaders."""
+        """False for followers, which go where their leaders go."""
         self._colocated_TQ: Ints = np.zeros((num_tables, 0), dtype=np.int64)
         if merge and own.together:
             self._merge(own)
         self.columns_T: Floats = self.loads_of(self.whole_T)[:, 1]
-        """Output columns of the whole table on one rank."""
+        """Output columns of a whole table on one rank."""
         total_T3 = self.loads_of(self.whole_T) * self.block_T[:, None]
         self._mean_loads_S3: Floats = np.zeros((task.num_stages, 3))
         np.add.at(self._mean_loads_S3, self.stages_T, total_T3)
@@ -192,7 +201,7 @@ class ShardBank:
         )
 
     def _kinds(self, table_N: Ints, rank_N: Ints | None) -> Ints:
-        """Which part of a table a rank holds: a full one, the rest, or nothing."""
+        """Return which part of a table a rank holds: 0 full, 1 the rest, 2 nothing."""
         if rank_N is None or self._rows_TK.shape[1] == 1:
             return np.zeros(len(table_N), dtype=np.int64)
         place_N = rank_N % self.block_T[table_N]
@@ -200,17 +209,18 @@ class ShardBank:
         return kind_N
 
     def no_widths(self) -> Ints:
-        """Return `T x W` widths of 0: of many ways on many ranks, in little memory."""
+        """Return `T x W` widths of 0, in a small data type to save memory."""
         small = int(self.dims_T.max()) <= np.iinfo(np.int16).max
         shape = (len(self.dims_T), self.task.world_size)
         return np.zeros(shape, dtype=np.int16 if small else np.int64)
 
     def parts(self, table_N: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return the parts of tables that differ, each once.
+        """Return each distinct part of each table's block once.
 
         Returns:
-            `M` each: place in `table_N`; a rank that has the part, of the first block;
-            how many of the block's ranks have one like it.
+            Three arrays, one entry for each part: index into `table_N`; a rank of the
+            first block that holds the part; number of the block's ranks that hold an
+            equal part.
         """
         size_N, full_N = self.block_T[table_N], self._full_T[table_N]
         rest_N = np.minimum(size_N - full_N, 1)
@@ -220,7 +230,7 @@ class ShardBank:
         return place, rank_N3[place, kind], count_N3[place, kind]
 
     def _merge(self, own: ShardingTask) -> None:
-        """Give the first table of each set and group what all of them have."""
+        """Give the first table of each set and fusion group the costs of all."""
         self.leader_T = leader_T = leaders(own)
         self.leads_T = leader_T == np.arange(len(leader_T))
         member_Q = np.array([t for tables in own.together for t in tables])
@@ -233,7 +243,7 @@ class ShardBank:
         )
         self._encoding_RE[rows] = encodings
         self._extra_R2[rows], self._loads_R3[rows] = extra, loads
-        # They have no other widths.
+        # Tables kept together are not split: every width means the whole table.
         self._row_TUK[member_Q, 1:] = rows[:, None, None]
         colocated = np.setdiff1d(member_Q[first], np.flatnonzero(self.leads_T))
         count_T = np.bincount(leader_T[colocated], minlength=len(leader_T))
@@ -243,13 +253,16 @@ class ShardBank:
             row[int((row >= 0).sum())] = follower
 
     def colocated_shards(self, table_N: Ints) -> tuple[Ints, Ints]:
-        """Return the whole tables of other groups that go where their leaders go.
+        """Return the whole tables that are priced beside these tables.
+
+        They are followers in other fusion groups than their leader's, one for each set
+        and group.
 
         Args:
-            table_N: `N` tables; only leaders have others with them.
+            table_N: Tables; only leaders have followers.
 
         Returns:
-            For each such table its leader's place in `table_N`, and the table.
+            For each follower its leader's index in `table_N`, and the follower.
         """
         colocated_NQ = self._colocated_TQ[table_N]
         index, place = (colocated_NQ >= 0).nonzero()
@@ -258,20 +271,26 @@ class ShardBank:
 
     @property
     def encoding_dim(self) -> int:
-        """Values per encoding."""
+        """Number of values of an encoding."""
         return self.simulator.cost_model.encoding_dim
 
     def splits(self, table: int) -> tuple[int, ...]:
-        """Return the numbers of near-even shards that a table may be split into."""
+        """Return the numbers of column shards that a table may be split into."""
         return legal_splits(self.task, table) if self.moves_T[table] else (1,)
 
     def layouts(self, table: int, count: int, rank_ms: float) -> list[tuple[int, int]]:
-        """Return the other ways to lay a table out: the way and the number of shards.
+        """Return layouts to try instead of a table's current one.
+
+        They are the next smaller and larger number of shards, and each other way, whole
+        and in enough shards that none takes longer than an average rank.
 
         Args:
-            table: How it is laid out now.
-            count: Its shards now.
-            rank_ms: What an average rank has to do.
+            table: The current way.
+            count: Current number of shards.
+            rank_ms: Time of an average rank [ms].
+
+        Returns:
+            Pairs of a way and a number of shards.
         """
         found = []
         for way in (table, *self.cuts(table)):
@@ -288,7 +307,7 @@ class ShardBank:
 
     @functools.cached_property
     def needed_shards_T(self) -> Ints:
-        """Fewest shards of each table such that each fits some rank, `T`."""
+        """Fewest shards of each table at which every shard fits an empty rank, `T`."""
         every = np.arange(len(self.dims_T))
         needed_T: Ints = np.ones(len(every), dtype=np.int64)
         allowed_TW = self.rules.allowed_TW
@@ -310,11 +329,14 @@ class ShardBank:
         return needed_T
 
     def enough_splits(self, table_N: Ints, wanted_N: Floats) -> Ints:
-        """Return the fewest legal shards of columns that are enough, `N`.
+        """Return the fewest allowed column shards that are at least as many as wanted.
 
         Args:
             table_N: Tables.
-            wanted_N: Shards wanted of each; the most there are where none are enough.
+            wanted_N: Number of shards wanted.
+
+        Returns:
+            `N`; the largest allowed number for tables that do not allow enough.
         """
         count_N: Ints = np.ones(len(table_N), dtype=np.int64)
         for n in np.flatnonzero((wanted_N > 1) & self.moves_T[table_N]).tolist():
@@ -323,7 +345,10 @@ class ShardBank:
         return count_N
 
     def cuts(self, table: int) -> tuple[int, ...]:
-        """Return the other ways of a table: of each cut, that of the fastest kernel."""
+        """Return a table's other ways, only the fastest kernel for each cut.
+
+        A cut is a sharding type with a least width.
+        """
         found = self._cuts.get(table)
         if found is None:
             best: dict[tuple[str, int], int] = {}
@@ -337,7 +362,7 @@ class ShardBank:
 
     @functools.cached_property
     def own_ms_T(self) -> Floats:
-        """What all shards of each way take, one after the other [ms]."""
+        """Estimated time of all shards of each way, one after the other, `T` [ms]."""
         width_T = np.where(self.moves_T, self.dims_T, self._least_T)
         ms: Floats = self.total_ms(np.arange(len(width_T)), width_T)
         ms *= self.block_T * self.num_blocks_T
@@ -345,7 +370,10 @@ class ShardBank:
 
     @functools.cached_property
     def saved_ms_T(self) -> Floats:
-        """How much less the table takes in its best other way [ms]; -inf: none."""
+        """Estimated time saved by each table's best other way, `T` [ms].
+
+        -inf for tables without another way.
+        """
         saved = np.full(len(self.dims_T), -np.inf)
         for table, ways in self.others.items():
             saved[table] = self.own_ms_T[table] - self.own_ms_T[list(ways)].min()
@@ -358,17 +386,22 @@ class ShardBank:
         return whole
 
     def order_ms(self, columns_CS: Floats) -> Floats:
-        """Putting these outputs in order, forward and backward, `C` [ms]."""
+        """Return the time to reorder output columns, forward plus backward, `C` [ms].
+
+        Args:
+            columns_CS: `C x S`: columns that each stage reorders.
+        """
         if not self.has_order:
             return np.zeros(len(columns_CS))
         total: Floats = self.simulator.order_costs(columns_CS).sum(axis=(1, 2))
         return total
 
     def _comms_slopes(self) -> Floats:
-        """Milliseconds of one more unit of each load on a rank, `S x 3`.
+        """Return the milliseconds of one more unit of each load on a rank, `S x 3`.
 
-        Taken at balanced loads, of which one rank's grows by a tenth. Loads are bytes
-        of ids, output columns and bytes of gradients.
+        They are measured on the model of collectives: all ranks have balanced loads,
+        and one rank's load grows by a tenth. Loads are bytes of ids, output columns and
+        bytes of gradients.
         """
         loads = np.tile(self._mean_loads_S3, (2, self.task.world_size, 1, 1))
         loads[1, 0] *= 1.1
@@ -384,10 +417,10 @@ class ShardBank:
         return slopes_S3
 
     def predict(self, sums_SE: Floats) -> Floats:
-        """Predict the fused kernel of sets and count them as evaluated.
+        """Predict the fused kernels of sets of shards, and count them as evaluated.
 
         Args:
-            sums_SE: Sums of the encodings of each set.
+            sums_SE: Sum of the encodings of each set; `S` are sets here.
 
         Returns:
             `S x 2` [ms]: forward and backward.
@@ -401,15 +434,15 @@ class ShardBank:
         width_N: npt.ArrayLike,
         rank_N: Ints | None = None,
     ) -> Ints:
-        """Return the row of each shard, computing those not met before.
+        """Return the row of each shard; price the shards that are new.
 
-        A width of 0 has a row, too, with an encoding of zeros.
+        Width 0 is row 0, with an encoding of zeros.
 
         Args:
             table_N: Tables.
             width_N: Columns.
-            rank_N: Says which part of the rows is meant, of tables split so. None: a
-                full part.
+            rank_N: Ranks; they decide which part of a table that is split by rows is
+                meant. None means a full part.
         """
         table = np.asarray(table_N, dtype=np.int64)
         units = np.asarray(width_N, dtype=np.int64) // COLUMN_MULTIPLE
@@ -422,9 +455,9 @@ class ShardBank:
         return rows
 
     def _add(self, table_N: Ints, units_N: Ints, kind_N: Ints) -> None:
-        """Price shards: of few tables all widths at once, of many those asked for.
+        """Price new shards. For few tables, price all their widths at once.
 
-        Who asks for one width of a table mostly asks for others soon.
+        A search that asks for one width of a table soon asks for the others.
         """
         tables, place_N = np.unique(table_N, return_inverse=True)
         known = self._row_TUK[tables] >= 0
@@ -451,12 +484,12 @@ class ShardBank:
         self._row_TUK[table, units, kind] = new
 
     def price_as(self, table: int, width: int, parts: Sequence[int]) -> None:
-        """Price one width of a table as several shards of it on one rank.
+        """From now on, price one width of a table as several shards on one rank.
 
         Args:
             table: Index of the table.
-            width: Columns of all its shards there.
-            parts: Columns of each of them; they add up to `width`.
+            width: Columns of all its shards on the rank.
+            parts: Columns of each shard; their sum is `width`.
         """
         [row] = self.rows([table], [width])
         rows = self.rows([table] * len(parts), parts)
@@ -468,7 +501,7 @@ class ShardBank:
         """Predict how much longer an average rank's kernel takes with each shard.
 
         Returns:
-            `N x 2` [ms]: forward and backward; below 0 where the model dips.
+            `N x 2` [ms]: forward and backward; negative where the model dips.
         """
         group = self.groups_T[self.table(rows_N)]
         with_shard = self.predict(self._context_GE[group] + self.encoding(rows_N))
@@ -476,73 +509,73 @@ class ShardBank:
         return added
 
     def marginal(self, rows_N: Ints) -> Floats:
-        """As `added`, but at least a share of the shard's cost alone."""
+        """Return `added`, but at least a share of the shard's cost alone, `N x 2`."""
         alone = self.predict(self.encoding(rows_N)) + self._extra_R2[rows_N]
         marginal: Floats = np.maximum(self.added(rows_N), MIN_MARGINAL_SHARE * alone)
         return marginal
 
     def table(self, rows_N: Ints) -> Ints:
-        """Table of each row."""
+        """Return the table of each row, `N`."""
         table_N: Ints = self._shard_R2[rows_N, 0]
         return table_N
 
     def width(self, rows_N: Ints) -> Ints:
-        """Width of each row."""
+        """Return the columns of each row, `N`."""
         width_N: Ints = self._shard_R2[rows_N, 1]
         return width_N
 
     def encoding(self, rows_N: Ints) -> Floats:
-        """Encoding of each row, `N x E`."""
+        """Return the encoding of each row, `N x E`."""
         return self._encoding_RE[rows_N]
 
     def extra(self, rows_N: Ints) -> Floats:
-        """Time beside the fused kernel's of each row, `N x 2` [ms]."""
+        """Return the time of each row beyond the fused kernel's, `N x 2` [ms]."""
         return self._extra_R2[rows_N]
 
     def loads_of(self, rows_N: Ints) -> Floats:
-        """Amounts that collectives move for each row, `N x 3`."""
+        """Return the loads of each row for the collectives, `N x 3`."""
         return self._loads_R3[rows_N]
 
     @property
     def caps_W(self) -> Floats:
-        """Memory of each rank's device [bytes]."""
+        """Memory of each rank's device for shards [bytes]."""
         caps_W: Floats = self.caps_MW[0]
         return caps_W
 
     def bytes(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Return the device memory of shards, `N` bytes; a width of 0 needs none."""
+        """Return the device memory of shards, `N` bytes; width 0 needs none."""
         size: Floats = self.sizes(table_N, width_N)[0]
         return size
 
     def sizes(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Return the memory of shards, `M x N` bytes; a width of 0 needs none."""
+        """Return the memory of shards, `M x N` bytes; width 0 needs none."""
         fixed_MN = self._fixed_MT.take(table_N, axis=1)
         column_MN = self._column_MT.take(table_N, axis=1)
         size: Floats = np.where(width_N > 0, fixed_MN + column_MN * width_N, 0.0)
         return size
 
     def scarcest(self, sizes_MN: Floats) -> Floats:
-        """Return the memory of which shards take the largest share.
+        """Return the size of shards in the memory of which they take the largest share.
 
         Args:
-            sizes_MN: What they take of each.
+            sizes_MN: Bytes in each memory.
 
         Returns:
-            `N`, in bytes of the device's memory.
+            `N`, as bytes of device memory (see `worth_M`).
         """
         scarcest: Floats = (sizes_MN.T * self.worth_M).T.max(axis=0)
         return scarcest
 
     def sizes_of_ranks(self, table_N: Ints, width_N: Ints, rank_N: Ints) -> Floats:
-        """Add up the memory of shards by their ranks, `M x W` bytes."""
+        """Return the memory of shards, summed by rank, `M x W` bytes."""
         sizes_MN, num_ranks = self.sizes(table_N, width_N), self.caps_MW.shape[1]
         return np.array([np.bincount(rank_N, w, num_ranks) for w in sizes_MN])
 
     def total_ms(self, table_N: Ints, width_N: Ints) -> Floats:
         """Estimate how much longer shards make an average rank's phases, `N` [ms].
 
-        The estimate is affine in the width, and exact at 4 columns and at the whole
-        table; 0 where the width is 0.
+        The estimate is a straight line in the width, exact at 4 columns and for the
+        whole table. Width 0 takes 0 ms.
         """
         offset_T, slope_T = self._total_affine
         total: Floats = offset_T[table_N] * (width_N > 0) + slope_T[table_N] * width_N
@@ -550,7 +583,7 @@ class ShardBank:
 
     @functools.cached_property
     def _total_affine(self) -> tuple[Floats, Floats]:
-        """Offset and slope of `total_ms`; a leader's has all that goes beside it."""
+        """Offset and slope of `total_ms`; a leader's include its followers."""
         offset_T, slope_T = (values.sum(axis=1) for values in self._affine)
         leader, follower = self.colocated_shards(np.arange(len(offset_T)))
         whole_T = offset_T + slope_T * self.dims_T
@@ -560,10 +593,10 @@ class ShardBank:
 
     @functools.cached_property
     def unit_phases_S4(self) -> Floats:
-        """Unit of each phase when ranks are evened out, `S x 4` above 0 [ms].
+        """Unit of each phase when tables are placed greedily, `S x 4`, above 0 [ms].
 
-        It is the average rank's phase. Where tables may be sharded in several ways, a
-        kernel's launch is the least, so that stages of few and of many tables compare.
+        It is the phase's time on an average rank. If tables have several ways, it is at
+        least a kernel's launch, so that stages of few and of many tables compare.
         """
         offset_T4, slope_T4 = self._affine
         each = (offset_T4 + slope_T4 * self.dims_T[:, None]) * self.block_T[:, None]
@@ -577,15 +610,15 @@ class ShardBank:
 
     @functools.cached_property
     def _affine(self) -> tuple[Floats, Floats]:
-        """Offset and cost per column of shards' phases, `T x 4` each [ms].
+        """Offset and cost per column of each phase of a shard, `T x 4` each [ms].
 
-        0 for tables that are counted with another one of their set and group.
+        0 for tables whose cost is included in another table of their set and group.
         """
         every = np.arange(len(self.dims_T))
         narrow = self.marginal(self.rows(every, self._least_T))
         whole = self.marginal(self.whole_T)
         extra = (self.dims_T - self._least_T)[:, None]
-        # A table of 4 columns has no other width: any slope will do.
+        # A table of 4 columns has only this width, so its slope does not matter.
         slope = np.where(
             extra > 0, np.maximum(whole - narrow, 0.0) / np.maximum(extra, 1), 0.0
         )
@@ -602,7 +635,10 @@ class ShardBank:
 
     @functools.cached_property
     def stage_affine(self) -> tuple[Floats, Floats]:
-        """Offset and slope of a shard's phases in its own stage, `T x 4` each [ms]."""
+        """Offset and slope of a shard's phases in its own stage, `T x 4` each [ms].
+
+        A leader's include its followers of the same stage.
+        """
         offset_T4, slope_T4 = self._affine
         whole_T4 = offset_T4 + slope_T4 * self.dims_T[:, None]
         leader, follower = self.colocated_shards(np.arange(len(whole_T4)))
@@ -613,7 +649,7 @@ class ShardBank:
 
 
 def sum_by(ids_N: Ints, values_NE: Floats, num_ids: int) -> Floats:
-    """Sum rows of values by id, in the order of the rows: `num_ids x E`."""
+    """Sum rows of values by id: `num_ids x E`. Equal ids add in the order of rows."""
     sums = np.zeros((num_ids, values_NE.shape[1]))
     if len(ids_N):
         order = np.argsort(ids_N, kind="stable")
@@ -626,11 +662,11 @@ def sum_by(ids_N: Ints, values_NE: Floats, num_ids: int) -> Floats:
 def placement_from_widths(
     width_TW: Ints, task: ShardingTask | None = None
 ) -> Placement:
-    """Return the placement that a `T x W` matrix of widths stands for.
+    """Return the placement for a `T x W` matrix of widths.
 
     Args:
         width_TW: Columns of each table on each rank.
-        task: Says how tables are laid out. None: by columns.
+        task: Its sharding types are used; None means column shards.
     """
     table, rank = np.nonzero(width_TW)
     triples: Sequence[tuple[int, int, int]] = list(
