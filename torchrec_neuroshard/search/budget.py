@@ -1,11 +1,11 @@
 """Bytes that a changed plan moves, and the limit on them.
 
-A job already runs one plan, the *plan at work*. A search may change it, but switching
+A job already runs one plan, the *current plan*. A search may change it, but switching
 to the new plan sends weights between ranks, and a budget limits these bytes.
 
 The search only decides how many columns of a table each rank holds. This module decides
 which columns: each rank gets one contiguous shard, in the order that moves the fewest
-bytes from the plan at work.
+bytes from the current plan.
 
 Shapes: `N` layouts of one table each, `T` tables, `W` ranks, `K` ranks of one table,
 `U` units of 4 columns.
@@ -29,7 +29,7 @@ Bools = npt.NDArray[np.bool_]
 
 MAX_ORDERED = 8
 """Up to this many shards of a table, all orders are compared. More shards keep the
-order of the plan at work; a rank new to the table takes the place of one that leaves.
+order of the current plan; a rank new to the table takes the place of one that leaves.
 """
 
 Shards = tuple[tuple[int, int, int], ...]
@@ -37,10 +37,10 @@ Shards = tuple[tuple[int, int, int], ...]
 
 
 class MoveBudget:
-    """The plan at work, the bytes that changes of it move, and the limit.
+    """The current plan, the bytes that changes of it move, and the limit.
 
     Attributes:
-        width_TW: Columns of each table on each rank in the plan at work.
+        width_TW: Columns of each table on each rank in the current plan.
         movable_T: False for tables that must stay, or that only move with others.
     """
 
@@ -59,7 +59,7 @@ class MoveBudget:
         all_leave: bool = False,
         min_gain: float = 0.0,
     ) -> None:
-        """Read the plan at work and the limits.
+        """Read the current plan and the limits.
 
         Args:
             task: The tables and ranks.
@@ -141,7 +141,7 @@ class MoveBudget:
     def shards(self, table: int, row_W: Ints) -> Shards:
         """Return the shards of a table that has these widths.
 
-        An unchanged table keeps the shards of the plan at work, except that adjacent
+        An unchanged table keeps the shards of the current plan, except that adjacent
         shards on one rank are joined if the rules allow it.
         """
         tables, row_NW, at_work = np.array([table]), row_W[None], self._at_work[table]
@@ -159,7 +159,7 @@ class MoveBudget:
         )
 
     def doubled(self) -> list[tuple[int, int, list[int]]]:
-        """List the ranks that hold several shards of one table in the plan at work.
+        """List the ranks that hold several shards of one table in the current plan.
 
         Lists only tables that stay or keep their cuts. No other layout of theirs has
         such a width, so it can be priced as these shards (`ShardBank.price_as`).
@@ -249,7 +249,7 @@ class MoveBudget:
         return best[(1 << num) - 1], order
 
     def _as_at_work(self, table: int, ranks: Sequence[int]) -> list[int]:
-        """Sort ranks by the table's columns that they hold in the plan at work."""
+        """Sort ranks by the table's columns that they hold in the current plan."""
         own = dict.fromkeys(rank for *_, rank in self._at_work[table])
         new = [rank for rank in ranks if rank not in own]
         order = list[int]()

@@ -1,11 +1,18 @@
-"""Improve a plan at work by moves that a budget of bytes pays for.
+"""Improve the current plan without moving more bytes than a budget allows.
 
-The lanes start at the plan at work and are improved as those of new plans are (see
-`descent`), but a step is any change that the budget pays for: a move or a swap of
-shards, another split of a table, a set of tables that moves as one. The changes of a
-lane compete by what they gain, or by what they gain for each byte.
+The *current plan* is the plan of a running job (see `budget`). It is improved by local
+search like a new plan (see `descent`), with two differences:
 
-Shapes: see `lanes`; `Y` tables that candidates change, `X` shards of these afterwards.
+- A step may move or swap shards, split a table differently, or move a set of tables
+  that are kept together. It must leave the total of moved bytes within the budget.
+- Changes compete by their gain, or by their gain per byte. Some lanes do the one, some
+  the other.
+
+Among the plans that are about as good as the best one, the plan that moves the fewest
+bytes is returned.
+
+Shapes: see `lanes`; `Y` tables that candidates change, `X` shards of these tables after
+the change.
 """
 
 from __future__ import annotations
@@ -34,46 +41,49 @@ from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank, split_wid
 __all__ = ["improve_within"]
 
 NUM_EXACT, NUM_LAYOUTS = 8, 8
-"""Moves of each hot rank, and layouts of each lane, that are evaluated exactly."""
+"""Moves per hot rank, and layouts per lane, that are evaluated exactly."""
 HOPELESS = 0.02
-"""Share of the score that a move may seem to lose and still be evaluated exactly."""
+"""Moves that lose more than this share of the score by the additive estimate are
+skipped."""
 NUM_TABLES, NUM_TARGETS, NUM_HOT = 6, 8, 3
-"""Tables of a lane that are split anew, cold ranks that tables go to, and hot ranks
-that sets of tables leave."""
+"""Costly tables per lane that a step tries to split differently, cold ranks that may
+take tables, and hot ranks that sets of tables may leave."""
 MIN_GAIN = 1e-7
 """Relative gain below which a change does not count."""
 ROUND_GAIN = 1e-3
-"""Relative gain of a round that makes further ones worth while."""
+"""Least relative gain of a round that counts."""
 MOST_LANES, LANE_TABLES = 8, 1_600
-"""Lanes side by side, and tables that these have together."""
+"""Most lanes side by side, and most tables of all lanes together."""
 SMALL_TASK, MORE_ROUNDS = 32, 3
-"""Tasks with fewer tables get more rounds without a gain, up to so many times."""
+"""Below `SMALL_TASK` tables, up to `MORE_ROUNDS` times as many rounds may fail to gain.
+"""
 TAKEN_BACK = 0.4
-"""Share of the disturbances that take changes back."""
+"""Probability that a disturbance undoes changes instead of moving tables."""
 HALF = 0.5
-"""Share of these changes, and of the lanes that count gains for each byte."""
+"""Probability that such a disturbance undoes a given change, and that a lane counts
+gains per byte."""
 FINAL_POWER, NUM_FINAL = 64, 3
-"""At last only the slowest ranks count, in so many of the plans of fewest bytes."""
+"""Power of the norm in the last descent, and the number of plans in it."""
 
 Layout = tuple[int, Mapping[int, Ints]]
-"""A lane, and the columns on all ranks that some of its tables get."""
+"""A lane, and for some of its tables their new columns on each rank."""
 
 
 def improve_within(
     bank: ShardBank, budget: MoveBudget, config: SearchConfig, deadline: float
 ) -> Ints:
-    """Improve the plan at work by moves that a budget pays for.
+    """Improve the current plan within a budget of bytes.
 
     Args:
-        bank: The task's shards, not merged: sets that lie together are the budget's.
-            Tables that do not move alone are marked there.
-        budget: What is at work, and what may be moved.
+        bank: The task's shards, not merged; tables that are kept together are in
+            `budget.together`. Its `stays_T` is set.
+        budget: The current plan, and the limit on moved bytes.
         config: Restarts, effort and seed.
-        deadline: `time.monotonic()` after which the best so far is returned.
+        deadline: `time.monotonic()` after which the best plan so far is returned.
 
     Returns:
-        The widths: of placements about as good as the best one, to `budget.min_gain`,
-        one that moves few bytes.
+        Widths of the plan that moves the fewest bytes among those found whose critical
+        path is within `budget.min_gain` of the best.
     """
     bank.stays_T = ~budget.movable_T
     first = Lanes.of(bank, [budget.width_TW])
@@ -90,7 +100,7 @@ def improve_within(
 
 
 class _Found(Effort):
-    """The deadline, and of about equally good plans those of fewest bytes."""
+    """The deadline, the best plan, and near-best plans that move the fewest bytes."""
 
     def __init__(self, budget: MoveBudget, deadline: float) -> None:
         super().__init__(deadline)
@@ -99,11 +109,11 @@ class _Found(Effort):
 
     @property
     def limit_ms(self) -> float:
-        """Critical path of plans that are about as good as the best one."""
+        """Longest critical path of a near-best plan [ms]."""
         return self.best_ms * (1 + max(self.budget.min_gain, MIN_GAIN))
 
     def see(self, lanes: Lanes) -> None:
-        """Keep the best lane, and those about as good that move few bytes."""
+        """Keep the best lane, and the near-best lanes that move the fewest bytes."""
         super().see(lanes)
         near = lanes.take(np.flatnonzero(lanes.critical_L <= self.limit_ms))
         view = _View(near, self.budget)
@@ -117,16 +127,19 @@ class _Found(Effort):
         self._plans = sorted(good, key=lambda plan: plan[:2])[:NUM_FINAL]
 
     def plans(self) -> list[Ints]:
-        """Return the widths of these plans, the fewest bytes first."""
+        """Return the widths of the near-best plans, fewest moved bytes first."""
         return [width_TW for *_, width_TW in self._plans]
 
 
 def _search(first: Lanes, found: _Found, config: SearchConfig) -> None:
-    """Improve the plan at work in some lanes, then disturbed copies of these."""
+    """Improve the current plan in some lanes, then disturbed copies of these lanes.
+
+    Results are kept in `found`.
+    """
     bank, budget = first.bank, found.budget
     num_tables = len(bank.dims_T)
     tried = []
-    # The cheapest steps make the most of a small budget, the best ones of a large one.
+    # Gains per byte suit small budgets, plain gains suit large ones.
     for power, per_byte in ((FINAL_POWER, True), (first.power, True), (32, False)):
         lane = Lanes.of(bank, [budget.width_TW], power)
         descend(lane, found, step=_Steps(budget, per_byte=per_byte))
@@ -153,11 +166,11 @@ def _search(first: Lanes, found: _Found, config: SearchConfig) -> None:
 
 
 class _View:
-    """Lanes as the budget sees them: columns on ranks, and what was moved.
+    """Lanes as widths, with the bytes that they move from the current plan.
 
     Attributes:
-        width_LTW: Columns.
-        moved_L: Bytes that have moved from the plan at work.
+        width_LTW: Columns of each table on each rank.
+        moved_L: Moved bytes.
     """
 
     def __init__(self, lanes: Lanes, budget: MoveBudget) -> None:
@@ -170,7 +183,11 @@ class _View:
         self.moved_L: Floats = np.array(moved, dtype=np.float64)
 
     def changes(self, layouts: Sequence[Layout]) -> Changes:
-        """Return what changes by layouts of some tables; none is as they are now."""
+        """Return candidates that give tables new layouts.
+
+        Args:
+            layouts: One candidate each; every layout must differ from the current one.
+        """
         lines = [
             (k, t, w) for k, (_, rows) in enumerate(layouts) for t, w in rows.items()
         ]
@@ -194,7 +211,11 @@ class _View:
         )
 
     def _rows(self, c: Changes) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return candidates, their tables, and these tables' rows before and after."""
+        """Return each candidate's tables, with their widths before and after.
+
+        Returns:
+            Candidates, tables, and `Y x W` widths before and after.
+        """
         num_tables = self.width_LTW.shape[1]
         keys, line_N = np.unique(c.cand_N * num_tables + c.table_N, return_inverse=True)
         cand_Y, table_Y = np.divmod(keys, num_tables)
@@ -204,7 +225,7 @@ class _View:
         return cand_Y, table_Y, old_YW, new_YW
 
     def more_bytes(self, c: Changes) -> Floats:
-        """Return the further bytes that candidates move, `K`; inf if too many."""
+        """Return the additional bytes that candidates move, `K`; inf if too many."""
         cand_Y, table_Y, old_YW, new_YW = self._rows(c)
         more_Y = self.budget.bytes(table_Y, new_YW) - self.budget.bytes(table_Y, old_YW)
         more_K = np.bincount(cand_Y, more_Y, len(c))
@@ -213,9 +234,9 @@ class _View:
         return more
 
     def fits(self, c: Changes) -> Bools:
-        """Return whether memory and rules allow what candidates change, `K`.
+        """Return whether memory and placement rules allow candidates, `K`.
 
-        What does not move may go on to break rules.
+        Unchanged tables may still break rules, as they do in the current plan.
         """
         lanes, bank, rules = self.lanes, self.lanes.bank, self.lanes.bank.rules
         cand_Y, table_Y, old_YW, new_YW = self._rows(c)
@@ -244,14 +265,14 @@ class _View:
 
 
 class _Steps:
-    """A step of a descent (see `descend`) that a budget pays for."""
+    """A step of a descent (see `descent.descend`) within a budget of bytes."""
 
     def __init__(self, budget: MoveBudget, *, per_byte: bool) -> None:
-        """Start.
+        """Take the settings.
 
         Args:
-            budget: What may be moved.
-            per_byte: Whether changes are compared by what they gain for each byte.
+            budget: The limit on moved bytes.
+            per_byte: Whether changes compete by their gain per byte.
         """
         self._budget, self._per_byte = budget, per_byte
 
@@ -274,7 +295,7 @@ class _Steps:
         used: set[tuple[int, int]] = set()
         for k in np.argsort(-np.where(pays, merit_K, -np.inf), kind="stable").tolist():
             lane, own = int(changes.lane_K[k]), slice(starts[k], starts[k + 1])
-            # Of ranks and tables each once, so that gains and bytes add up.
+            # Each rank and table changes at most once, so that gains and bytes add up.
             ends = {(lane, rank) for rank in changes.rank_N[own].tolist()}
             ends |= {(lane, -1 - table) for table in changes.table_N[own].tolist()}
             if pays[k] and not used & ends and more_K[k] <= left_L[lane]:
@@ -286,19 +307,20 @@ class _Steps:
         return np.unique(changes.lane_K[chosen])
 
     def _merit(self, gain_K: Floats, more_K: Floats) -> Floats:
+        """Return what candidates compete by, `K`."""
         return gain_K / np.maximum(more_K, 1.0) if self._per_byte else gain_K
 
     def _best(
         self, view: _View, c: Changes, gain_K: Floats, group_K: Ints, count: int
     ) -> Changes:
-        """Return the best candidates of each group that the budget pays for."""
+        """Return the best `count` candidates of each group within the budget."""
         more_K = view.more_bytes(c)
         paid = np.flatnonzero(np.isfinite(more_K))
         merit_K = self._merit(gain_K, more_K)
         return c.pick(np.sort(paid[best_of(merit_K[paid], group_K[paid], count)]))
 
     def _moves(self, view: _View, active: Ints, number: int) -> Changes:
-        """Return moves and swaps."""
+        """Return moves and swaps of shards, the best of each hot rank."""
         lanes = view.lanes
         moves = Moves(lanes, active, number)
         near = np.flatnonzero(moves.gain_K > -HOPELESS * lanes.score_L[moves.lane_K])
@@ -307,7 +329,7 @@ class _Steps:
         return self._best(view, changes, moves.gain_K[near], rank_K, NUM_EXACT)
 
     def _layouts(self, view: _View, active: Ints) -> Iterator[Changes]:
-        """Return other splits of costly tables, and moves of sets of tables."""
+        """Yield other splits of costly tables, and moves of sets of tables."""
         lanes, bank = view.lanes, view.lanes.bank
         layouts = list(self._joint_moves(view, active))
         options = []
@@ -328,7 +350,7 @@ class _Steps:
             yield self._best(view, changes, gain_K, changes.lane_K, NUM_LAYOUTS)
 
     def _joint_moves(self, view: _View, active: Ints) -> Iterator[Layout]:
-        """Take sets of tables that move as one off the hot ranks."""
+        """Yield moves of sets of tables that move together, off the hot ranks."""
         lanes = view.lanes
         hot_LH = np.argsort(-lanes.weights(), axis=1, kind="stable")[:, :NUM_HOT]
         cold_LC = np.argsort(lanes.load_LW, axis=1, kind="stable")[:, :NUM_TARGETS]
@@ -345,7 +367,7 @@ class _Steps:
 
 
 def _near_splits(view: _View, lane: int, table: int) -> Iterator[Layout]:
-    """Split a table evenly over its ranks, or one more or fewer of them."""
+    """Yield even splits of a table over its ranks, or one rank more or less."""
     bank, load_W = view.lanes.bank, view.lanes.load_LW[lane]
     row_W = view.width_LTW[lane, table]
     held = np.flatnonzero(row_W)
@@ -365,7 +387,7 @@ def _near_splits(view: _View, lane: int, table: int) -> Iterator[Layout]:
 
 
 def _disturbed(lanes: Lanes, budget: MoveBudget, rng: np.random.Generator) -> Lanes:
-    """Return copies of lanes with changes taken back, or some tables elsewhere."""
+    """Return copies of lanes in which changes were undone, or tables were moved."""
     view = _View(lanes, budget)
     layouts: list[Layout] = []
     for lane, now_TW in enumerate(view.width_LTW):
@@ -374,7 +396,7 @@ def _disturbed(lanes: Lanes, budget: MoveBudget, rng: np.random.Generator) -> La
         if rng.random() >= TAKEN_BACK and budget.movable_T.any():
             other = disturbed(lanes.take(np.array([lane])), rng)
         if other.num_lanes:
-            # As many of its changes as the budget pays for, in any order.
+            # Take its changes in random order, as many as the budget allows.
             [new_TW] = _View(other, budget).width_LTW
             order = rng.permutation(np.flatnonzero((now_TW != new_TW).any(axis=1)))
             more = budget.bytes(order, new_TW[order]) - budget.bytes(
@@ -395,7 +417,7 @@ def _disturbed(lanes: Lanes, budget: MoveBudget, rng: np.random.Generator) -> La
 
 
 def _taken_back(lanes: Lanes, found: _Found) -> Lanes:
-    """Take back what is not needed to stay within the limit, the most bytes first."""
+    """Undo changes that a near-best plan does not need, the most bytes first."""
     budget = found.budget
     view = _View(lanes, budget)
     moved = np.flatnonzero((view.width_LTW[0] != budget.width_TW).any(axis=1))
