@@ -328,7 +328,7 @@ class PlanMonitor:
     predicted and measured times to the logger "torchrec_neuroshard.monitor", and names
     the table whose inputs changed most; inputs are profiled from the ids that enter the
     sharded modules. Reporters write the same to files, TensorBoard or MLflow.
-    `replan()` searches better placements for these inputs and moves the tables.
+    `replan()` searches for a better plan for these inputs and moves the tables.
 
     A monitor never breaks training. If something fails on a rank, this rank stops
     measuring; at the next report all ranks warn once and the monitor ends.
@@ -570,7 +570,7 @@ class PlanMonitor:
             self._hooks.close()
 
     def replan(self, *, budget_bytes: int | None = None) -> Replanned | None:
-        """Search a better plan and move tables; call it between iterations, everywhere.
+        """Search for a better plan and move tables; all ranks call it, between steps.
 
         Rank 0 calls `torchrec_neuroshard.replan` while the other ranks wait. Costs are
         the planner's, for the profiles of the inputs seen so far. `apply_moves` moves
