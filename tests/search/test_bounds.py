@@ -1,4 +1,4 @@
-"""Bounds of larger tasks, worked out by hand, near plans, or beside each other."""
+"""Lower bounds: against hand calculation, against plans, and against each other."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 
 class NoSums(AnalyticCostModel):
-    """The analytic model, which does not say that its times add up."""
+    """The analytic model without `additive`, so that bounds need prices."""
 
     @property
     def additive(self) -> None:
-        """Not told."""
+        """No additive lower bound."""
 
 
 def even_ranks(
     num_tables: int, model: type[AnalyticCostModel]
 ) -> tuple[ShardBank, Ints]:
-    """Equal tables on four ranks; half of a rank's time is the launch."""
+    """Equal tables on four ranks; the launch is half of each rank's time."""
     task = make_task(make_tables([16] * num_tables, pooling=5.0), 4, 4096)
     launch_ms = num_tables / 4 * 4096 * 5.0 * (1.0 + 6.4) * 1e-6
     cost_model = model(launch_ms=launch_ms)
@@ -47,7 +47,7 @@ def even_ranks(
 
 
 @pytest.mark.parametrize("model", [AnalyticCostModel, NoSums])
-def test_every_rank_pays_for_its_launch(model: type[AnalyticCostModel]) -> None:
+def test_the_bound_includes_the_launch(model: type[AnalyticCostModel]) -> None:
     bank, width_TW = even_ranks(40, model)
     [optimum] = Lanes.of(bank, [width_TW]).critical_L
     found = lower_bound(bank, width_TW, 1.01 * optimum)
@@ -56,9 +56,9 @@ def test_every_rank_pays_for_its_launch(model: type[AnalyticCostModel]) -> None:
     assert lower_bound(bank, width_TW, optimum).ms <= optimum
 
 
-def test_a_split_table_pays_for_its_lookups_again() -> None:
-    # Lookups alone cost; one table has as many as all others together, four times, so
-    # that no split makes its ranks quicker.
+def test_the_bound_counts_the_lookups_of_each_shard() -> None:
+    # Only lookups cost. One table has four times as many as all others together. Each
+    # of its shards repeats them, so a split makes no rank quicker.
     task = make_task(make_tables([16] * 21, pooling=[400.0] + [5.0] * 20), 4)
     cost_model = AnalyticCostModel(launch_ms=0.0, lookup_ns=100.0, byte_ns=0.0)
     bank = ShardBank(Simulator(task, cost_model, AnalyticCommsModel(gb_per_s=1e6)))
@@ -96,14 +96,14 @@ def test_prices_of_a_net_are_near_the_plan_and_do_not_depend_on_the_clock() -> N
     assert again.ms == result.lower_bound_ms
 
 
-def test_a_bound_is_told_where_no_time_is_left() -> None:
+def test_there_is_a_bound_even_after_the_deadline() -> None:
     bank, width_TW = even_ranks(40, NoSums)
     [optimum] = Lanes.of(bank, [width_TW]).critical_L
     found_ms = lower_bound(bank, width_TW, optimum, deadline=time.monotonic()).ms
     assert 0.9 * optimum < found_ms <= optimum
 
 
-def test_nothing_is_told_where_the_solver_finds_nothing(
+def test_the_bound_is_0_if_the_solver_finds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def nothing(*_: Any, **__: Any) -> SimpleNamespace:
@@ -122,7 +122,7 @@ def test_nothing_is_told_where_the_solver_finds_nothing(
 
 
 def proof_of(case: Case) -> float:
-    """The proof of a task, which needs no plan."""
+    """Return the proven bound of a task; it needs no plan."""
     task, (cost_model, comms_model) = (
         against_truth.build(case),
         against_truth.models(case["models"]),
@@ -146,13 +146,13 @@ def test_more_alternatives_never_have_a_higher_bound() -> None:
             kept = rng.choice(len(ways), int(rng.integers(1, len(ways) + 1)), False)
             table["ways"] = [ways[number] for number in sorted(kept)]
         more_ms, fewer_ms = proof_of(case), proof_of(fewer)
-        # HiGHS stops 0.1 % below the best choice.
+        # HiGHS stops within 0.1 % of the best choice.
         assert more_ms <= fewer_ms * 1.001
         lower += more_ms < 0.99 * fewer_ms
     assert lower > 5
 
 
-def test_no_bound_of_a_random_task_is_above_its_best_placement() -> None:
+def test_no_bound_is_above_the_best_placement_of_a_random_task() -> None:
     rng = np.random.default_rng(11)
     outcomes = [
         against_truth.examine(against_truth.draw(rng), all_bounds=True)

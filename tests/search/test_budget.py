@@ -1,4 +1,4 @@
-"""Moves within a budget, against all layouts and all placements of tiny tasks."""
+"""Moves within a budget, checked against every placement of tiny tasks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def in_order(widths: Sequence[int], ranks: Sequence[int]) -> Shards:
 
 
 def bytes_between(old: Shards, new: Shards) -> int:
-    """Columns that change ranks, and as much as one more for each part of a shard."""
+    """Return the bytes to move: each part of a shard costs its columns and one more."""
     total = 0
     for (a, w, r), (b, v, s) in itertools.product(old, new):
         shared = min(a + w, b + v) - max(a, b)
@@ -66,17 +66,17 @@ def bytes_between(old: Shards, new: Shards) -> int:
 
 
 def random_widths(rng: np.random.Generator, count: int) -> list[int]:
-    """So many shards of 32 columns."""
+    """Return random widths of `count` shards of 32 columns."""
     cuts = np.sort(rng.choice(np.arange(1, 8), count - 1, False)) * 4
     return [int(w) for w in np.diff(cuts, prepend=0, append=32)]
 
 
 @pytest.mark.parametrize("all_leave", [False, True])
-def test_columns_are_dealt_out_with_the_fewest_bytes(all_leave: bool) -> None:
+def test_shards_are_ordered_to_move_the_fewest_bytes(all_leave: bool) -> None:
     rng = np.random.default_rng(1)
     task = task_of([32], 5)
     for _ in range(40):
-        # At work in any order of ranks and more than one on some.
+        # The current plan has shards in any order, several of them on some ranks.
         widths = random_widths(rng, int(rng.integers(1, 5)))
         old = in_order(widths, rng.integers(0, 5, len(widths)).tolist())
         budget = budget_of(task, [old], np.inf, all_leave=all_leave)
@@ -109,7 +109,7 @@ def test_columns_are_dealt_out_with_the_fewest_bytes(all_leave: bool) -> None:
             assert sorted(new) == list(new) and {r for *_, r in new} == set(held)
 
 
-def test_what_may_not_change_has_no_price() -> None:
+def test_forbidden_changes_cost_infinite_bytes() -> None:
     task = task_of([16, 16, 16], 3)
     at_work = [in_order([8, 8], [0, 1])] * 3
     budget = budget_of(
@@ -121,7 +121,7 @@ def test_what_may_not_change_has_no_price() -> None:
     assert prices == [[0, inf, inf, inf], [0, shard, inf, inf], [0, shard, shard, inf]]
 
 
-def test_shards_side_by_side_are_joined() -> None:
+def test_adjacent_shards_on_one_rank_are_joined() -> None:
     task = task_of([16], 2)
     twice, apart = in_order([8, 4, 4], [1, 0, 0]), in_order([4, 8, 4], [0, 1, 0])
     joined = in_order([8, 8], [1, 0])
@@ -134,7 +134,7 @@ def test_shards_side_by_side_are_joined() -> None:
         assert budget.shards(0, budget.width_TW[0]) == new
 
 
-def test_shards_that_share_a_rank_cost_what_they_cost() -> None:
+def test_several_shards_on_one_rank_are_priced_as_such() -> None:
     task = task_of([16, 16], 2)
     twice = [in_order([8, 8], [0, 0]), in_order([16], [1])]
     budget = budget_of(task, twice, 0.0, equal_widths=True, keep_cuts=[0, 1])
@@ -175,13 +175,13 @@ def test_best_plan_within_the_budget_is_reached(seed: int, share: float) -> None
     assert cost(found) == pytest.approx(best_ms, rel=1e-3)
 
 
-def test_nothing_is_moved_for_next_to_nothing() -> None:
-    """A wide table that saves much moves, small ones that save little do not."""
+def test_tables_do_not_move_for_a_small_gain() -> None:
+    """A wide table moves because it saves much; small tables save little and stay."""
     task = task_of([64, *[4] * 6], 2)
     at_work = [in_order([32, 32], [0, 1]), *[in_order([4], [0])] * 6]
 
     def improved(min_gain: float) -> tuple[float, float]:
-        """The critical path, and the bytes that were moved."""
+        """Return the critical path and the moved bytes."""
         budget = budget_of(task, at_work, np.inf, min_gain=min_gain)
         bank = bank_of(task)
         found = improve_within(bank, budget, LIGHT, time.monotonic() + 600)
@@ -198,7 +198,7 @@ def test_nothing_is_moved_for_next_to_nothing() -> None:
     assert some_ms <= best_ms * (1 + saved / 2)
 
 
-def test_memory_and_rules_hold_for_what_moves() -> None:
+def test_moved_tables_keep_to_memory_and_rules() -> None:
     task = task_of(
         [8] * 6,
         3,
@@ -214,12 +214,12 @@ def test_memory_and_rules_hold_for_what_moves() -> None:
     assert found[0].tolist() == [8, 0, 0]
     assert (found[3] == found[4]).all() and (found[3] > 0).sum() == 1
     assert found[:, 2].sum() <= 16
-    # Tables that were moved lie apart; what breaks a rule at work may go on to.
+    # Moved tables are apart. Tables that stay may still break a rule.
     if (found[1:3] != budget.width_TW[1:3]).any():
         assert not ((found[1] > 0) & (found[2] > 0)).any()
 
 
-def test_sets_that_move_as_one_leave_a_full_rank() -> None:
+def test_tables_kept_together_move_together() -> None:
     task = task_of([8] * 4, 2)
     budget = budget_of(
         task, [in_order([8], [0])] * 4, np.inf, together=[(0, 1), (2, 3)]
@@ -230,7 +230,7 @@ def test_sets_that_move_as_one_leave_a_full_rank() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.4])
-def test_what_moves_is_needed_and_paid_for(share: float) -> None:
+def test_every_move_is_needed_and_within_the_budget(share: float) -> None:
     rng = np.random.default_rng(4)
     dims = rng.choice([8, 16, 32], 24).tolist()
     task = task_of(dims, 4, uneven=False)

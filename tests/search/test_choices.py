@@ -1,4 +1,4 @@
-"""Tables that may be sharded in several ways; `tests/fuzz` tries every plan of some."""
+"""Choices of ways; `tests/fuzz` compares small tasks with every plan."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torchrec_neuroshard.search.shards import ShardBank
 from torchrec_neuroshard.testing import AnalyticCommsModel
 
 
-def test_choices_are_made_table_by_table_at_last() -> None:
-    """No other way of one table would be cheaper, though tables switch many at once."""
+def test_no_switch_of_a_single_table_improves_a_choice() -> None:
+    """Most steps switch many tables; the last steps switch single tables."""
     rng = np.random.default_rng(5)
     tables = [
         {
@@ -43,8 +43,8 @@ def test_choices_are_made_table_by_table_at_last() -> None:
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "table_row_wise", "data_parallel"])
-def test_parts_of_tables_stand_for_all_ranks(kind: str) -> None:
-    rows = [1, 2, 5, 6, 8, 9]  # equal parts, a smaller last one, ranks without any
+def test_distinct_parts_represent_all_ranks_of_a_block(kind: str) -> None:
+    rows = [1, 2, 5, 6, 8, 9]  # equal parts, a smaller last part, ranks without rows
     task = make_task(
         make_tables([8] * 6, rows, 2.0),
         8,
@@ -64,7 +64,7 @@ def test_parts_of_tables_stand_for_all_ranks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "column_wise"])
-def test_each_type_is_tried_with_only_as_many_tables_in_the_host_as_needed(
+def test_a_start_of_each_type_has_only_some_tables_in_host_memory(
     kind: str,
 ) -> None:
     rng = np.random.default_rng(0)

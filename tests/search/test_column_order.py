@@ -1,4 +1,4 @@
-"""Splits must pay for the reordering of the outputs that they bring about."""
+"""A split table makes its stage reorder outputs; splits must gain more than that."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TASK = make_task(make_tables([128, 64, 32] * 3, 10_000, [40.0, 5.0, 2.0] * 3), 4
 
 
 class OrderCosts(AnalyticCommsModel):
-    """So many milliseconds each way."""
+    """Reordering takes a fixed time in each direction."""
 
     def __init__(self, ms: float) -> None:
         super().__init__()
@@ -42,17 +42,17 @@ def is_split(result: SearchResult) -> bool:
     return len(result.placement.shards) > len(TASK.tables)
 
 
-def test_tables_are_split_only_where_it_pays_for_the_order() -> None:
+def test_tables_are_split_only_if_that_gains_more_than_reordering_costs() -> None:
     free, whole = placed(0.0), placed(1e3)
     assert is_split(free) and not is_split(whole)
     gain = whole.predicted.critical_path_ms - free.predicted.critical_path_ms
     assert gain > 0
-    # Each way costs a bit less, and a bit more, than half the gain.
+    # Reordering costs slightly less, then slightly more, than the gain: it runs twice.
     assert is_split(placed(0.45 * gain))
     assert not is_split(placed(0.55 * gain))
 
 
-def test_splits_that_memory_forces_stay() -> None:
+def test_splits_that_memory_requires_stay() -> None:
     largest = max(t.weight_bytes for t in TASK.tables)
     memory = int(0.9 * largest)
     tight = make_task(TASK.tables[:3], 4, TASK.batch_size, memory=memory)

@@ -21,13 +21,13 @@ from torchrec_neuroshard.search.shards import (
 def sized_task(
     sizes: list[int], memory: tuple[int, ...], width: int = 4, **fields: Any
 ) -> ShardingTask:
-    """Tables of `size` bytes per column (int8 rows), `width` wide."""
+    """Return int8 tables of these bytes per column, `width` columns each."""
     tables = make_tables([width] * len(sizes), sizes, data_type="int8")
     return make_task(tables, len(memory), 8, memory_bytes=memory, **fields)
 
 
 @pytest.mark.parametrize("uneven", [True, False])
-def test_packs_exactly_where_a_packing_exists(uneven: bool) -> None:
+def test_a_packing_is_found_if_one_exists(uneven: bool) -> None:
     rng = np.random.default_rng(3)
     outcomes = []
     for _ in range(25):
@@ -35,7 +35,7 @@ def test_packs_exactly_where_a_packing_exists(uneven: bool) -> None:
         share = rng.dirichlet(np.full(3, 20.0))
         memory = tuple(int(4 * sum(sizes) * 1.04 * s) for s in share)
         task = sized_task(sizes, memory, uneven=uneven)
-        # Every assignment of whole tables: width 4 cannot be split.
+        # Try every assignment of whole tables; a width of 4 cannot be split.
         size_T = 4 * np.array(sizes)
         placed = itertools.product(np.eye(3), repeat=7)
         exists = any((size_T @ np.array(p) <= memory).all() for p in placed)
@@ -46,21 +46,21 @@ def test_packs_exactly_where_a_packing_exists(uneven: bool) -> None:
             with pytest.raises(InfeasibleError, match=r"proven|needs"):
                 check_memory(task)
                 pack(task)
-    assert 3 < sum(outcomes) < 22  # both outcomes were met
+    assert 3 < sum(outcomes) < 22  # both outcomes occur
 
 
 def test_uneven_splits_fill_the_last_byte() -> None:
-    # 3 tables x 16 columns x 10 bytes = 480 bytes = 4 x 120: only 12 columns a rank.
+    # 3 tables x 16 columns x 10 bytes = 480 bytes = 4 x 120: 12 columns per rank.
     task = sized_task([10, 10, 10], (120,) * 4, width=16)
     placement = placement_from_widths(pack(task))
     placement.check(task)
     assert placement.rank_bytes(task).tolist() == [[120.0] * 4]
     even = sized_task([10, 10, 10], (120,) * 4, width=16, uneven=False)
-    # Shards of 16, 8 or 4 columns: 4-wide ones everywhere fill it too.
+    # Shards may have 16, 8 or 4 columns; shards of 4 fill the ranks, too.
     placement_from_widths(pack(even)).check(even)
 
 
-def test_a_table_is_split_in_widths_as_equal_as_may_be() -> None:
+def test_a_split_is_as_even_as_possible() -> None:
     for width, uneven, parts, expected in [
         (36, True, 1, (36,)),
         (36, True, 2, (20, 16)),
@@ -77,9 +77,9 @@ def test_a_table_is_split_in_widths_as_equal_as_may_be() -> None:
 
 
 def one_table(*ways: str, memory: int, **fields: Any) -> ShardingTask:
-    """A table of 64 columns, 6400 bytes, in ways of some types, on 4 GPUs.
+    """Return a table of 64 columns and 6400 bytes with some ways, on 4 GPUs.
 
-    Of a type that begins with "uvm ", the rows are in the host's memory.
+    Ways that begin with "uvm " have their rows in host memory.
     """
     known = {"rows": 25, "dim": 64, "pooling": 1.0, "module": 0}
     kinds = [
@@ -116,8 +116,8 @@ def one_table(*ways: str, memory: int, **fields: Any) -> ShardingTask:
             r"^in the host's memory, table 't0' .* needs 6\.25 KiB \(table_wise\); the "
             "freest rank, 0, has 1000 bytes",
         ),
-        # Neither memory alone says why: on the device the second way fits, in the host
-        # the first one.
+        # The second way fits the devices and the first way fits the hosts, but no way
+        # fits both.
         (
             one_table(
                 "table_wise", "uvm column_wise", memory=2048, min_widths=(64, 32)
@@ -130,16 +130,14 @@ def one_table(*ways: str, memory: int, **fields: Any) -> ShardingTask:
         ),
     ],
 )
-def test_what_fits_no_rank_is_named_with_its_bytes(
-    task: ShardingTask, text: str
-) -> None:
+def test_errors_name_the_table_and_its_bytes(task: ShardingTask, text: str) -> None:
     with pytest.raises(InfeasibleError, match=text) as caught:
         check_memory(task)
     assert str(caught.value).endswith(way_out(task))
 
 
-def test_tables_that_no_split_puts_on_ranks() -> None:
-    """Five whole tables of 0.6 ranks fit no four ranks."""
+def test_an_error_says_that_no_packing_exists() -> None:
+    """Five tables that each need 0.6 of a rank do not fit four ranks."""
     task = make_task(make_tables([64] * 5, 10), 4, memory=4000, max_shards=(1,) * 5)
     check_memory(task)
     with pytest.raises(InfeasibleError, match=r"proven by exact packing") as caught:
@@ -148,7 +146,7 @@ def test_tables_that_no_split_puts_on_ranks() -> None:
     pack(make_task(make_tables([64] * 5, 10), 5, memory=4000, max_shards=(1,) * 5))
 
 
-def test_a_part_of_a_task_has_what_other_tables_leave() -> None:
+def test_an_error_says_that_other_tables_take_memory() -> None:
     part = one_table("column_wise", memory=300)
     with pytest.raises(InfeasibleError, match=r"300 bytes left beside other"):
         check_memory(part, is_part=True)

@@ -1,4 +1,4 @@
-"""Placements side by side, and what is done to them."""
+"""Lanes: their sums, scores and changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMS = AnalyticCommsModel(gb_per_s=10.0)
 
 
 def lanes_of(task: ShardingTask) -> Lanes:
-    """Constructed placements of a task."""
+    """Return greedy placements of a task."""
     bank = ShardBank(Simulator(task, AnalyticCostModel(), COMMS), merge=True)
     ways = [np.flatnonzero(bank.leads_T)]
     if task.has_choices:
@@ -53,7 +53,7 @@ def column_task() -> ShardingTask:
 
 
 def mixed_task() -> ShardingTask:
-    """Tables in columns, rows, rows of a node, grids or replicas."""
+    """Return tables that may have any of five sharding types."""
     ways = ["column_wise", "row_wise", "table_row_wise", "grid_shard", "data_parallel"]
     tables = [
         {
@@ -69,7 +69,7 @@ def mixed_task() -> ShardingTask:
 
 
 @pytest.mark.parametrize("make", [column_task, mixed_task])
-def test_lanes_cost_what_their_placements_cost_whatever_is_done(
+def test_changed_lanes_have_the_costs_of_their_placements(
     make: Callable[[], ShardingTask],
 ) -> None:
     task = make()
@@ -89,8 +89,8 @@ def test_lanes_cost_what_their_placements_cost_whatever_is_done(
         assert critical_ms == pytest.approx(predicted.critical_path_ms)
 
 
-def test_a_move_has_the_score_that_was_evaluated() -> None:
-    # Loads are sums here, so that collectives are as far as scores go, too.
+def test_the_score_after_a_move_is_the_evaluated_one() -> None:
+    # These collectives depend on sums of loads, so scores are nearly exact for them.
     task = make_task(make_tables([32, 16] * 8, pooling=[1.0 + i for i in range(16)]), 4)
     bank = ShardBank(Simulator(task, AnalyticCostModel(), COMMS), merge=True)
     width_TW = np.zeros((16, 4), dtype=np.int64)
@@ -109,7 +109,7 @@ def test_a_move_has_the_score_that_was_evaluated() -> None:
         )
 
 
-def test_moves_keep_to_memory() -> None:
+def test_moves_stay_within_memory() -> None:
     task = make_task(make_tables([32] * 8), 4, memory=2 * 32 * 4000 + 4 * 4000)
     bank = ShardBank(Simulator(task, AnalyticCostModel(), COMMS), merge=True)
     width_TW = np.zeros((8, 4), dtype=np.int64)
@@ -118,19 +118,19 @@ def test_moves_keep_to_memory() -> None:
     changes = moves.build(np.arange(len(moves.gain_K)))
     assert len(changes)
     whole = (changes.sign_N > 0) & (changes.width_N == 32)
-    # No table fits beside two others: only exchanges move whole ones.
+    # No rank has room for a third table, so whole tables only move by swaps.
     assert set(np.bincount(changes.cand_N[whole])) <= {0, 2}
 
 
-def test_splits_that_do_not_pay_are_joined() -> None:
-    # Lookups are dear and bytes cheap: a split table costs its lookups once per shard.
+def test_splits_without_a_gain_are_joined() -> None:
+    # Lookups are expensive and bytes cheap. Each shard repeats its table's lookups.
     task = make_task(make_tables([32] * 16, pooling=[1.0 + i for i in range(16)]), 4)
     found = search(task, cost_model=AnalyticCostModel(lookup_ns=1000.0))
     assert len(found.placement.shards) <= 20
 
 
-def test_uneven_widths_even_out_two_ranks() -> None:
-    # One table on two ranks with a small one beside it: 20 + 12 columns are best.
+def test_uneven_widths_balance_two_ranks() -> None:
+    # Two ranks hold 40 columns: the best split of the large table is 20 + 12.
     task = make_task(make_tables([32, 8], pooling=10.0))
     model = AnalyticCostModel(launch_ms=0.0, lookup_ns=1e-6)
     shards = search(task, cost_model=model).placement.shards
@@ -138,8 +138,8 @@ def test_uneven_widths_even_out_two_ranks() -> None:
     assert columns.tolist() == [20, 20]
 
 
-def test_any_number_of_lanes_improves_as_one_alone() -> None:
-    """A lane's steps do not depend on those beside it, as long as none is given up."""
+def test_a_lane_improves_the_same_alone_or_with_others() -> None:
+    """The steps of a lane do not depend on other lanes if no lane is dropped."""
     task = make_task(draw_tables(np.random.default_rng(3), 12, [16, 64]), 4, 4096)
     bank = ShardBank(Simulator(task, load_cost_model("cpu"), COMMS), merge=True)
     lanes = placed(bank, [construct(bank, *starts(bank, [np.arange(12)]))])

@@ -1,4 +1,4 @@
-"""The search and its bounds beside every placement there is."""
+"""The search and its bounds against every placement of tiny tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOTHING_FITS = (InfeasibleError, ConfigError)
 
 
 def tiny_task(seed: int) -> ShardingTask:
-    """A few tables on three ranks, with limits of all kinds."""
+    """Return a few tables on three ranks, with limits that vary with the seed."""
     rng = np.random.default_rng(seed)
     count = int(rng.integers(3, 9))
     widths = [4, 8, 12, 16] if count <= 5 else [4, 8, 12] if count < 7 else [4, 4, 8]
@@ -53,12 +53,12 @@ def tiny_task(seed: int) -> ShardingTask:
         pytest.param("cpu", range(3, 24), marks=pytest.mark.nightly),
     ],
 )
-def test_the_best_of_all_placements_is_found_and_no_bound_is_above_it(
+def test_the_search_finds_the_best_placement_and_no_bound_is_above_it(
     name: str, seeds: range
 ) -> None:
     analytic = AnalyticCostModel(launch_ms=0.03)
     model = analytic if name == "analytic" else load_cost_model(name)
-    # Nets compute in single precision.
+    # Nets compute in single precision, which rounds more.
     rounding = 1e-9 if model is analytic else 1e-6
     losses, gaps = [], []
     for seed in seeds:
@@ -85,8 +85,8 @@ def test_the_best_of_all_placements_is_found_and_no_bound_is_above_it(
     assert np.median(gaps) < 0.1
 
 
-def test_every_placement_is_tried() -> None:
-    """Against the placement's own check of each; of all sharding types and rules."""
+def test_exhaustive_search_tries_every_placement() -> None:
+    """Tasks have all sharding types and rules; `Placement.check` says what is legal."""
     found = []
     for seed in range(16):
         case = against_truth.draw(np.random.default_rng([3, seed]))
@@ -117,7 +117,7 @@ def test_every_placement_is_tried() -> None:
 
 
 def test_exhaustive_search_by_hand() -> None:
-    # Lookups 100, 60, 40 per sample at width 4: {100} against {60, 40}.
+    # 100, 60 and 40 lookups per sample at width 4: best is {100} and {60, 40}.
     task = make_task(make_tables([4] * 3, pooling=[100.0, 60.0, 40.0]), 2, 1000)
     result = ExhaustiveSearcher().search(
         task, AnalyticCostModel(), AnalyticCommsModel()
@@ -125,8 +125,8 @@ def test_exhaustive_search_by_hand() -> None:
     rank = [s.rank for s in result.placement.shards]
     assert rank[0] != rank[1] == rank[2]
     # 0.01 + 1e5 lookups x (1 ns + 16 bytes x 0.1 ns) forward, twice that backward;
-    # collectives: 8 of 12 columns x 1000 x 4 x 1/2 bytes over 1e8 bytes per ms, twice;
-    # 1e5 ids and 2 x 1000 lengths of 8 bytes, of which half come from the other rank.
+    # collectives: 8 of 12 columns x 1000 x 4 x 1/2 bytes at 1e8 bytes per ms, twice;
+    # 1e5 ids and 2 x 1000 lengths of 8 bytes, half of them from the other rank.
     expected = 3 * (0.01 + 1e5 * 2.6e-6) + (2 * 8 * 2000 + 1.02e5 * 4) / 1e8
     assert result.predicted.critical_path_ms == pytest.approx(expected)
     assert count_placements(task) == pytest.approx(8)

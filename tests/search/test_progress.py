@@ -15,13 +15,13 @@ from torchrec_neuroshard.search.default import telling
 
 
 def best_ms(observer: Callable[[float], None] | None) -> float:
-    # Within its time, however busy the machine is.
+    # The budget is long enough for a busy machine.
     config = SearchConfig(progress=observer, effort=0.1, time_budget_seconds=600.0)
     tables = make_tables([32] * 30, pooling=[1.0 + i for i in range(30)])
     return search(make_task(tables, 4), config).predicted.critical_path_ms
 
 
-def test_an_observer_is_told_of_better_plans_and_changes_nothing() -> None:
+def test_an_observer_sees_better_plans_and_changes_nothing() -> None:
     seen: list[float] = []
     found_ms = best_ms(seen.append)
     assert all(later < earlier for earlier, later in itertools.pairwise(seen))

@@ -1,4 +1,4 @@
-"""Rules on ranks: kept wherever they can be, named where they cannot."""
+"""Placement rules: plans keep them, and errors name rules that contradict."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refined(task: ShardingTask, **options: Any) -> SearchResult:
 
 
 def wide_task(**options: Any) -> ShardingTask:
-    """Thirty tables on eight ranks."""
+    """Return thirty tables on eight ranks."""
     tables = draw_tables(np.random.default_rng(11), 30, [4, 8, 12, 64])
     return make_task(tables, 8, 4096, **options)
 
@@ -52,12 +52,10 @@ def test_rules_that_ask_for_nothing_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(("memory", "in_host"), [(9600, 0), (9000, 1), (6000, 2)])
-def test_tables_that_lie_together_choose_their_ways_as_one(
-    memory: int, in_host: int
-) -> None:
-    """Three of 3200 bytes, of which none, the first or the first two are in the host.
+def test_tables_kept_together_get_the_same_way(memory: int, in_host: int) -> None:
+    """Three tables of 3200 bytes are kept together; a fourth one is free.
 
-    Another one lies where it likes.
+    The three have three ways: none, the first, or the first two are in host memory.
     """
     tables = make_tables([32] * 4, 100, (9.0, 5.0, 5.0, 1.0), data_type="int8")
     ways = [*itertools.product(range(3), repeat=2), (3, 0)]
@@ -80,8 +78,8 @@ def test_tables_that_lie_together_choose_their_ways_as_one(
     assert 0 < result.lower_bound_ms <= result.predicted.critical_path_ms
 
 
-def test_packing_finds_what_greed_does_not() -> None:
-    """Two of the tables fill their only common rank unless one of them leaves it."""
+def test_packing_finds_a_placement_that_greedy_placement_misses() -> None:
+    """The first two tables fill ranks 0 and 1, so the other two must share rank 2."""
     task = make_task(
         make_tables([4] * 4, [1000, 1000, 600, 400]),
         3,
@@ -92,7 +90,6 @@ def test_packing_finds_what_greed_does_not() -> None:
     )
     placement = placement_from_widths(pack(task))
     placement.check(task)
-    # The first two fill a rank each; the third goes where the last one may not be.
     ranks = [s.rank for s in sorted(placement.shards, key=lambda s: s.table)]
     assert sorted(ranks[:2]) == [0, 1] and ranks[2:] == [2, 2]
 
@@ -124,7 +121,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         InfeasibleError,
         r"^tables 't0', 't1' must be together and need",
     ),
-    # Nothing contradicts anything until all rules are taken at once.
+    # No two rules contradict each other, only all of them together.
     (
         {"apart": tuple(itertools.combinations(range(4), 2))},
         InfeasibleError,
