@@ -10,8 +10,9 @@ A collective takes at least as long as with equal loads on all ranks, and as lon
 largest shard alone, because moving more never takes less time.
 
 How long the phases take at least depends on each table's *option*: its way and its
-number of shards. HiGHS picks the options with the shortest sum of all phases. That sum
-is the bound. If HiGHS stops early, its own lower bound is used.
+number of shards (a range of numbers if shards may be uneven). HiGHS picks the options
+with the shortest sum of all phases. That sum is the bound. If HiGHS stops early, its
+own lower bound is used.
 
 The program ignores three things that can only make a plan slower: whether shards fit
 together into each rank's memory, placement rules, and the reordering of outputs.

@@ -1,4 +1,4 @@
-"""Lower bound: how short the critical path of any placement can be by the cost model.
+"""Lower bound: the critical path that no placement can beat, by the cost model.
 
 The bound is the time of an iteration in which all ranks have equal work (`balanced`).
 For that, the kernels' work must add up over shards. There are two kinds of work:
@@ -7,13 +7,13 @@ For that, the kernels' work must add up over shards. There are two kinds of work
   times (`CostModel.additive`). Then the bound is a *proof*, if balanced loads are the
   fastest for the collectives (`CommsModel.even_is_fastest`). More alternatives never
   raise it, except by HiGHS's tolerance.
-- For other models, such as nets, each shard gets a *price*. Prices are valid if no set
-  of shards costs less than the sum of its prices. The higher the valid prices, the
-  higher the bound: this is the dual of packing sets into ranks. Prices start at the
-  slopes of the model at the plan's average rank. Then the search looks for sets that
-  are worth as much as this rank and cost less. It lowers the prices of their tables and
-  raises all others (a subgradient method), and repeats. Cheaper sets may have been
-  missed, so this bound is an *estimate*.
+- For other models, such as nets, each shard gets a *price*. The worth of a set of
+  shards is the sum of their prices. Prices are valid if no set costs less than it is
+  worth. The higher the valid prices, the higher the bound: this is the dual of packing
+  sets into ranks. Prices start at the slopes of the model at the plan's average rank.
+  Each round looks for sets that are worth as much as this rank and cost less, lowers
+  the prices of their tables and raises all others (a subgradient method). Rounds may
+  miss cheaper sets, so this bound is an *estimate*.
 
 For some models both exist. The estimate is returned if it is clearly higher than the
 proof.

@@ -159,7 +159,7 @@ class MoveBudget:
         )
 
     def doubled(self) -> list[tuple[int, int, list[int]]]:
-        """List the ranks that hold several shards of one table in the current plan.
+        """Return where a rank holds several shards of one table in the current plan.
 
         Lists only tables that stay or keep their cuts. No other layout of theirs has
         such a width, so it can be priced as these shards (`ShardBank.price_as`).
@@ -189,7 +189,7 @@ class MoveBudget:
         return fine
 
     def _arrange(self, table_N: Ints, row_NW: Ints) -> tuple[Floats, list[int]]:
-        """Find the order of the shards that moves the fewest bytes.
+        """Return the fewest bytes over all orders of the shards, and that order.
 
         This is a dynamic program over sets of ranks: the best order of a set is the
         best order of a set with one rank less, followed by that rank.

@@ -1,8 +1,8 @@
 """Lets a search that only places column shards plan tables with several ways.
 
-A *way* is a sharding type with a kernel (see `ShardingTask`). `ChoosingSearcher` first
-picks one way for each table. It places row-wise and replicated tables itself, and hands
-the tables in column shards, with the memory that is left, to the wrapped search.
+A *way* is a sharding type with a kernel (see `ShardingTask`). `ChoosingSearcher` picks
+one way for each table and places row-wise and replicated tables. The wrapped search
+then places the tables in column shards, in the memory that is left.
 
 Shapes: `T` entries of the task, one for each way; `W` ranks; `M` memories.
 """
@@ -110,7 +110,7 @@ class ChoosingSearcher(Searcher):
             chosen: The way of each table.
 
         Returns:
-            As `_first_that_fits`.
+            The same as `_first_that_fits`.
 
         Raises:
             InfeasibleError: The chosen ways do not fit.

@@ -281,8 +281,9 @@ class ShardBank:
     def layouts(self, table: int, count: int, rank_ms: float) -> list[tuple[int, int]]:
         """Return layouts to try instead of a table's current one.
 
-        They are the next smaller and larger number of shards, and each other way, whole
-        and in enough shards that none takes longer than an average rank.
+        They are the next smaller and the next larger number of shards. Each other way
+        is tried, too: whole, and in enough shards that none takes longer than an
+        average rank.
 
         Args:
             table: The current way.
@@ -347,7 +348,7 @@ class ShardBank:
     def cuts(self, table: int) -> tuple[int, ...]:
         """Return a table's other ways, only the fastest kernel for each cut.
 
-        A cut is a sharding type with a least width.
+        A cut is a sharding type with a narrowest shard (`ShardingTask.min_widths`).
         """
         found = self._cuts.get(table)
         if found is None:

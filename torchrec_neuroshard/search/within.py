@@ -5,8 +5,7 @@ search like a new plan (see `descent`), with two differences:
 
 - A step may move or swap shards, split a table differently, or move a set of tables
   that are kept together. It must leave the total of moved bytes within the budget.
-- Changes compete by their gain, or by their gain per byte. Some lanes do the one, some
-  the other.
+- Changes compete by their gain in some lanes, and by their gain per byte in others.
 
 Among the plans that are about as good as the best one, the plan that moves the fewest
 bytes is returned.
@@ -307,7 +306,7 @@ class _Steps:
         return np.unique(changes.lane_K[chosen])
 
     def _merit(self, gain_K: Floats, more_K: Floats) -> Floats:
-        """Return what candidates compete by, `K`."""
+        """Return the gain or the gain per byte of candidates, `K`."""
         return gain_K / np.maximum(more_K, 1.0) if self._per_byte else gain_K
 
     def _best(
