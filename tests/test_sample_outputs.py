@@ -1,9 +1,16 @@
 """Sample outputs on pages are what their commands print today.
 
-A sample is a fenced block below a comment `<!-- output: COMMAND -->`. COMMAND runs in a
-copy of the project's folder. Lines stand in the output's order; "..." stands for lines
-that are left out. Seconds may differ, and numbers by 1 %. Below a comment `<!-- output,
-other figures: COMMAND -->`, all figures may differ, and so may names of processors.
+A sample is a fenced block below a comment:
+
+- `<!-- output: COMMAND -->`: lines in the output's order; "..." stands for lines that are
+  left out. Seconds may differ, and numbers by 1 %.
+- `<!-- output, other figures: COMMAND -->`: all figures may differ, and so may names of
+  processors.
+- `<!-- error: COMMAND -->`: a message, with other line breaks.
+- `<!-- file: NAME -->`: a file that the page's commands read.
+
+COMMAND runs in a folder with the examples and the page's files. It may have a larger
+time budget than the page's command, for busy machines.
 """
 
 from __future__ import annotations
@@ -30,27 +37,28 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "examples/README.md", *(ROOT / "docs").glob("*.md")]
-_SAMPLE = r"<!-- output{}: (.+?) -->\s*```\w*\n(.*?)```"
+_SAMPLE = r"<!-- {}: ([^>]+?) -->\s*```\w*\n(.*?)```"
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
-def samples(kind: str) -> list[Any]:
-    """Return command and text of each sample, by page."""
+def marked(page: Path, kind: str) -> list[tuple[str, str]]:
+    """Return what comments of one kind say, and the blocks below them."""
     pattern = re.compile(_SAMPLE.format(kind), re.DOTALL)
+    found = pattern.findall(page.read_text(encoding="utf-8"))
+    return [(" ".join(said.split()), text) for said, text in found]
+
+
+def samples(kind: str) -> list[Any]:
+    """Return page, command and text of each sample."""
     return [
-        pytest.param(
-            " ".join(command.split()),
-            text,
-            id=f"{page.parent.name}/{page.stem}-{number}",
-        )
+        pytest.param(page, *sample, id=f"{page.parent.name}/{page.stem}-{number}")
         for page in sorted(PAGES)
-        for number, (command, text) in enumerate(
-            pattern.findall(page.read_text(encoding="utf-8"))
-        )
+        for number, sample in enumerate(marked(page, kind))
     ]
 
 
-SAMPLES, OTHER_FIGURES = samples(""), samples(", other figures")
+SAMPLES, OTHER_FIGURES = samples("output"), samples("output, other figures")
+ERRORS = samples("error")
 
 
 def agree(line: str, other: str) -> bool:
@@ -88,35 +96,58 @@ def check(printed: Iterable[str], text: str, command: str) -> None:
 def test_pages_have_samples() -> None:
     for kind in (SAMPLES, OTHER_FIGURES):
         assert any("README" in str(sample.id) for sample in kind)
+    assert ERRORS
 
 
-@pytest.mark.parametrize(("command", "text"), SAMPLES)
+def run(page: Path, command: str) -> int:
+    """Run a page's command in this process, in a folder with the page's files."""
+    shutil.copytree(ROOT / "examples", "examples", dirs_exist_ok=True)
+    for name, text in marked(page, "file"):
+        Path(name).write_text(text)
+    program, *arguments = shlex.split(command)
+    if program == "neuroshard":
+        return main(arguments)
+    assert program == "python"
+    script, *arguments = arguments
+    status: int = runpy.run_path(script)["main"](arguments)
+    return status
+
+
+@pytest.mark.parametrize(("page", "command", "text"), SAMPLES)
 def test_samples_are_current(
+    page: Path,
     command: str,
     text: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     for part in command.split("; "):
-        program, *arguments = shlex.split(part)
         capsys.readouterr()
-        if program == "neuroshard":
-            assert main(arguments) in (0, 1)
-        else:
-            assert program == "python"
-            script, *arguments = arguments
-            assert runpy.run_path(script)["main"](arguments) == 0
+        assert run(page, part) == 0
     check(capsys.readouterr().out.splitlines(), text, command)
+
+
+@pytest.mark.parametrize(("page", "command", "text"), ERRORS)
+def test_sample_errors_are_current(
+    page: Path,
+    command: str,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(page, command) == 1
+    assert " ".join(text.split()) in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.distributed
 @pytest.mark.nightly
-@pytest.mark.parametrize(("command", "text"), OTHER_FIGURES)
+@pytest.mark.parametrize(("page", "command", "text"), OTHER_FIGURES)
 def test_samples_of_measurements_have_todays_words(
-    command: str, text: str, tmp_path: Path
+    page: Path, command: str, text: str, tmp_path: Path
 ) -> None:
     program, *arguments = shlex.split(command)
     assert program == "torchrun"

@@ -265,7 +265,11 @@ def test_constraints_of_all_tables_and_of_one() -> None:
             "constraints for user. None of the kernels",
         ),
         ("--placement f.json", '{"pinned": {}}', "unknown field 'pinned'.*'pin'"),
-        ("--placement f.json", '{"pin": {"user": [7]}}', "rank 7, which is not in 0"),
+        (
+            "--placement f.json",
+            '{"pin": {"user": [7]}}',
+            "rank 7, but the 2 ranks are 0 to 1",
+        ),
         (
             "--profiles f.json",
             '{"usr": {"batch_size": 1, "num_lookups": 1}}',

@@ -119,7 +119,7 @@ def test_missing_memory_and_torchrecs_errors_are_reported() -> None:
     (fault,) = report.ranks[1].faults
     assert 100_000 * 128 * 4 < room < report.ranks[1].peak_bytes
     assert fault.startswith("rank 1 needs 0.05 GiB at the peak of a step (0.05 GiB we")
-    assert "too little. Plan with" in fault and "raise world_size" in fault
+    assert "too little. Plan with" in fault and "use more ranks" in fault
     assert f"- rank 1: {fault}" in str(report)
 
     # Offsets of columns in a table that has rows cut: TorchRec cannot tell its ranks.

@@ -212,8 +212,8 @@ def load_cost_model(
     warnings.warn(
         f"no cost model was measured on {estimate.hardware}: costs are a physical "
         f"estimate from {basis}. On that machine run 'neuroshard collect compute' and "
-        "'neuroshard train', then pass cost_model=<the folder>; names of shipped "
-        f"bundles work, too: {', '.join(pretrained_names()) or 'none'}",
+        "'neuroshard train', then name the new folder as the cost model. Shipped cost "
+        f"models are {', '.join(pretrained_names()) or 'none'}",
         stacklevel=2,
     )
     return estimate

@@ -209,6 +209,6 @@ def _room(topology: Topology, taken: int, tables: Iterable[str]) -> Topology:
                 f"the dynamic tables {', '.join(sorted(tables))} need "
                 f"{taken / 2**30:.2f} GiB on each device; rank {device.rank} has "
                 f"{device.storage.hbm / 2**30:.2f} GiB. Lower global_hbm_for_values or "
-                "num_embeddings, or raise world_size"
+                "num_embeddings, or use more ranks"
             )
     return without(topology, taken)

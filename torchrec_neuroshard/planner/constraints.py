@@ -109,8 +109,8 @@ def _resolved(
         for rank in ranks:
             if not 0 <= rank < world_size:
                 raise ConfigError(
-                    f"{where} has rank {rank}, which is not in 0 to {world_size - 1} "
-                    f"(world_size {world_size})"
+                    f"{where} has rank {rank}, but the {world_size} ranks are 0 to "
+                    f"{world_size - 1}"
                 )
     left = tuple(r for r in range(world_size) if r not in forbidden)
     allowed = dict.fromkeys(range(len(tables)), left) if forbidden else {}

@@ -105,7 +105,7 @@ def _what_lacks(options: Sequence[ShardingOption], topology: Topology) -> str:
             f"kernel {option.compute_kernel}, a shard needs "
             f"{' and '.join(lack) or 'more memory than any rank has'}. Allow "
             "other sharding types or kernels for it, give the topology more memory, "
-            f"or raise world_size ({topology.world_size})"
+            f"or use more ranks than {topology.world_size}"
         )
     need = sum((s.storage for o in options for s in o.shards), Storage(0, 0))
     has = {

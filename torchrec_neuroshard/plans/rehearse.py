@@ -201,7 +201,7 @@ def _memory_faults(
     memory: RankMemory, rank: int, shards: Sequence[Shard], room: Storage, tier: str
 ) -> Iterator[str]:
     """Yield an error for each kind of memory that a rank lacks."""
-    way_out = "Plan with this memory and batch_size, or raise world_size"
+    way_out = "Plan with this memory and batch size, or use more ranks"
     if memory.peak > (has := int(getattr(room, tier))):
         yield f"{memory.overflow(rank, has, has)}. {way_out}"
     host_bytes = sum(shard.storage.ddr for shard in shards)

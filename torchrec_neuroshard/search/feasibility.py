@@ -54,9 +54,9 @@ def describe(task: ShardingTask, table: int) -> str:
 def way_out(task: ShardingTask) -> str:
     """Return advice for tables that need too much memory."""
     return (
-        f"Raise world_size ({task.world_size}) or the ranks' memory, use a smaller "
-        "data_type, or allow other sharding types (such as row_wise), kernels, "
-        "narrower shards or more ranks."
+        f"Use more than {task.world_size} ranks or ranks with more memory, use a "
+        "smaller data_type, or allow the table other sharding types (such as "
+        "row_wise), kernels, narrower shards or other ranks."
     )
 
 
