@@ -2,8 +2,8 @@
 
 A sample is a fenced block below a comment:
 
-- `<!-- output: COMMAND -->`: lines in the output's order; "..." stands for lines that are
-  left out. Seconds may differ, and numbers by 1 %.
+- `<!-- output: COMMAND -->`: lines in the output's order; "..." stands for lines that
+  are left out. Seconds may differ, and numbers by 1 %.
 - `<!-- output, other figures: COMMAND -->`: all figures may differ, and so may names of
   processors.
 - `<!-- error: COMMAND -->`: a message, with other line breaks.
