@@ -116,3 +116,6 @@ def test_parts_of_the_tables_add_up_to_the_critical_path() -> None:
         s.rank for t in report.tables if t.table == found.table for s in t.shards
     }
     assert f"bottleneck: {found.phase} on rank {found.rank} takes " in str(report)
+    [kind] = [t.sharding_type for t in report.tables if t.table == found.table]
+    assert f"one stage, {found.stage}" in report.text(verbose=True)
+    assert found.stage.endswith(f"({kind})")

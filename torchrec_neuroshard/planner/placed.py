@@ -412,6 +412,7 @@ class PlacedPlan:
             phase=PHASES[phase],
             phase_ms=float(worst_S5[stage, phase] * visible_5[phase]),
             table_ms=table_ms[most],
+            stage=stages[stage].name if len(stages) > 1 else "",
         )
 
     def host_tables(self, plan: Sequence[ShardingOption]) -> dict[str, HostTable]:

@@ -84,6 +84,8 @@ class Bottleneck:
     """Time of the phase on the critical path."""
     table_ms: float
     """The table's part of `phase_ms`."""
+    stage: str = ""
+    """The stage that `phase_ms` counts, such as "model (row_wise)"; "": all tables."""
 
     def __str__(self) -> str:
         """Return a sentence without a full stop."""

@@ -254,14 +254,16 @@ class PlanReport(Report):
         return [str(fact) for fact in facts if fact]
 
     def _facts(self) -> list[str]:
-        """Return uncertainty, averaging of weights and pipeline, in sentences."""
+        """Return stage, uncertainty, averaging of weights and pipeline, in sentences."""
         if not self.is_costed:
             return []
         kind = "the cost model's nets differ by"
         if self.basis is not None and self.basis.estimate_error is not None:
             kind = "estimated kernel times have a standard deviation of"
         uncertainty = self.uncertainty and f"{kind} {self.uncertainty:.1%} per rank"
-        facts = uncertainty, self.weight_sync, self.schedule
+        stage = self.bottleneck and self.bottleneck.stage
+        counted = stage and f"the bottleneck's time is that of one stage, {stage}"
+        facts = counted, uncertainty, self.weight_sync, self.schedule
         return [str(fact) for fact in facts if fact]
 
     def _bars(self) -> list[str]:
