@@ -82,8 +82,8 @@ PROGRAM = ("-m", "torchrec_neuroshard.bundles.first_launch")
 _FREE_SHARE = 0.5
 """Share of the free memory that the sets of all ranks may take."""
 _MOST_SET_SECONDS, _USUAL_SETS = 0.2, 60
-"""On a CPU, a set is repeated for at most this long, and shorter if the budget is too
-short for this many sets: many noisy sets teach more than few precise ones."""
+"""Longest time to repeat a set on a CPU. It is shorter if the budget is too short for
+this many sets: a model learns more from many noisy sets than from few precise ones."""
 _MOST_COMMS_SECONDS, _USUAL_COLLECTIVES = 0.05, 100
 """The same limits for collectives."""
 _SCALE_ROWS = 4
