@@ -1,11 +1,11 @@
-"""Which model of kernels errs least, by how many sets it is fitted to?
+"""Compare the errors of kernel cost models, by the number of measured sets.
 
     pip install scikit-learn==1.9.1
     python benchmarks/bench_cost_models.py --out benchmarks/results/cost_models_202611
 
-writes `<out>.json`. Every model is fitted to some of a device's records and judged on
-its held-out tables: mean error of forward + backward. `--devices` and `--sizes` do a
-part.
+writes `<out>.json`. Every model is fitted to part of a device's records. Its error is
+the mean error of forward + backward on sets of held-out tables. `--devices` and
+`--sizes` run a part of the benchmark.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Floats = npt.NDArray[np.float64]
 DATA = Path(__file__).parent / "data"
 DEVICES = ("epyc_zen4", "epyc_zen5", "xeon", "h200")
 SIZES, FEW = (100, 300, 1_000), (20, 50, 100)
-"""Sets to fit to, alone and starting from another processor's model."""
+"""Numbers of sets to fit to: without a start model, and with another processor's."""
 START = {"epyc_zen4": "epyc_zen5", "epyc_zen5": "epyc_zen4", "xeon": "epyc_zen4"}
 
 
 def read_device(name: str) -> tuple[SetData, SetData]:
-    """Return a device's sets to fit to, shuffled, and those of held-out tables."""
+    """Return a device's training sets, shuffled, and its sets of held-out tables."""
     headers, records = read_records([DATA / f"compute_{name}.parquet"])
     kind = headers[0].fingerprint.device_type
     data, test = (
@@ -62,17 +62,17 @@ def read_device(name: str) -> tuple[SetData, SetData]:
 
 
 def first(data: SetData, count: int) -> SetData:
-    """Return the first so many sets."""
+    """Return the first `count` sets."""
     return data.select(np.arange(min(count, data.num_sets)))
 
 
 def error_of(network: SetCostNetwork, test: SetData) -> float:
-    """Mean error of forward + backward."""
+    """Return the mean error of forward + backward."""
     return evaluate("", as_cost_model(network, test, ""), test).total_mape
 
 
 def set_inputs(data: SetData, physics_SX: Floats) -> Floats:
-    """What the residual models see: totals, mean properties of shards, the physics."""
+    """Return inputs of residual models: totals, means over shards, the physics."""
     sums = data.sum_shards(data.features_NF.astype(np.float64))
     sums[:, NUM_TOTALS:] /= sums[:, :1]
     sums[:, :NUM_TOTALS] = np.log1p(sums[:, :NUM_TOTALS])
@@ -82,7 +82,7 @@ def set_inputs(data: SetData, physics_SX: Floats) -> Floats:
 def residual_error(
     network: SetCostNetwork, make: Callable[[], Any], data: SetData, test: SetData
 ) -> float:
-    """Fit the log ratio of measured and physics, and judge both together."""
+    """Return the error of the physics times a model of its log ratio to the data."""
     physics = as_cost_model(network, data, "")
     alone = [
         physics.predict_sets(d.features_NF, d.set_ids_N, d.num_sets)
@@ -97,7 +97,7 @@ def residual_error(
 
 
 def without_head(data: SetData, config: TrainConfig) -> SetCostNetwork:
-    """Train a net whose head never bends: costs of shards add up."""
+    """Return a net whose head is zero, so the costs of shards add up."""
     network = train(data, dataclasses.replace(config, epochs=1))
     with torch.no_grad():
         for layer in network.head:
@@ -114,7 +114,7 @@ RESIDUALS: Mapping[str, Callable[[], Any]] = {
 
 
 def alone_errors(data: SetData, test: SetData) -> dict[str, float]:
-    """Errors of all models that see this device alone."""
+    """Return the errors of all models that are fitted to this device alone."""
     config = TrainConfig()
     of_shards = fit_physics(dataclasses.replace(data, device_type="cpu"))
     network = physics_network(fit_physics(data))
@@ -130,18 +130,32 @@ def alone_errors(data: SetData, test: SetData) -> dict[str, float]:
 def start_errors(
     start: NeuralCostModel, data: SetData, test: SetData
 ) -> dict[str, float]:
-    """Errors of all candidates that start from another device."""
+    """Return the errors of all candidates that start from another device's model."""
     fitted = fit_model(data, test, TrainConfig(), start=start)
     errors = {n: c.evaluation.total_mape for n, c in fitted.candidates.items()}
     return {**errors, "kept": fitted.best.evaluation.total_mape}
 
 
 def main() -> None:
-    """Fit, judge and write."""
+    """Fit all models, compute their errors and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="result, no suffix")
-    parser.add_argument("--devices", nargs="+", default=DEVICES, choices=DEVICES)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="path of the result, without suffix"
+    )
+    parser.add_argument(
+        "--devices",
+        nargs="+",
+        default=DEVICES,
+        choices=DEVICES,
+        help="devices to run (default: all)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=SIZES,
+        help="numbers of sets to fit to",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {**describe_run(), "alone": {}, "started": {}}

@@ -1,8 +1,8 @@
-"""What codec, widths and layout of groups save of one all-to-all, predicted.
+"""Predict how codec, widths and group layout shorten one all-to-all.
 
-Held against what Pinterest published (Pinterest Engineering, June 2026). Its table
-sizes and batch are not known here. Exchanges are made so large that bytes bound them:
-their sizes cancel in a ratio then.
+The ratios are compared with figures of Pinterest Engineering (June 2026). Pinterest's
+table sizes and batch are not published. The all-to-alls here are so large that only
+bytes count, and sizes cancel out in a ratio.
 
     python benchmarks/bench_group_layout.py > benchmarks/results/group_layout_202611.md
 """
@@ -34,11 +34,11 @@ STEPS = (
     ("half the widths", "fp8", WIDTH // 2, False),
     ("groups of one node", "fp8", WIDTH // 2, True),
 )
-LAYOUT_ALONE = ("groups of one node, FP32 and whole widths", "none", WIDTH, True)
+LAYOUT_ALONE = ("groups of one node, with FP32 and full widths", "none", WIDTH, True)
 
 
 def forward_ms(card: str, nodes: int, codec: str, width: int, grouped: bool) -> float:
-    """Return the all-to-all of outputs, coding included, of tables dealt out evenly."""
+    """Return the output all-to-all's time with coding, for evenly placed tables."""
     topology = topology_for(card, num_nodes=nodes, ranks_per_node=PER_NODE)
     if grouped:
         topology = group_topology(topology, PER_NODE, use_inter_host_allreduce=True)
@@ -77,19 +77,19 @@ def forward_ms(card: str, nodes: int, codec: str, width: int, grouped: bool) -> 
 
 
 def main() -> None:
-    """Print the page."""
+    """Print the page of results."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    print("# Predicted: codec, widths and layout of groups\n")
+    print("# Predicted: codec, widths and group layout\n")
     print(
-        f"One all-to-all of outputs, forward, coding included: {NUM_TABLES} table-wise "
-        f"tables of {WIDTH} columns, {BATCH:,} samples per rank, {PER_NODE} GPUs to a "
-        "node. Nothing was measured: links are as published for the card or taken "
-        "from its data sheet, coding is an estimate "
-        "by the memory that it moves. Steps add up. Made by "
+        f"Forward all-to-all of outputs, with coding: {NUM_TABLES} table-wise tables "
+        f"of {WIDTH} columns, {BATCH:,} samples per rank, {PER_NODE} GPUs per node. "
+        "Nothing was measured. Bandwidths of links are published measurements or data "
+        "sheet figures of the card. The time of coding is estimated from the memory "
+        "that it moves. Each step includes the steps above it. Made by "
         f"`benchmarks/bench_group_layout.py` on {datetime.date.today()}.\n"
     )
-    print("| card, nodes | step | ms | times quicker |\n| --- | --- | ---: | ---: |")
+    print("| card, nodes | step | ms | speed-up |\n| --- | --- | ---: | ---: |")
     for card in ("a100", "h100"):
         for nodes in (2, 4, 8):
             times = [forward_ms(card, nodes, *how) for _, *how in STEPS]

@@ -1,11 +1,12 @@
-"""Train plans of every quality and compare the embedding time with what was predicted.
+"""Train good and bad plans and compare measured with predicted embedding times.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_iteration.py \\
         --out benchmarks/results/iteration_gloo2_202611
 
-Each plan is trained under `DistributedModelParallel`; `PhaseTimer` measures the phases
-on every rank. A model's plans are trained in several rounds of changing order, each
-beside the reference set, since the machine's speed drifts. One thread per rank.
+Each plan is trained under `DistributedModelParallel`, and `PhaseTimer` measures the
+phases on every rank. The machine's speed drifts, so all plans of a model are trained in
+several rounds, in changing order, and a reference set is timed beside each plan. Every
+rank runs one thread.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ MAX_TABLE_ROWS = 200_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Tables to train, and how."""
+    """Tables to train, and the batch size."""
 
     name: str
     tables: tuple[TableConfig, ...]
@@ -61,7 +62,7 @@ class Workload:
 
 
 def make_workloads(batch_size: int, seed: int) -> list[Workload]:
-    """Return three models: MLPerf's tables, the DLRM dataset's, production widths."""
+    """Return three models: MLPerf, the DLRM dataset, and production widths."""
     mlperf = mlperf_dlrm_v2(max_rows=MAX_TABLE_ROWS, embedding_dim=64)
     pool = [
         cap_rows(t, MAX_TABLE_ROWS)
@@ -99,7 +100,7 @@ class RandomSplits(Searcher):
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        """Draw one placement."""
+        """Return a random placement."""
         rng = np.random.default_rng(self._seed)
         weights = np.array([self._skew, *np.ones(task.world_size - 1)])
         triples = []
@@ -129,7 +130,7 @@ class RandomSplits(Searcher):
 
 
 def searchers(num_plans: int) -> Iterator[tuple[str, Searcher]]:
-    """Yield searches from best to worst, `num_plans` in all."""
+    """Yield `num_plans` searches: the default, greedy ones and random ones."""
     yield "default search", make_searcher("default")
     for key in GREEDY_KEYS:
         yield f"greedy {key}", GreedySearcher(key)
@@ -142,7 +143,7 @@ def searchers(num_plans: int) -> Iterator[tuple[str, Searcher]]:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Trial:
-    """One plan of one model."""
+    """A plan of one model, and its measurements."""
 
     name: str
     plan: ShardingPlan
@@ -169,8 +170,8 @@ class Trainer:
         )
         if self._comms_model is None:
             raise SystemExit(
-                f"'{args.cost_model}' has no collectives measured over gloo on this "
-                "machine; run 'neuroshard collect comms' and 'neuroshard train'"
+                f"'{args.cost_model}' has no measurements of gloo collectives; run "
+                "'neuroshard collect comms' and 'neuroshard train'"
             )
         self._profiles = ranks.on_first(
             lambda: profile_tables(
@@ -179,7 +180,7 @@ class Trainer:
         )
 
     def plan(self, name: str, searcher: Searcher) -> Trial:
-        """Plan with one search, on rank 0 for all."""
+        """Return a plan by one search, made on rank 0 for all ranks."""
         model = ConcatDLRM(self._workload.tables, torch.device("cpu"))
         sharders = [EmbeddingBagCollectionSharder()]
         planner = NeuroShardPlanner(
@@ -193,7 +194,7 @@ class Trainer:
             comms_model=self._comms_model,
             profiles=self._profiles,
             search=searcher,
-            # The plan is to be the search's, good or bad, and in its two types.
+            # These searches place table- and column-wise shards only.
             constraints={
                 t.name: ParameterConstraints(
                     sharding_types=["table_wise", "column_wise"]
@@ -208,7 +209,7 @@ class Trainer:
         return Trial(name=name, plan=plan, predicted=predicted, num_shards=num_shards)
 
     def train(self, trial: Trial) -> None:
-        """Train one plan for a round; what was measured is added to the trial."""
+        """Train one plan for a round and add the measurements to its trial."""
         found = run_trial(
             trial.plan,
             self._workload.tables,
@@ -224,13 +225,13 @@ class Trainer:
         trial.rounds.append(found.to_json())
 
     def nominal_reference_ms(self) -> float:
-        """The reference on all ranks at once, as the models expect it."""
+        """Return the reference's time on all ranks at once, as predicted."""
         slowdown = self._reference.slowdown(self._comms_model.compute_slowdown)
         return slowdown * float(getattr(self.cost_model, "reference_ms", 0.0))
 
 
 def measured(trial: Trial, speeds: Sequence[float]) -> dict[str, Any]:
-    """Medians over all rounds, in the cost model's milliseconds."""
+    """Return medians over all rounds, in the cost model's milliseconds."""
 
     takes = {n: lambda r, name=n: r["phases_ms"][name] for n in PHASES}
     takes["embedding_ms"] = lambda r: r["embedding_ms"]
@@ -238,7 +239,7 @@ def measured(trial: Trial, speeds: Sequence[float]) -> dict[str, Any]:
 
 
 def judge(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Rank correlation, error, and how good the plan predicted best really is."""
+    """Return rank correlation, errors, and the loss of choosing by prediction."""
     predicted = np.array([e["predicted"]["embedding_ms"] for e in entries])
     real = np.array([e["measured"]["embedding_ms"] for e in entries])
     error = np.abs(predicted / real - 1)
@@ -263,17 +264,16 @@ def judge(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def report(data: dict[str, Any]) -> str:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     where = data["hardware"]
     lines = [
         "# Predicted and measured embedding time per iteration",
         "",
         f"`{data['command']}`, {data['date']}, commit {data['commit']}.",
         f"{data['world_size']} ranks over gloo, one thread each, on {where['device']}; "
-        f"torch {where['torch']}, fbgemm {where['fbgemm']}. "
-        f"{data['options']['iterations']} timed iterations in each of "
-        f"{data['options']['rounds']} rounds per plan, scaled by the reference set's "
-        "median over each round.",
+        f"torch {where['torch']}, fbgemm {where['fbgemm']}. Every plan has "
+        f"{data['options']['rounds']} rounds of {data['options']['iterations']} timed "
+        "iterations, scaled by the reference set's median in each round.",
     ]
     rows, phases = [], []
     for model in data["models"]:
@@ -296,9 +296,9 @@ def report(data: dict[str, Any]) -> str:
     head = ("model", "plans", "measured ms", "rank correlation", "median error")
     lines += [
         "",
-        table((*head, "worst error", "predicted best over best"), rows),
+        table((*head, "largest error", "plan predicted best / best plan"), rows),
         "",
-        "Predicted over measured, median over plans, by phase (share of time):",
+        "Predicted / measured by phase, median over plans (share of the time):",
         "",
         table(("model", *PHASES), phases),
     ]
@@ -306,17 +306,29 @@ def report(data: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run all models and write the results."""
+    """Train the plans of all models and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cost-model", default="auto")
-    parser.add_argument("--batch-size", type=int, default=1_024, help="per rank")
-    parser.add_argument("--num-plans", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--models", nargs="*", help="only these")
-    parser.add_argument("--out", type=Path, required=True, help="path without suffix")
+    parser.add_argument(
+        "--cost-model", default="auto", help="auto, a bundle's name or its folder"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=1_024, help="samples per rank"
+    )
+    parser.add_argument("--num-plans", type=int, default=20, help="plans per model")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds per plan")
+    parser.add_argument(
+        "--warm-up", type=int, default=3, help="untimed iterations per round"
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=12, help="timed iterations per round"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of tables and batches"
+    )
+    parser.add_argument("--models", nargs="*", help="models to train (default: all)")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="path of the results, without suffix"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
@@ -340,8 +352,8 @@ def main() -> None:
                     shown = statistics.median(trial.rounds[-1]["embedding_ms"])
                     print(
                         f"{workload.name} round {number} {trial.name}: predicted "
-                        f"{trial.predicted.critical_path_ms:.1f}, measured {shown:.1f} "
-                        "ms by the clock",
+                        f"{trial.predicted.critical_path_ms:.1f} ms, measured "
+                        f"{shown:.1f} ms wall-clock time",
                         flush=True,
                     )
         nominal_ms = trainer.nominal_reference_ms()

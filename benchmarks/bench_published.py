@@ -1,16 +1,16 @@
-"""Hold cost models against timings that others published, and against an H200.
+"""Compare cost models with published timings and with measurements on an H200.
 
-On a GPU that nothing was measured on, plans rest on a physical estimate. Its constants
-are fitted here to published timings of fused kernels on six GPUs and of collectives on
-two (`published/*.tsv`, each row with its source), and to sets of tables that were
-measured on an H200. It is held against timings of cards, and of sources, that were left
-out of the fit. Beside it stands TorchRec's.
+For GPUs without measurements, the planner uses a physical estimate. This script fits
+the estimate's constants to published timings of fused kernels on six GPUs and of
+collectives on two (`published/*.tsv`, each row with its source), and to table sets
+measured on an H200. Errors are those on cards and sources that were left out of the
+fit. TorchRec's estimate is shown, too.
 
     python benchmarks/bench_published.py --out benchmarks/results/published_202611 \
         --trace a100x8_one_node.json.gz --trace a100x16_two_nodes.json.gz
 
-writes `<out>.json` (raw) and `<out>.md`. It needs no GPU. Of traces of
-`torch.profiler` it tells what ran beside each collective.
+writes `<out>.json` (raw) and `<out>.md`. It needs no GPU. For each trace of
+`torch.profiler`, it shows which kernels ran at the same time as collectives.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ from torchrec_neuroshard.models.published_links import CollectiveConstants
 
 Floats = npt.NDArray[np.float64]
 SETS_APART = 12
-"""One measured set in so many is fitted to."""
+"""The fit uses every so many-th measured set."""
 
 
 def kernel_models(
     rows: list[KernelRow], some: MeasuredSets, sets: MeasuredSets
 ) -> tuple[dict[str, dict[KernelRow, float]], dict[str, Floats], dict[str, float]]:
-    """Predict all timings and all sets by all models [ms].
+    """Return the predictions of all models [ms], and the fitted constants.
 
     Args:
         rows: Published timings.
@@ -73,7 +73,7 @@ def kernel_models(
         sets: Measured sets to predict.
 
     Returns:
-        Models of timings, models of sets, and the fitted constants.
+        Predicted timings by model, predicted sets by model, and the fitted constants.
     """
     fitted = fit(rows, some)
     shipped = {**fitted, **shared_of(PhysicalConstants())}
@@ -96,7 +96,7 @@ def kernel_models(
 
 
 def spread_of_tables(predicted: dict[KernelRow, float]) -> float:
-    """Standard deviation of log ratios within a card's quantity, on device memory."""
+    """Return the standard deviation of log ratios within a card and phase."""
     groups: dict[tuple[str, str], list[float]] = {}
     for row, ms in predicted.items():
         if row.location == "device":
@@ -107,7 +107,7 @@ def spread_of_tables(predicted: dict[KernelRow, float]) -> float:
 
 
 def spreads(cards: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """What `estimate_error` goes by: of the cards' median ratios, left out."""
+    """Return the spread of median ratios over left-out cards, for `EstimateError`."""
     found = {}
     for phase in ("forward", "backward"):
         ratios = [v[f"{phase}_ratio"] for v in cards.values() if v[f"{phase}_ratio"]]
@@ -116,20 +116,28 @@ def spreads(cards: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def unused(path: Path) -> list[tuple[str, int]]:
-    """Why timings of the file are not used, and how many."""
+    """Return reasons why timings in the file are not used, with their counts."""
     with path.open(newline="") as file:
         reasons = Counter(r["use"] for r in csv.DictReader(file, delimiter="\t"))
     return [(why, n) for why, n in reasons.most_common() if why != "used"]
 
 
 def main() -> None:
-    """Fit, leave out, and write the results."""
+    """Fit with all and with left-out timings, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="results, no suffix")
-    parser.add_argument("--trace", type=Path, action="append", default=[])
+    parser.add_argument(
+        "--out", type=Path, required=True, help="path of the results, without suffix"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        default=[],
+        help="trace of torch.profiler; may be repeated",
+    )
     args = parser.parse_args()
 
-    logging.disable(logging.WARNING)  # of topologies that TorchRec's factory lacks
+    logging.disable(logging.WARNING)  # TorchRec warns about its topologies
     rows, sizes = read_kernels(), read_links()
     sets = read_measured()
     models, set_models, fitted = kernel_models(rows, read_measured(SETS_APART), sets)
@@ -171,46 +179,48 @@ def main() -> None:
         "constants": {"fitted": {**fitted, **linked}, "shipped": shipped},
     }
     sections = [
-        "# Models held against published timings\n",
+        "# Cost models compared with published timings\n",
         f"`{raw['command']}`, commit {raw['commit']}, {raw['date']}, torchrec "
-        f"{raw['versions']['torchrec']}. No GPU took part: published "
-        "timings stand row by row with their sources in `benchmarks/published/`. "
-        "All errors are medians of |predicted / measured - 1|.\n",
+        f"{raw['versions']['torchrec']}. No GPU was used. The published timings and "
+        "their sources are in `benchmarks/published/`. All errors are medians of "
+        "|predicted / measured - 1|.\n",
         "## Fused kernels\n",
         kernel_table(rows, models),
-        "\nTimings of one source, card and quantity weigh as much as any other such "
-        "group in the fits, which minimise log ratios, large ones less. All published "
-        "timings of an H100 and an H200 are of kernels without pooling. *TorchRec* is "
-        "its `EmbeddingPerfEstimator`, run with the cards' memory bandwidths, and what "
-        "each cache misses as `CacheParams.stats`. A dash: "
-        "without that source or card, no timing of such kernels is left. Of caches, "
-        "one source states the size: what they miss was not checked.\n",
+        "\nThe fits minimise log ratios; large ratios weigh less. Each group of one "
+        "source, card and quantity has the same weight. All published timings of H100 "
+        "and H200 are of kernels without pooling. *TorchRec* is its "
+        "`EmbeddingPerfEstimator` with the cards' memory bandwidths, and with each "
+        "cache's misses as `CacheParams.stats`. A dash means that no timing of these "
+        "kernels is left without the source or card. Only one source states the size "
+        "of its caches, so predicted misses were not checked.\n",
         cards_md,
-        "\nMedians of timings in the card's memory; of the H200, nearly all are the "
-        "measured sets. The spread of these ratios is what "
-        f"`EstimateError` goes by: forward {spread['forward']:.2f}, backward "
-        f"{spread['backward']:.2f} (logarithms). Within one card's quantity published "
-        f"timings spread by {spread['tables']:.2f}.\n",
+        "\nMedians of timings in the card's memory. For the H200, nearly all timings "
+        "are the measured sets. `EstimateError` uses the spread of these ratios: "
+        f"forward {spread['forward']:.2f}, backward {spread['backward']:.2f} (standard "
+        "deviations of logarithms). Within one card and phase, ratios of published "
+        f"timings have a standard deviation of {spread['tables']:.2f}.\n",
         "## Sets measured on an H200\n",
         set_table(sets, set_models),
-        f"\n{len(sets.first):,} sets of 1 to 100 tables, of `benchmarks/data/"
-        f"{MEASURED.name}`: mean error / median of predicted over measured. One in "
-        f"{SETS_APART} is in the fit of *ours*; none, nor any published timing of an "
-        "H200, where it is left out; but the model got its form by these sets.\n",
-        "Published timings not used: "
+        f"\n{len(sets.first):,} sets of 1 to 100 tables from `benchmarks/data/"
+        f"{MEASURED.name}`: mean error / median of predicted over measured. The fit of "
+        f"*ours* uses every {SETS_APART}th set. The fit of *H200 left out* uses none "
+        "of them and no published timing of an H200, but the form of the model was "
+        "chosen with these sets.\n",
+        "Unused published timings: "
         + "; ".join(
             f"{n} ({why.removeprefix('not used: ')})" for why, n in unused(kernels.DATA)
         )
         + ".\n",
         "## Collectives\n",
         link_table(sizes, link_models),
-        "\nMedian error / predicted over measured. The links' effective bandwidths are "
-        "the cards' published ones, of which those of B200 and MI355X are the largest "
-        "sizes of these very tables: what is left out is start and ramp. Tables of "
-        "MI355X inside a node contradict each other by a quarter at equal sizes.\n",
+        "\nMedian error / median of predicted over measured. Bandwidths of links are "
+        "the cards' published ones. For B200 and MI355X they come from the largest "
+        "sizes of these tables, so only latency and ramp-up are tested. Tables of "
+        "MI355X in one node "
+        "differ from each other by a quarter at equal sizes.\n",
     ]
     for path in args.trace:
-        sections.append(f"## Beside the collectives of {path.name}\n")
+        sections.append(f"## Kernels during collectives in {path.name}\n")
         sections.append(f"{overlap_table(overlaps(read_trace(path)))}\n")
     sections += ["## Constants\n", constants_md]
     args.out.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")

@@ -1,26 +1,27 @@
-"""Planning time, peak memory, predicted cost and gap of planners, task by task.
+"""Compare planners by planning time, peak memory, predicted cost and gap.
 
     python benchmarks/bench_search.py --tables real_tables.json --out results/search
 
 plans each task with our planner, with TorchRec's and with the loops of NeuroShard's
-paper, each run in a process of its own, and writes `<out>.json` and `<out>.md` after
-every run. `--only 'mlperf-*/h100'` takes the tasks of these names, `--before
-earlier.json` sets plans and seconds beside those of an earlier call.
+paper. Each run has its own process. `<out>.json` and `<out>.md` are written after every
+run. `--only 'mlperf-*/h100'` selects tasks by name. `--before earlier.json` adds the
+results of an earlier call to the table.
 
-- Ours plans with every sharding type ("free"), with those that TorchRec offers, and
-  with columns or rows alone: more choices must not make a plan worse.
+- Our planner plans with every sharding type ("free"), with the types that TorchRec
+  offers by default, and with columns or rows alone. More choices must not make a plan
+  worse.
 - TorchRec's planner plans by default and with splits down to 32 columns, each with its
   default proposers and with dynamic programming.
-- NeuroShard's loops run on the same costs, table- and column-wise.
-- `--ablate` plans with every sharding type, and again without one stage of the search
-  each: what does it buy?
+- NeuroShard's loops use the same costs, table- and column-wise.
+- `--ablate` plans with every sharding type, and then without one stage of the search
+  at a time, to show the gain of each stage.
 
-Nothing is trained: milliseconds are predictions of one cost model, which prices all
-plans: a model of CPU kernels (`cpu`), or the estimate for an H100 (`h100`). Both plan
-for GPUs, since TorchRec offers row-wise sharding on GPUs only. Seconds are the
-process's CPU time, and time limits count CPU time, too: other work on the machine ends
-no search. Where a gap is not called proven, the bound is an estimate. A rival that did
-not end in time is not tried on larger tasks of the family.
+Nothing is trained. Milliseconds are predictions, and one cost model prices all plans of
+a task: a model of CPU kernels (`cpu`) or the estimate for an H100 (`h100`). Both plan
+for GPUs, since TorchRec offers row-wise sharding on GPUs only. Seconds and time limits
+are CPU time of the process, so other work on the machine ends no search. A gap that is
+not called proven uses an estimated bound. If a rival misses the time limit, it is not
+tried on larger tasks of the same family.
 """
 
 from __future__ import annotations
@@ -81,22 +82,22 @@ from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 GIB = 2**30
 NODE = 8
 RESERVED = 0.1
-"""Share of the memory that no planner may fill."""
+"""Share of the memory that planners must leave free."""
 MEMORY_SHARE = 1.5
-"""Of production tasks: memory of all ranks over the bytes of all weights, beside room
-for optimizers and buffers."""
+"""Memory of all ranks relative to all weights, in production tasks. Room for optimizers
+and buffers is added."""
 START_SECONDS = 30.0
-"""That a process may take to start, load the model and make its task."""
+"""Time that a process may take to start, load the model and make its task."""
 TOLERANCE = 1e-3
-"""A plan that is worse by no more than this share counts as equal."""
+"""Plans within this share of each other count as equal."""
 NEAR = 0.01
-"""How much longer than the last plan a plan is that the search is said to hold."""
+"""A plan within this share of the last plan counts as found."""
 CARD = "h100"
 MODELS = {"cpu": "cpu", "h100": CARD}
-"""Costs -> cost model; nodes and links are the card's in both."""
+"""Costs -> cost model. Both have the nodes and links of the card."""
 COLUMNS = ["table_wise", "column_wise"]
 OURS: dict[str, dict[str, list[str]]] = {
-    # By name: TorchRec offers grid shards to those who ask for them only.
+    # TorchRec offers grid sharding only if it is named.
     "ours, free": {"sharding_types": [t.value for t in ShardingType]},
     "ours": {},
     "ours, columns": {"sharding_types": COLUMNS},
@@ -107,7 +108,7 @@ FEWER = {
     "ours, free": ("ours", "ours, columns", "ours, rows"),
     "ours": ("ours, columns",),
 }
-"""Method -> those that allow nothing else; no plan of theirs may be better."""
+"""Method -> methods with fewer choices, whose plans must not be better."""
 TORCHREC = {
     "torchrec": (None, False),
     "torchrec, dp": (None, True),
@@ -132,17 +133,17 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "without a sharper last norm": {"descent.FINAL_POWER": 32},
     "with a quick bound": {"bound": "quick"},
 }
-"""Method -> settings of the search, and what stands in its modules instead."""
+"""Method -> changed settings of the search, or values patched into its modules."""
 PRODUCTION = ((50, 4), (100, 8), (200, 8), (1_000, 64), (2_000, 128), (10_000, 512))
-"""Tables and ranks."""
+"""Numbers of tables and ranks."""
 EXACT = ((1e8, 256, 20), (3e8, 128, 5), (1e9, 128, 1), (2e9, 64, 50), (5e9, 64, 1))
-"""Rows, width and ids per sample of huge tables."""
+"""Rows, width and ids per sample of the huge tables."""
 QUICK = "mlperf-4/*,dlrm-0/*,dlrm-1/*,production-100x8/cpu,huge-exact/h100"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """Tables of one optimizer, ranks and memory."""
+    """Tables with one optimizer, ranks, batch size and memory."""
 
     family: str
     label: str
@@ -155,7 +156,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Names the task among all."""
+        """Unique name of the task."""
         return f"{self.family}-{self.label}/{self.costs}"
 
     def shared(self, **chosen: Any) -> dict[str, Any]:
@@ -186,10 +187,10 @@ class Task:
 
 
 def make_tasks(path: Path | None) -> Iterator[Task]:
-    """Yield all tasks, small ones of a family first.
+    """Yield all tasks; the small ones of a family come first.
 
     Args:
-        path: JSON of published table sets; EMBark's are left out without it.
+        path: JSON of published table sets. None: there are no EMBark tasks.
     """
     for task in _tasks({} if path is None else load_json(path)):
         for costs in MODELS:
@@ -205,7 +206,7 @@ def _tasks(sets: Mapping[str, Sequence[TableConfig]]) -> Iterator[Task]:
         yield Task(family="embark", label=label, tables=own, ranks=16)
     plain: dict[str, Any] = {"batch_size": 512}
     for number, tables in enumerate(_papers_tables(20)):
-        # Every other task is tight: little more than the tables fits.
+        # Every second task is tight: it has little more memory than its tables need.
         tight = 1.3 * sum(t.weight_bytes for t in tables) / 8 + GIB / 4
         room = int(tight / (1 - RESERVED)) if number % 2 else 80 * GIB
         yield Task(
@@ -236,7 +237,7 @@ def _tasks(sets: Mapping[str, Sequence[TableConfig]]) -> Iterator[Task]:
 
 
 def production_tables(count: int) -> list[TableConfig]:
-    """Draw tables of the DLRM generator with production widths."""
+    """Return random tables of the DLRM generator with production widths."""
     rng = np.random.default_rng([0, count])
     pool = generate_dlrm_tables(0)
     picks = rng.choice(len(pool), count, replace=count > len(pool))
@@ -248,7 +249,7 @@ def production_tables(count: int) -> list[TableConfig]:
 
 
 def _papers_tables(count: int) -> Iterator[tuple[TableConfig, ...]]:
-    """Draw tasks as NeuroShard's benchmark does: widths of 4 to 128, powers of two."""
+    """Yield tables of random tasks like NeuroShard's: widths 4, 8, ... 128."""
     config = TaskConfig(
         world_size=8,
         batch_size=512 * 8,
@@ -268,7 +269,7 @@ def _with_optimizer(
 
 
 def tables_of(sizes: Sequence[tuple[float, int, float]]) -> tuple[TableConfig, ...]:
-    """Return tables of rows, width and ids per sample."""
+    """Return tables with these rows, widths and ids per sample."""
     return tuple(
         TableConfig(
             name=f"t{i}",
@@ -281,7 +282,7 @@ def tables_of(sizes: Sequence[tuple[float, int, float]]) -> tuple[TableConfig, .
 
 
 def _huge(rng: np.random.Generator) -> list[tuple[float, int, float]]:
-    """Draw 5 to 10 tables of 10 million to 5 billion rows."""
+    """Return the sizes of 5 to 10 random tables with 10 million to 5 billion rows."""
     return [
         (
             10 ** rng.uniform(7, np.log10(5e9)),
@@ -293,12 +294,12 @@ def _huge(rng: np.random.Generator) -> list[tuple[float, int, float]]:
 
 
 def measure(task: Task, method: str, limit: float) -> dict[str, Any]:
-    """Plan a task once; what is told of the plan.
+    """Plan a task once and return the results.
 
     Args:
-        task: To be planned.
-        method: One of `METHODS`.
-        limit: CPU seconds after which TorchRec's planner takes its best plan so far.
+        task: The task.
+        method: One of `METHODS` or `ABLATIONS`.
+        limit: CPU seconds after which TorchRec's planner returns its best plan so far.
     """
     module = build_collection(task.tables, 0.1)
     sharders: Any = [EmbeddingBagCollectionSharder()]
@@ -330,7 +331,7 @@ def measure(task: Task, method: str, limit: float) -> dict[str, Any]:
         config = SearchConfig(progress=note)
         for name, value in ABLATIONS.get(method, {}).items():
             module_name, _, constant = name.rpartition(".")
-            if module_name:  # of this process, which plans no other way
+            if module_name:  # patch this process, which runs this method only
                 own = importlib.import_module(
                     f"torchrec_neuroshard.search.{module_name}"
                 )
@@ -372,7 +373,7 @@ def _work(pipe: Connection, task: Task, method: str, limit: float) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     try:
-        # One small plan outside of the clock: imports and caches.
+        # Make one small plan first, so that imports and caches are not timed.
         small = Task(family="x", label="", tables=tables_of([(99, 8, 2)]), ranks=2)
         measure(small, method, limit)
         pipe.send(measure(task, method, limit))
@@ -382,7 +383,7 @@ def _work(pipe: Connection, task: Task, method: str, limit: float) -> None:
 
 
 def execute(task: Task, method: str, limit: float) -> dict[str, Any]:
-    """Plan in a process of its own, which is ended some time after the limit."""
+    """Return the results of a new process, which is killed well after the limit."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(theirs, task, method, limit))
@@ -394,7 +395,7 @@ def execute(task: Task, method: str, limit: float) -> dict[str, Any]:
         "family": task.family,
         "size": len(task.tables) * task.ranks,
     }
-    late = {"failed": f"not done in {limit:g} s", "is_late": True}
+    late = {"failed": f"not finished in {limit:g} s", "is_late": True}
     try:
         # Other work on the machine may take half of the processor.
         row |= ours.recv() if ours.poll(2 * limit + START_SECONDS) else late
@@ -407,7 +408,7 @@ def execute(task: Task, method: str, limit: float) -> dict[str, Any]:
 
 
 def too_slow(task: Task, method: str, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a rival did not end on a smaller task of the family."""
+    """Return whether a rival missed the limit on a smaller task of the family."""
     return method not in {*OURS, *ABLATIONS} and any(
         row["method"] == method
         and row["family"] == task.family
@@ -418,7 +419,7 @@ def too_slow(task: Task, method: str, rows: Sequence[Mapping[str, Any]]) -> bool
 
 
 def gap_of(row: Mapping[str, Any]) -> str:
-    """Say how far a plan is above its bound."""
+    """Return how far a plan is above its bound, as text."""
     if not row.get("bound_ms"):
         return "-"
     proven = " proven" * row["bound_is_proven"]
@@ -426,14 +427,14 @@ def gap_of(row: Mapping[str, Any]) -> str:
 
 
 def outside_search(row: Mapping[str, Any]) -> str:
-    """Return the CPU seconds of `plan()` that no search took; "-" of rivals."""
+    """Return the CPU seconds of `plan()` outside the search; "-" for rivals."""
     if "search_seconds" not in row:
         return "-"
     return f"{row['seconds'] - row['search_seconds']:.2f}"
 
 
 def seconds_to_hold(row: Mapping[str, Any]) -> str:
-    """Say when the search held a plan nearly as good as its last."""
+    """Return the time at which the search had a plan nearly as good as its last."""
     curve = row.get("progress")
     if not curve:
         return "-"
@@ -442,7 +443,7 @@ def seconds_to_hold(row: Mapping[str, Any]) -> str:
 
 
 def losses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say where ours is worse than TorchRec's, or than with fewer choices."""
+    """Return tasks on which our plan is worse than TorchRec's or with fewer choices."""
     found = []
     for task in dict.fromkeys(r["task"] for r in rows):
         ms = {r["method"]: r.get("ms", math.inf) for r in rows if r["task"] == task}
@@ -458,10 +459,10 @@ def losses(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def ablation(known: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
-    """Return what stages of the search buy, as a table; empty where none was left out.
+    """Return the gain of each stage of the search as a table; empty without ablations.
 
     Args:
-        known: Runs that ended, by method and task.
+        known: Method and task -> finished run.
     """
     cells = []
     for method in ABLATIONS:
@@ -483,7 +484,7 @@ def ablation(known: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
                     f"{mean(took):.2f}",
                 ]
             )
-    head = (f"over `{WHOLE}`", "tasks", "ms, mean", "worst", "search's seconds, mean")
+    head = (f"relative to `{WHOLE}`", "tasks", "ms", "worst ms", "search seconds")
     return table(head, cells) if cells else ""
 
 
@@ -492,12 +493,12 @@ def page(
     rows: Sequence[Mapping[str, Any]],
     before: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Return the results as a page.
+    """Return the results as a page of Markdown.
 
     Args:
-        settings: What the run says of itself.
-        rows: Of all runs.
-        before: Of an earlier call.
+        settings: Description of the call.
+        rows: Results of all runs.
+        before: Results of an earlier call.
     """
     known = {(r["method"], r["task"]): r for r in rows if "failed" not in r}
     base = "ours" if any(method == "ours" for method, _ in known) else WHOLE
@@ -512,7 +513,7 @@ def page(
         old = earlier.get((row["task"], row["method"]))
         if old:
             ratios.append(row["ms"] / old["ms"])
-        fallback = " (the search found none)" * bool(row.get("fallback"))
+        fallback = " (the search found no plan)" * bool(row.get("fallback"))
         cells.append(
             [
                 row["task"],
@@ -533,14 +534,14 @@ def page(
         "task",
         "method",
         "ms",
-        "over ours",
+        "relative to ours",
         "gap",
         "`plan()` CPU s",
-        "of it outside the search",
-        f"within {NEAR:.0%} after s",
-        "MiB more",
+        "of that outside the search",
+        f"s to {NEAR:.0%} of the last plan",
+        "added MiB",
         "tables by type and kernel",
-        "over before",
+        "relative to before",
         "s before",
     )
     mean = f"{statistics.geometric_mean(ratios):.4f}" if ratios else "-"
@@ -550,8 +551,8 @@ def page(
             str(__doc__),
             table(head, cells),
             ablation(known),
-            f"Plans over those before, geometric mean of {len(ratios)}: {mean}.",
-            f"## Worse by more than {TOLERANCE:.1%}, or no plan",
+            f"Relative to before, geometric mean of {len(ratios)}: {mean}.",
+            f"## Ours worse by more than {TOLERANCE:.1%}, or without a plan",
             "\n".join(losses(rows)) or "None.",
             f"```json\n{json.dumps(settings, indent=1)}\n```\n",
         )
@@ -559,20 +560,30 @@ def page(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan the tasks that are asked for."""
+    """Plan the selected tasks."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--tables", type=Path, help="JSON of published table sets")
-    parser.add_argument("--only", default="*", help="names of tasks, by commas")
-    parser.add_argument("--quick", action="store_true", help="some tasks")
     parser.add_argument(
-        "--methods", nargs="+", default=METHODS, choices=[*METHODS, *ABLATIONS]
+        "--only", default="*", help="patterns of task names, with commas"
+    )
+    parser.add_argument("--quick", action="store_true", help="run a few tasks")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=METHODS,
+        choices=[*METHODS, *ABLATIONS],
+        help="planners to run",
     )
     parser.add_argument(
-        "--ablate", action="store_true", help="leave stages out in turn"
+        "--ablate", action="store_true", help="leave out one stage at a time"
     )
-    parser.add_argument("--limit", type=float, default=120.0, help="CPU s, of a run")
-    parser.add_argument("--before", type=Path, help="JSON of a call to compare with")
-    parser.add_argument("--out", type=Path, required=True, help="path without suffix")
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="CPU seconds of a run"
+    )
+    parser.add_argument("--before", type=Path, help="JSON of an earlier call")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="path of the results, without suffix"
+    )
     options = parser.parse_args(arguments)
     before = json.loads(options.before.read_text())["rows"] if options.before else []
     settings = {**describe_run(), "limit": options.limit}

@@ -1,14 +1,14 @@
-"""Train the plans of TorchRec's planner and of ours in turn; predicted beside measured.
+"""Train TorchRec's plan and ours in turn, and compare predicted with measured times.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/race_plans.py
     torchrun --nproc-per-node 8 benchmarks/race_plans.py --max-rows 40000000 \\
         --batch-size 8192                                    # eight GPUs, NCCL
 
-The tables are MLPerf DLRM-v2's, with rows capped at --max-rows and multi-hot counts
-kept. Both planners get the same topology, memory, batch size, pooling factors, sharding
-types and narrowest shard. Both plans are trained from the same weights on the same
-batches, in rounds of changing order (A B, B A, ...), so that a machine whose speed
-drifts is fair to both. README.md says what is measured, and how.
+The tables are those of MLPerf DLRM-v2, with at most --max-rows rows each and all ids
+per sample. Both planners get the same topology, memory, batch size, pooling factors,
+sharding types and narrowest shard. Both plans are trained from the same weights on the
+same batches. The order changes from round to round (A B, B A, ...), so a machine whose
+speed drifts is fair to both. README.md explains the measurements.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ SCHEMA_VERSION = 2
 RACERS = (BEST_PRACTICE, OURS)
 WARM_UP = 2
 MAX_WARNINGS = 3
-"""Shown; the results hold all."""
+"""Number of warnings to print. The results hold all."""
 BACKENDS = {"auto": "auto", "cpu": "gloo", "cuda": "nccl"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RaceConfig:
-    """What to train and how long; each field is an option of the same name."""
+    """Options of the race: each field is an option with the same name."""
 
-    device: str = option("auto", "cpu, cuda, or auto: cuda where every rank has a GPU")
+    device: str = option("auto", "cpu, cuda, or auto: cuda if every rank has a GPU")
     cost_model: str = option("auto", "auto, a bundle's name, or its folder")
-    max_rows: int = option(100_000, "most rows of a table; the published most is 40 M")
-    embedding_dim: int = option(128, "columns of every table; 128 is published")
+    max_rows: int = option(100_000, "most rows of a table; published: 40 M")
+    embedding_dim: int = option(128, "columns of every table; published: 128")
     batch_size: int = option(1_024, "samples per rank")
     min_partition: int = option(32, "narrowest column shard, for both planners")
-    pairs: int = option(8, "rounds, in each of which both plans are trained")
+    pairs: int = option(8, "rounds; each trains both plans")
     block_iterations: int = option(8, "timed iterations per plan and round")
-    learning_rate: float = option(0.05, "of tables and dense layers")
+    learning_rate: float = option(0.05, "learning rate of tables and dense layers")
     all_to_all_gb_per_s: float = option(
-        0.0, "bandwidth to plan with; 0 measures it, or takes measured collectives"
+        0.0, "bandwidth to plan with; 0: use measured collectives, or measure it"
     )
-    seed: int = option(0, "makes weights, ids and clicks")
-    output: str = option("demo.json", "where the results are written")
+    seed: int = option(0, "seed of weights, ids and clicks")
+    output: str = option("demo.json", "file for the results")
 
     def __post_init__(self) -> None:
         if self.device not in BACKENDS:
-            raise RunError(f"--device is auto, cpu or cuda, not '{self.device}'")
+            raise RunError(f"--device must be auto, cpu or cuda, got '{self.device}'")
         for name in ("max_rows", "batch_size", "pairs", "block_iterations"):
             if getattr(self, name) < 1:
                 raise RunError(
@@ -83,7 +83,7 @@ class RaceConfig:
 
 
 def median_step_ms(step: Callable[[], object], ranks: Ranks) -> float:
-    """Median time of a step that all ranks do together [ms], the slowest rank's."""
+    """Return the median time of a step of all ranks, on the slowest rank [ms]."""
     times = []
     for _ in range(9):
         dist.barrier(group=ranks.control)
@@ -98,9 +98,9 @@ def median_step_ms(step: Callable[[], object], ranks: Ranks) -> float:
 def measure_all_to_all(
     tables: Sequence[TableConfig], batch_size: int, ranks: Ranks
 ) -> float:
-    """Bandwidth of the pooled outputs' all-to-all [GB/s], the slowest rank's.
+    """Return the slowest rank's bandwidth in the pooled outputs' all-to-all [GB/s].
 
-    Bytes that stay on a rank are not counted, but where there is one rank alone.
+    Bytes that stay on a rank do not count, unless there is only one rank.
     """
     part = batch_size * sum(t.embedding_dim for t in tables) // ranks.world_size
     sent = torch.zeros(part * ranks.world_size, device=ranks.device)
@@ -110,7 +110,7 @@ def measure_all_to_all(
 
 
 def measure_memory(ranks: Ranks) -> float:
-    """Bandwidth of a GPU's memory by a large copy [GB/s], the slowest rank's."""
+    """Return the slowest rank's memory bandwidth in a large copy [GB/s]."""
     source = torch.zeros(2**28, device=ranks.device)
     target = torch.empty_like(source)
     once_ms = median_step_ms(lambda: target.copy_(source), ranks)
@@ -120,7 +120,7 @@ def measure_memory(ranks: Ranks) -> float:
 def find_comms_model(
     config: RaceConfig, ranks: Ranks, link_gb_per_s: float
 ) -> CommsModel:
-    """Return the bundle's measured collectives, or what one bandwidth says."""
+    """Return the bundle's measured collectives, or a model of one bandwidth."""
     if not config.all_to_all_gb_per_s:
         known = load_comms_model(
             config.cost_model,
@@ -140,7 +140,7 @@ def find_comms_model(
 
 
 def shards_of(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
-    """Table name -> sharding type and shards, from TorchRec's own plan."""
+    """Return table name -> sharding type and shards of a plan."""
     return {
         name: {
             "sharding_type": sharding.sharding_type,
@@ -157,7 +157,7 @@ def shards_of(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
 
 
 def judge(entry: dict[str, Any], speeds: Sequence[float]) -> dict[str, Any]:
-    """Medians over all rounds, by the clock and in the cost model's milliseconds."""
+    """Return medians over all rounds: wall clock, and corrected for the speed."""
     rounds = entry["rounds"]
     clock = [1.0] * len(rounds)
     judged = {}
@@ -175,7 +175,7 @@ def judge(entry: dict[str, Any], speeds: Sequence[float]) -> dict[str, Any]:
 
 
 def speedup(stock: dict[str, Any], ours: dict[str, Any], what: str) -> dict[str, float]:
-    """How many times faster ours is: median over the rounds, and its quartiles."""
+    """Return our speed-up: median over the rounds, and its quartiles."""
     ratios = [
         statistics.median(theirs[what]) / statistics.median(mine[what])
         for theirs, mine in zip(stock["rounds"], ours["rounds"], strict=True)
@@ -190,7 +190,7 @@ def speedup(stock: dict[str, Any], ours: dict[str, Any], what: str) -> dict[str,
 
 
 def table_lines(results: dict[str, Any]) -> list[str]:
-    """Both plans, a line per table."""
+    """Return a table of both plans, with one line per table."""
     lines = [
         f"{'table':<10}{'rows':>11}{'ids/sample':>11}{'distinct':>10}  "
         f"{BEST_PRACTICE + ' (rank:width)':<28}{OURS} (rank:width)"
@@ -211,7 +211,7 @@ def table_lines(results: dict[str, Any]) -> list[str]:
 
 
 def planner_lines(name: str, entry: dict[str, Any]) -> list[str]:
-    """One planner's predicted and measured times."""
+    """Return the predicted and measured times of one planner."""
     predicted, warned = entry["predicted"], entry.get("warnings", ())
     said = {**predicted["phases_ms"], "embedding": predicted["embedding_ms"]}
     lines = [
@@ -219,10 +219,10 @@ def planner_lines(name: str, entry: dict[str, Any]) -> list[str]:
         *(f"  warning: {text}" for text in warned[:MAX_WARNINGS]),
     ]
     if len(warned) > MAX_WARNINGS:
-        lines.append(f"  ... and {len(warned) - MAX_WARNINGS} warnings more")
+        lines.append(f"  ... and {len(warned) - MAX_WARNINGS} more warnings")
     if entry.get("fallback"):
-        lines.append(f"  fell back: {entry['fallback']}")
-    lines.append(f"  {'[ms]':<14}{'predicted':>10}{'measured':>10}{'by the clock':>14}")
+        lines.append(f"  fallback: {entry['fallback']}")
+    lines.append(f"  {'[ms]':<14}{'predicted':>10}{'measured':>10}{'wall clock':>14}")
     for what, times in entry["judged"].items():
         shown = f"{said[what]:>10.2f}" if what in said else f"{'':>10}"
         lines.append(
@@ -236,7 +236,7 @@ def planner_lines(name: str, entry: dict[str, Any]) -> list[str]:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Everything in the results that a reader wants to see first."""
+    """Return the main results as text."""
     where, config = results["hardware"], results["config"]
     model = results["cost_model"]
     lines = [
@@ -246,8 +246,8 @@ def report(results: dict[str, Any]) -> str:
         f"{where['device']}, {results['backend']}; torch {where['torch']}, fbgemm "
         f"{where['fbgemm']}, torchrec {results['versions']['torchrec']}",
         f"cost model '{model['name']}' ({model['source']}, {model['hardware']})",
-        f"all-to-all {results['all_to_all_gb_per_s']:.2f} GB/s; collectives predicted "
-        f"as {model['comms_source']}",
+        f"all-to-all {results['all_to_all_gb_per_s']:.2f} GB/s; collectives: "
+        f"{model['comms_source']}",
         "",
         *table_lines(results),
     ]
@@ -266,7 +266,7 @@ def report(results: dict[str, Any]) -> str:
 def make_desk(
     config: RaceConfig, ranks: Ranks, tables: Sequence[TableConfig]
 ) -> tuple[PlanningDesk, dict[str, Any]]:
-    """Return both planners, and what the results say of the facts that they got."""
+    """Return both planners, and their inputs for the results."""
     link_gb_per_s = config.all_to_all_gb_per_s or measure_all_to_all(
         tables, config.batch_size, ranks
     )
@@ -283,7 +283,7 @@ def make_desk(
     if memory_gb_per_s is not None:
         topology["hbm_mem_bw"] = memory_gb_per_s * 1e6
     with warnings.catch_warnings():
-        if ranks.rank:  # rank 0 says it for all
+        if ranks.rank:  # rank 0 warns for all
             warnings.simplefilter("ignore")
         cost_model = load_cost_model(
             config.cost_model,
@@ -326,7 +326,7 @@ def make_desk(
 
 
 def run(config: RaceConfig, ranks: Ranks) -> None:
-    """Plan twice, train both plans in turn, report."""
+    """Make both plans, train them in turn, write and print the results."""
     start = time.perf_counter()
     tables = mlperf_dlrm_v2(config.max_rows, config.embedding_dim)
     batches = draw_batches(
@@ -398,8 +398,8 @@ def run(config: RaceConfig, ranks: Ranks) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the race; the exit code."""
-    # Notices about TorchRec's and torch's own internals, which no reader can act on.
+    """Run the race and return the exit code."""
+    # Hide notices of TorchRec and torch about their internals.
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")

@@ -1,8 +1,8 @@
-"""Takes the documentation's pictures of the report's page, light and dark.
+"""Take the documentation's screenshots of the report page, light and dark.
 
     python benchmarks/screenshots.py docs/images
 
-The pages are those of the README's first command; Chromium must be there.
+The page is that of the README's first command. Chromium must be installed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness.browser import open_page
 from torchrec_neuroshard.cli import main as neuroshard
 
 _SIZES = {"plan": (1100, 1480), "comparison": (1100, 765)}
-"""Page -> width and height of its picture."""
+"""Page -> width and height of its screenshot."""
 
 
 def main(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""On one machine with several GPUs: plan with each planner, train, compare.
+"""Compare planners on a machine with several GPUs: plan, train, measure.
 
     neuroshard calibrate --out my_bundle
     torchrun --nproc-per-node 8 -m torchrec_neuroshard collect comms \\
@@ -7,14 +7,15 @@
     torchrun --standalone --nproc-per-node 8 benchmarks/torchrun_multi_gpu.py \\
         --cost-model my_bundle --out benchmarks/results/multi_gpu_8xh100
 
-1. Each planner plans MLPerf DLRM-v2, scaled to the ranks' memory, and a model of tables
-   of the DLRM dataset. The bundle's predictions judge all plans.
+1. Each planner plans MLPerf DLRM-v2, scaled to the ranks' memory, and a model with
+   tables of the DLRM dataset. The bundle predicts the times of all plans.
 2. Every plan is trained under `DistributedModelParallel`, from the same weights and on
-   the same batches, in rounds of changing order. A plan that fails drops out.
-3. `<out>.json` (raw) and `<out>.md` compare what was predicted with what was measured;
-   they are written after every training. `<out>_plans/` holds the plans.
+   the same batches, in rounds of changing order. A plan that fails is left out of later
+   rounds.
+3. `<out>.json` (raw) and `<out>.md` compare predicted with measured times. They are
+   written after every training. `<out>_plans/` holds the plans.
 
-For CPUs: `--backend gloo`.
+On CPUs, use `--backend gloo`.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ from torchrec_neuroshard.plans.plan_files import save_plan
 from torchrec_neuroshard.tables.mlperf import MLPERF_MAX_ROWS, mlperf_dlrm_v2
 
 FIRST_STEPS = 3
-"""Losses of so many iterations must agree over plans, with SGD; with row-wise Adagrad,
-which keeps a state per shard, that of the first."""
+"""Iterations whose losses must be equal in all plans with SGD. With row-wise Adagrad,
+which keeps a state per shard, only the first loss must."""
 LOSS_TOLERANCE = 1e-4
 _GIB = 2**30
 Entry = dict[str, Any]
@@ -66,36 +67,42 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """What to run; each field is an option of the same name."""
+    """Options of the run: each field is an option with the same name."""
 
     out: str = option("", "path of the results, without suffix")
-    backend: str = option("auto", "nccl, gloo, or auto: nccl where there are GPUs")
-    cost_model: str = option("", "name or folder of a bundle with these collectives")
-    workloads: str = option("mlperf,dlrm", "which models")
-    planners: str = option(",".join(PLANNERS), "which planners")
+    backend: str = option("auto", "nccl, gloo, or auto: nccl if there are GPUs")
+    cost_model: str = option(
+        "", "name or folder of a bundle with collectives of this backend"
+    )
+    workloads: str = option("mlperf,dlrm", "models to train")
+    planners: str = option(",".join(PLANNERS), "planners to run")
     batch_size: int = option(8192, "samples per rank", 64)
     max_rows: int = option(MLPERF_MAX_ROWS, "most rows of a table", 2_000)
-    memory_share: float = option(0.5, "of the ranks' free memory, for the tables")
+    memory_share: float = option(0.5, "share of the ranks' free memory for tables")
     num_tables: int = option(100, "tables of the DLRM-dataset model", 12)
-    rounds: int = option(5, "times that every plan is trained", 2)
-    warm_up: int = option(5, "iterations before those timed, per round", 1)
-    iterations: int = option(30, "iterations timed, per round", 4)
-    phase_iterations: int = option(10, "iterations whose phases are timed", 2)
-    timeout: float = option(600.0, "a rank that is silent for so long has failed [s]")
-    seed: int = option(0, "makes tables, batches and weights")
+    rounds: int = option(5, "rounds; each trains every plan", 2)
+    warm_up: int = option(5, "untimed iterations per round", 1)
+    iterations: int = option(30, "timed iterations per round", 4)
+    phase_iterations: int = option(10, "iterations with timed phases per round", 2)
+    timeout: float = option(
+        600.0, "a rank that is silent for so many seconds has failed"
+    )
+    seed: int = option(0, "seed of tables, batches and weights")
 
     def __post_init__(self) -> None:
         for name in ("out", "cost_model"):
             if not getattr(self, name):
                 raise RunError(f"--{name.replace('_', '-')} is missing")
         if self.backend not in ("auto", "nccl", "gloo"):
-            raise RunError(f"--backend is nccl, gloo or auto, not '{self.backend}'")
+            raise RunError(
+                f"--backend must be nccl, gloo or auto, got '{self.backend}'"
+            )
         known = {"planners": set(PLANNERS), "workloads": {"mlperf", "dlrm"}}
         for name, values in known.items():
             if unknown := set(getattr(self, name).split(",")) - values:
                 raise RunError(
-                    f"--{name} knows no {', '.join(sorted(unknown))}; known: "
-                    f"{', '.join(sorted(values))}"
+                    f"unknown {name} in --{name}: {', '.join(sorted(unknown))}; "
+                    f"known: {', '.join(sorted(values))}"
                 )
         if not 0 < self.memory_share <= 1 or self.rounds < 1:
             raise RunError(
@@ -106,24 +113,24 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Tables to train."""
+    """A model to train."""
 
     name: str
     tables: tuple[TableConfig, ...]
     exact_steps: int
-    """Iterations whose losses no plan changes, but for the order of additions."""
+    """Iterations whose losses are equal in all plans, up to rounding."""
 
 
 def table_bytes(tables: Sequence[TableConfig]) -> int:
-    """Weights and the state of row-wise Adagrad."""
+    """Return the bytes of weights and of row-wise Adagrad's state."""
     return sum(t.weight_bytes + 4 * t.num_embeddings for t in tables)
 
 
 def make_workloads(config: RunConfig, memory_bytes: int) -> Iterator[Workload]:
-    """Yield the models, scaled to what all ranks have together."""
+    """Yield the models, scaled to the memory of all ranks together."""
 
     def fitting(make: Callable[[int], tuple[TableConfig, ...]]) -> Any:
-        """The tables with the most rows that fit."""
+        """Return the tables with the most rows that fit."""
         low, high = 1, config.max_rows
         while low < high:
             middle = (low + high + 1) // 2
@@ -161,10 +168,10 @@ def make_workloads(config: RunConfig, memory_bytes: int) -> Iterator[Workload]:
 def make_desk(
     workload: Workload, memory_bytes: int, config: RunConfig, ranks: Ranks
 ) -> tuple[PlanningDesk, CommsModel]:
-    """Return the planners of a workload, and the collectives that they go by.
+    """Return the planners of a workload, and their model of collectives.
 
     Raises:
-        RunError: The bundle holds no collectives of these ranks.
+        RunError: The bundle has no collectives for these ranks.
     """
     comms_model = load_comms_model(
         config.cost_model,
@@ -174,15 +181,15 @@ def make_desk(
     )
     if comms_model is None:
         raise RunError(
-            f"'{config.cost_model}' holds no collectives over {ranks.backend}; "
-            "measure them with neuroshard collect comms, then neuroshard train"
+            f"'{config.cost_model}' has no measured collectives of {ranks.backend}; "
+            "run 'neuroshard collect comms' and 'neuroshard train'"
         )
     profiles = ranks.on_first(
         lambda: profile_tables(
             workload.tables, config.batch_size, config.seed, ranks.world_size
         )
     )
-    # Measured bandwidths for TorchRec's estimate, in its bytes per millisecond.
+    # TorchRec's estimate gets measured bandwidths, in bytes per millisecond.
     links = COMMS_BUNDLE.read_info(source_folder(config.cost_model))
     inter_gb_per_s = links.inter_gb_per_s or links.intra_gb_per_s
     topology = {
@@ -205,7 +212,7 @@ def make_desk(
 
 
 class Comparison:
-    """Plans of one workload: made, and trained in turn."""
+    """Makes all plans of one workload and trains them in turn."""
 
     def __init__(
         self,
@@ -215,14 +222,14 @@ class Comparison:
         ranks: Ranks,
         data: dict[str, Any],
     ) -> None:
-        """Take what is trained.
+        """Take the model and prepare the planners.
 
         Args:
-            workload: The tables.
-            memory_bytes: Of each rank.
-            config: How long.
-            ranks: All of them.
-            data: The results; this workload's are added.
+            workload: The model.
+            memory_bytes: Memory of each rank.
+            config: The options.
+            ranks: This process's view of all ranks.
+            data: The results. Those of this workload are added.
         """
         self._workload, self._config, self._ranks = workload, config, ranks
         self._data = data
@@ -248,7 +255,7 @@ class Comparison:
         }
 
     def make_plans(self) -> None:
-        """Plan with every planner."""
+        """Make a plan with every planner."""
         for name in self._config.planners.split(","):
             try:
                 self._plans[name], entry = self._ranks.on_first(
@@ -261,7 +268,7 @@ class Comparison:
             self._entries[name] = entry
 
     def _plan(self, name: str) -> tuple[ShardingPlan, Entry]:
-        """Plan, store the plan, and tell of it."""
+        """Return a plan and its entry in the results, after saving the plan."""
         plan, planner, entry = self._desk.plan(name)
         path = Path(f"{self._config.out}_plans", f"{self._workload.name}_{name}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,7 +276,7 @@ class Comparison:
         return plan, {**entry, "plan": path.name, "rounds": []}
 
     def train(self) -> None:
-        """Train the plans round by round; a plan that fails drops out."""
+        """Train the plans round by round; leave out a plan after it fails."""
         for number in range(self._config.rounds):
             for name in take_turns(list(self._entries), number):
                 if "failed" not in self._entries[name]:
@@ -299,9 +306,9 @@ class Comparison:
             return
         entry["rounds"].append(result.to_json())
         self._tell(
-            f"{name}: predicted {entry['predicted']['embedding_ms']:.2f} ms, embedding "
-            f"{statistics.median(result.embedding_ms):.2f}, iteration "
-            f"{statistics.median(result.iteration_ms):.2f} ms by the clock"
+            f"{name}: embedding predicted {entry['predicted']['embedding_ms']:.2f} ms, "
+            f"measured {statistics.median(result.embedding_ms):.2f} ms; iteration "
+            f"{statistics.median(result.iteration_ms):.2f} ms wall-clock time"
         )
 
     def _tell(self, text: str) -> None:
@@ -310,11 +317,11 @@ class Comparison:
 
 
 def judge(workload: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the report shows of each planner that was trained.
+    """Return the figures of each trained planner for the report.
 
-    Times are medians over all rounds. On CPUs, whose speed drifts, a round's times are
-    brought to the cost model's unit by the reference set beside all plans of the round.
-    Ratios are of the same round, hence of the same speed.
+    Times are medians over all rounds. The speed of CPUs drifts, so a round's times are
+    scaled to the cost model's unit by the reference set, which is timed with every plan
+    of the round. Ratios compare plans in the same round, at the same speed.
     """
     trained = {n: e for n, e in workload["planners"].items() if e["rounds"]}
     if not trained:
@@ -351,7 +358,7 @@ def _judge_one(
     speeds: Sequence[float],
     exact_steps: int,
 ) -> dict[str, Any]:
-    """Judge a plan beside stock's rounds, if there are any, and the first plan's."""
+    """Return a plan's figures, compared with stock's rounds and the first plan's."""
 
     def scaled(*keys: str) -> float:
         take = functools.partial(functools.reduce, operator.getitem, keys)
@@ -385,7 +392,7 @@ def _judge_one(
 
 
 def write(data: dict[str, Any], out: Path) -> None:
-    """Write the results, each file whole."""
+    """Write the results; a file is never half written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     texts = {".json": json.dumps(data, indent=1) + "\n", ".md": report(data)}
     for suffix, text in texts.items():
@@ -395,7 +402,7 @@ def write(data: dict[str, Any], out: Path) -> None:
 
 
 def report(data: dict[str, Any]) -> str:
-    """The comparison in Markdown."""
+    """Return the comparison in Markdown."""
     where, costs, run = data["hardware"], data["cost_model"], data["config"]
     parts = [
         f"# Plans trained on real ranks: {data['world_size']} x {where['device']} over "
@@ -403,8 +410,8 @@ def report(data: dict[str, Any]) -> str:
     ]
     if data["dry_run"]:
         parts.append(
-            "**A dry run on CPUs with tiny models: it shows that every step works and "
-            "says nothing of GPUs or of which planner is better.**"
+            "**A dry run on CPUs with tiny models. It shows that every step works, but "
+            "not which planner is better, and nothing about GPUs.**"
         )
     parts += [
         f"`{data['command']}`, {data['date']}, commit {data['commit']}; torch "
@@ -425,12 +432,12 @@ def report(data: dict[str, Any]) -> str:
             _phases_table(workload["planners"], judged),
         ]
     parts.append(
-        "Predicted: the critical path of the embedding part by the cost model, the "
-        "same for all planners. Measured: medians over all rounds; `embedding` from "
-        "the last rank's start to the last rank's end, the device waited for at each "
-        "phase; `iteration` without such waits, dense part included. Ratios are "
-        "medians over rounds (least to most); below 1 is faster. Raw figures: the "
-        "JSON file of the same name."
+        "Predicted: the critical path of the embedding part by one cost model for all "
+        "planners. Measured: medians over all rounds. `embedding` lasts from the last "
+        "rank's start to the last rank's end, with a device synchronisation at each "
+        "phase. `iteration` has no such synchronisation and includes the dense part. "
+        "Ratios are medians over rounds (minimum to maximum); below 1 is faster. Raw "
+        "figures are in the JSON file of the same name."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -481,7 +488,7 @@ def _spread(ratios: Sequence[float]) -> str:
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Plan, train and compare."""
+    """Plan, train and compare all workloads."""
     folder = source_folder(config.cost_model)
     data: dict[str, Any] = {
         **describe_run(ranks.device, "torchrun"),
@@ -498,7 +505,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         "workloads": {},
     }
     free = ranks.free_bytes()
-    # The fullest rank has more than the mean, and TorchRec counts inputs and outputs.
+    # The fullest rank holds more than the mean, and TorchRec counts inputs and outputs.
     total = int(free * (1 - RESERVED) * config.memory_share) * ranks.world_size
     for workload in make_workloads(config, total):
         comparison = Comparison(workload, free, config, ranks, data)
@@ -509,17 +516,17 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; the exit code."""
+    """Run the comparison and return the exit code."""
     warnings.simplefilter("ignore")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     try:
         config = read_options(RunConfig, arguments, __doc__ or "")
         backend = config.backend
         if backend == "auto" and torch.cuda.is_available():
-            backend = "nccl"  # a comparison goes to the CPU only when it is told to
+            backend = "nccl"  # use the CPU only if it is asked for
         ranks = Ranks(backend, config.timeout)
         if ranks.world_size < 2:
-            raise RunError("one rank has nothing to place; start at least two")
+            raise RunError("one rank leaves nothing to place; start at least two ranks")
         run(config, ranks)
     except (RunError, NeuroShardError) as error:
         print(f"rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The race of TorchRec's plan and ours, on ranks that talk over gloo."""
+"""The race of TorchRec's plan against ours, on gloo ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_both_plans_train_the_same_model(tmp_path: Path, num_ranks: int) -> None
     options += ["--block-iterations", "3"]
     out = torchrun(num_ranks, race_plans.__file__, *options, folder=tmp_path)
     results = json.loads((tmp_path / "demo.json").read_text())
-    assert out.count("wrote demo.json") == 1  # one rank speaks
+    assert out.count("wrote demo.json") == 1  # only rank 0 prints
     assert race_plans.report(results) in out
     profile = results["tables"][20]["profile"]
-    assert profile["batch_size"] == num_ranks * BATCH  # what all ranks read
+    assert profile["batch_size"] == num_ranks * BATCH  # the batch of all ranks
     stock, ours = (results["planners"][n] for n in (BEST_PRACTICE, OURS))
     for one, other in zip(stock["rounds"], ours["rounds"], strict=True):
         # Same weights and batch: equal but for the order of additions. Later, row-wise

@@ -1,4 +1,4 @@
-"""The comparison of planners on several ranks, on two that talk over gloo."""
+"""The comparison of planners on several ranks, run on two gloo ranks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ def test_every_plan_is_predicted_trained_and_told(tmp_path: Path) -> None:
         assert len(trained["iteration_ms"]) == data["config"]["iterations"]
         for name, values in trained["phases_ms"].items():
             assert min(values) > 0, name
-        # Replicas are held by all ranks, other tables once; state is not counted.
+        # Replicas are on all ranks, other tables once; optimizer state is not counted.
         assert sum(trained["weight_bytes"]) > 0.8 * total * 2**30
         losses.append(trained["losses"])
         assert (tmp_path / "run_plans" / entry["plan"]).exists()
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # no plan changes them
+    assert losses[1] == pytest.approx(
+        losses[0], rel=1e-5
+    )  # both plans have the same losses
     assert len(set(losses[0])) > 1  # it learns
     text = out.with_suffix(".md").read_text()
     assert "A dry run on CPUs" in text
