@@ -254,7 +254,7 @@ class PlanReport(Report):
         return [str(fact) for fact in facts if fact]
 
     def _facts(self) -> list[str]:
-        """Return stage, uncertainty, averaging of weights and pipeline, in sentences."""
+        """Return stage, uncertainty, averaging and pipeline, in sentences."""
         if not self.is_costed:
             return []
         kind = "the cost model's nets differ by"
