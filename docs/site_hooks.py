@@ -1,4 +1,4 @@
-"""Take what pages link to outside of `docs/` into the site."""
+"""Copy files outside `docs/` that pages link to into the site."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ OUTSIDE = "outside"
 _KINDS = {".py": "python", ".sh": "bash"}
 _HIDDEN = InclusionLevel.NOT_IN_NAV
 _LINK = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
-"""A link of Markdown to a file beside `docs/`."""
+"""A Markdown link to a file outside `docs/`."""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add every file that some page links to; pages of results are shown as they are.
+    """Add a copy of every file that a page links to.
 
     Raises:
-        FileNotFoundError: A page links to a file that there is not.
+        FileNotFoundError: A page links to a file that does not exist.
     """
     wanted: set[str] = set()
     for file in list(files.documentation_pages()):
@@ -35,7 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
                 f"# {path}\n\n```{_KINDS[source.suffix]}\n{source.read_text()}\n```\n"
             )
         else:
-            # What a copied page links to and shows stays where the sources are.
+            # Links and images of a copied page would be broken here.
             linked = r"!?\[([^\]]*)\]\((?!https?:)[^)]*\)"
             text = re.sub(linked, r"\1", source.read_text())
         copy = File.generated(config, _place(path), content=text, inclusion=_HIDDEN)
@@ -44,13 +44,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Send links that leave `docs/` to the copies."""
+    """Point links that leave `docs/` to the copies."""
     if page.file.src_uri.startswith(OUTSIDE):
         return markdown
     return _LINK.sub(lambda m: f"]({_place(m[1])}{m[2] or ''})", markdown)
 
 
 def _place(path: str) -> str:
-    """Return where the copy of a file lies in the site."""
+    """Return the path of a file's copy in the site."""
     path = path.rstrip("/")
     return f"{OUTSIDE}/{path}" if path.endswith(".md") else f"{OUTSIDE}/{path}.md"

@@ -1,4 +1,4 @@
-"""Every Python block of the pages runs, in the order in which a reader meets them."""
+"""The Python blocks of every page run, in the page's order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NAMES = ("user", "item", "shop")
 NO_GROUP = ("groups", "rehearse", "tutorial_memory")
-"""Pages for a process without a process group."""
+"""Pages whose blocks need a process without a process group."""
 LAUNCHED = ("tutorial_training",)
 """Pages whose first block is a script that torchrun starts."""
 
@@ -43,7 +43,7 @@ def batch() -> KeyedJaggedTensor:
 
 
 def a_readers_script() -> dict[str, Any]:
-    """What pages say that the reader has: model, planner, plan, batches, a loop."""
+    """Return the names that pages take for granted: model, planner, plan, batches."""
     topology = Topology(world_size=1, compute_device="cpu")
     model = bags(
         *(bag_config(0, 50, 8, name=name, feature_names=[name]) for name in NAMES)
