@@ -130,7 +130,7 @@ def test_profiles_survive_the_file(
     assert capsys.readouterr().out == made and "cat_20" in made
     path.write_text('{"cat_0": {"batch_size": 8, "num_lookups": 3, "odd": 1}}')
     assert run_main(script, "--load", str(path)) == 2
-    assert "not a feature profile" in capsys.readouterr().err
+    assert "invalid feature profile" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

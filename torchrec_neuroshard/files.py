@@ -249,14 +249,14 @@ def read_fields(kind: type[T], data: Any, error: type[ValueError], what: str) ->
         kind: The dataclass.
         data: Its fields as the document holds them.
         error: Class of the error; the dataclass may raise it itself, too.
-        what: Noun for the error message, e.g. "a table".
+        what: Noun for the error message, e.g. "table".
     """
     try:
         return from_fields(kind, data)
     except error:
         raise
     except ValueError as found:
-        raise error(f"not {what}: {found}") from found
+        raise error(f"invalid {what}: {found}") from found
 
 
 _Read = Callable[[Any, str], Any]

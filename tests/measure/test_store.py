@@ -198,7 +198,7 @@ def test_other_files_are_refused(tmp_path: Path, kept: float) -> None:
     [
         (b"{oops}\n", "not a journal of records"),
         (b"[1]\n", "not a journal of records"),
-        (b'{"index": 1}\n', "not a compute record"),
+        (b'{"index": 1}\n', "invalid compute record"),
         (json.dumps({**to_fields(record(0)), "mood": 1}).encode() + b"\n", "mood"),
     ],
 )
@@ -214,8 +214,8 @@ def test_damaged_journal_is_refused(tmp_path: Path, line: bytes, message: str) -
     ("change", "message"),
     [
         ({"schema_version": 99, "novelty": 1}, "layout 99, but this version reads 2"),
-        ({"fingerprint": {"device": "x"}}, "not a record header"),
-        ({"novelty": 1}, "not a record header"),
+        ({"fingerprint": {"device": "x"}}, "invalid record header"),
+        ({"novelty": 1}, "invalid record header"),
         ({"kind": "gossip"}, "has gossip records"),
     ],
 )

@@ -318,5 +318,5 @@ def test_damaged_contents_are_refused(
         read_plan(path)
     assert str(path) in str(caught.value)
     path.write_text(path.read_text()[:-40])
-    with pytest.raises(PlanFileError, match="or is damaged: Expecting"):
+    with pytest.raises(PlanFileError, match="or is damaged: it holds no JSON"):
         read_plan(path)

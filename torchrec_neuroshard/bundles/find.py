@@ -181,9 +181,9 @@ def load_cost_model(
     folder = None if is_auto else bundle_folder(cost_model)
     if folder is None and named is None and not is_auto:
         raise ConfigError(
-            f"unknown cost model '{cost_model}': it is neither 'auto', nor a shipped "
-            f"bundle ({', '.join(pretrained_names()) or 'none'}), nor a card "
-            f"({', '.join(GPU_CARDS)}), nor a folder made by 'neuroshard train'"
+            f"unknown cost model '{cost_model}'. Use 'auto', a shipped bundle "
+            f"({', '.join(pretrained_names()) or 'none'}), a card "
+            f"({', '.join(GPU_CARDS)}) or a folder from 'neuroshard train'"
         )
     if folder and COMMS_BUNDLE.is_in(folder) and not COMPUTE_BUNDLE.is_in(folder):
         warnings.warn(

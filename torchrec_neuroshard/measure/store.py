@@ -262,7 +262,7 @@ def _read(path: Path) -> tuple[RunHeader | None, list[Any]]:
     if lines:
         journal = journal_path(path)
         header.check_same_run(_header(lines[0], journal), str(journal))
-    kind, what = _KINDS[header.kind][1], f"a {header.kind} record"
+    kind, what = _KINDS[header.kind][1], f"{header.kind} record"
     read = [read_fields(kind, row, RecordError, what) for row in (*rows, *lines[1:])]
     records = {record.index: record for record in read}
     return header, [records[i] for i in sorted(records)]
@@ -276,7 +276,7 @@ def _header(data: dict[str, Any], path: Path) -> RunHeader:
             f"version reads {SCHEMA_VERSION}; measure again or install the matching "
             "version"
         )
-    return read_fields(_KINDS[kind][0], data, RecordError, "a record header")
+    return read_fields(_KINDS[kind][0], data, RecordError, "record header")
 
 
 def _journal_lines(path: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ therefore load its plan instead of planning again:
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -502,6 +503,8 @@ def read_plan(path: str | Path) -> StoredPlan:
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         is_text = isinstance(error, ValueError | OSError)
         reason = getattr(error, "strerror", None) or (error if is_text else repr(error))
+        if isinstance(error, json.JSONDecodeError):
+            reason = "it holds no JSON"
         raise PlanFileError(
             f"'{path}' is not a plan file, or is damaged: {reason!s:.500}. Use a file "
             "from save_plan or 'neuroshard plan --out', or make a new plan"

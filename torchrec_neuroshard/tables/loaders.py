@@ -105,7 +105,7 @@ def load_profiles(path: str | Path) -> dict[str, FeatureProfile]:
     found = {}
     for name, entry in data.items():
         try:
-            what = "a feature profile"
+            what = "feature profile"
             found[name] = read_fields(FeatureProfile, entry, ProfileError, what)
         except ProfileError as error:
             raise ProfileError(f"'{path}', feature '{name}': {error}") from error
@@ -237,8 +237,10 @@ def _one_table(where: str, entry: Any) -> TableConfig:
     try:
         table = TableConfig.from_json(entry)
     except TableError as error:
-        named = f"table {name!r:.60}: " if isinstance(name, str) else ""
-        raise TableError(f"{where}: {named}{error}") from error
+        said = str(error)
+        if isinstance(name, str) and not said.startswith("table '"):
+            said = f"table {name!r:.60}: {said}"
+        raise TableError(f"{where}: {said}") from error
     # Control characters would move a terminal's cursor.
     if not table.name.strip() or re.search(r"[\x00-\x1f\x7f-\x9f]", table.name):
         raise TableError(

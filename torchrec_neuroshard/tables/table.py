@@ -137,7 +137,7 @@ class TableConfig:
         Raises:
             TableError: A key is missing or unknown, or a value is out of range.
         """
-        return read_fields(cls, data, TableError, "a table")
+        return read_fields(cls, data, TableError, "table")
 
 
 _with_repeats = functools.lru_cache(maxsize=2**17)(FeatureProfile.with_repeats)
