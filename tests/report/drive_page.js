@@ -1,4 +1,4 @@
-// Clicks through the pages of test_html.py and writes down what they then show.
+// Clicks through the pages of test_html.py and records what they show.
 window.addEventListener("load", () => {
   const found = {};
   const inside = (id) => {
@@ -32,7 +32,7 @@ window.addEventListener("load", () => {
       plan["of rank 1"] = cells("shards", "table");
       bars[1].click();
       plan.shards = cells("shards", "rank").length;
-      // What a click on CSV saves; the browser of this test has nowhere to save it.
+      // Record what a click on CSV saves, and under which name.
       at.Blob = function save(parts) { plan.csv = parts.join(""); };
       at.URL.createObjectURL = () => "#";
       at.HTMLAnchorElement.prototype.click = function click() { plan.file = this.download; };

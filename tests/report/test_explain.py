@@ -54,7 +54,7 @@ def explained(
 
 
 def test_a_split_is_told_by_what_the_table_would_cost_in_one_piece() -> None:
-    """Brute force: the same placement, the table whole on each rank in turn."""
+    """Brute force: price the unsplit table on each rank in turn."""
     task = staged_task()
     triples = [(0, 24, 0), (0, 20, 1), (0, 20, 2), (3, 32, 0), (3, 32, 2)]
     triples += [(1, 64, 1), (2, 64, 2), (4, 64, 1), (5, 64, 1)]
@@ -78,7 +78,7 @@ def test_a_split_is_told_by_what_the_table_would_cost_in_one_piece() -> None:
 def test_a_table_stays_off_ranks_without_memory(
     memory: int, room: tuple[int, ...]
 ) -> None:
-    """Tables have 256,000 bytes; ranks 0 and 1 would get half of one back."""
+    """Tables have 256,000 bytes; unsplitting frees half a table on ranks 0 and 1."""
     halves = [(t, 32, r) for t in (0, 5) for r in (0, 1)]
     triples = [*halves, (1, 64, 0), (2, 64, 1), (3, 64, 2), (4, 64, 2)]
     splits = explained(triples, staged_task(memory=memory)).splits

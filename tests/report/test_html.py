@@ -1,4 +1,4 @@
-"""The report's page: what it says, what it holds, and how a browser shows it."""
+"""The report's page: its text, its data, and how a browser shows it."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from torchrec_neuroshard.report.parts import (
 )
 
 HOSTILE = "</script><script>top.hacked = 1</script><img src=x onerror='top.hacked = 1'>"
-"""A table's name that a page must show as it is."""
+"""A table's name that pages must show literally."""
 
 
 def data_of(page: str) -> Any:
-    """What the page's script reads."""
+    """Return the data for the page's script."""
     (data,) = re.findall(r"<script[^>]* id='data'>(.*?)</script>", page, re.DOTALL)
     return json.loads(data)
 
 
 def shown_of(page: str) -> str:
-    """What a page says, without its tags."""
+    """Return a page's text without tags."""
     bare = re.sub(r"<(style|script).*?</\1>|<[^>]+>", " ", page, flags=re.DOTALL)
     return " ".join(html.unescape(bare).split())
 
 
 def rows_of(table: Any) -> list[dict[str, Any]]:
-    """A table of the page's data: each row by the columns' titles."""
+    """Return a table of the page's data as rows, keyed by column title."""
     _, columns, rows = table
     return [dict(zip((c[0] for c in columns), r, strict=True)) for r in rows]
 
@@ -85,7 +85,7 @@ def table(
     first: int = 0,
     **shard: Any,
 ) -> TableReport:
-    """A table with a shard of each width, on 128 ranks from the first."""
+    """Return a table with a shard of each width, on ranks from the first of 128."""
     return TableReport(
         table=name,
         sharding_type=kind,
@@ -215,7 +215,7 @@ def test_plan_without_splits_limits_or_bound() -> None:
     )
     page = html_report(plain)
     text = shown_of(page)
-    assert "on 1 ranks, 0 of them split" in text
+    assert "on 1 rank, 0 of them split" in text
     assert "Notes" not in text and "Column splits" not in text
     assert "Critical path unknown. " in text
     ranks, tables, _ = (rows_of(table) for table in data_of(page)["grids"])
@@ -289,7 +289,7 @@ def test_notebooks_show_the_page_in_a_frame_of_its_own() -> None:
 
 
 def large_report() -> PlanReport:
-    """2,000 tables on 128 ranks."""
+    """Return a report of 2,000 tables on 128 ranks."""
     tables = (
         table(f"table_{i}", *[32] * 4, first=i, used_bytes=i) for i in range(2_000)
     )
@@ -301,7 +301,7 @@ def large_report() -> PlanReport:
 
 @pytest.mark.skipif(find_browser() is None, reason="needs Debian's package 'chromium'")
 def test_pages_work_in_a_browser(tmp_path: Path) -> None:
-    """Clicks through four pages, each in a frame of one; a start takes seconds."""
+    """One browser opens four pages in frames, because a start takes seconds."""
     reports: dict[str, PlanReport | PlanComparison] = {
         "plan": REPORT,
         "compared": comparison(),

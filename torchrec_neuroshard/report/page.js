@@ -1,9 +1,9 @@
 "use strict";
-// Draws the charts and tables of the page's JSON. Names reach the page as text alone.
+// Draws charts and tables from the page's JSON. Names are only ever set as text.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const CHUNK = 100; // rows of a table that are laid out at a time
-  const FEW = 24; // ranks whose bars have room between them
+  const CHUNK = 100; // rows added to a table at a time
+  const FEW = 24; // up to so many ranks, bars have wide gaps
 
   function make(tag, props = {}, ...children) {
     const { class: name, aria = {}, on = {}, ...rest } = props;
@@ -31,14 +31,14 @@
     peak: ms,
   };
 
-  // ---- tables that can be sorted and filtered ----
+  // ---- tables ----
 
-  // Rows are laid out as they are reached. Returns what filters them.
+  // Fills host with a table to sort, filter and save. Rows are added on scrolling.
   function grid(host, [label, given, rows]) {
     const columns = given.map(([title, kind], number) => {
       const values = kind === "peak" ? rows.map((row) => row[number]) : [];
       const peak = largest(values);
-      // Where most are equally slow, none stands out.
+      // If most values equal the peak, none stands out.
       const stands = values.filter((v) => v === peak).length <= values.length / 2;
       return { title, kind, peak: stands ? peak : null, number };
     });
@@ -80,7 +80,7 @@
       next += chunk.length;
     }
 
-    // A word is part of a text of the row, or names a column and its whole value.
+    // True if a text column contains the word, or if "column:value" matches exactly.
     function matches(row, word) {
       const [title, value] = word.split(/:(.*)/s);
       const column = columns.find((c) => c.title.toLowerCase() === title);
@@ -114,7 +114,7 @@
       more(CHUNK);
     }
 
-    // Saves all rows as given, with bytes in GiB and a unit in each heading.
+    // Saves all rows as CSV, with units in the headings.
     function download() {
       const quote = (text) => (/[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
       const titles = columns.map(({ title, kind }) => {
@@ -153,7 +153,7 @@
   const legend = (names) => make("div", { class: "legend" }, ...names.map((name) =>
     make("span", {}, make("i", { class: `swatch ${name}` }), name)));
 
-  // The critical path: each phase as long as on its slowest rank; dashed, the bound.
+  // The critical path: each phase on its slowest rank; the dashed line is the bound.
   function path({ phases, bound_ms: bound }) {
     const total = sum(Object.values(phases));
     if (!total) return [];
@@ -171,12 +171,12 @@
     return [legend(Object.keys(phases)), bar];
   }
 
-  // The least power of two by which to thin out labels.
+  // The smallest power of two that leaves at most so many of count labels.
   const step = (count, most) => 2 ** Math.max(0, Math.ceil(Math.log2(count / most)));
 
-  // A column for each rank; a click narrows the shards of the same part to it.
+  // A bar per rank. A click filters the shards of the same part of the page.
   function bars({ title = "", unit, names, rows, ranks_per_node: perNode }, host) {
-    // Charts of one unit that stand on one page have one scale.
+    // All charts of a unit share one scale.
     const top = 1.05 * largest(data.charts.filter((c) => c.unit === unit)
       .flatMap((c) => c.rows.map(([, ...values]) => sum(values))));
     if (!top) return [];
@@ -191,7 +191,7 @@
       mark.style.bottom = rule.style.bottom = `${(100 * value) / top}%`;
     }
     const numNodes = Math.ceil(rows.length / perNode);
-    const most = rows.length > 100 ? 10 : 16; // labels; fewer where the page is narrow
+    const most = rows.length > 100 ? 10 : 16; // labels; narrow pages hide every other one
     const every = step(rows.length, most);
     const ranks = make("div", { class: "names" });
     const nodes = make("div", { class: "names" });

@@ -238,8 +238,9 @@ class PlanReport(Report):
         """Return time, bottleneck and memory, in sentences."""
         num_ranks, full = len(self.ranks), self.fullest
         placed = (
-            f"{self.num_tables:,} tables on {num_ranks:,} ranks, {self.num_split:,} of "
-            f"them split; rank {full.rank} is the fullest: {full.memory}"
+            f"{self.num_tables:,} tables on {num_ranks:,} rank{'s' * (num_ranks > 1)}, "
+            f"{self.num_split:,} of them split; rank {full.rank} is the fullest: "
+            f"{full.memory}"
         )
         if not self.is_costed:
             return ["critical path unknown", placed]
@@ -293,7 +294,7 @@ class PlanReport(Report):
             bar = "#" * kernels + "-" * (whole - kernels)
             lines.append(f"{name}  {bar:{width}}  {size}")
         if left := len(self.ranks) - len(shown):
-            lines.append(f"and {left:,} more ranks")
+            lines.append(f"and {left:,} more rank{'s' * (left > 1)}")
         lines.append("# kernels, - collectives" if self.is_costed else "# memory")
         return lines
 
@@ -341,12 +342,12 @@ class PlanReport(Report):
 
     @property
     def _ranks_per_node(self) -> int:
-        """Return the ranks in a node; all ranks if that is unknown."""
+        """Ranks in a node; all ranks if that is unknown."""
         known = self.basis.ranks_per_node if self.basis else None
         return known or len(self.ranks)
 
     @property
     def _rate(self) -> str | None:
-        """Return samples per second to three digits; None: unknown."""
+        """Samples per second to three digits; None: unknown."""
         rate = self.samples_per_s
         return f"{float(f'{rate:.3g}'):,.0f}" if rate else None
