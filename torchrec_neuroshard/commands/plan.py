@@ -175,11 +175,11 @@ def _compared(
     compared = planner.compare(
         theirs, given.module, given.sharders, "TorchRec's own plan"
     )
-    if time.monotonic() - start <= seconds:
+    if (taken := time.monotonic() - start) <= seconds:
         return compared
     text = (
-        f"TorchRec's planner was stopped after {seconds:g} s; this is its best plan "
-        "so far. --seconds gives it longer"
+        f"TorchRec's planner took {taken:.0f} s and was stopped, since it had "
+        f"{seconds:g} s; this is its best plan so far. --seconds gives it longer"
     )
     return dataclasses.replace(compared, notes=(Note("comparison", text),))
 
