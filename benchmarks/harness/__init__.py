@@ -1,1 +1,1 @@
-"""What the benchmarks share: models to train, ranks, training runs and races."""
+"""Helpers of the benchmarks: models to train, ranks, training runs, pages."""

@@ -1,4 +1,4 @@
-"""Pages in a headless Chromium that reaches no network."""
+"""Open pages in a headless Chromium without network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["find_browser", "open_page"]
 
 _FLAGS = (
     "--headless",
-    "--no-sandbox",  # containers have none to offer
+    "--no-sandbox",  # containers offer none
     "--disable-gpu",
     "--disable-quic",
     "--disable-background-networking",
@@ -25,7 +25,7 @@ _FLAGS = (
 
 
 def find_browser() -> str | None:
-    """Return the path of Chromium, Debian's package of that name; None: not there."""
+    """Return the path of Debian's Chromium; None if it is not installed."""
     return shutil.which("chromium")
 
 
@@ -36,22 +36,22 @@ def open_page(
     dark: bool = False,
     timeout_seconds: float = 60,
 ) -> tuple[str, list[str]]:
-    """Open a file in a browser of its own.
+    """Open a file in a new browser and return its content and console messages.
 
     Args:
         page: The file.
-        screenshot: Where to write what is seen of it, as PNG.
-        size: Of the window, in pixels.
+        screenshot: Where to write a PNG of the page. None: no screenshot.
+        size: Width and height of the window, in pixels.
         dark: Whether the user prefers dark pages.
-        timeout_seconds: After which the browser is ended.
+        timeout_seconds: Time after which the browser is ended.
 
     Returns:
-        The page as it is when its load handlers are through, and what its console
-        says. With a screenshot the first is empty.
+        The page after its load handlers, and the messages of its console. With a
+        screenshot, the page is empty.
 
     Raises:
-        FileNotFoundError: There is no browser.
-        subprocess.SubprocessError: It failed, or took too long.
+        FileNotFoundError: Chromium is not installed.
+        subprocess.SubprocessError: The browser failed or took too long.
     """
     browser = find_browser()
     if browser is None:

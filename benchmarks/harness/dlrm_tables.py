@@ -1,7 +1,7 @@
-"""Tables that look like those of the DLRM embedding-lookup dataset.
+"""Generator of tables like those of the DLRM embedding-lookup dataset.
 
-facebookresearch/dlrm_datasets (MIT licence) holds what 856 production-like tables read
-in one batch of 65,536 samples. `generate_dlrm_tables` makes tables with the same
+facebookresearch/dlrm_datasets (MIT licence) has the lookups of 856 production-like
+tables in one batch of 65,536 samples. `generate_dlrm_tables` makes tables with the same
 published aggregates.
 
 Shapes: `T` tables, `C` = 17 count bins.
@@ -28,30 +28,30 @@ __all__ = [
 ]
 
 DLRM_NUM_TABLES = 856
-"""Tables of the 2021 set."""
+"""Number of tables in the 2021 dataset."""
 DLRM_BATCH_SIZE = 65_536
-"""Its samples."""
+"""Samples of the dataset."""
 DLRM_NUM_LOOKUPS = 887_017_990
-"""Its lookups (embedding_bag/2021/locality_stats.txt)."""
+"""Lookups of the dataset (embedding_bag/2021/locality_stats.txt)."""
 DLRM_NUM_DISTINCT = 128_435_723
-"""Its distinct ids, summed over the tables (same file)."""
+"""Distinct ids of the dataset, summed over the tables (same file)."""
 # fmt: off
 DLRM_LOOKUP_SHARES: tuple[float, ...] = (
     0.069, 0.044, 0.068, 0.101, 0.121, 0.104, 0.073, 0.058, 0.052, 0.050, 0.049, 0.048,
     0.048, 0.043, 0.031, 0.023, 0.019,
 )
-"""Share of its lookups that go to ids of each count bin (same file)."""
+"""Share of the dataset's lookups that go to ids of each count bin (same file)."""
 
 _MEAN_COUNTS = np.array([
     1, 2, 3.39, 6.21, 11.6, 22.4, 43.9, 88.9, 178, 357, 716, 1_420, 2_864, 5_550,
     11_061, 22_127, 49_862,
 ])
-"""Mean count of an id in each bin: lookup share over distinct share."""
+"""Mean count of an id in each bin: lookup share divided by distinct share."""
 # fmt: on
 
-# Quantiles of the set: (share of the tables, value), straight lines between, in the
-# logarithm for reuse. Flat stretches are what many tables share: the floor
-# of 100 rows, the hash sizes of 3, 5, 6, 6.62 and 12.54 million, one id per sample.
+# Quantiles of the dataset: (share of the tables, value), with linear interpolation; for
+# reuse, of the logarithm. Many tables share a value: the floor of 100 rows, the hash
+# sizes of 3, 5, 6, 6.62 and 12.54 million, one id per sample.
 _ROW_QUANTILES = (
     (0.0, 100.0),
     (0.15, 100.0),
@@ -101,37 +101,38 @@ _LOG_REUSE_QUANTILES = tuple(
     (share, math.log(reuse)) for share, reuse in _REUSE_QUANTILES
 )
 
-# Only tables of few ids per sample have more lookups per distinct id than this: 4 % of
-# all lookups go to ids of such counts.
+# Only tables with few ids per sample have more lookups per distinct id than this. Such
+# ids get 4 % of all lookups.
 _HOT_REUSE, _HOT_POOLING = 16_384.0, 4.0
 
-# How rows, pooling and reuse go together: correlations of a Gaussian copula, chosen
-# such that the logarithms of rows and pooling and the total of the distinct ids come
-# out as published.
+# Correlations of rows, pooling and reuse in a Gaussian copula. They reproduce the
+# published correlation of log rows and log pooling, and the published distinct ids.
 _ROWS_POOLING, _ROWS_REUSE, _POOLING_REUSE = 0.32, -0.85, 0.1
 
 
 def generate_dlrm_tables(
     seed: int = 0, embedding_dim: int = 64
 ) -> tuple[TableConfig, ...]:
-    """Generate 856 tables with the aggregates of the 2021 DLRM dataset.
+    """Return 856 tables with the aggregates of the 2021 DLRM dataset.
 
-    Rows, pooling factors and reuse (lookups per distinct id) follow the set's
-    quantiles, coupled by a Gaussian copula. Each table's histogram is the set's,
-    tilted by a power of the count to the table's own reuse, and all of them are
-    raked so that together they have the set's shares. What comes out: lookups and
-    distinct ids in total as published; lookups and distinct ids per count bin within
-    0.01 of the published shares; quantiles of rows and pooling within 6 %, of reuse
-    within 40 %; a correlation of log rows and log pooling (at least one lookup) of 0.49
-    within 0.05. No single table is one of the dataset's.
+    Rows, pooling factors and reuse (lookups per distinct id) follow the dataset's
+    quantiles, coupled by a Gaussian copula. Each table's histogram is the dataset's,
+    tilted by a power of the count to match the table's reuse. All histograms together
+    are raked to the dataset's shares.
+
+    Total lookups and distinct ids are as published. Lookups and distinct ids per count
+    bin are within 0.01 of the published shares. Quantiles of rows and pooling are
+    within 6 %, those of reuse within 40 %. The correlation of log rows and log pooling
+    (of tables with at least one lookup) is 0.49 within 0.05. No table is a copy of one
+    in the dataset.
 
     Args:
-        seed: Which tables; equal seeds give equal tables.
-        embedding_dim: Columns of every table; the dataset has none.
+        seed: Seed of the tables; equal seeds give equal tables.
+        embedding_dim: Columns of every table; the dataset does not state them.
 
     Returns:
-        Tables `dlrm_0` to `dlrm_855`, with profiles at 65,536 samples. A few are never
-        read, as in the dataset.
+        Tables `dlrm_0` to `dlrm_855`, with profiles at 65,536 samples. As in the
+        dataset, a few are never read.
 
     Raises:
         ConfigError: The seed is negative.
@@ -163,7 +164,7 @@ def generate_dlrm_tables(
 
 
 def _pooling_std(pooling: float) -> float:
-    """Poisson lengths; tables of exactly one id per sample have equal ones.
+    """Return the deviation of Poisson lengths; 0 for exactly one id per sample.
 
     The dataset's own lengths are "not held to as high of a standard" (its README).
     """
@@ -173,7 +174,7 @@ def _pooling_std(pooling: float) -> float:
 def _draw_sizes(
     rng: np.random.Generator,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Rows, lookups and wished-for reuse of each table."""
+    """Return rows, lookups and target reuse of each table."""
     copula = np.array(
         [
             [1.0, _ROWS_POOLING, _ROWS_REUSE],
@@ -182,11 +183,11 @@ def _draw_sizes(
         ]
     )
     normal_T3 = rng.standard_normal((DLRM_NUM_TABLES, 3)) @ np.linalg.cholesky(copula).T
-    # Every stratum once, so that the quantiles hold for any seed.
+    # Each stratum has one table, so that the quantiles hold for any seed.
     rank_T3 = np.argsort(np.argsort(normal_T3, axis=0), axis=0)
     stratum_T3 = (rank_T3 + 0.5) / DLRM_NUM_TABLES
-    # What is never read has the fewest rows: it trades rows and reuse with a table of
-    # those.
+    # Tables that are never read must have the fewest rows. They swap rows and reuse
+    # with tables that do.
     empty = stratum_T3[:, 1] < _EMPTY_SHARE
     small = stratum_T3[:, 0] < _ROW_QUANTILES[1][0]
     wrong = np.flatnonzero(empty & ~small)
@@ -196,8 +197,8 @@ def _draw_sizes(
     rows = _interpolate(stratum_T3[:, 0], _ROW_QUANTILES)
     pooling = _interpolate(stratum_T3[:, 1], _POOLING_QUANTILES)
     pooling[empty] = 0.0
-    # No table is read so often that its ids must all be hotter than 95 % of the tables
-    # have them: it trades its pooling factor with a large table's.
+    # A table whose ids would all be hotter than in 95 % of the tables swaps its pooling
+    # factor with a large table.
     too_hot = np.flatnonzero(pooling * DLRM_BATCH_SIZE > _HOT_REUSE * rows)
     large = np.flatnonzero((rows > 1e6) & (pooling < _HOT_POOLING))
     swap = rng.choice(large, len(too_hot), replace=False)
@@ -221,7 +222,7 @@ def _interpolate(
 def _settle_lookups(
     pooling_T: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.int64]:
-    """Whole lookups that sum to the set's; pooling factors of 0 and 1 stay."""
+    """Return integer lookups with the dataset's sum; poolings of 0 and 1 stay."""
     lookups = np.round(pooling_T * DLRM_BATCH_SIZE).astype(np.int64)
     free = pooling_T > 1.0
     goal = DLRM_NUM_LOOKUPS - int(lookups[~free].sum())
@@ -237,7 +238,7 @@ def _settle_distinct(
     lookups_T: npt.NDArray[np.int64],
     reuse_T: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """Distinct ids per table: near the wished-for reuse, in total as published."""
+    """Return distinct ids per table: near the target reuse, with the published sum."""
 
     def distinct(log_scale: float) -> npt.NDArray[np.float64]:
         reuse = 1 + (reuse_T - 1) * math.exp(log_scale)
@@ -254,10 +255,10 @@ def _settle_distinct(
 def _rake_histograms(
     lookups_T: npt.NDArray[np.int64], distinct_T: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Split each table's distinct ids over the bins, `T x C`.
+    """Return each table's distinct ids per bin, `T x C`.
 
-    A table's share of bin j is `base_j * mean_count_j ** tilt`, with the table's tilt
-    such that its mean count is its reuse. The base is adjusted until the bins' sums
+    A table's share of bin j is `base_j * mean_count_j ** tilt`. The tilt makes the
+    table's mean count equal to its reuse. The base is adjusted until the bins' sums
     over all tables are the published ones.
     """
     used = lookups_T > 0
@@ -286,7 +287,7 @@ def _solve_tilts(
     log_count_C: npt.NDArray[np.float64],
     log_reuse_T: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """Bisect each table's tilt: the mean count grows with it."""
+    """Return each table's tilt by bisection, since the mean count grows with it."""
     low = np.full_like(log_reuse_T, -20.0)
     high = np.full_like(log_reuse_T, 20.0)
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""Models of a table set, to be sharded and trained by any plan.
+"""Models of a table set that can be sharded and trained by any plan.
 
 Shapes: `B` samples, `D` columns.
 """
@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 NUM_BATCHES = 4
-"""Distinct batches of a rank that training goes round."""
+"""Distinct batches of a rank. Training cycles through them."""
 NUM_DENSE_FEATURES = 13
-"""Of the Criteo data."""
+"""Dense features, as in the Criteo data."""
 
 OPTIMIZER_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -54,11 +54,11 @@ _CHUNK_ROWS = 65_536
 def build_collection(
     tables: Sequence[TableConfig], learning_rate: float | None = 0.01
 ) -> EmbeddingBagCollection:
-    """Return the tables as a module on the "meta" device, optimizers applied.
+    """Return the tables as a module on the meta device, with their optimizers.
 
     Args:
         tables: Shapes, features and optimizers.
-        learning_rate: Of all tables. None: without optimizers.
+        learning_rate: Learning rate of all tables. None: no optimizers.
     """
     collection = EmbeddingBagCollection(
         tables=[
@@ -82,7 +82,7 @@ def build_collection(
 
 
 class ConcatDLRM(nn.Module):
-    """DLRM whose interaction is a concatenation, so that widths may differ."""
+    """A DLRM that concatenates its features, so tables can have different widths."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class ConcatDLRM(nn.Module):
 
         Args:
             tables: As for `build_collection`.
-            device: Of the dense layers.
-            learning_rate: Of the tables.
+            device: Device of the dense layers.
+            learning_rate: Learning rate of the tables.
         """
         super().__init__()
         self.embeddings = build_collection(tables, learning_rate)
@@ -131,13 +131,13 @@ class ClickBatch(NamedTuple):
 def draw_clicks(
     tables: Sequence[TableConfig], batch_size: int, seed: int, device: torch.device
 ) -> ClickBatch:
-    """Draw a batch that reads the tables as their profiles say.
+    """Return a random batch whose ids match the tables' profiles.
 
     Args:
         tables: As for `draw_batch`.
         batch_size: Samples.
         seed: Equal seeds give equal batches on any device.
-        device: Where the batch is put.
+        device: Device of the batch.
     """
     drawn = draw_batch(tables, batch_size, seed)
     ids, lengths = zip(*drawn.values(), strict=True)
@@ -159,7 +159,7 @@ def draw_batches(
     rank: int,
     device: torch.device,
 ) -> list[ClickBatch]:
-    """Draw the `NUM_BATCHES` batches that a rank trains on; see `draw_clicks`."""
+    """Return the `NUM_BATCHES` batches of a rank; see `draw_clicks`."""
     seeds = (_batch_seed(seed, rank, number) for number in range(NUM_BATCHES))
     return [draw_clicks(tables, batch_size, s, device) for s in seeds]
 
@@ -167,7 +167,7 @@ def draw_batches(
 def profile_tables(
     tables: Sequence[TableConfig], batch_size: int, seed: int, world_size: int
 ) -> dict[str, FeatureProfile]:
-    """Profile the first batches of all ranks, which is one iteration's input."""
+    """Return profiles of the first batches of all ranks, one iteration's input."""
     cpu = torch.device("cpu")
     return profile_inputs(
         draw_clicks(tables, batch_size, _batch_seed(seed, rank, 0), cpu).ids
@@ -182,10 +182,10 @@ def _batch_seed(seed: int, rank: int, number: int) -> int:
 def local_tables(
     sharded: nn.Module,
 ) -> Iterator[tuple[str, torch.Tensor, tuple[int, int]]]:
-    """Yield what a rank holds of the tables of a sharded model.
+    """Yield the shards of a sharded model on this rank.
 
     Yields:
-        Table, values of a shard (or of a replica), and its first row and column.
+        Table, values of a shard or replica, and its first row and column.
     """
     for key, value in sharded.state_dict().items():
         _, found, rest = key.rpartition("embedding_bags.")
@@ -202,7 +202,7 @@ def local_tables(
 
 
 def fill_tables(sharded: nn.Module, tables: Sequence[TableConfig], seed: int) -> None:
-    """Write first weights that depend on table, row and column, not on the plan."""
+    """Initialise weights by table, row and column, independent of the plan."""
     numbers = {t.name: i for i, t in enumerate(tables)}
     with torch.no_grad():
         for name, values, (top, left) in local_tables(sharded):

@@ -1,4 +1,4 @@
-"""Command lines read off a dataclass: each field is an option of the same name."""
+"""Command lines from a dataclass: each field is an option with the same name."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Config = TypeVar("Config")
 
 
 class RunError(Exception):
-    """A benchmark cannot run as asked; the message says what to change."""
+    """A benchmark cannot run with these options; the message says what to change."""
 
 
 def option(default: Any, text: str, quick: Any = None) -> Any:
     """Return a field that is also an option.
 
     Args:
-        default: Its value, which gives the type.
-        text: Its help.
-        quick: Its value under `--quick`; None is the default.
+        default: Default value, which sets the type.
+        text: Help text.
+        quick: Default value with `--quick`. None: the usual default.
     """
     metadata = {"help": text, "quick": quick}
     return dataclasses.field(default=default, metadata=metadata)
@@ -31,14 +31,14 @@ def option(default: Any, text: str, quick: Any = None) -> Any:
 def read_options(
     config: type[Config], arguments: Sequence[str] | None, description: str
 ) -> Config:
-    """Return the configuration that a command line asks for.
+    """Return the configuration of a command line.
 
-    Where a field has another value for dry runs, `--quick` takes those values.
+    If a field has a value for dry runs, there is an option `--quick` that takes it.
 
     Args:
         config: A dataclass whose fields are all `option`s.
-        arguments: The command line; None is the process's own.
-        description: Its first line heads the help.
+        arguments: The command line. None: that of this process.
+        description: Text whose first line is the first line of the help.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     fields = dataclasses.fields(config)  # type: ignore[arg-type]

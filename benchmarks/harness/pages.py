@@ -1,4 +1,4 @@
-"""Tables of Markdown."""
+"""Tables in Markdown."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ __all__ = ["table"]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first column is left-aligned, numbers to the right."""
+    """Return a table with its first column to the left and all others to the right."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

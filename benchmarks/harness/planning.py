@@ -1,4 +1,4 @@
-"""Planners that get the same facts, and one judge of all plans."""
+"""Planners with the same inputs, and one cost model that predicts all plans."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ PLANNERS = {
     STOCK: "TorchRec's planner, no constraints",
 }
 RESERVED = 0.15
-"""Share of the memory that no planner may fill."""
+"""Share of the memory that planners must leave free."""
 
 
 class PlanningDesk:
-    """All planners of a model's tables, given the same facts; one rank plans."""
+    """Makes the planners of a model, with the same inputs. One rank plans."""
 
     def __init__(
         self,
@@ -64,18 +64,19 @@ class PlanningDesk:
         min_partition: int = 32,
         same_limits: bool = False,
     ) -> None:
-        """Take what planners are told.
+        """Take the inputs of the planners.
 
         Args:
-            tables: Of `ConcatDLRM`.
-            profiles: Of their features; TorchRec's planner gets the pooling factors.
+            tables: Tables of `ConcatDLRM`.
+            profiles: Profiles of the features. TorchRec's planner gets their pooling
+                factors.
             topology: Arguments of `Topology`.
             batch_size: Samples per rank.
-            cost_model: Judges all plans.
-            comms_model: The same.
+            cost_model: Predicts the kernels of all plans.
+            comms_model: Predicts the collectives of all plans.
             min_partition: Narrowest column shard for TorchRec's best practice.
-            same_limits: Whether our planners are kept to best practice's sharding types
-                and `min_partition`, too.
+            same_limits: Whether our planners, too, are limited to best practice's
+                sharding types and `min_partition`.
         """
         self._tables, self._profiles = tuple(tables), dict(profiles)
         self._topology, self._batch_size = dict(topology), batch_size
@@ -96,7 +97,7 @@ class PlanningDesk:
         if name == STOCK:
             return EmbeddingShardingPlanner(**shared)
         limits = self._best_practice if name == BEST_PRACTICE else self._our_limits
-        if name == FAITHFUL:  # whose method knows no other types
+        if name == FAITHFUL:  # which has no other types
             limits = {"sharding_types": self._best_practice["sharding_types"], **limits}
         shared["constraints"] = {
             t.name: ParameterConstraints(
@@ -108,7 +109,6 @@ class PlanningDesk:
             return EmbeddingShardingPlanner(**shared)
         faithful: dict[str, Any] = {}
         if name == FAITHFUL:
-            # The plan is to be that search's, good or bad.
             faithful = {"search": "neuroshard"}
         return NeuroShardPlanner(
             **shared,
@@ -119,13 +119,13 @@ class PlanningDesk:
         )
 
     def model(self) -> ConcatDLRM:
-        """The model that is planned."""
+        """Return the model to plan."""
         return ConcatDLRM(self._tables, torch.device("cpu"))
 
     def plan(
         self, name: str
     ) -> tuple[ShardingPlan, EmbeddingShardingPlanner, dict[str, Any]]:
-        """Let a planner plan; its plan, itself, and what is to be told of it."""
+        """Return the plan of a planner, the planner, and its entry in the results."""
         planner = self.planner(name)
         start = time.perf_counter()
         plan = planner.plan(self.model(), [EmbeddingBagCollectionSharder()])
@@ -142,7 +142,7 @@ class PlanningDesk:
         return plan, planner, entry
 
     def _predict(self, plan: ShardingPlan) -> dict[str, Any]:
-        """Judge any plan by the one cost model."""
+        """Return the predicted costs of a plan."""
         ours = self.planner(OURS)
         assert isinstance(ours, NeuroShardPlanner)
         judged = replan(plan, planner=ours, model=self.model(), budget_bytes=0).before
@@ -158,12 +158,12 @@ class PlanningDesk:
 
     @property
     def nominal_reference_ms(self) -> float:
-        """The reference set where the cost model's times hold; 0 is unknown."""
+        """Time of the reference set on the cost model's machine [ms]; 0: unknown."""
         return float(getattr(self._cost_model, "reference_ms", 0.0))
 
 
 def predicted_phases(predicted: PredictedCosts) -> dict[str, float]:
-    """Each phase over all ranks and stages [ms]."""
+    """Return the time of each phase over all ranks and stages [ms]."""
     return {
         name: sum(
             max(getattr(r, name) for r in stage.ranks) for stage in predicted.stages
@@ -173,7 +173,7 @@ def predicted_phases(predicted: PredictedCosts) -> dict[str, float]:
 
 
 def count_types(plan: ShardingPlan) -> dict[str, int]:
-    """Count the tables of each sharding type and kernel."""
+    """Return the number of tables of each sharding type and kernel."""
     counts: dict[str, int] = {}
     for module_plan in plan.plan.values():
         for sharding in module_plan.values():

@@ -1,4 +1,4 @@
-"""When and from which sources a result was made."""
+"""Date, commit and machine of a result."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["commit", "describe_run", "now"]
 
 
 def commit() -> str:
-    """Return the short hash of the commit that is checked out.
+    """Return the short hash of the checked-out commit.
 
-    Where tracked files differ from it, "-dirty" follows; results that are being written
-    do not count.
+    "-dirty" is added if tracked files have changed, except those in
+    benchmarks/results.
     """
     files = (":/", ":(top,exclude)benchmarks/results")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *files)
@@ -47,11 +47,11 @@ def now() -> str:
 def describe_run(
     device: torch.device | str = "cpu", launcher: str = "python"
 ) -> dict[str, Any]:
-    """Return what a result names: command, commit, machine, versions.
+    """Return the command, commit, date, machine and versions of a result.
 
     Args:
-        device: What was measured.
-        launcher: What the command begins with, `python` or `torchrun`.
+        device: The measured device.
+        launcher: First word of the command, `python` or `torchrun`.
     """
     libraries = ("torch", "torchrec", "numpy", "scipy")
     return {
@@ -68,6 +68,6 @@ def describe_run(
 
 
 def _shown(argument: str) -> str:
-    """Leave out where this machine keeps its files."""
+    """Return an argument without this machine's folders."""
     path = Path(argument)
     return path.name if path.is_absolute() else argument

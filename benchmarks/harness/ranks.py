@@ -1,4 +1,4 @@
-"""The process among the others that torchrun started, and how fast its core is."""
+"""The ranks that torchrun started, and the speed of their cores."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ _REFERENCE_PASSES = 9
 
 
 class Ranks:
-    """This process among the others."""
+    """This process and its process groups."""
 
     def __init__(self, backend: str = "auto", timeout_s: float = 600.0) -> None:
         """Start the process groups.
 
-        A CPU rank computes with one thread, as costs were measured, and keeps freed
-        memory.
+        A CPU rank computes with one thread, as in the measurements of the cost model,
+        and keeps freed memory.
 
         Args:
-            backend: `nccl`, `gloo`, or `auto`: nccl where every rank has a GPU.
-            timeout_s: A rank that is silent for so long in training has failed.
+            backend: `nccl`, `gloo`, or `auto`: nccl if every rank has a GPU.
+            timeout_s: Silence after which a rank counts as failed [s].
 
         Raises:
-            RunError: Not started by torchrun, or fewer GPUs than ranks.
+            RunError: The process was not started by torchrun, or there are fewer GPUs
+                than ranks.
         """
         missing = [n for n in ("RANK", "WORLD_SIZE") if n not in os.environ]
         if missing:
@@ -55,8 +56,8 @@ class Ranks:
         self.on_gpu = backend == "nccl"
         if self.on_gpu and num_gpus < self.local_world_size:
             raise RunError(
-                f"{self.local_world_size} ranks on this machine need as many GPUs, it "
-                f"has {num_gpus}; start fewer, or run them on the CPU"
+                f"{self.local_world_size} ranks need {self.local_world_size} GPUs, but "
+                f"this machine has {num_gpus}; start fewer ranks, or run on the CPU"
             )
         self.device = torch.device("cpu")
         if self.on_gpu:
@@ -67,7 +68,7 @@ class Ranks:
             keep_freed_memory()
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group(backend, timeout=timeout)
-        # What is not training: measuring and planning take rank 0 minutes.
+        # A group for planning and measuring, which can take rank 0 minutes.
         self.control: Any = dist.new_group(
             backend="gloo", timeout=datetime.timedelta(hours=2)
         )
@@ -79,10 +80,10 @@ class Ranks:
         return values
 
     def on_first(self, work: Callable[[], Any]) -> Any:
-        """Return what rank 0 gets from `work`, on every rank.
+        """Run `work` on rank 0 and return its result on every rank.
 
         Raises:
-            RunError: What `work` raised, in words.
+            RunError: `work` raised an error, which the message names.
         """
         box: list[Any] = [None, ""]
         if self.rank == 0:
@@ -102,7 +103,7 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def free_bytes(self) -> int:
-        """Memory that every rank has for itself."""
+        """Return the memory that every rank can use [bytes]."""
         if self.on_gpu:
             free = int(torch.cuda.mem_get_info(self.device)[0])
         else:
@@ -114,14 +115,14 @@ class Ranks:
 
 
 class SpeedReference:
-    """How fast this rank's core is just now, by the reference set; a GPU has none."""
+    """Measures the current speed of a core by a reference set; GPUs have none."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._reference = None if ranks.on_gpu else Reference()
 
     def read(self) -> float:
-        """Time of the reference on all ranks at once [ms]; 0 on a GPU."""
+        """Return the time of the reference on all ranks at once [ms]; 0 on a GPU."""
         if self._reference is None:
             return 0.0
         dist.barrier(group=self._ranks.control)
@@ -131,10 +132,10 @@ class SpeedReference:
         )
 
     def slowdown(self, forward_and_backward: Sequence[float]) -> float:
-        """How much longer the reference should take on all ranks than on one alone.
+        """Return the reference's expected slowdown if all ranks run it at once.
 
         Args:
-            forward_and_backward: What `CommsModel.compute_slowdown` says of kernels.
+            forward_and_backward: `CommsModel.compute_slowdown` of kernels.
         """
         if self._reference is None:
             return 1.0
@@ -148,15 +149,15 @@ class SpeedReference:
 def machine_speeds(
     reference_ms: Sequence[Sequence[float]], nominal_ms: float
 ) -> list[float]:
-    """How fast the machine was in each round, beside when the kernels were measured.
+    """Return the machine's speed in each round, relative to the cost model's machine.
 
-    The reference jumps by a fifth from one trial to the next while the trials' own
-    times do not: so one speed per round, by the median over its trials and ranks.
+    The reference can jump by a fifth between two trials whose own times do not change.
+    A round therefore has one speed, the median over its trials and ranks.
 
     Args:
-        reference_ms: Of each round, every reading of the reference.
-        nominal_ms: The reference on all ranks at once, as the models expect it; 0 is
-            unknown, and every speed 1.
+        reference_ms: All readings of the reference in each round.
+        nominal_ms: Expected time of the reference on all ranks at once. 0: unknown, and
+            every speed is 1.
     """
     read = [statistics.median(row) for row in reference_ms]
     return [nominal_ms / ms if nominal_ms and ms else 1.0 for ms in read]
@@ -167,12 +168,12 @@ def scaled_median(
     speeds: Sequence[float],
     take: Callable[[dict[str, Any]], Sequence[float]],
 ) -> float:
-    """Median over all rounds of what `take` finds in each, in the cost model's ms.
+    """Return the median time over all rounds, in the cost model's milliseconds.
 
     Args:
-        rounds: One plan's.
-        speeds: Of at least as many rounds; see `machine_speeds`.
-        take: A round's times by the clock.
+        rounds: Rounds of one plan.
+        speeds: Speed of each round, from `machine_speeds`.
+        take: Returns the wall-clock times of a round.
     """
     pairs = zip(rounds, speeds, strict=False)
     return float(statistics.median(ms * s for r, s in pairs for ms in take(r)))

@@ -1,4 +1,4 @@
-"""Sharding tasks drawn from tables, as the papers' benchmarks draw them."""
+"""Random sharding tasks, drawn as in the papers' benchmarks."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ __all__ = [
 ]
 
 PRODUCTION_WIDTHS: tuple[int, ...] = (4, 8, 12, 16, 20, 24, 32, 64, 128, 256)
-"""Widths met in published production configurations (TorchRec's sharding statistics
+"""Widths in published production configurations (TorchRec's sharding statistics
 example, FBGEMM's production TBE sweep)."""
 
 NEUROSHARD_NUM_TABLES = (10, 59)
-"""Tables per task: NeuroShard (arXiv 2305.01868), benchmark generator."""
+"""Fewest and most tables of a task in NeuroShard (arXiv 2305.01868)."""
 
 _MAX_DRAWS = 10_000
 _PROFILE_BATCH = 65_536
-"""Of assumed profiles: a profile of a small batch knows too few ids."""
+"""Samples of assumed profiles. A smaller batch would have too few distinct ids."""
 
 
 def cap_rows(table: TableConfig, max_rows: int) -> TableConfig:
-    """Return a table of at most so many rows, read by ids that they can hold.
+    """Return a table with at most `max_rows` rows and a profile that fits them.
 
-    A table that has no profile gets the one that is assumed of it. One whose profile
-    has more distinct ids than rows are left gets Zipf's law at the same pooling factor.
+    A table without a profile gets the assumed one. If the profile has more distinct ids
+    than the table has rows left, it is replaced by Zipf's law with the same pooling
+    factor.
 
     Args:
-        table: Of any size.
-        max_rows: The cap.
+        table: The table.
+        max_rows: Maximum number of rows.
 
     Raises:
         ConfigError: `max_rows` is below 1.
@@ -60,13 +61,13 @@ def cap_rows(table: TableConfig, max_rows: int) -> TableConfig:
 
 
 def power_of_two_widths(max_width: int) -> tuple[int, ...]:
-    """Return 4, 8, ... up to `max_width`: the widths that NeuroShard's tasks draw."""
+    """Return 4, 8, ... up to `max_width`, the widths of NeuroShard's tasks."""
     return tuple(2**i for i in range(2, max_width.bit_length()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
-    """What the tasks look like."""
+    """Settings of random tasks."""
 
     world_size: int
     batch_size: int
@@ -76,9 +77,9 @@ class TaskConfig:
     widths: tuple[int, ...] = PRODUCTION_WIDTHS
     """Widths, drawn evenly for each table."""
     max_total_bytes: int | None = None
-    """A task with more weight bytes is drawn again, number of tables included."""
+    """Most weight bytes of a task. Larger tasks are drawn again from the start."""
     memory_bytes_per_rank: int | None = None
-    """Bytes each rank has for shards; None is unlimited."""
+    """Memory of each rank for shards [bytes]. None: unlimited."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -99,26 +100,26 @@ class TaskConfig:
 def sample_tasks(
     tables: Sequence[TableConfig], config: TaskConfig, num_tasks: int
 ) -> tuple[ShardingTask, ...]:
-    """Draw sharding tasks.
+    """Return random sharding tasks.
 
-    Task k depends on the tables, the config and k only: asking for more tasks gives the
-    same ones first, in any process.
+    Task k depends only on the tables, the config and k. A call for more tasks returns
+    the same ones first, in any process.
 
     Args:
         tables: Tables to draw from.
-        config: What the tasks look like.
-        num_tasks: How many.
+        config: Settings of the tasks.
+        num_tasks: Number of tasks.
 
     Raises:
-        ConfigError: More distinct tables are asked for than there are.
-        InfeasibleError: No draw stays below `max_total_bytes`.
+        ConfigError: There are fewer tables than a task needs.
+        InfeasibleError: All draws exceed `max_total_bytes`.
     """
     check_tables(tables)
     most = config.table_range[1]
     if most > len(tables):
         raise ConfigError(
-            f"tasks of up to {most} distinct tables were asked for, there are "
-            f"{len(tables)}; lower num_tables"
+            f"tasks need up to {most} distinct tables, but there are {len(tables)}; "
+            "lower num_tables"
         )
     return tuple(_sample_task(tables, config, number) for number in range(num_tasks))
 

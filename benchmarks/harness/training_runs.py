@@ -1,4 +1,4 @@
-"""Trains a plan for a few iterations and tells how long what took."""
+"""Train a plan for a few iterations and time it."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ __all__ = ["TrialConfig", "TrialError", "TrialResult", "run_trial", "take_turns"
 
 
 class TrialError(NeuroShardError):
-    """A plan could not be trained; the ranks are still in step."""
+    """A plan could not be trained. The ranks are still in step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialConfig:
-    """How long a plan is trained."""
+    """Number of iterations and other settings of a trial."""
 
     warm_up: int = 3
-    """Iterations before the timed ones."""
+    """Untimed iterations at the start."""
     iterations: int = 12
-    """Iterations timed as a whole, as in production: nothing waits for the device."""
+    """Iterations timed as a whole, without waits for the device in between."""
     phase_iterations: int = 6
-    """Further ones whose phases are timed, for which a GPU is waited for often."""
+    """Further iterations with timed phases, which often wait for a GPU."""
     learning_rate: float = 0.01
     seed: int = 0
-    """Of the tables' first weights."""
+    """Seed of the first weights."""
 
     def __post_init__(self) -> None:
         for name in ("iterations", "phase_iterations"):
@@ -66,25 +66,26 @@ class TrialConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialResult:
-    """What one trial took, by the clock; the same on all ranks."""
+    """Wall-clock times of one trial, equal on all ranks."""
 
     iteration_ms: tuple[float, ...]
-    """Each timed iteration, on its slowest rank."""
+    """Time of each timed iteration, on its slowest rank."""
     embedding_ms: tuple[float, ...]
-    """Of each iteration with timed phases: from the last rank's start to the last
-    rank's end, in both directions; without a common clock, its phases added up."""
+    """Embedding time of each iteration with timed phases: from the last rank's start to
+    the last rank's end, in both directions. Without a common clock, it is the sum of
+    the phases."""
     phases_ms: dict[str, tuple[float, ...]]
-    """The same iterations by phase; see `critical_times`."""
+    """Times of the same iterations by phase; see `critical_times`."""
     losses: tuple[float, ...]
-    """Mean over the ranks, of all iterations from the first."""
+    """Loss of every iteration, averaged over the ranks."""
     weight_bytes: tuple[int, ...]
-    """Tables that each rank holds."""
+    """Bytes of the tables on each rank."""
     peak_bytes: tuple[int, ...]
-    """Most memory in use on each rank's GPU; 0 on a CPU, where nobody counts."""
+    """Peak memory of each rank's GPU; 0 on a CPU, where it is not counted."""
     num_kernels: tuple[int, ...]
-    """Fused kernels of each rank."""
+    """Number of fused kernels on each rank."""
     reference_ms: tuple[float, ...]
-    """What `reference` told, of each rank; 0 without one."""
+    """Result of `reference` on each rank; 0 without one."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -94,8 +95,8 @@ class TrialResult:
 def take_turns(names: Sequence[str], number: int) -> list[str]:
     """Return the order in which plans are trained in a round.
 
-    Every second round is the reverse of the one before it (A B, B A), so that a machine
-    whose speed drifts is fair to all.
+    Every second round has the reverse order of the round before (A B, B A), so a
+    machine whose speed drifts is fair to all plans.
     """
     order = list(names)
     random.Random(number // 2).shuffle(order)
@@ -111,23 +112,22 @@ def run_trial(
     control: dist.ProcessGroup,
     reference: Callable[[], float] | None = None,
 ) -> TrialResult:
-    """Train a `ConcatDLRM` of the tables under a plan; call it on every rank.
+    """Train a `ConcatDLRM` with a plan and return its times; call it on every rank.
 
     All trials of the same tables start from the same weights.
 
     Args:
-        plan: For the module `embeddings` of `ConcatDLRM`.
-        tables: Its tables.
-        batches: This rank's input, taken in turn; where they are is where the tables
-            go.
-        config: How long.
-        control: A gloo group of all ranks, for what is not part of training.
-        reference: Told before and after; on a CPU, what its speed just is.
+        plan: Plan of the module `embeddings` of `ConcatDLRM`.
+        tables: Tables of the model.
+        batches: This rank's input, used in turn. The model is put on its device.
+        config: Settings of the trial.
+        control: A gloo group of all ranks, for communication outside training.
+        reference: Measures the speed of a CPU, before and after the training.
 
     Raises:
-        TrialError: A rank failed; which one and why. The ranks are in step if it did so
-            before its first collective, as when memory is short; else the others fail
-            only by the process group's timeout.
+        TrialError: A rank failed; the message says which and why. If it failed before
+            its first collective, for example for lack of memory, the ranks are in step.
+            Otherwise the other ranks fail by the process group's timeout.
     """
     trial = _Trial(tables, batches, config, control)
     failure, mine = "", {}
@@ -147,7 +147,7 @@ def run_trial(
         after = reference() if reference is not None else 0.0
         mine["reference_ms"] = (before + after) / 2
     finally:
-        trial.close()  # else a failed plan's tables take the next one's memory
+        trial.close()  # a failed plan must not keep the memory of the next one
     return _summarise(_gather(mine, control))
 
 
@@ -166,7 +166,7 @@ def _agree(failure: str, group: dist.ProcessGroup) -> None:
 
 
 class _Trial:
-    """One rank's part."""
+    """One rank's part of a trial."""
 
     def __init__(
         self,
@@ -194,12 +194,12 @@ class _Trial:
             device=self._device,
             plan=plan,
             sharders=[EmbeddingBagCollectionSharder()],
-            init_data_parallel=False,  # which waits for all ranks: see `connect`
+            init_data_parallel=False,  # it waits for all ranks; see `connect`
         )
         fill_tables(self._model, self._tables, self._config.seed)
 
     def connect(self, plan: ShardingPlan) -> None:
-        """Join the ranks' dense layers, once all have built their part."""
+        """Connect the dense layers of all ranks, after all have built their part."""
         assert isinstance(self._model, DistributedModelParallel)
         self._model.init_data_parallel()
         rate = self._config.learning_rate
@@ -208,7 +208,7 @@ class _Trial:
     def _make_optimizers(
         self, plan: ShardingPlan, rate: float
     ) -> list[torch.optim.Optimizer]:
-        """Optimizers of what is not trained inside a kernel's backward pass."""
+        """Return optimizers of parameters that no fused kernel updates."""
         replicas = {
             name
             for module_plan in plan.plan.values()
@@ -236,7 +236,7 @@ class _Trial:
         ]
 
     def train(self) -> dict[str, Any]:
-        """Run the iterations; what this rank saw."""
+        """Run the iterations and return this rank's measurements."""
         config = self._config
         for _ in range(config.warm_up):
             self._step()
@@ -264,7 +264,7 @@ class _Trial:
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def _step(self) -> float:
-        """One iteration [ms]."""
+        """Run one iteration and return its time [ms]."""
         batch = self._batches[self._step_number % len(self._batches)]
         self._step_number += 1
         self._synchronize()
@@ -287,7 +287,7 @@ class _Trial:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._model = nn.Module()
         self._optimizers.clear()
         self._losses.clear()
@@ -297,7 +297,7 @@ class _Trial:
 
 
 def _summarise(everyone: Sequence[dict[str, Any]]) -> TrialResult:
-    """Put the ranks together."""
+    """Return the result of a trial from all ranks' measurements."""
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
     embedding = []
     for by_rank in zip(*(m["steps"] for m in everyone), strict=True):

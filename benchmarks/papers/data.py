@@ -1,9 +1,10 @@
-"""Tables, tasks, table sets and placements that the papers' methods are trained on.
+"""Training data of the papers' methods: tables, tasks, table sets and placements.
 
-NeuroShard measured up to 100,000 sets and placements. Where fewer were measured,
-`label_sets` and `label_placements` draw as many by its rules and take a model's word
-for their times. Sets of one optimizer, with fp32 weights and without weighted lookups,
-are comparable: the paper measured no others, and its features cannot tell them apart.
+NeuroShard measured up to 100,000 sets and placements. To train on as many without
+measuring them, `label_sets` and `label_placements` draw them by NeuroShard's rules, and
+a model predicts their times. Only sets with one optimizer, fp32 weights and no weighted
+lookups are comparable: the paper measured only these, and its features cannot tell
+other sets from them.
 
 Shapes: `N` shards, `L` known shards, `S` sets or placements, `T` tables, `W` ranks, `I`
 inputs of a collective's net (2W forward, W backward).
@@ -48,15 +49,15 @@ Ints = npt.NDArray[np.int64]
 
 DIM = PAPER_FEATURES.index("dim")
 LONGEST_OFFSET_MS = 19
-"""Longest start offset in NeuroShard's measurements of the all-to-all, from 1 on."""
+"""Largest start offset in NeuroShard's measurements of the all-to-all, in steps."""
 _MOST_TABLES = 15
 """NeuroShard's measured sets have 1 to 15 tables."""
 _MOST_BYTES = 4e9
-"""Most fp32 weights of such a set."""
+"""Most bytes of fp32 weights in a measured set of NeuroShard."""
 _MOST_DRAWS = 100_000
-"""Draws of a set's tables until one is small enough."""
+"""Maximum number of draws of a set's tables."""
 _MEMORY_SLACK = 1.5
-"""Memory of a policy's rank over its even share, or over the largest table."""
+"""Memory of a rank, relative to its even share or to the largest table."""
 
 
 def read_tables(
@@ -82,27 +83,27 @@ def read_tables(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyTaskConfig:
-    """The tasks that a policy is trained on and judged by."""
+    """Training and test tasks of a policy."""
 
     num_tables: tuple[int, int] = (10, 60)
     """Fewest and most tables of a task."""
     world_sizes: tuple[int, ...] = (2, 4, 6, 8)
     """Numbers of ranks, taken in turn."""
     widths: tuple[int, ...] = power_of_two_widths(128)
-    """Drawn evenly for each table."""
+    """Widths, drawn evenly for each table."""
     batch_sizes: tuple[int, ...] = (2_048,)
-    """Samples over all ranks; one is drawn for each task."""
+    """Samples over all ranks, drawn for each task."""
     optimizers: tuple[str, ...] = ("rowwise_adagrad",)
-    """One is drawn for each task."""
+    """Optimizers, drawn for each task."""
     max_rows: tuple[int, ...] = ()
-    """A task's longer tables are cut to one of these; empty cuts none."""
+    """Most rows of a table, drawn for each task. Empty: tables stay whole."""
     seed: int = 0
 
 
 def split_tables(
     tables: Sequence[TableConfig], seed: int
 ) -> tuple[tuple[TableConfig, ...], tuple[TableConfig, ...]]:
-    """Split tables into two halves, to train on and to judge by: DreamShard's rule."""
+    """Return two random halves of the tables, for training and test, as DreamShard."""
     order = np.random.default_rng(seed).permutation(len(tables))
     half = len(tables) // 2
     training = tuple(tables[i] for i in sorted(order[:half]))
@@ -113,7 +114,7 @@ def split_tables(
 def sample_policy_tasks(
     tables: Sequence[TableConfig], config: PolicyTaskConfig, num_tasks: int
 ) -> tuple[ShardingTask, ...]:
-    """Draw tasks of distinct tables."""
+    """Return random tasks of distinct tables."""
     sizes = config.world_sizes
     per_size = [
         sample_tasks(
@@ -137,7 +138,7 @@ def sample_policy_tasks(
 def _varied(
     task: ShardingTask, config: PolicyTaskConfig, rng: np.random.Generator
 ) -> ShardingTask:
-    """Draw a task's batch size, optimizer and longest tables; limit its memory."""
+    """Return a task with random batch size, optimizer and row cap, and with memory."""
     batch_size = int(rng.choice(config.batch_sizes))
     optimizer = str(rng.choice(config.optimizers))
     tables = task.tables
@@ -157,15 +158,15 @@ def _varied(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelConfig:
-    """The samples that a model labels for NeuroShard's nets."""
+    """Random samples for NeuroShard's nets, labelled by a model."""
 
     num_samples: int = 100_000
     batch_sizes: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192)
-    """Samples over all ranks; each set and placement is at one of these."""
+    """Samples over all ranks, drawn for each set and placement."""
     widths: tuple[int, ...] = PAPER_WIDTHS
-    """Every table of the sets is known at each of these."""
+    """Widths of the sets' tables. Every table comes in each of them."""
     longest_offset_ms: float = LONGEST_OFFSET_MS
-    """Longest start offset of a rank; the paper's suits a GPU's costs."""
+    """Longest start offset of a rank [ms]. The default is the paper's, for GPUs."""
     seed: int = 0
 
 
@@ -174,18 +175,18 @@ class LabelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sets:
-    """Sets of known shards and their times."""
+    """Table sets, as indices into known shards, and their times."""
 
     features_LF: torch.Tensor
     shards_N: Ints
-    """Known shard of each set's shards, set after set."""
+    """Index of each shard in `features_LF`, set after set."""
     counts_S: Ints
-    """Shards of each set."""
+    """Number of shards of each set."""
     total_ms_S: torch.Tensor
     """Forward + backward."""
 
     def predict(self, net: ComputeNet, sets: Ints) -> torch.Tensor:
-        """Return the net's milliseconds of some sets, in the order given."""
+        """Return the net's predictions for some sets, in the given order [ms]."""
         counts = self.counts_S[sets]
         starts = np.cumsum(self.counts_S) - self.counts_S
         skipped = starts[sets] - (np.cumsum(counts) - counts)
@@ -199,7 +200,7 @@ class Sets:
 def comparable_records(
     records: Iterable[CostRecord], optimizer: str
 ) -> list[CostRecord]:
-    """Return the comparable sets of an optimizer, without repeated measurements."""
+    """Return an optimizer's comparable records, without repeated measurements."""
     kind = (optimizer, "fp32", False)
     return [
         r
@@ -210,13 +211,16 @@ def comparable_records(
 
 
 def measured_sets(records: Sequence[CostRecord]) -> Sets:
-    """Return measured sets; each of their shards is a known one.
+    """Return measured sets; every shard of theirs is a known shard.
 
     Raises:
         RecordError: There is no record.
     """
     if not records:
-        raise RecordError("no record is of the optimizer's kind, fp32 and unweighted")
+        raise RecordError(
+            "no record has the optimizer, fp32 weights and unweighted lookups; measure "
+            "such sets or choose another --optimizer"
+        )
     counts = np.array([len(r.tables) for r in records], dtype=np.int64)
     features = [shard_features(r.tables, r.batch_size) for r in records]
     return Sets(
@@ -230,7 +234,7 @@ def measured_sets(records: Sequence[CostRecord]) -> Sets:
 def label_sets(
     cost_model: CostModel, tables: Sequence[TableConfig], config: LabelConfig
 ) -> Sets:
-    """Draw sets by the paper's rule and take their times from a cost model."""
+    """Return random sets by the paper's rule, with times of a cost model."""
     widths, batch_sizes = config.widths, config.batch_sizes
     table_L = np.repeat(np.arange(len(tables)), len(widths))
     width_L = np.tile(widths, len(tables))
@@ -260,12 +264,12 @@ def label_sets(
 
 
 def draw_set(rng: np.random.Generator, size_L: Floats) -> Ints:
-    """Draw the tables of a set: 1 to 15 of them, at most 4 GB together.
+    """Return the shards of a random set: 1 to 15 of them, at most 4 GB together.
 
-    A set that is too large has its tables drawn again, not their number.
+    A set that is too large is drawn again with the same number of shards.
 
     Args:
-        rng: Source of the draws.
+        rng: Random generator.
         size_L: Bytes of each known shard.
 
     Raises:
@@ -295,7 +299,7 @@ class CommsSamples:
 
 
 def is_pooled(record: CommsRecord) -> bool:
-    """Whether it is an all-to-all of pooled outputs within one node."""
+    """Return whether a record is a pooled all-to-all inside one node."""
     within = record.world_size == record.local_world_size
     return within and record.collective.startswith("pooled_")
 
@@ -303,10 +307,10 @@ def is_pooled(record: CommsRecord) -> bool:
 def measured_samples(
     records: Sequence[CommsRecord], world_size: int, config: LabelConfig
 ) -> tuple[CommsSamples, CommsSamples]:
-    """Return samples of the forward and of the backward all-to-all of one node's ranks.
+    """Return measured samples of the forward and of the backward all-to-all.
 
-    The ranks were measured starting together. Forward samples get the start offsets
-    that the paper's measurements have, and each rank's wait for the last one.
+    All ranks started together when they were measured. Forward samples get start
+    offsets like the paper's, and each rank's wait for the last one is added.
     """
     samples = []
     for name in ("pooled_forward", "pooled_backward"):
@@ -330,10 +334,11 @@ def measured_samples(
 def _with_offsets(
     samples: CommsSamples, rng: np.random.Generator, config: LabelConfig
 ) -> CommsSamples:
-    """Return forward samples whose ranks start one after another.
+    """Return forward samples whose ranks start at different times.
 
-    The offsets follow the paper: r of 19 values up to the longest, each rank in whole
-    steps of a 19th of it below r, minus the smallest.
+    As in the paper, offsets are whole steps of a 19th of the longest offset. A limit
+    of 1 to 19 steps is drawn per sample, each rank draws an offset below it, and the
+    smallest offset is subtracted.
     """
     shape = samples.target_SW.shape
     steps = rng.integers(1, LONGEST_OFFSET_MS + 1, size=(len(samples.target_SW), 1))
@@ -346,7 +351,7 @@ def _with_offsets(
 
 
 def draw_columns(rng: np.random.Generator) -> Ints:
-    """Draw the columns of 10 to 59 tables from the paper's widths, as the paper."""
+    """Return the columns of 10 to 59 random tables, as in the paper."""
     drawn: Ints = rng.choice(PAPER_WIDTHS, size=(rng.integers(10, 60),))
     return drawn
 
@@ -357,13 +362,13 @@ def label_placements(
     config: LabelConfig,
     draw: Callable[[np.random.Generator], npt.ArrayLike] = draw_columns,
 ) -> tuple[CommsSamples, CommsSamples]:
-    """Draw placements by the paper's rules and take their times from a model.
+    """Return random placements by the paper's rules, with times of a model.
 
     Args:
-        comms_model: Gives the times.
-        world_size: Ranks.
-        config: What is drawn.
-        draw: Draws the output columns of the tables to be placed.
+        comms_model: Predicts the times.
+        world_size: Number of ranks.
+        config: Settings of the samples.
+        draw: Draws the output columns of a placement's tables.
 
     Returns:
         Samples of the forward and of the backward all-to-all.
@@ -387,10 +392,10 @@ def label_placements(
 def place_at_random_level(
     rng: np.random.Generator, columns_T: npt.ArrayLike, world_size: int
 ) -> Floats:
-    """Place tables as NeuroShard's measurements do and return each rank's columns.
+    """Return each rank's columns after a random placement, as in NeuroShard.
 
-    A level p is drawn from 0 to 1. Widest first, each table goes to a random rank with
-    probability p, else to the rank that has the fewest columns.
+    A level p from 0 to 1 is drawn. Widest first, each table goes to a random rank with
+    probability p, otherwise to the rank with the fewest columns.
     """
     level = rng.random()
     held = np.zeros(world_size)

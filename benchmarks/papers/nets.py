@@ -1,6 +1,6 @@
-"""NeuroShard's recipe for its nets: Adam on the mean squared error of milliseconds.
+"""NeuroShard's training of its nets: Adam on the mean squared error of milliseconds.
 
-The best epoch by samples kept apart counts. Samples are split at random, seeded.
+Validation samples select the best epoch. Samples are split at random with a seed.
 
 Shapes: as in `data`.
 """
@@ -29,7 +29,7 @@ from torchrec_neuroshard.papers.neuroshard_models import (
 _STD_FLOOR = 1e-6
 """Added to every standard deviation."""
 _SHARE = 0.1
-"""Share of the samples that picks the best epoch, and as many that only judge."""
+"""Share of the samples for validation, and share for the test."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,29 +40,29 @@ class PaperTrainConfig:
     batch_samples: int = 512
     learning_rate: float = 1e-3
     optimizer: str = "sgd"
-    """Optimizer of the tables of the sets that are trained on."""
+    """Optimizer of the training sets' tables."""
     seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitReport:
-    """How one net was trained, and its error on samples that only judge."""
+    """Training of one net, and its error on test samples."""
 
     num_training: int
     num_test: int
     best_epoch: int
-    """Counted from 1."""
+    """Best epoch, counted from 1."""
     test_mse: float
-    """In ms^2."""
+    """Mean squared error [ms^2]."""
     mean_test_mse: float
-    """Error of predicting the training samples' mean for all."""
+    """Error of a constant prediction, the mean of the training samples [ms^2]."""
 
 
 def split_samples(count: int, seed: int, what: str) -> tuple[Ints, Ints, Ints]:
     """Return training, validation and test samples."""
     kept = max(1, int(count * _SHARE))
     if count <= 2 * kept:
-        raise RecordError(f"{count} {what} are too few to train on; measure more")
+        raise RecordError(f"{count} {what} are too few for training; measure more")
     order = np.random.default_rng(seed).permutation(count)
     return order[2 * kept :], order[:kept], order[kept : 2 * kept]
 
@@ -102,7 +102,7 @@ def _fit(
 
 def _mean_and_deviation(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     deviation = inputs.std(dim=0, correction=0)
-    # Small batches fill no table's last bins: what never varies is not scaled.
+    # In small batches the last bins are empty. Constant features are not scaled.
     deviation = torch.where(deviation < _STD_FLOOR, 1.0, deviation)
     return inputs.mean(dim=0), deviation + _STD_FLOOR
 
@@ -110,16 +110,16 @@ def _mean_and_deviation(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def fit_compute(
     sets: Sets, config: PaperTrainConfig, widths: Sequence[int] = PAPER_WIDTHS
 ) -> tuple[ComputeNet, FitReport]:
-    """Train the net of kernels.
+    """Return the trained kernel net and a report.
 
     Args:
-        sets: Of comparable records (`measured_sets`), or labelled by a model.
-        config: The recipe.
-        widths: Features are standardised as if every table had each of these, as in
-            the paper, whatever widths the sets have.
+        sets: Sets of comparable records (`measured_sets`), or sets labelled by a model.
+        config: The settings.
+        widths: The width is standardised as if every table had each of these, as in the
+            paper.
 
     Raises:
-        RecordError: Too few sets.
+        RecordError: There are too few sets.
     """
     with seeded(config.seed):
         net = ComputeNet()
@@ -133,7 +133,7 @@ def fit_compute(
 
 
 def predict_records(net: ComputeNet, records: Sequence[CostRecord]) -> Floats:
-    """Predict forward + backward of measured sets, `S` [ms]."""
+    """Return the predicted forward + backward of measured sets, `S` [ms]."""
     with torch.inference_mode():
         cost = measured_sets(records).predict(net, np.arange(len(records)))
     return cost.double().numpy()
@@ -142,13 +142,13 @@ def predict_records(net: ComputeNet, records: Sequence[CostRecord]) -> Floats:
 def fit_comms(
     forward: CommsSamples, backward: CommsSamples, config: PaperTrainConfig
 ) -> tuple[CommsNets, FitReport, FitReport]:
-    """Train the two nets of a number of ranks.
+    """Return the two trained nets of one number of ranks, and their reports.
 
     Returns:
-        The nets and the reports of the forward and of the backward one.
+        The nets, the forward net's report, and the backward net's report.
 
     Raises:
-        RecordError: Too few samples.
+        RecordError: There are too few samples.
     """
     with seeded(config.seed):
         nets = CommsNets.fresh(forward.target_SW.shape[1])

@@ -1,30 +1,30 @@
-"""How AutoShard's and DreamShard's policies are trained and judged.
+"""Training and test of AutoShard's and DreamShard's policies.
 
-Nets and searches are the library's `papers.autoshard` and `papers.dreamshard`.
-Counts and rates are the papers'. Different here, in both:
+Nets and searches are in the library, in `papers.autoshard` and `papers.dreamshard`.
+Counts and learning rates are the papers'. Both methods differ from the papers in this:
 
-- Costs are divided by the first plans' mean (stored with the weights), since rates that
-  suit a GPU's milliseconds do not suit a CPU's.
-- A rank without room is offered neither when plans are drawn nor in the update. A table
-  that has room nowhere goes to the freest rank.
-- Tasks of several numbers of ranks are mixed, and a cost model predicts the costs.
+- Costs are divided by the mean of the first plans, which is stored with the weights.
+  Learning rates for milliseconds of a GPU do not suit those of a CPU.
+- A full rank is never chosen, and the update leaves it out. A table that fits no rank
+  goes to the freest one.
+- Tasks have several numbers of ranks, and a cost model predicts all costs.
 
-AutoShard: the reward is how even the finished plan is, compute of the least busy rank
-over that of the busiest; where memory overflows, the worst excess over the limit,
-negative. Policy and value are trained by an actor-critic with V-trace, and the cost
-net, which shares the tables' encoder, on the same plans. Actors and learner take turns
-in one process, so that a run can be repeated: plans are drawn with the weights from
-before the latest update, as an actor of the paper would lag. Batches are of whole
-plans, until they have 800 steps, where the paper cuts plans off after 100 steps. As in
-the released code, one optimizer serves all losses, losses of policy and value are sums
-over steps, and the cost net's is a mean.
+AutoShard: the reward is the compute of the least busy rank divided by that of the
+busiest. If a plan exceeds a rank's memory, the reward is the largest excess, negative.
+Policy and value are trained by an actor-critic with V-trace. The cost net shares the
+tables' encoder and is trained on the same plans. Actors and learner take turns in one
+process, so that a run can be repeated. Plans are drawn with the weights from before the
+latest update, since the paper's actors lag, too. A batch has whole plans, until it has
+800 steps; the paper cuts plans off after 100 steps. As in the released code, one
+optimizer serves all losses, the losses of policy and value are sums over steps, and the
+loss of the cost net is a mean.
 
-DreamShard: the policy is trained by REINFORCE on what the cost net predicts for the
-finished plan; the cost net is trained on plans that the policy made, whose cost is our
-critical path, not the largest rank's sum. Both take turns. Losses are means over the
-batch. The costed plans of an iteration are of random tasks, and all of them so far are
-learned from. The three heads see costs of a rank: forward compute, backward all-to-all
-and backward compute.
+DreamShard: the policy is trained by REINFORCE on the cost net's prediction for the
+finished plan. The cost net is trained on the policy's plans, and a plan's cost is our
+critical path, not the largest rank's sum. The two trainings alternate. Losses are means
+over the batch. An iteration prices plans of random tasks, and the cost net learns from
+all plans so far. Its three heads predict forward compute, backward all-to-all and
+backward compute of a rank.
 
 Shapes: as in the library's `policies`; `P` plans.
 """
@@ -66,25 +66,25 @@ from torchrec_neuroshard.search.base import Searcher
 
 Rng = np.random.Generator
 PlanCosts = Callable[[ShardingTask, Placement], PredictedCosts]
-"""What a plan costs, such as `SimulatedPlans`."""
+"""Predicts a plan's costs, for example `SimulatedPlans`."""
 
 _RESAMPLES = 10_000
 
 
 class SimulatedPlans:
-    """Costs of plans by a cost model and a model of the collectives."""
+    """Predicts plans by a cost model and a model of collectives."""
 
     def __init__(
         self, cost_model: CostModel, comms_for: Callable[[int], CommsModel]
     ) -> None:
-        """Take the model of kernels, and number of ranks -> model of collectives."""
+        """Take the cost model, and a function: number of ranks -> collectives."""
         self.cost_model = cost_model
         self.comms_for = comms_for
         self._simulators: dict[int, Simulator] = {}
 
     def __call__(self, task: ShardingTask, placement: Placement) -> PredictedCosts:
-        """Predict one plan; a task's simulator is kept."""
-        # A simulator keeps its task, so that no other task gets the id.
+        """Return the predicted costs of a plan."""
+        # The simulator keeps its task alive, so no other task gets the same id.
         if id(task) not in self._simulators:
             comms_model = self.comms_for(task.world_size)
             self._simulators[id(task)] = Simulator(task, self.cost_model, comms_model)
@@ -93,11 +93,11 @@ class SimulatedPlans:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyConfig:
-    """Settings that both methods have."""
+    """Settings of both methods."""
 
     iterations: int
     learning_rate: float
-    """Falls linearly to 0 over the iterations."""
+    """First learning rate. It falls linearly to 0."""
     entropy_weight: float = 1e-3
     seed: int = 0
 
@@ -112,15 +112,15 @@ class AutoShardConfig(PolicyConfig):
     """AutoShard's settings."""
 
     iterations: int = 125
-    """Updates of the policy: the paper's 100,000 steps."""
+    """Updates of the policy. 125 equal the paper's 100,000 steps."""
     steps: int = 800
-    """Least steps per update: the paper's 8 unrolls of 100."""
+    """Minimum steps per update: the paper has 8 unrolls of 100."""
     cost_updates: int = 20
     """Steps of the cost net per update."""
     cost_batch: int = 512
-    """Ranks of plans per step of the cost net."""
+    """Ranks of plans in a batch of the cost net."""
     buffer: int = 5_000
-    """Latest ranks of plans that the cost net learns from."""
+    """Number of the latest ranks of plans that the cost net learns from."""
     learning_rate: float = 1e-3
     baseline_weight: float = 0.5
     max_gradient_norm: float = 40.0
@@ -132,7 +132,7 @@ class DreamShardConfig(PolicyConfig):
 
     iterations: int = 10
     plans_per_iteration: int = 10
-    """Plans costed (N_collect)."""
+    """Plans priced per iteration (N_collect)."""
     cost_updates: int = 300
     """Steps of the cost net per iteration (N_cost)."""
     policy_updates: int = 10
@@ -140,12 +140,12 @@ class DreamShardConfig(PolicyConfig):
     episodes: int = 10
     """Plans drawn per step of the policy (N_episode), at least 2."""
     batch: int = 64
-    """Plans, and as many single ranks, per step of the cost net."""
+    """Plans in a batch of the cost net, with as many single ranks."""
     learning_rate: float = 5e-4
 
 
 class PolicyTrainer(ABC):
-    """Trains one policy, iteration by iteration; one Adam serves all losses."""
+    """Base class of trainers: runs iterations, with one Adam for all losses."""
 
     paper: ClassVar[str]
     config_type: ClassVar[Any]
@@ -159,7 +159,7 @@ class PolicyTrainer(ABC):
         costs: PlanCosts,
         config: PolicyConfig,
     ) -> None:
-        """Take an untrained net, the training tasks and what their plans cost."""
+        """Take an untrained net, the training tasks and the costs of plans."""
         self.tasks, self.costs, self.config = tuple(tasks), costs, config
         self.views = [view_task(t) for t in tasks]
         net.set_statistics(np.concatenate([v.features for v in self.views]))
@@ -191,15 +191,15 @@ class PolicyTrainer(ABC):
 def policy_log_probs(
     net: PolicyNet, episodes: Episodes, rollout: Rollout
 ) -> torch.Tensor:
-    """Log probability of every rank in every step, with gradients, `E x T x W`.
+    """Return log probabilities of all ranks, with gradients, `E x T x W`.
 
-    Ranks that could not be chosen have about -1e9.
+    Full ranks have about -1e9.
     """
     items = net.items(episodes.features_ETF) * episodes.is_table_ET[..., None]
     chosen = nn.functional.one_hot(rollout.actions_ET, episodes.caps_EW.shape[1])
     placed = chosen[..., None] * items[:, :, None]
     before = placed.cumsum(dim=1) - placed
-    # Only the ranks of the episodes' own steps: padding is more than half.
+    # Skip the padding, which is more than half of the array.
     real = episodes.is_table_ET[..., None] & episodes.is_rank_EW[:, None]
     context = net.context(episodes)[:, :, None].expand(*real.shape, -1)
     logits = torch.zeros(real.shape, dtype=items.dtype)
@@ -217,12 +217,12 @@ def vtrace(
     values_ET: torch.Tensor,
     is_step_ET: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Targets of the value and advantages of the policy, both clips and discount 1.
+    """Return value targets and policy advantages, with clips and discount of 1.
 
     Args:
-        log_ratios_ET: Log of the learner's over the actor's probability of each choice.
-        rewards_ET: Paid after each step.
-        values_ET: Of the state before each step.
+        log_ratios_ET: Log of learner's over actor's probability of each choice.
+        rewards_ET: Reward after each step.
+        values_ET: Value of the state before each step.
         is_step_ET: False after an episode's end, where the value is 0.
 
     Returns:
@@ -245,7 +245,7 @@ def vtrace(
 
 
 class AutoShardTrainer(PolicyTrainer):
-    """Makes plans, updates policy and value, updates the cost net; and again."""
+    """Trainer of AutoShard: make plans, update the policy, update the cost net."""
 
     paper = "AutoShard (KDD 2022, arXiv 2208.06399)"
     config_type, searcher_type = AutoShardConfig, AutoShardSearcher
@@ -255,13 +255,13 @@ class AutoShardTrainer(PolicyTrainer):
     def __init__(
         self, tasks: Sequence[ShardingTask], costs: PlanCosts, config: AutoShardConfig
     ) -> None:
-        """Take the training tasks and what their plans cost; only compute counts."""
+        """Take the training tasks and the costs of plans; only compute counts."""
         with seeded(config.seed):
             self.net = AutoShardNet()
         super().__init__(self.net, tasks, costs, config)
         self._actor = copy.deepcopy(self.net)
         self._ranks: list[tuple[torch.Tensor, float]] = []
-        """Features of the tables on a rank, and what they compute [ms]."""
+        """Features of a rank's tables, and the rank's compute [ms]."""
 
     def _step(self, rng: Rng, generator: torch.Generator) -> Mapping[str, float]:
         chosen, steps = list[int](), 0
@@ -271,7 +271,7 @@ class AutoShardTrainer(PolicyTrainer):
         episodes = arrange(self._actor, [self.views[i] for i in chosen])
         rollout = roll_out(self._actor, episodes, generator)
         rewards = self._play(chosen, episodes, rollout)
-        # From here on the actor has the weights from before this update.
+        # The next plans are made with the weights from before this update.
         self._actor.load_state_dict(self.net.state_dict())
         self._update_policy(episodes, rollout, rewards)
         losses = [self._update_cost(rng) for _ in range(self.config.cost_updates)]
@@ -280,7 +280,7 @@ class AutoShardTrainer(PolicyTrainer):
     def _play(
         self, chosen: Sequence[int], episodes: Episodes, rollout: Rollout
     ) -> torch.Tensor:
-        """Have plans costed; keep their ranks and return the rewards, `E`."""
+        """Price plans, keep their ranks, and return the rewards, `E`."""
         rewards, new = [], list[tuple[torch.Tensor, float]]()
         for e, number in enumerate(chosen):
             task, view = self.tasks[number], self.views[number]
@@ -288,7 +288,7 @@ class AutoShardTrainer(PolicyTrainer):
             placement = whole_placement(task, of_table)
             found = self.costs(task, placement)
             busy_W = np.array([r.fwd_compute + r.bwd_compute for r in found.ranks])
-            # Least share of a rank's memory that is left; below 0 where it overflows.
+            # Share of memory left on the fullest rank; negative if it is exceeded.
             room = 1 - placement.rank_bytes(task)[0] / view.caps
             even = busy_W.min() / busy_W.max()
             rewards.append(float(room.min() if room.min() < 0 else even))
@@ -304,7 +304,7 @@ class AutoShardTrainer(PolicyTrainer):
     def _update_policy(
         self, episodes: Episodes, rollout: Rollout, rewards_E: torch.Tensor
     ) -> None:
-        """Step on policy gradient, squared error of the value, and entropy."""
+        """Take a step on policy gradient, squared error of the value, and entropy."""
         is_step = episodes.is_table_ET
         log_probs = policy_log_probs(self.net, episodes, rollout)
         taken = log_probs.gather(-1, rollout.actions_ET[..., None])[..., 0]
@@ -326,7 +326,7 @@ class AutoShardTrainer(PolicyTrainer):
         self._optimize(loss, self.config.max_gradient_norm)
 
     def _update_cost(self, rng: Rng) -> float:
-        """Step on the squared error of ranks in the buffer."""
+        """Take a step on the squared error of buffered ranks; return the loss."""
         drawn = rng.integers(len(self._ranks), size=self.config.cost_batch)
         held, costs = zip(*(self._ranks[i] for i in drawn), strict=True)
         encoded = self.net.encode(torch.cat(held))
@@ -343,17 +343,17 @@ class AutoShardTrainer(PolicyTrainer):
 
 
 class _Plan(NamedTuple):
-    """A costed plan."""
+    """A priced plan."""
 
     features_TF: torch.Tensor
     rank_T: npt.NDArray[np.int64]
     rank_costs_W3: npt.NDArray[np.float32]
-    """Milliseconds, as `DreamShardNet.rank_costs`."""
+    """Costs of each rank [ms], as `DreamShardNet.rank_costs`."""
     plan_ms: float
 
 
 class DreamShardTrainer(PolicyTrainer):
-    """Costs plans, trains the cost net, trains the policy on it; and again."""
+    """Trainer of DreamShard: price plans, train the cost net, train the policy."""
 
     paper = "DreamShard (NeurIPS 2022, arXiv 2210.02023)"
     config_type, searcher_type = DreamShardConfig, DreamShardSearcher
@@ -363,7 +363,7 @@ class DreamShardTrainer(PolicyTrainer):
     def __init__(
         self, tasks: Sequence[ShardingTask], costs: PlanCosts, config: DreamShardConfig
     ) -> None:
-        """Take the training tasks and what their plans cost."""
+        """Take the training tasks and the costs of plans."""
         with seeded(config.seed):
             self.net = DreamShardNet()
         super().__init__(self.net, tasks, costs, config)
@@ -388,7 +388,7 @@ class DreamShardTrainer(PolicyTrainer):
         }
 
     def _collect(self, rng: Rng, generator: torch.Generator) -> list[_Plan]:
-        """Draw plans of random tasks from the policy and have them costed."""
+        """Return priced plans of random tasks, drawn by the policy."""
         chosen = rng.integers(len(self.tasks), size=self.config.plans_per_iteration)
         episodes = arrange(self.net, [self.views[i] for i in chosen])
         rollout = roll_out(self.net, episodes, generator)
@@ -405,7 +405,7 @@ class DreamShardTrainer(PolicyTrainer):
         return plans
 
     def _sums(self, plans: Sequence[_Plan]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums of encodings of each rank, `P x W x 32`, and whether it holds any."""
+        """Return sums of encodings, `P x W x 32`, and which ranks have tables."""
         slots = [p.rank_T + i * self._widest for i, p in enumerate(plans)]
         slot = torch.from_numpy(np.concatenate(slots))
         encoded = self.net.encode(torch.cat([p.features_TF for p in plans]))
@@ -416,7 +416,7 @@ class DreamShardTrainer(PolicyTrainer):
         return sums.reshape(*shape, -1), held.reshape(shape)
 
     def _update_cost(self, rng: Rng) -> float:
-        """Step on the four squared errors, of plans and of single ranks."""
+        """Take a step on squared errors of plans and ranks; return the loss."""
         drawn = rng.integers(len(self._plans), size=self.config.batch)
         plans = [self._plans[i] for i in drawn]
         scale = float(self.net.cost_scale_ms)
@@ -434,7 +434,7 @@ class DreamShardTrainer(PolicyTrainer):
         return float(loss.detach())
 
     def _update_policy(self, view: TaskView, generator: torch.Generator) -> float:
-        """Step by REINFORCE on one task; return the mean reward."""
+        """Take a REINFORCE step on one task; return the mean reward."""
         episodes = arrange(self.net, [view] * self.config.episodes)
         rollout = roll_out(self.net, episodes, generator)
         with torch.no_grad():
@@ -454,24 +454,24 @@ METHODS: dict[str, Any] = {
     "autoshard": AutoShardTrainer,
     "dreamshard": DreamShardTrainer,
 }
-"""Trainers; each is made of tasks, what their plans cost, and its own config."""
+"""Method -> trainer. Arguments: tasks, costs of plans, the method's config."""
 
 
-# Judging.
+# Test.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """A policy against one yardstick, on the tasks that both can place."""
+    """A policy compared with one baseline, on tasks that both can place."""
 
     name: str
     num_pairs: int
     num_infeasible: int
-    """Tasks that the yardstick cannot place and the policy can."""
+    """Tasks that only the policy can place."""
     num_lost: int
-    """Tasks that the policy cannot place and the yardstick can."""
+    """Tasks that only the baseline can place."""
     change: float
-    """Mean of the policy's iteration time over the yardstick's, minus 1."""
+    """Mean of the policy's iteration time over the baseline's, minus 1."""
     low: float
     """Lower end of the mean's 95 % bootstrap interval."""
     high: float
@@ -483,10 +483,10 @@ def compare(
     tasks: Sequence[ShardingTask],
     costs: SimulatedPlans,
 ) -> list[Comparison]:
-    """Place tasks by a policy and by yardsticks, and compare predicted costs in pairs.
+    """Return the policy's predicted times compared with each baseline, task by task.
 
     Raises:
-        ConfigError: A yardstick and the policy share no task that both can place.
+        ConfigError: There is no task that both the policy and a baseline can place.
     """
     ours = [_iteration_ms(searcher, t, costs) for t in tasks]
     return [
@@ -498,7 +498,7 @@ def compare(
 def _iteration_ms(
     searcher: Searcher, task: ShardingTask, costs: SimulatedPlans
 ) -> float | None:
-    """Return the plan's predicted time; None where there is no plan."""
+    """Return the predicted time of a search's plan; None without a plan."""
     comms_model = costs.comms_for(task.world_size)
     try:
         found = searcher.search(task, costs.cost_model, comms_model)

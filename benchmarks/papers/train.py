@@ -1,4 +1,4 @@
-"""Train the nets and policies of the papers' methods, for searches of this package.
+"""Train the papers' nets and policies for the searches of this package.
 
     cd benchmarks
     python -m papers.train nets --compute compute.parquet --comms comms.parquet \
@@ -6,10 +6,10 @@
     python -m papers.train policy --method dreamshard --cost-model my_bundle \
         --out my_policy
 
-`nets` makes NeuroShard's nets from files of `neuroshard collect`, or, with `--label
-MODEL`, from that cost model's predictions; the measured records then only judge.
-`policy` makes a policy of DreamShard or AutoShard for a cost model: half of the tables
-train it, the other half judge it. Both write weights, a description and a card.
+`nets` trains NeuroShard's nets on files of `neuroshard collect`. With `--label MODEL`
+it trains on that cost model's predictions, and the measured records only test the nets.
+`policy` trains a DreamShard or AutoShard policy for a cost model, on half of the
+tables, and tests it on the other half. Both write weights, a description and a card.
 """
 
 from __future__ import annotations
@@ -56,11 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, (add, run) in kinds.items():
         command = commands.add_parser(name)
         command.set_defaults(run=run)
-        command.add_argument("--out", type=Path, required=True, help="folder")
-        sets = "JSON of table sets; default: generated like the DLRM dataset"
+        command.add_argument(
+            "--out", type=Path, required=True, help="folder to write to"
+        )
+        sets = "JSON of table sets (default: generated like the DLRM dataset)"
         command.add_argument("--tables", type=Path, help=sets)
-        command.add_argument("--workload", nargs="*", default=[], help="sets of it")
-        command.add_argument("--seed", type=int, default=0)
+        command.add_argument(
+            "--workload", nargs="*", default=[], help="sets to use (default: all)"
+        )
+        command.add_argument("--seed", type=int, default=0, help="random seed")
         add(command)
     args = parser.parse_args(arguments)
     try:
@@ -88,13 +92,26 @@ def _collectives(cost_model: str, device_type: str, world_size: int) -> CommsMod
 
 
 def _add_nets(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compute", type=Path, nargs="+", required=True)
-    parser.add_argument("--comms", type=Path, nargs="*", default=[])
-    parser.add_argument("--world-sizes", type=int, nargs="*", help="default: measured")
+    parser.add_argument(
+        "--compute", type=Path, nargs="+", required=True, help="files of kernels"
+    )
+    parser.add_argument(
+        "--comms", type=Path, nargs="*", default=[], help="files of collectives"
+    )
+    parser.add_argument(
+        "--world-sizes",
+        type=int,
+        nargs="*",
+        help="numbers of ranks (default: those in --comms)",
+    )
     parser.add_argument("--epochs", type=int, default=PaperTrainConfig().epochs)
-    parser.add_argument("--optimizer", default="sgd", help="of the tables")
-    parser.add_argument("--label", metavar="MODEL", help="name or folder")
-    labels = parser.add_argument_group("samples that --label draws")
+    parser.add_argument("--optimizer", default="sgd", help="optimizer of the tables")
+    parser.add_argument(
+        "--label",
+        metavar="MODEL",
+        help="cost model to train on, by name or folder (default: measurements)",
+    )
+    labels = parser.add_argument_group("random samples of --label")
     drawn = LabelConfig()
     labels.add_argument("--num-samples", type=int, default=drawn.num_samples)
     for name in ("batch_sizes", "widths"):
@@ -102,11 +119,11 @@ def _add_nets(parser: argparse.ArgumentParser) -> None:
         labels.add_argument(option, type=int, nargs="+", default=default)
     longest = drawn.longest_offset_ms
     labels.add_argument("--longest-offset-ms", type=float, default=longest)
-    labels.add_argument("--max-rows", type=int, help="cut the tables to these")
+    labels.add_argument("--max-rows", type=int, help="most rows of a table")
 
 
 def train_nets(args: argparse.Namespace) -> None:
-    """Train NeuroShard's nets for one machine, judge them and write them."""
+    """Train NeuroShard's nets for one machine, test them and write them."""
     recipe = from_options(PaperTrainConfig, args)
     drawn = from_options(LabelConfig, args)
     headers, records = read_records(args.compute)
@@ -116,7 +133,8 @@ def train_nets(args: argparse.Namespace) -> None:
     if others := {h.fingerprint.device for h, _ in files} - {here.device}:
         theirs = ", ".join(sorted(others))
         raise RecordMismatchError(
-            f"kernels were measured on {here.device}, collectives on {theirs}"
+            f"kernels were measured on {here.device}, but collectives on {theirs}; "
+            "pass files of one device"
         )
     kind = here.device_type
     compute, judgement = _train_kernels(args, recipe, drawn, records, kind)
@@ -153,7 +171,7 @@ def _train_kernels(
     records: Sequence[CostRecord],
     device_type: str,
 ) -> tuple[ComputeNet, dict[str, Any]]:
-    """Train on sets of the kind asked for; sets of held-out tables judge."""
+    """Train on measured or labelled sets and test on sets of held-out tables."""
     known = data.comparable_records(records, recipe.optimizer)
     if args.label is None:
         sets = data.measured_sets([r for r in known if not r.held_out])
@@ -178,9 +196,9 @@ def _train_collectives(
     records: Sequence[CommsRecord],
     device_type: str,
 ) -> tuple[CommsNets, list[dict[str, Any]]]:
-    """Train the nets of a number of ranks; the recipe's test samples judge.
+    """Train the nets of one number of ranks and test them on measured test samples.
 
-    Nets that a model taught have not seen these either.
+    Nets trained on a model's predictions have not seen the test samples either.
     """
     measured = samples = data.measured_samples(records, world_size, drawn)
     if args.label is not None:
@@ -203,9 +221,12 @@ def _train_collectives(
 def _judge(
     what: str, measured: Floats, predicted: Floats, report: FitReport
 ) -> dict[str, Any]:
-    """Return a net's relative errors on samples that it was not trained on."""
+    """Return a net's relative errors on test samples."""
     error = np.abs(predicted / measured - 1)
-    print(f"{what}: {error.mean():.1%} off what was measured; {report}", flush=True)
+    print(
+        f"{what}: mean error {error.mean():.1%} on measured samples; {report}",
+        flush=True,
+    )
     return {
         "what": what,
         "num_samples": len(measured),
@@ -215,7 +236,7 @@ def _judge(
 
 
 def nets_card(device: str, trained_on: Mapping[str, Any]) -> str:
-    """Write the card of NeuroShard's nets in Markdown."""
+    """Return the card of NeuroShard's nets in Markdown."""
     settings, recipe = trained_on["settings"], trained_on["settings"]["recipe"]
     labels = f"predicted by `{settings['label']}`" if settings["label"] else "measured"
     rows = [
@@ -225,9 +246,9 @@ def nets_card(device: str, trained_on: Mapping[str, Any]) -> str:
     ]
     return f"""# NeuroShard's nets
 
-The cost models of NeuroShard (MLSys 2023, arXiv 2305.01868) for `search="neuroshard"`:
-forward + backward of one fused kernel, and one pair of nets of the all-to-all for each
-number of ranks.
+The cost models of NeuroShard (MLSys 2023, arXiv 2305.01868) for `search="neuroshard"`.
+One net predicts forward + backward of a fused kernel. For each number of ranks, a pair
+of nets predicts the all-to-alls.
 
 | | here | paper |
 | --- | --- | --- |
@@ -238,10 +259,10 @@ number of ranks.
 | optimizer of the tables | {recipe["optimizer"]} | sgd |
 | seed | {recipe["seed"]} | |
 
-## Error on measured samples that the nets were not trained on
+## Error on measured samples outside the training data
 
-Absolute error relative to the measured time. Kernels: sets of held-out tables.
-Collectives: the slowest rank, from its own start in the forward one. The paper trained
+The error is |predicted / measured - 1|. Kernels: sets of held-out tables. Collectives:
+the slowest rank; in the forward all-to-all, from that rank's start. The paper trained
 each net on up to 80,000 samples.
 
 | | samples | mean | median | trained on |
@@ -259,13 +280,16 @@ each net on up to 80,000 samples.
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", choices=policies.METHODS, required=True)
-    parser.add_argument("--cost-model", required=True, help="name or folder")
+    parser.add_argument(
+        "--cost-model", required=True, help="a bundle's name or its folder"
+    )
     parser.add_argument("--device-type", choices=tuple(BACKENDS), default="cpu")
-    links = "bandwidth of links, in place of the cost model's collectives"
+    links = "bandwidth of links, instead of the cost model's collectives"
     parser.add_argument("--gb-per-s", type=float, help=links)
-    setting = "a setting of the method, such as iterations=30; default: the paper's"
+    setting = "settings of the method, e.g. iterations=30 (default: the paper's)"
     parser.add_argument("--set", type=_setting, nargs="*", default=[], help=setting)
-    parser.add_argument("--num-tasks", type=int, default=200, help="half as many judge")
+    count = "training tasks; half as many test tasks are added"
+    parser.add_argument("--num-tasks", type=int, default=200, help=count)
     for name, default in dataclasses.asdict(PolicyTaskConfig()).items():
         if name != "seed":
             kind = str if name == "optimizers" else int
@@ -274,13 +298,13 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
 
 
 def _setting(text: str) -> tuple[str, float]:
-    """Read NAME=NUMBER; whole numbers stay whole."""
+    """Return the name and number of NAME=NUMBER; whole numbers stay integers."""
     name, _, value = text.partition("=")
     return name, float(value) if set(value) & set(".e") else int(value)
 
 
 def train_policy(args: argparse.Namespace) -> None:
-    """Train a policy on half of the tables, judge it on the other half, write it."""
+    """Train a policy on half of the tables, test it on the other half, write it."""
     method = policies.METHODS[args.method]
     try:
         config = method.config_type(**{"seed": args.seed, **dict(args.set)})
@@ -289,7 +313,7 @@ def train_policy(args: argparse.Namespace) -> None:
     model, device_type = args.cost_model, args.device_type
 
     def collectives(world_size: int) -> CommsModel:
-        """Return those of the bandwidth given, else of the cost model's device."""
+        """Return collectives of --gb-per-s, or else of the cost model's device."""
         if args.gb_per_s is None:
             return _collectives(model, device_type, world_size)
         return BandwidthCommsModel(
@@ -302,7 +326,7 @@ def train_policy(args: argparse.Namespace) -> None:
 
     kernels = load_cost_model(model, device_type=device_type)
     costs = policies.SimulatedPlans(kernels, collectives)
-    # A table that no sample reads costs nothing, wherever it is: it teaches nothing.
+    # Tables that no sample reads cost nothing on any rank, so they are left out.
     tables = data.read_tables(args.tables, args.workload, args.seed)
     read = [t for t in tables if t.pooling_factor > 0]
     training, test = data.split_tables(read, args.seed)
@@ -346,7 +370,7 @@ def train_policy(args: argparse.Namespace) -> None:
 
 
 def policy_card(info: PolicyInfo, found: Sequence[policies.Comparison]) -> str:
-    """Write the card of a placement policy in Markdown."""
+    """Return the card of a placement policy in Markdown."""
     told, method = info.trained_on, policies.METHODS[info.method]
     paper = method.config_type()
     settings = [
@@ -359,30 +383,30 @@ def policy_card(info: PolicyInfo, found: Sequence[policies.Comparison]) -> str:
     ]
     return f"""# Placement policy `{info.name}`
 
-{method.paper}: places whole tables, one after another.
+{method.paper}: it places whole tables, one after another.
 
 | | |
 | --- | --- |
 | costs of | {info.hardware} ({told["compute_source"]}) |
 | collectives | {told["comms_source"]} |
-| tables | {told["num_tables"]} ({told["tables"]}); half train, the others judge |
+| tables | {told["num_tables"]} ({told["tables"]}); half train, half test |
 
-Training and judging rest on predicted costs; no plan was measured.
+Training and test use predicted costs. No plan was measured.
 
-## Settings, beside the paper's released code
+## Settings, compared with the paper's code
 
 | | here | paper |
 | --- | --- | --- |
 {_lines(settings)}
 
-## On tasks of tables never seen in training
+## Test on held-out tables
 
-Change of the predicted iteration time against each yardstick's, in pairs: mean and 95 %
-bootstrap interval (below 0: the policy is quicker). `greedy-cost` is not of the papers:
-largest predicted cost first, on the rank with the least. The last columns count tasks
-that only one of the two can place.
+Mean change of the predicted iteration time against each baseline, task by task, and its
+95 % bootstrap interval (below 0: the policy is faster). `greedy-cost` is not in the
+papers: it places the table with the largest predicted cost first, on the rank with the
+least. The last columns count tasks that only one of the two can place.
 
-| against | change | 95 % interval | tasks | policy alone | yardstick alone |
+| baseline | change | 95 % interval | tasks | policy only | baseline only |
 | --- | --- | --- | --- | --- | --- |
 {_lines(rows)}
 
