@@ -211,9 +211,9 @@ def load_cost_model(
         basis += f" ({estimate.error})"
     warnings.warn(
         f"no cost model was measured on {estimate.hardware}: costs are a physical "
-        f"estimate from {basis}. On that machine run 'neuroshard collect compute' and "
-        "'neuroshard train', then name the new folder as the cost model. Shipped cost "
-        f"models are {', '.join(pretrained_names()) or 'none'}",
+        f"estimate from {basis}. On that machine run 'neuroshard calibrate --out "
+        "FOLDER', then name FOLDER as the cost model. Shipped cost models are "
+        f"{', '.join(pretrained_names()) or 'none'}",
         stacklevel=2,
     )
     return estimate
