@@ -1,1 +1,1 @@
-"""The parts of `benchmarks/compare_planners.py`."""
+"""Modules of `benchmarks/compare_planners.py`."""

@@ -1,17 +1,17 @@
-"""The clusters that plans are judged on, by collectives that others measured.
+"""The clusters on which plans are compared, with published times of collectives.
 
-No planner's model takes part: a collective takes what a published table says of its
-bytes. The tables are of 8 and of 2 x 8 B200; a card whose large messages are published
-alone has their sizes scaled, so that large messages move at its published rate and
-small ones start as late as those of the table.
+Times of collectives do not come from any planner's model, but from published tables of
+8 and of 2 x 8 B200. If only the rate of large messages is published for a card, the
+sizes in the tables are scaled. Large messages then move at the card's published rate,
+and small ones have the latency of the table.
 
-- Tables are of even all-to-alls; one whose ranks send different sizes takes as long as
-  its busiest rank's would as an even one.
-- Other ranks of a node than 8: the bytes that leave a rank count.
-- Between nodes only the all-to-all is published (each GPU with a 400G card of its own).
-  Rings of reduce-scatter and all-gather, which go over all cards of a node, take what
-  they take inside a node, and start as much later as the all-to-all does.
-- An all-reduce is a reduce-scatter and an all-gather.
+- The tables have even all-to-alls. An uneven one takes as long as an even one with the
+  bytes of its busiest rank.
+- In nodes without 8 ranks, the bytes that leave a rank are looked up.
+- Between nodes, only the all-to-all is published, with a 400G network card per GPU. The
+  rings of reduce-scatter and all-gather use all cards of a node. They take as long as
+  inside a node, plus the additional latency of the all-to-all.
+- An all-reduce is a reduce-scatter followed by an all-gather.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Nodes whose links are published."""
+    """A cluster with published bandwidths of its links."""
 
     name: str
     about: str
     intra_gb_per_s: float
-    """What large collectives of a node reach of each rank, one way; published."""
+    """Published bandwidth per rank of large collectives in a node, one way."""
     inter_gb_per_s: float = _H100.inter_gb_per_s.value
-    """The same of each rank's 400G network card, of the table of 2 x 8 B200."""
+    """The same between nodes, over a 400G network card per rank of 2 x 8 B200."""
     worlds: tuple[int, ...] = (4, 8)
-    """Tasks of so many ranks are judged on it."""
+    """Numbers of ranks of tasks that are compared on this cluster."""
     every: int = 1
-    """Of these, every so many-th."""
+    """Only every so many-th of these tasks is compared."""
     ranks_per_node: int = 8
 
     def local_world_size(self, world_size: int) -> int:
-        """Ranks of a node."""
+        """Return the ranks per node."""
         return min(world_size, self.ranks_per_node)
 
     def collective_ms(self, collective: Collective) -> float:
-        """Return what a collective takes, by the published tables [ms]."""
+        """Return the published time of a collective [ms]."""
         if collective.kind == "all_reduce":
             return sum(
                 self._ms(kind, collective.bytes_per_peer)
@@ -92,7 +92,7 @@ class Cluster:
 
 @functools.cache
 def _table(kind: str, nodes: int) -> Floats:
-    """Return bytes of a rank's buffer and ms, of rising sizes."""
+    """Return bytes of a rank's buffer and times [ms], sorted by size."""
     rows = sorted(
         (r.num_bytes, r.time_ms)
         for r in read_links()
@@ -102,7 +102,7 @@ def _table(kind: str, nodes: int) -> Floats:
 
 
 def _look_up(table: Floats, num_bytes: float) -> float:
-    """Look up a size of a table, between two by logarithms, beyond in proportion."""
+    """Return the time of a size: log interpolation, proportional beyond the table."""
     sizes, ms = table.T
     if num_bytes >= sizes[-1]:
         return float(ms[-1] * num_bytes / sizes[-1])
@@ -137,5 +137,5 @@ CLUSTERS = {
 
 
 def clusters_of(world_size: int) -> list[Cluster]:
-    """Return the clusters that tasks of so many ranks are judged on."""
+    """Return the clusters on which tasks with this number of ranks are compared."""
     return [c for c in CLUSTERS.values() if world_size in c.worlds]

@@ -1,9 +1,9 @@
-"""EMBark's way of planning, on a shared cost model.
+"""EMBark's planning loop, on a shared cost model.
 
-Its published loop: place all shards, longest first, each on the rank with the least to
-do; split the most expensive shard of the rank with the most to do; place again; repeat
-while it helps. The plan with the shortest critical path is kept. Source: the paper
-(EMBark, RecSys 2024) describes the loop; its kernels and cost tables are its own.
+The loop places all shards, longest first, each on the least busy rank. It then splits
+the most expensive shard of the busiest rank, places all shards again, and repeats this
+while it helps. The plan with the shortest critical path is the result. Source: EMBark
+(RecSys 2024) describes the loop. EMBark's kernels and cost tables are not used.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from torchrec_neuroshard.search.base import Searcher
 
 Floats = npt.NDArray[np.float64]
 Shards = list[tuple[int, int]]
-"""Tables and widths."""
+"""Table and width of each shard."""
 
 __all__ = ["HottestSplitSearcher"]
 
 PATIENCE = 8
-"""Splits without a shorter path after which the loop ends."""
+"""Number of splits without a shorter path after which the loop ends."""
 _STEP = 4
-"""Columns of shards are multiples of it."""
+"""Widths of shards are multiples of this."""
 
 
 class HottestSplitSearcher(Searcher):
-    """Splits the hottest shard, places all again, and goes on while it helps."""
+    """Splits the costliest shard of the busiest rank as long as it helps."""
 
     name = "embark"
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        """Search.
+        """Return the best placement of the loop.
 
         Raises:
-            InfeasibleError: Whole tables find no room, however far they are split.
+            InfeasibleError: No placement fits, however far tables are split.
         """
         start = time.monotonic()
         simulator = Simulator(task, cost_model, comms_model)
@@ -77,7 +77,7 @@ class HottestSplitSearcher(Searcher):
                 break
             _split(shards, int(candidates[weight_N[candidates].argmax()]))
         if best is None:
-            raise InfeasibleError("no placement was found, however tables are split")
+            raise InfeasibleError("no placement fits, however far tables are split")
         best[1].check(task)
         return finish(best[1], simulator, start, tried)
 
@@ -89,7 +89,7 @@ def _bytes(task: ShardingTask, shards: Shards) -> Floats:
 def _place(
     task: ShardingTask, shards: Shards, cost_N: Floats
 ) -> npt.NDArray[np.int64] | None:
-    """Return the rank of each shard; None where one finds no room."""
+    """Return the rank of each shard; None if a shard has no room."""
     size_N = _bytes(task, shards)
     load, used = np.zeros(task.world_size), np.zeros(task.world_size)
     limits = np.asarray(task.memory_bytes or [np.inf] * task.world_size, dtype=float)

@@ -1,13 +1,13 @@
-"""Kernels of plans, timed rank after rank in one process.
+"""Timing of the kernels of plans, one rank after another in one process.
 
-What several plans share is timed once. Every kernel is timed in the first two rounds;
-later rounds, in changing order, go on with those that may be the slowest of a plan:
-what is far below has no part in the plan's times.
+A kernel that several plans share is timed once. The first two rounds time every kernel.
+Later rounds, in changing order, time only kernels that may be the slowest of a plan,
+since faster ones do not change the plan's times.
 
-In a round a table reads the same ids in all kernels that hold it, whoever put it there.
+In a round, a table reads the same ids in all kernels that have it, in all plans.
 
-A pass of the reference is disturbed as easily as a kernel's, and takes less time.
-So a pass counts in units of the median reference of the passes around it.
+A single timing of the reference set is noisy. A kernel's time is therefore divided by
+the median reference of the passes around it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from torchrec_neuroshard.tables.table import TableConfig
 
 _SEED = 0
 _WHOLE_ROUNDS = 2
-"""In which every kernel is timed."""
+"""Number of rounds that time every kernel."""
 _WARM_UP_SHARE = 8
-"""A kernel warms up on one of so many samples: it has run once, its rows are as cold
-as after other work."""
+"""The warm-up has one sample of so many: the kernel has run once, but its rows are as
+cold as after other work."""
 _SPEED_PASSES = 50
-"""Of the reference alone, when a round begins: they tell the machine's speed."""
+"""Passes of the reference at the start of a round, for the machine's speed."""
 _AROUND = 4
-"""References before and after a pass that its unit is taken from, beside its own."""
+"""Number of references before, and after, a pass that count for its unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +62,23 @@ class Pass:
 
     round: int
     visit: int
-    """Place among all passes, in the order of time."""
+    """Number of the pass, in the order of time."""
     fwd_ms: float
     bwd_ms: float
     reference_ms: float
-    """Of the reference set, timed beside it; 0 where there is none."""
+    """Time of the reference set next to the pass; 0 without a reference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSettings:
-    """How long kernels are timed."""
+    """Numbers of rounds and passes."""
 
     rounds: int = 5
     passes: int = 2
-    """Timed passes of a kernel in a round, each on a new input."""
+    """Timed passes of a kernel in a round, each with a new input."""
     contends: float = 0.8
-    """Share of a plan's slowest forward, backward or total from which on a kernel is
-    timed in the later rounds, too."""
+    """Later rounds time a kernel only if its forward, backward or total time is at
+    least this share of the plan's slowest."""
 
 
 class KernelTimer:
@@ -95,9 +95,9 @@ class KernelTimer:
 
         Args:
             device: CPU or CUDA.
-            arena_bytes: Most bytes of a set.
-            reference_ms: What the cost model's reference took; 0 if it has none.
-            settings: How long.
+            arena_bytes: Maximum bytes of a set.
+            reference_ms: Time of the cost model's reference [ms]; 0: no reference.
+            settings: Numbers of rounds and passes.
         """
         self._settings = settings
         self._timer = SetTimer(
@@ -116,7 +116,7 @@ class KernelTimer:
         self.reference_ms = self._timer.reference_ms
 
     def measure(self, plans: Sequence[RunPlan]) -> dict[Kernel, list[Pass]]:
-        """Time every kernel of the plans."""
+        """Return the timed passes of every kernel of the plans."""
         self._speeds.clear()
         kernels = kernels_of(plans)
         raw: dict[Kernel, list[Pass]] = {k: [] for k in kernels}
@@ -139,9 +139,9 @@ class KernelTimer:
         return median_times(raw, self.reference_ms)
 
     def machine_speed(self) -> float:
-        """Return how fast the machine was, over where the cost model was measured.
+        """Return the machine's speed relative to the cost model's machine.
 
-        The median over the rounds of what was last measured.
+        It is the median over the rounds of the last measurement.
         """
         return statistics.median(self._speeds)
 
@@ -167,7 +167,7 @@ class KernelTimer:
     def _visit(
         self, kernel: Kernel, number: int, visits: Iterator[int], inputs: _Inputs
     ) -> list[Pass]:
-        """Time one kernel in one round."""
+        """Return the passes of one kernel in one round."""
         if isinstance(kernel, ColumnOrder):
             found = self._time_order(kernel)
         else:
@@ -187,7 +187,7 @@ class KernelTimer:
     def _time_order(self, kernel: ColumnOrder) -> Measurement:
         values = torch.ones(kernel.batch_size, sum(kernel.widths), device=self._device)
         forward = column_permutation(kernel.widths, self._device)
-        # FBGEMM's backward is the same kernel with the parts in the other order.
+        # FBGEMM's backward runs the same kernel with the parts in reverse order.
         backward = column_permutation(kernel.widths[::-1], self._device)
 
         def run_backward(output: torch.Tensor) -> None:
@@ -198,7 +198,7 @@ class KernelTimer:
 
 
 def kernels_of(plans: Iterable[RunPlan]) -> list[Kernel]:
-    """Return the kernels of all plans, each once, in the order of `KernelTimer`."""
+    """Return all different kernels of the plans, in the order of `KernelTimer`."""
     return list(dict.fromkeys(k for plan in plans for k in plan.kernels))
 
 
@@ -207,11 +207,11 @@ def median_times(
 ) -> Times:
     """Return the median forward and backward of each kernel [ms].
 
-    Each pass counts in units of the reference timed around it.
+    Each pass is divided by the reference timed around it.
 
     Args:
         raw: Passes of each kernel.
-        reference_ms: What the reference takes; 0 where there is none.
+        reference_ms: Nominal time of the reference [ms]; 0: no reference.
     """
     unit = reference_ms or 1.0
     return {
@@ -224,10 +224,11 @@ def median_times(
 
 
 def join_inputs(batches: Sequence[InputBatch]) -> InputBatch:
-    """Put inputs of the same samples together, one table's features after another's.
+    """Return one input of several, with one table's features after another's.
 
     Args:
-        batches: Of kernels that hold other tables; with weights all or none.
+        batches: Inputs of different tables for the same samples. All have weights, or
+            none has.
     """
     weights = [b.weights_L for b in batches if b.weights_L is not None]
     ends = itertools.accumulate((len(b.indices_L) for b in batches), initial=0)
@@ -244,7 +245,7 @@ def join_inputs(batches: Sequence[InputBatch]) -> InputBatch:
 
 
 class _Inputs:
-    """What the kernels read: each table the same in a round, in whichever kernel."""
+    """Inputs of kernels: in a round, a table reads the same ids in every kernel."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -253,7 +254,7 @@ class _Inputs:
         self._drawn: dict[tuple[int, int], InputBatch] = {}
 
     def begin(self, number: int) -> None:
-        """Go on to a round; what earlier ones read is forgotten."""
+        """Start a round and forget the inputs of earlier ones."""
         self._round = number
         self._drawn.clear()
 
@@ -261,15 +262,15 @@ class _Inputs:
         """Return an input of a kernel in the round.
 
         Args:
-            kernel: What reads it.
-            index: 0 for the warm-up's, of few samples; 1, 2, ... for the timed passes.
+            kernel: The kernel.
+            index: 0: warm-up, with few samples; 1, 2, ...: timed passes.
         """
         return join_inputs(
             [self._of(t, kernel.batch_size, index) for t in kernel.shards]
         )
 
     def _of(self, shard: TableConfig, batch_size: int, index: int) -> InputBatch:
-        # Columns of a table read what the table does.
+        # A column shard reads the ids of its table.
         table = dataclasses.replace(shard, name="", embedding_dim=4)
         number = self._tables.setdefault((table, batch_size), len(self._tables))
         if (found := self._drawn.get((number, index))) is not None:
@@ -289,7 +290,7 @@ class _Inputs:
 def _in_references(
     raw: Mapping[Kernel, Sequence[Pass]],
 ) -> dict[Kernel, list[tuple[float, float]]]:
-    """Return forward and backward of passes, in units of the references around."""
+    """Return forward and backward of passes, divided by the references around them."""
     order = sorted((p for own in raw.values() for p in own), key=lambda p: p.visit)
     beside = [p.reference_ms or 1.0 for p in order]
     unit = {

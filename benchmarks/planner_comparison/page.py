@@ -1,6 +1,6 @@
-"""The results for people to read: one page of Markdown.
+"""The page of results, in Markdown.
 
-`notes` in the data, a list of sentences, stand above its tables.
+`notes` in the data, a list of sentences, are printed above the tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Task = dict[str, Any]
 Data = dict[str, Any]
 
 HEADLINE = "8 x H100"
-"""The cluster of the first tables, where it has tasks."""
+"""Cluster of the first tables, if it has tasks."""
 _STATUSES = ("no plan", "timed out", "failed", "not run")
 
 
@@ -27,8 +27,8 @@ def write_page(data: Data, out: Path) -> None:
     """Write `<out>.md`.
 
     Args:
-        data: Everything that is known of the run.
-        out: Path without a suffix.
+        data: All results of the run.
+        out: Path without suffix.
     """
     at(out, ".md").write_text(markdown(data), encoding="utf-8")
 
@@ -38,7 +38,7 @@ def _planners(data: Data) -> list[str]:
 
 
 def _clusters(data: Data) -> dict[str, list[Task]]:
-    """Return the tasks of each cluster that has some, the headline's first."""
+    """Return cluster -> tasks, with the headline's cluster first."""
     found: dict[str, list[Task]] = {}
     for task in data["tasks"]:
         found.setdefault(task["cluster"], []).append(task)
@@ -50,10 +50,10 @@ def _headline(data: Data) -> tuple[str, list[Task]]:
 
 
 def headline(data: Data) -> str:
-    """Return four rows for the README, kernels alone, under what they were measured on.
+    """Return the README's table, for kernels alone, with a caption.
 
-    Our planner, TorchRec's by default and as it is best used, and the nearest of all
-    other methods.
+    Its rows are our planner, TorchRec's by default and by best practice, and the
+    nearest of all other methods.
     """
     _, tasks = _headline(data)
     others = [n for n in _planners(data) if not n.startswith((OURS, "torchrec"))]
@@ -117,27 +117,27 @@ def _summary(data: Data, cluster: str, tasks: Sequence[Task]) -> str:
         "planner",
         "plans",
         "over memory",
-        "over TorchRec's best practice",
+        "relative to TorchRec's best practice",
         "worst task",
         "won/lost",
-        "kernels alone",
-        "kernels of the busiest rank alone",
+        "kernels only",
+        "kernels of the busiest rank only",
     )
     title = f"## Kernels and collectives, {cluster}, {len(tasks)} tasks"
     return f"{title}\n\n{table(head, rows)}"
 
 
 def _against(data: Data, ours: str) -> str:
-    """Plans of ours over each rival's, wherever they lose, too."""
+    """Return the table of our plans relative to each rival's."""
     clusters = _clusters(data)
     others = [n for n in _planners(data) if n not in (ours, paired.AGAIN)]
     rivals = [n for n in others if not n.startswith(OURS)]
     yardsticks: dict[str, str | list[str]] = {
-        "the shortest of TorchRec's": [n for n in others if n.startswith("torchrec")],
-        "the shortest of all rivals'": rivals,
+        "the best of TorchRec's": [n for n in others if n.startswith("torchrec")],
+        "the best of all rivals'": rivals,
         **{name: name for name in others},
     }
-    head = [f"`{ours}` over the plans of"]
+    head = [f"`{ours}` relative to"]
     for cluster, tasks in clusters.items():
         head += [f"{cluster}, {len(tasks)} tasks", "worst task", "won/lost"]
     rows = []
@@ -153,12 +153,12 @@ def _against(data: Data, ours: str) -> str:
                     f"{over.wins}/{over.losses}",
                 ]
         rows.append(cells)
-    title = f"## `{ours}` over each rival; the shortest of many is so by chance, too"
+    title = f"## `{ours}` relative to each rival (the best of many is partly chance)"
     return f"{title}\n\n{table(head, rows)}"
 
 
 def _by_family(data: Data) -> str:
-    """Who plans over best practice, in each family of tasks."""
+    """Return the table of planners relative to best practice, by family of tasks."""
     cluster, tasks = _headline(data)
     families: dict[str, list[Task]] = {}
     for task in tasks:
@@ -168,12 +168,12 @@ def _by_family(data: Data) -> str:
     for name in _planners(data):
         over = [paired.compare(t, name, BEST_PRACTICE) for t in families.values()]
         rows.append([_marked(name), *(p.text() if p else "-" for p in over)])
-    title = f"## Over TorchRec's best practice by family, {cluster}"
+    title = f"## Relative to TorchRec's best practice by family, {cluster}"
     return f"{title}\n\n{table(head, rows)}"
 
 
 def _carries(data: Data) -> str:
-    """What the sums are made of, and what chance makes of them."""
+    """Return the table of collectives' shares, prediction errors and noise."""
     rows = []
     for cluster, tasks in _clusters(data).items():
         both = [
@@ -193,25 +193,25 @@ def _carries(data: Data) -> str:
                 _median(judged, ".2f"),
                 _median(paired.prediction_ratios(tasks, OURS, paired.PATH), ".3f"),
                 f"{deviation:.1%}",
-                f"{paired.detectable(tasks):.1%} of {count} tasks",
+                f"{paired.detectable(tasks):.1%} with {count} tasks",
                 f"{min(speeds):.2f} to {max(speeds):.2f}",
             )
         )
     head = (
         "cluster",
-        "collectives' share, median plan",
-        "collectives predicted over judged, median",
-        f"`{OURS}`'s sum predicted over measured, median",
-        "a plan over itself, timed twice: deviation",
-        "smallest detectable mean",
-        "machine's speed",
+        "share of collectives, median",
+        "collectives: predicted / published, median",
+        f"`{OURS}`: predicted / measured path, median",
+        "standard deviation of a plan timed twice",
+        "smallest detectable difference",
+        "speed of the machine",
     )
-    title = "## What carries the sums, and how finely they were measured"
+    title = "## Share of collectives, and noise of the measurements"
     return f"{title}\n\n{table(head, rows)}"
 
 
 def _choices(data: Data) -> str:
-    """How often the plan that the costs call shortest is so, and what is lost."""
+    """Return the table of how often the cost model picks the fastest plan."""
     rows = []
     for cluster, tasks in _clusters(data).items():
         found = paired.choices(tasks)
@@ -236,12 +236,12 @@ def _choices(data: Data) -> str:
         "tasks",
         "different plans, median",
         "top-1",
-        f"top-1, or within {paired.SAME:.0%}",
-        "regret, mean",
-        "regret where it is another plan, mean",
+        f"within {paired.SAME:.0%} of the fastest",
+        "mean regret",
+        "mean regret of wrong picks",
         "regret, worst task",
     )
-    title = "## Is the plan that the costs choose the shortest on measured kernels"
+    title = "## How often the plan predicted fastest has the fastest measured kernels"
     return f"{title}\n\n{table(head, rows)}"
 
 
@@ -270,17 +270,17 @@ def _more(data: Data) -> str:
         "planner",
         *_STATUSES,
         "planning s, median",
-        "most",
-        "worst rank's kernels predicted over measured, median",
-        "gap to own bound, median",
-        "what it is",
+        "planning s, longest",
+        "kernels of the busiest rank: predicted / measured, median",
+        "gap to its bound, median",
+        "description",
         "training",
     )
     return f"## The planners\n\n{table(head, rows)}"
 
 
 def _troubles(data: Data) -> str:
-    """Every task without a plan; memory exceeded; plans that were replaced."""
+    """Return the table of missing plans, exceeded memory and fallbacks."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for task in data["tasks"]:
         for name, entry in task["planners"].items():
@@ -298,8 +298,8 @@ def _troubles(data: Data) -> str:
         (name, what, ", ".join(tasks), _first_sentence(next(iter(tasks.values()))))
         for (name, what), tasks in sorted(found.items())
     ]
-    title = "## No plan, too much memory, or another's plan"
-    head = ("planner", "what", "tasks", "why, on the first of them")
+    title = "## Missing plans, exceeded memory and fallbacks"
+    head = ("planner", "outcome", "tasks", "reason, on the first task")
     return f"{title}\n\n{table(head, rows) if rows else 'None.'}"
 
 
@@ -316,7 +316,7 @@ def _median(values: Sequence[float], form: str) -> str:
 
 
 def markdown(data: Data) -> str:
-    """Return the page of a run that has tasks."""
+    """Return the page of a run with at least one task."""
     hardware, model = data["hardware"], data["cost_model"]
     variables = (f"{n}={v}" for n, v in data["environment"].items())
     about = "; ".join(f"**{name}**, {text}" for name, text in data["clusters"].items())
@@ -331,7 +331,7 @@ def markdown(data: Data) -> str:
         f"Cost model: {model['name']} ({model['source']}, {model['hardware']}).",
         f"Clusters: {about}.",
         f"    {' '.join([*variables, data['command']])}",
-        *(["## To be read with care", "\n".join(notes)] if notes else []),
+        *(["## Caveats", "\n".join(notes)] if notes else []),
         *(_summary(data, *group) for group in _clusters(data).items()),
         _against(data, OURS),
         *([_against(data, COLUMNS)] if COLUMNS in _planners(data) else []),
@@ -340,10 +340,10 @@ def markdown(data: Data) -> str:
         _choices(data),
         _more(data),
         _troubles(data),
-        "How it was measured: `docs/comparison.md`. Intervals: "
-        f"{paired.CONFIDENCE:.0%}, bootstrap over tasks. Won and lost leave out ratios "
-        f"within {paired.SAME:.0%} of 1. Tasks that one of two planners has no plan "
-        "for are left out of their ratio.",
+        "`docs/comparison.md` explains the measurements. Intervals are "
+        f"{paired.CONFIDENCE:.0%} bootstrap intervals over tasks. Ratios within "
+        f"{paired.SAME:.0%} of 1 count as neither won nor lost. A ratio of two "
+        "planners leaves out tasks for which one of them has no plan.",
         "## Settings",
         "\n".join(f"    {key}: {value}" for key, value in data["options"].items()),
     ]

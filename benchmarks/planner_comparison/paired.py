@@ -1,4 +1,4 @@
-"""What the tasks together say: paired ratios and their spread."""
+"""Statistics over tasks: paired ratios and their spread."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy as np
 
 OURS, PAPER, BEST_PRACTICE = "default", "neuroshard", "torchrec, best practice"
 AGAIN = "default, again"
-"""Our plan, timed as if it were another planner's: the difference is chance."""
+"""Our plan, timed a second time: its difference from itself is noise."""
 PAPER_NETS = "neuroshard, paper's nets"
 COLUMNS = "default, columns only"
-"""Our plans of the types that most rivals have."""
+"""Our planner with the sharding types that most rivals have."""
 
 PATH, KERNELS, COLLECTIVES = "critical_path_ms", "kernel_path_ms", "collectives_ms"
 WORST_RANK = "worst_rank_ms"
 POWER = 2.8
-"""Standard errors between nothing and what is found four times in five at 95 %."""
+"""Standard errors of an effect that a 95 % test finds in four of five cases."""
 SAME = 0.01
-"""Ratios this close to 1 are neither won nor lost."""
+"""Ratios within this of 1 count as neither won nor lost."""
 RESAMPLES, CONFIDENCE, SEED = 10_000, 0.95, 0
 
 Task = dict[str, Any]
@@ -31,26 +31,26 @@ Task = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Paired:
-    """A planner against another on the tasks that both have a plan for."""
+    """A planner compared with another, on tasks for which both have a plan."""
 
     num_tasks: int
     mean: float
-    """Geometric mean of the ratios; below 1 the planner is quicker."""
+    """Geometric mean of the ratios; below 1 the planner is faster."""
     low: float
     high: float
-    """Bootstrap interval over tasks."""
+    """Upper end of the bootstrap interval over tasks; `low` is the lower end."""
     worst: float
     worst_task: str
     wins: int
     losses: int
 
     def text(self) -> str:
-        """Mean and interval."""
+        """Return the mean and its interval as text."""
         return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 def measured(task: Task, planner: str, metric: str) -> float | None:
-    """Return a measured figure; None where the planner has no plan that ran."""
+    """Return a measured figure; None if the planner has no measured plan."""
     found = task["planners"].get(planner, {}).get("measured")
     return None if found is None else float(found[metric])
 
@@ -61,9 +61,10 @@ def ratios(
     yardstick: str | Sequence[str],
     metric: str = PATH,
 ) -> dict[str, float]:
-    """Return task -> measured figure over the yardstick's, where both have one.
+    """Return task -> ratio of a planner's measured figure to another's.
 
-    Of several yardsticks the least figure on each task counts.
+    With several planners to compare with, the best one on each task counts. Tasks
+    without both figures are left out.
     """
     others = [yardstick] if isinstance(yardstick, str) else yardstick
     found = {}
@@ -81,7 +82,7 @@ def compare(
     yardstick: str | Sequence[str],
     metric: str = PATH,
 ) -> Paired | None:
-    """Compare two planners, or one with several; None where they share no task."""
+    """Return a planner compared with one or several; None without common tasks."""
     by_task = ratios(tasks, planner, yardstick, metric)
     if not by_task:
         return None
@@ -101,7 +102,7 @@ def compare(
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Return the interval of the geometric mean when tasks are drawn anew."""
+    """Return the bootstrap interval of the geometric mean."""
     rng = np.random.default_rng(SEED)
     logs = np.log(np.asarray(values, dtype=np.float64))
     means = rng.choice(logs, (RESAMPLES, len(logs))).mean(axis=1)
@@ -111,20 +112,20 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def outcomes(tasks: Iterable[Task], planner: str) -> Counter[str]:
-    """Count how a planner's tasks ended."""
+    """Return the number of a planner's tasks with each status."""
     asked = [t["planners"][planner] for t in tasks if planner in t["planners"]]
     return Counter(entry["status"] for entry in asked)
 
 
 def violations(tasks: Iterable[Task], planner: str) -> int:
-    """Count plans that put more on a rank than its memory."""
+    """Return the number of plans that exceed the memory of a rank."""
     return sum(
         bool(t["planners"].get(planner, {}).get("ranks_over_memory")) for t in tasks
     )
 
 
 def prediction_ratios(tasks: Iterable[Task], planner: str, metric: str) -> list[float]:
-    """Return what was predicted over what was measured, of each plan."""
+    """Return predicted over measured figures of a planner's plans."""
     found = []
     for task in tasks:
         real = measured(task, planner, metric)
@@ -134,10 +135,10 @@ def prediction_ratios(tasks: Iterable[Task], planner: str, metric: str) -> list[
 
 
 def noise(tasks: Iterable[Task], metric: str = PATH) -> tuple[float, int]:
-    """Return by how much a plan differs from itself: the deviation, and the tasks.
+    """Return the noise of a plan timed twice, and the number of tasks.
 
-    The standard deviation over tasks of the ratio's logarithm, of a plan whose kernels
-    were timed twice, as if they were two planners'.
+    The noise is the standard deviation, over tasks, of the log ratio of two timings of
+    our plan.
     """
     logs = [math.log(r) for r in ratios(tasks, AGAIN, OURS, metric).values()]
     if len(logs) < 2:
@@ -146,7 +147,7 @@ def noise(tasks: Iterable[Task], metric: str = PATH) -> tuple[float, int]:
 
 
 def detectable(tasks: Iterable[Task], metric: str = PATH) -> float:
-    """Return the smallest difference of means that measuring alone would not hide."""
+    """Return the smallest difference of means that exceeds the noise."""
     deviation, count = noise(tasks, metric)
     return POWER * deviation / math.sqrt(max(count, 1))
 
@@ -154,7 +155,7 @@ def detectable(tasks: Iterable[Task], metric: str = PATH) -> float:
 def nearest(
     tasks: Sequence[Task], names: Sequence[str], metric: str = PATH
 ) -> tuple[str, float] | None:
-    """Return who comes nearest to this planner, and the mean of ours over theirs."""
+    """Return the planner nearest to ours, and the mean ratio of ours to it."""
     paired = {n: compare(tasks, OURS, n, metric) for n in names}
     means = {n: p.mean for n, p in paired.items() if p is not None}
     return max(means.items(), key=lambda item: item[1], default=None)
@@ -162,29 +163,29 @@ def nearest(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The plan of a task that the costs call shortest, among different ones."""
+    """The plan of a task that is predicted to be fastest, compared with the fastest."""
 
     task: str
     num_plans: int
     predicted_best: str
-    """Who made it."""
+    """Planner of the plan predicted fastest."""
     measured_best: str
-    """Who made the plan that is the shortest."""
+    """Planner of the fastest measured plan."""
     regret: float
-    """How much longer the former takes, as a share; 0 where they are one plan."""
+    """Relative loss by choosing the plan predicted fastest; 0: it is the fastest."""
 
 
 def choices(
     tasks: Iterable[Task], metric: str = KERNELS, least_plans: int = 2
 ) -> list[Choice]:
-    """Return which of each task's plans the costs choose, and which is the shortest.
+    """Return the plan predicted fastest and the fastest plan of each task.
 
-    Plans that are predicted to take the same, to six digits, count as one: their
-    measured times are averaged. The plan that is timed twice is not counted twice.
+    Plans whose predictions agree to six digits count as one, and their measured times
+    are averaged. A plan that was timed twice counts once.
 
     Args:
-        tasks: With what was predicted and measured of each plan.
-        metric: What plans are compared by.
+        tasks: Tasks with predicted and measured figures of each plan.
+        metric: Figure to compare plans by.
         least_plans: Tasks with fewer different plans are left out.
     """
     found = []
@@ -216,5 +217,5 @@ def choices(
 
 
 def planners(tasks: Iterable[Task]) -> list[str]:
-    """Return all planners that were asked, in order."""
+    """Return the names of all planners that ran, in order."""
     return list(dict.fromkeys(n for t in tasks for n in t["planners"]))

@@ -1,6 +1,6 @@
-"""Plans of all planners for a task, made in processes of their own.
+"""Plans of all planners for a task, made in separate processes.
 
-Two plan at a time where two cores are at hand. Nothing is measured meanwhile.
+By default two planners run at the same time. Nothing is measured meanwhile.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.errors import NeuroShardError
 
 TRAINED = Path(__file__).parents[1] / "data" / "trained"
-"""Where nets, policies and bundles of the comparison are looked for. The checkout holds
-none: `git checkout eadbc3d -- benchmarks/data/trained` brings back those of the pages.
+"""Folder of the comparison's nets, policies and bundles. It is not in the checkout;
+`git checkout eadbc3d -- benchmarks/data/trained` restores those of the committed pages.
 """
 
 
 class PlanTimeoutError(Exception):
-    """A planner was not done in time."""
+    """A planner exceeded its time limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What became of a task in a planner's hands."""
+    """The outcome of one planner on one task."""
 
     status: str
     """`plan`, `no plan`, `failed`, `timed out` or `not run`."""
@@ -64,17 +64,17 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanningSettings:
-    """Who plans, on what costs, and for how long."""
+    """Planners, their costs and their time limits."""
 
     names: tuple[str, ...] | None = None
-    """Planners; None is all."""
+    """Names of planners. None: all."""
     trained: Path = TRAINED
-    """Folder of what was trained for the comparison; planners that it lacks nets for
-    are left out."""
+    """Folder of the comparison's nets and policies. Planners without their nets are
+    left out."""
     cost_model: str = "auto"
     device: str = "cpu"
     plan_seconds: float = 60.0
-    """After this a planner has timed out."""
+    """Time limit of a planner."""
     solver_seconds: float = 4.0
 
     def rivals(self) -> list[Rival]:
@@ -95,18 +95,18 @@ class Planners:
     """Processes that make plans."""
 
     def __init__(self, settings: PlanningSettings, num_processes: int) -> None:
-        """Start no process yet: the first task does.
+        """Take the settings. The first task starts the processes.
 
         Args:
-            settings: What they load.
-            num_processes: How many; 0 plans in this process.
+            settings: Settings of the planners.
+            num_processes: Number of processes. 0: plan in this process.
         """
         self._settings, self._num_processes = settings, num_processes
         self._seconds = {r.name: 0.0 for r in settings.rivals()}
         self._pool: ProcessPoolExecutor | None = None
 
     def plan(self, task: Task) -> dict[str, Outcome]:
-        """Let every planner plan a task."""
+        """Return planner -> outcome on a task."""
         if not self._num_processes:
             _prepare(self._settings)
             return {name: _plan(name, task) for name in self._seconds}
@@ -116,7 +116,7 @@ class Planners:
             initializer=_prepare,
             initargs=(self._settings,),
         )
-        # The slowest first, so that the processes end together.
+        # The slowest planners go first, so that processes end at about the same time.
         order = sorted(self._seconds, key=lambda name: -self._seconds[name])
         pending = {name: pool.submit(_plan, name, task) for name in order}
         outcomes = {}
@@ -139,14 +139,14 @@ class Planners:
 
 
 class _Worker:
-    """What a planning process keeps between tasks."""
+    """State that a planning process keeps between tasks."""
 
     settings: PlanningSettings
     rivals: dict[str, Rival]
 
 
 def _prepare(settings: PlanningSettings) -> None:
-    """Load everything once."""
+    """Load the planners of this process."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -168,14 +168,14 @@ def _plan(name: str, task: Task) -> Outcome:
 
 
 def ask(rival: Rival, task: Task, costs: Costs, device: str, limit: float) -> Outcome:
-    """Let a planner plan a task.
+    """Return the outcome of a planner on a task.
 
     Args:
         rival: The planner.
-        task: What it plans.
-        costs: For planners that take a cost model.
+        task: The task.
+        costs: Costs for planners that take a cost model.
         device: `cpu` or `cuda`.
-        limit: Seconds until it has timed out.
+        limit: Time limit of the planner [s].
     """
     start = time.perf_counter()
 
@@ -194,14 +194,14 @@ def ask(rival: Rival, task: Task, costs: Costs, device: str, limit: float) -> Ou
             found = planner.plan(module, [Sharder()])
             seconds = time.perf_counter() - start
     except PlanTimeoutError:
-        return ended("timed out", f"not done in {limit:g} s")
+        return ended("timed out", f"not finished in {limit:g} s")
     except (PlannerError, NeuroShardError) as error:
         return ended("no plan", str(error))
-    except Exception as error:  # a rival's fault must not end the comparison
+    except Exception as error:  # an error in one planner must not end the comparison
         return ended("failed", f"{type(error).__name__}: {error}")
     notes = _notes(planner)
     if notes.get("fallback") and rival.name != OURS:
-        # TorchRec's planner stood in for a search that found nothing.
+        # The search found no plan, and the plan is TorchRec's.
         return ended("no plan", notes["fallback"])
     try:
         plan = read_plan(found, task)
@@ -228,7 +228,7 @@ def _notes(planner: EmbeddingShardingPlanner) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raise PlanTimeoutError in the main thread after some time."""
+    """Raise PlanTimeoutError in the main thread after `seconds`."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise PlanTimeoutError

@@ -1,8 +1,9 @@
-"""What a sharding plan makes its ranks run: fused kernels and collectives, by stage.
+"""Fused kernels and collectives that the ranks run for a sharding plan, by stage.
 
-A stage is what TorchRec runs for the tables of one sharding type: ids go out, kernels
-look them up, outputs come back; later gradients go out and kernels update the tables.
-The same description is measured and predicted, whichever planner the plan is from.
+A stage has the kernels and collectives of the tables with one sharding type. Forward,
+ids are sent, kernels look them up, and outputs come back. Backward, gradients are sent
+and kernels update the tables. The plans of all planners are measured and predicted by
+this description.
 
 Shapes: `W` ranks.
 """
@@ -24,7 +25,7 @@ from torchrec_neuroshard.tables.sharding_types import COLUMN_SHARDED_TYPES
 from torchrec_neuroshard.tables.table import TableConfig, row_shard
 
 ROW_TYPES = ("row_wise", "table_row_wise")
-"""On one node both spread a table's rows over all ranks."""
+"""Types that split a table's rows over all ranks of one node."""
 REPLICAS = "data_parallel"
 
 _COMMS = ("index_comms", "fwd_comms", "bwd_comms")
@@ -33,7 +34,7 @@ _ID_BYTES, _LENGTH_BYTES = 8, 8
 
 
 class NotRunError(Exception):
-    """The plan holds something that is not run here; the message says what."""
+    """The plan has a sharding type or kernel that is not run here; see the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +42,19 @@ class KernelSet:
     """Shards of one fused kernel on one rank."""
 
     shards: tuple[TableConfig, ...]
-    """In one order: equal sets are measured once."""
+    """Shards in a fixed order, so that equal sets are measured once."""
     batch_size: int
     """Samples that the kernel sees."""
     copy: int = 0
-    """Sets that differ in it alone are timed apart, as if they were different ones."""
+    """Equal sets with different numbers are timed separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnOrder:
-    """The kernel that puts split tables' columns in order, the same on all ranks."""
+    """The kernel that reorders the columns of split tables, equal on all ranks."""
 
     widths: tuple[int, ...]
-    """Columns of each part, as they come."""
+    """Columns of each part, in the order of arrival."""
     batch_size: int
     """Samples of a rank."""
     copy: int = 0
@@ -71,7 +72,7 @@ class Collective:
     batch_size: int
     """Samples of a rank."""
     lengths_share: float = 0.5
-    """Of `index`: share of the bytes that are lengths."""
+    """Share of lengths in the bytes of `index`."""
 
 
 Kernel = KernelSet | ColumnOrder
@@ -85,7 +86,7 @@ class Stage:
 
     sharding_type: str
     kernels: tuple[KernelSet | None, ...]
-    """Of each rank; None where it holds nothing."""
+    """Kernel of each rank; None: the rank has no shard."""
     column_order: ColumnOrder | None = None
     """None: no table is split."""
     index_comms: tuple[Collective, ...] = ()
@@ -94,29 +95,29 @@ class Stage:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """All of them, in the order in which they run."""
+        """All collectives of the stage, in the order in which they run."""
         return self.index_comms + self.fwd_comms + self.bwd_comms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """A plan as it runs."""
+    """The kernels and collectives of a plan."""
 
     stages: tuple[Stage, ...]
     rank_bytes: tuple[int, ...]
-    """Weights and optimizer state that each rank holds."""
+    """Bytes of weights and optimizer state on each rank."""
     num_shards: int
     num_split: int
     """Tables in several column shards."""
 
     @property
     def kernels(self) -> list[Kernel]:
-        """All kernels of all ranks, each once."""
+        """All different kernels of all ranks."""
         ran = (k for s in self.stages for k in (*s.kernels, s.column_order))
         return list(dict.fromkeys(k for k in ran if k is not None))
 
     def again(self) -> RunPlan:
-        """Return the same plan, to be timed as if it were another."""
+        """Return the same plan with kernels that are timed separately."""
 
         def copied(kernel: Any) -> Any:
             return None if kernel is None else dataclasses.replace(kernel, copy=1)
@@ -133,7 +134,7 @@ class RunPlan:
 
     @property
     def collectives(self) -> list[Collective]:
-        """All collectives, each once."""
+        """All different collectives."""
         return list(dict.fromkeys(c for s in self.stages for c in s.collectives))
 
 
@@ -143,14 +144,14 @@ class _Shard:
     """The shard, described as a table."""
     rank: int
     number: int
-    """Of the whole table."""
+    """Index of the table in the task."""
 
 
 def read_plan(plan: ShardingPlan, task: Task) -> RunPlan:
-    """Say what a plan runs.
+    """Return the kernels and collectives of a plan.
 
     Raises:
-        NotRunError: It holds a sharding type or a kernel that is not run here.
+        NotRunError: The plan has a sharding type or kernel that is not run here.
     """
     numbers = {t.name: i for i, t in enumerate(task.tables)}
     by_type: dict[str, list[_Shard]] = {}
@@ -237,13 +238,13 @@ def _columns(shard: _Shard) -> int:
 
 
 def _even(kind: str, num_bytes: float, local: int, task: Task) -> Collective:
-    """Return a collective in which all ranks hold as much, in whole values."""
+    """Return a collective with equal data on all ranks, in whole values."""
     values = max(1, round(num_bytes / 8))
     return Collective(kind, (8 * values,) * task.world_size, local)
 
 
 def _index(by_rank: Sequence[Sequence[_Shard]], task: Task) -> Collective:
-    """Return the all-to-all of ids and lengths, in bytes that a rank gets of a peer."""
+    """Return the all-to-all of ids and lengths, in bytes per peer."""
     ids, lengths = (
         np.array([sum(map(count, held)) for held in by_rank], dtype=np.float64)
         for count in (
@@ -261,7 +262,7 @@ def _index(by_rank: Sequence[Sequence[_Shard]], task: Task) -> Collective:
 def _column_order(
     by_rank: Sequence[Sequence[_Shard]], local: int
 ) -> ColumnOrder | None:
-    """Return the reordering of outputs, if TorchRec does one: some table is split."""
+    """Return the reordering of outputs; None if no table is split."""
     parts = [s for held in by_rank for s in sorted(held, key=_order)]
     if len({s.number for s in parts}) == len(parts):
         return None
@@ -274,7 +275,7 @@ def predict_kernels(
     comms_model: CommsModel,
     ranks: int,
 ) -> Times:
-    """Predict forward and backward of each kernel [ms]."""
+    """Return the predicted forward and backward of each kernel [ms]."""
     predicted = {}
     for kernel in kernels:
         if isinstance(kernel, ColumnOrder):
@@ -290,7 +291,7 @@ def predict_kernels(
 def predict_collective(
     collective: Collective, comms_model: CommsModel, world_size: int
 ) -> float:
-    """Predict a collective [ms]."""
+    """Return the predicted time of a collective [ms]."""
     batch = collective.batch_size * world_size
     bytes_1W = np.array([collective.bytes_per_peer], dtype=np.float64)
     columns_1W = bytes_1W / (OUTPUT_BYTES_PER_VALUE * collective.batch_size)
@@ -310,15 +311,15 @@ def predict_collective(
 def add_up(
     plan: RunPlan, kernels: Times, collectives: Mapping[Collective, float]
 ) -> dict[str, Any]:
-    """Put times together as `simulator.critical_path` does.
+    """Return the times of a plan, added up as in `simulator.critical_path`.
 
-    In each stage every phase is as long as on its slowest rank; stages follow one
-    another. A collective's time is until its slowest rank is through.
+    Stages run one after another. In each stage, a phase takes as long as on its slowest
+    rank, and a collective ends with its slowest rank.
 
     Args:
-        plan: What runs.
+        plan: The plan.
         kernels: Forward and backward of each kernel [ms].
-        collectives: Each one's time [ms]; empty leaves them out.
+        collectives: Time of each collective [ms]. Empty: collectives are left out.
     """
     path = dict.fromkeys(("fwd_compute", "bwd_compute", *_COMMS), 0.0)
     ranks = np.zeros((len(plan.rank_bytes), 2))
@@ -346,7 +347,7 @@ def add_up(
 
 
 def with_profiles(kernel: KernelSet) -> list[TableConfig]:
-    """Return the shards as they are measured: named by number, read as at the batch."""
+    """Return the shards to measure, with numbers as names and with profiles."""
     return [
         dataclasses.replace(
             shard, name=str(i), profile=shard.profile_at(kernel.batch_size)

@@ -1,7 +1,7 @@
-"""What a run knows, as files: `<out>.json` and `<out>_plans.parquet`.
+"""Files of results: `<out>.json` and `<out>_plans.parquet`.
 
-The JSON tells of the run and of its tasks. What a planner made of a task is a row of
-the Parquet file: how it ended, and what of its plan was predicted and measured.
+The JSON describes the run and its tasks. The Parquet file has one row per task and
+planner: the status, and predicted and measured figures of the plan.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["at", "read_results", "write_results"]
 
 
 def at(out: Path, suffix: str) -> Path:
-    """Return the path of one of a run's files."""
+    """Return the path of a file of results."""
     return out.with_name(out.name + suffix)
 
 
 def write_results(data: dict[str, Any], out: Path) -> None:
-    """Write all that is known of a run, each file whole or not at all."""
+    """Write all results of a run; a file is never half written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     tasks = [dict(task) for task in data["tasks"]]
     rows = [
@@ -40,12 +40,12 @@ def write_results(data: dict[str, Any], out: Path) -> None:
 
 
 def read_results(out: Path) -> dict[str, Any]:
-    """Return what `write_results` wrote; what was None of a planner is left out."""
+    """Return the results that `write_results` wrote, without fields that are None."""
     data: dict[str, Any] = json.loads(at(out, ".json").read_text(encoding="utf-8"))
     planners: dict[str, dict[str, Any]] = {t["name"]: {} for t in data["tasks"]}
     for row in parquet.read_table(at(out, "_plans.parquet")).to_pylist():
         task, name = row.pop("task"), row.pop("planner")
-        if task in planners:  # else cut off before the JSON was written
+        if task in planners:  # rows can be newer than the JSON
             planners[task][name] = {k: v for k, v in row.items() if v is not None}
     for task in data["tasks"]:
         task["planners"] = planners[task["name"]]

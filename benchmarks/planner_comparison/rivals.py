@@ -1,4 +1,4 @@
-"""The planners that are compared."""
+"""The planners of the comparison."""
 
 from __future__ import annotations
 
@@ -67,53 +67,53 @@ from torchrec_neuroshard.search import Searcher
 
 MIN_PARTITION = 32
 LABELLED = "labelled_"
-"""Folders of NeuroShard's nets, trained for the comparison, begin with it."""
+"""Prefix of the folders with NeuroShard's nets."""
 _COMMS_SAMPLES, _COMMS_EPOCHS, _COMMS_BATCH = 4_000, 100, 64
 _WIDTHS = sorted({*power_of_two_widths(128), *PRODUCTION_WIDTHS})
-"""Of the tables that nets of collectives are trained on."""
+"""Widths of the tables on which nets of collectives are trained."""
 _BYTES_PER_MS = 1e6
-"""Of a GB/s, in TorchRec's units."""
+"""Bytes per millisecond, TorchRec's unit, in a GB/s."""
 _CPU_FUSED_SHARE = 0.5
-"""Of the memory's bandwidth, what TorchRec expects a fused kernel on a CPU to reach."""
+"""Share of the memory bandwidth that TorchRec expects of fused kernels on a CPU."""
 _COLUMN_AND_TABLE = ["table_wise", "column_wise"]
 _ALL_TYPES = ["data_parallel", *_COLUMN_AND_TABLE, "table_column_wise", "row_wise"]
 _IN_NODE = "table_row_wise"
-"""Run as `row_wise` is, where all ranks are of one node; not offered elsewhere, as is
-no grid."""
+"""Offered only if all ranks are in one node, where it runs as `row_wise` does. Grid
+sharding is never offered."""
 
 
 class Sharder(EmbeddingBagCollectionSharder):
-    """Offers on CPUs what TorchRec offers on GPUs, for which the plans are.
+    """Sharder that offers the sharding types of GPUs on CPUs, too.
 
-    CPU kernels stand in for a GPU's, and collectives are a GPU cluster's; on CPUs
-    TorchRec keeps back every way to split rows.
+    The plans are for a GPU cluster, with CPU kernels in place of GPU kernels. On CPUs
+    TorchRec does not offer to split rows.
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """See `ModuleSharder`."""
+        """Return the sharding types of GPUs; see `ModuleSharder`."""
         del compute_device_type
         return super().sharding_types("cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """What planners that take a cost model are given."""
+    """Costs for planners that take a cost model."""
 
     compute: CostModel
     comms: CommsModel
-    """Of the task's ranks and cluster."""
+    """Collectives of the task's ranks and cluster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rival:
-    """A planner, made anew for each task."""
+    """A planner of the comparison. Each task gets a new instance."""
 
     name: str
     about: str
     make: Callable[[Task, Costs, str], EmbeddingShardingPlanner]
-    """Takes the task, the costs, and the device's type."""
+    """Function of the task, the costs and the device type."""
     training: Callable[[], str] = str
-    """Says how it was trained; nothing where it was not."""
+    """Returns a description of the training; empty without training."""
 
 
 def make_rivals(
@@ -125,12 +125,11 @@ def make_rivals(
     """Return the planners that can run here.
 
     Args:
-        names: Only these; None is all.
-        trained: Folder of what was trained for the comparison, NeuroShard's nets or a
-            policy in each; what is there of other hardware is left out, and a folder
-            that is not there is empty.
-        solver_seconds: For those that search for as long as they may.
-        hardware: Device that the cost model is of.
+        names: Names of planners. None: all.
+        trained: Folder whose folders have NeuroShard's nets or a policy. Those of other
+            hardware are left out. The folder need not exist.
+        solver_seconds: Time budget of searches that use all their time.
+        hardware: Device of the cost model.
 
     Raises:
         ValueError: A name is unknown.
@@ -146,14 +145,14 @@ def make_rivals(
     known = {r.name: r for r in rivals}
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise ValueError(f"no planner {unknown[0]!r} here; known: {', '.join(known)}")
+        raise ValueError(f"unknown planner {unknown[0]!r}; known: {', '.join(known)}")
     return [known[name] for name in names]
 
 
 def _ours() -> Iterator[Rival]:
     yield Rival(
         name=OURS,
-        about="this planner as a user gets it, all sharding types",
+        about="this planner with its defaults, all sharding types",
         make=lambda task, costs, device: _neuroshard(task, costs, device),
     )
     yield Rival(
@@ -165,13 +164,13 @@ def _ours() -> Iterator[Rival]:
     )
     yield Rival(
         name="default, nothing measured",
-        about="this planner on the physical estimate of kernels, all sharding types",
+        about="this planner with the physical estimate of kernels, all sharding types",
         make=_unmeasured,
     )
 
 
 def _unmeasured(task: Task, costs: Costs, device: str) -> NeuroShardPlanner:
-    """Make our planner with the estimate for the device that the costs are of."""
+    """Return our planner with the physical estimate for the costs' device."""
     card = find_card(costs.compute.hardware)
     estimate = physical_estimate(device, card=card)
     return _neuroshard(task, dataclasses.replace(costs, compute=estimate), device)
@@ -180,16 +179,16 @@ def _unmeasured(task: Task, costs: Costs, device: str) -> NeuroShardPlanner:
 def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
     yield search_rival(
         PAPER,
-        "NeuroShard's loops as published, table- and column-wise, on the cost model "
-        "that this planner has",
+        "NeuroShard's loops as published, table- and column-wise, with this planner's "
+        "cost model",
         lambda: PaperSearcher(NeuroShardConfig(costs="shared")),
     )
     if nets := _nets(trained, hardware):
         yield Rival(
             name=PAPER_NETS,
-            about="the same loops and types, on nets of its own for the task's "
-            "optimizer, taught by our model at the judged batches, rows and widths "
-            "(100,000 sets, 1,000 epochs), their seeds in turn",
+            about="the same loops and types with NeuroShard's nets for the task's "
+            "optimizer, trained on our model's predictions for the tasks' batches, "
+            "rows and widths (100,000 sets, 1,000 epochs), with alternating seeds",
             make=functools.partial(_on_own_nets, nets),
             training=functools.partial(_cards, nets),
         )
@@ -197,14 +196,14 @@ def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
         own = _policies(trained, kind, hardware)
         yield Rival(
             name=kind.method,
-            about="trained policy, tables whole",
+            about="trained policy, whole tables",
             make=functools.partial(_on_policy, own),
             training=functools.partial(_training, own),
         )
 
 
 def _nets(trained: Path, hardware: str) -> list[NeuroShardModels]:
-    """Load NeuroShard's nets: one for each optimizer and seed."""
+    """Return NeuroShard's nets for the hardware, one for each optimizer and seed."""
     found = [load_models(folder) for folder in sorted(trained.glob(f"{LABELLED}*"))]
     return [nets for nets in found if nets.fingerprint.device == hardware]
 
@@ -214,7 +213,7 @@ def _recipe(nets: NeuroShardModels) -> dict[str, Any]:
 
 
 def nets_for(nets: Sequence[NeuroShardModels], task: Task) -> NeuroShardModels:
-    """Return the nets of a task's optimizer: of the seeds, each in its turn."""
+    """Return nets for a task's optimizer, with a seed chosen by the task's name."""
     own = [n for n in nets if _recipe(n)["optimizer"] == task.optimizer]
     return own[zlib.crc32(task.name.encode()) % len(own)]
 
@@ -231,9 +230,9 @@ def _on_own_nets(
 
 @functools.cache
 def _imitated(comms: CommsModel, world_size: int) -> CommsNets:
-    """Return nets of a cluster's collectives, as in the paper the same for all tasks.
+    """Return nets of a cluster's collectives, the same for all tasks as in the paper.
 
-    They are trained on tables like the tasks', placed by the paper's rule.
+    They are trained on tables like those of the tasks, placed by the paper's rule.
     """
     low, high = SEED_TABLES
 
@@ -266,7 +265,7 @@ def _cards(nets: Sequence[NeuroShardModels]) -> str:
 def _policies(
     trained: Path, kind: type[PolicySearcher], hardware: str
 ) -> dict[str, PolicySearcher]:
-    """Load a method's policies: for each optimizer, its own or else the shipped one."""
+    """Return optimizer -> a method's policy, the shipped one if none was trained."""
     found = dict.fromkeys(OPTIMIZERS, kind())
     for folder in sorted(trained.glob(f"{kind.method}_*")):
         searcher = kind(folder)
@@ -284,7 +283,7 @@ def _on_policy(
 
 
 def _training(policies: Mapping[str, PolicySearcher]) -> str:
-    """Say how long policies were trained, and on which device's costs."""
+    """Return how long policies were trained, and on which device's costs."""
     infos = {p.policy.info.name: p.policy.info for p in policies.values()}
     return "; ".join(
         f"{name}: {info.trained_on['training_seconds']:.0f} s on {info.hardware}"
@@ -295,12 +294,12 @@ def _training(policies: Mapping[str, PolicySearcher]) -> str:
 def _solvers(seconds: float) -> Iterator[Rival]:
     makers: dict[str, tuple[str, Callable[[], Searcher]]] = {
         "embark": (
-            "EMBark's published loop (split the hottest shard, place, repeat) on our "
-            "costs, table- and column-wise",
+            "EMBark's published loop (split the costliest shard, place, repeat) with "
+            "our cost model, table- and column-wise",
             HottestSplitSearcher,
         ),
         "annealing": (
-            "simulated annealing on costs of sets, table- and column-wise, at most "
+            "simulated annealing with our cost model, table- and column-wise, at most "
             f"{seconds:g} s",
             lambda: AnnealingSearcher(AnnealingConfig(time_budget_seconds=seconds)),
         ),
@@ -317,7 +316,7 @@ def _stock() -> Iterator[Rival]:
         types=_COLUMN_AND_TABLE,
         min_partition=MIN_PARTITION,
     )
-    counted = "memory counted as HBM, which alone it looks at"
+    counted = "memory is given as HBM, the only one it counts"
     yield _torchrec(
         "torchrec, dynamic programming",
         f"TorchRec's DynamicProgrammingProposer; {counted}",
@@ -341,7 +340,7 @@ def _torchrec(
     in_hbm: bool = False,
     **parts: Callable[[], Any],
 ) -> Rival:
-    """Return TorchRec's planner with some of its parts."""
+    """Return TorchRec's planner with the given parts."""
 
     def make(task: Task, costs: Costs, device: str) -> EmbeddingShardingPlanner:
         del costs
@@ -363,7 +362,7 @@ def search_rival(
     about: str,
     make: Callable[[], Searcher],
 ) -> Rival:
-    """Return a search as a rival, on this planner's costs."""
+    """Return a rival that runs a search in our planner, with our costs."""
     return Rival(
         name=name,
         about=about,
@@ -381,9 +380,9 @@ def _neuroshard(
     types: Sequence[str] = (),
     **given: Any,
 ) -> NeuroShardPlanner:
-    """Make our planner; with a searcher, the plan is the searcher's or there is none.
+    """Return our planner, with a searcher and sharding types if given.
 
-    No types are all that the cluster offers.
+    Without types, it uses all types that the cluster offers.
     """
     if searcher is not None:
         given |= {"search": searcher}
@@ -401,16 +400,16 @@ def _neuroshard(
 
 
 def _topology(task: Task, planned_for: str, device: str) -> Topology:
-    """Describe the cluster to TorchRec: memory, and what is published of its links.
+    """Return TorchRec's topology of the cluster, with memory and published links.
 
     Args:
-        task: Says the cluster.
-        planned_for: Device type that TorchRec is told.
-        device: The true one.
+        task: The task, which names the cluster.
+        planned_for: Device type in the topology.
+        device: Device type of the kernels.
     """
     bandwidth = HBM_MEM_BW if device == "cuda" else DDR_MEM_BW  # TorchRec's default
     if planned_for != device:
-        # The same kernels in memory of the same speed, by another name.
+        # The kernels and the speed of the memory are the same; only the name differs.
         bandwidth *= _CPU_FUSED_SHARE
     memory = "hbm" if planned_for == "cuda" else "ddr"
     cluster = CLUSTERS[task.cluster]
@@ -447,7 +446,7 @@ def _constraints(
 
 
 class _ClusterComms(PublishedCommsModel):
-    """Our estimate of a cluster's collectives, with this device's own column order."""
+    """Our estimate of a cluster's collectives, with the device's column reordering."""
 
     def __init__(
         self, cluster: Cluster, world_size: int, device: CommsModel | None
@@ -465,7 +464,7 @@ class _ClusterComms(PublishedCommsModel):
     def column_order(
         self, columns_C: npt.NDArray[np.float64], batch_size: int
     ) -> npt.NDArray[np.float64]:
-        """See `CommsModel.column_order`."""
+        """Return the reordering's times; see `CommsModel.column_order`."""
         if self._device is None:
             return super().column_order(columns_C, batch_size)
         return self._device.column_order(columns_C, batch_size)
@@ -475,19 +474,19 @@ class _ClusterComms(PublishedCommsModel):
 def load_costs(
     cost_model: str, device: str, cluster: Cluster, world_size: int
 ) -> Costs:
-    """Return the costs that planners are given, and that plans are predicted by.
+    """Return the costs for planners and for predictions of plans.
 
-    Ranks' kernels do not slow each other down in them: kernels are timed one rank after
-    another, as on devices of their own.
+    Kernels of different ranks do not slow each other down, since they are timed one
+    rank after another, as on separate devices.
 
     Args:
         cost_model: A bundle's name or folder, or "auto".
         device: `cpu` or `cuda`.
-        cluster: Whose links count.
-        world_size: Ranks.
+        cluster: Cluster with the links.
+        world_size: Number of ranks.
     """
-    # The device's order of columns alone, on a node of its own for each rank: no other
-    # rank's copies slow it down. Where nothing was measured, it costs nothing.
+    # Use only the device's column reordering, with one rank per node, so that other
+    # ranks do not slow it down. Without measurements it costs nothing.
     order = load_comms_model(
         cost_model,
         device_type=device,
@@ -502,5 +501,5 @@ def load_costs(
 
 @functools.cache
 def _kernels(cost_model: str, device: str) -> CostModel:
-    """Load a bundle once: what is fitted to it is kept by the object."""
+    """Return a bundle's cost model, loaded once, since the object keeps later fits."""
     return load_cost_model(cost_model, device_type=device)

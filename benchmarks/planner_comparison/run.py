@@ -1,4 +1,4 @@
-"""The run: plan, measure and write one task after another."""
+"""The main loop: plan, measure and write one task after another."""
 
 from __future__ import annotations
 
@@ -37,22 +37,24 @@ from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.measure.kernels import device_fingerprint
 
 SCHEMA_VERSION = 4
-_AGAIN_ABOUT = f"the plan of `{OURS}`, its kernels timed as if they were others"
+_AGAIN_ABOUT = f"the plan of `{OURS}`, with its kernels timed a second time"
 _ENVIRONMENT = ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-"""Variables that plans and times may depend on."""
+"""Environment variables that can change plans or times."""
 _QUICK = {"max_rows": 20_000, "plan_seconds": 10.0, "solver_seconds": 1.0, "rounds": 1}
 """Upper limits of options under `--quick`."""
 _QUICK_BATCH = 2_048
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options; `--quick` has changed the defaults of others."""
+    """Return the options, after applying the limits of `--quick`."""
     parser = argparse.ArgumentParser(
         prog="compare_planners.py", description="Compare planners on measured plans."
     )
-    parser.add_argument("--out", type=Path, required=True, help="path without suffix")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="path of the results, without suffix"
+    )
     parser.add_argument("--tables", type=Path, help="JSON of published table sets")
-    parser.add_argument("--device", default="cpu", help="where kernels run")
+    parser.add_argument("--device", default="cpu", help="device that times the kernels")
     parser.add_argument(
         "--cost-model", default="auto", help="a bundle's name or folder"
     )
@@ -61,34 +63,47 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=Path,
         default=TRAINED,
         metavar="FOLDER",
-        help="the rivals' own nets and policies (default: benchmarks/data/trained, "
-        "which the checkout does not hold); planners whose nets are missing are left "
-        "out, AutoShard and DreamShard then plan by the policies that ship",
+        help="nets and policies of other methods (default: benchmarks/data/trained, "
+        "which is not in the checkout); planners without their nets are left out, "
+        "AutoShard and DreamShard then use the shipped policies",
     )
-    parser.add_argument("--planners", nargs="*", help="only these")
-    parser.add_argument("--max-rows", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plan-seconds", type=float, default=60.0)
-    parser.add_argument("--solver-seconds", type=float, default=4.0)
-    parser.add_argument("--planning-processes", type=int, default=2)
-    parser.add_argument("--num-tasks", type=int, help="only the first")
+    parser.add_argument("--planners", nargs="*", help="planners to run (default: all)")
     parser.add_argument(
-        "--clusters", nargs="*", default=[*CLUSTERS], help="judge on these alone"
+        "--max-rows", type=int, default=1_000_000, help="most rows of a table"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the tasks")
+    parser.add_argument(
+        "--plan-seconds", type=float, default=60.0, help="time limit of a planner"
     )
     parser.add_argument(
-        "--max-lookups", type=int, help="halve batches that read more in all"
+        "--solver-seconds",
+        type=float,
+        default=4.0,
+        help="time budget of searches that use all their time",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="of timing each kernel")
-    parser.add_argument("--every", type=int, default=1, help="only every so many task")
-    parser.add_argument("--quick", action="store_true", help="a dry run: few, small")
+    parser.add_argument(
+        "--planning-processes", type=int, default=2, help="planners at the same time"
+    )
+    parser.add_argument("--num-tasks", type=int, help="run only the first tasks")
+    parser.add_argument(
+        "--clusters", nargs="*", default=[*CLUSTERS], help="clusters to compare on"
+    )
+    parser.add_argument(
+        "--max-lookups", type=int, help="halve batches with more lookups"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timings of each kernel")
+    parser.add_argument("--every", type=int, default=1, help="run every n-th task")
+    parser.add_argument(
+        "--quick", action="store_true", help="dry run with few small tasks"
+    )
     parser.add_argument(
         "--readme",
         type=Path,
-        help="run nothing, renew the table in this file from the results of --out",
+        help="only renew the table in this file from the results of --out",
     )
     options = parser.parse_args(arguments)
     if options.trained != TRAINED and not options.trained.is_dir():
-        parser.error(f"--trained names no folder: {options.trained}")
+        parser.error(f"--trained {options.trained} is not a folder")
     if not options.readme and at(options.out, ".json").exists():
         parser.error(f"{at(options.out, '.json')} exists; take another --out")
     if options.quick:
@@ -98,7 +113,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 class Comparison:
-    """One run: what measures, and what is known so far."""
+    """One run: its tasks, planners, timer and results so far."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Draw the tasks and load the models."""
@@ -140,7 +155,7 @@ class Comparison:
         )
 
     def run(self) -> None:
-        """Do the tasks, writing all results after each."""
+        """Run the tasks and write all results after each one."""
         start = time.monotonic()
         for number, task in enumerate(self.tasks):
             found = self._run_task(task)
@@ -152,11 +167,11 @@ class Comparison:
                 self._say(number, entry, time.monotonic() - start)
 
     def close(self) -> None:
-        """End what was started."""
+        """End the planning processes."""
         self._planners.close()
 
     def _run_task(self, task: Task) -> list[dict[str, Any]]:
-        """Plan a task for each cluster and time the kernels of all plans together."""
+        """Return the results of a task on each of its clusters."""
         judged_on = (
             dataclasses.replace(task, cluster=cluster.name)
             for cluster in self._judged_on[task.name]
@@ -194,7 +209,7 @@ class Comparison:
 
 
 def describe_rivals(planning: PlanningSettings) -> list[dict[str, str]]:
-    """Return what the results say of each planner, and of our plan timed again."""
+    """Return descriptions of each planner, and of our plan timed again."""
     found = [
         {"name": r.name, "about": r.about, "training": r.training()}
         for r in planning.rivals()
@@ -212,14 +227,14 @@ def describe(
     options: Mapping[str, Any],
     num_tasks: int,
 ) -> dict[str, Any]:
-    """Return results without tasks: what they are of.
+    """Return the results without tasks: a description of the run.
 
     Args:
-        planning: Says the cost model.
-        rivals: See `describe_rivals`.
-        hardware: That kernels are timed on.
-        options: Of the command.
-        num_tasks: That are asked for.
+        planning: Settings with the cost model.
+        rivals: From `describe_rivals`.
+        hardware: Device that times the kernels.
+        options: Options of the command.
+        num_tasks: Number of tasks to run.
     """
     model = load_cost_model(planning.cost_model, device_type=planning.device)
     run = describe_run()
@@ -252,7 +267,7 @@ def describe(
 def judged_on(
     tasks: Sequence[Task], names: Sequence[str] = tuple(CLUSTERS)
 ) -> dict[str, list[Cluster]]:
-    """Return those of the clusters that each task is judged on, by the task's name."""
+    """Return task name -> clusters on which its plans are compared."""
     seen: Counter[str] = Counter()
     found: dict[str, list[Cluster]] = {}
     for task in tasks:
@@ -263,7 +278,7 @@ def judged_on(
 
 
 def with_again(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
-    """Return the outcomes, and our plan to be timed as if it were another's."""
+    """Return the outcomes, with our plan added a second time as another planner's."""
     ours = outcomes.get(OURS)
     if ours is None or ours.plan is None:
         return outcomes
@@ -276,13 +291,13 @@ def judge(
     times: Times,
     planning: PlanningSettings,
 ) -> dict[str, Any]:
-    """Return what each planner's plan for the task's cluster takes, and was to take.
+    """Return measured and predicted times of each planner's plan on the cluster.
 
     Args:
-        task: Planned and timed.
-        outcomes: Of each planner.
-        times: Of all kernels.
-        planning: Says the costs that predict.
+        task: The task.
+        outcomes: Planner -> outcome.
+        times: Measured times of all kernels.
+        planning: Settings with the cost model.
     """
     costs, ranks = planning.costs(task), task.world_size
     plans = [o.plan for o in outcomes.values() if o.plan is not None]
@@ -323,7 +338,7 @@ def _entry(outcome: Outcome, task: Task) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what the command line asks for."""
+    """Run the comparison, or renew the README's table."""
     options = parse_arguments(arguments)
     if options.readme:
         renew(options.readme, headline(read_results(options.out)))
@@ -331,7 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    # Whoever ends this process ends the planners that it started.
+    # If this process is terminated, its planning processes end, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     comparison = Comparison(options)
     try:
@@ -342,10 +357,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def renew(readme: Path, table: str) -> None:
-    """Put a headline in the place of an earlier one."""
+    """Replace the table of planners in a README."""
     text = readme.read_text(encoding="utf-8")
     earlier = re.search(r"^\| planner, (.+\n)+\n\*.*\*$", text, re.MULTILINE)
     if earlier is None:
-        sys.exit(f"{readme} holds no table of planners to renew")
+        sys.exit(f"{readme} has no table of planners to renew")
     text = text[: earlier.start()] + table + text[earlier.end() :]
     readme.write_text(text, encoding="utf-8")

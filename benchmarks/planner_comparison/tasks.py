@@ -1,7 +1,7 @@
-"""The tasks that planners are compared on: four families of table sets.
+"""Tasks of the comparison: four families of table sets.
 
-Tables of the DLRM dataset and of EMBark are those that no cost model was trained on;
-MLPerf's are 26 in all, most of which were.
+Tables of the DLRM dataset and of EMBark were held out of training of the cost models.
+Most of MLPerf's 26 tables were in the training data.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ FAMILIES: dict[str, str] = {
 
 OPTIMIZERS = ("rowwise_adagrad", "sgd")
 BATCH_SIZES = (2_048, 4_096, 2_048, 8_192, 2_048, 4_096, 2_048, 16_384)
-"""Samples over all ranks, of tasks in turn."""
+"""Samples over all ranks. Tasks use them in turn."""
 MOST_LOOKUPS, MOST_GPU_LOOKUPS = 12_500_000, 200_000_000
-"""A batch that reads more is halved until it does not: all planners' kernels are timed
-on one core, or on one GPU."""
+"""Maximum lookups of a batch on a CPU and on a GPU. Larger batches are halved, since
+all kernels are timed on one core or one GPU."""
 WORLDS = (8, 4, 16)
 TIGHT, ROOMY = 1.08, 1.6
-"""Memory of a rank over an even share of all tables: every third task is tight."""
+"""Memory of a rank relative to an even share of all tables. A third of tasks are
+tight."""
 ROOM_BYTES, ROOM_SHARES, GPU_ROOM_SHARES = 2**23, 2, 6
-"""Beside the tables: buffers, which planners count, our own more of them on a GPU; a
-rank has room for so many even shares of the inputs and outputs."""
+"""Memory of a rank for buffers: bytes, and even shares of inputs and outputs on a CPU
+and on a GPU. Planners count buffers, and ours counts more of them on a GPU."""
 STATE_BYTES_PER_ROW = {"rowwise_adagrad": 4, "sgd": 0}
 
 _DLRM, _EMBARK = "dlrm_datasets_2021_t856_bs65536", "nvidia_embark_"
 SEED_TABLES = (10, 60)
-"""Least and most tables of a task of the papers'."""
+"""Fewest and most tables of the papers' tasks."""
 _EMBARK_TABLES = 30
 _QUICK_TABLES = 10
 _ID_BYTES = 8
@@ -59,7 +60,7 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """Tables, ranks, batch and memory: the same for every planner."""
+    """Tables, ranks, batch size and memory, the same for every planner."""
 
     name: str
     family: str
@@ -68,17 +69,17 @@ class Task:
     batch_size: int
     """Samples over all ranks."""
     memory_bytes: int
-    """Of each rank, for tables, optimizer state and what TorchRec counts beside."""
+    """Memory of each rank for tables, optimizer state and TorchRec's buffers."""
     cluster: str = ""
-    """One of `clusters`, that it is planned for and judged on."""
+    """Name of the cluster for which the task is planned and timed."""
 
     @property
     def optimizer(self) -> str:
-        """Of all tables."""
+        """Optimizer of all tables."""
         return self.tables[0].optimizer
 
     def to_json(self) -> dict[str, Any]:
-        """What tells the task from others; the hash is of what was drawn."""
+        """Return a description of the task, with a hash of its tables."""
         tables = json.dumps(
             [
                 (t.num_embeddings, t.embedding_dim, round(t.pooling_factor, 3))
@@ -101,33 +102,33 @@ class Task:
 
 
 def held_bytes(shard: TableConfig) -> int:
-    """Bytes of a shard's weights and optimizer state."""
+    """Return the bytes of a shard's weights and optimizer state."""
     state = STATE_BYTES_PER_ROW[shard.optimizer] * shard.num_embeddings
     return shard.weight_bytes + state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSettings:
-    """Size of the tasks."""
+    """Settings of the tasks."""
 
     batch_size: int | None = None
-    """Over all ranks; None: as in BATCH_SIZES."""
+    """Samples over all ranks. None: as in BATCH_SIZES."""
     max_rows: int = 1_000_000
-    """Longer tables are cut to this many rows."""
+    """Maximum rows of a table. Larger tables are cut."""
     seed: int = 0
     quick: bool = False
     """One small task of each family."""
     device_type: str = "cpu"
-    """Where kernels are timed."""
+    """Device type that times the kernels."""
     max_lookups: int | None = None
-    """A batch that reads more is halved until it does not; None: by the device."""
+    """Maximum lookups of a batch. Larger batches are halved. None: by the device."""
 
     def fitting_batch(self, batch_size: int, pooling_factor: float) -> int:
-        """Return the batch size, halved until it reads no more than it may.
+        """Return the batch size, halved until its lookups are within the maximum.
 
         Args:
             batch_size: Samples over all ranks.
-            pooling_factor: Lookups of a sample in all tables.
+            pooling_factor: Lookups of one sample in all tables.
         """
         most = MOST_LOOKUPS if self.device_type == "cpu" else MOST_GPU_LOOKUPS
         limit = self.max_lookups or most
@@ -137,12 +138,12 @@ class TaskSettings:
 
 
 def make_tasks(path: Path | None, settings: TaskSettings) -> list[Task]:
-    """Draw the tasks, in an order in which each part has some of each family.
+    """Return the tasks, with all families spread evenly over the list.
 
     Args:
-        path: JSON of published table sets; None takes the package's generator for the
-            DLRM dataset and leaves EMBark out.
-        settings: Their size.
+        path: JSON of published table sets. None: the DLRM dataset is generated, and
+            there are no EMBark tasks.
+        settings: Settings of the tasks.
     """
     sets = {} if path is None else load_json(path)
     dlrm = _unseen(sets.get(_DLRM) or generate_dlrm_tables(seed=settings.seed))
@@ -172,13 +173,13 @@ def _unseen(tables: Sequence[TableConfig]) -> list[TableConfig]:
 def _dlrm_tasks(
     tables: Sequence[TableConfig], settings: TaskSettings
 ) -> Iterator[Task]:
-    """Twelve tasks each of 4, 8 and 16 ranks, over all widths of the papers."""
+    """Yield twelve tasks each with 4, 8 and 16 ranks, over all widths of the papers."""
     rng = np.random.default_rng([settings.seed, 1])
     widest = (128, 32, 64, 16, 8, 4)
     for number in range(36):
         world_size = WORLDS[number % 3]
         low, high = SEED_TABLES
-        # At 16 ranks, as in the papers, tasks of few tables make no sense.
+        # Tasks with fewer than two tables per rank make no sense.
         count = int(rng.integers(max(low, 2 * world_size), high + 1))
         widths = power_of_two_widths(widest[number // 3 % len(widest)])
         if settings.quick:
@@ -201,7 +202,7 @@ def _production_tasks(
 
 def _mlperf_tasks(settings: TaskSettings) -> Iterator[Task]:
     for number in range(12):
-        # Every second one with fewer rows: other hit rates.
+        # Every second task has fewer rows, and so other hit rates.
         rows = settings.max_rows // (1, 10)[number % 2]
         width = (128, 64)[number // 6]
         tables = list(mlperf_dlrm_v2(max_rows=rows, embedding_dim=width))
@@ -227,7 +228,7 @@ def _draw(
     count: int,
     widths: Sequence[int] | None,
 ) -> list[TableConfig]:
-    """Draw distinct tables; widths, where given, evenly for each."""
+    """Return random distinct tables, with random widths if `widths` is given."""
     chosen = [tables[i] for i in rng.choice(len(tables), count, replace=False)]
     if widths is None:
         return chosen

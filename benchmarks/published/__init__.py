@@ -1,1 +1,1 @@
-"""Published timings, and models held against them."""
+"""Published timings, and models compared with them."""

@@ -1,4 +1,4 @@
-"""Published tables of collectives, and the constants of the model fitted to them."""
+"""Published tables of collectives, and the fit of the model's constants to them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ START: Mapping[str, float] = {
     "intra_ramp_us": 4.0,
     "inter_ramp_us": 4.0,
 }
-"""Expected values; each may well be off by a factor of three."""
+"""Expected values. Each may be wrong by a factor of three."""
 
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """One size of one table."""
+    """One size in one published table."""
 
     source: str
     card: str
@@ -48,17 +48,17 @@ class CollectiveRow:
     ranks: int
     nodes: int
     num_bytes: float
-    """Of a rank's whole buffer."""
+    """Bytes of a rank's whole buffer."""
     time_ms: float
 
     @property
     def table(self) -> str:
-        """What is left out together: one source's sizes of one collective."""
+        """Name of the table: one source's sizes of one collective."""
         return f"{self.source}, {self.collective}, {self.ranks} ranks"
 
 
 def read_links(path: Path = DATA) -> list[CollectiveRow]:
-    """Read the sizes that have times, of cards that are known."""
+    """Return the sizes that have a time and a known card."""
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     return [
@@ -79,7 +79,7 @@ def read_links(path: Path = DATA) -> list[CollectiveRow]:
 def predict_links(
     rows: Sequence[CollectiveRow], shared: Mapping[str, float] | None = None
 ) -> Floats:
-    """Predict them [ms], by the shipped constants or by others."""
+    """Return predicted times [ms], by the shipped constants or by `shared`."""
     return np.array([_predict(row, shared) for row in rows])
 
 
@@ -96,7 +96,7 @@ def _predict(row: CollectiveRow, shared: Mapping[str, float] | None) -> float:
 
 
 def fit_links(rows: Sequence[CollectiveRow]) -> dict[str, float]:
-    """Fit what all nodes share; each table counts alike."""
+    """Return the constants that all nodes share, fitted with equal weight per table."""
     names = list(START)
     start = np.log([START[n] for n in names])
     sizes = Counter(r.table for r in rows)
@@ -113,7 +113,7 @@ def fit_links(rows: Sequence[CollectiveRow]) -> dict[str, float]:
 
 
 def table_left_out(rows: Sequence[CollectiveRow]) -> dict[CollectiveRow, float]:
-    """Predict each table by constants fitted to the others [ms]."""
+    """Return predictions of each table by constants fitted to all other tables [ms]."""
     out: dict[CollectiveRow, float] = {}
     for table in sorted({r.table for r in rows}):
         shared = fit_links([r for r in rows if r.table != table])

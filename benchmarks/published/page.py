@@ -1,4 +1,4 @@
-"""Tables of models held against published timings."""
+"""Tables that compare models with published timings."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ LOCATIONS = {
 
 
 def error(ratios: Sequence[float]) -> float:
-    """Median of |predicted / measured - 1|."""
+    """Return the median of |predicted / measured - 1|."""
     return float(np.median(np.abs(np.asarray(ratios) - 1.0)))
 
 
 def _error_and_ratio(ratios: Sequence[float]) -> str:
-    """Show both medians; a dash where nothing was predicted."""
+    """Return median error and median ratio as text; dashes without predictions."""
     if not len(ratios) or np.isnan(ratios).all():
         return "- / -"
     return f"{error(ratios):.1%} / {np.median(ratios):.2f}"
 
 
 def kernel_table(rows: Sequence[KernelRow], models: Mapping[str, Predicted]) -> str:
-    """Median error and ratio of each model, by where rows are and by direction."""
+    """Return the table of each model's errors, by location of rows and direction."""
     head = ["median error / predicted over measured"]
     for shown in LOCATIONS.values():
         head += [f"{shown}, forward", "backward"]
@@ -61,11 +61,13 @@ def kernel_table(rows: Sequence[KernelRow], models: Mapping[str, Predicted]) -> 
 def card_table(
     rows: Sequence[KernelRow], predicted: Predicted, of_sets: Mapping[str, Floats]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Each card's timings in its memory, by constants fitted without them.
+    """Return the table of errors on cards left out of the fit, and its data.
+
+    Only timings with tables in the card's memory count.
 
     Args:
         rows: Published timings.
-        predicted: What they are predicted to take [ms].
+        predicted: Timing -> prediction without its card [ms].
         of_sets: Card -> ratios of the sets measured on it, `S x 2`.
     """
     cards: dict[str, dict[str, Any]] = {}
@@ -95,7 +97,7 @@ def card_table(
 
 
 def set_table(sets: MeasuredSets, models: Mapping[str, Floats]) -> str:
-    """Mean error and median ratio of measured sets, by how many tables they have."""
+    """Return the table of errors on measured sets, by number of tables."""
     sizes = np.diff([*sets.first, len(sets.features)])
     bounds = [(1, 1), (2, 8), (9, 40), (41, 100), (1, 100)]
     lines = []
@@ -114,7 +116,7 @@ def set_table(sets: MeasuredSets, models: Mapping[str, Floats]) -> str:
 def link_table(
     rows: Sequence[CollectiveRow], models: Mapping[str, Mapping[CollectiveRow, float]]
 ) -> str:
-    """Median error and ratio of each published table of collectives."""
+    """Return the table of errors on each published table of collectives."""
     lines = []
     for name in sorted({r.table for r in rows}):
         some = [r for r in rows if r.table == name]
@@ -127,9 +129,9 @@ def link_table(
 
 
 def overlap_table(found: Overlaps) -> str:
-    """What compute ran beside, of each stream and kind of collective."""
+    """Return the table of overlap with compute, by stream and kind of collective."""
     rows = [
         (kind, str(stream), " ".join(f"{share:.0%}" for share in shares))
         for (stream, kind), shares in found.items()
     ]
-    return table(("collective", "stream", "share that compute ran beside"), rows)
+    return table(("collective", "stream", "share of the time with compute"), rows)

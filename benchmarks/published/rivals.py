@@ -1,7 +1,7 @@
-"""What published timings are held against beside this package's estimate.
+"""TorchRec's estimate of published timings, to compare with this package's.
 
-TorchRec's estimator, run as its planner runs it, with the card's bandwidth. TorchRec is
-whichever release comes first on the path.
+The estimator runs as in TorchRec's planner, with the card's bandwidth. It is that of
+the installed TorchRec.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _column(row: KernelRow, name: str) -> Floats:
 
 
 class _Misses(CacheStatistics):  # type: ignore[misc]
-    """What a table's cache lacks, as TorchRec's estimator asks for it."""
+    """Misses of a table's cache, in the form that TorchRec's estimator takes."""
 
     def __init__(self, distinct: float, missed: float) -> None:
         self._distinct, self._missed = distinct, missed
@@ -54,7 +54,7 @@ class _Misses(CacheStatistics):  # type: ignore[misc]
 
 
 def stock_estimate(row: KernelRow) -> float:
-    """TorchRec's estimate of the row's kernels, with the card's bandwidth [ms]."""
+    """Return TorchRec's estimate of a row's kernels [ms]."""
     topology = Topology(
         world_size=1,
         compute_device="cuda",

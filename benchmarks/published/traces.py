@@ -1,6 +1,6 @@
-"""What ran beside collectives in profiler traces of training jobs.
+"""Overlap of compute and collectives in profiler traces of training jobs.
 
-Reads Chrome traces as `torch.profiler` writes them. A collective's time holds the wait
+It reads Chrome traces of `torch.profiler`. The time of a collective includes the wait
 for slower ranks.
 """
 
@@ -17,22 +17,22 @@ __all__ = ["Overlaps", "overlaps", "read_trace"]
 
 Event = Mapping[str, Any]
 Overlaps = dict[tuple[int, str], list[float]]
-"""Stream and kind of collective -> share of each one's time that compute ran beside."""
+"""Stream and kind of collective -> share of each one's time with compute."""
 
 _WORDS = ("all2all", "alltoall", "kjt", "reduce")
-"""In the names of the regions that collectives are launched in."""
+"""Words in the names of regions that launch collectives."""
 _RUNTIMES = ("cuda_runtime", "cuda_driver")
 
 
 def read_trace(path: Path) -> list[Event]:
-    """Read a trace's spans; the file may be compressed."""
+    """Return the spans of a trace; the file may be compressed."""
     opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
     with opened as file:
         return [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
 
 
 def overlaps(spans: Sequence[Event]) -> Overlaps:
-    """Return what the kernels of the busiest stream ran beside."""
+    """Return the share of each collective's time with kernels on the busiest stream."""
     kernels = [e for e in spans if e.get("cat") == "kernel"]
     streams = Counter(e["args"]["stream"] for e in kernels)
     busiest = streams.most_common(1)[0][0]
@@ -56,7 +56,7 @@ def overlaps(spans: Sequence[Event]) -> Overlaps:
 
 
 def _around(launch: Event, regions: Sequence[Event]) -> list[str]:
-    """Names of the regions that a launch is in, the outer ones first."""
+    """Return the names of the regions around a launch, the outer ones first."""
     inside = [
         r
         for r in regions

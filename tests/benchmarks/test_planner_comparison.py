@@ -1,4 +1,4 @@
-"""The comparison of planners: its tasks, what it says of plans, and its page."""
+"""The comparison of planners: tasks, descriptions of plans, and the page."""
 
 from __future__ import annotations
 
@@ -173,13 +173,13 @@ def test_the_page_drops_no_loss(tmp_path: Path) -> None:
     text = (tmp_path / "run.md").read_text()
     assert "- It must be known." in text
     assert "| random | no plan | dlrm-0, dlrm-1 | a / b |" in text
-    [_, against] = text.split("## `default` over each rival")
+    [_, against] = text.split("## `default` relative to each rival")
     rows = [line.strip("| ").split(" | ") for line in against.splitlines()]
     row = {cells[0]: cells[1:] for cells in reversed(rows)}
     assert row["embark"][1:] == ["1.50", "0/1"]
     assert row["random"] == ["-"] * 3
-    assert row["the shortest of TorchRec's"][1:] == ["0.75", "2/0"]
-    assert row["the shortest of all rivals'"][1:] == ["1.50", "0/1"]
+    assert row["the best of TorchRec's"][1:] == ["0.75", "2/0"]
+    assert row["the best of all rivals'"][1:] == ["1.50", "0/1"]
 
 
 def test_the_plan_that_costs_choose_is_held_to_the_shortest() -> None:
