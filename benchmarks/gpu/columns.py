@@ -1,10 +1,10 @@
-"""Are column shards of any widths right on a device, and what do uneven ones cost?
+"""Check column shards of any width on a device, and time uneven ones.
 
     python benchmarks/gpu/columns.py --device cuda --out columns.json
 
-Each case cuts the columns of tables and looks the parts up in one fused kernel: the
-output and, with SGD, the weights after three steps must equal those of whole tables.
-The same columns cut evenly are timed beside it, with the collector's timer.
+Each case cuts tables by columns and looks up the parts in one fused kernel. The output
+and, with SGD, the weights after three steps must equal those of whole tables. The case
+is timed by the collector's timer, and so are the same columns cut evenly.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STEPS, TOLERANCE = 3, 1e-5
 
 
 def whole_tables(rows: int, batch_size: int, data_type: str) -> list[TableConfig]:
-    """Three tables read once per sample to many times."""
+    """Return three tables, with one to many ids per sample."""
     return [
         TableConfig(
             name=f"t{i}",
@@ -70,7 +70,7 @@ def whole_tables(rows: int, batch_size: int, data_type: str) -> list[TableConfig
 def cut(
     tables: Sequence[TableConfig], widths: Sequence[Sequence[int]]
 ) -> list[TableConfig]:
-    """The parts of all tables, one after the other."""
+    """Return the parts of all tables, one after another."""
     return [
         dataclasses.replace(t, name=f"{t.name}.{k}", embedding_dim=width)
         for t, parts in zip(tables, widths, strict=True)
@@ -81,7 +81,7 @@ def cut(
 def repeat_inputs(
     batch: InputBatch, widths: Sequence[Sequence[int]], batch_size: int
 ) -> InputBatch:
-    """What every part of a table is sent: the ids of the table."""
+    """Return the input in which every part gets the ids of its table."""
     lengths = batch.offsets.diff().view(len(widths), batch_size)
     ends = batch.offsets[::batch_size].tolist()
     parts = [
@@ -102,7 +102,7 @@ def largest_difference(
     batch_size: int,
     device: torch.device,
 ) -> tuple[float, float]:
-    """Of outputs and of weights after some steps, parts against whole tables."""
+    """Return differences of outputs and weights between parts and whole tables."""
     whole, parts = FusedTables(tables, device), FusedTables(cut(tables, widths), device)
     for weights, found in zip(
         whole.module.split_embedding_weights(), _by_table(parts, widths), strict=True
@@ -120,7 +120,7 @@ def largest_difference(
         with torch.no_grad():
             difference = float((one - two).abs().max() / one.abs().max())
         output_error = max(output_error, difference)
-        # Large: the collector's learning rate is small, and steps must be seen.
+        # The gradient is large, since the collector's learning rate is small.
         grad = torch.empty_like(one).normal_(0, 1e3, generator=generator)
         torch.autograd.backward(one, grad)
         torch.autograd.backward(two, grad)
@@ -139,7 +139,7 @@ def largest_difference(
 def _by_table(
     kernel: FusedTables, widths: Sequence[Sequence[int]]
 ) -> list[list[tuple[torch.Tensor, int, int]]]:
-    """Values, width and first column of each part of each table."""
+    """Return values, width and first column of each part of each table."""
     values = iter(kernel.module.split_embedding_weights())
     return [
         [(next(values), width, sum(parts[:k])) for k, width in enumerate(parts)]
@@ -150,7 +150,7 @@ def _by_table(
 def milliseconds(
     timer: SetTimer, parts: Sequence[TableConfig], batch_size: int
 ) -> dict[str, float]:
-    """Forward and backward of one kernel over the parts."""
+    """Return forward and backward of one kernel with all parts."""
     access = [AccessDistribution.power_law(t.num_embeddings, 1.0) for t in parts]
     sampled = SampledSet(
         index=0,
@@ -168,7 +168,7 @@ def milliseconds(
 
 
 def main() -> int:
-    """Run and write; 1 where a part differs from the whole."""
+    """Run all cases and write; return 1 if a part differs from its table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rows", type=int, default=2_000_000)

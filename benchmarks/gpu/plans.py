@@ -1,16 +1,16 @@
-"""Race planners on a GPU that has minutes: plan and judge elsewhere, time there.
+"""Compare planners with only minutes on a GPU: plan and evaluate on a CPU.
 
     python benchmarks/gpu/plans.py make --bundle B --tables T --out plans.pkl
     python benchmarks/gpu/plans.py time plans.pkl --out passes.pkl --seconds 100
     python benchmarks/gpu/plans.py judge plans.pkl passes.pkl --bundle B --out race
 
-`make` plans tasks with every planner. `time` runs the kernels of all plans; it needs
-neither planners nor cost models. `judge` writes what `compare_planners.py` writes, its
-page `race.md` among it: what each planner's plans take, beside what was predicted.
+`make` plans tasks with every planner. `time` times the kernels of all plans; it needs
+no planner and no cost model. `judge` writes the files of `compare_planners.py`, with
+measured and predicted times of each planner's plans in `race.md`.
 
-Files are written after each task: `make` may be stopped once there are enough. `time`
-ends when its seconds are over; given again, it goes on with the tasks that are left.
-The `.pkl` files are pickles, which can run code when they are read: read only your own.
+Files are written after each task, so `make` can be stopped once there are enough tasks.
+`time` ends after its seconds, and a second call continues with the remaining tasks. The
+`.pkl` files are pickles, which can run code when they are read. Read only your own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ESTIMATE = "default, estimate"
 PLANNERS = ("default", "neuroshard", "torchrec", "torchrec, best practice")
 PLAN_SECONDS = 120.0
 ROUNDS, PASSES = 2, 2
-"""In which kernels are timed, and passes of a kernel in each."""
+"""Timing rounds, and passes of a kernel in each round."""
 
 
 def make(args: argparse.Namespace) -> None:
@@ -69,7 +69,7 @@ def make(args: argparse.Namespace) -> None:
         for task in tasks:
             found = with_again(planners.plan(task))
             found[ESTIMATE] = estimating.plan(task)["default"]
-            # Not the outcomes themselves: `time` cannot load their class.
+            # Outcomes are not pickled, since `time` cannot load their class.
             entries = {
                 name: {f.name: getattr(o, f.name) for f in dataclasses.fields(o)}
                 for name, o in found.items()
@@ -84,18 +84,18 @@ def make(args: argparse.Namespace) -> None:
 
 
 def estimate_for(planning: PlanningSettings) -> str:
-    """Return the cost model of a user with the bundle's device and no bundle."""
+    """Return the cost model for the bundle's device without the bundle."""
     from torchrec_neuroshard.bundles.find import load_cost_model, pretrained_names
     from torchrec_neuroshard.hardware.cards import find_card
 
     model = load_cost_model(planning.cost_model, device_type=planning.device)
     card = find_card(model.hardware)
-    # A card with a bundle is priced by that.
+    # A card with a bundle is priced by the bundle.
     return card.name if card and card.name not in pretrained_names() else "measure"
 
 
 def choose_tasks(args: argparse.Namespace) -> list[Task]:
-    """Return the tasks, each on the first cluster of so many ranks."""
+    """Return the tasks, each on the first cluster with its number of ranks."""
     from planner_comparison.clusters import clusters_of
     from planner_comparison.tasks import TaskSettings, make_tasks
 
@@ -115,12 +115,12 @@ def choose_tasks(args: argparse.Namespace) -> list[Task]:
 
 
 def plans_of(entries: Mapping[str, Mapping[str, Any]]) -> list[RunPlan]:
-    """Return the plans of all planners that have one."""
+    """Return all plans of a task."""
     return [e["plan"] for e in entries.values() if e["plan"] is not None]
 
 
 def time_plans(args: argparse.Namespace) -> None:
-    """Time the kernels of all plans, task after task, until time is over."""
+    """Time the kernels of all plans, task after task, until the time is up."""
     end = time.monotonic() + args.seconds
     import torch
 
@@ -145,9 +145,9 @@ def time_plans(args: argparse.Namespace) -> None:
         start = time.monotonic()
         if task.name in timed["passes"]:
             continue
-        # The first task loads kernels, too.
+        # The first task also loads kernels.
         if start + max(taken[1:] or taken, default=0.0) > end:
-            print("time is over", flush=True)
+            print("the time is up", flush=True)
             break
         try:
             raw = timer.measure(plans_of(entries))
@@ -164,7 +164,7 @@ def time_plans(args: argparse.Namespace) -> None:
 
 
 def judge(args: argparse.Namespace) -> None:
-    """Put times together, with published collectives, beside what was predicted."""
+    """Write measured times with published collectives, and predicted times."""
     from planner_comparison import run
     from planner_comparison.kernels import kernels_of, median_times
     from planner_comparison.page import write_page
@@ -188,7 +188,7 @@ def judge(args: argparse.Namespace) -> None:
             times = median_times(passes, timed["reference_ms"])
             outcomes = {name: Outcome(**entry) for name, entry in entries.items()}
             judged = run.judge(task, outcomes, times, planning)
-            # Nobody knows a GPU's usual speed.
+            # The usual speed of a GPU is not known.
             speed = {"machine_speed": 1.0}
             data["tasks"].append({**task.to_json(), **speed, "planners": judged})
     write_results(data, args.out)
@@ -196,43 +196,45 @@ def judge(args: argparse.Namespace) -> None:
 
 
 def write(path: Path, data: Any) -> None:
-    """Write a pickle, whole or not at all."""
+    """Write a pickle; the file is never half written."""
     part = path.with_name(f"{path.name}.part")
     part.write_bytes(pickle.dumps(data))
     os.replace(part, path)
 
 
 def read(path: Path) -> Any:
-    """Read what `write` wrote."""
+    """Return the data that `write` wrote."""
     return pickle.loads(path.read_bytes())
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options; `run` is the command's function."""
+    """Return the options, with the command's function as `run`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="make|time|judge")
     own = commands.add_parser("make", help="plan tasks with every planner, on a CPU")
-    own.add_argument("--bundle", required=True, help="cost model: a name or folder")
+    own.add_argument("--bundle", required=True, help="name or folder of the cost model")
     own.add_argument("--tables", type=Path, help="JSON of published table sets")
-    own.add_argument("--device", default="cuda", help="type that is planned for")
+    own.add_argument("--device", default="cuda", help="device type to plan for")
     own.add_argument("--planners", nargs="+", default=PLANNERS)
-    own.add_argument("--batch-size", type=int, default=65_536, help="over all ranks")
-    own.add_argument("--max-rows", type=int, default=10_000_000, help="of a table")
+    own.add_argument(
+        "--batch-size", type=int, default=65_536, help="samples over all ranks"
+    )
+    own.add_argument("--max-rows", type=int, default=10_000_000, help="most rows")
     own.add_argument("--worlds", type=int, nargs="+", default=[8, 16], help="ranks")
-    own.add_argument("--num-tasks", type=int, help="only the first; all families mix")
+    own.add_argument("--num-tasks", type=int, help="run only the first tasks")
     own.add_argument("--seed", type=int, default=0)
-    own.add_argument("--processes", type=int, default=2, help="0: this one")
-    own.add_argument("--quick", action="store_true", help="a rehearsal: small tasks")
+    own.add_argument("--processes", type=int, default=2, help="0: in this process")
+    own.add_argument("--quick", action="store_true", help="dry run with small tasks")
     own.set_defaults(run=make)
     own = commands.add_parser("time", help="time kernels of all plans, on a GPU")
     own.add_argument("plans", type=Path)
     own.add_argument("--device", default="cuda")
-    own.add_argument("--seconds", type=float, default=100.0, help="start no task after")
+    own.add_argument("--seconds", type=float, default=100.0, help="time limit")
     own.set_defaults(run=time_plans)
     own = commands.add_parser("judge", help="compare the plans, on a CPU")
     own.add_argument("plans", type=Path)
-    own.add_argument("timed", type=Path, help="what `time` wrote")
-    own.add_argument("--bundle", required=True, help="that plans were made with")
+    own.add_argument("timed", type=Path, help="file of `time`")
+    own.add_argument("--bundle", required=True, help="cost model of `make`")
     own.set_defaults(run=judge)
     for own in commands.choices.values():
         own.add_argument("--out", type=Path, required=True)
@@ -240,7 +242,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 if __name__ == "__main__":
-    # Of all libraries, here and in the processes that this one starts.
+    # One thread for all libraries, here and in processes started from here.
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -1,9 +1,9 @@
-"""Tell in a minute whether a device can be measured, and how fast that goes.
+"""Check in a minute whether a device can be measured, and how fast.
 
     python benchmarks/gpu/smoke.py --out smoke.json
 
-Times a copy in the device's memory, and some sets of every optimizer and weight type.
-The file is written after each of them.
+It times a copy in the device's memory, and some sets of every optimizer and weight
+type. The file is written after each measurement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
 
 
 def copy_gb_per_s(device: torch.device) -> float:
-    """Return the bytes read and written by a large copy, over its time."""
+    """Return the memory bandwidth of a large copy, reads and writes [GB/s]."""
     count = COPY_BYTES[device.type] // 4
     source = torch.zeros(count, device=device)
     target = torch.empty_like(source)
@@ -43,7 +43,7 @@ def copy_gb_per_s(device: torch.device) -> float:
 
 
 def properties(device: torch.device) -> dict[str, Any]:
-    """Return what the driver says of a GPU; nothing of a CPU."""
+    """Return the driver's data of a GPU; empty for a CPU."""
     if device.type != "cuda":
         return {}
     found = torch.cuda.get_device_properties(device)
@@ -57,7 +57,7 @@ def properties(device: torch.device) -> dict[str, Any]:
 
 
 def kinds_of(sampling: SamplingConfig) -> Iterator[tuple[str, SamplingConfig]]:
-    """Yield each optimizer and weight type that sets are drawn of."""
+    """Yield each combination of optimizer and weight type of measured sets."""
     for optimizer in sampling.optimizers:
         for data_type, share in (("fp32", 0.0), ("fp16", 1.0)):
             if (optimizer, data_type) != ("adam", "fp16"):
@@ -72,7 +72,7 @@ def kinds_of(sampling: SamplingConfig) -> Iterator[tuple[str, SamplingConfig]]:
 def time_sets(
     timer: SetTimer, sampling: SamplingConfig, num_sets: int
 ) -> dict[str, Any]:
-    """Return what a set takes, of which passes, and how passes differ; or the error."""
+    """Return a set's times, passes and their spread, or the error."""
     draw, whole, passes, spread = [], [], [], []
     try:
         for index in range(num_sets):
@@ -94,11 +94,13 @@ def time_sets(
 
 
 def main() -> int:
-    """Measure and write; return 1 where a kind of sets failed."""
+    """Measure and write; return 1 if a kind of sets failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--max-gib", type=float, help="of a set; default: the card's")
-    parser.add_argument("--num-sets", type=int, default=6, help="of each kind")
+    parser.add_argument(
+        "--max-gib", type=float, help="size of a set (default: the card's)"
+    )
+    parser.add_argument("--num-sets", type=int, default=6, help="sets of each kind")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     device = torch.device(args.device)

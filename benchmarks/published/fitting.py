@@ -1,4 +1,4 @@
-"""Fit the constants that all cards share, and leave sources and cards out."""
+"""Fit the constants that all cards share, also with sources or cards left out."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _EDGE = 0.3
-"""Relative errors beyond count by their size, no longer by their square."""
+"""Log errors above this count by their size, smaller ones by their square."""
 _SETS_WEIGHT = 12.0
-"""The measured sets count as so many groups of published timings: as many as there are
+"""Weight of the measured sets, in groups of published timings. There are as many groups
 of forward kernels."""
 
 FIT_ONLY: Mapping[str, tuple[float, float]] = {
@@ -31,12 +31,11 @@ FIT_ONLY: Mapping[str, tuple[float, float]] = {
     "update_launch_us": (30.0, 1.5),
     "unpooled": (2.0, 2.0),
 }
-"""What published timings differ by from those of a training loop, fitted beside the
-constants and not shipped. Traces of kernels leave out the bounds check and gaps: a
-forward kernel of no work takes `forward_kernel_us`. Most leave out the sort as well:
-`update_launch_us` is what stays of the backward's launch. Clocks around many calls add
-`wall_us`. Kernels without pooling do not read bags, and take an id `unpooled` times as
-long."""
+"""Constants that only the fit uses, since published timings differ from a training
+loop. Kernel traces leave out the bounds check and gaps, so a forward kernel without
+work takes `forward_kernel_us`. Most traces leave out the sort, too, and the backward's
+launch then takes `update_launch_us`. Wall-clock times of many calls add `wall_us`.
+Kernels without pooling do not read bags and take `unpooled` times as long per id."""
 
 START: Mapping[str, tuple[float, float]] = {
     "efficiency": (0.85, 1.1),
@@ -59,16 +58,16 @@ START: Mapping[str, tuple[float, float]] = {
     "cache_lookup_ns": (3.6, 2.0),
     **FIT_ONLY,
 }
-"""Constant -> expected value, and the factor that it may well be off by: what the
-timings say nothing of stays there. Of `bag_ns`, the bounds checks of an A100's traces
-(0.31 and 0.60 ns) are the expectation."""
+"""Constant -> expected value, and the factor by which it may be wrong. Constants that
+no timing depends on keep the expected value. For `bag_ns` it comes from the bounds
+checks in traces of an A100 (0.31 and 0.60 ns)."""
 WALL_SOURCES = ("NVIDIA/recsys-examples", "TorchRec")
-"""Their times are of the clock around many calls, and of kernels without pooling; the
-others are of kernels with pooling."""
+"""Sources with wall-clock times of many calls of kernels without pooling. All other
+sources time kernels with pooling."""
 
 
 def predict(rows: Sequence[KernelRow], shared: Mapping[str, float]) -> Floats:
-    """Predict timings: of each, the parts of the model that it covers [ms]."""
+    """Return predictions of the parts of the model that each timing covers [ms]."""
     out = np.zeros(len(rows))
     by_card: dict[tuple[str, bool], list[int]] = {}
     for number, row in enumerate(rows):
@@ -76,7 +75,7 @@ def predict(rows: Sequence[KernelRow], shared: Mapping[str, float]) -> Floats:
         by_card.setdefault((row.card, wall), []).append(number)
     for (card, wall), numbers in by_card.items():
         own = _with(device_constants(card), shared)
-        # No timing covers the check of bags, nor the gradient of lookups' weights.
+        # No timing covers the bounds check or the gradient of lookups' weights.
         own = dataclasses.replace(
             own, bag_ns=0.0, weight_gradient_us=0.0, weight_gradient_ns=0.0
         )
@@ -87,7 +86,7 @@ def predict(rows: Sequence[KernelRow], shared: Mapping[str, float]) -> Floats:
                 lookup_thread_ns=own.lookup_thread_ns * shared["unpooled"],
             )
         elif family(card) in ("a100", "v100"):
-            # Traces of 2021 and 2022: FBGEMM did not divide warps yet.
+            # In traces of 2021 and 2022, FBGEMM did not divide warps yet.
             own = dataclasses.replace(own, least_threads=32.0)
         chosen = [rows[n] for n in numbers]
         out[numbers] = _predict_card(chosen, own, wall, shared)
@@ -135,7 +134,7 @@ def _predict_card(
 
 
 def predict_sets(sets: MeasuredSets, shared: Mapping[str, float]) -> Floats:
-    """Predict measured sets, `S x 2` [ms]."""
+    """Return predictions of measured sets, `S x 2` [ms]."""
     constants = _with(device_constants(sets.card), shared)
     return _set_times(sets.features, sets.first, constants)
 
@@ -150,22 +149,22 @@ def _set_times(
 
 
 def group(row: KernelRow) -> tuple[str, str, str, str]:
-    """Timings that count as much as any other such: one source, card and quantity."""
+    """Return the group of a timing. All groups have the same weight in the fit."""
     return row.source, row.card, row.phase, row.location
 
 
 def softened(off: Floats) -> Floats:
-    """Residuals whose squares grow with the error where it is large, not its square."""
+    """Return residuals whose squares grow linearly with large errors."""
     soft: Floats = np.sqrt(2 * _EDGE**2 * (np.sqrt(1 + (off / _EDGE) ** 2) - 1))
     return soft
 
 
 def fit(rows: Sequence[KernelRow], sets: MeasuredSets | None) -> dict[str, float]:
-    """Fit all shared constants: least squares of log ratios, far ones by their size.
+    """Return the shared constants, fitted by softened least squares of log ratios.
 
     Args:
-        rows: Timings; each group of them counts alike.
-        sets: Measured sets, if they are not left out.
+        rows: Timings. Each group of them has the same weight.
+        sets: Measured sets. None: they are left out.
     """
     names = list(START)
     start = np.log([START[n][0] for n in names])
@@ -191,9 +190,9 @@ def fit(rows: Sequence[KernelRow], sets: MeasuredSets | None) -> dict[str, float
 def left_out(
     rows: Sequence[KernelRow], sets: MeasuredSets, key: Callable[[KernelRow], str]
 ) -> dict[str, dict[str, float]]:
-    """Fit constants without the timings of each key.
+    """Return key -> constants that were fitted without the key's timings.
 
-    The measured sets are left out with the H200, and with no source.
+    The measured sets are left out only with the H200.
     """
     found = {}
     for value in sorted({key(r) for r in rows}):
@@ -203,5 +202,5 @@ def left_out(
 
 
 def shared_of(constants: PhysicalConstants) -> dict[str, float]:
-    """The shared constants of a device, as shipped."""
+    """Return the shipped shared constants of a device."""
     return {n: getattr(constants, n) for n in START if n not in FIT_ONLY}

@@ -1,9 +1,9 @@
-"""Timings of fused kernels, published and our own, as tables and as features.
+"""Timings of fused kernels, published and our own, with their tables and features.
 
-`kernels.tsv` has one row per timing, copied as a fact from the source that it names.
-`use` says whether it is held against models, and why not. Where a source gives the sum
-over several tables (`sum 90837` rows), they are taken to be alike; where it gives no
-distinct ids, they are what its distribution lets expect.
+`kernels.tsv` has one row per timing, copied as a fact from the source in the row. `use`
+says whether the timing is compared with models, or why it is not. If a source gives the
+sum over several tables (`sum 90837` rows), the tables are assumed to be equal. If it
+gives no distinct ids, their expected number under its distribution is used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MEASURED = Path(__file__).parents[1] / "data" / "compute_h200.parquet"
 _OUTPUT = FEATURE_NAMES.index("output_bytes")
 _OPTIMIZERS = {"adagrad (element-wise)": "adagrad", "": "sgd", "none": "sgd"}
 _META_H100_GB_PER_S = 2_400.0
-"""An H100 of 96 GB, by the source's own account of its peak."""
+"""Peak memory bandwidth of the H100 with 96 GB, as stated by the source."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class KernelRow:
     source: str
     card: str
     phase: str
-    """What was timed: `forward`, `backward`, parts of the latter, or both."""
+    """Timed kernels: `forward`, `backward`, parts of the backward, or both."""
     location: str
     """`device`, `managed (UVM)` or `managed_caching`."""
     optimizer: str
@@ -71,17 +71,17 @@ class KernelRow:
 
     @property
     def is_forward(self) -> bool:
-        """Whether it is of the forward kernel alone."""
+        """Whether only the forward kernel was timed."""
         return self.phase == "forward"
 
     @property
     def has_forward(self) -> bool:
-        """Whether the forward kernel is in it."""
+        """Whether the timing includes the forward kernel."""
         return "forward" in self.phase
 
     @property
     def has_backward(self) -> bool:
-        """Whether the backward kernels are in it."""
+        """Whether the timing includes backward kernels."""
         return "backward" in self.phase
 
     @functools.cached_property
@@ -97,7 +97,7 @@ class KernelRow:
 
     @functools.cached_property
     def missed(self) -> npt.NDArray[np.float64]:
-        """Share of each table's distinct rows that its cache lacks, `T`."""
+        """Share of each table's distinct rows that its cache misses, `T`."""
         if not self.cache_ratio > 0:
             return np.ones(len(self.tables))
         curves = [
@@ -109,19 +109,19 @@ class KernelRow:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredSets:
-    """Sets of tables that were measured on a card."""
+    """Table sets that were measured on a card."""
 
     card: str
     features: npt.NDArray[np.float32]
-    """Of all tables, `T x F`."""
+    """Features of all tables, `T x F`."""
     first: npt.NDArray[np.int64]
-    """Where each set begins, `S`."""
+    """First row of each set, `S`."""
     times_ms: npt.NDArray[np.float64]
     """Forward and backward, `S x 2`."""
 
 
 def read_measured(every: int = 1) -> MeasuredSets:
-    """Read the sets that were measured on an H200, or one in so many."""
+    """Return the sets measured on an H200, or every so many-th of them."""
     records = steady_records(read_records([MEASURED])[1])[::every]
     sizes = [len(r.tables) for r in records]
     return MeasuredSets(
@@ -135,13 +135,13 @@ def read_measured(every: int = 1) -> MeasuredSets:
 
 
 def family(card: str) -> str:
-    """Cards that are left out together: one chip, with more or less memory."""
+    """Return a card's chip. Cards of one chip are left out of fits together."""
     return {"a100-40gb": "a100", "h100-96gb": "h100"}.get(card, card)
 
 
 @functools.cache
 def device_constants(card: str) -> PhysicalConstants:
-    """The data sheet of a row's card."""
+    """Return the physical constants of a row's card."""
     if card == "h100-96gb":
         constants = card_constants(card_named("h100"))
         return dataclasses.replace(constants, memory_gb_per_s=_META_H100_GB_PER_S)
@@ -149,7 +149,7 @@ def device_constants(card: str) -> PhysicalConstants:
 
 
 def read_kernels(path: Path = DATA) -> list[KernelRow]:
-    """Read the timings that are used."""
+    """Return the timings whose `use` is "used"."""
     with path.open(newline="") as file:
         rows = [r for r in csv.DictReader(file, delimiter="\t") if r["use"] == "used"]
     return [_parse(row) for row in rows]

@@ -1,4 +1,4 @@
-"""Generated tables against the aggregates that were published."""
+"""Generated tables have the published aggregates."""
 
 from __future__ import annotations
 

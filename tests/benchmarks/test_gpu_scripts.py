@@ -1,4 +1,4 @@
-"""What is run on a GPU, as far as a CPU can tell that it is right."""
+"""Scripts for a GPU, tested on a CPU as far as possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
 LOAN = FOLDER / "loan.sh"
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20
-"""What may come back from a command."""
+"""Maximum number of result files, and maximum bytes of each."""
 
 
 # --- loan.sh, with a Python that only writes down what it is asked for ---
@@ -63,7 +63,7 @@ def run(
 
 
 def unpack(folder: Path, step: str) -> Path:
-    """Unpack what came back, as loan.sh says."""
+    """Unpack the results, as loan.sh says."""
     found = list((folder / "out").iterdir())
     assert len(found) <= MOST_FILES
     assert max(p.stat().st_size for p in found) <= MOST_BYTES

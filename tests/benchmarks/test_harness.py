@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, models, and training runs on one rank."""
+"""Helpers of the benchmarks: options, models, and training runs on one rank."""
 
 from __future__ import annotations
 

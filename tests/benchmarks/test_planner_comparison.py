@@ -59,7 +59,7 @@ def test_tasks_fit_and_are_of_unseen_tables() -> None:
 
 
 def test_inputs_of_tables_are_put_together() -> None:
-    """A kernel over all tables then looks up what one over each would."""
+    """Joined inputs give the same lookups as separate ones."""
     batches = [
         InputBatch(torch.tensor([1, 0, 5]), torch.tensor([0, 2, 3]), None),
         InputBatch(torch.tensor([7]), torch.tensor([0, 0, 1]), None),
@@ -71,7 +71,7 @@ def test_inputs_of_tables_are_put_together() -> None:
 
 
 class Halves(Searcher):
-    """Halves every table that it can; parts go round the ranks."""
+    """A planner that halves every table it can and deals the parts to the ranks."""
 
     name = "halves"
 
@@ -132,7 +132,7 @@ def test_a_search_s_plan_is_read_with_every_column_once_and_its_times_add_up() -
 
 
 def outcome(ms: float | None) -> dict[str, Any]:
-    """A planner's on one task, with this measured critical path; None is no plan."""
+    """Return a planner's entry with this measured critical path; None: no plan."""
     if ms is None:
         return {"seconds": 1.0, "status": "no plan", "reason": "a | b"}
     names = ("critical_path_ms", "kernel_path_ms", "worst_rank_ms")
@@ -184,7 +184,7 @@ def test_the_page_drops_no_loss(tmp_path: Path) -> None:
 
 def test_the_plan_that_costs_choose_is_held_to_the_shortest() -> None:
     def task(name: str, **plans: tuple[float, float]) -> dict[str, Any]:
-        """Plans by who made them: predicted and measured."""
+        """Return a task with predicted and measured times by planner."""
         entries = {
             planner: {
                 "predicted": {paired.KERNELS: predicted},
@@ -202,7 +202,7 @@ def test_the_plan_that_costs_choose_is_held_to_the_shortest() -> None:
         ],
         least_plans=1,
     )
-    # The two plans that are one take 3.0.
+    # Two plans count as one, with a mean of 3.0.
     assert (right.num_plans, right.regret) == (2, 0.0)
     assert (wrong.predicted_best, wrong.measured_best) == ("a", "b")
     assert wrong.regret == pytest.approx(0.25)
@@ -245,7 +245,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_times_are_in_units_of_the_references_around_them() -> None:
-    """A slower machine changes nothing, nor does one disturbed reference."""
+    """A slower machine or one disturbed reference does not change the times."""
     visits = itertools.count()
 
     def passes(count: int, ms: float, reference: float) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What is drawn from tables: tasks, and the inputs of a batch."""
+"""Random tasks and the inputs of a batch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_batches_profile_as_expected() -> None:
         assert found.num_lookups == expected.num_lookups
         about = pytest.approx(expected.num_distinct, rel=0.06, abs=6)
         assert found.num_distinct == about
-    # Seed and table decide the draw.
+    # The draw depends on seed and table.
     for name, (ids, _) in draw_batch(tables, 512, 1).items():
         np.testing.assert_array_equal(ids, drawn[1][name][0])
     assert any((drawn[1][n][0] != drawn[2][n][0]).any() for n in drawn[1])
