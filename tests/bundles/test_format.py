@@ -115,7 +115,7 @@ def test_load_by_path_name_and_object(tmp_path: Path) -> None:
         assert load_cost_model(name, device_type="cuda").source == "measured"
     with pytest.raises(ConfigError, match=r"'h100' is for GPUs, but .* 'cpu'"):
         load_cost_model("h100", device_type="cpu")
-    with pytest.raises(ConfigError, match=r"'tpu'.*cpu_epyc.* nor a card \(v100,"):
+    with pytest.raises(ConfigError, match=r"'tpu'.*cpu_epyc.* a card \(v100,"):
         load_cost_model("tpu")
 
 

@@ -317,7 +317,7 @@ def run_refusals(rank: int) -> dict[str, str]:
         "max_overhead=0.0": made(max_overhead=float(rank)),
         "planned no model": made(make_planner()),
         "for 4 ranks": made(make_planner(4)),
-        "reporters[0] is 'phases.jsonl', which": made(reporters=["phases.jsonl"]),
+        "reporters[0] is 'phases.jsonl', not a": made(reporters=["phases.jsonl"]),
     }
 
 

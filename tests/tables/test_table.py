@@ -49,7 +49,7 @@ def test_json_round_trip() -> None:
     coloured = {**before.to_json(), "colour": "red"}
     wrong: list[Any] = [{"name": "t"}, [], coloured, {"profile": 3}]
     for data in wrong:
-        named = "not a (table|feature profile)"
+        named = "invalid (table|feature profile)"
         with pytest.raises((TableError, ProfileError), match=named):
             TableConfig.from_json(data)
 

@@ -176,8 +176,9 @@ def _basis(
     counts = Counter(inputs.values())
     error = costs.cost_model.error
     devices, topology = costs.devices, costs.topology
+    card = "CPUs" if topology.compute_device == "cpu" else None
     return PlanBasis(
-        card=devices.card.title if devices.card else None,
+        card=devices.card.title if devices.card else card,
         figures=tuple(devices.figures.values()),
         batch_size=int(plan[0].batch_size) if plan else 0,
         batch_size_is_default=batch_size_is_default,
