@@ -133,7 +133,7 @@ def test_profiles_are_read_as_they_were_saved(tmp_path: Path) -> None:
     fields = json.loads(path.read_text())["user"]
     for bad in ({}, {"batch_size": 2}, {**fields, "x": 1}, [1], None):
         path.write_text(json.dumps({"user": bad}))
-        with pytest.raises(ProfileError, match="feature 'user': invalid feature profile"):
+        with pytest.raises(ProfileError, match="'user': invalid feature"):
             load_profiles(path)
     for text, says in (("[]", "holds no profiles"), ("{", "cannot be read as JSON")):
         path.write_text(text)
