@@ -109,7 +109,7 @@ def test_text_and_json_hold_the_figures() -> None:
         place = ["row_wise", "fused", "3", "ranks", "0-2"]
         assert ["3.00", table.table, "999", "64", *place] in rows
     assert "- warning: from the search" in brief and "t0: columns 32 on" in brief
-    assert brief.endswith("\n\nFor details, print text(verbose=True).")
+    assert brief.endswith("\n\nFor details, print report.text(verbose=True).")
     assert "t5" in text and "t5" not in brief
     data = json.loads(json.dumps(report.to_json()))
     assert data["gap"] == 1.0

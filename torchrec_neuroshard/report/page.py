@@ -26,7 +26,7 @@ from torchrec_neuroshard.report.sections import Section, as_text
 __all__ = ["Report", "html_report", "write_html"]
 
 
-MORE = "For details, print text(verbose=True)."
+MORE = "For details, print report.text(verbose=True)."
 """Last line of a brief text."""
 
 
