@@ -34,8 +34,6 @@ from torchrec_neuroshard.errors import (
     suggestion,
 )
 
-__all__ = ["COMMANDS", "Command", "main"]
-
 _STARTED = time.monotonic()
 """When this process began, before torch and fbgemm take seconds to import."""
 

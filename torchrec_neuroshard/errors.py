@@ -32,25 +32,6 @@ import difflib
 from collections.abc import Collection
 from typing import Any
 
-__all__ = [
-    "BundleCorruptError",
-    "BundleError",
-    "BundleMismatchError",
-    "ConfigError",
-    "DeviceFailureError",
-    "EnvironmentMismatchError",
-    "FeatureSchemaError",
-    "InfeasibleError",
-    "NeuroShardError",
-    "PlacementError",
-    "ProfileError",
-    "RankFailureError",
-    "RecordError",
-    "RecordMismatchError",
-    "TableError",
-    "suggestion",
-]
-
 _MOST_CHARACTERS = 4_000
 _MAX_NAMED, _MAX_LETTERS = 12, 100
 """Most names that a message lists, and most letters of each; the rest is cut off."""

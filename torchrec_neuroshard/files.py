@@ -25,20 +25,6 @@ from typing import Any, TypeVar
 
 from torchrec_neuroshard.errors import ConfigError, suggestion
 
-__all__ = [
-    "TOO_LARGE",
-    "check_folder",
-    "check_outputs",
-    "from_fields",
-    "from_options",
-    "json_text",
-    "parse_json",
-    "read_fields",
-    "read_json",
-    "to_fields",
-    "write_whole",
-]
-
 T = TypeVar("T")
 
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:[bf]|u00[01][0-9a-f])|[\x7f-\x9f])")

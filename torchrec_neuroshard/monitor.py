@@ -41,8 +41,6 @@ from torchrec_neuroshard.report import PlanReport
 from torchrec_neuroshard.reporters import PhaseRecord, PlanRecord, Reporter, write_to
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
-__all__ = ["MonitorReport", "PlanMonitor", "Replanned"]
-
 logger = logging.getLogger("torchrec_neuroshard.monitor")
 
 _COMPUTE = ("fwd_compute", "bwd_compute")

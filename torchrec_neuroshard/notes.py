@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["NOTE_CODES", "SEVERITIES", "Note"]
-
 NOTE_CODES: Mapping[str, str] = {
     "devices": "device figures or the cost model were not measured on these devices",
     "first-launch": "the first launch's measurement failed or could not be stored",

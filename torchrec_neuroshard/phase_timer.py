@@ -37,14 +37,6 @@ from torchrec_neuroshard.hardware.devices import (
 from torchrec_neuroshard.planner.compat import lookups, wait_through
 from torchrec_neuroshard.tables.profile import FeatureProfile, profile_ids
 
-__all__ = [
-    "InputSampler",
-    "PhaseTimer",
-    "PhaseTimes",
-    "critical_times",
-    "embedding_ms",
-]
-
 _KERNEL = "SplitTableBatchedEmbeddingBagsCodegen"
 _KERNEL_NODE = "SplitLookup"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

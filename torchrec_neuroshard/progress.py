@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Phase", "clear", "phase", "shown"]
-
 LINE_EVERY_S = 10.0
 """Without a terminal: seconds between two lines."""
 QUIET_S = 1.0

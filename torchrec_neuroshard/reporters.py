@@ -35,16 +35,6 @@ from torchrec_neuroshard.files import check_outputs, json_text, to_fields
 from torchrec_neuroshard.planner.option_facts import device_tier
 from torchrec_neuroshard.report import PlanReport
 
-__all__ = [
-    "JsonLinesReporter",
-    "MLflowReporter",
-    "PhaseRecord",
-    "PlanRecord",
-    "Reporter",
-    "TensorBoardReporter",
-    "write_to",
-]
-
 logger = logging.getLogger(__name__)
 
 _SHARD_PHASES = (*PHASES[1:], "prefetch_compute")

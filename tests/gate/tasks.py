@@ -54,8 +54,9 @@ from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts, Simulato
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.collectives import BandwidthCommsModel
-from torchrec_neuroshard.models.compute import PhysicalConstants, PhysicalCostModel
+from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.papers.neuroshard import NeuroShardConfig, PaperSearcher
 from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
 from torchrec_neuroshard.plans.replan import ReplanResult, replan

@@ -37,12 +37,13 @@ from torchrec_neuroshard.models.base import (
     CostModel,
     RangeWarning,
 )
+from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.collective_terms import TERM_NAMES
 from torchrec_neuroshard.models.collectives import (
     BandwidthCommsModel,
     MeasuredCommsModel,
 )
-from torchrec_neuroshard.models.compute import PhysicalConstants, PhysicalCostModel
+from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.published_links import published_comms_model
 from torchrec_neuroshard.papers.annealing import AnnealingConfig, AnnealingSearcher
 from torchrec_neuroshard.papers.autoshard import AutoShardSearcher

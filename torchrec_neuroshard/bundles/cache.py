@@ -30,17 +30,6 @@ from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
 from torchrec_neuroshard.tables.features import FEATURE_VERSION
 
-__all__ = [
-    "CacheEntry",
-    "CacheKey",
-    "cache_folder",
-    "clear",
-    "entries",
-    "find",
-    "lock",
-    "store",
-]
-
 _KEY_NAME = "key.json"
 _HIDDEN_AGE_S = 86_400.0
 """Unfinished bundles older than this were left behind by jobs that ended early."""

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Choice"]
-
 _Candidate = TypeVar("_Candidate")
 
 

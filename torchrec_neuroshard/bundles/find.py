@@ -24,21 +24,10 @@ from torchrec_neuroshard.hardware.devices import (
     is_accelerator,
 )
 from torchrec_neuroshard.models.base import CommsModel, CostModel
-from torchrec_neuroshard.models.compute import PhysicalConstants, PhysicalCostModel
+from torchrec_neuroshard.models.card_physics import PhysicalConstants
+from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.models.published_links import published_comms_model
-
-__all__ = [
-    "PRETRAINED",
-    "bundle_folder",
-    "card_constants",
-    "find_named_card",
-    "load_comms_model",
-    "load_cost_model",
-    "physical_estimate",
-    "pretrained_names",
-    "shipped",
-]
 
 _Info = TypeVar("_Info")
 

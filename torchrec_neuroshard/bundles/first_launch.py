@@ -61,17 +61,6 @@ from torchrec_neuroshard.progress import clear, shown
 from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, TableConfig
 
-__all__ = [
-    "KERNELS_NAME",
-    "LaunchRequest",
-    "LaunchVerdict",
-    "Member",
-    "draw_launch_set",
-    "judge",
-    "measure_mine",
-    "take_part",
-]
-
 KERNELS_NAME, COMMS_NAME = "kernels.parquet", "collectives.parquet"
 """Files of the measured records, in the bundle's folder."""
 _REQUEST, _BUNDLE, _REASON = "request.json", "bundle", "reason.txt"

@@ -32,18 +32,6 @@ from torchrec_neuroshard.models.network import SetCostNetwork, ShardInputs, shar
 from torchrec_neuroshard.models.physical import Physics, set_values
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
-__all__ = [
-    "Candidate",
-    "Evaluation",
-    "TrainConfig",
-    "as_cost_model",
-    "evaluate",
-    "fit_model",
-    "physics_network",
-    "train",
-    "training_ranges",
-]
-
 Floats = npt.NDArray[np.float64]
 
 _FEW_SETS = 30

@@ -23,16 +23,6 @@ from torchrec_neuroshard.measure.records import CommsRecord
 from torchrec_neuroshard.models.base import COLLECTIVES
 from torchrec_neuroshard.models.collective_terms import TERM_NAMES, collective_terms
 
-__all__ = [
-    "CommsData",
-    "CommsEvaluation",
-    "build_comms",
-    "evaluate_comms",
-    "fit_coefficients",
-    "make_candidates",
-    "named_coefficients",
-]
-
 Floats = npt.NDArray[np.float64]
 
 _LEAST_SHARE = 0.05

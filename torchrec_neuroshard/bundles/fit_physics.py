@@ -21,8 +21,6 @@ from torchrec_neuroshard.models.physical import (
     shard_works,
 )
 
-__all__ = ["best_factor", "fit_constants", "fit_physics", "fitted_kinds"]
-
 Floats = npt.NDArray[np.float64]
 
 _CACHE_BYTES = tuple(2.0**n for n in range(19, 28))

@@ -44,17 +44,6 @@ from torchrec_neuroshard.tables.features import (
     check_schema,
 )
 
-__all__ = [
-    "COMMS_BUNDLE",
-    "COMPUTE_BUNDLE",
-    "BundleFormat",
-    "BundleInfo",
-    "CommsBundleInfo",
-    "load_bundle",
-    "load_comms_bundle",
-    "save_comms_bundle",
-]
-
 BUNDLE_VERSION, COMMS_VERSION = 3, 2
 """Versions of the file layouts; other versions are refused."""
 _WEIGHTS_NAME = "weights.safetensors"

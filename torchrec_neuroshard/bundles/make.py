@@ -41,8 +41,6 @@ from torchrec_neuroshard.measure.records import (
 from torchrec_neuroshard.measure.store import read_comms_records, read_records
 from torchrec_neuroshard.progress import phase
 
-__all__ = ["make_bundle", "source_folder", "train_comms_bundle"]
-
 _TEST_EVERY = 5
 """Of the training world sizes, one in this many collectives is kept for the test."""
 

@@ -16,8 +16,6 @@ from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.measure.records import CostRecord
 from torchrec_neuroshard.tables.features import table_features
 
-__all__ = ["MIN_SETS", "SetData", "build_sets", "rows_of", "split_records"]
-
 Floats = npt.NDArray[np.float64]
 
 MIN_SETS = 10

@@ -13,8 +13,6 @@ from torch import nn
 
 from torchrec_neuroshard.hardware.devices import torch_threads
 
-__all__ = ["fit", "seeded", "shuffled_batches"]
-
 _Batch = TypeVar("_Batch")
 
 

@@ -17,8 +17,6 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_neuroshard.planner.compat import with_codecs
 from torchrec_neuroshard.plans.rehearse import quietly
 
-__all__ = ["CODECS", "NO_CODEC", "coded_sharders", "why_left_out"]
-
 NO_CODEC = "none"
 """Leaves the sharders unchanged."""
 CODECS = (NO_CODEC, *(kind.value for kind in CommType))

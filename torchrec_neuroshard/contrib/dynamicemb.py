@@ -33,8 +33,6 @@ from torchrec_neuroshard.planner.checks import table_paths, unsharded_tables
 from torchrec_neuroshard.planner.greedy import without
 from torchrec_neuroshard.planner.topology import default_topology
 
-__all__ = ["DynamicEmbeddingShardingPlanner", "dynamic_bytes"]
-
 ELSEWHERE = "dynamicemb"
 """`device_group` of dynamic tables: TorchRec plans no device of this name."""
 

@@ -21,8 +21,6 @@ from torchrec_neuroshard.tables.features import ShardFeaturizer, table_features
 from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, TableConfig, row_shard
 
-__all__ = ["ShardEncoder", "with_room"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

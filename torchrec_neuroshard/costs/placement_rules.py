@@ -20,8 +20,6 @@ from scipy import sparse
 
 from torchrec_neuroshard.errors import ConfigError
 
-__all__ = ["PlacementRules", "joined_sets", "listed", "quoted"]
-
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 

@@ -27,19 +27,6 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.errors import ConfigError
 
-__all__ = [
-    "COLLECTIVES",
-    "DENSE",
-    "PREFETCHING",
-    "SCHEDULES",
-    "SEQUENTIAL",
-    "TIMED",
-    "DenseMs",
-    "Schedule",
-    "Way",
-    "find_schedule",
-]
-
 Floats = npt.NDArray[np.float64]
 
 COLLECTIVES = ("index_comms", "fwd_comms", "bwd_comms")

@@ -44,18 +44,6 @@ from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE
 from torchrec_neuroshard.tables.sharding_types import ShardingType
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
 
-__all__ = [
-    "PHASES",
-    "PredictedCosts",
-    "PricedShards",
-    "RankCosts",
-    "RankLoads",
-    "Simulator",
-    "StageCosts",
-    "critical_path",
-    "placed_arrays",
-]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

@@ -24,19 +24,6 @@ from torchrec_neuroshard.tables.sharding_types import (
 )
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, TableConfig, check_tables
 
-__all__ = [
-    "ALL_ROWS",
-    "HOST",
-    "ColumnShard",
-    "HostRows",
-    "KernelFactors",
-    "Placement",
-    "ShardingTask",
-    "WireCodec",
-    "capitalised",
-    "format_bytes",
-]
-
 Floats = npt.NDArray[np.float64]
 
 ALL_ROWS = -1

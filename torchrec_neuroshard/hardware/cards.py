@@ -16,8 +16,6 @@ from pathlib import Path
 from torchrec_neuroshard.errors import ConfigError, suggestion
 from torchrec_neuroshard.files import from_fields
 
-__all__ = ["GPU_CARDS", "Figure", "GpuCard", "card_named", "find_card"]
-
 
 @dataclass(frozen=True, slots=True)
 class Figure:

@@ -15,27 +15,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torchrec_neuroshard.errors import ConfigError
 
-__all__ = [
-    "BACKENDS",
-    "GPU",
-    "GpuMonitor",
-    "accelerator",
-    "as_device",
-    "backend_of",
-    "cpu_name",
-    "current_device_name",
-    "default_device_type",
-    "device_bytes",
-    "device_type_of",
-    "find_gpu_monitor",
-    "free_cached_memory",
-    "free_host_bytes",
-    "is_accelerator",
-    "plain_torch",
-    "synchronize",
-    "torch_threads",
-]
-
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Device type, as torch calls it -> backend of its collectives. All types except the
 CPU are accelerators with their own torch module, e.g. `torch.cuda`."""

@@ -24,17 +24,6 @@ from collections.abc import Mapping, Sequence
 from torchrec_neuroshard.errors import EnvironmentMismatchError
 from torchrec_neuroshard.progress import phase
 
-__all__ = [
-    "RELEASES",
-    "add_doctor",
-    "explain_failure",
-    "find_problems",
-    "fix_command",
-    "load_frameworks",
-    "read_installed",
-    "run_doctor",
-]
-
 RELEASES = {
     "1.6": ("2.11", "1.6.1"),
     "1.7": ("2.12", "1.7.0"),

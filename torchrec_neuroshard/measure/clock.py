@@ -39,18 +39,6 @@ from torchrec_neuroshard.measure.sets import SampledSet
 from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = [
-    "CPU_PASSES",
-    "DeviceClock",
-    "Measurement",
-    "PassCounts",
-    "Reference",
-    "SetTimer",
-    "keep_freed_memory",
-    "passes_over",
-    "time_on_host",
-]
-
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 

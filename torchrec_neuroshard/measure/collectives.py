@@ -21,12 +21,6 @@ from torchrec_neuroshard.measure.records import Collective
 from torchrec_neuroshard.measure.sets import repeated_index
 from torchrec_neuroshard.models.base import COLLECTIVES
 
-__all__ = [
-    "CollectiveRunner",
-    "SampledCollective",
-    "sample_collective",
-]
-
 # The first names are torch 2.13's; older releases have only the second ones.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or (
     dist.reduce_scatter_tensor

@@ -46,18 +46,6 @@ except (ImportError, OSError) as error:
         "'neuroshard doctor' to see how to install it"
     ) from error
 
-__all__ = [
-    "BOUNDS_CHECK",
-    "Arena",
-    "FusedTables",
-    "InputBatch",
-    "column_permutation",
-    "device_fingerprint",
-    "draw_inputs",
-    "permute_bags",
-    "reserve_memory",
-]
-
 _OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "sgd": EmbOptimType.EXACT_SGD,

@@ -25,8 +25,6 @@ from torchrec_neuroshard.hardware.devices import (
     synchronize,
 )
 
-__all__ = ["Ranks"]
-
 _BANDWIDTH_BYTES = 16 * 2**20
 _LAUNCH = "torchrun --nproc-per-node 4 -m torchrec_neuroshard collect comms"
 

@@ -17,24 +17,6 @@ from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.models.base import COLLECTIVES
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "Collective",
-    "CommsHeader",
-    "CommsRecord",
-    "CostRecord",
-    "Fingerprint",
-    "RunHeader",
-    "TableSet",
-    "command_line",
-    "disturbance",
-    "relative_spread",
-    "repeatability",
-    "repeatability_line",
-    "steady_records",
-    "utc_now",
-]
-
 SCHEMA_VERSION = 2
 """Version of the record layout; other versions are refused."""
 

@@ -44,13 +44,6 @@ from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.tables.loaders import load_json
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = [
-    "CollectConfig",
-    "collect_compute",
-    "measure",
-    "unit_factor",
-]
-
 NUM_ANCHORS = 25
 """Earlier sets that a resumed run measures again, to continue in the same time unit."""
 MAX_TRIES = 4

@@ -56,8 +56,6 @@ from torchrec_neuroshard.measure.records import (
 from torchrec_neuroshard.measure.store import RecordStore, journal_path, read_header
 from torchrec_neuroshard.progress import phase
 
-__all__ = ["CommsConfig", "collect_comms", "default_backend"]
-
 _MIN_PASSES, _MAX_PASSES = 3, 60
 """Fewest and most passes of a sample."""
 _REFERENCE_BYTES_PER_PEER = 64 * 1024

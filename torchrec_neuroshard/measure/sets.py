@@ -20,15 +20,6 @@ from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, OPTIMIZERS, TableConfig
 
-__all__ = [
-    "STATE_BYTES",
-    "SampledSet",
-    "SamplingConfig",
-    "SetSampler",
-    "is_held_out_table",
-    "repeated_index",
-]
-
 STATE_BYTES = {"adam": 8, "adagrad": 4}
 """Bytes of optimizer state per weight, without row-wise Adagrad's 4 bytes per row."""
 

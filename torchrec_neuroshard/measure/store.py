@@ -29,15 +29,6 @@ from torchrec_neuroshard.measure.records import (
     RunHeader,
 )
 
-__all__ = [
-    "RecordStore",
-    "journal_path",
-    "read_comms_records",
-    "read_header",
-    "read_records",
-    "record_kind",
-]
-
 _HEADER_KEY = b"neuroshard_header"
 _KINDS: Mapping[str, tuple[type[RunHeader], Any]] = {
     "compute": (RunHeader, CostRecord),

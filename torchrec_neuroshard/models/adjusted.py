@@ -14,13 +14,6 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.models.base import CommsModel, CostModel, RangeWarning
 
-__all__ = [
-    "AdjustedCostModel",
-    "ConcurrentCostModel",
-    "RelievedCommsModel",
-    "as_one_phase",
-]
-
 Floats = npt.NDArray[np.float64]
 
 

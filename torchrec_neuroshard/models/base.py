@@ -19,9 +19,6 @@ from torchrec_neuroshard.models.estimate_error import (
 )
 from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE
 
-__all__ = ["COLLECTIVES", "CommsModel", "CostModel", "RangeWarning"]
-
-
 COLLECTIVES: tuple[str, ...] = (
     "pooled_forward",
     "pooled_backward",

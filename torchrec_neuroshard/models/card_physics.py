@@ -26,8 +26,6 @@ from torchrec_neuroshard.models.physical import (
     wide_state_bytes,
 )
 
-__all__ = ["PhysicalConstants", "host_memory_ms"]
-
 Floats = npt.NDArray[np.float64]
 
 _REFERENCE_GB_PER_S = 2_039.0

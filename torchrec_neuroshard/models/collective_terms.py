@@ -17,8 +17,6 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["TERM_NAMES", "CollectiveCurve", "collective_terms"]
-
 Floats = npt.NDArray[np.float64]
 
 SEGMENT_BYTES: tuple[float, ...] = (2.0**14, 2.0**18, 2.0**22)

@@ -13,8 +13,6 @@ from torchrec_neuroshard.models.collective_terms import CollectiveCurve
 from torchrec_neuroshard.models.published_links import check_links, check_nodes
 from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE
 
-__all__ = ["BandwidthCommsModel", "MeasuredCommsModel"]
-
 Floats = npt.NDArray[np.float64]
 
 

@@ -20,12 +20,6 @@ from torchrec_neuroshard.models.physical import (
 )
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
-__all__ = [
-    "NeuralCostModel",
-    "PhysicalConstants",
-    "PhysicalCostModel",
-]
-
 _INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
 _LONGEST = SET_WORKS.index("longest_bag")
 

@@ -12,13 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "CHECKED_CARDS",
-    "LOG_STD",
-    "CardCheck",
-    "EstimateError",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class CardCheck:

@@ -27,8 +27,6 @@ from torchrec_neuroshard.models.physical import (
 )
 from torchrec_neuroshard.tables.features import FEATURE_NAMES, NUM_TOTALS
 
-__all__ = ["NetworkArrays", "SetCostNetwork", "ShardInputs", "shard_inputs"]
-
 _NUM_VALUES = len(SET_VALUES)
 _NUM_TOTALS = SET_VALUES.index("output_bytes") + 1
 """Number of set values whose sums are inputs of the head; the first of them."""

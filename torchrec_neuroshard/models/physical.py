@@ -24,19 +24,6 @@ from torchrec_neuroshard.tables.access import NUM_COUNT_BINS
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 from torchrec_neuroshard.tables.profile import bin_mean_counts
 
-__all__ = [
-    "LEAST_THREADS",
-    "SET_VALUES",
-    "SET_WORKS",
-    "WORKS",
-    "Physics",
-    "columns",
-    "set_values",
-    "set_works",
-    "shard_works",
-    "wide_state_bytes",
-]
-
 Floats = npt.NDArray[np.float64]
 
 WORKS: tuple[str, ...] = (

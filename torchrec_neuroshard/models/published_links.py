@@ -22,15 +22,6 @@ from torchrec_neuroshard.hardware.cards import GpuCard
 from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE
 
-__all__ = [
-    "CollectiveConstants",
-    "PublishedCommsModel",
-    "card_collectives",
-    "check_links",
-    "check_nodes",
-    "published_comms_model",
-]
-
 Floats = npt.NDArray[np.float64]
 
 _RCCL_CARDS = "mi"

@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.models.base import CommsModel
 
-__all__ = ["RankGroups"]
-
 Floats = npt.NDArray[np.float64]
 
 

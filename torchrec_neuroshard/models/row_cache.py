@@ -31,8 +31,6 @@ from scipy import special
 
 from torchrec_neuroshard.tables.profile import RARE_RATES, FeatureProfile
 
-__all__ = ["ASSOCIATIVITY", "MissCurve"]
-
 Floats = npt.NDArray[np.float64]
 
 ASSOCIATIVITY = 32

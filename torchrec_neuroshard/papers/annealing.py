@@ -43,8 +43,6 @@ from torchrec_neuroshard.search.shards import (
     split_widths,
 )
 
-__all__ = ["AnnealingConfig", "AnnealingSearcher"]
-
 _MOST_CELLS = 20_000_000
 """Maximum of chains x tables x ranks, to bound memory. Large tasks get fewer chains."""
 _SPLIT_SHARE, _SWAP_SHARE = 0.2, 0.3

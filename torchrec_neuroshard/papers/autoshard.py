@@ -29,8 +29,6 @@ from torchrec_neuroshard.papers.policies import (
     PolicySearcher,
 )
 
-__all__ = ["AutoShardNet", "AutoShardSearcher"]
-
 _ENCODING = 32
 _STATE = 64
 _SIZE = POLICY_FEATURES.index("size")

@@ -16,16 +16,6 @@ from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
 
-__all__ = [
-    "PAPER_BATCH_SIZE",
-    "finish",
-    "layers",
-    "whole_bytes",
-    "whole_placement",
-    "whole_widths",
-]
-
-
 PAPER_BATCH_SIZE = 65_536
 """The only batch size, over all ranks, that the papers measured."""
 

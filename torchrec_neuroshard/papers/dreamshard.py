@@ -30,8 +30,6 @@ from torchrec_neuroshard.papers.policies import (
     PolicySearcher,
 )
 
-__all__ = ["DreamShardNet", "DreamShardSearcher"]
-
 _ENCODING = 32
 
 

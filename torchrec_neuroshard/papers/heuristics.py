@@ -29,16 +29,6 @@ from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.search.shards import Floats, Ints
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = [
-    "GREEDY_KEYS",
-    "CostGreedySearcher",
-    "GreedySearcher",
-    "RandomSearcher",
-    "place_by_cost",
-    "place_greedily",
-]
-
-
 GREEDY_KEYS: Mapping[str, Callable[[TableConfig], float]] = {
     "size": lambda t: float(t.weight_bytes),
     "dim": lambda t: float(t.embedding_dim),

@@ -43,8 +43,6 @@ from torchrec_neuroshard.search.shards import (
     split_widths,
 )
 
-__all__ = ["MilpConfig", "MilpSearcher"]
-
 _TOLERANCE = 1e-6
 """Relative error of a rank's memory that HiGHS may make."""
 _LEAST_GAIN = 1e-9

@@ -73,15 +73,6 @@ from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.tables.features import ShardFeaturizer
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = [
-    "NeuroShardConfig",
-    "NeuroShardLoops",
-    "OwnCosts",
-    "PaperCosts",
-    "PaperSearcher",
-    "SharedCosts",
-]
-
 Floats = npt.NDArray[np.float64]
 Shard = tuple[int, int]
 """A table's index and the shard's width."""

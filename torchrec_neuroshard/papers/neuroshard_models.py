@@ -40,20 +40,6 @@ from torchrec_neuroshard.papers.common import PAPER_BATCH_SIZE, layers
 from torchrec_neuroshard.tables.access import NUM_COUNT_BINS
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = [
-    "PAPER_FEATURES",
-    "PAPER_WIDTHS",
-    "CommsNets",
-    "ComputeNet",
-    "NeuroShardModels",
-    "RankTimesNet",
-    "columns_in_paper_batch",
-    "load_models",
-    "save_models",
-    "shard_features",
-    "shipped_models",
-]
-
 Floats = npt.NDArray[np.float64]
 
 PAPER_WIDTHS = (128, 64, 32, 16, 8, 4)

@@ -49,25 +49,6 @@ from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.tables.access import NUM_COUNT_BINS
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = [
-    "POLICY_FEATURES",
-    "POLICY_VERSION",
-    "Episodes",
-    "Policy",
-    "PolicyInfo",
-    "PolicyNet",
-    "PolicySearcher",
-    "Rollout",
-    "TaskView",
-    "arrange",
-    "load_policy",
-    "policy_features",
-    "roll_out",
-    "save_policy",
-    "shipped_policy",
-    "view_task",
-]
-
 POLICY_VERSION = 2
 """Version of the files; it changes when old files would be read differently."""
 

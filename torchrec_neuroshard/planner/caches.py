@@ -24,8 +24,6 @@ from torchrec_neuroshard.planner.kernels import miss_curve
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 
-__all__ = ["size_caches", "with_load"]
-
 Floats = npt.NDArray[np.float64]
 
 MOST_BATCHES, MAX_LOAD = 2.0**20, 0.95

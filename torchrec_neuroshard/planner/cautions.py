@@ -14,8 +14,6 @@ from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.plan_costs import ESTIMATED_COLUMNS, PlanCosts
 from torchrec_neuroshard.planner.reader import TableReader
 
-__all__ = ["cautions", "optimizer_notes"]
-
 FULLEST = 3.0
 """Without a note, the fullest rank holds at most this multiple of the mean memory."""
 LEAST_FILLED = 0.05

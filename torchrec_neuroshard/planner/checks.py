@@ -30,17 +30,6 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.table_keys import table_keys, unknown_table
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
-__all__ = [
-    "KNOWN_VALUES",
-    "check_constraints",
-    "check_kind",
-    "check_profiles",
-    "table_paths",
-    "unmatched_constraints",
-    "unsharded_notes",
-    "unsharded_tables",
-]
-
 KNOWN_VALUES: Mapping[str, Collection[str]] = {
     "sharding_types": [t.value for t in ShardingType],
     "compute_kernels": [k.value for k in EmbeddingComputeKernel],

@@ -30,8 +30,6 @@ from torchrec_neuroshard.planner.table_keys import table_keys, unknown_table
 from torchrec_neuroshard.planner.ways import node_ranks
 from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 
-__all__ = ["PlacementConstraints", "permits", "ranks_by_table", "too_few_ranks"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementConstraints:

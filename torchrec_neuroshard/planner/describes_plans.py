@@ -46,8 +46,6 @@ from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
-__all__ = ["DescribesPlans", "LastPlan"]
-
 logger = logging.getLogger(__name__)
 
 

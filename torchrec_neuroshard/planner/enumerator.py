@@ -62,8 +62,6 @@ from torchrec_neuroshard.tables.sharding_types import (
     TABLE_WISE,
 )
 
-__all__ = ["NeuroShardEnumerator"]
-
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _ROW_WISE = ShardingType.ROW_WISE.value

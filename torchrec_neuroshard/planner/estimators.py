@@ -35,11 +35,6 @@ from torchrec_neuroshard.planner.reader import (
 from torchrec_neuroshard.planner.spread_options import price_later, sampled
 from torchrec_neuroshard.planner.table_keys import ModuleConstraints
 
-__all__ = [
-    "NeuroShardEstimator",
-    "StorageEstimator",
-]
-
 _STATE_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
     "rowwise_adagrad": RowWiseAdagrad,
     "adagrad": torch.optim.Adagrad,

@@ -24,8 +24,6 @@ from torchrec_neuroshard.planner.topology import (
     whole_nodes,
 )
 
-__all__ = ["find_comms_model", "find_rank_groups"]
-
 
 def find_rank_groups(
     devices: PlannedDevices, world: CommsModel, cost_model: str | Path | CostModel

@@ -47,17 +47,6 @@ from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, TableConfig, row_s
 if TYPE_CHECKING:  # it loads FBGEMM and pyarrow, which only measuring needs
     from torchrec_neuroshard.bundles.first_launch import LaunchRequest, Member
 
-__all__ = [
-    "GRACE_S",
-    "ExchangeError",
-    "FirstLaunch",
-    "Offer",
-    "from_first",
-    "help_measure",
-    "meeting_place",
-    "portable",
-]
-
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 

@@ -36,18 +36,6 @@ from torchrec_neuroshard.report import TableMove
 from torchrec_neuroshard.report.parts import ShardReport, TableReport
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
 
-__all__ = [
-    "PlanFileError",
-    "PlanTable",
-    "check_plan",
-    "copied",
-    "model_tables",
-    "placed_options",
-    "plan_entries",
-    "plan_tables",
-    "table_moves",
-]
-
 _QUANTISED = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
 
 

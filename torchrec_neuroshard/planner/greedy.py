@@ -24,15 +24,6 @@ from torchrec_neuroshard.planner.option_facts import (
     table_name,
 )
 
-__all__ = [
-    "check_memory",
-    "full_rank",
-    "memory_left",
-    "option_copies",
-    "place_greedily",
-    "without",
-]
-
 _TIERS = {"hbm": "a device's memory", "ddr": "the host's memory", "ssd": "the disk"}
 """Field of TorchRec's `Storage` -> its name in messages."""
 

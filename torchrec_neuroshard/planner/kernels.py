@@ -52,14 +52,6 @@ from torchrec_neuroshard.planner.reader import (
 from torchrec_neuroshard.planner.topology import GB_PER_S
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = [
-    "is_estimated",
-    "kernel_factors",
-    "load_factor",
-    "miss_curve",
-    "priced_codecs",
-]
-
 _MEASURED_DENSE: Mapping[str, KernelFactors] = {
     "cpu": KernelFactors(forward=0.78, backward=1.17, passes=2.96)
 }

@@ -61,8 +61,6 @@ from torchrec_neuroshard.planner.reader import (
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.tables.sharding_types import NODE_TYPES
 
-__all__ = ["INSTANTS", "MemoryModel", "RankMemory", "StaticMemory"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

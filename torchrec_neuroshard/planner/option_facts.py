@@ -38,40 +38,6 @@ from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, DATA_TYPE_BYTES
 
-__all__ = [
-    "DISTINCT",
-    "FACTS",
-    "OFFLOADED_KERNELS",
-    "OPTIMIZERS",
-    "SHARDERS_COUNTERS",
-    "SHARDERS_OPTIMIZER",
-    "SPLITTING_TYPES",
-    "STATE_BYTES",
-    "TABLE_MODULES",
-    "VERDICT",
-    "WORST_OPTIMIZER",
-    "cache_load",
-    "codec_fault",
-    "device_tier",
-    "has_cache",
-    "has_open_cache",
-    "has_own_optimizer",
-    "is_dense",
-    "is_fused",
-    "is_lfu",
-    "is_modelled_config",
-    "is_pooled",
-    "is_quantised",
-    "is_summed",
-    "loads_ahead",
-    "note_sharders",
-    "num_counters",
-    "option_codecs",
-    "output_bytes",
-    "table_configs",
-    "table_name",
-]
-
 _SUMMABLE = ("", "fp32", "fp16", "bf16")
 """Codecs whose values can be summed; "" is an unknown codec."""
 _A2A = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name

@@ -13,8 +13,6 @@ from torch import nn
 
 from torchrec_neuroshard.planner.compat import optimizer_attributes
 
-__all__ = ["outline_of"]
-
 _HOLDING = (torch.Tensor, nn.Module, dict, list, tuple)
 
 

@@ -58,8 +58,6 @@ from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choosing import ChoosingSearcher
 
-__all__ = ["NeuroShardPartitioner", "SearchLog", "SearchRecord"]
-
 LATER_EFFORT = 0.3
 """Effort of each search after the first, as a share of the first."""
 LATER_SHARE = 4.0

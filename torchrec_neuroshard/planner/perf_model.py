@@ -6,8 +6,6 @@ from torchrec.distributed.planner.types import PerfModel, ShardingOption
 
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 
-__all__ = ["NeuroShardPerfModel"]
-
 
 class NeuroShardPerfModel(CostedPart, PerfModel):
     """Rates a plan by the critical path of one iteration.

@@ -53,8 +53,6 @@ from torchrec_neuroshard.search.default import MAX_WARNINGS, range_note, range_n
 if TYPE_CHECKING:
     from torchrec_neuroshard.planner.plan_costs import PlanCosts
 
-__all__ = ["PlacedPlan", "PricedOptions", "fusion_key", "stage_name", "task_of"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 

@@ -65,13 +65,6 @@ from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = [
-    "ESTIMATED_COLUMNS",
-    "CostedPart",
-    "LaunchedPerf",
-    "PlanCosts",
-]
-
 Floats = npt.NDArray[np.float64]
 
 ESTIMATED_COLUMNS = 32

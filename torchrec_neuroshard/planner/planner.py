@@ -99,8 +99,6 @@ from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
-__all__ = ["NeuroShardPlanner"]
-
 logger = logging.getLogger(__name__)
 
 _PLANNED = "planned"

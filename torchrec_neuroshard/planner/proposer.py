@@ -39,9 +39,6 @@ from torchrec_neuroshard.planner.ways import (
 )
 from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE, TABLE_WISE
 
-__all__ = ["NeuroShardProposer"]
-
-
 MOST_LISTED_SHARDS = 1_000_000
 """Most shards of the proposal of least memory. If it does not fit either, TorchRec's
 loop creates all of its shards, each of more than half a kilobyte."""

@@ -32,8 +32,6 @@ from torchrec_neuroshard.planner.compat import (
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.topology import GB_PER_S
 
-__all__ = ["NeuroShardPlannerProvider"]
-
 _PLANNED_VARIANTS = ("UNSET", "OSS")
 
 

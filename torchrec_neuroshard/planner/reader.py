@@ -81,8 +81,6 @@ from torchrec_neuroshard.tables.table import (
     TableConfig,
 )
 
-__all__ = ["DEFAULT_INPUTS", "TableReader"]
-
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _GRID = ShardingType.GRID_SHARD.value
 

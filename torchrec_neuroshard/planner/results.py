@@ -46,8 +46,6 @@ from torchrec_neuroshard.report.parts import (
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.tables.sharding_types import COLUMN_SHARDED_TYPES
 
-__all__ = ["KnownPlan", "describe_plan"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownPlan:

@@ -61,8 +61,6 @@ from torchrec_neuroshard.tables.sharding_types import (
 )
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = ["SearchSpace", "other_caches"]
-
 Floats = npt.NDArray[np.float64]
 
 _TIERS = ("hbm", "ddr", "ssd")

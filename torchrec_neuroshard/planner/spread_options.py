@@ -16,17 +16,6 @@ from torchrec.distributed.planner.types import Perf, Shard, ShardingOption
 
 from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 
-__all__ = [
-    "PricedShard",
-    "SharedShard",
-    "SpreadOption",
-    "price_later",
-    "sample_shards",
-    "sampled",
-    "unpriced_shards",
-    "without_estimates",
-]
-
 _Pricer = Callable[[Sequence[ShardingOption]], list[list[Perf]]]
 
 _PRICED_AT_ONCE = 2**14

@@ -36,14 +36,6 @@ from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.topology import GB_PER_S
 
-__all__ = [
-    "RoomOfDenseLayers",
-    "check_stash_bytes",
-    "exposed_ms",
-    "stash_enough",
-    "stash_notes",
-]
-
 Floats = npt.NDArray[np.float64]
 
 

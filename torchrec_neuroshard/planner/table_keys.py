@@ -14,14 +14,6 @@ from torchrec.distributed.planner.types import ParameterConstraints, ShardingOpt
 
 from torchrec_neuroshard.errors import suggestion
 
-__all__ = [
-    "ModuleConstraints",
-    "constraint_on",
-    "table_keys",
-    "unknown_table",
-    "with_bare_names",
-]
-
 
 def table_keys(path: str, name: str) -> tuple[str, ...]:
     """Return the keys that stand for a table, the most specific first.

@@ -55,22 +55,6 @@ from torchrec_neuroshard.planner.compat import (
 from torchrec_neuroshard.report.parts import DeviceFigure
 from torchrec_neuroshard.tables.sharding_types import NODE_TYPES
 
-__all__ = [
-    "GB_PER_S",
-    "CardTopology",
-    "PlannedDevices",
-    "ShardingGroup",
-    "default_topology",
-    "enough_ranks",
-    "group_topology",
-    "node_counts",
-    "node_size",
-    "sharding_group",
-    "topology_for",
-    "whole_nodes",
-    "with_sharding_group",
-]
-
 GB = 1e9
 """Bytes per GB."""
 GB_PER_S = 1e-6

@@ -43,8 +43,6 @@ from torchrec_neuroshard.planner.table_keys import (
 )
 from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE
 
-__all__ = ["is_even", "last_resort", "stock_plan"]
-
 MOST_SHARDS = 200_000
 """Most shards for TorchRec to estimate, at 0.27 ms each."""
 

@@ -29,18 +29,6 @@ from torchrec_neuroshard.tables.sharding_types import (
 )
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = [
-    "FreeOption",
-    "even_rows",
-    "is_placeable",
-    "narrowest_shard",
-    "node_ranks",
-    "on_nodes",
-    "other_grids",
-    "useful_ways",
-]
-
-
 MOST_NODES = 8
 """Most nodes that a search may choose from for a table within one node."""
 _NODE = "_neuroshard_node"

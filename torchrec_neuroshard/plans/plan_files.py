@@ -64,17 +64,6 @@ from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.parts import TableReport, rank_reports
 
-__all__ = [
-    "PLAN_SCHEMA_VERSION",
-    "PlanFingerprint",
-    "PlanMismatchError",
-    "StalePlanWarning",
-    "StoredPlan",
-    "load_plan",
-    "read_plan",
-    "save_plan",
-]
-
 PLAN_SCHEMA_VERSION = 1
 """Version of the file format. Files of other versions are refused."""
 

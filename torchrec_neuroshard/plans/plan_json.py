@@ -22,8 +22,6 @@ from torchrec.distributed.types import (
 
 from torchrec_neuroshard.planner.given_plans import PlanFileError
 
-__all__ = ["plan_from_json", "plan_to_json"]
-
 _NOT_STORED = ("sharding_spec", "stats")
 """Fields of a table's sharding that are not stored as settings. Shards have their own
 form, and access statistics are a user's object that only planners read."""

@@ -74,8 +74,6 @@ from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
-__all__ = ["quietly", "rehearse"]
-
 _BUILDABLE = frozenset({"fused", "fused_uvm", "fused_uvm_caching", "dense"})
 """Kernels that can be built on "meta"."""
 

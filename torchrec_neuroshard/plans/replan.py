@@ -69,8 +69,6 @@ from torchrec_neuroshard.search.within import improve_within
 from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE, TABLE_WISE
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = ["Move", "ReplanResult", "apply_moves", "replan"]
-
 _FUSED = EmbeddingComputeKernel.FUSED.value
 
 _MIN_GAIN = 1e-3

@@ -15,8 +15,6 @@ from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.plan import PlanReport
 from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
 
-__all__ = ["PlanComparison", "TableMove"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableMove:

@@ -12,8 +12,6 @@ from torchrec_neuroshard.costs.simulator import PredictedCosts, Simulator, place
 from torchrec_neuroshard.costs.task import Placement
 from torchrec_neuroshard.report.parts import SplitReport
 
-__all__ = ["explain"]
-
 Floats = npt.NDArray[np.float64]
 
 MAX_SPLITS = 50

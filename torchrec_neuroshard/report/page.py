@@ -23,9 +23,6 @@ from torchrec_neuroshard.files import to_fields, write_whole
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.report.sections import Section, as_text
 
-__all__ = ["Report", "html_report", "write_html"]
-
-
 MORE = "For details, print report.text(verbose=True)."
 """Last line of a brief text."""
 

@@ -26,8 +26,6 @@ from torchrec_neuroshard.report.parts import (
 from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
 from torchrec_neuroshard.search import SearchResult
 
-__all__ = ["PlanReport"]
-
 LOOSE_GAP = 1.0
 """With a larger gap the bound is too low to judge the plan."""
 MAX_BARS = 8

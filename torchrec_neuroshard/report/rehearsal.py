@@ -11,8 +11,6 @@ from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
 
-__all__ = ["RankRehearsal", "Rehearsal"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRehearsal:

@@ -9,8 +9,6 @@ from typing import Any
 from torchrec_neuroshard.costs.task import capitalised
 from torchrec_neuroshard.notes import Note
 
-__all__ = ["Grid", "Section", "as_text"]
-
 FORMATS: Mapping[str, Callable[[Any], str]] = {
     "text": str,
     "count": "{:,}".format,

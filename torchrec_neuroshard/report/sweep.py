@@ -14,8 +14,6 @@ from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.plan import LOOSE_GAP, PlanReport
 from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
 
-__all__ = ["Sweep", "SweepCell"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepCell:

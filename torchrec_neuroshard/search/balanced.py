@@ -38,8 +38,6 @@ from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.search.shards import Bools, Floats, Ints, ShardBank, sum_by
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = ["Options", "Program", "Work", "list_options", "owners"]
-
 MAX_WHOLE = 600
 """Up to this many options, each table takes exactly one. With more, a table may take
 shares of several, which is quicker to solve and a looser bound."""

@@ -16,14 +16,6 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 
-__all__ = [
-    "BudgetedSearcher",
-    "Config",
-    "SearchConfig",
-    "SearchResult",
-    "Searcher",
-]
-
 BOUNDS = ("none", "quick", "thorough")
 """Values of `SearchConfig.bound`."""
 

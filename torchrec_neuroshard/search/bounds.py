@@ -36,8 +36,6 @@ import numpy as np
 from torchrec_neuroshard.search.balanced import Program, Work, list_options, owners
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank, sum_by
 
-__all__ = ["Bound", "lower_bound"]
-
 PROOF_WORTH = 0.01
 """A proof at most this relative amount below the estimate is returned instead of it."""
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 100, 3

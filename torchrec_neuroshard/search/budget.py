@@ -21,8 +21,6 @@ import numpy.typing as npt
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = ["MoveBudget", "Shards"]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

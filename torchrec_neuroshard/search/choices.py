@@ -32,8 +32,6 @@ from torchrec_neuroshard.search.shards import (
     sum_by,
 )
 
-__all__ = ["Choices"]
-
 Bools = npt.NDArray[np.bool_]
 
 MIN_GAIN, MIN_SINGLE_GAIN = 0.002, 1e-4

@@ -34,8 +34,6 @@ from torchrec_neuroshard.search.shards import (
     placement_from_widths,
 )
 
-__all__ = ["ChoosingSearcher"]
-
 
 class ChoosingSearcher(Searcher):
     """Picks each table's way; leaves the placement of column shards to another search.

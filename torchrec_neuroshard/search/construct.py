@@ -18,8 +18,6 @@ from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes, spread_out
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = ["Draft", "construct", "placed", "starts"]
-
 START_SHARES: tuple[float, ...] = (np.inf, 1.1, 0.85, 0.7, 0.5, 0.35, 0.2)
 """Starts: each table is split until no shard costs more than this share of an average
 rank's time."""

@@ -43,14 +43,6 @@ from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.rules import check_constraints, follow
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
 
-__all__ = [
-    "NeuroShardSearcher",
-    "finish_result",
-    "range_note",
-    "range_notes",
-    "telling",
-]
-
 CHOICE_SHARE = 0.25
 """Share of the budget for choosing ways on balanced ranks."""
 MAX_REPAIRS = 8

@@ -29,19 +29,6 @@ from torchrec_neuroshard.search.moves import Moves, best_of
 from torchrec_neuroshard.search.shards import ALIGNMENT, Floats, Ints, ShardBank
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = [
-    "Effort",
-    "Step",
-    "changed",
-    "descend",
-    "disturbed",
-    "drafted",
-    "hot_pieces",
-    "improve",
-    "in_order",
-    "succeeded",
-]
-
 Step = Callable[[Lanes, Ints, int], Ints]
 """Changes lanes in place. Takes all lanes, the active ones and the step's number;
 returns the lanes that gained."""

@@ -26,16 +26,6 @@ from torchrec_neuroshard.search.shards import Bools, Floats, Ints, split_widths
 from torchrec_neuroshard.search.shards import legal_splits as splits
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = [
-    "check_memory",
-    "describe",
-    "fitting",
-    "pack",
-    "smallest_widths",
-    "way_out",
-]
-
-
 PACK_SECONDS = 10.0
 """Time limit of exact packing."""
 MAX_PACK_VARIABLES = 50_000

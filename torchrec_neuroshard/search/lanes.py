@@ -33,8 +33,6 @@ import numpy.typing as npt
 from torchrec_neuroshard.costs.simulator import critical_path
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
 
-__all__ = ["Changes", "Lanes", "grouped", "spread_out"]
-
 Bools = npt.NDArray[np.bool_]
 
 LEAST_MS, LEAST_SHARE = 1e-9, 1e-4

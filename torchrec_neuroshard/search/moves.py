@@ -17,8 +17,6 @@ from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes
 from torchrec_neuroshard.search.shards import Floats, Ints
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = ["Moves", "best_of"]
-
 NUM_COLD = 8
 """Cold ranks that a hot rank may give to in one step."""
 LEAST_HOT, MOST_HOT = 3, 32

@@ -21,14 +21,6 @@ from torchrec_neuroshard.costs.placement_rules import PlacementRules, quoted
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
 
-__all__ = [
-    "check_constraints",
-    "follow",
-    "leaders",
-    "merged",
-    "require_unconstrained",
-]
-
 Ints = npt.NDArray[np.int64]
 
 

@@ -29,14 +29,6 @@ from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.search.rules import leaders, merged
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = [
-    "ShardBank",
-    "legal_splits",
-    "placement_from_widths",
-    "split_widths",
-    "sum_by",
-]
-
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

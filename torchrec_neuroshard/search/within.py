@@ -37,8 +37,6 @@ from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes
 from torchrec_neuroshard.search.moves import Moves, best_of
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank, split_widths
 
-__all__ = ["improve_within"]
-
 NUM_EXACT, NUM_LAYOUTS = 8, 8
 """Moves per hot rank, and layouts per lane, that are evaluated exactly."""
 HOPELESS = 0.02

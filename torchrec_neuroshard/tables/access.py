@@ -18,16 +18,6 @@ from torchrec_neuroshard.errors import ProfileError
 if TYPE_CHECKING:
     from torchrec_neuroshard.tables.profile import FeatureProfile
 
-__all__ = [
-    "COUNT_BIN_HIGH",
-    "COUNT_BIN_LOW",
-    "NUM_COUNT_BINS",
-    "AccessDistribution",
-    "coprime_step",
-    "draw_ids",
-    "draw_lengths",
-]
-
 NUM_COUNT_BINS = 17
 """Bins of the access histogram; the three seed papers' features have the same."""
 

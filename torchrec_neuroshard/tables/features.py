@@ -13,16 +13,6 @@ import numpy.typing as npt
 from torchrec_neuroshard.errors import FeatureSchemaError
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, TableConfig
 
-__all__ = [
-    "FEATURE_NAMES",
-    "FEATURE_VERSION",
-    "NUM_TOTALS",
-    "OUTPUT_BYTES_PER_VALUE",
-    "ShardFeaturizer",
-    "check_schema",
-    "table_features",
-]
-
 FEATURE_VERSION = 2
 """Incremented whenever a column changes its meaning."""
 

@@ -15,8 +15,6 @@ from torchrec_neuroshard.files import TOO_LARGE
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.tables.profile import FeatureProfile, profile_ids
 
-__all__ = ["profile_data"]
-
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".feather": "feather"}
 Ints = npt.NDArray[np.int64]
 

@@ -15,8 +15,6 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.tables.access import AccessDistribution, draw_ids, draw_lengths
 from torchrec_neuroshard.tables.table import TableConfig, check_tables
 
-__all__ = ["draw_batch", "feature_names"]
-
 _PROFILE_BATCHES = 16
 """Ids are drawn from a profile of at least this many batches: a single batch's profile
 lacks the ids that this batch did not read."""

@@ -31,16 +31,6 @@ from torchrec_neuroshard.tables.table import (
     check_tables,
 )
 
-__all__ = [
-    "ReadTables",
-    "load_json",
-    "load_profiles",
-    "read_document",
-    "read_tables",
-    "save_profiles",
-    "workload_tables",
-]
-
 PROFILE_BATCH_SIZE = 65_536
 """Batch size of assumed profiles; the released DLRM dataset's."""
 

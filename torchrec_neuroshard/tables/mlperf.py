@@ -16,8 +16,6 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.tables.loaders import workload_tables
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = ["MLPERF_MAX_ROWS", "mlperf_dlrm_v2"]
-
 # fmt: off
 CRITEO_1TB_ROWS: tuple[int, ...] = (
     227_605_432, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 130_229_467,

@@ -26,17 +26,6 @@ from torchrec_neuroshard.tables.access import (
     AccessDistribution,
 )
 
-__all__ = [
-    "RARE_RATES",
-    "FeatureProfile",
-    "bin_mean_counts",
-    "count_histogram",
-    "merge_profiles",
-    "profile_ids",
-    "profile_inputs",
-    "zipf_profile",
-]
-
 _COUNTS = np.arange(1, 4096)
 _DIGITS = 60.0
 """Counts whose share is below exp(-60) of the largest are left out."""

@@ -14,16 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = [
-    "COLUMN_SHARDED_TYPES",
-    "COLUMN_WISE",
-    "NODE_TYPES",
-    "SHARDING_TYPES",
-    "TABLE_COLUMN_WISE",
-    "TABLE_WISE",
-    "ShardingType",
-]
-
 Collective = Literal["all_to_all", "row_wise", "node_row_wise", "all_reduce"]
 """A method of `CommsModel`. An index all-to-all precedes all except the last."""
 

@@ -14,17 +14,6 @@ from torchrec_neuroshard.errors import TableError
 from torchrec_neuroshard.files import TOO_LARGE, read_fields, to_fields
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
-__all__ = [
-    "COLUMN_MULTIPLE",
-    "DATA_TYPE_BYTES",
-    "MAX_CUDA_COLUMNS",
-    "MAX_FEATURES",
-    "OPTIMIZERS",
-    "TableConfig",
-    "check_tables",
-    "row_shard",
-]
-
 COLUMN_MULTIPLE = 4
 """FBGEMM's fused kernels need every shard width to be a multiple of this."""
 

@@ -9,8 +9,6 @@ from torchrec_neuroshard.errors import FeatureSchemaError
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
-__all__ = ["AnalyticCommsModel", "AnalyticCostModel"]
-
 
 class AnalyticCostModel(CostModel):
     """Cost model with a fixed cost per launch, per lookup and per byte read.

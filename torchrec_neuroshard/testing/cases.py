@@ -15,8 +15,6 @@ from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.tables.features import ShardFeaturizer
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = ["expect_close", "expect_error", "sample_features", "sample_task"]
-
 _WIDTHS = (4, 8, 12, 16)
 _OPTIMIZERS = ("rowwise_adagrad", "sgd", "adam", "adagrad")
 

@@ -15,8 +15,6 @@ import numpy.typing as npt
 from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.testing.cases import expect_close
 
-__all__ = ["CommsModelContract"]
-
 Floats = npt.NDArray[np.float64]
 
 _BATCH_SIZE = 4096

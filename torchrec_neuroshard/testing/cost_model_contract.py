@@ -19,8 +19,6 @@ from torchrec_neuroshard.testing.cases import (
     sample_features,
 )
 
-__all__ = ["CostModelContract"]
-
 
 class CostModelContract(ABC):
     """Test cases that every cost model must pass.

@@ -29,8 +29,6 @@ from torchrec_neuroshard.search.shards import (
 )
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
-__all__ = ["ExhaustiveSearcher", "count_placements"]
-
 CHUNK = 100_000
 
 

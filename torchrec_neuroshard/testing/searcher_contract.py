@@ -29,8 +29,6 @@ from torchrec_neuroshard.testing.cases import (
 )
 from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
-__all__ = ["SearcherContract"]
-
 
 class SearcherContract(ABC):
     """Test cases that every searcher must pass.
