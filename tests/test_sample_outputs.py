@@ -99,6 +99,12 @@ def test_pages_have_samples() -> None:
     assert ERRORS
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where commands run."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run(page: Path, command: str) -> int:
     """Run a page's command in this process, in a folder with the page's files."""
     shutil.copytree(ROOT / "examples", "examples", dirs_exist_ok=True)
@@ -118,11 +124,8 @@ def test_samples_are_current(
     page: Path,
     command: str,
     text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for part in command.split("; "):
         capsys.readouterr()
         assert run(page, part) == 0
@@ -134,11 +137,8 @@ def test_sample_errors_are_current(
     page: Path,
     command: str,
     text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert run(page, command) == 1
     assert " ".join(text.split()) in " ".join(capsys.readouterr().err.split())
 
