@@ -339,13 +339,13 @@ def devices_named(
     """Return the devices that a command line asks for.
 
     Args:
-        card: A name of `GPU_CARDS`, or "cpu".
-        ranks: All of them.
-        ranks_per_node: None: as the card's nodes are sold, of CPUs all.
-        memory_gb: Of a GPU [GB]. None: as sold.
+        card: A key of `GPU_CARDS`, or "cpu".
+        ranks: Number of ranks.
+        ranks_per_node: None: a node of this card as sold; all ranks on CPUs.
+        memory_gb: Memory of a GPU [GB]. None: as sold.
 
     Raises:
-        ConfigError: There is no such card, or the ranks do not fill whole nodes.
+        ConfigError: The card is unknown, or the ranks do not fill whole nodes.
     """
     if card != "cpu":
         return topology_for(
@@ -355,7 +355,9 @@ def devices_named(
             memory_gb=memory_gb,
         )
     if memory_gb is not None:
-        raise ConfigError("the memory of a CPU's rank is the host's: leave it out")
+        raise ConfigError(
+            "the memory of a CPU's rank is the host's; leave out --memory-gb"
+        )
     _, per_node = node_counts(ranks, world_size=ranks, ranks_per_node=ranks_per_node)
     looked_up = accepted_arguments(Topology, created_by_factory=True)
     return Topology(ranks, "cpu", local_world_size=per_node, **looked_up)

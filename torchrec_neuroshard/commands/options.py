@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,13 @@ def whole(least: int | None = 1, most: int | None = None) -> Callable[[str], int
             value = int(text)
         except ValueError:
             hint = "; 'neuroshard sweep' takes several" if "," in text else ""
-            raise _refused(f"'{text:.60}' is not a whole number{hint}") from None
+            raise ArgumentTypeError(
+                f"'{text:.60}' is not a whole number{hint}"
+            ) from None
         if least is not None and value < least:
-            raise _refused(f"must be at least {least}, got {value}")
+            raise ArgumentTypeError(f"must be at least {least}, got {value}")
         if most is not None and value > most:
-            raise _refused(f"must be at most {most:,}, got {value:,}")
+            raise ArgumentTypeError(f"must be at most {most:,}, got {value:,}")
         return value
 
     return parse
@@ -69,10 +72,10 @@ def number(*, zero: bool = False) -> Callable[[str], float]:
             value = float(text)
         except ValueError:
             hint = "; leave out the unit" if text[:1].isdigit() else ""
-            raise _refused(f"'{text:.60}' is not a number{hint}") from None
+            raise ArgumentTypeError(f"'{text:.60}' is not a number{hint}") from None
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             rule = "at least 0" if zero else "above 0"
-            raise _refused(f"must be finite and {rule}, got {text:.60}")
+            raise ArgumentTypeError(f"must be finite and {rule}, got {text:.60}")
         return value
 
     return parse
@@ -84,7 +87,7 @@ def one_of(names: Collection[str], kind: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in names:
             near = suggestion(text, names, kind)
-            raise _refused(f"'{text:.60}' is not one of the {kind}; {near}")
+            raise ArgumentTypeError(f"'{text:.60}' is not one of the {kind}; {near}")
         return text
 
     return parse
@@ -97,13 +100,9 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         parts = [part.strip().lower() for part in text.split(",")]
         if found := list(dict.fromkeys(kind(part) for part in parts if part)):
             return found
-        raise _refused("is empty; separate values by commas")
+        raise ArgumentTypeError("is empty; separate values by commas")
 
     return parse
-
-
-def _refused(text: str) -> argparse.ArgumentTypeError:
-    return argparse.ArgumentTypeError(text)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -233,7 +232,7 @@ def check_files(args: argparse.Namespace, *read: str) -> None:
 def show(args: argparse.Namespace, *reports: Any) -> None:
     """Print reports, in the detail that --verbose asks for; skips None."""
     shown = [
-        text(args.verbose, more="") if (text := getattr(each, "text", None)) else each
+        each.text(args.verbose, more="") if hasattr(each, "text") else each
         for each in reports
     ]
     more = None if args.verbose else "For details, add --verbose."

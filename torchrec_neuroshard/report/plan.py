@@ -153,14 +153,23 @@ class PlanReport(Report):
         return not math.isnan(self.critical_path_ms)
 
     @property
+    def sync_ms(self) -> float:
+        """Averaging between replicas per iteration; 0 without replicas."""
+        return self.weight_sync.ms_per_iteration if self.weight_sync else 0.0
+
+    @property
+    def iteration_ms(self) -> float:
+        """Critical path plus averaging between replicas."""
+        return self.critical_path_ms + self.sync_ms
+
+    @property
     def samples_per_s(self) -> float | None:
         """Samples per second over all ranks and replicas; None: unknown."""
-        sync = self.weight_sync
-        num_ranks = len(self.ranks) * (sync.num_replicas if sync else 1)
-        iteration_ms = self.critical_path_ms + (sync.ms_per_iteration if sync else 0.0)
-        if self.basis is None or not iteration_ms > 0:
+        if self.basis is None or not self.iteration_ms > 0:
             return None
-        return num_ranks * self.basis.batch_size / iteration_ms * 1e3
+        num_replicas = self.weight_sync.num_replicas if self.weight_sync else 1
+        num_ranks = len(self.ranks) * num_replicas
+        return num_ranks * self.basis.batch_size / self.iteration_ms * 1e3
 
     @property
     def num_split(self) -> int:

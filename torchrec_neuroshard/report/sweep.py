@@ -60,12 +60,11 @@ class SweepCell:
         """
         worst, fullest = report.worst_ms, report.fullest
         kernels_ms = sum(ms for p, ms in worst.items() if p.endswith("compute"))
-        sync_ms = report.weight_sync.ms_per_iteration if report.weight_sync else 0.0
         return cls(
             **where,
-            iteration_ms=report.critical_path_ms + sync_ms,
+            iteration_ms=report.iteration_ms,
             kernels_ms=kernels_ms,
-            links_ms=sum(worst.values()) - kernels_ms + sync_ms,
+            links_ms=sum(worst.values()) - kernels_ms + report.sync_ms,
             gap=report.gap if math.isfinite(report.gap) else None,
             memory_bytes=fullest.used_bytes,
             memory_limit_bytes=fullest.memory_bytes,
