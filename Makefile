@@ -9,8 +9,8 @@
 # make demo     set up what is missing, train TorchRec's plan and ours in turn
 #               (DEMO_ARGS=...)
 # make docs     build the documentation in site/; warnings are errors
-# make reproduce    every planner on every task, in hours
-#               (TABLES=real_tables.json REPRODUCE_ARGS='--every 10': a tenth of it)
+# make reproduce    calibrate this machine, compare every planner on 40 tasks: 75 minutes
+#               (TABLES=real_tables.json TENTH=yes: a tenth of it, 10 minutes)
 # make lint     formatting, lint rules, types
 # make format   apply formatting and the safe lint fixes
 # make check    lint + test
@@ -93,10 +93,24 @@ docs: $(STAMP)
 	$(INSTALL) -r requirements/docs.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-reproduce: $(STAMP)
+# The cost model of an earlier call is used again.
+reproduced/measured_%:
+	$(ONE_THREAD) $(BIN)/neuroshard calibrate --out $@ --num-sets $*
+
+ifdef TENTH
+REPRODUCE_BUNDLES := reproduced/measured_100
+REPRODUCE := --cost-model reproduced/measured_100 --num-tasks 4 --minutes 6
+else
+REPRODUCE_BUNDLES := reproduced/measured_300 reproduced/measured_100
+REPRODUCE := --cost-model reproduced/measured_300 --few-sets reproduced/measured_100 \
+	--num-tasks 40 --minutes 60
+endif
+
+reproduce: $(STAMP) $(REPRODUCE_BUNDLES)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/python benchmarks/compare_planners.py \
 	--out reproduced/planners $(if $(TABLES),--tables "$(TABLES)") --max-rows 400000 \
-	--planning-processes 1 --plan-seconds 120 $(REPRODUCE_ARGS)
+	--max-lookups 4000000 --rounds 4 --scaled-to h100 --planning-processes 2 \
+	--plan-seconds 30 --solver-seconds 1 $(REPRODUCE) $(REPRODUCE_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

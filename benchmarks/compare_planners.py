@@ -3,18 +3,22 @@
     python benchmarks/compare_planners.py --tables real_tables.json \
         --out reproduced/planners
 
-Every planner makes a plan for each task (tables, ranks, batch, memory) and each of the
-task's clusters. This machine then times the kernels of all plans, one rank after
-another. Times of collectives are published measurements of the cluster. Three files are
-written after each task: `<out>.json` (the run and its tasks), `<out>_plans.parquet`
-(one row per plan) and `<out>.md` (tables over all tasks).
+Every planner makes a plan for each task (tables, ranks, batch, memory). This machine
+then times the kernels of all plans, one rank after another. Times of collectives are
+published measurements. `--scaled-to h100` does this a second time for kernels as many
+times faster as an H100's. After each task `<out>.json` (the run and its tasks) and
+`<out>_plans.parquet` (one row per plan) are written, at the end `<out>.md` (the page)
+and two charts.
+
+`--minutes 60` ends the run after an hour; tasks that are not done by then are left out.
+The machine must be quiet unless `--noisy` is given. `--quick` is a dry run of a few
+minutes. `--device cuda` times kernels on a GPU.
 
 NeuroShard's nets and policies come from the folder `--trained`. Without it, planners
 that need nets are left out, and AutoShard and DreamShard use the shipped policies.
-`--every 10` runs a tenth of the tasks, `--quick` is a dry run of a few minutes,
-`--device cuda` times kernels on a GPU. Without `--tables`, the DLRM dataset's tables
-come from a generator, and EMBark is left out. `--readme README.md` runs nothing and
-renews the table in that file from the results of `--out`.
+Without `--tables`, the DLRM dataset's tables come from a generator, and EMBark is left
+out. `--readme README.md` runs nothing: it writes the page and the charts of `--out`
+again, and renews the table in that file.
 """
 
 from __future__ import annotations

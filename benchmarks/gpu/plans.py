@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 ESTIMATE = "default, estimate"
-PLANNERS = ("default", "neuroshard", "torchrec", "torchrec, best practice")
+PLANNERS = ("default", "neuroshard", "torchrec, all types", "torchrec, best practice")
 PLAN_SECONDS = 120.0
 ROUNDS, PASSES = 2, 2
 """Timing rounds, and passes of a kernel in each round."""
@@ -96,7 +96,7 @@ def estimate_for(planning: PlanningSettings) -> str:
 
 def choose_tasks(args: argparse.Namespace) -> list[Task]:
     """Return the tasks, each on the first cluster with its number of ranks."""
-    from planner_comparison.clusters import clusters_of
+    from planner_comparison.clusters import cluster_of
     from planner_comparison.tasks import TaskSettings, make_tasks
 
     settings = TaskSettings(
@@ -109,7 +109,7 @@ def choose_tasks(args: argparse.Namespace) -> list[Task]:
     tasks = make_tasks(args.tables, settings)
     wanted = [t for t in tasks if t.world_size in args.worlds]
     return [
-        dataclasses.replace(t, cluster=clusters_of(t.world_size)[0].name)
+        dataclasses.replace(t, cluster=cluster_of(t.world_size).name)
         for t in wanted[: args.num_tasks]
     ]
 

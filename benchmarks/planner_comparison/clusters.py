@@ -26,11 +26,11 @@ from planner_comparison.plans import Collective
 from published.links import read_links
 from torchrec_neuroshard.hardware.cards import GPU_CARDS
 
-__all__ = ["CLUSTERS", "Cluster", "clusters_of"]
+__all__ = ["CLUSTERS", "Cluster", "cluster_of"]
 
 _TABLE = "nccl-tests B200 HGX"
 _TABLE_RANKS = 8
-_H100, _A100 = GPU_CARDS["h100"], GPU_CARDS["a100"]
+_H100 = GPU_CARDS["h100"]
 _KINDS = {
     "index": "alltoall",
     "pooled_forward": "alltoall",
@@ -54,8 +54,6 @@ class Cluster:
     """The same between nodes, over a 400G network card per rank of 2 x 8 B200."""
     worlds: tuple[int, ...] = (4, 8)
     """Numbers of ranks of tasks that are compared on this cluster."""
-    every: int = 1
-    """Only every so many-th of these tasks is compared."""
     ranks_per_node: int = 8
 
     def local_world_size(self, world_size: int) -> int:
@@ -125,17 +123,10 @@ CLUSTERS = {
             intra_gb_per_s=_H100.intra_gb_per_s.value,
             worlds=(16,),
         ),
-        Cluster(
-            name="8 x A100",
-            about="one node with NVSwitch: the same, sizes scaled to A100's "
-            f"{_A100.intra_gb_per_s.value:g} GB/s (NVIDIA/nccl-tests issue 149)",
-            intra_gb_per_s=_A100.intra_gb_per_s.value,
-            every=6,
-        ),
     )
 }
 
 
-def clusters_of(world_size: int) -> list[Cluster]:
-    """Return the clusters on which tasks with this number of ranks are compared."""
-    return [c for c in CLUSTERS.values() if world_size in c.worlds]
+def cluster_of(world_size: int) -> Cluster:
+    """Return the cluster on which tasks with this number of ranks are compared."""
+    return next(c for c in CLUSTERS.values() if world_size in c.worlds)

@@ -52,6 +52,9 @@ _WARM_UP_SHARE = 8
 cold as after other work."""
 _SPEED_PASSES = 50
 """Passes of the reference at the start of a round, for the machine's speed."""
+_QUIET_TIMINGS, _QUIET_SPREAD = 40, 0.05
+"""A machine is quiet if the middle half of 40 timings of the reference, over some ten
+seconds, lies within 5 % of their median."""
 _AROUND = 4
 """Number of references before, and after, a pass that count for its unit."""
 
@@ -144,6 +147,33 @@ class KernelTimer:
         It is the median over the rounds of the last measurement.
         """
         return statistics.median(self._speeds)
+
+    def speed_spread(self) -> float:
+        """Return the range of the machine's speed over the rounds, relative to its
+        median."""
+        return (max(self._speeds) - min(self._speeds)) / self.machine_speed()
+
+    def check_quiet(self) -> str:
+        """Return how evenly the reference ran.
+
+        Raises:
+            RuntimeError: The machine is not quiet.
+        """
+        if self._timer.reference is None:
+            return "not checked"
+        speeds = [self._speed_now() for _ in range(_QUIET_TIMINGS)]
+        low, middle, high = statistics.quantiles(speeds, n=4)
+        spread = (high - low) / middle
+        if spread > _QUIET_SPREAD:
+            raise RuntimeError(
+                f"the machine is not quiet: the middle half of {_QUIET_TIMINGS} "
+                f"timings of the reference spreads by {spread:.1%}, more than "
+                f"{_QUIET_SPREAD:.0%}; end other programs, or add --noisy"
+            )
+        return (
+            f"the middle half of {_QUIET_TIMINGS} timings of the reference spreads by "
+            f"{spread:.1%}, speed {middle:.2f} of the cost model's machine"
+        )
 
     def _speed_now(self) -> float:
         reference = self._timer.reference

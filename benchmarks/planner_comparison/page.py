@@ -1,227 +1,461 @@
-"""The page of results, in Markdown.
+"""The page of results, in Markdown, and the README's table.
 
-`notes` in the data, a list of sentences, are printed above the tables.
+`notes` in the data, a list of sentences, are printed below the charts.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.pages import table
 from planner_comparison import paired
-from planner_comparison.paired import BEST_PRACTICE, COLUMNS, KERNELS, OURS, WORST_RANK
+from planner_comparison.paired import ALL_TYPES, BEST_PRACTICE, KERNELS, OURS, PATH
 from planner_comparison.results import at
+from planner_comparison.tasks import BATCH_SIZES
 
 Task = dict[str, Any]
 Data = dict[str, Any]
 
-HEADLINE = "8 x H100"
-"""Cluster of the first tables, if it has tasks."""
+LARGEST_SPREAD = 0.25
+"""Tasks are left out if the machine's speed varies more than this meanwhile."""
 _STATUSES = ("no plan", "timed out", "failed", "not run")
 
 
-def write_page(data: Data, out: Path) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """Tasks, and the figure by which their plans are compared."""
+
+    title: str
+    tasks: list[Task]
+    metric: str
+
+
+def write_page(
+    data: Data, out: Path, pictures: Sequence[Path] = (), gpu_page: Path | None = None
+) -> None:
     """Write `<out>.md`.
 
     Args:
         data: All results of the run.
         out: Path without suffix.
+        pictures: Charts, on a light and on a dark page.
+        gpu_page: Page of plans that were measured on a GPU, to be cited.
     """
-    at(out, ".md").write_text(markdown(data), encoding="utf-8")
+    parts = [_title(data)]
+    if pictures:
+        light, dark = (os.path.relpath(p, out.parent) for p in pictures)
+        parts.append(_picture(light, dark))
+    if gpu_page is not None:
+        parts.append(_cited(gpu_page, out.parent))
+    parts += _tables(data)
+    at(out, ".md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _planners(data: Data) -> list[str]:
+def views(data: Data) -> list[View]:
+    """Return the views of a run, the measured kernels first.
+
+    On a CPU, these are its kernels alone, and kernels scaled to a GPU's with published
+    collectives. On a GPU there is one view per cluster.
+    """
+    tasks = [t for t in data["tasks"] if not _disturbed(t)]
+    if data["hardware"]["device_type"] != "cpu":
+        names = dict.fromkeys(t["cluster"] for t in tasks)
+        return [
+            View(
+                title=f"Kernels and collectives, {name}",
+                tasks=[t for t in tasks if t["cluster"] == name],
+                metric=PATH,
+            )
+            for name in names
+        ]
+    own = [t for t in tasks if t["kernels_faster"] == 1]
+    scaled = [t for t in tasks if t["kernels_faster"] != 1]
+    found = [
+        View(
+            title="Kernels of the busiest rank, measured on this processor",
+            tasks=own,
+            metric=KERNELS,
+        ),
+        View(
+            title="Kernels and collectives as on H100s, kernels scaled",
+            tasks=scaled,
+            metric=PATH,
+        ),
+    ]
+    return [view for view in found if view.tasks]
+
+
+def planners(data: Data) -> list[str]:
+    """Return the names of all planners, in order."""
     return [r["name"] for r in data["rivals"]]
 
 
-def _clusters(data: Data) -> dict[str, list[Task]]:
-    """Return cluster -> tasks, with the headline's cluster first."""
+def stock(data: Data) -> list[str]:
+    """Return the names of TorchRec's planners."""
+    return [n for n in planners(data) if n.startswith("torchrec")]
+
+
+def families(view: View) -> dict[str, list[Task]]:
+    """Return family -> tasks."""
     found: dict[str, list[Task]] = {}
-    for task in data["tasks"]:
-        found.setdefault(task["cluster"], []).append(task)
-    return dict(sorted(found.items(), key=lambda item: item[0] != HEADLINE))
+    for task in view.tasks:
+        found.setdefault(task["family"], []).append(task)
+    return found
 
 
-def _headline(data: Data) -> tuple[str, list[Task]]:
-    return next(iter(_clusters(data).items()))
+def planning_seconds(tasks: Iterable[Task], name: str) -> list[float]:
+    """Return the seconds of each plan of a planner."""
+    entries = [t["planners"].get(name, {}) for t in tasks]
+    return [e["seconds"] for e in entries if e.get("status") == "plan"]
 
 
 def headline(data: Data) -> str:
-    """Return the README's table, for kernels alone, with a caption.
+    """Return the README's table with a caption.
 
-    Its rows are our planner, TorchRec's by default and by best practice, and the
+    Its rows are our planner, TorchRec's with all types and by best practice, and the
     nearest of all other methods.
     """
-    _, tasks = _headline(data)
-    others = [n for n in _planners(data) if not n.startswith((OURS, "torchrec"))]
+    view, *scaled = views(data)
+    others = [n for n in planners(data) if not n.startswith((OURS, "torchrec"))]
     rows = {
         OURS: "**this planner**",
-        "torchrec": "TorchRec, default",
+        ALL_TYPES: "TorchRec, all sharding types",
         BEST_PRACTICE: "TorchRec, best practice",
     }
-    if nearest := paired.nearest(tasks, others, KERNELS):
+    if nearest := paired.nearest(view.tasks, others, view.metric):
         rows[nearest[0]] = f"best of {len(others)} other methods (`{nearest[0]}`)"
-    head = (
-        f"planner, {len(tasks)} tasks",
-        "kernel time (95 % interval)",
-        "worst task",
-        "faster / slower",
-    )
+    head = [f"planner, {len(view.tasks)} tasks", "kernel time (95 % interval)"]
+    head += ["kernels and collectives, scaled"] * len(scaled)
+    head += ["worst task", "faster / slower", "planning"]
     cells = []
     for name, title in rows.items():
-        over = paired.compare(tasks, name, BEST_PRACTICE, KERNELS)
-        cells.append([title, "no plan", "-", "-"])
-        if over is not None:
-            cells[-1][1:] = [
-                over.text(),
-                f"{over.worst:.2f}",
-                f"{over.wins} / {over.losses}",
+        both = [
+            paired.compare(v.tasks, name, BEST_PRACTICE, v.metric)
+            for v in (view, *scaled)
+        ]
+        seconds = planning_seconds(view.tasks, name)
+        over = both[0]
+        cells.append(
+            [
+                title,
+                *(p.text() if p else "no plan" for p in both),
+                f"{over.worst:.2f}" if over else "-",
+                f"{over.wins} / {over.losses}" if over else "-",
+                f"{_median(seconds, '.1f')} s" if seconds else "-",
             ]
-    hardware, created = data["hardware"], str(data["created"])
+        )
+    hardware = data["hardware"]
+    least = max(paired.detectable(v.tasks, v.metric) for v in (view, *scaled))
     on_cpu = hardware["device_type"] == "cpu"
     device = f"{'one core of ' * on_cpu}an {hardware['device']}"
-    least = paired.detectable(tasks, KERNELS)
+    second = (
+        " Second column: the same kernels scaled to an H100's, with published times of "
+        "collectives."
+        if scaled
+        else ""
+    )
     caption = (
-        f"*Fused kernels of every rank, measured one rank after another on {device}, "
-        f"{created[:10]}; 1 is TorchRec's best practice (table- and column-wise, "
-        "pooling factors, `min_partition=32`). Geometric means; differences below "
-        f"{least:.0%} are noise.*"
+        "*Geometric means over tasks; 1 is TorchRec's best practice (table- and "
+        "column-wise, pooling factors, `min_partition=32`). Kernels were measured one "
+        f"rank after another on {device}, {str(data['created'])[:10]}. The busiest "
+        f"rank counts.{second} Differences below {least:.1%} are noise.*"
     )
     return f"{table(head, cells)}\n\n{caption}"
 
 
-def _summary(data: Data, cluster: str, tasks: Sequence[Task]) -> str:
-    rows = []
-    for name in _planners(data):
-        ended = paired.outcomes(tasks, name)
-        stock, kernels, rank = (
-            paired.compare(tasks, name, BEST_PRACTICE, metric)
-            for metric in (paired.PATH, KERNELS, WORST_RANK)
+def _disturbed(task: Task) -> bool:
+    return float(task.get("speed_spread", 0.0)) > LARGEST_SPREAD
+
+
+def _title(data: Data) -> str:
+    hardware, model = data["hardware"], data["cost_model"]
+    variables = [f"{n}={v}" for n, v in data["environment"].items()]
+    ran = {t["task"] for t in data["tasks"]}
+    sizes = Counter(t["batch_size"] for t in data["tasks"] if t["kernels_faster"] == 1)
+    batches = ", ".join(f"{b:,} samples ({n} tasks)" for b, n in sorted(sizes.items()))
+    disturbed = sorted({t["task"] for t in data["tasks"] if _disturbed(t)})
+    rows = [
+        f"- {len(ran)} of {data['num_tasks']} tasks ran, in {data.get('minutes', '?')} "
+        "minutes, planning included. When the time was up, the rest was left out, from "
+        "the end of the order in which tasks are drawn.",
+        f"- Batches: {batches}. They are halved, down to {min(BATCH_SIZES):,}, while "
+        f"they have more than {limit:,} lookups."
+        if (limit := data["options"].get("max_lookups"))
+        else f"- Batches: {batches}.",
+        f"- Left out because the machine's speed changed by more than "
+        f"{LARGEST_SPREAD:.0%} meanwhile: {', '.join(disturbed) or 'none'}.",
+        f"- Quiet machine: {data.get('quiet', 'not checked')}.",
+        f"- Cost model: {model['name']} ({model['source']}, {model['hardware']}).",
+    ]
+    if faster := data.get("kernels_faster"):
+        rows.append(
+            f"- Scaled kernels: measured times are divided by {faster:g}, for "
+            "planners and in the results. The factor is the median, over tasks, of "
+            "this processor's busiest rank over an H100's by our estimate. No real "
+            "card is a uniform factor."
         )
+    rows += [f"- {name}: {text}." for name, text in data["clusters"].items()]
+    rows += [f"- {note}" for note in data.get("notes", ())]
+    about = "\n".join(rows)
+    return (
+        "# Planners compared on timed kernels\n\n"
+        f"{hardware['device']}; torch {hardware['torch']}, fbgemm "
+        f"{hardware['fbgemm']}, torchrec {data['torchrec']}; commit {data['commit']}; "
+        f"{data['created']} to {data['updated']}.\n\n"
+        f"    {' '.join([*variables, data['command']])}\n\n{about}"
+    )
+
+
+def _picture(light: str, dark: str) -> str:
+    return (
+        "<picture>\n"
+        f'  <source media="(prefers-color-scheme: dark)" srcset="{dark}">\n'
+        '  <img alt="Quality and planning time of each planner; quality by family" '
+        f'src="{light}">\n'
+        "</picture>"
+    )
+
+
+def _cited(page: Path, folder: Path) -> str:
+    """Return the tables of kernels and collectives of another page."""
+    text = page.read_text(encoding="utf-8")
+    device = text.split("\n\n")[1].split(";")[0]
+    found = re.findall(r"^## (Kernels and collectives.*?)(?=^## )", text, re.M | re.S)
+    tables = "\n\n".join(f"### {part.strip()}" for part in found)
+    link = os.path.relpath(page, folder)
+    return (
+        f"## On an {device}\n\nKernels were measured on the GPU, in plans for it. "
+        f"Collectives are published. From [its page]({link}). There, `torchrec` is "
+        f"`{ALL_TYPES}`.\n\n{tables}"
+    )
+
+
+def _tables(data: Data) -> list[str]:
+    return [
+        *(_summary(data, view) for view in views(data)),
+        _expected(data),
+        _against(data),
+        *(_by_family(data, view) for view in views(data)),
+        _planning(data),
+        _noise(data),
+        _choices(data),
+        _described(data),
+        _troubles(data),
+        "`docs/comparison.md` explains the measurements. Intervals are "
+        f"{paired.CONFIDENCE:.0%} bootstrap intervals over tasks. Ratios within "
+        f"{paired.SAME:.0%} of 1 count as neither won nor lost. A ratio of two "
+        "planners leaves out tasks for which one of them has no plan.",
+        "## Settings",
+        "\n".join(f"    {key}: {value}" for key, value in data["options"].items()),
+    ]
+
+
+def _summary(data: Data, view: View) -> str:
+    rows = []
+    for name in planners(data):
+        ended = paired.outcomes(view.tasks, name)
+        over = paired.compare(view.tasks, name, BEST_PRACTICE, view.metric)
+        predicted = paired.prediction_ratios(view.tasks, name, view.metric)
+        seconds = planning_seconds(view.tasks, name)
         rows.append(
             (
                 _marked(name),
                 f"{ended['plan']}/{sum(ended.values())}",
-                str(paired.violations(tasks, name)),
-                stock.text() if stock else "-",
-                f"{stock.worst:.2f}" if stock else "-",
-                f"{stock.wins}/{stock.losses}" if stock else "-",
-                kernels.text() if kernels else "-",
-                rank.text() if rank else "-",
+                over.text() if over else "-",
+                f"{over.worst:.2f}" if over else "-",
+                f"{over.wins}/{over.losses}" if over else "-",
+                _median(predicted, ".3f"),
+                _median(seconds, ".2f"),
             )
         )
     head = (
         "planner",
         "plans",
-        "over memory",
         "relative to TorchRec's best practice",
         "worst task",
         "won/lost",
-        "kernels only",
-        "kernels of the busiest rank only",
+        "predicted / measured, median",
+        "planning s, median",
     )
-    title = f"## Kernels and collectives, {cluster}, {len(tasks)} tasks"
-    return f"{title}\n\n{table(head, rows)}"
+    return f"## {view.title}, {len(view.tasks)} tasks\n\n{table(head, rows)}"
 
 
-def _against(data: Data, ours: str) -> str:
+def _expected(data: Data) -> str:
+    """Return the table of what was expected before the run, and what was found."""
+    rows: list[tuple[str, ...]] = []
+
+    def add(expected: str, found: str, holds: bool) -> None:
+        rows.append((expected, found, "yes" if holds else "**no**"))
+
+    for view, short in zip(views(data), ("measured", "scaled"), strict=False):
+        tasks, metric = view.tasks, view.metric
+        for name, most in ((BEST_PRACTICE, 0.70), (ALL_TYPES, 0.84)):
+            if over := paired.compare(tasks, OURS, name, metric):
+                expected = f"`{OURS}` takes at most {most:.2f} of `{name}`, {short}"
+                add(expected, over.text(), over.mean <= most)
+        by_family = {
+            f: paired.compare(t, OURS, stock(data), metric)
+            for f, t in families(view).items()
+        }
+        slowest = {f: p.mean for f, p in by_family.items() if p}
+        if slowest:
+            family = max(slowest, key=lambda f: slowest[f])
+            add(
+                f"no family is above 1.00 of TorchRec's shortest plan, {short}",
+                f"{slowest[family]:.3f} on {family}",
+                slowest[family] <= 1,
+            )
+        if over := paired.compare(tasks, OURS, stock(data), metric):
+            ratios = paired.ratios(tasks, OURS, stock(data), metric)
+            above = [n for n, r in ratios.items() if r > 1.05]
+            add(
+                f"no task is above 1.05 of TorchRec's shortest plan, {short}",
+                f"{over.worst:.3f} on {over.worst_task}; above on {len(above)} of "
+                f"{len(ratios)}",
+                not above,
+            )
+    for ranks, tasks in _by_ranks(data).items():
+        ours = planning_seconds(tasks, OURS)
+        theirs = {
+            n: statistics.median(s)
+            for n in stock(data)
+            if (s := planning_seconds(tasks, n))
+        }
+        if ours and theirs:
+            quickest = min(theirs, key=lambda n: theirs[n])
+            mine = statistics.median(ours)
+            add(
+                f"planning is quicker than every row of TorchRec's, {ranks} ranks",
+                f"{mine:.2f} s; `{quickest}` {theirs[quickest]:.2f} s; slower than "
+                f"{sum(s < mine for s in theirs.values())} of {len(theirs)}",
+                mine <= theirs[quickest],
+            )
+    head = ("expected", "found", "holds")
+    return f"## Expected before the run, and found\n\n{table(head, rows)}"
+
+
+def _against(data: Data) -> str:
     """Return the table of our plans relative to each rival's."""
-    clusters = _clusters(data)
-    others = [n for n in _planners(data) if n not in (ours, paired.AGAIN)]
-    rivals = [n for n in others if not n.startswith(OURS)]
+    shown = views(data)
+    others = [n for n in planners(data) if n not in (OURS, paired.AGAIN)]
     yardsticks: dict[str, str | list[str]] = {
-        "the best of TorchRec's": [n for n in others if n.startswith("torchrec")],
-        "the best of all rivals'": rivals,
+        "the shortest of TorchRec's": stock(data),
+        "the shortest of all rivals'": [n for n in others if not n.startswith(OURS)],
         **{name: name for name in others},
     }
-    head = [f"`{ours}` relative to"]
-    for cluster, tasks in clusters.items():
-        head += [f"{cluster}, {len(tasks)} tasks", "worst task", "won/lost"]
+    head = [f"`{OURS}` relative to"]
+    for view in shown:
+        head += [view.title, "worst task", "won/lost"]
     rows = []
     for name, yardstick in yardsticks.items():
         cells = [name]
-        for tasks in clusters.values():
-            over = paired.compare(tasks, ours, yardstick)
+        for view in shown:
+            over = paired.compare(view.tasks, OURS, yardstick, view.metric)
             cells += ["-"] * 3
             if over:
-                cells[-3:] = [
-                    over.text(),
-                    f"{over.worst:.2f}",
-                    f"{over.wins}/{over.losses}",
-                ]
+                worst = f"{over.worst:.2f}, {over.worst_task.removesuffix(', scaled')}"
+                cells[-3:] = [over.text(), worst, f"{over.wins}/{over.losses}"]
         rows.append(cells)
-    title = f"## `{ours}` relative to each rival (the best of many is partly chance)"
+    title = f"## `{OURS}` relative to each rival (the best of many is partly chance)"
     return f"{title}\n\n{table(head, rows)}"
 
 
-def _by_family(data: Data) -> str:
+def _by_family(data: Data, view: View) -> str:
     """Return the table of planners relative to best practice, by family of tasks."""
-    cluster, tasks = _headline(data)
-    families: dict[str, list[Task]] = {}
-    for task in tasks:
-        families.setdefault(task["family"], []).append(task)
-    head = ["planner", *(f"{name}, {len(t)} tasks" for name, t in families.items())]
+    groups = families(view)
+    head = ["planner", *(f"{name}, {len(t)} tasks" for name, t in groups.items())]
     rows = []
-    for name in _planners(data):
-        over = [paired.compare(t, name, BEST_PRACTICE) for t in families.values()]
+    for name in planners(data):
+        over = [
+            paired.compare(t, name, BEST_PRACTICE, view.metric) for t in groups.values()
+        ]
         rows.append([_marked(name), *(p.text() if p else "-" for p in over)])
-    title = f"## Relative to TorchRec's best practice by family, {cluster}"
+    over = [paired.compare(t, OURS, stock(data), view.metric) for t in groups.values()]
+    rows.append(
+        [f"`{OURS}` over TorchRec's shortest", *(p.text() if p else "-" for p in over)]
+    )
+    title = f"## Relative to TorchRec's best practice by family. {view.title}"
     return f"{title}\n\n{table(head, rows)}"
 
 
-def _carries(data: Data) -> str:
-    """Return the table of collectives' shares, prediction errors and noise."""
+def _by_ranks(data: Data) -> dict[int, list[Task]]:
+    found: dict[int, list[Task]] = {}
+    for task in data["tasks"]:
+        found.setdefault(task["world_size"], []).append(task)
+    return dict(sorted(found.items()))
+
+
+def _planning(data: Data) -> str:
+    """Return the table of planning seconds by number of ranks."""
+    groups = _by_ranks(data)
+    head = ["planning s, median"]
+    head += [f"{ranks} ranks, {len(t)} plans" for ranks, t in groups.items()]
     rows = []
-    for cluster, tasks in _clusters(data).items():
+    for name in planners(data):
+        if name != paired.AGAIN:
+            by_ranks = [planning_seconds(t, name) for t in groups.values()]
+            most = max((s for own in by_ranks for s in own), default=0.0)
+            cells = [_median(own, ".2f") for own in by_ranks]
+            rows.append([_marked(name), *cells, f"{most:.2f}"])
+    title = "## Planning time"
+    return f"{title}\n\n{table([*head, 'longest'], rows)}"
+
+
+def _noise(data: Data) -> str:
+    """Return the table of the measurements' noise, and of the collectives' share."""
+    rows = []
+    for view in views(data):
         both = [
             (e["predicted"][paired.COLLECTIVES], e["measured"])
-            for t in tasks
+            for t in view.tasks
             for e in t["planners"].values()
             if "measured" in e
         ]
-        share = [m[paired.COLLECTIVES] / m[paired.PATH] for _, m in both]
+        share = [m[paired.COLLECTIVES] / m[PATH] for _, m in both]
         judged = [p / m[paired.COLLECTIVES] for p, m in both if m[paired.COLLECTIVES]]
-        deviation, count = paired.noise(tasks)
-        speeds = [t["machine_speed"] for t in tasks]
+        deviation, count = paired.noise(view.tasks, view.metric)
+        speeds = [t["machine_speed"] for t in view.tasks]
+        least = paired.detectable(view.tasks, view.metric)
         rows.append(
             (
-                cluster,
+                view.title,
+                f"{deviation:.1%}",
+                f"{least:.1%} with {count} tasks",
+                f"{min(speeds):.2f} to {max(speeds):.2f}",
                 _median(share, ".1%"),
                 _median(judged, ".2f"),
-                _median(paired.prediction_ratios(tasks, OURS, paired.PATH), ".3f"),
-                f"{deviation:.1%}",
-                f"{paired.detectable(tasks):.1%} with {count} tasks",
-                f"{min(speeds):.2f} to {max(speeds):.2f}",
             )
         )
     head = (
-        "cluster",
-        "share of collectives, median",
-        "collectives: predicted / published, median",
-        f"`{OURS}`: predicted / measured path, median",
+        "",
         "standard deviation of a plan timed twice",
         "smallest detectable difference",
         "speed of the machine",
+        "share of collectives, median",
+        "collectives: predicted / published, median",
     )
-    title = "## Share of collectives, and noise of the measurements"
-    return f"{title}\n\n{table(head, rows)}"
+    return f"## Noise, and share of collectives\n\n{table(head, rows)}"
 
 
 def _choices(data: Data) -> str:
     """Return the table of how often the cost model picks the fastest plan."""
     rows = []
-    for cluster, tasks in _clusters(data).items():
-        found = paired.choices(tasks)
+    for view in views(data):
+        found = paired.choices(view.tasks, view.metric)
         regrets = sorted(c.regret for c in found)
         if not found:
             continue
         wrong = [r for r in regrets if r > 0]
         rows.append(
             (
-                cluster,
+                view.title,
                 f"{len(found)}",
                 _median([c.num_plans for c in found], ".0f"),
                 f"{1 - len(wrong) / len(found):.0%}",
@@ -232,7 +466,7 @@ def _choices(data: Data) -> str:
             )
         )
     head = (
-        "cluster",
+        "",
         "tasks",
         "different plans, median",
         "top-1",
@@ -241,41 +475,25 @@ def _choices(data: Data) -> str:
         "mean regret of wrong picks",
         "regret, worst task",
     )
-    title = "## How often the plan predicted fastest has the fastest measured kernels"
+    title = "## How often the plan predicted fastest is the fastest measured"
     return f"{title}\n\n{table(head, rows)}"
 
 
-def _more(data: Data) -> str:
+def _described(data: Data) -> str:
     rows = []
     for rival in data["rivals"]:
         name = rival["name"]
         ended = paired.outcomes(data["tasks"], name)
-        entries = [t["planners"].get(name, {}) for t in data["tasks"]]
-        seconds = [e["seconds"] for e in entries if e.get("status") == "plan"]
-        gaps = [e["gap"] for e in entries if e.get("gap") is not None]
-        rank = paired.prediction_ratios(data["tasks"], name, WORST_RANK)
         rows.append(
             (
                 _marked(name),
                 *(str(ended[status]) for status in _STATUSES),
-                _median(seconds, ".2f"),
-                f"{max(seconds):.2f}" if seconds else "-",
-                _median(rank, ".3f"),
-                _median(gaps, ".1%"),
+                str(paired.violations(data["tasks"], name)),
                 rival["about"],
                 rival["training"] or "-",
             )
         )
-    head = (
-        "planner",
-        *_STATUSES,
-        "planning s, median",
-        "planning s, longest",
-        "kernels of the busiest rank: predicted / measured, median",
-        "gap to its bound, median",
-        "description",
-        "training",
-    )
+    head = ("planner", *_STATUSES, "over memory", "description", "training")
     return f"## The planners\n\n{table(head, rows)}"
 
 
@@ -313,38 +531,3 @@ def _marked(name: str) -> str:
 
 def _median(values: Sequence[float], form: str) -> str:
     return format(statistics.median(values), form) if values else "-"
-
-
-def markdown(data: Data) -> str:
-    """Return the page of a run with at least one task."""
-    hardware, model = data["hardware"], data["cost_model"]
-    variables = (f"{n}={v}" for n, v in data["environment"].items())
-    about = "; ".join(f"**{name}**, {text}" for name, text in data["clusters"].items())
-    notes = [f"- {note}" for note in data.get("notes", ())]
-    count = len({t["task"] for t in data["tasks"]})
-    parts = [
-        "# Planners compared on timed kernels",
-        f"{hardware['device']}; torch {hardware['torch']}, fbgemm "
-        f"{hardware['fbgemm']}, torchrec {data['torchrec']}; commit {data['commit']}; "
-        f"{data['created']} to {data['updated']}. {count} of {data['num_tasks']} "
-        "tasks.",
-        f"Cost model: {model['name']} ({model['source']}, {model['hardware']}).",
-        f"Clusters: {about}.",
-        f"    {' '.join([*variables, data['command']])}",
-        *(["## Caveats", "\n".join(notes)] if notes else []),
-        *(_summary(data, *group) for group in _clusters(data).items()),
-        _against(data, OURS),
-        *([_against(data, COLUMNS)] if COLUMNS in _planners(data) else []),
-        _by_family(data),
-        _carries(data),
-        _choices(data),
-        _more(data),
-        _troubles(data),
-        "`docs/comparison.md` explains the measurements. Intervals are "
-        f"{paired.CONFIDENCE:.0%} bootstrap intervals over tasks. Ratios within "
-        f"{paired.SAME:.0%} of 1 count as neither won nor lost. A ratio of two "
-        "planners leaves out tasks for which one of them has no plan.",
-        "## Settings",
-        "\n".join(f"    {key}: {value}" for key, value in data["options"].items()),
-    ]
-    return "\n\n".join(parts) + "\n"

@@ -15,6 +15,8 @@ OURS, PAPER, BEST_PRACTICE = "default", "neuroshard", "torchrec, best practice"
 AGAIN = "default, again"
 """Our plan, timed a second time: its difference from itself is noise."""
 PAPER_NETS = "neuroshard, paper's nets"
+ALL_TYPES = "torchrec, all types"
+UNMEASURED, FEW_SETS = "default, nothing measured", "default, 100 measured sets"
 COLUMNS = "default, columns only"
 """Our planner with the sharding types that most rivals have."""
 

@@ -76,18 +76,24 @@ class PlanningSettings:
     plan_seconds: float = 60.0
     """Time limit of a planner."""
     solver_seconds: float = 4.0
+    few_sets: str | None = None
+    """Bundle of the device that was calibrated on few sets."""
 
     def rivals(self) -> list[Rival]:
         """Return the planners."""
         model = load_cost_model(self.cost_model, device_type=self.device)
         return make_rivals(
-            self.names, self.trained, self.solver_seconds, model.hardware
+            self.names, self.trained, self.solver_seconds, model.hardware, self.few_sets
         )
 
     def costs(self, task: Task) -> Costs:
         """Return the costs of a task's ranks on its cluster."""
         return load_costs(
-            self.cost_model, self.device, CLUSTERS[task.cluster], task.world_size
+            self.cost_model,
+            self.device,
+            CLUSTERS[task.cluster],
+            task.world_size,
+            task.kernels_faster,
         )
 
 
@@ -187,9 +193,9 @@ def ask(rival: Rival, task: Task, costs: Costs, device: str, limit: float) -> Ou
         )
 
     try:
+        planner = rival.make(task, costs, device)  # which may train nets
+        module = build_collection(task.tables)
         with _alarm(limit):
-            planner = rival.make(task, costs, device)
-            module = build_collection(task.tables)
             start = time.perf_counter()
             found = planner.plan(module, [Sharder()])
             seconds = time.perf_counter() - start

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import statistics
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import (
     EmbeddingShardingPlanner,
@@ -19,7 +22,6 @@ from torchrec.distributed.planner import (
     Topology,
 )
 from torchrec.distributed.planner.constants import DDR_MEM_BW, HBM_MEM_BW
-from torchrec.distributed.planner.partitioners import MemoryBalancedPartitioner
 from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
@@ -34,11 +36,14 @@ from papers.nets import PaperTrainConfig, fit_comms
 from planner_comparison.clusters import CLUSTERS, Cluster
 from planner_comparison.embark import HottestSplitSearcher
 from planner_comparison.paired import (
+    ALL_TYPES,
     BEST_PRACTICE,
     COLUMNS,
+    FEW_SETS,
     OURS,
     PAPER,
     PAPER_NETS,
+    UNMEASURED,
 )
 from planner_comparison.tasks import BATCH_SIZES, OPTIMIZERS, SEED_TABLES, Task
 from torchrec_neuroshard.bundles.find import (
@@ -47,6 +52,7 @@ from torchrec_neuroshard.bundles.find import (
     physical_estimate,
 )
 from torchrec_neuroshard.hardware.cards import find_card
+from torchrec_neuroshard.models.adjusted import AdjustedCostModel
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.models.published_links import (
     CollectiveConstants,
@@ -58,12 +64,14 @@ from torchrec_neuroshard.papers.dreamshard import DreamShardSearcher
 from torchrec_neuroshard.papers.neuroshard import NeuroShardConfig, PaperSearcher
 from torchrec_neuroshard.papers.neuroshard_models import (
     CommsNets,
+    ComputeNet,
     NeuroShardModels,
     load_models,
 )
 from torchrec_neuroshard.papers.policies import PolicySearcher
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.search import Searcher
+from torchrec_neuroshard.tables.features import table_features
 
 MIN_PARTITION = 32
 LABELLED = "labelled_"
@@ -121,6 +129,7 @@ def make_rivals(
     trained: Path,
     solver_seconds: float,
     hardware: str,
+    few_sets: str | None = None,
 ) -> list[Rival]:
     """Return the planners that can run here.
 
@@ -130,12 +139,14 @@ def make_rivals(
             hardware are left out. The folder need not exist.
         solver_seconds: Time budget of searches that use all their time.
         hardware: Device of the cost model.
+        few_sets: Bundle of the device that was calibrated on few sets. None: the
+            planner with it is left out.
 
     Raises:
         ValueError: A name is unknown.
     """
     rivals = [
-        *_ours(),
+        *_ours(few_sets),
         *_learned(trained, hardware),
         *_solvers(solver_seconds),
         *_stock(),
@@ -149,7 +160,7 @@ def make_rivals(
     return [known[name] for name in names]
 
 
-def _ours() -> Iterator[Rival]:
+def _ours(few_sets: str | None) -> Iterator[Rival]:
     yield Rival(
         name=OURS,
         about="this planner with its defaults, all sharding types",
@@ -163,17 +174,35 @@ def _ours() -> Iterator[Rival]:
         ),
     )
     yield Rival(
-        name="default, nothing measured",
+        name=UNMEASURED,
         about="this planner with the physical estimate of kernels, all sharding types",
         make=_unmeasured,
     )
+    if few_sets is not None:
+        yield Rival(
+            name=FEW_SETS,
+            about="this planner with another CPU's bundle, calibrated here on 100 "
+            "sets, all sharding types",
+            make=functools.partial(_on_bundle, few_sets),
+        )
 
 
 def _unmeasured(task: Task, costs: Costs, device: str) -> NeuroShardPlanner:
     """Return our planner with the physical estimate for the costs' device."""
     card = find_card(costs.compute.hardware)
     estimate = physical_estimate(device, card=card)
-    return _neuroshard(task, dataclasses.replace(costs, compute=estimate), device)
+    return _neuroshard(task, _with_kernels(costs, estimate, task), device)
+
+
+def _on_bundle(bundle: str, task: Task, costs: Costs, device: str) -> NeuroShardPlanner:
+    """Return our planner with another bundle for the costs' device."""
+    own = _kernels(bundle, device)
+    return _neuroshard(task, _with_kernels(costs, own, task), device)
+
+
+def _with_kernels(costs: Costs, kernels: CostModel, task: Task) -> Costs:
+    faster = FasterKernels.of(kernels, task.kernels_faster)
+    return dataclasses.replace(costs, compute=faster)
 
 
 def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
@@ -221,15 +250,28 @@ def nets_for(nets: Sequence[NeuroShardModels], task: Task) -> NeuroShardModels:
 def _on_own_nets(
     nets: Sequence[NeuroShardModels], task: Task, costs: Costs, device: str
 ) -> NeuroShardPlanner:
-    comms = {task.world_size: _imitated(costs.comms, task.world_size)}
-    own = dataclasses.replace(nets_for(nets, task), comms=comms)
+    comms = {task.world_size: _imitated(task.cluster, task.world_size)}
+    own = nets_for(nets, task)
+    kernels = _faster_net(own.compute, task.kernels_faster)
+    own = dataclasses.replace(own, compute=kernels, comms=comms)
     config = NeuroShardConfig(costs="own")
     searcher = PaperSearcher(config, models=own)
     return _neuroshard(task, costs, device, searcher, _COLUMN_AND_TABLE)
 
 
+def _faster_net(net: ComputeNet, faster: float) -> ComputeNet:
+    """Return a net whose kernels take `faster` times less."""
+    net = copy.deepcopy(net)
+    last = net.head[-1]
+    assert isinstance(last, torch.nn.Linear)
+    with torch.no_grad():
+        last.weight /= faster
+        last.bias /= faster
+    return net
+
+
 @functools.cache
-def _imitated(comms: CommsModel, world_size: int) -> CommsNets:
+def _imitated(cluster: str, world_size: int) -> CommsNets:
     """Return nets of a cluster's collectives, the same for all tasks as in the paper.
 
     They are trained on tables like those of the tasks, placed by the paper's rule.
@@ -242,6 +284,7 @@ def _imitated(comms: CommsModel, world_size: int) -> CommsNets:
 
     batch_sizes = tuple(sorted(set(BATCH_SIZES)))
     drawn = LabelConfig(batch_sizes=batch_sizes, num_samples=_COMMS_SAMPLES)
+    comms = _ClusterComms(CLUSTERS[cluster], world_size, None, 1.0)
     samples = label_placements(comms, world_size, drawn, columns)
     config = PaperTrainConfig(epochs=_COMMS_EPOCHS, batch_samples=_COMMS_BATCH)
     nets, _, _ = fit_comms(*samples, config)
@@ -309,25 +352,25 @@ def _solvers(seconds: float) -> Iterator[Rival]:
 
 
 def _stock() -> Iterator[Rival]:
-    yield _torchrec("torchrec", "TorchRec's planner, pooling factors, all types")
+    yield _torchrec(
+        "torchrec, default",
+        "TorchRec's planner, which assumes one lookup per sample; all types",
+        pooling_factors=False,
+    )
     yield _torchrec(
         BEST_PRACTICE,
-        f"the same, table- and column-wise, min_partition={MIN_PARTITION}",
+        f"TorchRec's planner, pooling factors, table- and column-wise, "
+        f"min_partition={MIN_PARTITION}",
         types=_COLUMN_AND_TABLE,
         min_partition=MIN_PARTITION,
     )
-    counted = "memory is given as HBM, the only one it counts"
+    yield _torchrec(ALL_TYPES, "TorchRec's planner, pooling factors, all types")
     yield _torchrec(
         "torchrec, dynamic programming",
-        f"TorchRec's DynamicProgrammingProposer; {counted}",
+        "the same with DynamicProgrammingProposer; memory is given as HBM, the only "
+        "one it counts",
         in_hbm=True,
         proposer=DynamicProgrammingProposer,
-    )
-    yield _torchrec(
-        "torchrec, memory-balanced",
-        f"TorchRec's MemoryBalancedPartitioner; {counted}",
-        in_hbm=True,
-        partitioner=MemoryBalancedPartitioner,
     )
 
 
@@ -337,6 +380,7 @@ def _torchrec(
     *,
     types: Sequence[str] = (),
     min_partition: int | None = None,
+    pooling_factors: bool = True,
     in_hbm: bool = False,
     **parts: Callable[[], Any],
 ) -> Rival:
@@ -349,7 +393,7 @@ def _torchrec(
             topology=_topology(task, planned_for, device),
             batch_size=task.batch_size // task.world_size,
             storage_reservation=FixedPercentageStorageReservation(0.0),
-            constraints=_constraints(task, types, min_partition),
+            constraints=_constraints(task, types, min_partition, pooling_factors),
             debug=False,
             **{part: made() for part, made in parts.items()},
         )
@@ -390,7 +434,7 @@ def _neuroshard(
         topology=_topology(task, device, device),
         batch_size=task.batch_size // task.world_size,
         storage_reservation=FixedPercentageStorageReservation(0.0),
-        constraints=_constraints(task, types, None),
+        constraints=_constraints(task, types),
         cost_model=costs.compute,
         comms_model=costs.comms,
         profiles={t.name: t.profile for t in task.tables if t.profile is not None},
@@ -408,6 +452,7 @@ def _topology(task: Task, planned_for: str, device: str) -> Topology:
         device: Device type of the kernels.
     """
     bandwidth = HBM_MEM_BW if device == "cuda" else DDR_MEM_BW  # TorchRec's default
+    bandwidth *= task.kernels_faster
     if planned_for != device:
         # The kernels and the speed of the memory are the same; only the name differs.
         bandwidth *= _CPU_FUSED_SHARE
@@ -430,13 +475,14 @@ def _topology(task: Task, planned_for: str, device: str) -> Topology:
 def _constraints(
     task: Task,
     types: Sequence[str],
-    min_partition: int | None,
+    min_partition: int | None = None,
+    pooling_factors: bool = True,
 ) -> dict[str, ParameterConstraints]:
     one_node = task.world_size <= CLUSTERS[task.cluster].ranks_per_node
     types = types or [*_ALL_TYPES, *([_IN_NODE] if one_node else [])]
     return {
         t.name: ParameterConstraints(
-            pooling_factors=[t.pooling_factor],
+            pooling_factors=[t.pooling_factor] if pooling_factors else [1.0],
             sharding_types=list(types),
             compute_kernels=["fused", "dense"],
             min_partition=min_partition,
@@ -445,11 +491,60 @@ def _constraints(
     }
 
 
+class FasterKernels(AdjustedCostModel):
+    """Another model's kernels, a number of times faster."""
+
+    def __init__(self, alone: CostModel, faster: float) -> None:
+        """Wrap a model."""
+        super().__init__(alone, np.eye(2) / faster, np.eye(2) / faster)
+        self.reference_ms /= faster
+        self._faster = faster
+
+    @classmethod
+    def of(cls, alone: CostModel, faster: float) -> CostModel:
+        """Return the faster model; the model itself if nothing changes."""
+        return alone if faster == 1 else cls(alone, faster)
+
+    @property
+    def stream_byte_ms(self) -> float | None:
+        """See `CostModel.stream_byte_ms`."""
+        alone = self.alone.stream_byte_ms
+        return None if alone is None else alone / self._faster
+
+
+def faster_on(card: str, cost_model: CostModel, tasks: Sequence[Task]) -> float:
+    """Return how many times faster than the model's device a card runs the kernels.
+
+    Each task's tables are dealt to its ranks. A task's ratio is that of the busiest
+    ranks, by the model and by the estimate of the card. The result is the median.
+
+    Args:
+        card: Name of a GPU card.
+        cost_model: Model of the device.
+        tasks: The tasks.
+    """
+    estimate = load_cost_model(card, device_type="cuda")
+
+    def busiest_ms(model: CostModel, task: Task) -> float:
+        features_NF = table_features(task.tables, task.batch_size)
+        rank_N = np.arange(len(task.tables)) % task.world_size
+        ms_W2 = model.predict_sets(features_NF, rank_N, task.world_size)
+        return float(ms_W2.sum(axis=1).max())
+
+    return statistics.median(
+        busiest_ms(cost_model, t) / busiest_ms(estimate, t) for t in tasks
+    )
+
+
 class _ClusterComms(PublishedCommsModel):
     """Our estimate of a cluster's collectives, with the device's column reordering."""
 
     def __init__(
-        self, cluster: Cluster, world_size: int, device: CommsModel | None
+        self,
+        cluster: Cluster,
+        world_size: int,
+        device: CommsModel | None,
+        faster: float,
     ) -> None:
         super().__init__(
             CollectiveConstants(
@@ -459,7 +554,7 @@ class _ClusterComms(PublishedCommsModel):
             world_size=world_size,
             local_world_size=cluster.local_world_size(world_size),
         )
-        self._device = device
+        self._device, self._faster = device, faster
 
     def column_order(
         self, columns_C: npt.NDArray[np.float64], batch_size: int
@@ -467,12 +562,12 @@ class _ClusterComms(PublishedCommsModel):
         """Return the reordering's times; see `CommsModel.column_order`."""
         if self._device is None:
             return super().column_order(columns_C, batch_size)
-        return self._device.column_order(columns_C, batch_size)
+        return self._device.column_order(columns_C, batch_size) / self._faster
 
 
 @functools.cache
 def load_costs(
-    cost_model: str, device: str, cluster: Cluster, world_size: int
+    cost_model: str, device: str, cluster: Cluster, world_size: int, faster: float
 ) -> Costs:
     """Return the costs for planners and for predictions of plans.
 
@@ -484,6 +579,7 @@ def load_costs(
         device: `cpu` or `cuda`.
         cluster: Cluster with the links.
         world_size: Number of ranks.
+        faster: How many times faster kernels count.
     """
     # Use only the device's column reordering, with one rank per node, so that other
     # ranks do not slow it down. Without measurements it costs nothing.
@@ -494,9 +590,10 @@ def load_costs(
         local_world_size=1,
         inter_gb_per_s=cluster.inter_gb_per_s,
     )
-    comms = _ClusterComms(cluster, world_size, order)
+    comms = _ClusterComms(cluster, world_size, order, faster)
     comms.compute_slowdown = (1.0, 1.0)
-    return Costs(compute=_kernels(cost_model, device), comms=comms)
+    kernels = FasterKernels.of(_kernels(cost_model, device), faster)
+    return Costs(compute=kernels, comms=comms)
 
 
 @functools.cache

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import math
 import os
 import re
 import signal
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from harness.provenance import describe_run, now
-from planner_comparison.clusters import CLUSTERS, Cluster, clusters_of
+from planner_comparison.charts import draw_charts
+from planner_comparison.clusters import CLUSTERS, cluster_of
 from planner_comparison.kernels import KernelSettings, KernelTimer, kernels_of
 from planner_comparison.page import headline, write_page
 from planner_comparison.paired import AGAIN, OURS
@@ -32,17 +33,20 @@ from planner_comparison.plans import (
     predict_kernels,
 )
 from planner_comparison.results import at, read_results, write_results
+from planner_comparison.rivals import faster_on
 from planner_comparison.tasks import FAMILIES, Task, TaskSettings, make_tasks
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.measure.kernels import device_fingerprint
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _AGAIN_ABOUT = f"the plan of `{OURS}`, with its kernels timed a second time"
 _ENVIRONMENT = ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that can change plans or times."""
 _QUICK = {"max_rows": 20_000, "plan_seconds": 10.0, "solver_seconds": 1.0, "rounds": 1}
 """Upper limits of options under `--quick`."""
 _QUICK_BATCH = 2_048
+_RECENT = 5
+"""The longest of so many tasks says how long the next one may take."""
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -86,20 +90,44 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--num-tasks", type=int, help="run only the first tasks")
     parser.add_argument(
-        "--clusters", nargs="*", default=[*CLUSTERS], help="clusters to compare on"
+        "--few-sets",
+        metavar="FOLDER",
+        help="bundle of this machine that was calibrated on 100 sets",
+    )
+    parser.add_argument(
+        "--scaled-to",
+        metavar="CARD",
+        help="compare a second time, with kernels as many times faster as the card's "
+        "are by our estimate",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        help="leave out tasks, from the end, that this time is too short for",
+    )
+    parser.add_argument(
+        "--noisy", action="store_true", help="do not check that the machine is quiet"
     )
     parser.add_argument(
         "--max-lookups", type=int, help="halve batches with more lookups"
     )
     parser.add_argument("--rounds", type=int, default=5, help="timings of each kernel")
-    parser.add_argument("--every", type=int, default=1, help="run every n-th task")
     parser.add_argument(
         "--quick", action="store_true", help="dry run with few small tasks"
     )
     parser.add_argument(
+        "--gpu-page", type=Path, help="page of plans measured on a GPU, to be cited"
+    )
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        help="folder of the charts (default: the folder of --out)",
+    )
+    parser.add_argument(
         "--readme",
         type=Path,
-        help="only renew the table in this file from the results of --out",
+        help="run nothing; write the page and the charts of --out again, and renew the "
+        "table in this file",
     )
     options = parser.parse_args(arguments)
     if options.trained != TRAINED and not options.trained.is_dir():
@@ -127,9 +155,10 @@ class Comparison:
             device_type=self._device.type,
             max_lookups=options.max_lookups,
         )
-        tasks = make_tasks(options.tables, settings)
-        self._judged_on = judged_on(tasks, options.clusters)
-        self.tasks = tasks[:: options.every][: options.num_tasks]
+        tasks = make_tasks(options.tables, settings)[: options.num_tasks]
+        self.tasks = [
+            dataclasses.replace(t, cluster=cluster_of(t.world_size).name) for t in tasks
+        ]
         self._planning = PlanningSettings(
             names=None if options.planners is None else tuple(options.planners),
             trained=options.trained,
@@ -137,15 +166,20 @@ class Comparison:
             device=self._device.type,
             plan_seconds=options.plan_seconds,
             solver_seconds=options.solver_seconds,
+            few_sets=options.few_sets,
         )
         self._planners = Planners(self._planning, options.planning_processes)
         model = load_cost_model(options.cost_model, device_type=self._device.type)
+        self._scaled = 0.0
+        if options.scaled_to:
+            self._scaled = round(faster_on(options.scaled_to, model, self.tasks), 1)
         self._timer = KernelTimer(
             self._device,
             max(t.memory_bytes for t in self.tasks),
             getattr(model, "reference_ms", 0.0),
             KernelSettings(rounds=options.rounds, passes=1),
         )
+        quiet = "not checked" if options.noisy else self._timer.check_quiet()
         self.data = describe(
             self._planning,
             rivals=describe_rivals(self._planning),
@@ -153,39 +187,48 @@ class Comparison:
             options=vars(options),
             num_tasks=len(self.tasks),
         )
+        self.data |= {"quiet": quiet, "kernels_faster": self._scaled}
 
     def run(self) -> None:
         """Run the tasks and write all results after each one."""
-        start = time.monotonic()
+        start, taken = time.monotonic(), [0.0]
         for number, task in enumerate(self.tasks):
+            begun = time.monotonic()
+            limit = 60 * (self._options.minutes or math.inf)
+            if begun + max(taken[-_RECENT:]) > start + limit:
+                print(f"the time is up; {len(self.tasks) - number} tasks are left out")
+                break
             found = self._run_task(task)
+            taken.append(time.monotonic() - begun)
             self.data["tasks"] += found
             self.data["updated"] = now()
+            self.data["minutes"] = round((time.monotonic() - start) / 60, 1)
             write_results(self.data, self._options.out)
-            write_page(self.data, self._options.out)
             for entry in found:
                 self._say(number, entry, time.monotonic() - start)
+        publish(self.data, self._options)
 
     def close(self) -> None:
         """End the planning processes."""
         self._planners.close()
 
     def _run_task(self, task: Task) -> list[dict[str, Any]]:
-        """Return the results of a task on each of its clusters."""
-        judged_on = (
-            dataclasses.replace(task, cluster=cluster.name)
-            for cluster in self._judged_on[task.name]
-        )
-        planned = [(own, with_again(self._planners.plan(own))) for own in judged_on]
+        """Return the results of a task, and of the same with scaled kernels."""
+        views = [task]
+        if self._scaled:
+            views.append(dataclasses.replace(task, kernels_faster=self._scaled))
+        planned = [(own, with_again(self._planners.plan(own))) for own in views]
         plans = [o.plan for _, some in planned for o in some.values() if o.plan]
         start = time.monotonic()
         times = self._timer.medians(self._timer.measure(plans))
         seconds = round(time.monotonic() - start, 1)
         speed = round(self._timer.machine_speed(), 4)
+        spread = round(self._timer.speed_spread(), 4)
         return [
             {
                 **own.to_json(),
                 "machine_speed": speed,
+                "speed_spread": spread,
                 "measuring_seconds": seconds,
                 "planners": judge(own, outcomes, times, self._planning),
             }
@@ -256,25 +299,12 @@ def describe(
             name: value.name if isinstance(value, Path) else value
             for name, value in options.items()
         }
-        | {"cost_model": model.name},
+        | {"cost_model": model.name, "few_sets": Path(planning.few_sets or "").name},
         "families": FAMILIES,
         "rivals": rivals,
         "num_tasks": num_tasks,
         "tasks": [],
     }
-
-
-def judged_on(
-    tasks: Sequence[Task], names: Sequence[str] = tuple(CLUSTERS)
-) -> dict[str, list[Cluster]]:
-    """Return task name -> clusters on which its plans are compared."""
-    seen: Counter[str] = Counter()
-    found: dict[str, list[Cluster]] = {}
-    for task in tasks:
-        known = [c for c in clusters_of(task.world_size) if c.name in names]
-        found[task.name] = [c for c in known if seen[c.name] % c.every == 0]
-        seen.update(c.name for c in known)
-    return found
 
 
 def with_again(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
@@ -306,6 +336,8 @@ def judge(
     expected = {c: predict_collective(c, costs.comms, ranks) for c in collectives}
     cluster = CLUSTERS[task.cluster]
     taken = {c: cluster.collective_ms(c) for c in collectives}
+    faster = task.kernels_faster
+    times = {k: (fwd / faster, bwd / faster) for k, (fwd, bwd) in times.items()}
     entries = {name: _entry(outcome, task) for name, outcome in outcomes.items()}
     for name, outcome in outcomes.items():
         if outcome.plan is not None:
@@ -341,7 +373,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison, or renew the README's table."""
     options = parse_arguments(arguments)
     if options.readme:
-        renew(options.readme, headline(read_results(options.out)))
+        data = read_results(options.out)
+        publish(data, options)
+        renew(options.readme, headline(data))
         return
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -354,6 +388,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     finally:
         comparison.close()
     print(headline(comparison.data))
+
+
+def publish(data: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write the page and its charts."""
+    folder = options.pictures or options.out.parent
+    pictures = draw_charts(data, folder / options.out.name)
+    write_page(data, options.out, pictures, options.gpu_page)
 
 
 def renew(readme: Path, table: str) -> None:

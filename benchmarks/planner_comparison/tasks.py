@@ -72,6 +72,9 @@ class Task:
     """Memory of each rank for tables, optimizer state and TorchRec's buffers."""
     cluster: str = ""
     """Name of the cluster for which the task is planned and timed."""
+    kernels_faster: float = 1.0
+    """How many times faster than on this device kernels count, for planners and in
+    the results."""
 
     @property
     def optimizer(self) -> str:
@@ -87,9 +90,10 @@ class Task:
             ]
         )
         return {
-            "name": f"{self.name}@{self.cluster}",
+            "name": f"{self.name}{'' if self.kernels_faster == 1 else ', scaled'}",
             "task": self.name,
             "cluster": self.cluster,
+            "kernels_faster": self.kernels_faster,
             "family": self.family,
             "num_tables": len(self.tables),
             "world_size": self.world_size,
@@ -124,7 +128,9 @@ class TaskSettings:
     """Maximum lookups of a batch. Larger batches are halved. None: by the device."""
 
     def fitting_batch(self, batch_size: int, pooling_factor: float) -> int:
-        """Return the batch size, halved until its lookups are within the maximum.
+        """Return the batch size, halved while its lookups exceed the maximum.
+
+        It is not halved below the smallest of BATCH_SIZES.
 
         Args:
             batch_size: Samples over all ranks.
@@ -132,7 +138,7 @@ class TaskSettings:
         """
         most = MOST_LOOKUPS if self.device_type == "cpu" else MOST_GPU_LOOKUPS
         limit = self.max_lookups or most
-        while pooling_factor * batch_size > limit and batch_size > 1:
+        while pooling_factor * batch_size > limit and batch_size > min(BATCH_SIZES):
             batch_size //= 2
         return batch_size
 

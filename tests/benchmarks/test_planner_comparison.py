@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,22 +143,24 @@ def outcome(ms: float | None) -> dict[str, Any]:
 
 
 def test_the_page_drops_no_loss(tmp_path: Path) -> None:
-    paths: dict[str, list[float | None]] = {
-        "default": [3.0, 4.0],
-        "torchrec": [6.0, None],
-        "torchrec, best practice": [4.0, 8.0],
-        "embark": [2.0, 4.0],
-        "random": [None, None],
+    paths: dict[str, list[float | None]] = {  # the machine was noisy on the last task
+        "default": [3.0, 4.0, 9.0],
+        "torchrec, all types": [6.0, None, 1.0],
+        "torchrec, best practice": [4.0, 8.0, 1.0],
+        "embark": [2.0, 4.0, 1.0],
+        "random": [None, None, None],
     }
     words = ("name", "source", "hardware", "device", "torch", "fbgemm")
     known = {
         "tasks": [
             {
                 **dict.fromkeys(("name", "task"), f"dlrm-{number}"),
-                **{"family": "dlrm", "cluster": "8 x H100", "machine_speed": 1.0},
+                **{"family": "dlrm", "cluster": "8 x H100", "world_size": 8},
+                **{"machine_speed": 1.0, "speed_spread": 0.3 * (number == 2)},
+                **{"kernels_faster": 1.0, "batch_size": 4096},
                 "planners": {name: outcome(ms[number]) for name, ms in paths.items()},
             }
-            for number in range(2)
+            for number in range(3)
         ],
         "num_tasks": 4,
         "rivals": [{"name": n, "about": "", "training": ""} for n in paths],
@@ -169,17 +172,28 @@ def test_the_page_drops_no_loss(tmp_path: Path) -> None:
     }
     results.write_results(known, tmp_path / "run")
     assert results.read_results(tmp_path / "run") == known
-    page.write_page(known, tmp_path / "run")
+    gpu_page = tmp_path / "gpu.md"
+    parts = "# C", "NVIDIA X; torch", "## Kernels and collectives, 8", "| a |", "## B"
+    gpu_page.write_text("\n\n".join(parts))
+    page.write_page(known, tmp_path / "run", gpu_page=gpu_page)
     text = (tmp_path / "run.md").read_text()
     assert "- It must be known." in text
-    assert "| random | no plan | dlrm-0, dlrm-1 | a / b |" in text
+    assert (
+        text.index("## On an NVIDIA X") < text.index("| a |") < text.index("won/lost")
+    )
+    assert "changed by more than 25% meanwhile: dlrm-2." in text
+    assert "| random | no plan | dlrm-0, dlrm-1, dlrm-2 | a / b |" in text
     [_, against] = text.split("## `default` relative to each rival")
     rows = [line.strip("| ").split(" | ") for line in against.splitlines()]
     row = {cells[0]: cells[1:] for cells in reversed(rows)}
-    assert row["embark"][1:] == ["1.50", "0/1"]
+    assert row["embark"][1:] == ["1.50, dlrm-0", "0/1"]
     assert row["random"] == ["-"] * 3
-    assert row["the best of TorchRec's"][1:] == ["0.75", "2/0"]
-    assert row["the best of all rivals'"][1:] == ["1.50", "0/1"]
+    assert row["the shortest of TorchRec's"][1:] == ["0.75, dlrm-0", "2/0"]
+    assert row["the shortest of all rivals'"][1:] == ["1.50, dlrm-0", "0/1"]
+    [_, expected] = text.split("## Expected")
+    assert "0.612 (0.500 to 0.750) | yes |" in expected
+    assert "0.750 on dlrm-0; above on 0 of 2 | yes |" in expected
+    assert "`torchrec, all types` 1.00 s; slower than 0 of 2 | yes |" in expected
 
 
 def test_the_plan_that_costs_choose_is_held_to_the_shortest() -> None:
@@ -213,7 +227,7 @@ def test_the_plan_that_costs_choose_is_held_to_the_shortest() -> None:
 def test_the_readmes_table_is_the_results(tmp_path: Path) -> None:
     readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
     table = page.headline(
-        results.read_results(BENCHMARKS / "results" / "planners_zen3_202611")
+        results.read_results(BENCHMARKS / "results" / "planners_202611")
     )
     assert table in readme
     copy = tmp_path / "README.md"
@@ -225,6 +239,7 @@ def test_the_readmes_table_is_the_results(tmp_path: Path) -> None:
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
     command = ["--out", str(tmp_path / "run"), "--quick", "--max-rows", "1000"]
     command += ["--cost-model", "cpu", "--num-tasks", "1", "--planning-processes", "0"]
+    command += ["--noisy", "--scaled-to", "h100", "--minutes", "5"]
     command += ["--planners", "embark", "torchrec, best practice"]
     monkeypatch.setattr(run, "_QUICK_BATCH", 64)
     monkeypatch.setattr(
@@ -232,16 +247,56 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
     )
     run.main(command)
     found = results.read_results(tmp_path / "run")
-    assert [t["cluster"] for t in found["tasks"]] == ["8 x H100", "8 x A100"]
+    faster = found["kernels_faster"]
+    assert faster > 1
+    assert [t["kernels_faster"] for t in found["tasks"]] == [1.0, faster]
     for task in found["tasks"]:
         whole, best = (task["planners"][name] for name in command[-2:])
-        assert whole["measured"]["kernel_path_ms"] == 2.0 + 4.0
-        assert whole["predicted"]["kernel_path_ms"] not in (0.0, 2.0 + 4.0)
+        measured_ms = (2.0 + 4.0) / task["kernels_faster"]
+        assert whole["measured"]["kernel_path_ms"] == pytest.approx(measured_ms)
+        assert whole["predicted"]["kernel_path_ms"] not in (0.0, measured_ms)
         assert best["status"] == "plan"
+    own, scaled = (t["planners"]["embark"]["predicted"] for t in found["tasks"])
+    assert scaled["kernel_path_ms"] < 2 * own["kernel_path_ms"] / faster
     assert str(tmp_path) not in (tmp_path / "run.json").read_text()
     assert "| embark | 1/1 |" in (tmp_path / "run.md").read_text()
+    assert (tmp_path / "run_dark.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):  # results are not written over
         run.main(command)
+
+
+def test_tasks_that_the_time_is_too_short_for_are_left_out(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    command = ["--out", str(tmp_path / "run"), "--quick", "--noisy", "--minutes", "3.5"]
+    command += ["--cost-model", "cpu"]
+    comparison = run.Comparison(run.parse_arguments(command))
+    now_seconds, ran = [0.0], []
+
+    def run_task(task: Any) -> list[Any]:
+        now_seconds[0] += 100
+        ran.append(task.name)
+        return []
+
+    monkeypatch.setattr(comparison, "_run_task", run_task)
+    monkeypatch.setattr(run, "publish", lambda *_: None)
+    clock = SimpleNamespace(monotonic=lambda: now_seconds[0])
+    monkeypatch.setattr(run, "time", clock)
+    comparison.run()
+    assert ran == [t.name for t in comparison.tasks[:2]]
+    assert len(comparison.tasks) == 3
+
+
+def test_a_noisy_machine_is_refused(monkeypatch: Any) -> None:
+    timer = kernels.KernelTimer(
+        torch.device("cpu"), 2**20, 1.0, kernels.KernelSettings()
+    )
+    speeds = itertools.cycle([1.0, 0.9])
+    monkeypatch.setattr(timer, "_speed_now", lambda: next(speeds))
+    with pytest.raises(RuntimeError, match=r"not quiet: .* by 10"):
+        timer.check_quiet()
+    monkeypatch.setattr(timer, "_speed_now", lambda: 0.9)
+    assert "spreads by 0.0%, speed 0.90" in timer.check_quiet()
 
 
 def test_times_are_in_units_of_the_references_around_them() -> None:

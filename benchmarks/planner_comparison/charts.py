@@ -1,0 +1,153 @@
+"""Charts of a run: plan quality beside planning time, and quality by family."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from planner_comparison import page, paired
+from planner_comparison.paired import ALL_TYPES, BEST_PRACTICE, OURS
+
+_THEMES: dict[str, dict[str, str]] = {
+    "light": {
+        "page": "#ffffff",
+        "text": "#1f2328",
+        "faint": "#d0d7de",
+        "ours": "#0969da",
+        "torchrec": "#bc4c00",
+        "others": "#8c959f",
+    },
+    "dark": {
+        "page": "#0d1117",
+        "text": "#e6edf3",
+        "faint": "#30363d",
+        "ours": "#58a6ff",
+        "torchrec": "#f0883e",
+        "others": "#7d8590",
+    },
+}
+_INCHES, _DOTS = (10.0, 4.2), 120
+_LEAST_GAP = 0.028
+"""Least distance of two labels, as a share of the axis."""
+
+
+def draw_charts(data: dict[str, Any], out: Path) -> list[Path]:
+    """Write `<out>_light.png` and `<out>_dark.png`; return their paths.
+
+    The left chart has one dot per planner: median planning seconds, and the geometric
+    mean of measured time relative to TorchRec's best practice. The right chart has the
+    same ratio by family of tasks.
+
+    Args:
+        data: All results of the run.
+        out: Path without suffix.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    for theme, colors in _THEMES.items():
+        figure = Figure(figsize=_INCHES, dpi=_DOTS, facecolor=colors["page"])
+        left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+        view = page.views(data)[0]
+        _draw_dots(left, view, page.planners(data), colors)
+        _draw_families(right, view, page.stock(data), colors)
+        for axes in (left, right):
+            _style(axes, colors)
+        figure.tight_layout()
+        written.append(out.with_name(f"{out.name}_{theme}.png"))
+        figure.savefig(written[-1], facecolor=colors["page"])
+    return written
+
+
+def _kind(name: str) -> str:
+    if name.startswith(OURS):
+        return "ours"
+    return "torchrec" if name.startswith("torchrec") else "others"
+
+
+def _draw_dots(
+    axes: Axes, view: page.View, names: Sequence[str], colors: Mapping[str, str]
+) -> None:
+    dots = []
+    for name in names:
+        over = paired.compare(view.tasks, name, BEST_PRACTICE, view.metric)
+        seconds = page.planning_seconds(view.tasks, name)
+        if over and seconds and name != paired.AGAIN:
+            dots.append((over.mean, statistics.median(seconds), name))
+    axes.set_xscale("log")
+    axes.set_title("time of the plan beside planning time", loc="left")
+    axes.set_xlabel("planning, seconds (median)")
+    axes.set_ylabel("kernel time; 1 = TorchRec's best practice")
+    ends = [mean for mean, _, _ in dots]
+    room = (max(ends) - min(ends)) or 1.0
+    last = -1.0
+    for mean, seconds, name in sorted(dots):
+        color = colors[_kind(name)]
+        size = 110 if name == OURS else 45
+        axes.scatter([seconds], [mean], s=size, color=color, zorder=3)
+        last = height = max(mean, last + 1.6 * _LEAST_GAP * room)
+        axes.annotate(
+            "this planner" if name == OURS else name,
+            (seconds, mean),
+            (seconds * 1.13, height),
+            va="center",
+            color=color,
+            fontsize=8.5,
+            fontweight="bold" if name == OURS else "normal",
+        )
+    low, high = axes.get_xlim()
+    axes.set_xlim(low, high * 4)  # room for labels
+
+
+def _draw_families(
+    axes: Axes, view: page.View, stock: Sequence[str], colors: Mapping[str, str]
+) -> None:
+    bars = {
+        "this planner": (OURS, "ours"),
+        "TorchRec, all types": (ALL_TYPES, "torchrec"),
+    }
+    groups = page.families(view)
+    height = 0.8 / len(bars)
+    for row, (label, (name, kind)) in enumerate(bars.items()):
+        for place, tasks in enumerate(groups.values()):
+            over = paired.compare(tasks, name, BEST_PRACTICE, view.metric)
+            if over is None:
+                continue
+            middle = place + (row - (len(bars) - 1) / 2) * height
+            axes.barh(
+                middle,
+                over.mean,
+                height * 0.9,
+                color=colors[kind],
+                label=label if not place else None,
+                xerr=[[over.mean - over.low], [over.high - over.mean]],
+                ecolor=colors["text"],
+                error_kw={"linewidth": 1},
+            )
+    axes.axvline(1.0, color=colors["text"], linewidth=1, linestyle="--")
+    names = [f"{name} ({len(tasks)})" for name, tasks in groups.items()]
+    axes.set_yticks(range(len(groups)), names)
+    axes.invert_yaxis()
+    axes.set_title("by family of tables (tasks)", loc="left")
+    axes.set_xlabel("kernel time; 1 = TorchRec's best practice")
+    axes.legend(
+        frameon=False, labelcolor=colors["text"], fontsize=8.5, loc="lower right"
+    )
+
+
+def _style(axes: Axes, colors: Mapping[str, str]) -> None:
+    axes.set_facecolor(colors["page"])
+    axes.grid(visible=True, color=colors["faint"], linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=colors["text"], labelsize=9)
+    axes.title.set_color(colors["text"])
+    axes.title.set_fontsize(11)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set_color(colors["text"])
+        label.set_fontsize(9)
+    for spine in axes.spines.values():
+        spine.set_color(colors["faint"])
