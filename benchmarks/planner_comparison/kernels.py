@@ -52,9 +52,10 @@ _WARM_UP_SHARE = 8
 cold as after other work."""
 _SPEED_PASSES = 50
 """Passes of the reference at the start of a round, for the machine's speed."""
-_QUIET_TIMINGS, _QUIET_SPREAD = 40, 0.05
+_QUIET_TIMINGS, _QUIET_SPREAD = 40, 0.1
 """A machine is quiet if the middle half of 40 timings of the reference, over some ten
-seconds, lies within 5 % of their median."""
+seconds, spreads by at most 10 % of their median. References beside the kernels correct
+slower changes."""
 _AROUND = 4
 """Number of references before, and after, a pass that count for its unit."""
 
