@@ -12,9 +12,10 @@ from tests.builders import make_tables, make_task
 from tests.fuzz.against_truth import build, models
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.search import NeuroShardSearcher
 from torchrec_neuroshard.search.choices import MIN_SINGLE_GAIN, Choices
 from torchrec_neuroshard.search.shards import ShardBank
-from torchrec_neuroshard.testing import AnalyticCommsModel
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 
 def test_no_switch_of_a_single_table_improves_a_choice() -> None:
@@ -90,3 +91,13 @@ def test_a_start_of_each_type_has_only_some_tables_in_host_memory(
         and {task.kernels[way] is None for way in ways} == {True, False}
         for ways in starts
     )
+
+
+def test_a_table_that_no_rank_can_hold_whole_is_priced_in_column_shards() -> None:
+    """Each column shard repeats the table's lookups."""
+    task = make_task(make_tables([128] * 9, 10**5, [100.0, *[4.0] * 8]), 4, 2**14)
+    models = AnalyticCostModel(), AnalyticCommsModel(1e9)
+    choices = Choices(ShardBank(Simulator(task, *models)))
+    [balanced_ms] = choices.costs(np.arange(9)[None])
+    found_ms = NeuroShardSearcher().search(task, *models).predicted.critical_path_ms
+    assert balanced_ms == pytest.approx(found_ms)

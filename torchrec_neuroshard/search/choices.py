@@ -31,6 +31,7 @@ from torchrec_neuroshard.search.shards import (
     ShardBank,
     sum_by,
 )
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 Bools = npt.NDArray[np.bool_]
 
@@ -80,8 +81,9 @@ class Choices:
             bank.moves_T, bank.dims_T, np.minimum(task.min_widths, bank.dims_T)
         )
         blocks_T = bank.dims_T / self.width_T
-        rows = bank.rows(table, self.width_T[table], rank)
-        share_M1 = ((blocks_T / num_ranks)[table] * alike)[:, None]
+        piece_T = self._pieces()
+        rows = bank.rows(table, piece_T[table], rank)
+        share_M1 = ((bank.dims_T / piece_T / num_ranks)[table] * alike)[:, None]
         self._encoding_TE = sum_by(table, bank.encoding(rows) * share_M1, count)
         self._extra_T2 = sum_by(table, bank.extra(rows) * share_M1, count)
         self._loads_T3 = sum_by(table, bank.loads_of(rows) * share_M1, count)
@@ -107,6 +109,20 @@ class Choices:
         # A single rank can be filled completely.
         self.room_M: Floats = bank.caps_MW.sum(axis=1)
         self.room_M[:1] *= FILL if num_ranks > 1 else 1.0
+
+    def _pieces(self) -> Ints:
+        """Return the columns of each way's shards, `T`.
+
+        A table that takes longer than an average rank is priced in column shards, since
+        no rank can hold it whole.
+        """
+        bank, every = self.bank, np.arange(len(self.width_T))
+        least_ms = sum(float(bank.own_ms_T[list(ways)].min()) for ways in self.ways)
+        rank_ms = max(least_ms / bank.task.world_size, 1e-12)
+        whole_ms = bank.total_ms(every, bank.dims_T)
+        count_T = bank.enough_splits(every, whole_ms / rank_ms)
+        width_T: Ints = -(-bank.dims_T // (count_T * COLUMN_MULTIPLE)) * COLUMN_MULTIPLE
+        return np.where(bank.moves_T, np.minimum(width_T, bank.dims_T), self.width_T)
 
     def _kernels(self) -> list[tuple[KernelFactors | None, int]]:
         """Return what defines the kind of each way: kernel, and rank of its cache size.
