@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,8 +33,8 @@ _THEMES: dict[str, dict[str, str]] = {
     },
 }
 _INCHES, _DOTS = (10.0, 4.2), 120
-_LEAST_GAP = 0.028
-"""Least distance of two labels, as a share of the axis."""
+_LETTER, _LINE = 0.0145, 0.042
+"""Width of a letter and height of a line in labels, as shares of the axes."""
 
 
 def draw_charts(data: dict[str, Any], out: Path) -> list[Path]:
@@ -79,28 +80,41 @@ def _draw_dots(
         if over and seconds and name != paired.AGAIN:
             dots.append((over.mean, statistics.median(seconds), name))
     axes.set_xscale("log")
-    axes.set_title("time of the plan beside planning time", loc="left")
+    axes.set_title("plans and planning time; lower left is better", loc="left")
     axes.set_xlabel("planning, seconds (median)")
     axes.set_ylabel("kernel time; 1 = TorchRec's best practice")
-    ends = [mean for mean, _, _ in dots]
-    room = (max(ends) - min(ends)) or 1.0
-    last = -1.0
-    for mean, seconds, name in sorted(dots):
+    if not dots:
+        return
+    means, seconds = [d[0] for d in dots], [d[1] for d in dots]
+    axes.set_xlim(min(seconds) / 1.6, max(seconds) * 9)  # room for labels
+    axes.set_ylim(min(means) - 0.04, max(means) + 0.04)
+    labels: list[tuple[float, float, float]] = []
+    for mean, own, name in sorted(dots):
         color = colors[_kind(name)]
-        size = 110 if name == OURS else 45
-        axes.scatter([seconds], [mean], s=size, color=color, zorder=3)
-        last = height = max(mean, last + 1.6 * _LEAST_GAP * room)
+        axes.scatter(
+            [own], [mean], s=110 if name == OURS else 45, color=color, zorder=3
+        )
+        text = re.sub(f"^{OURS}", "this planner", name)
+        text = text.replace("torchrec", "TorchRec")
+        x, y = axes.transAxes.inverted().transform(
+            axes.transData.transform((own, mean))
+        )
+        left, right = x + 0.022, x + 0.022 + _LETTER * (len(text) + 1)
+        while any(
+            left < end and right > begin and abs(y - height) < _LINE
+            for begin, end, height in labels
+        ):
+            y += _LINE / 4
+        labels.append((left, right, y))
         axes.annotate(
-            "this planner" if name == OURS else name,
-            (seconds, mean),
-            (seconds * 1.13, height),
+            text,
+            (left, y),
+            xycoords="axes fraction",
             va="center",
             color=color,
             fontsize=8.5,
             fontweight="bold" if name == OURS else "normal",
         )
-    low, high = axes.get_xlim()
-    axes.set_xlim(low, high * 4)  # room for labels
 
 
 def _draw_families(
@@ -128,14 +142,27 @@ def _draw_families(
                 ecolor=colors["text"],
                 error_kw={"linewidth": 1},
             )
+            axes.annotate(
+                f"{over.mean:.2f}",
+                (0.02, middle),
+                va="center",
+                color=colors["page"],
+                fontsize=9,
+                fontweight="bold",
+            )
     axes.axvline(1.0, color=colors["text"], linewidth=1, linestyle="--")
     names = [f"{name} ({len(tasks)})" for name, tasks in groups.items()]
     axes.set_yticks(range(len(groups)), names)
     axes.invert_yaxis()
-    axes.set_title("by family of tables (tasks)", loc="left")
-    axes.set_xlabel("kernel time; 1 = TorchRec's best practice")
+    axes.set_title("by family of tables (tasks); shorter is better", loc="left")
+    axes.set_xlabel("kernel time, 95 % interval; 1 = TorchRec's best practice")
     axes.legend(
-        frameon=False, labelcolor=colors["text"], fontsize=8.5, loc="lower right"
+        frameon=False,
+        labelcolor=colors["text"],
+        fontsize=8.5,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.14),
+        ncols=len(bars),
     )
 
 
@@ -144,8 +171,9 @@ def _style(axes: Axes, colors: Mapping[str, str]) -> None:
     axes.grid(visible=True, color=colors["faint"], linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(colors=colors["text"], labelsize=9)
-    axes.title.set_color(colors["text"])
-    axes.title.set_fontsize(11)
+    axes.set_title(
+        axes.get_title("left"), loc="left", color=colors["text"], fontsize=11
+    )
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set_color(colors["text"])
         label.set_fontsize(9)

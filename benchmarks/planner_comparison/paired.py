@@ -21,7 +21,6 @@ COLUMNS = "default, columns only"
 """Our planner with the sharding types that most rivals have."""
 
 PATH, KERNELS, COLLECTIVES = "critical_path_ms", "kernel_path_ms", "collectives_ms"
-WORST_RANK = "worst_rank_ms"
 POWER = 2.8
 """Standard errors of an effect that a 95 % test finds in four of five cases."""
 SAME = 0.01
@@ -157,9 +156,12 @@ def detectable(tasks: Iterable[Task], metric: str = PATH) -> float:
 def nearest(
     tasks: Sequence[Task], names: Sequence[str], metric: str = PATH
 ) -> tuple[str, float] | None:
-    """Return the planner nearest to ours, and the mean ratio of ours to it."""
+    """Return the planner nearest to ours, and the mean ratio of ours to it.
+
+    Planners that lack plans are left out, since their missing tasks may be hard.
+    """
     paired = {n: compare(tasks, OURS, n, metric) for n in names}
-    means = {n: p.mean for n, p in paired.items() if p is not None}
+    means = {n: p.mean for n, p in paired.items() if p and p.num_tasks == len(tasks)}
     return max(means.items(), key=lambda item: item[1], default=None)
 
 
@@ -216,8 +218,3 @@ def choices(
             )
         )
     return found
-
-
-def planners(tasks: Iterable[Task]) -> list[str]:
-    """Return the names of all planners that ran, in order."""
-    return list(dict.fromkeys(n for t in tasks for n in t["planners"]))
