@@ -49,11 +49,10 @@ def draw_charts(data: dict[str, Any], out: Path) -> list[Path]:
         out: Path without suffix.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    written = []
+    view, written = page.views(data)[0], []
     for theme, colors in _THEMES.items():
         figure = Figure(figsize=_INCHES, dpi=_DOTS, facecolor=colors["page"])
         left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-        view = page.views(data)[0]
         _draw_dots(left, view, page.planners(data), colors)
         _draw_families(right, view, page.stock(data), colors)
         for axes in (left, right):
