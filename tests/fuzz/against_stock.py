@@ -38,7 +38,7 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
-from torchrec_neuroshard.planner.torchrec_plan import is_even
+from torchrec_neuroshard.planner.sequence_splits import is_even
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 

@@ -27,8 +27,8 @@ from torchrec_neuroshard.planner.reader import (
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_keys import table_keys, unknown_table
-from torchrec_neuroshard.planner.ways import node_ranks
-from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
+from torchrec_neuroshard.planner.ways import node_ranks, searched_type
+from torchrec_neuroshard.tables.sharding_types import EQUAL_COLUMNS, SHARDING_TYPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +164,8 @@ def permits(rules: PlacementRules, option: ShardingOption, reader: TableReader) 
     if node is not None and len(node) < rules.world_size:
         # Tables that go together would all need options for the same node.
         return not is_joined and not set(node).isdisjoint(rules.ranks(table))
+    if searched_type(option) == EQUAL_COLUMNS:
+        return not is_joined and len(rules.ranks(table)) >= option.num_shards
     if block == "world":
         return rules.is_free(table)
     if block == "node":

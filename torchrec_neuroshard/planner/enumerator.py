@@ -274,10 +274,10 @@ class NeuroShardEnumerator(HookedEnumerator):
         """Leave out options that other options include for the search."""
         self._reader.share_facts(options)
         tables: dict[tuple[str, str], list[ShardingOption]] = {}
-        for option in options:
+        # Column-wise options of sequence tables get other shards before the search.
+        for option in filter(is_pooled, options):
             # Column-wise options already cover table-wise ones.
-            is_whole = option.sharding_type == TABLE_WISE and is_pooled(option)
-            if is_whole or (
+            if option.sharding_type == TABLE_WISE or (
                 option.sharding_type in COLUMN_SHARDED_TYPES
                 and is_placeable(option, self._reader)
             ):

@@ -53,6 +53,7 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.planner.search_space import SearchSpace
+from torchrec_neuroshard.planner.sequence_splits import is_even
 from torchrec_neuroshard.planner.ways import FreeOption, is_placeable
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
@@ -230,6 +231,12 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     ) -> list[ShardingOption]:
         """Return a plan with sized caches; place again if a disk is full."""
         plan = self._place(proposal, ways, storage_constraint, rules)
+        if not is_even(plan):
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION,
+                message="the proposal splits sequence tables of one module into "
+                "different widths, which TorchRec's all-to-all does not support",
+            )
         if full_rank(storage_constraint, plan) is not None:
             # The search does not count disk space, but TorchRec's routine does.
             offloaded = [is_estimated(o) and not is_dense(o) for o in plan]

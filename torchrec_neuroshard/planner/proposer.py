@@ -28,6 +28,7 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.planner.search_space import other_caches
+from torchrec_neuroshard.planner.sequence_splits import SequenceSplits
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.ways import (
     FreeOption,
@@ -103,6 +104,9 @@ class NeuroShardProposer(CostedPart, Proposer):
         names = [table_name(options[0]) for options in self._by_table.values()]
         self._rules = self._placement.rules(names, int(self._topology.world_size))
         self._room: dict[tuple[int, ...], int] = {}
+        room = [getattr(d.storage, self._tier) for d in self._topology.devices]
+        self._splits = SequenceSplits(self.costs, room, self._tier)
+        self._split_sequences(self._by_table)
         self._proposals = self._proposed()
         self._proposal = next(self._proposals)
 
@@ -122,6 +126,19 @@ class NeuroShardProposer(CostedPart, Proposer):
         for number, own in enumerate(self._by_table.values()):
             own += [c for o in own for c in on_nodes(o, self.costs.reader, number)]
 
+    def _split_sequences(
+        self, by_table: dict[str, list[ShardingOption]], *, narrow: bool = False
+    ) -> None:
+        """Give sequence tables column-wise options of one width per module."""
+        if self._enumerator is not None:
+            index, is_free = self._rules.index, self._rules.is_free
+            self._splits.apply(
+                by_table,
+                self._enumerator,
+                lambda option: is_free(index[table_name(option)]),
+                narrow=narrow,
+            )
+
     def _proposed(self) -> Iterator[list[ShardingOption]]:
         """Yield the proposals of the class docstring, in order."""
         tables = [list(self._permitted(own)) for own in self._by_table.values()]
@@ -133,10 +150,13 @@ class NeuroShardProposer(CostedPart, Proposer):
             withheld = self._enumerator.withheld(self._search_space)
             if withheld:
                 self._add(withheld)
+                self._split_sequences(self._by_table)
                 more = list(map(self._permitted, self._by_table.values()))
                 free = partial(self._free, order=self._memory_order)
                 yield list(map(free, more, map(self._ways, more)))
-        least = [_least(options, self._memory_order) for options in tables]
+        narrow = dict(zip(self._by_table, tables, strict=True))
+        self._split_sequences(narrow, narrow=True)
+        least = [_least(options, self._memory_order) for options in narrow.values()]
         few = sum(o.num_shards for o in least) <= MOST_LISTED_SHARDS
         if few and any(a is not b for a, b in zip(least, first, strict=True)):
             yield least

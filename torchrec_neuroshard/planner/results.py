@@ -35,6 +35,7 @@ from torchrec_neuroshard.planner.reader import (
 )
 from torchrec_neuroshard.planner.stashing import stash_notes
 from torchrec_neuroshard.planner.topology import sharding_group, whole_nodes
+from torchrec_neuroshard.planner.ways import searched_type
 from torchrec_neuroshard.report import PlanReport, explain
 from torchrec_neuroshard.report.parts import (
     HostTable,
@@ -309,7 +310,7 @@ def _covers(task: ShardingTask, selected: Sequence[ShardingOption]) -> bool:
         name = table_name(option)
         if name not in known:
             continue
-        kind, measured = option.sharding_type, not is_estimated(option)
+        kind, measured = searched_type(option), not is_estimated(option)
         if kind in COLUMN_SHARDED_TYPES:
             kinds = {task.kernels[i] is None for i in columns.get(name, ())}
             if measured not in kinds:

@@ -52,6 +52,7 @@ from torchrec_neuroshard.planner.spread_options import (
 from torchrec_neuroshard.planner.ways import (
     narrowest_shard,
     node_ranks,
+    searched_type,
     useful_ways,
 )
 from torchrec_neuroshard.tables.sharding_types import (
@@ -189,6 +190,7 @@ class SearchSpace:
                     narrowest_shard(o, reader, least_columns) for o in options
                 ),
                 max_shards=tuple(most),
+                sharding_types=tuple(map(searched_type, options)),
                 uneven=not reader.on_gpu,
                 **_placement_fields(options, rules, reader),
             ),
@@ -247,7 +249,7 @@ class SearchSpace:
         for ways in self.task.ways:
             way = next(w for w in ways if w in held)
             option = copy.copy(self.options[way])
-            if option.sharding_type not in COLUMN_SHARDED_TYPES:
+            if searched_type(option) not in COLUMN_SHARDED_TYPES:
                 option.shards = _with_ranks(option, held[way])
             else:
                 if (
@@ -318,7 +320,7 @@ def _permitted(
         )
     if rules and len(rules.colocated_with(rules.index[table_name(ways[0])])) > 1:
         # Tables that go together move as one, so they need column shards.
-        alone = [o for o in kept if o.sharding_type in COLUMN_SHARDED_TYPES]
+        alone = [o for o in kept if searched_type(o) in COLUMN_SHARDED_TYPES]
         kept = alone or kept[:1]
     return kept
 
@@ -398,7 +400,7 @@ def _shard_bytes(
     memory = enumerator.memory if isinstance(enumerator, NeuroShardEnumerator) else None
     known, probed = [], []
     for index, option in enumerate(options):
-        if option.sharding_type not in COLUMN_SHARDED_TYPES:
+        if searched_type(option) not in COLUMN_SHARDED_TYPES:
             fixed_T3[index] = _largest_bytes(sample_shards(option))
         elif memory is not None and memory.knows(option):
             known.append(index)

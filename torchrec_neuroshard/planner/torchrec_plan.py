@@ -30,18 +30,17 @@ from torchrec_neuroshard.planner.compat import (
     sharders_by_type,
 )
 from torchrec_neuroshard.planner.option_facts import (
-    is_pooled,
     note_sharders,
     table_name,
 )
 from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
+from torchrec_neuroshard.planner.sequence_splits import is_even
 from torchrec_neuroshard.planner.table_keys import (
     ModuleConstraints,
     with_bare_names,
 )
-from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE
 
 MOST_SHARDS = 200_000
 """Most shards for TorchRec to estimate, at 0.27 ms each."""
@@ -177,13 +176,3 @@ def _obstacle(
             return f"TorchRec's own plan cannot run table '{name}': {fault}"
     broken = violation(options)
     return broken and f"TorchRec's own plan breaks placement constraints: {broken}"
-
-
-def is_even(options: Sequence[ShardingOption]) -> bool:
-    """Whether all column shards of sequence tables in a module have the same width."""
-    widths: dict[str, set[int]] = {}
-    for option in options:
-        if not is_pooled(option) and option.sharding_type == COLUMN_WISE:
-            found = {int(s.size[1]) for s in option.shards}
-            widths.setdefault(option.path, set()).update(found)
-    return all(len(found) == 1 for found in widths.values())

@@ -23,6 +23,7 @@ from torchrec_neuroshard.planner.spread_options import (
 from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
+    EQUAL_COLUMNS,
     SHARDING_TYPES,
     TABLE_COLUMN_WISE,
     TABLE_WISE,
@@ -66,12 +67,23 @@ class FreeOption(ShardingOption):
         return option.ways if isinstance(option, FreeOption) else (option,)
 
 
+def searched_type(option: ShardingOption) -> str:
+    """Return an option's sharding type in the search.
+
+    The search keeps the shards of a sequence table that is split by columns, since they
+    have one width in a module; see `sequence_splits`.
+    """
+    kind = str(option.sharding_type)
+    is_split = kind == COLUMN_WISE and len(option.shards) > 1 and not is_pooled(option)
+    return EQUAL_COLUMNS if is_split else kind
+
+
 def is_placeable(option: ShardingOption, reader: TableReader) -> bool:
     """Whether a search may choose the option's shards and ranks.
 
     It may if the option has a cost and its shards are split as in `sharding_types`.
     """
-    kind = SHARDING_TYPES.get(option.sharding_type)
+    kind = SHARDING_TYPES.get(searched_type(option))
     if kind is None or option.dependency is not None or not reader.has_cost(option):
         return False
     if reader.run_fault(option):
@@ -103,7 +115,8 @@ def useful_ways(
     A column-wise table may stay whole. So its table-wise option is useful only if
     another table of the module can only be table-wise, and both can share a kernel. The
     same holds for the table-column-wise option of a table that may be column-wise.
-    Sequence tables are not split, so they keep the table-wise option.
+    The column-wise option of a sequence table has fixed shards, so the table keeps its
+    table-wise option.
 
     Args:
         tables: The ways of each table, all placeable.
@@ -119,7 +132,7 @@ def useful_ways(
     }
     found = []
     for ways in tables:
-        columns = {o.compute_kernel for o in ways if o.sharding_type == COLUMN_WISE}
+        columns = {o.compute_kernel for o in ways if searched_type(o) == COLUMN_WISE}
         whole = {o.compute_kernel for o in ways if o.sharding_type == TABLE_WISE}
         included = {TABLE_COLUMN_WISE: columns, TABLE_WISE: columns}
         if ways and not is_pooled(ways[0]):
@@ -132,7 +145,7 @@ def useful_ways(
             [
                 o
                 for o in ways
-                if o.compute_kernel not in included.get(o.sharding_type, ())
+                if o.compute_kernel not in included.get(searched_type(o), ())
             ]
         )
     return found
@@ -229,7 +242,7 @@ def other_grids(
         return []
     size = kind.block_size(reader.world_size, reader.node_size)
     width, own = int(option.tensor.shape[1]), int(option.shards[0].size[1])
-    narrowest = _min_partition(option, reader, least_columns)
+    narrowest = min_partition(option, reader, least_columns)
     widest = reader.max_columns
     found = []
     for count in range(2, reader.world_size // size + 1):
@@ -248,7 +261,7 @@ def other_grids(
     return found
 
 
-def _min_partition(
+def min_partition(
     option: ShardingOption, reader: TableReader, least_columns: int
 ) -> int:
     """Return the narrowest width that a constraint allows, a multiple of four."""
@@ -269,7 +282,7 @@ def narrowest_shard(
         reader: Knows the constraints (`min_partition`).
         least_columns: Default of `min_partition`; see `PlanCosts.least_columns`.
     """
-    if option.sharding_type not in COLUMN_SHARDED_TYPES:
+    if searched_type(option) not in COLUMN_SHARDED_TYPES:
         return int(sample_shards(option)[0].size[1])
     splits = SHARDING_TYPES[option.sharding_type].splits_columns
     if not splits or not is_pooled(option):
@@ -277,5 +290,5 @@ def narrowest_shard(
     least = COLUMN_MULTIPLE * int(option.batch_size)
     if any(least % codec.row_values for codec in option_codecs(option)):
         return int(option.tensor.shape[1])
-    least = _min_partition(option, reader, least_columns)
+    least = min_partition(option, reader, least_columns)
     return min(int(option.tensor.shape[1]), least)

@@ -32,6 +32,8 @@ class ShardingType:
     """Whether the ranks of a block hold different rows."""
     is_replicated: bool = False
     """Whether every rank holds the whole table and reads it for its own samples."""
+    has_fixed_blocks: bool = False
+    """Whether a table's blocks all have one width, even if a block is one rank."""
     pooled: Collective = "all_to_all"
     """Collective that moves the outputs of pooling modules, or the gradients."""
 
@@ -42,8 +44,8 @@ class ShardingType:
 
     @property
     def in_columns(self) -> bool:
-        """Whether every shard holds whole columns on one rank."""
-        return self.block == "rank"
+        """Whether every shard holds whole columns on one rank, of any width."""
+        return self.block == "rank" and not self.has_fixed_blocks
 
     def block_size(self, world_size: int, node_size: int) -> int:
         """Return the number of ranks in a block."""
@@ -67,11 +69,15 @@ class ShardingType:
 TABLE_WISE, COLUMN_WISE = "table_wise", "column_wise"
 TABLE_COLUMN_WISE = "table_column_wise"
 """Splits columns like `COLUMN_WISE`, but keeps all shards in one node."""
+EQUAL_COLUMNS = "equal_columns"
+"""Column-wise with a fixed number of equal shards. Only a search knows this type; for
+TorchRec it is column-wise."""
 
 _ROWS = (
     ShardingType(name=TABLE_WISE),
     ShardingType(name=COLUMN_WISE, splits_columns=True),
     ShardingType(name=TABLE_COLUMN_WISE, splits_columns=True),
+    ShardingType(name=EQUAL_COLUMNS, splits_columns=True, has_fixed_blocks=True),
     ShardingType(name="row_wise", block="world", splits_rows=True, pooled="row_wise"),
     ShardingType(
         name="table_row_wise", block="node", splits_rows=True, pooled="node_row_wise"
@@ -89,7 +95,7 @@ _ROWS = (
 )
 
 SHARDING_TYPES: Mapping[str, ShardingType] = {row.name: row for row in _ROWS}
-"""TorchRec's name -> sharding type."""
+"""TorchRec's name, or `EQUAL_COLUMNS` -> sharding type."""
 
 NODE_TYPES: frozenset[str] = frozenset(
     name for name, kind in SHARDING_TYPES.items() if kind.block == "node"

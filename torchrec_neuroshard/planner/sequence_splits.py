@@ -1,0 +1,243 @@
+"""Column splits of sequence tables, which need one width of shards per module.
+
+TorchRec's `ShardedEmbeddingCollection` takes the width of all column shards of a module
+from the first one. The search moves the columns of each table alone, so the width is
+chosen here, before the search.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchrec.distributed.planner.types import Enumerator, Shard, ShardingOption
+
+from torchrec_neuroshard.costs.simulator import PHASES
+from torchrec_neuroshard.planner.option_facts import is_pooled
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.ways import min_partition
+from torchrec_neuroshard.tables.sharding_types import (
+    COLUMN_SHARDED_TYPES,
+    COLUMN_WISE,
+    TABLE_WISE,
+)
+from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
+
+SPLIT_SHARE = 0.25
+"""A table that takes less than this share of an average rank's time is not split for
+balance."""
+
+Options = Mapping[str, Sequence[ShardingOption]]
+"""Table -> its options."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """What the choice of a width needs to know of a sequence table."""
+
+    name: str
+    whole: ShardingOption | None
+    """None: the table may not be table-wise, or does not fit a rank."""
+    splits: Mapping[int, ShardingOption]
+    """Width of the shards -> column-wise option."""
+
+
+@dataclass(slots=True)
+class SequenceSplits:
+    """Chooses the width of each module's column shards, and which tables are split."""
+
+    costs: PlanCosts
+    room: Sequence[float]
+    """Memory of each rank [bytes]."""
+    tier: str
+    """The field of TorchRec's `Storage` that `room` is about."""
+    _chosen: dict[str, tuple[int, frozenset[str]]] = field(default_factory=dict)
+    """Module -> width of its column shards, and the tables that are split."""
+
+    def apply(
+        self,
+        by_table: dict[str, list[ShardingOption]],
+        enumerator: Enumerator,
+        is_free: Callable[[ShardingOption], bool],
+        *,
+        narrow: bool = False,
+    ) -> None:
+        """Give sequence tables column-wise options of their module's width, in place.
+
+        A table that is split loses its table-wise options. Later calls, for options
+        with other kernels, keep the choice of the first call.
+
+        Args:
+            by_table: Table -> its options, with estimates.
+            enumerator: Estimates the new options.
+            is_free: Whether an option's table may use any rank; if not, it stays whole.
+            narrow: Replace the choice: all tables get the narrowest common width, which
+                takes the least memory.
+        """
+        modules: dict[str, dict[str, list[ShardingOption]]] = {}
+        for table, own in by_table.items():
+            if given := [o for o in own if self._is_splittable(o)]:
+                splits = [s for o in given for s in self._splits(o, is_free(o))]
+                enumerator.populate_estimates(splits)
+                modules.setdefault(own[0].path, {})[table] = splits
+        for path, splits_of in modules.items():
+            if narrow:
+                common = set.intersection(
+                    *(set(map(_width, splits)) for splits in splits_of.values())
+                )
+                self._chosen[path] = min(common, default=0), frozenset(splits_of)
+            elif path not in self._chosen:
+                self._chosen[path] = self._choice(path, by_table, splits_of)
+            width, split = self._chosen[path]
+            for table, splits in splits_of.items():
+                kept = [
+                    option
+                    for option in by_table[table]
+                    if not self._is_splittable(option)
+                    and not (option.sharding_type == TABLE_WISE and table in split)
+                ]
+                kept += [s for s in splits if _width(s) == width]
+                by_table[table] = kept or by_table[table]
+
+    def _is_splittable(self, option: ShardingOption) -> bool:
+        """Whether an option is of a column-wise sequence table with a cost."""
+        return (
+            option.sharding_type == COLUMN_WISE
+            and not is_pooled(option)
+            and option.dependency is None
+            and self.costs.reader.has_cost(option)
+        )
+
+    def _splits(self, option: ShardingOption, is_free: bool) -> list[ShardingOption]:
+        """Return copies of an option that run: one whole, the others in equal shards.
+
+        Tables whose repeated ids are removed stay whole: TorchRec does that on GPUs
+        only, where their splits have not been tried.
+        """
+        reader = self.costs.reader
+        rows, width = (int(n) for n in option.tensor.shape)
+        least = min_partition(option, reader, self.costs.least_columns)
+        is_free = is_free and not reader.looks_up_distinct(option)
+        found = []
+        for count in range(1, reader.world_size + 1 if is_free else 2):
+            part, rest = divmod(width, count)
+            if rest or part % COLUMN_MULTIPLE or part < min(least, width):
+                continue
+            split = copy.copy(option)
+            split.shards = [
+                Shard(size=[rows, part], offset=[0, n * part]) for n in range(count)
+            ]
+            if not reader.run_fault(split):
+                found.append(split)
+        return found
+
+    def _choice(
+        self, path: str, by_table: Options, splits_of: Options
+    ) -> tuple[int, frozenset[str]]:
+        """Return the width of a module's column shards, and the tables to split."""
+        tables, others_ms = list[_Table](), 0.0
+        for name, own in by_table.items():
+            table = self._table(name, own, splits_of.get(name, ()))
+            if table.whole is not None or table.splits:
+                tables.append(table)
+            else:
+                columns = [o for o in own if o.sharding_type in COLUMN_SHARDED_TYPES]
+                # Other types take the same time on every rank.
+                others_ms += sum(map(_total_ms, columns[:1]))
+        must = {t.name for t in tables if t.whole is None}
+        whole_ms = {t.name: _total_ms(t.whole) for t in tables if t.whole is not None}
+        rank_ms = (sum(whole_ms.values()) + others_ms) / self.costs.reader.world_size
+        slow = [n for n, ms in whole_ms.items() if ms > SPLIT_SHARE * rank_ms]
+        slow.sort(key=lambda name: -whole_ms[name])
+        best_ms, best = float("inf"), (0, frozenset[str]())
+        widths = sorted({w for t in tables for w in t.splits}, reverse=True)
+        for number, width in enumerate(widths):
+            able = {t.name for t in tables if width in t.splits}
+            # The first width is that of whole tables.
+            more = [name for name in slow if name in able] if number else []
+            counts = [0, *(2**n for n in range(len(more).bit_length() + 1))]
+            for count in counts if must <= able else ():
+                split = must.union(more[:count])
+                plan = [t.splits[width] if t.name in split else t.whole for t in tables]
+                ms = self._balanced_ms([o for o in plan if o is not None], others_ms)
+                if ms < best_ms * (1 - 1e-6):
+                    best_ms, best = ms, (width, frozenset(split))
+        return best
+
+    def _table(
+        self, name: str, own: Sequence[ShardingOption], splits: Sequence[ShardingOption]
+    ) -> _Table:
+        """Return what fits a rank of a table, with the quickest of its kernels."""
+        fitting = [s for s in splits if self._fits(s)]
+        if not fitting:
+            return _Table(name, None, {})
+        kernel = min(fitting, key=_slowest_ms).compute_kernel
+        whole = [
+            o
+            for o in own
+            if o.sharding_type == TABLE_WISE
+            and o.compute_kernel == kernel
+            and self._fits(o)
+            and not self.costs.reader.run_fault(o)
+        ]
+        chosen = {_width(s): s for s in fitting if s.compute_kernel == kernel}
+        return _Table(name, whole[0] if whole else None, chosen)
+
+    def _fits(self, option: ShardingOption) -> bool:
+        """Whether each shard fits a rank of its own."""
+        most = max(getattr(s.storage, self.tier) for s in option.shards)
+        return sum(bool(room >= most) for room in self.room) >= len(option.shards)
+
+    def _balanced_ms(
+        self, options: Sequence[ShardingOption], others_ms: float
+    ) -> float:
+        """Return the time of the options if the slowest shards are placed first.
+
+        It is at least the time of an average rank, other tables included.
+        """
+        placed = []
+        for option in options:
+            placed.append(copy.copy(option))
+            placed[-1].shards = [
+                Shard(size=s.size, offset=s.offset, perf=s.perf) for s in option.shards
+            ]
+        pieces = [
+            (shard, number) for number, o in enumerate(placed) for shard in o.shards
+        ]
+        pieces.sort(key=lambda piece: -piece[0].perf.total)
+        num_ranks = self.costs.reader.world_size
+        load_ms, taken = [0.0] * num_ranks, set[tuple[int, int]]()
+        for shard, number in pieces:
+            shard.rank = min(
+                (r for r in range(num_ranks) if (number, r) not in taken),
+                key=load_ms.__getitem__,
+            )
+            taken.add((number, shard.rank))
+            load_ms[shard.rank] += shard.perf.total
+        predicted = self.costs.price(placed).predicted()
+        phases_WS5 = predicted.phases_WS6[..., : len(PHASES)]
+        average_ms = (float(phases_WS5.sum()) + others_ms) / num_ranks
+        return max(predicted.critical_path_ms, average_ms)
+
+
+def is_even(options: Sequence[ShardingOption]) -> bool:
+    """Whether all column shards of sequence tables in a module have the same width."""
+    widths: dict[str, set[int]] = {}
+    for option in options:
+        if not is_pooled(option) and option.sharding_type == COLUMN_WISE:
+            found = {int(s.size[1]) for s in option.shards}
+            widths.setdefault(option.path, set()).update(found)
+    return all(len(found) == 1 for found in widths.values())
+
+
+def _width(option: ShardingOption) -> int:
+    return int(option.shards[0].size[1])
+
+
+def _total_ms(option: ShardingOption) -> float:
+    return float(sum(s.perf.total for s in option.shards))
+
+
+def _slowest_ms(option: ShardingOption) -> float:
+    return float(max(s.perf.total for s in option.shards))
