@@ -76,6 +76,16 @@ FOUND = {
             "t1": {"sharding_types": ["column_wise"]},
         },
     ),
+    "a sequence that must stay whole was thought to be spread over the ranks": case(
+        "ec",
+        [
+            table(rows=7890, dim=256, features=["f", "g", "h"], data_type="BF16"),
+            table(name="t1", rows=10833620, dim=256, features=[]),
+        ],
+        {"world_size": 2},
+        {"t0": {"sharding_types": ["table_wise"], "pooling_factors": [7.0, 1.0, 1.0]}},
+        batch_size=7572,
+    ),
     "a proposer that divides by the memory of devices that have none": case(
         "ebc",
         [table(rows=10**9, dim=64)],

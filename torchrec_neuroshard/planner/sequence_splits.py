@@ -169,20 +169,25 @@ class SequenceSplits:
         self, name: str, own: Sequence[ShardingOption], splits: Sequence[ShardingOption]
     ) -> _Table:
         """Return what fits a rank of a table, with the quickest of its kernels."""
-        fitting = [s for s in splits if self._fits(s)]
-        if not fitting:
-            return _Table(name, None, {})
-        kernel = min(fitting, key=_slowest_ms).compute_kernel
+        reader = self.costs.reader
         whole = [
             o
             for o in own
             if o.sharding_type == TABLE_WISE
-            and o.compute_kernel == kernel
-            and self._fits(o)
-            and not self.costs.reader.run_fault(o)
+            and not is_pooled(o)
+            and reader.has_cost(o)
+            and not reader.run_fault(o)
         ]
-        chosen = {_width(s): s for s in fitting if s.compute_kernel == kernel}
-        return _Table(name, whole[0] if whole else None, chosen)
+        fitting = [o for o in (*splits, *whole) if self._fits(o)]
+        if not fitting:
+            return _Table(name, None, {})
+        kernel = min(fitting, key=_slowest_ms).compute_kernel
+        chosen = [o for o in fitting if o.compute_kernel == kernel]
+        return _Table(
+            name,
+            next((o for o in chosen if o.sharding_type == TABLE_WISE), None),
+            {_width(o): o for o in chosen if o.sharding_type == COLUMN_WISE},
+        )
 
     def _fits(self, option: ShardingOption) -> bool:
         """Whether each shard fits a rank of its own."""
