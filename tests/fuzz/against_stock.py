@@ -34,11 +34,11 @@ from torchrec_neuroshard.planner import (
 from torchrec_neuroshard.planner.greedy import full_rank
 from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
+    is_even,
 )
 from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
-from torchrec_neuroshard.planner.sequence_splits import is_even
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 

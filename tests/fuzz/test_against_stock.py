@@ -180,6 +180,28 @@ FOUND = {
         {"world_size": 1, "hbm_cap": 2_600_000},
         storage_reservation=0.0,
     ),
+    "a quantised table too large to be whole forced rows upon the other": case(
+        "quant",
+        [table(rows=5, dim=64), table(name="t1", rows=6 * 10**10, features=["g"])],
+        {"world_size": 8, "hbm_cap": 1_360_576_728_077},
+        batch_size=663,
+    ),
+    "a quantised table took one option, whatever the other had to take": case(
+        "quant",
+        [
+            table(rows=31_818_238, dim=128, features=["f", "g"]),
+            table(name="t1", rows=4527, dim=16, features=["h"]),
+        ],
+        {"world_size": 8, "local_world_size": 8, "hbm_cap": 3_570_043_437},
+        {"t0": {"sharding_types": ["row_wise"], "pooling_factors": [4.3, 11.1]}},
+        batch_size=136,
+    ),
+    "columns of a quantised table shared no rank with the other table": case(
+        "quant",
+        [table(rows=3_763_052, dim=9), table(name="t1", rows=103, dim=1024)],
+        {"world_size": 2},
+        batch_size=30_764,
+    ),
 }
 """What was wrong -> the case."""
 

@@ -62,10 +62,10 @@ def place_greedily(
             units, key=lambda t: (len(now.ranks(t[0])), *_negative_size(units[t]))
         )
         unit = units.pop(tables)
-        _place_unit(unit, _less(topology, done), now)
+        place_unit(unit, less_room(topology, done), now)
         done += unit
     if free:
-        less = _less(topology, done)
+        less = less_room(topology, done)
         try:
             GreedyPerfPartitioner().partition(free, less)
         except PlannerError as error:
@@ -119,7 +119,7 @@ def option_copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
     copies = []
     for option in options:
         new = copy.copy(option)
-        new.shards = copy.deepcopy(option.shards)
+        new.shards = list(map(copy.copy, option.shards))
         copies.append(new)
     return copies
 
@@ -182,12 +182,16 @@ def _negative_size(unit: Sequence[ShardingOption]) -> tuple[int, int]:
     return -sum(s.hbm for s in storages), -sum(s.ddr for s in storages)
 
 
-def _place_unit(
+def place_unit(
     unit: list[ShardingOption],
     topology: Topology,
     rules: PlacementRules,
 ) -> None:
-    """Place one table, or tables that go together, in place."""
+    """Place one table, or tables that go together, in place.
+
+    Raises:
+        PlannerError: They do not fit (type PARTITION).
+    """
     table = rules.index[table_name(unit[0])]
     ranks = rules.ranks(table)
     choices: list[Collection[int]] = [ranks]
@@ -212,7 +216,7 @@ def _place_unit(
     )
 
 
-def _less(topology: Topology, placed: Sequence[ShardingOption]) -> Topology:
+def less_room(topology: Topology, placed: Sequence[ShardingOption]) -> Topology:
     """Return the topology with the memory and load after placing options."""
     if not placed:
         return topology

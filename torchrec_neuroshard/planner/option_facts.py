@@ -35,7 +35,7 @@ from torchrec_neuroshard.planner.compat import (
     wire_codecs,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
-from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
+from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE, SHARDING_TYPES
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, DATA_TYPE_BYTES
 
 _SUMMABLE = ("", "fp32", "fp16", "bf16")
@@ -254,6 +254,16 @@ def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
 def is_summed(option: ShardingOption) -> bool:
     """Whether a collective with codecs sums an option's outputs."""
     return _SCATTER in _used_codecs(option)
+
+
+def is_even(options: Sequence[ShardingOption]) -> bool:
+    """Whether all column shards of sequence tables in a module have the same width."""
+    widths: dict[str, set[int]] = {}
+    for option in options:
+        if not is_pooled(option) and option.sharding_type == COLUMN_WISE:
+            found = {int(s.size[1]) for s in option.shards}
+            widths.setdefault(option.path, set()).update(found)
+    return all(len(found) == 1 for found in widths.values())
 
 
 def has_own_optimizer(option: ShardingOption) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,6 @@ from torchrec_neuroshard.planner.greedy import (
     full_rank,
     memory_left,
     option_copies,
-    place_greedily,
     without,
 )
 from torchrec_neuroshard.planner.kernels import is_estimated
@@ -48,16 +47,19 @@ from torchrec_neuroshard.planner.option_facts import (
     has_cache,
     has_open_cache,
     is_dense,
+    is_even,
+    is_pooled,
     note_sharders,
     table_name,
 )
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.planner.search_space import SearchSpace
-from torchrec_neuroshard.planner.sequence_splits import is_even
+from torchrec_neuroshard.planner.unsearched import place_unsearched
 from torchrec_neuroshard.planner.ways import FreeOption, is_placeable
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choosing import ChoosingSearcher
+from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE
 
 LATER_EFFORT = 0.3
 """Effort of each search after the first, as a share of the first."""
@@ -116,9 +118,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     (default 4; 32 on GPUs whose costs are estimates), into at most one shard per rank.
     Splits are uneven only for CPU topologies.
 
-    Options that the cost model does not cover are placed first, by TorchRec's greedy
-    routine. The search gets the memory that they leave. Placement constraints hold for
-    them as well: constrained ones are placed first, one by one, on their ranks.
+    Tables whose options the cost model does not cover are placed first; see
+    `place_unsearched`. The search gets the memory that they leave. Placement
+    constraints hold for them as well.
 
     The proposal is not changed; the returned options are copies. The `perf` of a
     rank's shards adds up to the cost of the rank's set of tables. If
@@ -195,10 +197,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if memory is not None:
             storage_constraint = without(room, common)
         ways = [
-            option.ways
-            if isinstance(option, FreeOption)
-            else (option,) * is_placeable(option, self.costs.reader)
-            for option in proposal
+            own if is_placeable(own[0], self.costs.reader) else ()
+            for own in map(FreeOption.ways_of, proposal)
         ]
         try:
             self._check_room(proposal, storage_constraint, room)
@@ -297,12 +297,13 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         storage_constraint: Topology,
         rules: PlacementRules,
     ) -> list[ShardingOption]:
-        """Place tables without ways by TorchRec's routine, others by the search."""
+        """Place tables without ways, then search for the others."""
         # Sort by name: the plan must not depend on the order of a model's tables.
         both = sorted(zip(proposal, ways, strict=True), key=lambda p: table_name(p[0]))
-        given = [o for o, w in both if not w]
         searched = [w for _, w in both if w]
-        others = place_greedily(given, storage_constraint, rules)
+        paths = {w[0].path for w in searched}
+        given = [_unsearched_options(o, paths) for o, w in both if not w]
+        others = place_unsearched(given, storage_constraint, rules, self.costs)
         self.costs.share_launches(others)
         chosen: list[ShardingOption] = []
         if searched:
@@ -392,6 +393,20 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             "reservation, the outputs for its own samples and tables that the search "
             f"does not place leave {format_bytes(max(0, left))}."
         )
+
+
+def _unsearched_options(
+    option: ShardingOption, searched_paths: Collection[str]
+) -> list[ShardingOption]:
+    """Return the options to choose from for a table that the search does not place.
+
+    The search chooses the widths of a module's sequence tables, which must agree. So
+    its other sequence tables are not split into columns.
+    """
+    first, *others = FreeOption.ways_of(option)
+    must_be_whole = not is_pooled(first) and first.path in searched_paths
+    kept = [o for o in others if not must_be_whole or o.sharding_type != COLUMN_WISE]
+    return [first, *kept]
 
 
 def _without_ranks(options: Sequence[ShardingOption]) -> list[ShardingOption]:

@@ -312,7 +312,7 @@ class PlacedPlan:
         if self.stock:
             phases_W6 = np.zeros((costs.reader.world_size, len(PHASES) + 1))
             for shard in (s for o in self.stock for s in o.shards):
-                phases_W6[shard.rank] += _stock_phases(shard.perf)
+                phases_W6[shard.rank] += stock_phases(shard.perf)
             ranks = tuple(RankCosts(*row) for row in phases_W6.tolist())
             stages.append(StageCosts("others (TorchRec's estimate)", ranks))
         options = costed.options if costed else ()
@@ -364,7 +364,7 @@ class PlacedPlan:
         """
         stock_shards = [s for option in self.stock for s in option.shards]
         stages = self.predicted.stages
-        phases_N5 = np.array([_stock_phases(s.perf)[:5] for s in stock_shards])
+        phases_N5 = np.array([stock_phases(s.perf)[:5] for s in stock_shards])
         phases_N5 = phases_N5.reshape(-1, 5)
         rank_N = np.array([int(s.rank) for s in stock_shards], dtype=np.int64)
         stage_N = np.full(len(stock_shards), len(stages) - 1, dtype=np.int64)
@@ -485,7 +485,7 @@ def _perfs(compute_N2: Floats, comms_N3: Floats) -> list[Perf]:
     ]
 
 
-def _stock_phases(perf: Perf) -> tuple[float, ...]:
+def stock_phases(perf: Perf) -> tuple[float, ...]:
     """Return TorchRec's estimate as phases, and the cache loading in the second."""
     return (
         0.0,

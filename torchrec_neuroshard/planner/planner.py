@@ -445,6 +445,7 @@ class NeuroShardPlanner(DescribesPlans):
             return found
         # From here on, estimates count what ranks allocate.
         self.enumerator.populate_estimates(found.options)
+        self.costs.share_launches(found.options)
         self.costs.attribute(found.options)
         memory.attribute(found.options)
         if text := memory.overflow(found.options, self._reserved(module, sharders)):

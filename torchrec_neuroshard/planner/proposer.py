@@ -52,9 +52,8 @@ class NeuroShardProposer(CostedPart, Proposer):
 
     1. Every table in all ways that its constraints allow. One option stands for all of
        them in `NeuroShardPartitioner`, and for itself in any other partitioner. It is
-       column-wise or table-wise if that fits a rank, else the cheapest that fits. For
-       tables that no search places, it is the option that is cheapest if all such
-       tables are sharded like it.
+       column-wise or table-wise if that fits a rank, else the cheapest that fits.
+       For a table that no search places, it stands for all options that can run.
     2. The same with the kernels that the enumerator withheld.
     3. Every table by its option of least memory.
 
@@ -124,7 +123,8 @@ class NeuroShardProposer(CostedPart, Proposer):
         for option in (*options, *others):
             self._by_table.setdefault(option.fqn, []).append(option)
         for number, own in enumerate(self._by_table.values()):
-            own += [c for o in own for c in on_nodes(o, self.costs.reader, number)]
+            known = [o for o in own if self.costs.reader.has_cost(o)]
+            own += [c for o in known for c in on_nodes(o, self.costs.reader, number)]
 
     def _split_sequences(
         self, by_table: dict[str, list[ShardingOption]], *, narrow: bool = False
@@ -143,7 +143,6 @@ class NeuroShardProposer(CostedPart, Proposer):
         """Yield the proposals of the class docstring, in order."""
         tables = [list(self._permitted(own)) for own in self._by_table.values()]
         ways = list(map(self._ways, tables))
-        self._num_others = sum(not own for own in ways)
         first = list(map(self._free, tables, ways))
         yield first
         if isinstance(self._enumerator, NeuroShardEnumerator):
@@ -218,24 +217,19 @@ class NeuroShardProposer(CostedPart, Proposer):
             )
         room = self._room[ranks]
         order = order or partial(self._cost_order, room, bool(ways))
-        is_alone = bool(ways) or options[0].dependency is not None
-        least = _least(ways or options, order, _cost_ms if is_alone else self._share_ms)
-        return FreeOption(least, ways) if ways else least
+        if ways or options[0].dependency is not None:
+            least = _least(ways or options, order, _cost_ms)
+            return FreeOption(least, ways) if ways else least
+        ranked = sorted(
+            options, key=lambda o: (*order(o), _cost_ms(o), *_name_order(o))
+        )
+        runnable = [o for o in ranked if not self._is_faulty(o)] or ranked
+        return FreeOption(runnable[0], runnable)
 
     def _ways(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return the options whose shards a search can place."""
         reader = self.costs.reader
         return [o for o in options if is_placeable(o, reader)]
-
-    def _share_ms(self, option: ShardingOption) -> float:
-        """Return the time per rank if all unsearched tables used options like this one.
-
-        It is at least the time of the option's own slowest shard [ms]. This replaces a
-        search for tables that the search cannot place.
-        """
-        total = float(sum(s.perf.total for s in option.shards))
-        share = self._num_others / int(self._topology.world_size)
-        return max(_cost_ms(option), total * share)
 
     def _cost_order(
         self, room: int, may_be_split: bool, option: ShardingOption

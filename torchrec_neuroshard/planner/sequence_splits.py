@@ -226,16 +226,6 @@ class SequenceSplits:
         return max(predicted.critical_path_ms, average_ms)
 
 
-def is_even(options: Sequence[ShardingOption]) -> bool:
-    """Whether all column shards of sequence tables in a module have the same width."""
-    widths: dict[str, set[int]] = {}
-    for option in options:
-        if not is_pooled(option) and option.sharding_type == COLUMN_WISE:
-            found = {int(s.size[1]) for s in option.shards}
-            widths.setdefault(option.path, set()).update(found)
-    return all(len(found) == 1 for found in widths.values())
-
-
 def _width(option: ShardingOption) -> int:
     return int(option.shards[0].size[1])
 

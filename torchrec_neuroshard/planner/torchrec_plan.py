@@ -30,13 +30,13 @@ from torchrec_neuroshard.planner.compat import (
     sharders_by_type,
 )
 from torchrec_neuroshard.planner.option_facts import (
+    is_even,
     note_sharders,
     table_name,
 )
 from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
-from torchrec_neuroshard.planner.sequence_splits import is_even
 from torchrec_neuroshard.planner.table_keys import (
     ModuleConstraints,
     with_bare_names,

@@ -42,8 +42,8 @@ class FreeOption(ShardingOption):
     For TorchRec's parts it is the option that it was made from.
 
     Attributes:
-        ways: The options that a search may choose from, including this one. All are
-            placeable.
+        ways: The options to choose from, including this one. A search can place all of
+            them or none.
     """
 
     def __init__(self, option: ShardingOption, ways: Sequence[ShardingOption]) -> None:
@@ -58,8 +58,8 @@ class FreeOption(ShardingOption):
         return copied
 
     def __hash__(self) -> int:
-        """Hash the table and its ways; TorchRec compares proposals by hash."""
-        return hash((self.fqn, len(self.ways)))
+        """Hash what differs between proposals, which TorchRec compares by hash."""
+        return hash((self.fqn, len(self.ways), self.sharding_type, self.compute_kernel))
 
     @staticmethod
     def ways_of(option: ShardingOption) -> tuple[ShardingOption, ...]:

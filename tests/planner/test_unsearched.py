@@ -1,0 +1,208 @@
+"""Tables that the search does not place, such as quantised ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.modules.embedding_configs import DataType
+from torchrec.quant.embedding_modules import (
+    EmbeddingBagCollection as QuantEmbeddingBagCollection,
+)
+
+from tests.builders import (
+    META,
+    MIB,
+    bag_config,
+    cost_of,
+    entries_of,
+    gpus,
+    make_planner,
+    sequences,
+)
+from torchrec_neuroshard import NeuroShardPlanner, PlacementConstraints
+from torchrec_neuroshard.planner import NeuroShardPartitioner, unsearched
+from torchrec_neuroshard.planner.greedy import place_greedily
+from torchrec_neuroshard.planner.option_facts import is_even, table_name
+from torchrec_neuroshard.planner.proposer import NeuroShardProposer
+from torchrec_neuroshard.planner.reader import TableReader
+from torchrec_neuroshard.planner.unsearched import place_unsearched
+from torchrec_neuroshard.planner.ways import FreeOption
+
+SHARDERS = get_default_sharders()
+SIZES = [(4527, 16), (100, 256), (200_000, 64), (30_000_000, 8)]
+
+
+def quantised(sizes: Sequence[tuple[int, int]], order: Sequence[int] = ()) -> Any:
+    """Quantised bags; `order` is that of the tables, which are named by size."""
+    tables = [bag_config(i, *size) for i, size in enumerate(sizes)]
+    for config in tables:
+        config.data_type = DataType.INT8
+    return QuantEmbeddingBagCollection(
+        tables=[tables[i] for i in order or range(len(tables))],
+        is_weighted=False,
+        device=META,
+    )
+
+
+def proposed(
+    planner: NeuroShardPlanner, options: list[ShardingOption]
+) -> list[ShardingOption]:
+    """The first proposal."""
+    proposer = NeuroShardProposer(planner.topology, costs=planner.costs)
+    proposer.load(options, planner.enumerator)
+    found = proposer.propose()
+    assert found is not None
+    return found
+
+
+def price(planner: NeuroShardPlanner, plan: list[ShardingOption]) -> float:
+    """The critical path of unsearched options, whose launches are shared [ms]."""
+    planner.costs.share_launches(plan)
+    return planner.costs.placed(plan).predicted.critical_path_ms
+
+
+@pytest.mark.parametrize("topology", [gpus(2), gpus(8), Topology(4, "cpu")])
+@pytest.mark.parametrize("sizes", [SIZES[:2], SIZES[1:3], SIZES[:3]])
+def test_no_combination_of_options_is_cheaper(
+    topology: Topology, sizes: list[tuple[int, int]]
+) -> None:
+    planner = make_planner(topology=topology, batch_size=512)
+    options = planner.enumerator.enumerate(quantised(sizes), SHARDERS)
+    tables = [list(FreeOption.ways_of(o)) for o in proposed(planner, options)]
+    rules = planner.placement_constraints.rules(
+        [table_name(own[0]) for own in tables], topology.world_size
+    )
+    found = place_unsearched(tables, topology, rules, planner.costs)
+    best = min(
+        price(planner, place_greedily(options, topology, rules))
+        for options in itertools.product(*tables)
+    )
+    descent = unsearched._Descent(tables, topology, rules, planner.costs, 0)
+    score = descent.score(found)[0]
+    assert price(planner, found) == pytest.approx(score, abs=1e-8)
+    assert score <= best * (1 + 1e-6)
+
+
+def test_host_memory_is_used_only_where_devices_are_full() -> None:
+    module = quantised([(400_000, 48)] * 5)
+    planner = make_planner(topology=gpus(2, hbm_cap=40 * MIB), batch_size=4096)
+    plan = planner.plan(module, SHARDERS)
+    kernels = [entry.compute_kernel for entry in entries_of(plan).values()]
+    assert 0 < sum(kernel == "quant" for kernel in kernels) < 5
+
+
+def test_the_order_of_tables_does_not_matter() -> None:
+    alike = [(200_000, 64)] * 6
+    plans = [
+        make_planner(topology=gpus(4)).plan(quantised(alike, order), SHARDERS)
+        for order in ([0, 1, 2, 3, 4, 5], [3, 5, 1, 0, 4, 2])
+    ]
+    first, second = ({k: str(v) for k, v in entries_of(p).items()} for p in plans)
+    assert first == second
+
+
+def test_placement_constraints_hold() -> None:
+    placement = PlacementConstraints(
+        pin={"t0": [3], "t2": [1, 2]}, together=[["t1", "t0"]]
+    )
+    planner = make_planner(topology=gpus(4), placement_constraints=placement)
+    found = entries_of(planner.plan(quantised(SIZES), SHARDERS))
+    assert set(found["t0"].ranks) == set(found["t1"].ranks) == {3}
+    assert set(found["t2"].ranks) <= {1, 2}
+    assert planner.last_result is not None and not planner.last_result.fallback
+
+
+def test_few_shards_are_placed_for_a_better_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    placed: list[int] = []
+
+    def count(unit: list[ShardingOption], *given: Any) -> None:
+        placed.append(sum(option.num_shards for option in unit))
+        raise PlannerError(error_type=PlannerErrorType.PARTITION, message="no room")
+
+    monkeypatch.setattr(unsearched, "place_unit", count)
+    for most in (0, 40, 10_000):
+        placed.clear()
+        monkeypatch.setattr(unsearched, "MOST_SHARDS", most)
+        make_planner(topology=gpus(8)).plan(quantised(SIZES), SHARDERS)
+        assert bool(placed) == bool(most)
+        # What is begun for a table is ended.
+        assert most == 10_000 or sum(placed) <= most + 12 * 8
+
+
+def test_only_options_that_run_are_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, faulty = make_planner(topology=gpus(2)), {"row_wise"}
+    options = planner.enumerator.enumerate(quantised(SIZES[:1]), SHARDERS)
+
+    def run_fault(_: TableReader, option: ShardingOption) -> str | None:
+        return "no" if option.sharding_type in faulty else None
+
+    monkeypatch.setattr(TableReader, "run_fault", run_fault)
+
+    def kinds() -> set[str]:
+        (option,) = proposed(planner, options)
+        return {way.sharding_type for way in FreeOption.ways_of(option)}
+
+    assert kinds() == {"table_wise", "column_wise"}
+    faulty |= {"table_wise", "column_wise"}
+    assert kinds() == {"row_wise", "table_wise", "column_wise"}
+
+
+def test_sequences_of_a_module_are_split_into_equal_widths() -> None:
+    """Widths of 16 and 32 are the cheapest, but TorchRec's all-to-all takes one."""
+    topology, planner = gpus(4), make_planner(topology=gpus(4))
+    constraints = {
+        f"s{i}": ParameterConstraints(
+            sharding_types=["column_wise", "table_wise"],
+            compute_kernels=["fused"],
+            min_partition=width,
+        )
+        for i, width in enumerate([16, 32])
+    }
+    options = EmbeddingEnumerator(topology, 64, constraints=constraints).enumerate(
+        sequences(64, 64), SHARDERS
+    )
+    for option in options:
+        whole_ms = 1.0 if option.sharding_type == "table_wise" else 0.2
+        for shard in option.shards:
+            shard.perf.fwd_compute = whole_ms
+            shard.perf.fwd_comms = shard.perf.bwd_comms = shard.perf.bwd_compute = 0.0
+    tables = [[o for o in options if o.name == name] for name in ("s0", "s1")]
+    tables = [
+        sorted(own, key=lambda o: o.sharding_type != "table_wise") for own in tables
+    ]
+    rules = planner.placement_constraints.rules(
+        [table_name(own[0]) for own in tables], topology.world_size
+    )
+    found = place_unsearched(tables, topology, rules, planner.costs)
+    assert is_even(found)
+    widths = [{int(s.size[1]) for s in option.shards} for option in options]
+    assert {16} in widths and {32} in widths
+
+
+def test_torchrecs_plan_as_the_last_resort_shares_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise PlannerError(error_type=PlannerErrorType.PARTITION, message="no")
+
+    monkeypatch.setattr(NeuroShardPartitioner, "_place", fail)
+    planner = make_planner(topology=gpus(2))
+    module = quantised([(100, 16)] * 8)
+    plan = planner.plan(module, SHARDERS)
+    assert planner.last_result is not None and planner.last_result.fallback
+    again = planner.evaluate(plan, module, SHARDERS)
+    assert cost_of(planner) == pytest.approx(again.critical_path_ms)
