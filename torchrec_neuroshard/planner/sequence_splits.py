@@ -13,15 +13,10 @@ from dataclasses import dataclass, field
 
 from torchrec.distributed.planner.types import Enumerator, Shard, ShardingOption
 
-from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.planner.option_facts import is_pooled
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.ways import min_partition
-from torchrec_neuroshard.tables.sharding_types import (
-    COLUMN_SHARDED_TYPES,
-    COLUMN_WISE,
-    TABLE_WISE,
-)
+from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE, TABLE_WISE
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 SPLIT_SHARE = 0.25
@@ -136,19 +131,17 @@ class SequenceSplits:
         self, path: str, by_table: Options, splits_of: Options
     ) -> tuple[int, frozenset[str]]:
         """Return the width of a module's column shards, and the tables to split."""
-        tables, others_ms = list[_Table](), 0.0
-        for name, own in by_table.items():
-            table = self._table(name, own, splits_of.get(name, ()))
-            if table.whole is not None or table.splits:
-                tables.append(table)
-            else:
-                columns = [o for o in own if o.sharding_type in COLUMN_SHARDED_TYPES]
-                # Other types take the same time on every rank.
-                others_ms += sum(map(_total_ms, columns[:1]))
+        found = [
+            self._table(name, own, splits_of.get(name, ()))
+            for name, own in by_table.items()
+            if own[0].path == path
+        ]
+        # Others are split by rows, or are replicas.
+        tables = [t for t in found if t.whole is not None or t.splits]
         must = {t.name for t in tables if t.whole is None}
         whole_ms = {t.name: _total_ms(t.whole) for t in tables if t.whole is not None}
-        rank_ms = (sum(whole_ms.values()) + others_ms) / self.costs.reader.world_size
-        slow = [n for n, ms in whole_ms.items() if ms > SPLIT_SHARE * rank_ms]
+        least_ms = SPLIT_SHARE * sum(whole_ms.values()) / self.costs.reader.world_size
+        slow = [name for name, ms in whole_ms.items() if ms > least_ms]
         slow.sort(key=lambda name: -whole_ms[name])
         best_ms, best = float("inf"), (0, frozenset[str]())
         widths = sorted({w for t in tables for w in t.splits}, reverse=True)
@@ -160,7 +153,7 @@ class SequenceSplits:
             for count in counts if must <= able else ():
                 split = must.union(more[:count])
                 plan = [t.splits[width] if t.name in split else t.whole for t in tables]
-                ms = self._balanced_ms([o for o in plan if o is not None], others_ms)
+                ms = self._balanced_ms([o for o in plan if o is not None])
                 if ms < best_ms * (1 - 1e-6):
                     best_ms, best = ms, (width, frozenset(split))
         return best
@@ -194,12 +187,10 @@ class SequenceSplits:
         most = max(getattr(s.storage, self.tier) for s in option.shards)
         return sum(bool(room >= most) for room in self.room) >= len(option.shards)
 
-    def _balanced_ms(
-        self, options: Sequence[ShardingOption], others_ms: float
-    ) -> float:
+    def _balanced_ms(self, options: Sequence[ShardingOption]) -> float:
         """Return the time of the options if the slowest shards are placed first.
 
-        It is at least the time of an average rank, other tables included.
+        Other modules do not matter: they run in stages of their own.
         """
         placed = []
         for option in options:
@@ -220,10 +211,7 @@ class SequenceSplits:
             )
             taken.add((number, shard.rank))
             load_ms[shard.rank] += shard.perf.total
-        predicted = self.costs.price(placed).predicted()
-        phases_WS5 = predicted.phases_WS6[..., : len(PHASES)]
-        average_ms = (float(phases_WS5.sum()) + others_ms) / num_ranks
-        return max(predicted.critical_path_ms, average_ms)
+        return self.costs.price(placed).predicted().critical_path_ms
 
 
 def _width(option: ShardingOption) -> int:
