@@ -86,6 +86,18 @@ FOUND = {
         {"t0": {"sharding_types": ["table_wise"], "pooling_factors": [7.0, 1.0, 1.0]}},
         batch_size=7572,
     ),
+    "a grid of several blocks on one node was no way of the search": case(
+        "ebc",
+        [table(rows=110939, dim=1024)],
+        {"world_size": 2},
+        {
+            "t0": {
+                "sharding_types": ["data_parallel", "grid_shard"],
+                "pooling_factors": [30.0],
+            }
+        },
+        batch_size=869,
+    ),
     "a proposer that divides by the memory of devices that have none": case(
         "ebc",
         [table(rows=10**9, dim=64)],

@@ -227,7 +227,8 @@ def other_grids(
 
     TorchRec only offers blocks of `min_partition` columns, and places several blocks of
     a table on a node if there are more blocks than nodes. Here each block has its own
-    node, and blocks may be wider, down to two blocks.
+    node, and blocks may be wider, down to two blocks; one, if no other number of blocks
+    fits the nodes.
 
     Args:
         option: Any option. There are no copies for other types.
@@ -245,12 +246,15 @@ def other_grids(
     narrowest = min_partition(option, reader, least_columns)
     widest = reader.max_columns
     found = []
-    for count in range(2, reader.world_size // size + 1):
-        block, rest = divmod(width, count)
-        if rest or block % COLUMN_MULTIPLE or not narrowest <= block <= widest:
-            continue
-        if block == own:
-            continue
+    widths = [
+        width // count
+        for count in range(1, reader.world_size // size + 1)
+        if not width % (count * COLUMN_MULTIPLE)
+        and narrowest <= width // count <= widest
+    ]
+    several = [block for block in widths if block not in (width, own)]
+    is_placeable_itself = option.num_shards <= reader.world_size
+    for block in several or (() if is_placeable_itself else widths):
         other = copy.copy(option)
         other.shards = [
             Shard(size=[int(s.size[0]), block], offset=[int(s.offset[0]), column])
