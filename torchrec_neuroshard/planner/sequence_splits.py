@@ -8,6 +8,7 @@ chosen here, before the search.
 from __future__ import annotations
 
 import copy
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -193,24 +194,16 @@ class SequenceSplits:
         Other modules do not matter: they run in stages of their own.
         """
         placed = []
-        for option in options:
+        loads_ms = [(0.0, rank) for rank in range(self.costs.reader.world_size)]
+        for option in sorted(options, key=_slowest_ms, reverse=True):
+            freest = [heapq.heappop(loads_ms) for _ in option.shards]
             placed.append(copy.copy(option))
             placed[-1].shards = [
-                Shard(size=s.size, offset=s.offset, perf=s.perf) for s in option.shards
+                Shard(size=shard.size, offset=shard.offset, rank=rank)
+                for shard, (_, rank) in zip(option.shards, freest, strict=True)
             ]
-        pieces = [
-            (shard, number) for number, o in enumerate(placed) for shard in o.shards
-        ]
-        pieces.sort(key=lambda piece: -piece[0].perf.total)
-        num_ranks = self.costs.reader.world_size
-        load_ms, taken = [0.0] * num_ranks, set[tuple[int, int]]()
-        for shard, number in pieces:
-            shard.rank = min(
-                (r for r in range(num_ranks) if (number, r) not in taken),
-                key=load_ms.__getitem__,
-            )
-            taken.add((number, shard.rank))
-            load_ms[shard.rank] += shard.perf.total
+            for shard, (load_ms, rank) in zip(option.shards, freest, strict=True):
+                heapq.heappush(loads_ms, (load_ms + shard.perf.total, rank))
         return self.costs.price(placed).predicted().critical_path_ms
 
 
