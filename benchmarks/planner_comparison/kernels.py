@@ -60,6 +60,10 @@ _AROUND = 4
 """Number of references before, and after, a pass that count for its unit."""
 
 
+class NoisyMachineError(RuntimeError):
+    """Other programs disturb the timings."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pass:
     """One timed pass of a kernel."""
@@ -158,7 +162,7 @@ class KernelTimer:
         """Return how evenly the reference ran.
 
         Raises:
-            RuntimeError: The machine is not quiet.
+            NoisyMachineError: The machine is not quiet.
         """
         if self._timer.reference is None:
             return "not checked"
@@ -166,7 +170,7 @@ class KernelTimer:
         low, middle, high = statistics.quantiles(speeds, n=4)
         spread = (high - low) / middle
         if spread > _QUIET_SPREAD:
-            raise RuntimeError(
+            raise NoisyMachineError(
                 f"the machine is not quiet: the middle half of {_QUIET_TIMINGS} "
                 f"timings of the reference spreads by {spread:.1%}, more than "
                 f"{_QUIET_SPREAD:.0%}; end other programs, or add --noisy"

@@ -22,7 +22,12 @@ import torch
 from harness.provenance import describe_run, now
 from planner_comparison.charts import draw_charts
 from planner_comparison.clusters import CLUSTERS, cluster_of
-from planner_comparison.kernels import KernelSettings, KernelTimer, kernels_of
+from planner_comparison.kernels import (
+    KernelSettings,
+    KernelTimer,
+    NoisyMachineError,
+    kernels_of,
+)
 from planner_comparison.page import headline, write_page
 from planner_comparison.paired import AGAIN, OURS
 from planner_comparison.planning import TRAINED, Outcome, Planners, PlanningSettings
@@ -382,7 +387,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     # If this process is terminated, its planning processes end, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    comparison = Comparison(options)
+    try:
+        comparison = Comparison(options)
+    except NoisyMachineError as error:
+        sys.exit(f"compare_planners: {error}")
     try:
         comparison.run()
     finally:

@@ -294,7 +294,7 @@ def test_a_noisy_machine_is_refused(monkeypatch: Any) -> None:
     )
     speeds = itertools.cycle([1.0, 0.9])
     monkeypatch.setattr(timer, "_speed_now", lambda: next(speeds))
-    with pytest.raises(RuntimeError, match=r"not quiet: .* by 10"):
+    with pytest.raises(kernels.NoisyMachineError, match=r"not quiet: .* by 10"):
         timer.check_quiet()
     monkeypatch.setattr(timer, "_speed_now", lambda: 0.9)
     assert "spreads by 0.0%, speed 0.90" in timer.check_quiet()
