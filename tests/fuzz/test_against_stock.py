@@ -98,6 +98,17 @@ FOUND = {
         },
         batch_size=869,
     ),
+    "a cache that TorchRec refuses was kept beside replicas": case(
+        "ebc",
+        [table(rows=12, dim=1024)],
+        {"world_size": 16},
+        {
+            "t0": {
+                "compute_kernels": ["fused_uvm_caching", "dense"],
+                "cache_load_factor": 1.0,
+            }
+        },
+    ),
     "a proposer that divides by the memory of devices that have none": case(
         "ebc",
         [table(rows=10**9, dim=64)],

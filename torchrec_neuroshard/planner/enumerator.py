@@ -63,7 +63,6 @@ from torchrec_neuroshard.tables.sharding_types import (
 )
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
-_CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _ROW_WISE = ShardingType.ROW_WISE.value
 
 _NEARLY_ALL = 0.9
@@ -360,11 +359,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._withheld[self._path, table] = OFFLOADED_KERNELS.intersection(withheld)
         if spared:
             return [_FUSED]
-        params = constraint.cache_params if constraint else None
-        load = None if params is None else params.load_factor
         kept = set(kernels) if asked else OFFLOADED_KERNELS | {_FUSED}
-        if load is not None and not 0 < load < 1:
-            kept -= {_CACHING}  # TorchRec refuses it
         return [k for k in kernels if k in kept]
 
 

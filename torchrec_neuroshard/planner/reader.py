@@ -54,6 +54,7 @@ from torchrec_neuroshard.planner.option_facts import (
     VERDICT,
     WORST_OPTIMIZER,
     codec_fault,
+    has_cache,
     is_dense,
     is_modelled_config,
     is_pooled,
@@ -295,6 +296,13 @@ class TableReader:
             return (
                 f"kernels on GPUs support at most {most:,} columns, got {widest:,}. "
                 f"Allow column_wise sharding with min_partition of at most {most}"
+            )
+        params = option.cache_params
+        load = params.load_factor if has_cache(option) and params else None
+        if load is not None and not 0 < load < 1:
+            return (
+                f"a cache needs a load_factor above 0 and below 1, got {load:g}. "
+                "Change it in cache_params, or allow kernels without a cache"
             )
         samples = self.facts(option).module.batch_sizes - {option.batch_size}
         if samples and option.sharding_type == _GRID and not grids_vary_batches():
