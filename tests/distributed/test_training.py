@@ -166,7 +166,7 @@ CASES = {
         triples=None,
         types=(COLUMN, TABLE, ROW),
         only={1: TABLE, 2: ROW},
-        features={0: ["f0", "f3", "f4"], 1: ["f1", "f3"]},
+        features={0: ["f0", "f3", "f4"]},
         sequence=True,
         num_nodes=TWO_NODES,
     ),
