@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
@@ -393,6 +393,30 @@ def run_subgroup(rank: int) -> dict[str, Any]:
     return {"tables": sorted(plan.plan[""])}
 
 
+def run_small_sequences() -> dict[str, Any]:
+    """Train ten rows that hold their numbers; the planner may take any type."""
+    config = EmbeddingConfig(
+        num_embeddings=10, embedding_dim=4, name="t0", feature_names=["f0"]
+    )
+    model = EmbeddingCollection(tables=[config])
+    with torch.no_grad():
+        model.embeddings["t0"].weight.copy_(torch.arange(10.0)[:, None].expand(10, 4))
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    sharders: list[Any] = [EmbeddingCollectionSharder()]
+    planner = make_planner(dist.get_world_size(), cost_model="cpu")
+    plan = planner.collective_plan(model, sharders)
+    sharded = shard_model(model, plan, sharders)
+    batch = KeyedJaggedTensor(
+        keys=["f0"],
+        values=torch.tensor([1, 2, 3, 4]),
+        lengths=torch.tensor([2, 0, 1, 1]),
+    )
+    before = sharded(batch)["f0"].values()
+    torch.autograd.backward(before.sum())
+    after = sharded(batch)["f0"].values()
+    return {"before": before[:, 0].tolist(), "after": after[:, 0].tolist()}
+
+
 def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
     jobs: Jobs = {
         name: functools.partial(run_case, case, rank)
@@ -401,6 +425,8 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
     }
     if num_nodes == TWO_NODES:
         jobs["subgroup"] = lambda: run_subgroup(rank)
+    else:
+        jobs["small sequences"] = run_small_sequences
     return jobs
 
 
@@ -426,6 +452,13 @@ def test_split_tables_are_put_in_order_and_search_splits_one(results: OfJob) -> 
         assert result["reordered"] == result["expected_reordered"] == [COLUMN]
     # Otherwise the search's case would train whole tables alone.
     assert max(results("search")[0]["num_shards"].values()) == 2
+
+
+def test_small_sequence_tables_are_looked_up_row_by_row(ranks: Results) -> None:
+    """FBGEMM's dense kernel for CPUs would pool them, and train other rows."""
+    for result in ranks(__name__, ONE_NODE, "small sequences"):
+        assert result["before"] == [1, 2, 3, 4]
+        assert result["after"] == [0, 1, 2, 3]  # gradients are means over the ranks
 
 
 def test_group_with_another_first_rank(ranks: Results) -> None:

@@ -51,7 +51,9 @@ from tests.builders import (
     make_ebc,
     make_planner,
     only,
+    sequences,
     shards_of,
+    types_of,
 )
 from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import NeuroShardPlanner
@@ -137,6 +139,18 @@ def test_grids_with_varying_batches_are_left_out_before_1_9() -> None:
     assert kind("grid_shard", "table_row_wise") == "table_row_wise"
     with pytest.raises(ConfigError, match=r"'t0' .* batch_sizes has 8 beside \d+\."):
         kind("grid_shard")
+
+
+def test_sequence_tables_are_not_replicated_on_cpus() -> None:
+    """FBGEMM's dense kernel for CPUs pools their ids."""
+    module, sharders = sequences(4, rows=10, prefix="t"), get_default_sharders()
+    free = make_planner(2, cost_model="cpu").plan(module, sharders)
+    assert types_of(free)["t0"] != "data_parallel"
+    limits = only(sharding_types=["data_parallel"])
+    with pytest.raises(ConfigError, match=r"'t0' .*pools the ids.* other than data_pa"):
+        make_planner(2, constraints=limits).plan(module, sharders)
+    planner = make_planner(topology=gpus(2), constraints=limits)
+    assert types_of(planner.plan(module, sharders)) == {"t0": "data_parallel"}
 
 
 def test_tables_of_another_device_group_are_left_out() -> None:

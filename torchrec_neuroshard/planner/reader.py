@@ -297,6 +297,12 @@ class TableReader:
                 f"kernels on GPUs support at most {most:,} columns, got {widest:,}. "
                 f"Allow column_wise sharding with min_partition of at most {most}"
             )
+        if is_dense(option) and not self.on_gpu and not is_pooled(option):
+            return (
+                f"on CPUs FBGEMM's {option.compute_kernel} kernel pools the ids of a "
+                "sample, but this table's module returns every row. Allow sharding "
+                "types other than data_parallel"
+            )
         params = option.cache_params
         load = params.load_factor if has_cache(option) and params else None
         if load is not None and not 0 < load < 1:
