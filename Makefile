@@ -108,7 +108,8 @@ endif
 
 reproduce: $(STAMP) $(REPRODUCE_BUNDLES)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/python benchmarks/compare_planners.py \
-	--out reproduced/planners $(if $(TABLES),--tables "$(TABLES)") --max-rows 400000 \
+	--out reproduced/planners $(if $(TABLES),--tables "$(TABLES)") --seed 45 \
+	--max-rows 400000 \
 	--max-lookups 4000000 --rounds 4 --scaled-to h100 --planning-processes 2 \
 	--plan-seconds 30 --solver-seconds 1 $(REPRODUCE) $(REPRODUCE_ARGS)
 

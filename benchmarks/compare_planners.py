@@ -17,8 +17,7 @@ minutes. `--device cuda` times kernels on a GPU.
 NeuroShard's nets and policies come from the folder `--trained`. Without it, planners
 that need nets are left out, and AutoShard and DreamShard use the shipped policies.
 Without `--tables`, the DLRM dataset's tables come from a generator, and EMBark is left
-out. `--readme README.md` runs nothing: it writes the page and the charts of `--out`
-again, and renews the table in that file.
+out. `check_figures.py --write` writes the page and the charts again from the data.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -33,8 +34,9 @@ _THEMES: dict[str, dict[str, str]] = {
     },
 }
 _INCHES, _DOTS = (10.0, 4.2), 120
-_LETTER, _LINE = 0.0145, 0.042
-"""Width of a letter and height of a line in labels, as shares of the axes."""
+_LETTER, _LINE, _DOT = 0.0145, 0.042, 0.022
+"""Width of a letter, height of a line in labels, and size of a dot, as shares of the
+axes."""
 
 
 def draw_charts(data: dict[str, Any], out: Path) -> list[Path]:
@@ -81,38 +83,53 @@ def _draw_dots(
     axes.set_xscale("log")
     axes.set_title("plans and planning time; lower left is better", loc="left")
     axes.set_xlabel("planning, seconds (median)")
-    axes.set_ylabel("kernel time; 1 = TorchRec's best practice")
+    axes.set_ylabel("kernels alone; 1 = TorchRec, table- and column-wise")
     if not dots:
         return
     means, seconds = [d[0] for d in dots], [d[1] for d in dots]
-    axes.set_xlim(min(seconds) / 1.6, max(seconds) * 9)  # room for labels
+    axes.set_xlim(min(seconds) / 1.6, max(seconds) * 14)  # room for labels
     axes.set_ylim(min(means) - 0.04, max(means) + 0.04)
-    labels: list[tuple[float, float, float]] = []
-    for mean, own, name in sorted(dots):
+    to_axes = axes.transData + axes.transAxes.inverted()
+    places = [to_axes.transform((own, mean)) for mean, own, _ in dots]
+    taken = [(x - _DOT / 2, x + _DOT / 2, y) for x, y in places]
+    for (mean, own, name), (x, y) in sorted(zip(dots, places, strict=True)):
         color = colors[_kind(name)]
         axes.scatter(
             [own], [mean], s=110 if name == OURS else 45, color=color, zorder=3
         )
         text = re.sub(f"^{OURS}", "this planner", name)
         text = text.replace("torchrec", "TorchRec")
-        x, y = axes.transAxes.inverted().transform(
-            axes.transData.transform((own, mean))
+        begin, end = x + _DOT, x + _DOT + _LETTER * (len(text) + 1)
+        others = [t for t in taken if t != (x - _DOT / 2, x + _DOT / 2, y)]
+        steps = itertools.chain.from_iterable((n, -n) for n in itertools.count())
+        height = next(
+            h
+            for h in (y + step * _LINE / 4 for step in steps)
+            if not any(
+                begin < right and end > left and abs(h - at) < _LINE
+                for left, right, at in others
+            )
         )
-        left, right = x + 0.022, x + 0.022 + _LETTER * (len(text) + 1)
-        while any(
-            left < end and right > begin and abs(y - height) < _LINE
-            for begin, end, height in labels
-        ):
-            y += _LINE / 4
-        labels.append((left, right, y))
+        taken.append((begin, end, height))
+        moved = abs(height - y) > _LINE / 2
         axes.annotate(
             text,
-            (left, y),
+            (x, y),
+            (begin, height),
             xycoords="axes fraction",
+            textcoords="axes fraction",
             va="center",
             color=color,
             fontsize=8.5,
             fontweight="bold" if name == OURS else "normal",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+            }
+            if moved
+            else None,
         )
 
 
@@ -154,7 +171,7 @@ def _draw_families(
     axes.set_yticks(range(len(groups)), names)
     axes.invert_yaxis()
     axes.set_title("by family of tables (tasks); shorter is better", loc="left")
-    axes.set_xlabel("kernel time, 95 % interval; 1 = TorchRec's best practice")
+    axes.set_xlabel("kernels alone; 1 = TorchRec, table- and column-wise")
     axes.legend(
         frameon=False,
         labelcolor=colors["text"],

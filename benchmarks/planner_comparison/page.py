@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -26,6 +25,14 @@ Data = dict[str, Any]
 LARGEST_SPREAD = 0.25
 """Tasks are left out if the machine's speed varies more than this meanwhile."""
 _STATUSES = ("no plan", "timed out", "failed", "not run")
+_HEADLINE = (
+    "planner",
+    "over TorchRec's best practice",
+    "worst task; faster / slower",
+    "over TorchRec's shortest plan",
+    "worst task; faster / slower",
+    "planning, median",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,25 +44,24 @@ class View:
     metric: str
 
 
-def write_page(
-    data: Data, out: Path, pictures: Sequence[Path] = (), gpu_page: Path | None = None
-) -> None:
+def write_page(data: Data, out: Path, pictures: Sequence[Path] = ()) -> None:
     """Write `<out>.md`.
 
     Args:
         data: All results of the run.
         out: Path without suffix.
         pictures: Charts, on a light and on a dark page.
-        gpu_page: Page of plans that were measured on a GPU, to be cited.
     """
+    at(out, ".md").write_text(page_text(data, out, pictures), encoding="utf-8")
+
+
+def page_text(data: Data, out: Path, pictures: Sequence[Path] = ()) -> str:
+    """Return the page's text; see `write_page`."""
     parts = [_title(data)]
     if pictures:
         light, dark = (os.path.relpath(p, out.parent) for p in pictures)
         parts.append(_picture(light, dark))
-    if gpu_page is not None:
-        parts.append(_cited(gpu_page, out.parent))
-    parts += _tables(data)
-    at(out, ".md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return "\n\n".join([*parts, *_tables(data)]) + "\n"
 
 
 def views(data: Data) -> list[View]:
@@ -79,12 +85,12 @@ def views(data: Data) -> list[View]:
     scaled = [t for t in tasks if t["kernels_faster"] != 1]
     found = [
         View(
-            title="Kernels of the busiest rank, measured on this processor",
+            title="Kernels alone, measured on this processor",
             tasks=own,
             metric=KERNELS,
         ),
         View(
-            title="Kernels and collectives as on H100s, kernels scaled",
+            title="Kernels scaled to an H100's, with published collectives",
             tasks=scaled,
             metric=PATH,
         ),
@@ -119,55 +125,65 @@ def planning_seconds(tasks: Iterable[Task], name: str) -> list[float]:
 def headline(data: Data) -> str:
     """Return the README's table with a caption.
 
-    Its rows are our planner, TorchRec's with all types and by best practice, and the
-    nearest of all other methods.
+    For each view, its rows are our planner, TorchRec's with all types and by best
+    practice, and the nearest of all other methods.
     """
-    view, *scaled = views(data)
+    rows: list[list[str]] = []
+    for view in views(data):
+        rows.append([f"*{view.title}*", *[""] * (len(_HEADLINE) - 1)])
+        rows += _headline_rows(data, view)
+    hardware, options = data["hardware"], data["options"]
+    least = max(paired.detectable(v.tasks, v.metric) for v in views(data))
+    on_cpu = hardware["device_type"] == "cpu"
+    device = f"{'one core of ' * on_cpu}an {hardware['device']}"
+    tasks = views(data)[0].tasks
+    cut, whole = (sum(t[n] for t in tasks) for n in ("weight_bytes", "uncut_bytes"))
+    num_cut, number = (sum(t[n] for t in tasks) for n in ("num_cut", "num_tables"))
+    caption = (
+        f"*No job was trained here, and no rank exchanged anything. {len(tasks)} "
+        "tasks, geometric means, 95 % intervals in brackets; below 1 is shorter. "
+        '"Best practice" is our name for TorchRec\'s planner with table- and '
+        "column-wise sharding, pooling factors and `min_partition=32`. Kernels: the "
+        "slowest rank's forward plus the slowest rank's backward, measured one rank "
+        f"after another on {device}, {str(data['created'])[:10]}. Tables were cut to "
+        f"{options['max_rows']:,} rows: {num_cut / number:.0%} of them lost rows, and "
+        f"{cut / whole:.0%} of the bytes remain. The lower half divides these times by "
+        f"{data.get('kernels_faster') or 1:g} and adds all published collectives, "
+        f"without overlap. Differences below {least:.1%} are noise.*"
+    )
+    return f"{table(_HEADLINE, rows)}\n\n{caption}"
+
+
+def _headline_rows(data: Data, view: View) -> list[list[str]]:
     others = [n for n in planners(data) if not n.startswith((OURS, "torchrec"))]
-    rows = {
+    names = {
         OURS: "**this planner**",
         ALL_TYPES: "TorchRec, all sharding types",
         BEST_PRACTICE: "TorchRec, best practice",
     }
     if nearest := paired.nearest(view.tasks, others, view.metric):
-        rows[nearest[0]] = f"best of {len(others)} other methods (`{nearest[0]}`)"
-    head = [f"planner, {len(view.tasks)} tasks", "kernel time (95 % interval)"]
-    head += ["kernels and collectives, scaled"] * len(scaled)
-    head += ["worst task", "faster / slower", "planning"]
-    cells = []
-    for name, title in rows.items():
-        both = [
-            paired.compare(v.tasks, name, BEST_PRACTICE, v.metric)
-            for v in (view, *scaled)
-        ]
+        names[nearest[0]] = f"best of {len(others)} other methods (`{nearest[0]}`)"
+    rows = []
+    for name, title in names.items():
+        over = paired.compare(view.tasks, name, BEST_PRACTICE, view.metric)
+        shortest = paired.compare(view.tasks, name, stock(data), view.metric)
         seconds = planning_seconds(view.tasks, name)
-        over = both[0]
-        cells.append(
+        rows.append(
             [
                 title,
-                *(p.text() if p else "no plan" for p in both),
-                f"{over.worst:.2f}" if over else "-",
-                f"{over.wins} / {over.losses}" if over else "-",
+                *_over(over),
+                *_over(shortest),
                 f"{_median(seconds, '.1f')} s" if seconds else "-",
             ]
         )
-    hardware = data["hardware"]
-    least = max(paired.detectable(v.tasks, v.metric) for v in (view, *scaled))
-    on_cpu = hardware["device_type"] == "cpu"
-    device = f"{'one core of ' * on_cpu}an {hardware['device']}"
-    second = (
-        " Second column: the same kernels scaled to an H100's, with published times of "
-        "collectives."
-        if scaled
-        else ""
-    )
-    caption = (
-        "*Geometric means over tasks; 1 is TorchRec's best practice (table- and "
-        "column-wise, pooling factors, `min_partition=32`). Kernels were measured one "
-        f"rank after another on {device}, {str(data['created'])[:10]}. The busiest "
-        f"rank counts.{second} Differences below {least:.1%} are noise.*"
-    )
-    return f"{table(head, cells)}\n\n{caption}"
+    return rows
+
+
+def _over(found: paired.Paired | None) -> tuple[str, str]:
+    if found is None:
+        return "no plan", "-"
+    counts = f"{found.worst:.2f}; {found.wins} / {found.losses}"
+    return found.text(), counts
 
 
 def _disturbed(task: Task) -> bool:
@@ -193,6 +209,11 @@ def _title(data: Data) -> str:
         f"{LARGEST_SPREAD:.0%} meanwhile: {', '.join(disturbed) or 'none'}.",
         f"- Quiet machine: {data.get('quiet', 'not checked')}.",
         f"- Cost model: {model['name']} ({model['source']}, {model['hardware']}).",
+        "- Ranks do not wait for each other between sharding types, as in TorchRec "
+        "(`costs/timeline.py`). Kernels alone: the slowest rank's forward plus the "
+        "slowest rank's backward.",
+        '- "Best practice" is our name for TorchRec\'s planner with table- and '
+        "column-wise sharding, pooling factors and `min_partition=32`.",
     ]
     if faster := data.get("kernels_faster"):
         rows.append(
@@ -220,20 +241,6 @@ def _picture(light: str, dark: str) -> str:
         '  <img alt="Quality and planning time of each planner; quality by family" '
         f'src="{light}">\n'
         "</picture>"
-    )
-
-
-def _cited(page: Path, folder: Path) -> str:
-    """Return the tables of kernels and collectives of another page."""
-    text = page.read_text(encoding="utf-8")
-    device = text.split("\n\n")[1].split(";")[0]
-    found = re.findall(r"^## (Kernels and collectives.*?)(?=^## )", text, re.M | re.S)
-    tables = "\n\n".join(f"### {part.strip()}" for part in found)
-    link = os.path.relpath(page, folder)
-    return (
-        f"## On an {device}\n\nKernels were measured on the GPU, in plans for it. "
-        f"Collectives are published. From [its page]({link}). There, `torchrec` is "
-        f"`{ALL_TYPES}`.\n\n{tables}"
     )
 
 

@@ -3,7 +3,7 @@
 A stage has the kernels and collectives of the tables with one sharding type. Forward,
 ids are sent, kernels look them up, and outputs come back. Backward, gradients are sent
 and kernels update the tables. The plans of all planners are measured and predicted by
-this description.
+this description; `results.add_up` puts the times of its stages into one iteration.
 
 Shapes: `W` ranks.
 """
@@ -104,6 +104,7 @@ class RunPlan:
     """The kernels and collectives of a plan."""
 
     stages: tuple[Stage, ...]
+    """In TorchRec's order, which is that of the types' first tables."""
     rank_bytes: tuple[int, ...]
     """Bytes of weights and optimizer state on each rank."""
     num_shards: int
@@ -157,7 +158,8 @@ def read_plan(plan: ShardingPlan, task: Task) -> RunPlan:
     by_type: dict[str, list[_Shard]] = {}
     entries = {n: s for tables in plan.plan.values() for n, s in tables.items()}
     assert set(entries) == set(numbers), "a plan leaves out tables"
-    for name, sharding in entries.items():
+    for name in numbers:  # stages are in the order of their first tables
+        sharding = entries[name]
         found = by_type.setdefault(sharding.sharding_type, [])
         found += _shards(sharding, numbers[name], task)
     held = [0] * task.world_size
@@ -165,7 +167,7 @@ def read_plan(plan: ShardingPlan, task: Task) -> RunPlan:
         held[shard.rank] += held_bytes(shard.table)
     column_shards = [s.number for k in COLUMN_SHARDED_TYPES for s in by_type.get(k, [])]
     return RunPlan(
-        stages=tuple(_stage(kind, by_type[kind], task) for kind in sorted(by_type)),
+        stages=tuple(_stage(kind, own, task) for kind, own in by_type.items()),
         rank_bytes=tuple(held),
         num_shards=sum(map(len, by_type.values())),
         num_split=int((np.bincount(column_shards, minlength=1) > 1).sum()),
@@ -308,42 +310,44 @@ def predict_collective(
     return float(ms)
 
 
-def add_up(
+def stage_times(
     plan: RunPlan, kernels: Times, collectives: Mapping[Collective, float]
-) -> dict[str, Any]:
-    """Return the times of a plan, added up as in `simulator.critical_path`.
-
-    Stages run one after another. In each stage, a phase takes as long as on its slowest
-    rank, and a collective ends with its slowest rank.
+) -> list[dict[str, Any]]:
+    """Return the times of a plan's stages, as files of results keep them.
 
     Args:
         plan: The plan.
         kernels: Forward and backward of each kernel [ms].
-        collectives: Time of each collective [ms]. Empty: collectives are left out.
+        collectives: Time of each collective [ms].
+
+    Returns:
+        One entry per stage, in TorchRec's order. Kernels have one value per rank; a
+        rank without a kernel has 0. Collectives are those of the slowest rank.
     """
-    path = dict.fromkeys(("fwd_compute", "bwd_compute", *_COMMS), 0.0)
-    ranks = np.zeros((len(plan.rank_bytes), 2))
+    entries = []
     for stage in plan.stages:
-        both = np.array([kernels[k] if k else (0.0, 0.0) for k in stage.kernels])
+        forward, backward = zip(
+            *(kernels[k] if k else (0.0, 0.0) for k in stage.kernels), strict=True
+        )
         order = kernels[stage.column_order] if stage.column_order else (0.0, 0.0)
-        both += order
-        ranks += both
-        path["fwd_compute"] += float(both[:, 0].max())
-        path["bwd_compute"] += float(both[:, 1].max())
-        for name in _COMMS:
-            path[name] += sum(
-                collectives[c] for c in getattr(stage, name) if collectives
-            )
-    totals = ranks.sum(axis=1)
-    return {
-        "critical_path_ms": sum(path.values()),
-        "kernel_path_ms": path["fwd_compute"] + path["bwd_compute"],
-        "collectives_ms": sum(path[name] for name in _COMMS),
-        "worst_rank_ms": float(totals.max()),
-        "worst_over_mean": float(totals.max() / totals.mean()),
-        "phases_ms": path,
-        "ranks_ms": [[round(float(v), 4) for v in row] for row in ranks],
-    }
+        index, sent, returned = (
+            sum(collectives[c] for c in getattr(stage, name)) for name in _COMMS
+        )
+        replicas = stage.sharding_type == REPLICAS
+        entries.append(
+            {
+                "sharding_type": stage.sharding_type,
+                "fwd_ms": list(forward),
+                "bwd_ms": list(backward),
+                "fwd_order_ms": order[0],
+                "bwd_order_ms": order[1],
+                "index_ms": index,
+                "fwd_comms_ms": sent,
+                "bwd_comms_ms": 0.0 if replicas else returned,
+                "reduce_ms": returned if replicas else 0.0,
+            }
+        )
+    return entries
 
 
 def with_profiles(kernel: KernelSet) -> list[TableConfig]:

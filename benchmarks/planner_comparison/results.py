@@ -1,19 +1,29 @@
 """Files of results: `<out>.json` and `<out>_plans.parquet`.
 
 The JSON describes the run and its tasks. The Parquet file has one row per task and
-planner: the status, and predicted and measured figures of the plan.
+planner: the status, and the predicted and measured times of the plan's stages. All
+figures are computed from these when the files are read.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 from pyarrow import parquet
 
-__all__ = ["at", "read_results", "write_results"]
+from planner_comparison.paired import COLLECTIVES, KERNELS, PATH
+from torchrec_neuroshard.costs.timeline import pass_ms
+
+__all__ = ["add_up", "at", "read_results", "write_results"]
+
+_TIMES = ("predicted", "measured")
+COLLECTIVE_TIMES = ("index_ms", "fwd_comms_ms", "bwd_comms_ms", "reduce_ms")
+"""Times of a stage's collectives, in `plans.stage_times`."""
 
 
 def at(out: Path, suffix: str) -> Path:
@@ -21,12 +31,52 @@ def at(out: Path, suffix: str) -> Path:
     return out.with_name(out.name + suffix)
 
 
+def add_up(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a plan's figures by the timeline of `costs/timeline.py`.
+
+    Args:
+        stages: Times of the stages; see `plans.stage_times`.
+
+    Returns:
+        `critical_path_ms`: the exchange of ids, forward and backward, with what
+        overlaps. `kernel_path_ms`: the slowest rank's forward kernels and the slowest
+        rank's backward kernels, without collectives. `collectives_ms`: the sum of all
+        collectives, hidden or not.
+    """
+
+    def values(name: str) -> Any:
+        return np.array([s[name] for s in stages], dtype=np.float64).T
+
+    forward_WS, backward_WS = values("fwd_ms"), values("bwd_ms")
+    orders = values("fwd_order_ms"), values("bwd_order_ms")
+    index, sent, returned, reduced = map(values, COLLECTIVE_TIMES)
+    none = np.zeros_like(index)
+    path_ms = (
+        index.sum()
+        + pass_ms(forward_WS, sent, orders[0])
+        + pass_ms(backward_WS, returned, orders[1], reduced)
+    )
+    kernels_ms = pass_ms(forward_WS, none, orders[0])
+    kernels_ms += pass_ms(backward_WS, none, orders[1])
+    return {
+        PATH: float(path_ms),
+        KERNELS: float(kernels_ms),
+        COLLECTIVES: float((index + sent + returned + reduced).sum()),
+        "stages": list(stages),
+    }
+
+
 def write_results(data: dict[str, Any], out: Path) -> None:
     """Write all results of a run; a file is never half written."""
     out.parent.mkdir(parents=True, exist_ok=True)
     tasks = [dict(task) for task in data["tasks"]]
     rows = [
-        {"task": task["name"], "planner": name, **entry}
+        {
+            "task": task["name"],
+            "planner": name,
+            **entry,
+            **{n: {"stages": entry[n]["stages"]} for n in _TIMES if n in entry},
+        }
         for task in tasks
         for name, entry in task.pop("planners").items()
     ]
@@ -46,7 +96,9 @@ def read_results(out: Path) -> dict[str, Any]:
     for row in parquet.read_table(at(out, "_plans.parquet")).to_pylist():
         task, name = row.pop("task"), row.pop("planner")
         if task in planners:  # rows can be newer than the JSON
-            planners[task][name] = {k: v for k, v in row.items() if v is not None}
+            entry = {k: v for k, v in row.items() if v is not None}
+            entry |= {n: add_up(entry[n]["stages"]) for n in _TIMES if n in entry}
+            planners[task][name] = entry
     for task in data["tasks"]:
         task["planners"] = planners[task["name"]]
     return data

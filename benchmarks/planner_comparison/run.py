@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import math
 import os
-import re
 import signal
 import sys
 import time
@@ -33,17 +32,17 @@ from planner_comparison.paired import AGAIN, OURS
 from planner_comparison.planning import TRAINED, Outcome, Planners, PlanningSettings
 from planner_comparison.plans import (
     Times,
-    add_up,
     predict_collective,
     predict_kernels,
+    stage_times,
 )
-from planner_comparison.results import at, read_results, write_results
+from planner_comparison.results import add_up, at, write_results
 from planner_comparison.rivals import faster_on
 from planner_comparison.tasks import FAMILIES, Task, TaskSettings, make_tasks
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.measure.kernels import device_fingerprint
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 _AGAIN_ABOUT = f"the plan of `{OURS}`, with its kernels timed a second time"
 _ENVIRONMENT = ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that can change plans or times."""
@@ -121,23 +120,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--quick", action="store_true", help="dry run with few small tasks"
     )
     parser.add_argument(
-        "--gpu-page", type=Path, help="page of plans measured on a GPU, to be cited"
-    )
-    parser.add_argument(
         "--pictures",
         type=Path,
         help="folder of the charts (default: the folder of --out)",
     )
-    parser.add_argument(
-        "--readme",
-        type=Path,
-        help="run nothing; write the page and the charts of --out again, and renew the "
-        "table in this file",
-    )
     options = parser.parse_args(arguments)
     if options.trained != TRAINED and not options.trained.is_dir():
         parser.error(f"--trained {options.trained} is not a folder")
-    if not options.readme and at(options.out, ".json").exists():
+    if at(options.out, ".json").exists():
         parser.error(f"{at(options.out, '.json')} exists; take another --out")
     if options.quick:
         for name, most in _QUICK.items():
@@ -211,7 +201,7 @@ class Comparison:
             write_results(self.data, self._options.out)
             for entry in found:
                 self._say(number, entry, time.monotonic() - start)
-        publish(self.data, self._options)
+        publish(self.data, self._options.out, self._options.pictures)
 
     def close(self) -> None:
         """End the planning processes."""
@@ -347,8 +337,8 @@ def judge(
     for name, outcome in outcomes.items():
         if outcome.plan is not None:
             entries[name] |= {
-                "predicted": add_up(outcome.plan, predicted, expected),
-                "measured": add_up(outcome.plan, times, taken),
+                "predicted": add_up(stage_times(outcome.plan, predicted, expected)),
+                "measured": add_up(stage_times(outcome.plan, times, taken)),
             }
     return entries
 
@@ -375,13 +365,8 @@ def _entry(outcome: Outcome, task: Task) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the comparison, or renew the README's table."""
+    """Run the comparison."""
     options = parse_arguments(arguments)
-    if options.readme:
-        data = read_results(options.out)
-        publish(data, options)
-        renew(options.readme, headline(data))
-        return
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -398,18 +383,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(headline(comparison.data))
 
 
-def publish(data: dict[str, Any], options: argparse.Namespace) -> None:
-    """Write the page and its charts."""
-    folder = options.pictures or options.out.parent
-    pictures = draw_charts(data, folder / options.out.name)
-    write_page(data, options.out, pictures, options.gpu_page)
+def publish(data: dict[str, Any], out: Path, folder: Path | None) -> None:
+    """Write the page and its charts.
 
-
-def renew(readme: Path, table: str) -> None:
-    """Replace the table of planners in a README."""
-    text = readme.read_text(encoding="utf-8")
-    earlier = re.search(r"^\| planner, (.+\n)+\n\*.*\*$", text, re.MULTILINE)
-    if earlier is None:
-        sys.exit(f"{readme} has no table of planners to renew")
-    text = text[: earlier.start()] + table + text[earlier.end() :]
-    readme.write_text(text, encoding="utf-8")
+    Args:
+        data: All results of the run.
+        out: Path of the page, without suffix.
+        folder: Folder of the charts. None: the page's.
+    """
+    pictures = draw_charts(data, (folder or out.parent) / out.name)
+    write_page(data, out, pictures)

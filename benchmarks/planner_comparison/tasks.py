@@ -70,6 +70,10 @@ class Task:
     """Samples over all ranks."""
     memory_bytes: int
     """Memory of each rank for tables, optimizer state and TorchRec's buffers."""
+    num_cut: int = 0
+    """Tables that lost rows to `TaskSettings.max_rows`."""
+    uncut_bytes: int = 0
+    """Weights of all tables before they lost rows."""
     cluster: str = ""
     """Name of the cluster for which the task is planned and timed."""
     kernels_faster: float = 1.0
@@ -101,6 +105,9 @@ class Task:
             "optimizer": self.optimizer,
             "memory_bytes": self.memory_bytes,
             "table_bytes": sum(map(held_bytes, self.tables)),
+            "weight_bytes": sum(t.weight_bytes for t in self.tables),
+            "uncut_bytes": self.uncut_bytes,
+            "num_cut": self.num_cut,
             "tables_sha256": hashlib.sha256(tables.encode()).hexdigest()[:16],
         }
 
@@ -211,9 +218,10 @@ def _mlperf_tasks(settings: TaskSettings) -> Iterator[Task]:
         # Every second task has fewer rows, and so other hit rates.
         rows = settings.max_rows // (1, 10)[number % 2]
         width = (128, 64)[number // 6]
-        tables = list(mlperf_dlrm_v2(max_rows=rows, embedding_dim=width))
-        chosen = tables[: _QUICK_TABLES if settings.quick else None]
-        yield _task("mlperf", number, chosen, WORLDS[number % 3], settings)
+        most = _QUICK_TABLES if settings.quick else None
+        whole = mlperf_dlrm_v2(embedding_dim=width)[:most]
+        chosen = mlperf_dlrm_v2(max_rows=rows, embedding_dim=width)[:most]
+        yield _task("mlperf", number, chosen, WORLDS[number % 3], settings, whole)
 
 
 def _embark_tasks(
@@ -247,7 +255,9 @@ def _task(
     tables: Sequence[TableConfig],
     world_size: int,
     settings: TaskSettings,
+    uncut: Sequence[TableConfig] = (),
 ) -> Task:
+    uncut = uncut or tables
     optimizer = OPTIMIZERS[number // 3 % 2]
     batch_size = settings.fitting_batch(
         settings.batch_size or BATCH_SIZES[number % len(BATCH_SIZES)],
@@ -277,4 +287,8 @@ def _task(
         world_size=world_size,
         batch_size=batch_size,
         memory_bytes=int(max(share, 1.02 * max(held)) + ROOM_BYTES + buffers),
+        num_cut=sum(
+            t.num_embeddings < w.num_embeddings for t, w in zip(own, uncut, strict=True)
+        ),
+        uncut_bytes=sum(t.weight_bytes for t in uncut),
     )

@@ -1,0 +1,160 @@
+"""Recompute the figures of README and of the documentation from committed data.
+
+    python benchmarks/check_figures.py            # says what differs, if anything does
+    python benchmarks/check_figures.py --write    # renews the parts, page and charts
+
+Documents have `<!-- computed: NAME -->` before a computed part and `<!-- end -->` after
+it. `PARTS` has the function of each part. The page `results/planners_202611.md` is
+computed as a whole. Data: `results/*_plans.parquet` holds the measured times of each
+plan, `data/compute_*.parquet` the measured sets of each bundle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from harness.pages import table
+from planner_comparison import page, paired
+from planner_comparison.results import at, read_results
+from planner_comparison.run import publish
+from torchrec_neuroshard.bundles.find import load_cost_model, physical_estimate
+from torchrec_neuroshard.bundles.fit import evaluate
+from torchrec_neuroshard.bundles.set_data import build_sets, split_records
+from torchrec_neuroshard.hardware.cards import GPU_CARDS
+from torchrec_neuroshard.measure.records import steady_records
+from torchrec_neuroshard.measure.store import read_records
+
+ROOT = Path(__file__).parents[1]
+RESULTS, DATA = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "data"
+COMPARISON = RESULTS / "planners_202611"
+PICTURES = ROOT / "docs" / "images"
+DOCUMENTS = (
+    "README.md",
+    "docs/comparison.md",
+    "docs/calibration.md",
+    "benchmarks/gpu/STATUS.md",
+)
+
+_PART = re.compile(r"(<!-- computed: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
+_RIVALS: Mapping[str, str | None] = {
+    "TorchRec, best practice": paired.BEST_PRACTICE,
+    "TorchRec, all sharding types": paired.ALL_TYPES,
+    "the shortest of TorchRec's plans": None,
+    "NeuroShard's loops on our costs": paired.PAPER,
+    "NeuroShard's loops on its own nets": paired.PAPER_NETS,
+    "EMBark's loop on our costs": "embark",
+    "this planner, columns only": paired.COLUMNS,
+    "this planner, nothing measured": paired.UNMEASURED,
+    "this planner, 100 measured sets": paired.FEW_SETS,
+}
+"""Rows of the documentation's table -> planner; None: all of TorchRec's."""
+
+
+def planners() -> str:
+    """Return README's table of planners."""
+    return page.headline(read_results(COMPARISON))
+
+
+def over_rivals() -> str:
+    """Return the table of our plans over each rival's, in both views."""
+    data = read_results(COMPARISON)
+    views = page.views(data)
+    rows = []
+    for title, name in _RIVALS.items():
+        both = [
+            paired.compare(v.tasks, paired.OURS, name or page.stock(data), v.metric)
+            for v in views
+        ]
+        rows.append([title, *(over.text() if over else "-" for over in both)])
+    heads = [f"{v.title}, {len(v.tasks)} tasks" for v in views]
+    return table(["rival", *heads], rows)
+
+
+def calibrated_plans() -> str:
+    """Return how well the kernels of plans were predicted by a calibrated bundle."""
+    tasks = read_results(RESULTS / "calibrated_plans_202611")["tasks"]
+    ratios = paired.prediction_ratios(tasks, paired.OURS, paired.KERNELS)
+    error = statistics.fmean(abs(r - 1) for r in ratios)
+    bias = statistics.fmean(ratios) - 1
+    return (
+        f"With the calibrated bundle of the EPYC 25/1, the kernels of {len(ratios)} "
+        f"plans were\npredicted within {100 * error:.1f} % on average, with a bias of "
+        f"{100 * bias:+.1f} %"
+    )
+
+
+@functools.cache
+def h200_errors() -> str:
+    """Return the errors of bundle and estimate on the H200's held-out sets."""
+    records = steady_records(read_records([DATA / "compute_h200.parquet"])[1])
+    held_out = build_sets(split_records(records)[1])
+    models = {
+        "bundle `h200`": load_cost_model("h200", device_type="cuda"),
+        "estimate for the H200": physical_estimate("cuda", card=GPU_CARDS["h200"]),
+    }
+    rows = []
+    for name, model in models.items():
+        found = evaluate(name, model, held_out)
+        errors = found.fwd_mape, found.bwd_mape, found.total_mape, found.total_median
+        cells = [f"{100 * e:.1f} %" for e in errors]
+        rows.append([name, *cells, f"{found.kendall_tau:.3f}"])
+    head = [f"model, {held_out.num_sets:,} sets", "forward", "backward", "total"]
+    return table([*head, "total, median", "tau"], rows)
+
+
+PARTS: Mapping[str, Callable[[], str]] = {
+    "planners": planners,
+    "over-rivals": over_rivals,
+    "calibrated-plans": calibrated_plans,
+    "h200-errors": h200_errors,
+}
+
+
+def differences(write: bool = False) -> list[str]:
+    """Return the parts whose text is not what the data give.
+
+    Args:
+        write: Renew these parts.
+
+    Raises:
+        KeyError: A document has a part that `PARTS` does not know.
+    """
+    found = []
+    for name in DOCUMENTS:
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        computed = _PART.sub(lambda m: f"{m[1]}{PARTS[m[2]]()}\n{m[4]}", text)
+        pairs = zip(_PART.findall(text), _PART.findall(computed), strict=True)
+        found += [f"{name}: {old[1]}" for old, new in pairs if old != new]
+        if write and computed != text:
+            path.write_text(computed, encoding="utf-8")
+    pictures = [PICTURES / f"{COMPARISON.name}_{t}.png" for t in ("light", "dark")]
+    text = page.page_text(read_results(COMPARISON), COMPARISON, pictures)
+    if at(COMPARISON, ".md").read_text(encoding="utf-8") != text:
+        found.append(str(at(COMPARISON, ".md").relative_to(ROOT)))
+    if write:
+        publish(read_results(COMPARISON), COMPARISON, PICTURES)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Check the figures, or renew them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="renew what differs")
+    options = parser.parse_args(arguments)
+    found = differences(options.write)
+    for name in found:
+        print(f"{'renewed' if options.write else 'differs from the data'}: {name}")
+    if found and not options.write:
+        sys.exit(1)
+    print(f"{len(PARTS)} parts and a page are what the data give")
+
+
+if __name__ == "__main__":
+    main()

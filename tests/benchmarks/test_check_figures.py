@@ -1,0 +1,42 @@
+"""Figures of README and documentation are what the committed data give."""
+
+from __future__ import annotations
+
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+check_figures = import_module("check_figures")
+ROOT = check_figures.ROOT
+
+
+def test_documents_say_what_the_data_give() -> None:
+    assert check_figures.differences() == []
+
+
+def test_a_changed_figure_is_found_and_renewed(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [*check_figures.DOCUMENTS, "benchmarks/results/planners_202611.md"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for suffix in (".json", "_plans.parquet"):
+        source = check_figures.at(check_figures.COMPARISON, suffix)
+        shutil.copy(source, tmp_path / source.relative_to(ROOT))
+    moved = "ROOT", "COMPARISON", "PICTURES"
+    for name in moved:
+        there = tmp_path / getattr(check_figures, name).relative_to(ROOT)
+        monkeypatch.setattr(check_figures, name, there)
+    readme, wrong = tmp_path / "README.md", "0.62"
+    text = readme.read_text(encoding="utf-8")
+    readme.write_text(text.replace("0.72", wrong), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        check_figures.main([])
+    assert capsys.readouterr().out == "differs from the data: README.md: planners\n"
+    check_figures.main(["--write"])
+    assert readme.read_text(encoding="utf-8") == text
+    assert check_figures.differences() == []
