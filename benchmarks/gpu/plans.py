@@ -1,12 +1,15 @@
 """Compare planners with only minutes on a GPU: plan and evaluate on a CPU.
 
     python benchmarks/gpu/plans.py make --bundle B --tables T --out plans.pkl
+    python benchmarks/gpu/plans.py expect plans.pkl --bundle B --out expected
     python benchmarks/gpu/plans.py time plans.pkl --out passes.pkl --seconds 100
     python benchmarks/gpu/plans.py judge plans.pkl passes.pkl --bundle B --out race
 
-`make` plans tasks with every planner. `time` times the kernels of all plans; it needs
-no planner and no cost model. `judge` writes the files of `compare_planners.py`, with
-measured and predicted times of each planner's plans in `race.md`.
+`make` plans tasks with every planner. `expect` writes the page of `judge` with the
+bundle's predictions in the place of measured kernels: what one expects before looking.
+`time` times the kernels of all plans; it needs no planner and no cost model. `judge`
+writes the files of `compare_planners.py`, and `<out>_kernels.parquet`: the measured
+sets, which `neuroshard train` reads. A plan's stage names the record of each rank.
 
 Files are written after each task, so `make` can be stopped once there are enough tasks.
 `time` ends after its seconds, and a second call continues with the remaining tasks. The
@@ -20,6 +23,7 @@ import dataclasses
 import logging
 import os
 import pickle
+import statistics
 import sys
 import time
 import warnings
@@ -28,15 +32,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner_comparison.planning import PlanningSettings
-    from planner_comparison.plans import RunPlan
+    from planner_comparison.kernels import Pass
+    from planner_comparison.planning import Outcome
+    from planner_comparison.plans import Kernel, RunPlan, Times
     from planner_comparison.tasks import Task
 
 # Each command imports what it needs, so that `time` loads no planner.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ESTIMATE = "default, estimate"
-PLANNERS = ("default", "neuroshard", "torchrec, all types", "torchrec, best practice")
+PLANNERS = (
+    "default",
+    "default, columns only",
+    "default, nothing measured",
+    "embark",
+    "torchrec, best practice",
+    "torchrec, all types",
+    "torchrec, all types, min_partition=32",
+)
 PLAN_SECONDS = 120.0
 ROUNDS, PASSES = 2, 2
 """Timing rounds, and passes of a kernel in each round."""
@@ -47,28 +59,22 @@ def make(args: argparse.Namespace) -> None:
     from planner_comparison.planning import Planners, PlanningSettings
     from planner_comparison.run import describe_rivals, with_again
 
+    others = (f"default, bundle {args.other}",) if args.other else ()
     planning = PlanningSettings(
-        names=tuple(args.planners),
+        names=(*args.planners, *others),
         cost_model=args.bundle,
         device=args.device,
         plan_seconds=PLAN_SECONDS,
+        other=args.other,
     )
-    unmeasured = dataclasses.replace(
-        planning, names=("default",), cost_model=estimate_for(planning)
-    )
-    planners, estimating = (
-        Planners(settings, args.processes) for settings in (planning, unmeasured)
-    )
-    about = f"our planner with the estimate `{unmeasured.cost_model}`"
-    rivals = describe_rivals(planning)
-    rivals.append({"name": ESTIMATE, "about": about, "training": ""})
+    planners = Planners(planning, args.processes)
     options = {k: v for k, v in vars(args).items() if k != "run"}
+    rivals = describe_rivals(planning)
     made: dict[str, Any] = {"rivals": rivals, "options": options, "tasks": []}
     tasks = choose_tasks(args)
     try:
         for task in tasks:
             found = with_again(planners.plan(task))
-            found[ESTIMATE] = estimating.plan(task)["default"]
             # Outcomes are not pickled, since `time` cannot load their class.
             entries = {
                 name: {f.name: getattr(o, f.name) for f in dataclasses.fields(o)}
@@ -80,18 +86,6 @@ def make(args: argparse.Namespace) -> None:
             print(f"{len(made['tasks'])}/{len(tasks)} {task.name}: {ended}", flush=True)
     finally:
         planners.close()
-        estimating.close()
-
-
-def estimate_for(planning: PlanningSettings) -> str:
-    """Return the cost model for the bundle's device without the bundle."""
-    from torchrec_neuroshard.bundles.find import load_cost_model, pretrained_names
-    from torchrec_neuroshard.hardware.cards import find_card
-
-    model = load_cost_model(planning.cost_model, device_type=planning.device)
-    card = find_card(model.hardware)
-    # A card with a bundle is priced by the bundle.
-    return card.name if card and card.name not in pretrained_names() else "measure"
 
 
 def choose_tasks(args: argparse.Namespace) -> list[Task]:
@@ -163,16 +157,45 @@ def time_plans(args: argparse.Namespace) -> None:
         print(f"{task.name}: {len(raw)} kernels in {taken[-1]:.1f} s", flush=True)
 
 
+def expect(args: argparse.Namespace) -> None:
+    """Write the page of `judge` with predicted kernels."""
+    import torch
+
+    from torchrec_neuroshard.bundles.find import load_cost_model
+    from torchrec_neuroshard.measure.kernels import device_fingerprint
+
+    hardware = dataclasses.asdict(device_fingerprint(torch.device("cpu"), 1))
+    model = load_cost_model(args.bundle, device_type=args.device)
+    hardware |= {"device": model.hardware, "device_type": args.device}
+    compare(args, read(args.plans), hardware)
+
+
 def judge(args: argparse.Namespace) -> None:
     """Write measured times with published collectives, and predicted times."""
+    timed = read(args.timed)
+    compare(args, read(args.plans), timed["hardware"], timed)
+
+
+def compare(
+    args: argparse.Namespace,
+    made: Mapping[str, Any],
+    hardware: Mapping[str, Any],
+    timed: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the results and their page.
+
+    Args:
+        args: Options of the command.
+        made: File of `make`.
+        hardware: Device that the kernels ran on, or are predicted for.
+        timed: File of `time`. None: kernels take their predicted times.
+    """
     from planner_comparison import run
     from planner_comparison.kernels import kernels_of, median_times
     from planner_comparison.page import write_page
     from planner_comparison.planning import Outcome, PlanningSettings
     from planner_comparison.results import write_results
 
-    made, timed = read(args.plans), read(args.timed)
-    hardware = timed["hardware"]
     planning = PlanningSettings(cost_model=args.bundle, device=hardware["device_type"])
     data = run.describe(
         planning,
@@ -181,18 +204,107 @@ def judge(args: argparse.Namespace) -> None:
         options=made["options"],
         num_tasks=len(made["tasks"]),
     )
+    data |= {"is_predicted": timed is None}
+    kept = None if timed is None else Kernels(args.out, hardware, made["options"])
     for task, entries in made["tasks"]:
-        if task.name in timed["passes"]:
+        outcomes = {name: Outcome(**entry) for name, entry in entries.items()}
+        times = None
+        if timed is not None and kept is not None:
+            if task.name not in timed["passes"]:
+                continue
             kernels = kernels_of(plans_of(entries))
             passes = dict(zip(kernels, timed["passes"][task.name], strict=True))
             times = median_times(passes, timed["reference_ms"])
-            outcomes = {name: Outcome(**entry) for name, entry in entries.items()}
-            judged = run.judge(task, outcomes, times, planning)
-            # The usual speed of a GPU is not known.
-            speed = {"machine_speed": 1.0}
-            data["tasks"].append({**task.to_json(), **speed, "planners": judged})
+            kept.add(passes, times)
+        judged = run.judge(task, outcomes, times, planning)
+        if kept is not None:
+            kept.name_in(judged, outcomes)
+        # The usual speed of a GPU is not known.
+        speed = {"machine_speed": 1.0}
+        data["tasks"].append({**task.to_json(), **speed, "planners": judged})
+    if kept is not None:
+        kept.close()
     write_results(data, args.out)
     write_page(data, args.out)
+
+
+class Kernels:
+    """The measured kernels of all plans, as a file of records."""
+
+    def __init__(
+        self, out: Path, hardware: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        """Open `<out>_kernels.parquet`.
+
+        Args:
+            out: Path of the results, without suffix.
+            hardware: Device that the kernels ran on.
+            options: Options of `make`.
+        """
+        from planner_comparison.results import at
+        from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK
+        from torchrec_neuroshard.measure.records import Fingerprint, RunHeader
+        from torchrec_neuroshard.measure.store import RecordStore
+
+        header = RunHeader(
+            fingerprint=Fingerprint(**hardware),
+            seed=options["seed"],
+            sampling={"plans": {k: str(v) for k, v in options.items()}},
+            command=" ".join(sys.argv),
+            bounds_check=BOUNDS_CHECK,
+        )
+        self._store = RecordStore(at(out, "_kernels.parquet"), header)
+        self._numbers: dict[Kernel, int] = {}
+        self._next = 0
+
+    def add(self, passes: Mapping[Kernel, Sequence[Pass]], times: Times) -> None:
+        """Append the sets of a task. Reordered columns are no sets.
+
+        Args:
+            passes: Timed passes of each kernel.
+            times: Median forward and backward of each kernel [ms].
+        """
+        from planner_comparison.plans import KernelSet, with_profiles
+        from torchrec_neuroshard.measure.records import CostRecord
+
+        self._numbers.clear()
+        for kernel, found in passes.items():
+            if not isinstance(kernel, KernelSet):
+                continue
+            totals = [p.fwd_ms + p.bwd_ms for p in found]
+            middle = statistics.median(totals)
+            first = dataclasses.replace(kernel, copy=0)
+            self._store.append(
+                CostRecord(
+                    index=self._next,
+                    repeat_of=self._numbers.get(first) if kernel.copy else None,
+                    batch_size=kernel.batch_size,
+                    tables=tuple(with_profiles(kernel)),
+                    fwd_ms=times[kernel][0],
+                    bwd_ms=times[kernel][1],
+                    num_passes=len(found),
+                    spread=statistics.median(abs(t - middle) for t in totals) / middle,
+                )
+            )
+            self._numbers[kernel] = self._next
+            self._next += 1
+
+    def name_in(
+        self, judged: Mapping[str, Any], outcomes: Mapping[str, Outcome]
+    ) -> None:
+        """Add the record's index of each rank to the measured stages of a task."""
+        for name, entry in judged.items():
+            plan = outcomes[name].plan
+            for stage, ran in zip(
+                entry.get("measured", {}).get("stages", ()),
+                plan.stages if plan else (),
+                strict=True,
+            ):
+                stage["kernels"] = [self._numbers.get(k) for k in ran.kernels]
+
+    def close(self) -> None:
+        """Write the file."""
+        self._store.close()
 
 
 def write(path: Path, data: Any) -> None:
@@ -210,12 +322,13 @@ def read(path: Path) -> Any:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options, with the command's function as `run`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    commands = parser.add_subparsers(required=True, metavar="make|time|judge")
+    commands = parser.add_subparsers(required=True, metavar="make|expect|time|judge")
     own = commands.add_parser("make", help="plan tasks with every planner, on a CPU")
     own.add_argument("--bundle", required=True, help="name or folder of the cost model")
     own.add_argument("--tables", type=Path, help="JSON of published table sets")
     own.add_argument("--device", default="cuda", help="device type to plan for")
     own.add_argument("--planners", nargs="+", default=PLANNERS)
+    own.add_argument("--other", help="bundle of another device, for one more planner")
     own.add_argument(
         "--batch-size", type=int, default=65_536, help="samples over all ranks"
     )
@@ -231,11 +344,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     own.add_argument("--device", default="cuda")
     own.add_argument("--seconds", type=float, default=100.0, help="time limit")
     own.set_defaults(run=time_plans)
+    own = commands.add_parser("expect", help="predict what `judge` will write")
+    own.add_argument("plans", type=Path)
+    own.add_argument("--device", default="cuda", help="device type of `make`")
+    own.set_defaults(run=expect)
     own = commands.add_parser("judge", help="compare the plans, on a CPU")
     own.add_argument("plans", type=Path)
     own.add_argument("timed", type=Path, help="file of `time`")
-    own.add_argument("--bundle", required=True, help="cost model of `make`")
     own.set_defaults(run=judge)
+    for name in ("expect", "judge"):
+        commands.choices[name].add_argument(
+            "--bundle", required=True, help="cost model of `make`"
+        )
     for own in commands.choices.values():
         own.add_argument("--out", type=Path, required=True)
     return parser.parse_args(arguments)

@@ -68,18 +68,20 @@ def views(data: Data) -> list[View]:
     """Return the views of a run, the measured kernels first.
 
     On a CPU, these are its kernels alone, and kernels scaled to a GPU's with published
-    collectives. On a GPU there is one view per cluster.
+    collectives. On a GPU each cluster has both views.
     """
     tasks = [t for t in data["tasks"] if not _disturbed(t)]
     if data["hardware"]["device_type"] != "cpu":
-        names = dict.fromkeys(t["cluster"] for t in tasks)
+        what = "Predicted kernels" if data.get("is_predicted") else "Kernels"
+        both = ((f"{what} alone", KERNELS), (f"{what} and published collectives", PATH))
         return [
             View(
-                title=f"Kernels and collectives, {name}",
+                title=f"{title}, {name}",
                 tasks=[t for t in tasks if t["cluster"] == name],
-                metric=PATH,
+                metric=metric,
             )
-            for name in names
+            for name in dict.fromkeys(t["cluster"] for t in tasks)
+            for title, metric in both
         ]
     own = [t for t in tasks if t["kernels_faster"] == 1]
     scaled = [t for t in tasks if t["kernels_faster"] != 1]
@@ -198,16 +200,15 @@ def _title(data: Data) -> str:
     batches = ", ".join(f"{b:,} samples ({n} tasks)" for b, n in sorted(sizes.items()))
     disturbed = sorted({t["task"] for t in data["tasks"] if _disturbed(t)})
     rows = [
-        f"- {len(ran)} of {data['num_tasks']} tasks ran, in {data.get('minutes', '?')} "
+        f"- {len(ran)} of {data['num_tasks']} tasks ran, in {data['minutes']} "
         "minutes, planning included. When the time was up, the rest was left out, from "
-        "the end of the order in which tasks are drawn.",
+        "the end of the order in which tasks are drawn."
+        if "minutes" in data
+        else f"- {len(ran)} of {data['num_tasks']} tasks.",
         f"- Batches: {batches}. They are halved, down to {min(BATCH_SIZES):,}, while "
         f"they have more than {limit:,} lookups."
         if (limit := data["options"].get("max_lookups"))
         else f"- Batches: {batches}.",
-        f"- Left out because the machine's speed changed by more than "
-        f"{LARGEST_SPREAD:.0%} meanwhile: {', '.join(disturbed) or 'none'}.",
-        f"- Quiet machine: {data.get('quiet', 'not checked')}.",
         f"- Cost model: {model['name']} ({model['source']}, {model['hardware']}).",
         "- Ranks do not wait for each other between sharding types, as in TorchRec "
         "(`costs/timeline.py`). Kernels alone: the slowest rank's forward plus the "
@@ -215,6 +216,12 @@ def _title(data: Data) -> str:
         '- "Best practice" is our name for TorchRec\'s planner with table- and '
         "column-wise sharding, pooling factors and `min_partition=32`.",
     ]
+    if "quiet" in data:
+        rows += [
+            "- Left out because the machine's speed changed by more than "
+            f"{LARGEST_SPREAD:.0%} meanwhile: {', '.join(disturbed) or 'none'}.",
+            f"- Quiet machine: {data['quiet']}.",
+        ]
     if faster := data.get("kernels_faster"):
         rows.append(
             f"- Scaled kernels: measured times are divided by {faster:g}, for "
@@ -225,8 +232,12 @@ def _title(data: Data) -> str:
     rows += [f"- {name}: {text}." for name, text in data["clusters"].items()]
     rows += [f"- {note}" for note in data.get("notes", ())]
     about = "\n".join(rows)
+    predicted = data.get("is_predicted")
+    kernels = (
+        "predicted kernels: nothing was measured" if predicted else "timed kernels"
+    )
     return (
-        "# Planners compared on timed kernels\n\n"
+        f"# Planners compared on {kernels}\n\n"
         f"{hardware['device']}; torch {hardware['torch']}, fbgemm "
         f"{hardware['fbgemm']}, torchrec {data['torchrec']}; commit {data['commit']}; "
         f"{data['created']} to {data['updated']}.\n\n"
@@ -245,17 +256,19 @@ def _picture(light: str, dark: str) -> str:
 
 
 def _tables(data: Data) -> list[str]:
+    measured = [] if data.get("is_predicted") else [_noise(data), _choices(data)]
+    # What was expected was expected of processors.
+    on_cpu = data["hardware"]["device_type"] == "cpu"
     return [
         *(_summary(data, view) for view in views(data)),
-        _expected(data),
+        *([_expected(data)] if on_cpu else []),
         _against(data),
         *(_by_family(data, view) for view in views(data)),
         _planning(data),
-        _noise(data),
-        _choices(data),
+        *measured,
         _described(data),
         _troubles(data),
-        "`docs/comparison.md` explains the measurements. Intervals are "
+        "`docs/comparison.md` explains the method. Intervals are "
         f"{paired.CONFIDENCE:.0%} bootstrap intervals over tasks. Ratios within "
         f"{paired.SAME:.0%} of 1 count as neither won nor lost. A ratio of two "
         "planners leaves out tasks for which one of them has no plan.",
@@ -278,7 +291,7 @@ def _summary(data: Data, view: View) -> str:
                 over.text() if over else "-",
                 f"{over.worst:.2f}" if over else "-",
                 f"{over.wins}/{over.losses}" if over else "-",
-                _median(predicted, ".3f"),
+                "-" if data.get("is_predicted") else _median(predicted, ".3f"),
                 _median(seconds, ".2f"),
             )
         )

@@ -78,12 +78,19 @@ class PlanningSettings:
     solver_seconds: float = 4.0
     few_sets: str | None = None
     """Bundle of the device that was calibrated on few sets."""
+    other: str | None = None
+    """Bundle of another device, for one more planner."""
 
     def rivals(self) -> list[Rival]:
         """Return the planners."""
         model = load_cost_model(self.cost_model, device_type=self.device)
         return make_rivals(
-            self.names, self.trained, self.solver_seconds, model.hardware, self.few_sets
+            self.names,
+            self.trained,
+            self.solver_seconds,
+            model.hardware,
+            self.few_sets,
+            self.other,
         )
 
     def costs(self, task: Task) -> Costs:

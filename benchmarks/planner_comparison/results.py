@@ -82,7 +82,10 @@ def write_results(data: dict[str, Any], out: Path) -> None:
     ]
     table = pyarrow.Table.from_struct_array(pyarrow.array(rows))
     part = at(out, ".part")
-    parquet.write_table(table, part, compression="zstd")
+    # No dictionary: a dictionary of numbers is larger than the numbers.
+    parquet.write_table(
+        table, part, compression="zstd", compression_level=19, use_dictionary=False
+    )
     part.replace(at(out, "_plans.parquet"))
     text = json.dumps({**data, "tasks": tasks}, indent=1)
     part.write_text(f"{text}\n", encoding="utf-8")

@@ -43,6 +43,7 @@ from planner_comparison.paired import (
     OURS,
     PAPER,
     PAPER_NETS,
+    SPLIT_TYPES,
     UNMEASURED,
 )
 from planner_comparison.tasks import BATCH_SIZES, OPTIMIZERS, SEED_TABLES, Task
@@ -130,6 +131,7 @@ def make_rivals(
     solver_seconds: float,
     hardware: str,
     few_sets: str | None = None,
+    other: str | None = None,
 ) -> list[Rival]:
     """Return the planners that can run here.
 
@@ -141,12 +143,13 @@ def make_rivals(
         hardware: Device of the cost model.
         few_sets: Bundle of the device that was calibrated on few sets. None: the
             planner with it is left out.
+        other: Bundle of another device. None: the planner with it is left out.
 
     Raises:
         ValueError: A name is unknown.
     """
     rivals = [
-        *_ours(few_sets),
+        *_ours(few_sets, other),
         *_learned(trained, hardware),
         *_solvers(solver_seconds),
         *_stock(),
@@ -160,7 +163,7 @@ def make_rivals(
     return [known[name] for name in names]
 
 
-def _ours(few_sets: str | None) -> Iterator[Rival]:
+def _ours(few_sets: str | None, other: str | None) -> Iterator[Rival]:
     yield Rival(
         name=OURS,
         about="this planner with its defaults, all sharding types",
@@ -184,6 +187,12 @@ def _ours(few_sets: str | None) -> Iterator[Rival]:
             about="this planner with another CPU's bundle, calibrated here on 100 "
             "sets, all sharding types",
             make=functools.partial(_on_bundle, few_sets),
+        )
+    if other is not None:
+        yield Rival(
+            name=f"{OURS}, bundle {other}",
+            about=f"this planner with the bundle `{other}`, all sharding types",
+            make=functools.partial(_on_bundle, other),
         )
 
 
@@ -366,6 +375,11 @@ def _stock() -> Iterator[Rival]:
     )
     yield _torchrec(ALL_TYPES, "TorchRec's planner, pooling factors, all types")
     yield _torchrec(
+        SPLIT_TYPES,
+        f"the same, min_partition={MIN_PARTITION}",
+        min_partition=MIN_PARTITION,
+    )
+    yield _torchrec(
         "torchrec, dynamic programming",
         "the same with DynamicProgrammingProposer; memory is given as HBM, the only "
         "one it counts",
@@ -387,10 +401,9 @@ def _torchrec(
     """Return TorchRec's planner with the given parts."""
 
     def make(task: Task, costs: Costs, device: str) -> EmbeddingShardingPlanner:
-        del costs
         planned_for = "cuda" if in_hbm else device
         return EmbeddingShardingPlanner(
-            topology=_topology(task, planned_for, device),
+            topology=_topology(task, costs, planned_for, device),
             batch_size=task.batch_size // task.world_size,
             storage_reservation=FixedPercentageStorageReservation(0.0),
             constraints=_constraints(task, types, min_partition, pooling_factors),
@@ -431,7 +444,7 @@ def _neuroshard(
     if searcher is not None:
         given |= {"search": searcher}
     return NeuroShardPlanner(
-        topology=_topology(task, device, device),
+        topology=_topology(task, costs, device, device),
         batch_size=task.batch_size // task.world_size,
         storage_reservation=FixedPercentageStorageReservation(0.0),
         constraints=_constraints(task, types),
@@ -443,15 +456,20 @@ def _neuroshard(
     )
 
 
-def _topology(task: Task, planned_for: str, device: str) -> Topology:
+def _topology(task: Task, costs: Costs, planned_for: str, device: str) -> Topology:
     """Return TorchRec's topology of the cluster, with memory and published links.
+
+    The bandwidth of a GPU's memory is its card's.
 
     Args:
         task: The task, which names the cluster.
+        costs: Costs, which name the device.
         planned_for: Device type in the topology.
         device: Device type of the kernels.
     """
-    bandwidth = HBM_MEM_BW if device == "cuda" else DDR_MEM_BW  # TorchRec's default
+    card = find_card(costs.compute.hardware)
+    default = HBM_MEM_BW if device == "cuda" else DDR_MEM_BW  # TorchRec's
+    bandwidth = card.hbm_gb_per_s.value * _BYTES_PER_MS if card else default
     bandwidth *= task.kernels_faster
     if planned_for != device:
         # The kernels and the speed of the memory are the same; only the name differs.

@@ -313,7 +313,7 @@ def with_again(outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
 def judge(
     task: Task,
     outcomes: Mapping[str, Outcome],
-    times: Times,
+    times: Times | None,
     planning: PlanningSettings,
 ) -> dict[str, Any]:
     """Return measured and predicted times of each planner's plan on the cluster.
@@ -321,7 +321,7 @@ def judge(
     Args:
         task: The task.
         outcomes: Planner -> outcome.
-        times: Measured times of all kernels.
+        times: Measured times of all kernels. None: the predictions.
         planning: Settings with the cost model.
     """
     costs, ranks = planning.costs(task), task.world_size
@@ -332,7 +332,10 @@ def judge(
     cluster = CLUSTERS[task.cluster]
     taken = {c: cluster.collective_ms(c) for c in collectives}
     faster = task.kernels_faster
-    times = {k: (fwd / faster, bwd / faster) for k, (fwd, bwd) in times.items()}
+    if times is None:
+        times = predicted
+    else:
+        times = {k: (fwd / faster, bwd / faster) for k, (fwd, bwd) in times.items()}
     entries = {name: _entry(outcome, task) for name, outcome in outcomes.items()}
     for name, outcome in outcomes.items():
         if outcome.plan is not None:

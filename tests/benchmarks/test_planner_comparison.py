@@ -194,6 +194,7 @@ def test_the_page_drops_no_loss(tmp_path: Path) -> None:
         **dict.fromkeys(("torchrec", "commit", "command", "created", "updated"), "x"),
         **{"environment": {}, "options": {}, "clusters": {"8 x H100": "published"}},
         "notes": ["It must be known."],
+        "quiet": "not checked",
     }
     results.write_results(known, tmp_path / "run")
     assert results.read_results(tmp_path / "run") == known
