@@ -4,9 +4,9 @@
     python benchmarks/check_figures.py --write    # renews the parts, page and charts
 
 Documents have `<!-- computed: NAME -->` before a computed part and `<!-- end -->` after
-it. `PARTS` has the function of each part. The page `results/planners_202611.md` is
-computed as a whole. Data: `results/*_plans.parquet` holds the measured times of each
-plan, `data/compute_*.parquet` the measured sets of each bundle.
+it. `PARTS` has the function of each part. `PAGES` are computed as a whole. Of the data,
+`results/*_plans.parquet` holds the measured times of each plan, and
+`data/compute_*.parquet` the measured sets of each bundle.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from harness.pages import table
 from planner_comparison import page, paired
+from planner_comparison.charts import draw_charts
 from planner_comparison.results import at, read_results
-from planner_comparison.run import publish
 from torchrec_neuroshard.bundles.find import load_cost_model, physical_estimate
 from torchrec_neuroshard.bundles.fit import evaluate
 from torchrec_neuroshard.bundles.set_data import build_sets, split_records
@@ -33,7 +33,10 @@ from torchrec_neuroshard.measure.store import read_records
 ROOT = Path(__file__).parents[1]
 RESULTS, DATA = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "data"
 COMPARISON = RESULTS / "planners_202611"
+EXPECTED = RESULTS / "planners_h200_expected_202611"
 PICTURES = ROOT / "docs" / "images"
+PAGES = {COMPARISON: PICTURES, EXPECTED: None}
+"""Results whose page is checked -> folder of its charts."""
 DOCUMENTS = (
     "README.md",
     "docs/comparison.md",
@@ -108,11 +111,30 @@ def h200_errors() -> str:
     return table([*head, "total, median", "tau"], rows)
 
 
+def expected_plans() -> str:
+    """Return what TorchRec's planner is predicted to reach with the true bandwidth."""
+    data = read_results(EXPECTED)
+    settings = paired.ALL_TYPES, paired.SPLIT_TYPES
+    found = [
+        paired.compare(view.tasks, name, paired.BEST_PRACTICE, view.metric)
+        for name in settings
+        for view in page.views(data)
+        if view.metric == paired.PATH
+    ]
+    means = [f"{over.mean:.2f}" for over in found if over]
+    return (
+        "With the card's, its plans with all sharding types are predicted to take "
+        f"{means[0]} of best practice on 8\nranks and {means[1]} on 16. With "
+        f"`min_partition=32`, too, they take {means[2]} and {means[3]}"
+    )
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "planners": planners,
     "over-rivals": over_rivals,
     "calibrated-plans": calibrated_plans,
     "h200-errors": h200_errors,
+    "expected-plans": expected_plans,
 }
 
 
@@ -134,12 +156,18 @@ def differences(write: bool = False) -> list[str]:
         found += [f"{name}: {old[1]}" for old, new in pairs if old != new]
         if write and computed != text:
             path.write_text(computed, encoding="utf-8")
-    pictures = [PICTURES / f"{COMPARISON.name}_{t}.png" for t in ("light", "dark")]
-    text = page.page_text(read_results(COMPARISON), COMPARISON, pictures)
-    if at(COMPARISON, ".md").read_text(encoding="utf-8") != text:
-        found.append(str(at(COMPARISON, ".md").relative_to(ROOT)))
-    if write:
-        publish(read_results(COMPARISON), COMPARISON, PICTURES)
+    for results, folder in PAGES.items():
+        data = read_results(results)
+        names = [f"{results.name}_{theme}.png" for theme in ("light", "dark")]
+        pictures = [folder / name for name in names] if folder else []
+        path = at(results, ".md")
+        computed = page.page_text(data, results, pictures)
+        if path.read_text(encoding="utf-8") != computed:
+            found.append(str(path.relative_to(ROOT)))
+            if write:
+                path.write_text(computed, encoding="utf-8")
+        if write and folder:
+            draw_charts(data, folder / results.name)
     return found
 
 
@@ -153,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{'renewed' if options.write else 'differs from the data'}: {name}")
     if found and not options.write:
         sys.exit(1)
-    print(f"{len(PARTS)} parts and a page are what the data give")
+    print(f"{len(PARTS)} parts and {len(PAGES)} pages are what the data give")
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def compare(
     from planner_comparison.kernels import kernels_of, median_times
     from planner_comparison.page import write_page
     from planner_comparison.planning import Outcome, PlanningSettings
-    from planner_comparison.results import write_results
+    from planner_comparison.results import read_results, write_results
 
     planning = PlanningSettings(cost_model=args.bundle, device=hardware["device_type"])
     data = run.describe(
@@ -225,7 +225,7 @@ def compare(
     if kept is not None:
         kept.close()
     write_results(data, args.out)
-    write_page(data, args.out)
+    write_page(read_results(args.out), args.out)
 
 
 class Kernels:
