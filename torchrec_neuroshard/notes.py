@@ -17,7 +17,7 @@ NOTE_CODES: Mapping[str, str] = {
     "fallback": "TorchRec's own planner made the plan because the search found none",
     "memory": "the plan needs, or may need, more memory than a rank has",
     "host-memory": "tables are in the host's memory",
-    "out-of-range": "a shard is outside the cost model's training range",
+    "out-of-range": "tables are outside what the cost model measured",
     "stash": "tables have `stash_weights`: memory that the copies take and free",
     "optimizer": "tables have an optimizer whose state size is unknown",
     "unusual": "the plan looks unusual, and only an estimate recommends it",

@@ -32,6 +32,7 @@ from torchrec_neuroshard.errors import (
     BundleMismatchError,
     ConfigError,
 )
+from torchrec_neuroshard.hardware.cards import GPU_CARDS
 from torchrec_neuroshard.hardware.devices import cpu_name
 from torchrec_neuroshard.measure.records import steady_records
 from torchrec_neuroshard.measure.store import read_comms_records, read_records
@@ -139,6 +140,30 @@ def test_auto_takes_the_bundle_of_this_device(
     assert model.name == "b200" and model.error is not None
     assert "7,672 GB/s" in str(said[0].message)
     assert "never checked on this card" in str(said[0].message)
+
+
+@pytest.mark.parametrize(
+    ("card", "gb_per_s", "hardware"),
+    [
+        ("h200", 4800.0, None),
+        ("h200", 2400.0, "H200 SXM 141 GB with this bandwidth"),
+        ("h100", 3350.0, "H100 SXM 80 GB"),
+    ],
+)
+def test_auto_takes_the_bundle_of_the_planned_card_as_sold(
+    card: str, gb_per_s: float, hardware: str | None
+) -> None:
+    caught: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if hardware:
+        match = f"no cost model was measured on NVIDIA {hardware}: costs are"
+        caught = pytest.warns(UserWarning, match=match)
+    with caught:
+        model = load_cost_model(
+            device_type="cuda", hbm_gb_per_s=gb_per_s, card=GPU_CARDS[card]
+        )
+    assert model.source == (
+        "physical estimate, not measured" if hardware else "measured"
+    )
 
 
 def test_card_shows_the_errors_that_the_data_give() -> None:

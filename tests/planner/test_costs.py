@@ -258,8 +258,9 @@ def test_sums_over_shards_agree_with_the_stages(everywhere: bool) -> None:
     costs.attribute(plan)
     assert PlacedPlan(plan, costs).predicted == predicted
     # Kernels that were not measured are counted.
-    unmeasured = 1 if everywhere else 2
-    source = f"analytic; estimated for {unmeasured} of {len(kinds)} tables"
+    source = "analytic; of 3 tables, 1 estimated (kernel dense)"
+    if not everywhere:
+        source = "analytic; of 8 tables, 2 estimated (kernel dense, kernel fused_uvm)"
     assert predicted.compute_source == source
 
 

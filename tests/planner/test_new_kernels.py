@@ -52,7 +52,7 @@ def test_new_kernels_are_searched_priced_noted_saved_and_rehearsed(
     found = {n: e.compute_kernel for n, e in entries_of(plan).items()}
     assert found == {"t0": "fused", "t1": kernel, "t2": kernel}
     source = planner.last_result.predicted.compute_source
-    assert source.endswith("estimated for 2 of 3 tables")
+    assert source == f"analytic; of 3 tables, 2 estimated (kernel {kernel})"
     assert planner.last_result.gap < 0.01  # all tables are part of the bound
     save_plan(plan, path, model=model, planner=planner)
     assert load_plan(path, model=model, planner=planner, sharders=sharders) == plan

@@ -86,7 +86,7 @@ def test_small_tables_become_replicas_where_collectives_are_dear() -> None:
     assert types["t0"] == types["t2"] == REPLICAS
     assert types["t1"] != REPLICAS
     source = last_result(planner).predicted.compute_source
-    assert source.endswith("estimated for 2 of 3 tables")
+    assert source == "analytic; of 3 tables, 2 estimated (kernel dense)"
 
 
 @pytest.mark.parametrize("others", [[], [TABLE]])

@@ -246,7 +246,8 @@ def test_two_plans_are_shown_side_by_side() -> None:
     page = html_report(found)
     text, data = shown_of(page), data_of(page)
     for shown in (
-        "Ours takes 17.000 ms instead of 20.000 (-15.0%): it saves 3.000 ms",
+        "Predicted (kernels: measured): ours takes 17.000 ms instead of 20.000 "
+        "(-15.0%) and saves 3.000 ms per iteration.",
         "2 of 7 tables are placed differently; switching moves 1.00 GiB of weights.",
         "batch <differs>",
     ):
@@ -273,6 +274,10 @@ def test_two_plans_are_shown_side_by_side() -> None:
     noted = {"code": "comparison", "table": None, "severity": "warning"}
     assert saved["notes"] == [{**noted, "text": "batch <differs>"}]
     assert (saved["saved_ms"], saved["moved_bytes"]) == (3.0, 2**30 + 2**20)
+    source = "measured for 5 of 7 tables, 2 extrapolated (batch)"
+    partly = dataclasses.replace(found.second, compute_source=source)
+    verdict = dataclasses.replace(found, second=partly).verdict
+    assert verdict.startswith("predicted (kernels: measured for 5 of 7 tables): ours")
     unknown = dataclasses.replace(
         found, first=dataclasses.replace(found.first, critical_path_ms=math.nan)
     )

@@ -2,32 +2,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from tests.builders import (
     draw_memory,
     draw_tables,
-    make_tables,
     make_task,
     printed_elsewhere,
     search,
 )
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.models.base import RangeWarning
-from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,
     SearchConfig,
     make_searcher,
 )
-from torchrec_neuroshard.tables.features import FEATURE_NAMES
-from torchrec_neuroshard.testing import AnalyticCostModel
 
 
 def random_task(num_tables: int, world_size: int, **fields: Any) -> ShardingTask:
@@ -89,24 +82,3 @@ def test_make_searcher() -> None:
     assert make_searcher(made) is made
     with pytest.raises(ConfigError, match=r"unknown search 'best'; one of .*default"):
         make_searcher("best")
-
-
-class NarrowModel(AnalyticCostModel):
-    """The analytic model, with a training range on the width."""
-
-    def range_warnings(
-        self, features_NF: npt.NDArray[np.float32]
-    ) -> Sequence[RangeWarning]:
-        width = features_NF[:, FEATURE_NAMES.index("log2_width")]
-        return [
-            RangeWarning(int(i), "log2_width", float(width[i]), 2.0, 6.0)
-            for i in np.flatnonzero(width > 6.0)
-        ]
-
-
-def test_warnings_name_table_and_feature_once() -> None:
-    task = make_task(make_tables([128, 16], 100), min_widths=(128, 16))
-    result = search(task, cost_model=NarrowModel())
-    text = "table 't0': log2_width 7 is outside the cost model's range 2 to 6"
-    assert result.notes == (Note("out-of-range", text, "t0"),)
-    assert result.warnings == (text,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,8 +144,9 @@ def load_cost_model(
     Args:
         cost_model: A model, or one of:
 
-            - "auto": the shipped bundle measured on this very device, else a physical
-              estimate, with a warning. A CPU's bundle is never used for a GPU.
+            - "auto": the shipped bundle measured on `card` or, without a card, on this
+              very device; else a physical estimate, with a warning. A CPU's bundle is
+              never used for a GPU, and none for a card with another bandwidth.
             - the name of a shipped bundle.
             - the name of a card of `GPU_CARDS`: its shipped bundle, else its physical
               estimate.
@@ -166,6 +168,8 @@ def load_cost_model(
     named = find_named_card(cost_model, device_type)
     if str(cost_model) == "measure":
         return physical_estimate(device_type, hbm_gb_per_s, card)
+    sold = card.hbm_gb_per_s.value if card else None
+    is_altered = bool(sold and not math.isclose(hbm_gb_per_s or sold, sold))
     is_auto = str(cost_model) == "auto"
     folder = None if is_auto else bundle_folder(cost_model)
     if folder is None and named is None and not is_auto:
@@ -182,7 +186,8 @@ def load_cost_model(
         )
         is_auto = True
     if is_auto:
-        folder = _shipped_for(device_type, _planned_device(device_type, card))
+        device = _planned_device(device_type, card)
+        folder = _shipped_for(device_type, device, None if is_altered else card)
     if folder is not None:
         model = load_bundle(folder)
         measured_on = COMPUTE_BUNDLE.read_info(folder).fingerprint.device_type
@@ -198,8 +203,9 @@ def load_cost_model(
     basis = f"{estimate.constants.memory_gb_per_s:,.0f} GB/s of memory bandwidth"
     if estimate.error is not None:
         basis += f" ({estimate.error})"
+    hardware = estimate.hardware + " with this bandwidth" * is_altered
     warnings.warn(
-        f"no cost model was measured on {estimate.hardware}: costs are a physical "
+        f"no cost model was measured on {hardware}: costs are a physical "
         f"estimate from {basis}. On that machine run 'neuroshard calibrate --out "
         "FOLDER', then name FOLDER as the cost model. Shipped cost models are "
         f"{', '.join(pretrained_names()) or 'none'}",
@@ -315,11 +321,16 @@ def _measured_collectives(
     return None
 
 
-def _shipped_for(device_type: str, device: str | None) -> Path | None:
-    """Return the shipped bundle that was measured on this device, or None."""
+def _shipped_for(
+    device_type: str, device: str | None, card: GpuCard | None = None
+) -> Path | None:
+    """Return the shipped bundle measured on a device or a card, or None."""
     for folder, info in shipped(COMPUTE_BUNDLE):
         measured_on = info.fingerprint
-        if (measured_on.device_type, measured_on.device) == (device_type, device):
+        if measured_on.device_type == device_type and (
+            measured_on.device == device
+            or (card and find_card(measured_on.device) is card)
+        ):
             return folder
     return None
 

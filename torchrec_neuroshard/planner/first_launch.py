@@ -42,7 +42,12 @@ from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import whole_nodes
 from torchrec_neuroshard.planner.ways import is_placeable, narrowest_shard
-from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, TableConfig, row_shard
+from torchrec_neuroshard.tables.table import (
+    COLUMN_MULTIPLE,
+    MEASURED_TYPES,
+    TableConfig,
+    row_shard,
+)
 
 if TYPE_CHECKING:  # it loads FBGEMM and pyarrow, which only measuring needs
     from torchrec_neuroshard.bundles.first_launch import LaunchRequest, Member
@@ -52,7 +57,6 @@ E = TypeVar("E", bound=BaseException)
 
 _USUAL_SECONDS = 60.0
 """Default time budget."""
-_MEASURED_TYPES = ("fp32", "fp16")
 _MOST_PARTS = 4
 """A table is measured whole, in halves, and so on, up to this many column parts."""
 GRACE_S = 60.0
@@ -245,7 +249,7 @@ class FirstLaunch:
                 continue
             table = reader.table(option)
             on_cpu = topology.compute_device == "cpu"
-            if table.data_type not in _MEASURED_TYPES or (
+            if table.data_type not in MEASURED_TYPES or (
                 on_cpu and table.optimizer == "adam"
             ):
                 continue

@@ -27,10 +27,16 @@ from torchrec_neuroshard.costs.simulator import (
     StageCosts,
 )
 from torchrec_neuroshard.costs.task import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.models.base import RangeWarning
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import kernel_settings
+from torchrec_neuroshard.planner.coverage import (
+    UNCOSTED,
+    Reason,
+    describe_source,
+    extrapolation_notes,
+)
 from torchrec_neuroshard.planner.kernels import (
-    is_estimated,
     kernel_factors,
     load_factor,
     priced_codecs,
@@ -48,7 +54,6 @@ from torchrec_neuroshard.planner.reader import (
 )
 from torchrec_neuroshard.planner.topology import whole_nodes
 from torchrec_neuroshard.report.parts import Bottleneck, HostTable
-from torchrec_neuroshard.search.default import MAX_WARNINGS, range_note, range_notes
 
 if TYPE_CHECKING:
     from torchrec_neuroshard.planner.plan_costs import PlanCosts
@@ -315,20 +320,36 @@ class PlacedPlan:
                 phases_W6[shard.rank] += stock_phases(shard.perf)
             ranks = tuple(RankCosts(*row) for row in phases_W6.tolist())
             stages.append(StageCosts("others (TorchRec's estimate)", ranks))
-        options = costed.options if costed else ()
-        estimated = sum(map(is_estimated, options)) + len(self.stock)
-        total = len(options) + len(self.stock)
-        source = costs.cost_model.source
-        if estimated:
-            source = f"{source}; estimated for {estimated} of {total} tables"
         return PredictedCosts(
             stages=tuple(stages),
             uncertainty=uncertainty,
-            compute_source=source,
+            compute_source=describe_source(costs.cost_model.source, self._reasons),
             comms_source=costs.comms_model.source,
             schedule=costs.schedule,
             dense=costs.dense,
         )
+
+    @functools.cached_property
+    def _reasons(self) -> list[Reason | None]:
+        """Why measurements do not cover a table; those with a cost come first."""
+        reasons: list[Reason | None] = [UNCOSTED] * len(self.stock)
+        if (costed := self.costed) is None:
+            return reasons
+        model = self._costs.cost_model
+        outside: dict[int, list[RangeWarning]] = {}
+        features = costed.simulator.shard_features(
+            costed.table_N, costed.width_N, costed.rows_N
+        )
+        for warning in model.range_warnings(features):
+            table = int(costed.table_N[warning.shard])
+            outside.setdefault(table, []).append(warning)
+        found = (
+            Reason.of(option, table, outside.get(place, ()), model.source)
+            for place, (option, table) in enumerate(
+                zip(costed.options, costed.task.tables, strict=True)
+            )
+        )
+        return [*found, *reasons]
 
     @functools.cached_property
     def _attributed(self) -> tuple[Floats, Floats]:
@@ -451,23 +472,11 @@ class PlacedPlan:
         """Return notes on tables outside the cost model's training range."""
         if (costed := self.costed) is None:
             return ()
-        notes: tuple[Note, ...] = ()
-        if self.task is not None:
-            simulator = self._costs.simulator(self.task)
-            notes = range_notes(simulator, self.placement)
-        rest = costed.table_N >= self._num_columns
-        if not rest.any():
-            return notes
-        table_N = costed.table_N[rest]
-        features = costed.simulator.shard_features(
-            table_N, costed.width_N[rest], costed.rows_N[rest]
-        )
-        names = [table_name(costed.options[t]) for t in table_N.tolist()]
-        found = self._costs.cost_model.range_warnings(features)
-        more = {
-            (names[w.shard], w.feature): range_note(names[w.shard], w) for w in found
-        }
-        return notes + tuple(list(more.values())[:MAX_WARNINGS])
+        alone_N2 = costed.simulator.single_compute(costed.prices)
+        work_N2 = np.maximum(alone_N2 - self._costs.launch_ms(), 0.0)
+        ms_T = np.zeros(len(costed.options))
+        np.add.at(ms_T, costed.table_N, work_N2.sum(axis=1))
+        return extrapolation_notes(costed.options, self._reasons, ms_T)
 
 
 def _perfs(compute_N2: Floats, comms_N3: Floats) -> list[Perf]:

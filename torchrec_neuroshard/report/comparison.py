@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,15 +63,17 @@ class PlanComparison(Report):
         """Return what the second plan saves, in a sentence without a full stop."""
         if not self.is_costed:
             return "saved time unknown: a plan's costs are not stored"
+        kernels = re.split("[,;]", self.second.compute_source)[0]
+        predicted = f"predicted (kernels: {kernels})"
         path_ms, saved = self.second.critical_path_ms, self.saved_ms
         if f"{abs(saved):.3f}" == "0.000":
-            return f"both take {path_ms:.3f} ms per iteration"
+            return f"{predicted}: both take {path_ms:.3f} ms per iteration"
         first_ms = self.first.critical_path_ms
         change = f" ({-saved / first_ms:+.1%})" if first_ms > 0 else ""
         effect = f"saves {saved:.3f} ms" if saved > 0 else f"loses {-saved:.3f} ms"
         return (
-            f"{self.second_name} takes {path_ms:.3f} ms instead of {first_ms:.3f}"
-            f"{change}: it {effect} per iteration"
+            f"{predicted}: {self.second_name} takes {path_ms:.3f} ms instead of "
+            f"{first_ms:.3f}{change} and {effect} per iteration"
         )
 
     def heading(self) -> list[tuple[str, str]]:
@@ -93,7 +96,7 @@ class PlanComparison(Report):
         parts = (self.second_name, self.second), (self.first_name, self.first)
         charts = [{"title": name, **plan.phase_chart} for name, plan in parts]
         return [
-            Section(lines=[self.verdict, f"predicted; {sources}"]),
+            Section(lines=[self.verdict, sources]),
             Section(title="each rank", charts=charts),
             Section(title="slowest ranks", grid=self._figures()),
             Section(

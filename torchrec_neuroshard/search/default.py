@@ -20,10 +20,9 @@ from typing import Self
 
 import numpy as np
 
-from torchrec_neuroshard.costs.simulator import Simulator, placed_arrays
-from torchrec_neuroshard.costs.task import Placement, ShardingTask
-from torchrec_neuroshard.models.base import CommsModel, CostModel, RangeWarning
-from torchrec_neuroshard.notes import Note
+from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.task import ShardingTask
+from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.progress import phase, shown
 from torchrec_neuroshard.search.base import (
     BudgetedSearcher,
@@ -51,8 +50,6 @@ LEAST_PACK_SECONDS = 0.5
 """Time for exact packing if greedy placement has used up the budget."""
 BOUND_SHARE = 0.2
 """Time for a quick bound, as a share of the search before it."""
-MAX_WARNINGS = 20
-"""Most range warnings; the rest are counted."""
 
 
 @contextlib.contextmanager
@@ -230,31 +227,4 @@ def finish_result(
         gap=gap,
         search_seconds=time.monotonic() - start,
         num_evaluated=bank.num_evaluated + bank.task.world_size,
-        notes=range_notes(bank.simulator, placement),
     )
-
-
-def range_notes(simulator: Simulator, placement: Placement) -> tuple[Note, ...]:
-    """Say which placed shards lie outside the cost model's training range."""
-    arrays = np.stack(placed_arrays(placement))[[0, 1, 3]]
-    table_N, width_N, rows_N = np.unique(arrays, axis=1)
-    features = simulator.shard_features(table_N, width_N, rows_N)
-    found: dict[tuple[int, str], Note] = {}
-    for warning in simulator.cost_model.range_warnings(features):
-        index = int(table_N[warning.shard])
-        note = range_note(simulator.task.tables[index].name, warning)
-        found.setdefault((index, warning.feature), note)
-    notes = list(found.values())
-    if len(notes) > MAX_WARNINGS:
-        text = f"... and {len(notes) - MAX_WARNINGS} more like these"
-        notes[MAX_WARNINGS:] = [Note("out-of-range", text)]
-    return tuple(notes)
-
-
-def range_note(table: str, warning: RangeWarning) -> Note:
-    """Say which feature of a table's shard is outside the training range."""
-    text = (
-        f"table '{table}': {warning.feature} {warning.value:.4g} is outside the cost "
-        f"model's range {warning.low:.4g} to {warning.high:.4g}"
-    )
-    return Note("out-of-range", text, table)

@@ -23,6 +23,9 @@ MAX_CUDA_COLUMNS = 2_048
 DATA_TYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 """Bytes of one weight."""
 
+MEASURED_TYPES: tuple[str, ...] = ("fp32", "fp16")
+"""Weight types whose kernels `measure.kernels` can time."""
+
 OPTIMIZERS: tuple[str, ...] = ("rowwise_adagrad", "sgd", "adam", "adagrad")
 """Optimizers that the cost models know by name."""
 

@@ -1,0 +1,161 @@
+"""Reports say which tables' kernels were measured, and why others were not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.modules.embedding_configs import DataType
+
+from tests.builders import (
+    bag_sharders,
+    by_table,
+    each,
+    last_result,
+    make_ebc,
+    make_planner,
+    sequences,
+)
+from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.notes import Note
+from torchrec_neuroshard.planner.topology import topology_for
+from torchrec_neuroshard.search import SearchConfig
+
+SIX = [(10_000 * n, 64) for n in range(1, 7)]
+OUTSIDE = "outside what the cost model measured"
+FAR = "predictions there are extrapolated"
+
+
+def planned(
+    card: str,
+    sizes: list[tuple[int, int]],
+    batch_size: int = 1024,
+    types: dict[int, DataType] | None = None,
+    **constraints: Any,
+) -> tuple[str, tuple[Note, ...]]:
+    """Plan for four ranks by measured kernels; return their source and the notes."""
+    costs: dict[str, Any] = {"cost_model": "cpu"}
+    if card != "cpu":
+        costs = {"topology": topology_for(card, ranks_per_node=4), "cost_model": "auto"}
+    limits: dict[str, Any] = {"pooling_factors": [[10.0]] * len(sizes)} | constraints
+    planner = make_planner(
+        4,
+        batch_size=batch_size,
+        constraints=by_table(**limits),
+        search=SearchConfig(effort=0.0),
+        **costs,
+    )
+    planner.plan(make_ebc(sizes, data_types=types), bag_sharders())
+    result = last_result(planner)
+    notes = tuple(note for note in result.notes if note.code == "out-of-range")
+    return result.predicted.compute_source, notes
+
+
+@pytest.mark.parametrize("card", ["cpu", "h200"])
+def test_tables_and_batches_like_the_measured_ones(card: str) -> None:
+    types = {0: DataType.FP16}
+    assert planned(card, SIX, types=types) == ("measured", ())
+
+
+@pytest.mark.parametrize(
+    ("card", "batch_size", "told"),
+    [
+        ("h200", 65_536, "batch 262,144, measured up to 65,536"),
+        ("h200", 256, "batch 1,024, measured from 2,048"),
+        ("cpu", 8_192, "batch 32,768, measured up to 16,384"),
+    ],
+)
+def test_batches_outside_the_range(card: str, batch_size: int, told: str) -> None:
+    found = planned(
+        card, SIX, batch_size, sharding_types=[["table_wise", "row_wise"]] * 6
+    )
+    text = f"6 of 6 tables are {OUTSIDE}: {told}; {FAR}"
+    note = Note("out-of-range", text)
+    assert found == ("measured for 0 of 6 tables, 6 extrapolated (batch)", (note,))
+
+
+@pytest.mark.parametrize("card", ["cpu", "h200"])
+def test_weights_that_cannot_be_measured(card: str) -> None:
+    types = {0: DataType.INT8, 1: DataType.BF16, 2: DataType.BF16}
+    source, notes = planned(card, SIX, types=types, compute_kernels=[["fused"]] * 6)
+    assert source == (
+        "measured for 3 of 6 tables, 3 extrapolated (bf16 weights, int8 weights)"
+    )
+    assert notes == (
+        Note("out-of-range", f"1 of 6 tables is {OUTSIDE}: int8 weights; {FAR}", "t0"),
+        Note("out-of-range", f"2 of 6 tables are {OUTSIDE}: bf16 weights; {FAR}"),
+    )
+
+
+def test_kernels_that_were_not_measured() -> None:
+    kinds = [["data_parallel"]] * 2 + [["table_wise"]] * 4
+    kernels = [["dense"]] * 2 + [["fused"]] * 3 + [["fused_uvm"]]
+    found = planned("h200", SIX, sharding_types=kinds, compute_kernels=kernels)
+    assert found == (
+        "measured for 3 of 6 tables, 3 estimated (kernel dense, kernel fused_uvm)",
+        (),
+    )
+
+
+def test_optimizers_that_were_not_measured() -> None:
+    """The bundle of CPUs holds Adagrad only row by row."""
+    constraints = each(2, "table_wise", pooling_factors=[10.0])
+    planner = make_planner(cost_model="cpu", batch_size=512, constraints=constraints)
+    ebc, optimizer = make_ebc(SIX[:2]), {"optimizer": EmbOptimType.EXACT_ADAGRAD}
+    planner.plan(ebc, [EmbeddingBagCollectionSharder(fused_params=optimizer)])
+    found = last_result(planner)
+    told = f"2 of 2 tables are {OUTSIDE}: optimizer adagrad; {FAR}"
+    assert Note("out-of-range", told) in found.notes
+    source = "measured for 0 of 2 tables, 2 extrapolated (optimizer adagrad)"
+    assert found.predicted.compute_source == source
+
+
+def test_sequences_are_not_measured() -> None:
+    planner = make_planner(2, batch_size=512, cost_model="cpu", constraints={})
+    planner.plan(sequences(64, 64, rows=100_000), [EmbeddingCollectionSharder()])
+    result = last_result(planner)
+    source = "measured for 0 of 2 tables, 2 estimated (sequences)"
+    assert result.predicted.compute_source == source
+
+
+def test_only_tables_that_take_time_cause_a_warning() -> None:
+    """Tables of 3 rows are smaller than all measured ones, and one is hardly read."""
+    pooling = [[10.0]] * 6 + [[1.0]] * 2 + [[0.001]]
+    sizes = [*SIX, (3, 64), (3, 64), (200_000_000, 4)]
+    source = "measured for 6 of 9 tables, 3 extrapolated (rows)"
+    limits: dict[str, Any] = {"sharding_types": [["table_wise"]] * 9}
+    found = planned("h200", sizes, pooling_factors=pooling, **limits)
+    assert found == (source, ())
+    pooling[8] = [10.0]
+    told = "rows 200,000,000, measured up to 100,000,000"
+    note = Note("out-of-range", f"1 of 9 tables is {OUTSIDE}: {told}; {FAR}", "t8")
+    found = planned("h200", sizes, pooling_factors=pooling, **limits)
+    assert found == (source, (note,))
+    sizes[7] = (150_000_000, 64)
+    told = "rows up to 200,000,000, measured up to 100,000,000"
+    note = Note("out-of-range", f"2 of 9 tables are {OUTSIDE}: {told}; {FAR}")
+    found = planned("h200", sizes, pooling_factors=pooling, **limits)
+    assert found == (source, (note,))
+
+
+def test_a_file_of_tables_for_a_named_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = [
+        {"name": f"t{i}", "num_embeddings": 100_000, "embedding_dim": 64}
+        for i in range(3)
+    ]
+    tables[2]["data_type"] = "int8"
+    path = tmp_path / "tables.json"
+    path.write_text(json.dumps(tables))
+    arguments = ["plan", str(path), "--card", "h200", "--ranks", "2", "--seconds", "1"]
+    assert main([*arguments, "--batch-size", "2048"]) == 0
+    assert (
+        "compute: measured for 2 of 3 tables, 1 extrapolated (int8 weights)"
+        in capsys.readouterr().out
+    )
