@@ -84,10 +84,10 @@ class PlanRanges:
     worlds: tuple[int, ...] = (4, 8, 16, 32, 64)
     batch_sizes: tuple[int, int] = (65_536, 1_048_576)
     """Samples over all ranks; powers of two."""
-    row_wise_share: float = 0.5
+    row_wise_share: float = 0.7
     """Share of plans with tables that are split by rows."""
     fp16_share: float = 0.1
-    sets_per_plan: int = 8
+    sets_per_plan: int = 6
     """Most kernels of a plan that are measured, from the busiest to the idlest."""
     max_bytes: int = 24 * 2**30
     """Most bytes of a set, with the optimizer's state."""
