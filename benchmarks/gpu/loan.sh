@@ -2,7 +2,8 @@
 # Measure on a GPU that is at hand for minutes, by two commands that end by themselves.
 #
 #   loan.sh one    find a form of FBGEMM that works; time the plans of plans.pkl, then
-#                  kernels whose costs are estimates, then tables in host memory
+#                  kernels whose costs are estimates, then tables in host memory, and
+#                  train two ranks on the one card
 #   loan.sh two    take that form again; time the new plans of plans.pkl, then measure
 #                  sets as plans hold them until the end
 #
@@ -44,7 +45,7 @@ exec > >(tee -a "$WORK/$phase.log") 2>&1
 # its last task, for sets.py to write its file.
 SAVING=8 ENDING=10 LAST=5 FOLDING=10
 # Most seconds of steps; plans come first, and sets get what is left.
-KERNELS=100 HOST_MEMORY=60
+KERNELS=100 HOST_MEMORY=60 TWO_RANKS=60
 DEVICE_FAILED=3 # a script's exit code: only a new process can use the device
 
 say() { echo "== $SECONDS s: $*"; }
@@ -157,6 +158,8 @@ if [ "$phase" = one ]; then
         --out "$WORK/kernels.parquet" || failed=1
     script "host memory" "$HOST_MEMORY" "$LAST" benchmarks/gpu/kernels.py $quick \
         --out "$WORK/uvm.parquet" --kinds uvm || failed=1
+    script "two ranks" "$TWO_RANKS" "$LAST" benchmarks/gpu/two_ranks.py \
+        --out "$WORK/two_ranks.json" || failed=1
 else
     tables=$GPU/real_tables.json
     [ -e "$tables" ] || tables=
