@@ -2,10 +2,10 @@
 # Measure on a GPU that is at hand for minutes, by two commands that end by themselves.
 #
 #   loan.sh one    find a form of FBGEMM that works; time the plans of plans.pkl, then
-#                  kernels whose costs are estimates, then tables in host memory, and
-#                  train two ranks on the one card
+#                  kernels whose costs are estimates, then tables in host memory;
+#                  train two ranks on the one card; measure sets as plans hold them
 #   loan.sh two    take that form again; time the new plans of plans.pkl, then measure
-#                  sets as plans hold them until the end
+#                  other sets until the end
 #
 # Before each, on a CPU, plans.py makes plans, and prepare.sh fills the folder GPU.
 # Before `two`, `how` (the form, from the results of `one`) goes to GPU, too.
@@ -27,8 +27,8 @@ phase=${1:-} GPU=${GPU:-.gpu} NUM=${NUM:-}
 DEVICE=${DEVICE:-cuda} QUICK=${QUICK:-} PYTHON=${PYTHON:-python3}
 WORK=${WORK:-/tmp/neuroshard_gpu} SITE=${SITE:-/tmp/site}
 case $phase in
-one) LIMIT=${LIMIT:-420} PLANS=200 ;;
-two) LIMIT=${LIMIT:-230} PLANS=110 ;;
+one) LIMIT=${LIMIT:-420} PLANS=200 SEED=1 ;;
+two) LIMIT=${LIMIT:-230} PLANS=110 SEED=2 ;;
 *) refuse "no step '$phase'" ;;
 esac
 WORK=$WORK/$phase # plans of `one` and `two` have the same names
@@ -160,11 +160,10 @@ if [ "$phase" = one ]; then
         --out "$WORK/uvm.parquet" --kinds uvm || failed=1
     script "two ranks" "$TWO_RANKS" "$LAST" benchmarks/gpu/two_ranks.py \
         --out "$WORK/two_ranks.json" || failed=1
-else
-    tables=$GPU/real_tables.json
-    [ -e "$tables" ] || tables=
-    script sets "$(left)" "$FOLDING" benchmarks/gpu/sets.py $quick \
-        --out "$WORK/sets.parquet" ${tables:+--tables "$tables"} \
-        ${NUM:+--num-sets "$NUM"} || failed=1
 fi
+tables=$GPU/real_tables.json
+[ -e "$tables" ] || tables=
+script sets "$(left)" "$FOLDING" benchmarks/gpu/sets.py $quick --seed "$SEED" \
+    --out "$WORK/sets.parquet" ${tables:+--tables "$tables"} \
+    ${NUM:+--num-sets "$NUM"} || failed=1
 exit $failed

@@ -60,7 +60,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from harness.dlrm_tables import generate_dlrm_tables
 from harness.tasks import PRODUCTION_WIDTHS, cap_rows
 
-SEED = 20261128
 USUAL_SHARDS = (2, 8)
 """Fewest and most column shards of a rank, where the tables allow it."""
 MOST_ROW_SETS = 2
@@ -112,7 +111,7 @@ class PlanSets:
     """Draws sets; equal seeds and cost models give equal sets."""
 
     def __init__(
-        self, workloads: Workloads, model: CostModel, ranges: PlanRanges
+        self, workloads: Workloads, model: CostModel, ranges: PlanRanges, seed: int = 0
     ) -> None:
         """Split each workload into training, validation and test tables.
 
@@ -120,8 +119,9 @@ class PlanSets:
             workloads: Tables by workload.
             model: Predicts the cost of shards, for placing them.
             ranges: Ranges of the plans.
+            seed: Seed of the plans.
         """
-        self._model, self._ranges = model, ranges
+        self._model, self._ranges, self._seed = model, ranges, seed
         self._pools: dict[str, list[list[TableConfig]]] = {}
         for tables in workloads.values():
             parts: dict[str, list[TableConfig]] = {}
@@ -147,7 +147,7 @@ class PlanSets:
 
     def draw_plan(self, number: int) -> list[SampledSet]:
         """Return kernels of plan number `number`; their indices are all 0."""
-        rng = np.random.default_rng([SEED, number])
+        rng = np.random.default_rng([self._seed, number])
         usual = SamplingConfig()
         part = part_of(rng.random(), (usual.held_out_sets, usual.validation_sets))
         pools = self._pools.get(part) or self._pools["train"]
@@ -173,7 +173,7 @@ class PlanSets:
             found.append(
                 SampledSet(
                     index=0,
-                    seed=(SEED, number, i),
+                    seed=(self._seed, number, i),
                     held_out=part == "test",
                     validation=part == "validation",
                     batch_size=batch_size,
@@ -383,11 +383,11 @@ def measure_sets(args: argparse.Namespace, ranges: PlanRanges, until: float) -> 
     header = RunHeader(
         fingerprint=device_fingerprint(device, 1),
         reference_ms=timer.reference_ms,
-        seed=SEED,
+        seed=args.seed,
         sampling={"as_in_plans": True, "cost_model": model.name, **to_fields(ranges)},
         bounds_check=BOUNDS_CHECK,
     )
-    sets = PlanSets(load_workloads(args.tables), model, ranges)
+    sets = PlanSets(load_workloads(args.tables), model, ranges, args.seed)
     with RecordStore(args.out, header) as store:
         known = {*store.done, *map(int, store.header.failed)}
         new = (drawn for drawn in sets if drawn.index not in known)
@@ -411,6 +411,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tables", type=Path, help="JSON of published table sets")
     parser.add_argument("--bundle", default="auto", help="cost model for the plans")
+    parser.add_argument("--seed", type=int, default=0, help="other sets by each seed")
     parser.add_argument("--num-sets", type=int, help="most sets to measure")
     parser.add_argument("--seconds", type=float, default=90.0, help="time limit")
     parser.add_argument("--quick", action="store_true", help="dry run, small sizes")

@@ -130,12 +130,13 @@ def test_the_form_of_fbgemm_that_works_is_taken_and_results_come_back(
     assert (back / "how").read_text().strip() == "moved"
     # Plans come before everything else, and a failed device gets a new process.
     steps = [c for c in calls_of(tmp_path) if "_fbgemm.py" not in c]
-    scripts = ["plans.py", *3 * ["kernels.py"], "two_ranks.py"]
+    scripts = ["plans.py", *3 * ["kernels.py"], "two_ranks.py", "sets.py"]
     assert [c.split()[0] for c in steps] == scripts
     assert "--kinds uvm" in steps[3]
     assert 150 < limit_of(steps[0]) < 200
     assert all(50 < limit_of(c) < 100 for c in steps[1:3])
-    assert 20 < limit_of(steps[3]) < 60
+    assert all(20 < limit_of(c) < 60 for c in steps[3:5])
+    assert 300 < limit_of(steps[5]) < 420 and "--seed 1" in steps[5]
 
 
 def test_a_command_that_is_cut_off_leaves_results(tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_the_second_command_takes_new_plans_and_then_sets(tmp_path: Path) -> Non
     assert [c.split()[0] for c in steps] == ["plans.py"] + 3 * ["sets.py"]
     assert 80 < limit_of(steps[0]) < 110
     assert 150 < limit_of(steps[1]) < 220
-    assert "--num-sets 7" in steps[1]
+    assert "--num-sets 7" in steps[1] and "--seed 2" in steps[1]
     back = unpack(tmp_path, "two")
     assert (back / "sets.parquet.journal").exists()
     assert not (back / "passes.pkl").exists()
@@ -292,6 +293,8 @@ def test_the_same_plan_gives_the_same_sets(
     drawn, sets = plan_sets
     assert list(itertools.islice(again, 20)) == sets[:20]
     assert drawn.draw_plan(3) == again.draw_plan(3) != again.draw_plan(4)
+    other = PlanSets(load_workloads(None), model, PlanRanges(), seed=1)
+    assert drawn.draw_plan(3) != other.draw_plan(3)
 
 
 # --- loan.sh for real, on a CPU ---
@@ -319,7 +322,7 @@ def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
 
     made.parent.mkdir()
     make("cpu_epyc_zen5")
-    ended = run(tmp_path, "one", LIMIT="3000")
+    ended = run(tmp_path, "one", LIMIT="3000", NUM="120")
     assert ended.returncode == 0, ended.stdout
     back = unpack(tmp_path, "one")
     assert (back / "passes.pkl").exists()
@@ -331,9 +334,8 @@ def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
     assert all(case["equal"] for case in trained.values()) and "all" in trained
     made.unlink()
 
-    records = tmp_path / "records.parquet"
-    sets = ("--quick", "--num-sets", "120", "--seconds", "600")
-    python(FOLDER / "sets.py", "--device", "cpu", "--out", records, *sets)
+    records = (back / "sets.parquet").rename(tmp_path / "records.parquet")
+    assert len(read_records([records])[1]) == 120
     neuroshard, few = ("-m", "torchrec_neuroshard"), ("--epochs", "3", "--members", "2")
     python(*neuroshard, "train", records, "--out", first, *few)
     make(first)
