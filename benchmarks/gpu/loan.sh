@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # Measure on a GPU that is at hand for minutes, by two commands that end by themselves.
 #
-#   loan.sh one    find a form of FBGEMM that works; measure sets and column shards
-#   loan.sh two    take that form again; time the plans of plans.pkl
+#   loan.sh one    find a form of FBGEMM that works; time the plans of plans.pkl, then
+#                  kernels whose costs are estimates, then tables in host memory;
+#                  train two ranks on the one card; measure sets as plans hold them
+#   loan.sh two    take that form again; time the new plans of plans.pkl, then measure
+#                  other sets until the end
 #
-# Before `one`, prepare.sh fills the folder GPU. Before `two`, on a CPU, a bundle is
-# trained and plans.py makes plans; plans.pkl and `how` (the form) go to GPU, too.
+# Before each, on a CPU, plans.py makes plans, and prepare.sh fills the folder GPU.
+# Before `two`, `how` (the form, from the results of `one`) goes to GPU, too.
 #
 #   OUT             results, renewed every 15 s: cat one.tgz.* | tar xz -C folder
-#   LIMIT=480       seconds that the command may take, all told
-#   GPU=.gpu        FBGEMM's packs, real_tables.json, plans.pkl, how
-#   NUM=20000       sets to measure, more than there is time for
+#   LIMIT           seconds that the command may take, all told: 420 for one, 230 for two
+#   GPU=.gpu        FBGEMM's packs, plans.pkl, real_tables.json, how
+#   NUM             sets to measure; without it, as many as there is time for
 #   WORK, SITE      folders for results and for FBGEMM
 #   PYTHON=python3
 #   DEVICE=cuda     cpu, with QUICK=1: a rehearsal
@@ -20,22 +23,30 @@ refuse() {
     exit 2
 }
 cd "$(dirname "$0")/../.." || exit 2
-phase=${1:-} GPU=${GPU:-.gpu} LIMIT=${LIMIT:-480} NUM=${NUM:-20000}
+phase=${1:-} GPU=${GPU:-.gpu} NUM=${NUM:-}
 DEVICE=${DEVICE:-cuda} QUICK=${QUICK:-} PYTHON=${PYTHON:-python3}
 WORK=${WORK:-/tmp/neuroshard_gpu} SITE=${SITE:-/tmp/site}
-[[ $phase =~ ^(one|two)$ ]] || refuse "no step '$phase'"
+case $phase in
+one) LIMIT=${LIMIT:-420} PLANS=200 SEED=1 ;;
+two) LIMIT=${LIMIT:-230} PLANS=110 SEED=2 ;;
+*) refuse "no step '$phase'" ;;
+esac
+WORK=$WORK/$phase # plans of `one` and `two` have the same names
 [ -n "${OUT:-}" ] || refuse "OUT is not set"
 [[ $LIMIT =~ ^[0-9]+$ ]] || refuse "LIMIT=$LIMIT is not a number of seconds"
 [ -d "$GPU" ] || refuse "there is no folder $GPU; prepare.sh makes it"
-[ "$phase" = one ] || [ -s "$GPU/plans.pkl" ] || refuse "$GPU/plans.pkl is missing"
+[ -s "$GPU/plans.pkl" ] || refuse "$GPU/plans.pkl is missing; plans.py makes it"
 mkdir -p "$OUT" "$WORK" || exit 2
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=1 PYTHONHASHSEED=0
 exec > >(tee -a "$WORK/$phase.log") 2>&1
 
 # Seconds that are kept: for the last save, for a step to end after it was told to, for
-# the collector to write its file, for columns.py.
-SAVING=8 ENDING=10 FOLDING=30 COLUMNS_PY=40
+# its last task, for sets.py to write its file.
+SAVING=8 ENDING=10 LAST=5 FOLDING=10
+# Most seconds of steps; plans come first, and sets get what is left.
+KERNELS=100 HOST_MEMORY=60 TWO_RANKS=60
+DEVICE_FAILED=3 # a script's exit code: only a new process can use the device
 
 say() { echo "== $SECONDS s: $*"; }
 left() { echo $((LIMIT - SAVING - SECONDS)); }
@@ -118,17 +129,19 @@ find_fbgemm() { # Unpack one form of FBGEMM after another until a copy works.
     return 1
 }
 
-collect() { # Ends by itself after `seconds`, counted from the start of its process.
-    local seconds options=()
-    seconds=$(($(left) - COLUMNS_PY - FOLDING))
-    # Less than the card holds: more sets in the time.
-    [ "$DEVICE" = cpu ] || options+=(--batch-sizes 2048 65536 --max-gib 24)
-    [ ! -e "$GPU/real_tables.json" ] || options+=(--tables "$GPU/real_tables.json")
-    [ -z "$QUICK" ] || options+=(--max-gib 0.002 --max-lookups 3000 --max-shards 4
-        --batch-sizes 64 256 --set-seconds 0)
-    step collect $((seconds + FOLDING)) "$PYTHON" -m torchrec_neuroshard \
-        collect compute --device "$DEVICE" --out "$WORK/compute.parquet" \
-        --num-sets "$NUM" --seed 20261123 --time-limit "$seconds" "${options[@]}"
+script() { # Name, most seconds, kept seconds, script with options.
+    # It ends by itself. If the device failed, a new process continues its files.
+    local end=$((SECONDS + $2)) seconds code try
+    for try in 1 2 3; do
+        seconds=$(left)
+        [ "$seconds" -lt $((end - SECONDS)) ] || seconds=$((end - SECONDS))
+        step "$1" "$seconds" "$PYTHON" "${@:4}" --device "$DEVICE" \
+            --seconds $((seconds - ENDING - $3))
+        code=$?
+        [ "$code" = "$DEVICE_FAILED" ] || return $code
+        say "$1: the device failed in try $try"
+    done
+    return $code
 }
 
 failed=0
@@ -137,15 +150,20 @@ cp "$GPU/commit" "$WORK" 2>/dev/null # which commit this is; prepare.sh has note
 if [ "$DEVICE" != cpu ] || [ -e "$GPU/unpack_fbgemm.py" ]; then
     find_fbgemm || exit 1
 fi
+quick=${QUICK:+--quick}
+script plans "$PLANS" "$LAST" benchmarks/gpu/plans.py time "$GPU/plans.pkl" \
+    --out "$WORK/passes.pkl" || failed=1
 if [ "$phase" = one ]; then
-    step smoke 70 "$PYTHON" benchmarks/gpu/smoke.py --device "$DEVICE" \
-        --out "$WORK/smoke.json" --num-sets 2 ${QUICK:+--max-gib 0.002} || failed=1
-    collect || failed=1
-    step columns "$COLUMNS_PY" "$PYTHON" benchmarks/gpu/columns.py --device "$DEVICE" \
-        --out "$WORK/columns.json" ${QUICK:+--rows 2000 --batch-size 128} || failed=1
-else
-    step plans "$(left)" "$PYTHON" benchmarks/gpu/plans.py time "$GPU/plans.pkl" \
-        --device "$DEVICE" --out "$WORK/passes.pkl" \
-        --seconds $(($(left) - ENDING - 5)) || failed=1
+    script kernels "$KERNELS" "$LAST" benchmarks/gpu/kernels.py $quick \
+        --out "$WORK/kernels.parquet" || failed=1
+    script "host memory" "$HOST_MEMORY" "$LAST" benchmarks/gpu/kernels.py $quick \
+        --out "$WORK/uvm.parquet" --kinds uvm || failed=1
+    script "two ranks" "$TWO_RANKS" "$LAST" benchmarks/gpu/two_ranks.py \
+        --out "$WORK/two_ranks.json" || failed=1
 fi
+tables=$GPU/real_tables.json
+[ -e "$tables" ] || tables=
+script sets "$(left)" "$FOLDING" benchmarks/gpu/sets.py $quick --seed "$SEED" \
+    --out "$WORK/sets.parquet" ${tables:+--tables "$tables"} \
+    ${NUM:+--num-sets "$NUM"} || failed=1
 exit $failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,10 +10,16 @@ import sys
 import tarfile
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
+from gpu.sets import PlanRanges, PlanSets, load_workloads, set_bytes
+from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.measure.sets import SampledSet, is_held_out_table
 from torchrec_neuroshard.measure.store import read_records
+from torchrec_neuroshard.tables.table import TableConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -27,9 +34,13 @@ FAKE_PYTHON = """#!/bin/bash
 echo "$*" >>"{calls}"
 case "$*" in
 *_fbgemm.py*) exec "{python}" "$@" ;;
-*" collect "*) {collect} ;;
+*"plans.py time"*) {plans} ;;
+*"--kinds uvm"*) {uvm} ;;
+*"kernels.py"*) {kernels} ;;
+*"sets.py"*) {sets} ;;
 esac
 """
+NOTHING = {"plans": ":", "kernels": ":", "uvm": ":", "sets": ":"}
 FAKE_UNPACK = """
 import pathlib, sys
 form = pathlib.Path(sys.argv[1]).name + " --alone" * ("--alone" in sys.argv)
@@ -52,6 +63,8 @@ def run(
     own = {n: str(folder / n.lower()) for n in ("GPU", "OUT", "WORK", "SITE")}
     fixed = {"DEVICE": "cpu", "QUICK": "1", "PYTHON": str(python)}
     (folder / "gpu").mkdir(exist_ok=True)
+    if not (plans := folder / "gpu" / "plans.pkl").exists():
+        plans.write_text("plans")
     return subprocess.run(
         ["bash", str(LOAN), step],
         env={**os.environ, **own, **fixed, **given},
@@ -74,32 +87,214 @@ def unpack(folder: Path, step: str) -> Path:
     return folder / "back"
 
 
+def fake_python(folder: Path, **steps: str) -> Path:
+    """Return a Python that notes its arguments and does what `steps` says."""
+    known = {"calls": folder / "calls", "python": sys.executable, **NOTHING, **steps}
+    python = folder / "python"
+    python.write_text(FAKE_PYTHON.format(**known))
+    python.chmod(0o755)
+    return python
+
+
+def calls_of(folder: Path) -> list[str]:
+    """Return the script and options of each call."""
+    lines = (folder / "calls").read_text().splitlines()
+    return [line.split("gpu/", 1)[1] for line in lines]
+
+
+def limit_of(call: str) -> int:
+    return int(call.split("--seconds ")[1].split()[0])
+
+
 def test_the_form_of_fbgemm_that_works_is_taken_and_results_come_back(
     tmp_path: Path,
 ) -> None:
     """A copy works if it passes more than twice as many checks as it fails."""
-    journal = tmp_path / "work" / "compute.parquet.journal"
-    write = f"head -c $((20 * 1024 * 1024)) /dev/urandom >{journal}; exit 3"
-    gpu, python, calls = (tmp_path / name for name in ("gpu", "python", "calls"))
+    passes = tmp_path / "work" / "one" / "passes.pkl"
+    write = f"head -c $((20 * 1024 * 1024)) /dev/urandom >{passes}; exit 1"
+    broken = f"[ -e {tmp_path}/broken ] || {{ touch {tmp_path}/broken; exit 3; }}"
+    gpu = tmp_path / "gpu"
     for form in ("in_place", "moved"):
         (gpu / form).mkdir(parents=True)
     (gpu / "unpack_fbgemm.py").write_text(FAKE_UNPACK)
     (gpu / "smoke_fbgemm.py").write_text(FAKE_CHECKS)
-    known = {"calls": calls, "python": sys.executable, "collect": write}
-    python.write_text(FAKE_PYTHON.format(**known))
-    python.chmod(0o755)
-    ended = run(tmp_path, "one", python, LIMIT="200")
+    python = fake_python(tmp_path, plans=write, kernels=broken)
+    ended = run(tmp_path, "one", python)
     assert ended.returncode == 1
-    assert "collect: exit code 3" in ended.stdout
-    assert "columns: exit code 0" in ended.stdout
+    assert "plans: exit code 1" in ended.stdout
+    assert "kernels: exit code 0" in ended.stdout
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert names == ["one.tgz.aa", "one.tgz.ab"]
     back = unpack(tmp_path, "one")
-    assert (back / journal.name).read_bytes() == journal.read_bytes()
+    assert (back / passes.name).read_bytes() == passes.read_bytes()
     assert (back / "how").read_text().strip() == "moved"
-    [collect] = [c for c in calls.read_text().splitlines() if " collect " in c]
-    limit = float(collect.split("--time-limit ")[1].split()[0])
-    assert 0 < limit < 150  # of 200, what columns.py and the file do not need
+    # Plans come before everything else, and a failed device gets a new process.
+    steps = [c for c in calls_of(tmp_path) if "_fbgemm.py" not in c]
+    scripts = ["plans.py", *3 * ["kernels.py"], "two_ranks.py", "sets.py"]
+    assert [c.split()[0] for c in steps] == scripts
+    assert "--kinds uvm" in steps[3]
+    assert 150 < limit_of(steps[0]) < 200
+    assert all(50 < limit_of(c) < 100 for c in steps[1:3])
+    assert all(20 < limit_of(c) < 60 for c in steps[3:5])
+    assert 300 < limit_of(steps[5]) < 420 and "--seed 1" in steps[5]
+
+
+def test_a_command_that_is_cut_off_leaves_results(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    python = fake_python(
+        tmp_path,
+        plans=f"echo plans >{work}/one/passes.pkl",
+        kernels=f"echo some >{work}/one/kernels.parquet; exec sleep 100",
+    )
+    ended = run(tmp_path, "one", python, LIMIT="24")
+    assert ended.returncode == 1
+    assert "kernels: exit code 124" in ended.stdout
+    assert "no time for: host memory" in ended.stdout
+    back = unpack(tmp_path, "one")
+    assert (back / "passes.pkl").read_text() == "plans\n"
+    assert (back / "kernels.parquet").read_text() == "some\n"
+    assert "kernels: exit code 124" in (back / "one.log").read_text()
+
+
+def test_the_second_command_takes_new_plans_and_then_sets(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    (work / "one").mkdir(parents=True)
+    (work / "one" / "passes.pkl").write_text("of other plans")
+    journal = f"echo one >{work}/two/sets.parquet.journal; exit 3"
+    python = fake_python(tmp_path, sets=journal)
+    ended = run(tmp_path, "two", python, NUM="7")
+    assert ended.returncode == 1
+    steps = calls_of(tmp_path)
+    assert [c.split()[0] for c in steps] == ["plans.py"] + 3 * ["sets.py"]
+    assert 80 < limit_of(steps[0]) < 110
+    assert 150 < limit_of(steps[1]) < 220
+    assert "--num-sets 7" in steps[1] and "--seed 2" in steps[1]
+    back = unpack(tmp_path, "two")
+    assert (back / "sets.parquet.journal").exists()
+    assert not (back / "passes.pkl").exists()
+
+
+def test_no_command_starts_without_plans(tmp_path: Path) -> None:
+    (tmp_path / "gpu").mkdir()
+    options = {"GPU": str(tmp_path / "gpu"), "OUT": str(tmp_path / "out")}
+    for step in ("one", "two"):
+        ended = subprocess.run(
+            ["bash", str(LOAN), step],
+            env={**os.environ, **options},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 2
+        assert "plans.pkl is missing" in ended.stderr
+
+
+# --- kernels.py ---
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return rows
+
+
+def test_kernels_are_timed_and_those_that_fail_say_why(tmp_path: Path) -> None:
+    out = tmp_path / "kernels.parquet"
+    kinds = ("column_order", "dense", "uvm")
+    command = [sys.executable, str(FOLDER / "kernels.py"), "--out", str(out)]
+    command += ["--device", "cpu", "--quick", "--kinds", *kinds]
+
+    def call(*more: str) -> str:
+        done = subprocess.run(
+            [*command, *more], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        return done.stdout
+
+    call()
+    rows = rows_of(out)
+    assert list(dict.fromkeys(r["kind"] for r in rows)) == list(kinds)
+    for row in rows:
+        assert json.loads(row["shape"]) and row["amount"] > 0
+        if row["error"] is None:
+            assert row["fwd_ms"] > 0 and row["bwd_ms"] > 0 and row["num_passes"] == 2
+    failed = {r["variant"]: r["error"] for r in rows if r["error"]}
+    assert set(failed) == {"managed", "LRU 0.05", "LRU 0.2", "LFU 0.2"}
+    assert all("needs a GPU" in error for error in failed.values())
+    dense = [r for r in rows if r["kind"] == "dense"]
+    variants = {"fused sgd", "no optimizer", "sgd", "adagrad"}
+    for shape in {r["shape"] for r in dense}:
+        assert {r["variant"] for r in dense if r["shape"] == shape} == variants
+    # The file has these kinds, and there is no time for another one.
+    assert "the time is up in 'codecs'" in call("codecs", "--seconds", "0")
+    assert rows_of(out) == rows
+
+
+# --- sets.py ---
+
+
+@pytest.fixture(scope="module")
+def plan_sets() -> tuple[PlanSets, list[SampledSet]]:
+    model = load_cost_model("h200", device_type="cuda")
+    drawn = PlanSets(load_workloads(None), model, PlanRanges())
+    return drawn, list(itertools.islice(drawn, 240))
+
+
+def test_sets_are_kernels_of_plans(
+    plan_sets: tuple[PlanSets, list[SampledSet]],
+) -> None:
+    _, sets = plan_sets
+    ranges = PlanRanges()
+    assert [s.index for s in sets] == list(range(len(sets)))
+    batches = {s.batch_size for s in sets}
+    assert batches <= {2**power for power in range(16, 21)} and len(batches) >= 4
+    assert {t.optimizer for s in sets for t in s.tables} == {"sgd", "rowwise_adagrad"}
+    half = [s for s in sets if s.tables[0].data_type == "fp16"]
+    assert 0 < len(half) < len(sets) / 3
+    for one in sets:
+        assert len({(t.optimizer, t.data_type) for t in one.tables}) == 1
+        assert set_bytes(one.tables) <= ranges.max_bytes
+        lookups = one.batch_size * sum(t.pooling_factor for t in one.tables)
+        assert lookups <= ranges.max_lookups
+        parts = {is_held_out_table(t.name.split("#")[0], 0.2) for t in one.tables}
+        assert parts == {one.held_out}
+    usual = sum(2 <= len(s.tables) <= 8 for s in sets)
+    assert usual > len(sets) / 2
+    repeats = [s for s in sets if s.repeat_of is not None]
+    assert repeats
+    for again in repeats:
+        assert again.repeat_of is not None
+        first = sets[again.repeat_of]
+        assert (again.tables, again.seed) == (first.tables, first.seed)
+
+
+def test_sets_have_row_shards_and_column_shards(
+    plan_sets: tuple[PlanSets, list[SampledSet]],
+) -> None:
+    _, sets = plan_sets
+    whole = {t.name: t for own in load_workloads(None).values() for t in own}
+
+    def share(table: TableConfig) -> float:
+        return table.pooling_factor / whole[table.name.split("#")[0]].pooling_factor
+
+    largest = [max(map(share, s.tables)) for s in sets]
+    assert max(largest) <= 1.000001
+    by_rows = sum(most < 0.3 for most in largest)
+    assert 0.08 < by_rows / len(sets) < 0.4
+    one_kernel_twice = sum(
+        len({t.name.split("#")[0] for t in s.tables}) < len(s.tables) for s in sets
+    )
+    assert one_kernel_twice > 0  # two column shards of a table on one rank
+
+
+def test_the_same_plan_gives_the_same_sets(
+    plan_sets: tuple[PlanSets, list[SampledSet]],
+) -> None:
+    model = load_cost_model("h200", device_type="cuda")
+    again = PlanSets(load_workloads(None), model, PlanRanges())
+    drawn, sets = plan_sets
+    assert list(itertools.islice(again, 20)) == sets[:20]
+    assert drawn.draw_plan(3) == again.draw_plan(3) != again.draw_plan(4)
+    other = PlanSets(load_workloads(None), model, PlanRanges(), seed=1)
+    assert drawn.draw_plan(3) != other.draw_plan(3)
 
 
 # --- loan.sh for real, on a CPU ---
@@ -107,38 +302,52 @@ def test_the_form_of_fbgemm_that_works_is_taken_and_results_come_back(
 
 @pytest.mark.nightly
 def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
-    bundle = tmp_path / "bundle"
-    ended = run(tmp_path, "one", LIMIT="3000", NUM="100")
-    assert ended.returncode == 0, ended.stdout
-    back = unpack(tmp_path, "one")
-    records = back / "compute.parquet"
-    assert len(read_records([records])[1]) == 100
-    smoke = json.loads((back / "smoke.json").read_text())
-    assert smoke["copy_gb_per_s"] > 0 and smoke["sets_in_20_minutes"] > 0
-    cases = json.loads((back / "columns.json").read_text())["cases"]
-    assert all(case.get("equal", True) for case in cases.values())
+    bundle, first = tmp_path / "bundle", tmp_path / "first"
 
     def python(*arguments: str | Path) -> None:
         subprocess.run(
             [sys.executable, *map(str, arguments)], check=True, cwd=ROOT, timeout=3000
         )
 
-    neuroshard = ("-m", "torchrec_neuroshard")
-    few = ("--epochs", "3", "--members", "2")
-    python(*neuroshard, "train", records, "--out", bundle, *few)
-    plans, quick = FOLDER / "plans.py", ("--quick", "--num-tasks", "1", "--worlds", "4")
+    plans, made = FOLDER / "plans.py", tmp_path / "gpu" / "plans.pkl"
+    quick = ("--quick", "--num-tasks", "1", "--worlds", "4")
     small = ("--max-rows", "2000", "--batch-size", "256")
     ours = ("--planners", "default", "torchrec, best practice", "--processes", "0")
-    made = tmp_path / "gpu" / "plans.pkl"
-    python(
-        *(plans, "make", "--bundle", bundle, "--device", "cpu", "--out", made),
-        *(*quick, *small, *ours),
-    )
-    ended = run(tmp_path, "two", LIMIT="1200")
+
+    def make(cost_model: str | Path) -> None:
+        python(
+            *(plans, "make", "--bundle", cost_model, "--device", "cpu", "--out", made),
+            *(*quick, *small, *ours),
+        )
+
+    made.parent.mkdir()
+    make("cpu_epyc_zen5")
+    ended = run(tmp_path, "one", LIMIT="3000", NUM="120")
     assert ended.returncode == 0, ended.stdout
-    passes = unpack(tmp_path, "two") / "passes.pkl"
+    back = unpack(tmp_path, "one")
+    assert (back / "passes.pkl").exists()
+    rows = rows_of(back / "kernels.parquet")
+    failed = {r["variant"] for r in rows if r["error"]}
+    assert failed <= {"bf16", "int8"}
+    assert {r["kind"] for r in rows_of(back / "uvm.parquet")} == {"uvm"}
+    trained = json.loads((back / "two_ranks.json").read_text())["cases"]
+    assert all(case["equal"] for case in trained.values()) and "all" in trained
+    made.unlink()
+
+    records = (back / "sets.parquet").rename(tmp_path / "records.parquet")
+    assert len(read_records([records])[1]) == 120
+    neuroshard, few = ("-m", "torchrec_neuroshard"), ("--epochs", "3", "--members", "2")
+    python(*neuroshard, "train", records, "--out", first, *few)
+    make(first)
+    ended = run(tmp_path, "two", LIMIT="1200", NUM="60")
+    assert ended.returncode == 0, ended.stdout
+    back = unpack(tmp_path, "two")
+    measured = back / "sets.parquet"
+    assert len(read_records([measured])[1]) == 60
+    python(*neuroshard, "train", records, measured, "--out", bundle, *few)
     race = tmp_path / "race"
-    python(plans, "judge", made, passes, "--bundle", bundle, "--out", race)
+    passes = back / "passes.pkl"
+    python(plans, "judge", made, passes, "--bundle", first, "--out", race)
     page = race.with_suffix(".md").read_text()
     for name in ("**default**", "default, again", "default, estimate"):
         assert f"| {name} | 1/1 |" in page
