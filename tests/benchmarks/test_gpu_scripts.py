@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gpu.sets import PlanRanges, PlanSets, load_workloads, set_bytes
+from planner_comparison.results import read_results
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.measure.sets import SampledSet, is_held_out_table
 from torchrec_neuroshard.measure.store import read_records
@@ -349,5 +350,31 @@ def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
     passes = back / "passes.pkl"
     python(plans, "judge", made, passes, "--bundle", first, "--out", race)
     page = race.with_suffix(".md").read_text()
-    for name in ("**default**", "default, again", "default, estimate"):
+    for name in ("**default**", "default, again", "torchrec, best practice"):
         assert f"| {name} | 1/1 |" in page
+    check_kernels(race)
+    expected = tmp_path / "expected"
+    cpu = ("--device", "cpu")
+    python(plans, "expect", made, "--bundle", first, "--out", expected, *cpu)
+    text = expected.with_suffix(".md").read_text()
+    assert "nothing was measured" in text and "| **default** | 1/1 |" in text
+
+
+def check_kernels(race: Path) -> None:
+    """Every rank of every stage names the record of its kernel."""
+    [task] = read_results(race)["tasks"]
+    _, found = read_records([race.with_name("race_kernels.parquet")])
+    records = {r.index: r for r in found}
+    used = set()
+    for name, entry in task["planners"].items():
+        for stage in entry["measured"]["stages"]:
+            ran = zip(stage["kernels"], stage["fwd_ms"], stage["bwd_ms"], strict=True)
+            for index, *ms in ran:
+                if index is None:
+                    assert ms == [0.0, 0.0]
+                    continue
+                record = records[index]
+                assert ms == [record.fwd_ms, record.bwd_ms]
+                assert (record.repeat_of is not None) == (name == "default, again")
+                used.add(index)
+    assert used == set(records)
