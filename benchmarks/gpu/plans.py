@@ -13,13 +13,15 @@ sets, which `neuroshard train` reads. A plan's stage names the record of each ra
 
 Files are written after each task, so `make` can be stopped once there are enough tasks.
 `time` ends after its seconds, and a second call continues with the remaining tasks. The
-`.pkl` files are pickles, which can run code when they are read. Read only your own.
+`.pkl` files are compressed pickles, which can run code when they are read. Read only
+your own.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
 import logging
 import os
 import pickle
@@ -52,6 +54,8 @@ PLANNERS = (
 PLAN_SECONDS = 120.0
 ROUNDS, PASSES = 2, 2
 """Timing rounds, and passes of a kernel in each round."""
+_LEVEL = 6
+"""Of compression: plans of 30 tasks take 0.3 MB instead of 3."""
 
 
 def make(args: argparse.Namespace) -> None:
@@ -308,15 +312,15 @@ class Kernels:
 
 
 def write(path: Path, data: Any) -> None:
-    """Write a pickle; the file is never half written."""
+    """Write a compressed pickle; the file is never half written."""
     part = path.with_name(f"{path.name}.part")
-    part.write_bytes(pickle.dumps(data))
+    part.write_bytes(gzip.compress(pickle.dumps(data), _LEVEL))
     os.replace(part, path)
 
 
 def read(path: Path) -> Any:
     """Return the data that `write` wrote."""
-    return pickle.loads(path.read_bytes())
+    return pickle.loads(gzip.decompress(path.read_bytes()))
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
