@@ -1,6 +1,7 @@
 """The page of results, in Markdown, and the README's table.
 
-`notes` in the data, a list of sentences, are printed below the charts.
+`notes` in the data, a list of sentences, are printed below the charts. `is_summed` says
+that each plan's stages were added up when the data was written.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def headline(data: Data) -> str:
     """Return the README's table with a caption.
 
     For each view, its rows are our planner, TorchRec's with all types and by best
-    practice, and the nearest of all other methods.
+    practice. The page has all others.
     """
     rows: list[list[str]] = []
     for view in views(data):
@@ -149,22 +150,24 @@ def headline(data: Data) -> str:
         "slowest rank's forward plus the slowest rank's backward, measured one rank "
         f"after another on {device}, {str(data['created'])[:10]}. Tables were cut to "
         f"{options['max_rows']:,} rows: {num_cut / number:.0%} of them lost rows, and "
-        f"{cut / whole:.0%} of the bytes remain. The lower half divides these times by "
-        f"{data.get('kernels_faster') or 1:g} and adds all published collectives, "
-        f"without overlap. Differences below {least:.1%} are noise.*"
+        f"{cut / whole:.0%} of the bytes remain. "
     )
+    if faster := data.get("kernels_faster"):
+        order = "without overlap" if data.get("is_summed") else "in TorchRec's order"
+        caption += (
+            f"The lower half divides these times by {faster:g} and adds all published "
+            f"collectives, {order}. "
+        )
+    caption += f"Differences below {least:.1%} are noise.*"
     return f"{table(_HEADLINE, rows)}\n\n{caption}"
 
 
 def _headline_rows(data: Data, view: View) -> list[list[str]]:
-    others = [n for n in planners(data) if not n.startswith((OURS, "torchrec"))]
     names = {
         OURS: "**this planner**",
         ALL_TYPES: "TorchRec, all sharding types",
         BEST_PRACTICE: "TorchRec, best practice",
     }
-    if nearest := paired.nearest(view.tasks, others, view.metric):
-        names[nearest[0]] = f"best of {len(others)} other methods (`{nearest[0]}`)"
     rows = []
     for name, title in names.items():
         over = paired.compare(view.tasks, name, BEST_PRACTICE, view.metric)

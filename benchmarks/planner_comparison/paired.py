@@ -154,18 +154,6 @@ def detectable(tasks: Iterable[Task], metric: str = PATH) -> float:
     return POWER * deviation / math.sqrt(max(count, 1))
 
 
-def nearest(
-    tasks: Sequence[Task], names: Sequence[str], metric: str = PATH
-) -> tuple[str, float] | None:
-    """Return the planner nearest to ours, and the mean ratio of ours to it.
-
-    Planners that lack plans are left out, since their missing tasks may be hard.
-    """
-    paired = {n: compare(tasks, OURS, n, metric) for n in names}
-    means = {n: p.mean for n, p in paired.items() if p and p.num_tasks == len(tasks)}
-    return max(means.items(), key=lambda item: item[1], default=None)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """The plan of a task that is predicted to be fastest, compared with the fastest."""
