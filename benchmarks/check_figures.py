@@ -6,13 +6,15 @@
 Documents have `<!-- computed: NAME -->` before a computed part and `<!-- end -->` after
 it. `PARTS` has the function of each part. `PAGES` are computed as a whole. Of the data,
 `results/*_plans.parquet` holds the measured times of each plan, and
-`data/compute_*.parquet` the measured sets of each bundle.
+`data/compute_*.parquet` the measured sets of each bundle. Two tables are those of pages
+whose raw data was not kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import re
 import statistics
 import sys
@@ -129,12 +131,67 @@ def expected_plans() -> str:
     )
 
 
+def planning_time() -> str:
+    """Return the table of `plan()`'s CPU seconds, of a page without raw data."""
+    page_rows = rows_of("search_plan_202611", "plan()` CPU s")
+    methods = {
+        "default types": "ours",
+        "columns only": "ours, columns",
+        "TorchRec, default types": "torchrec",
+    }
+    seconds = {(r["task"], r["method"]): r.get("`plan()` CPU s") for r in page_rows}
+    sizes = dict.fromkeys(task.split("/")[0] for task, _ in seconds)
+    rows = []
+    for size in sizes:
+        tables, ranks = map(int, size.removeprefix("production-").split("x"))
+        cells = [f"{tables:,} x {ranks}"]
+        for method in methods.values():
+            both = [
+                seconds.get((f"{size}/{costs}", method)) for costs in ("cpu", "h100")
+            ]
+            shown = ", ".join(f"{float(s):.1f}" for s in both if s)
+            tried = (f"{size}/cpu", method) in seconds
+            cells.append(shown or ("not done in 40 s" if tried else "not tried"))
+        rows.append(cells)
+    return table(["tables x ranks", *methods], rows)
+
+
+def iterations() -> str:
+    """Return the table of predicted and measured iterations, from their page."""
+    names = {
+        "mlperf-26": "MLPerf, 26 tables",
+        "dlrm-40": "DLRM dataset, 40 tables",
+        "production-60": "production widths, 60 tables",
+    }
+    columns = ("rank correlation", "median error", "predicted best over best")
+    rows = [
+        [names[r["model"]], *(r[c].replace("%", " %") for c in columns)]
+        for r in rows_of("iteration_gloo2_202611", "rank correlation")
+    ]
+    head = ("model", *columns[:2], "plan predicted best, over the best measured")
+    return table(head, rows)
+
+
+def rows_of(name: str, column: str) -> list[dict[str, str]]:
+    """Return the first table of a results page that has a column."""
+    lines = (RESULTS / f"{name}.md").read_text(encoding="utf-8").splitlines()
+    start = next(n for n, line in enumerate(lines) if column in line and line[0] == "|")
+    head, _, *cells = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in itertools.takewhile(lambda line: line, lines[start:])
+    )
+    # A run without a plan has the reason in the place of its figures.
+    return [dict(zip(head, row, strict=False)) for row in cells]
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "planners": planners,
     "over-rivals": over_rivals,
     "calibrated-plans": calibrated_plans,
     "h200-errors": h200_errors,
     "expected-plans": expected_plans,
+    "planning-time": planning_time,
+    "iterations": iterations,
 }
 
 

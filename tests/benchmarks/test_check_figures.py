@@ -27,10 +27,10 @@ def test_a_changed_figure_is_found_and_renewed(
     for suffix in (".json", "_plans.parquet"):
         source = check_figures.at(check_figures.COMPARISON, suffix)
         shutil.copy(source, tmp_path / source.relative_to(ROOT))
-    moved = "ROOT", "COMPARISON", "PICTURES"
-    for name in moved:
-        there = tmp_path / getattr(check_figures, name).relative_to(ROOT)
-        monkeypatch.setattr(check_figures, name, there)
+    results = tmp_path / check_figures.COMPARISON.relative_to(ROOT)
+    pictures = tmp_path / check_figures.PICTURES.relative_to(ROOT)
+    monkeypatch.setattr(check_figures, "ROOT", tmp_path)
+    monkeypatch.setattr(check_figures, "PAGES", {results: pictures})
     readme, wrong = tmp_path / "README.md", "0.62"
     text = readme.read_text(encoding="utf-8")
     readme.write_text(text.replace("0.72", wrong), encoding="utf-8")
@@ -38,5 +38,6 @@ def test_a_changed_figure_is_found_and_renewed(
         check_figures.main([])
     assert capsys.readouterr().out == "differs from the data: README.md: planners\n"
     check_figures.main(["--write"])
+    assert len(list(pictures.glob("*.png"))) == 2
     assert readme.read_text(encoding="utf-8") == text
     assert check_figures.differences() == []
