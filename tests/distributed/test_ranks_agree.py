@@ -185,7 +185,7 @@ CASES = {
     "others remember": Case(others_remember),
     "outlasts the group": Case(
         lambda at: at.plan(**MEASURES),
-        warned=("the ranks of the process group wait 60 s for each other", ""),
+        warned=("the process group's timeout of 60 s must also cover planning", ""),
         seconds=60.0,
     ),
     "interrupt": Case(
