@@ -23,7 +23,7 @@ from pathlib import Path
 
 from harness.pages import table
 from planner_comparison import page, paired
-from planner_comparison.charts import draw_charts
+from planner_comparison.charts import chart_paths, draw_charts
 from planner_comparison.results import at, read_results
 from torchrec_neuroshard.bundles.find import load_cost_model, physical_estimate
 from torchrec_neuroshard.bundles.fit import evaluate
@@ -215,8 +215,7 @@ def differences(write: bool = False) -> list[str]:
             path.write_text(computed, encoding="utf-8")
     for results, folder in PAGES.items():
         data = read_results(results)
-        names = [f"{results.name}_{theme}.png" for theme in ("light", "dark")]
-        pictures = [folder / name for name in names] if folder else []
+        pictures = chart_paths(folder / results.name) if folder else []
         path = at(results, ".md")
         computed = page.page_text(data, results, pictures)
         if path.read_text(encoding="utf-8") != computed:

@@ -57,7 +57,7 @@ RESERVED_BYTES = 2 * 2**30
 QUICK_PASSES = PassCounts(
     min_passes=2, max_passes=2, time_budget_seconds=0.0, num_batches=2
 )
-CUDA_FAILED = 3
+DEVICE_FAILED = 3
 """Exit code if the device failed, and only a new process can use it."""
 
 KINDS: Mapping[str, Callable[[bool], Iterator[Case]]] = {
@@ -162,7 +162,7 @@ def time_kinds(args: argparse.Namespace, until: float) -> int:
             error = row.get("error", "").lower()
             if "cuda error" in error:
                 print(f"{kind}, {case.variant}: the device failed: {error}", flush=True)
-                return CUDA_FAILED
+                return DEVICE_FAILED
             if "out of memory" in error:
                 free_cached_memory(device)
         tell(kind, rows[first:], time.monotonic() - start)

@@ -25,7 +25,6 @@ import gzip
 import logging
 import os
 import pickle
-import statistics
 import sys
 import time
 import warnings
@@ -34,7 +33,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner_comparison.kernels import Pass
     from planner_comparison.planning import Outcome
     from planner_comparison.plans import Kernel, RunPlan, Times
     from planner_comparison.tasks import Task
@@ -195,7 +193,6 @@ def compare(
         timed: File of `time`. None: kernels take their predicted times.
     """
     from planner_comparison import run
-    from planner_comparison.kernels import kernels_of, median_times
     from planner_comparison.page import write_page
     from planner_comparison.planning import Outcome, PlanningSettings
     from planner_comparison.results import read_results, write_results
@@ -209,17 +206,12 @@ def compare(
         num_tasks=len(made["tasks"]),
     )
     data |= {"is_predicted": timed is None}
-    kept = None if timed is None else Kernels(args.out, hardware, made["options"])
+    kept = None if timed is None else Kernels(args.out, timed, made["options"])
     for task, entries in made["tasks"]:
+        if kept is not None and not kept.has(task):
+            continue
         outcomes = {name: Outcome(**entry) for name, entry in entries.items()}
-        times = None
-        if timed is not None and kept is not None:
-            if task.name not in timed["passes"]:
-                continue
-            kernels = kernels_of(plans_of(entries))
-            passes = dict(zip(kernels, timed["passes"][task.name], strict=True))
-            times = median_times(passes, timed["reference_ms"])
-            kept.add(passes, times)
+        times = None if kept is None else kept.add(task, plans_of(entries))
         judged = run.judge(task, outcomes, times, planning)
         if kept is not None:
             kept.name_in(judged, outcomes)
@@ -236,62 +228,77 @@ class Kernels:
     """The measured kernels of all plans, as a file of records."""
 
     def __init__(
-        self, out: Path, hardware: Mapping[str, Any], options: Mapping[str, Any]
+        self, out: Path, timed: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
-        """Open `<out>_kernels.parquet`.
+        """Begin `<out>_kernels.parquet`; it replaces a file of that name.
 
         Args:
             out: Path of the results, without suffix.
-            hardware: Device that the kernels ran on.
+            timed: File of `time`.
             options: Options of `make`.
         """
         from planner_comparison.results import at
         from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK
         from torchrec_neuroshard.measure.records import Fingerprint, RunHeader
-        from torchrec_neuroshard.measure.store import RecordStore
+        from torchrec_neuroshard.measure.store import RecordStore, journal_path
 
         header = RunHeader(
-            fingerprint=Fingerprint(**hardware),
+            fingerprint=Fingerprint(**timed["hardware"]),
+            reference_ms=timed["reference_ms"],
             seed=options["seed"],
             sampling={"plans": {k: str(v) for k, v in options.items()}},
             command=" ".join(sys.argv),
             bounds_check=BOUNDS_CHECK,
         )
-        self._store = RecordStore(at(out, "_kernels.parquet"), header)
+        path = at(out, "_kernels.parquet")
+        for earlier in (path, journal_path(path)):
+            earlier.unlink(missing_ok=True)
+        self._store, self._timed = RecordStore(path, header), timed
         self._numbers: dict[Kernel, int] = {}
-        self._next = 0
 
-    def add(self, passes: Mapping[Kernel, Sequence[Pass]], times: Times) -> None:
+    def has(self, task: Task) -> bool:
+        """Return whether the task's kernels were timed."""
+        return task.name in self._timed["passes"]
+
+    def add(self, task: Task, plans: Sequence[RunPlan]) -> Times:
         """Append the sets of a task. Reordered columns are no sets.
 
         Args:
-            passes: Timed passes of each kernel.
-            times: Median forward and backward of each kernel [ms].
-        """
-        from planner_comparison.plans import KernelSet, with_profiles
-        from torchrec_neuroshard.measure.records import CostRecord
+            task: The task.
+            plans: Its plans, as they were when they were timed.
 
+        Returns:
+            Median forward and backward of each kernel [ms].
+        """
+        from planner_comparison.kernels import kernels_of, median_times
+        from planner_comparison.plans import KernelSet, with_profiles
+        from torchrec_neuroshard.measure.records import CostRecord, relative_spread
+
+        kernels, timed = kernels_of(plans), self._timed["passes"][task.name]
+        passes = dict(zip(kernels, timed, strict=True))
+        times = median_times(passes, self._timed["reference_ms"])
         self._numbers.clear()
         for kernel, found in passes.items():
             if not isinstance(kernel, KernelSet):
                 continue
-            totals = [p.fwd_ms + p.bwd_ms for p in found]
-            middle = statistics.median(totals)
             first = dataclasses.replace(kernel, copy=0)
+            index = len(self._store.records)
             self._store.append(
                 CostRecord(
-                    index=self._next,
+                    index=index,
                     repeat_of=self._numbers.get(first) if kernel.copy else None,
                     batch_size=kernel.batch_size,
                     tables=tuple(with_profiles(kernel)),
                     fwd_ms=times[kernel][0],
                     bwd_ms=times[kernel][1],
                     num_passes=len(found),
-                    spread=statistics.median(abs(t - middle) for t in totals) / middle,
+                    spread=relative_spread(
+                        [(p.fwd_ms + p.bwd_ms) / (p.reference_ms or 1.0) for p in found]
+                    ),
                 )
             )
-            self._numbers[kernel] = self._next
-            self._next += 1
+            self._numbers[kernel] = index
+        return times
 
     def name_in(
         self, judged: Mapping[str, Any], outcomes: Mapping[str, Outcome]

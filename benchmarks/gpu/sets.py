@@ -59,6 +59,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.dlrm_tables import generate_dlrm_tables
 from harness.tasks import PRODUCTION_WIDTHS, cap_rows
+from planner_comparison.tasks import STATE_BYTES_PER_ROW, held_bytes
 
 USUAL_SHARDS = (2, 8)
 """Fewest and most column shards of a rank, where the tables allow it."""
@@ -70,8 +71,6 @@ FEWEST_TABLES = 5
 """Workloads with fewer tables in a part are left out there."""
 LOCAL_RANKS = 8
 """Ranks of a node: a table is split by rows over a node's ranks, or over all."""
-STATE_BYTES_PER_ROW = {"rowwise_adagrad": 4, "sgd": 0}
-
 Workloads = Mapping[str, Sequence[TableConfig]]
 
 
@@ -346,14 +345,6 @@ def _row_kernels(
     return [kernel for kernel in kernels if kernel]
 
 
-def set_bytes(tables: Sequence[TableConfig]) -> int:
-    """Return the bytes of weights and optimizer state."""
-    return sum(
-        t.weight_bytes + STATE_BYTES_PER_ROW[t.optimizer] * t.num_embeddings
-        for t in tables
-    )
-
-
 def gathered_columns(tables: Sequence[TableConfig]) -> float:
     """Return the values that a sample's lookups read."""
     return sum(t.pooling_factor * t.embedding_dim for t in tables)
@@ -367,7 +358,10 @@ def fit(
     for table in kernel:
         more = [*kept, table]
         lookups = batch_size * sum(t.pooling_factor for t in more)
-        if set_bytes(more) <= ranges.max_bytes and lookups <= ranges.max_lookups:
+        if (
+            sum(map(held_bytes, more)) <= ranges.max_bytes
+            and lookups <= ranges.max_lookups
+        ):
             kept = more
     return kept
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ from torchrec.distributed.types import (
     ParameterSharding,
     ShardingPlan,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness.models import local_tables
 
 WORLD_SIZE, PATIENCE_S = 2, 20.0
 ROWS, STEPS, BATCH_SIZE, RATE = 1000, 5, 64, 0.5
@@ -131,15 +135,6 @@ def train_whole(model: Model, names: Sequence[str]) -> list[float]:
     return losses
 
 
-def local_parts(value: Any) -> Iterator[tuple[torch.Tensor, Sequence[int]]]:
-    """Yield this rank's parts of a table, with the first row and column."""
-    if hasattr(value, "local_shards"):
-        for shard in value.local_shards():
-            yield shard.tensor, shard.metadata.shard_offsets
-    else:
-        yield value, (0, 0)
-
-
 def train_sharded(
     model: Model, names: Sequence[str], device: torch.device
 ) -> list[float]:
@@ -153,12 +148,12 @@ def train_sharded(
         plan=ShardingPlan({"tables": plan}),
         sharders=[EmbeddingBagCollectionSharder(fused_params=fused)],
     )
-    start, state = model.state_dict(), sharded.state_dict()
+    bags: Any = model.tables.embedding_bags
     with torch.no_grad():
-        for key, whole in start.items():
-            for part, (top, left) in local_parts(state[key]):
-                rows, width = part.shape
-                part.copy_(whole[top : top + rows, left : left + width])
+        for name, part, (top, left) in local_tables(sharded):
+            rows, width = part.shape
+            whole = bags[name].weight
+            part.copy_(whole[top : top + rows, left : left + width])
     replicas = [
         p for name, p in sharded.named_parameters() if ".replicas." in f".{name}"
     ]

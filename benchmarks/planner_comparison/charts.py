@@ -39,8 +39,13 @@ _LETTER, _LINE, _DOT = 0.0145, 0.042, 0.022
 axes."""
 
 
+def chart_paths(out: Path) -> list[Path]:
+    """Return `<out>_light.png` and `<out>_dark.png`."""
+    return [out.with_name(f"{out.name}_{theme}.png") for theme in _THEMES]
+
+
 def draw_charts(data: dict[str, Any], out: Path) -> list[Path]:
-    """Write `<out>_light.png` and `<out>_dark.png`; return their paths.
+    """Write the charts of `chart_paths`; return their paths.
 
     The left chart has one dot per planner: median planning seconds, and the geometric
     mean of measured time relative to TorchRec's best practice. The right chart has the
@@ -51,8 +56,8 @@ def draw_charts(data: dict[str, Any], out: Path) -> list[Path]:
         out: Path without suffix.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    view, written = page.views(data)[0], []
-    for theme, colors in _THEMES.items():
+    view, paths = page.views(data)[0], chart_paths(out)
+    for path, colors in zip(paths, _THEMES.values(), strict=True):
         figure = Figure(figsize=_INCHES, dpi=_DOTS, facecolor=colors["page"])
         left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
         _draw_dots(left, view, page.planners(data), colors)
@@ -60,9 +65,8 @@ def draw_charts(data: dict[str, Any], out: Path) -> list[Path]:
         for axes in (left, right):
             _style(axes, colors)
         figure.tight_layout()
-        written.append(out.with_name(f"{out.name}_{theme}.png"))
-        figure.savefig(written[-1], facecolor=colors["page"])
-    return written
+        figure.savefig(path, facecolor=colors["page"])
+    return paths
 
 
 def _kind(name: str) -> str:

@@ -26,6 +26,10 @@ Data = dict[str, Any]
 LARGEST_SPREAD = 0.25
 """Tasks are left out if the machine's speed varies more than this meanwhile."""
 _STATUSES = ("no plan", "timed out", "failed", "not run")
+_NAMED = (
+    '"Best practice" is our name for TorchRec\'s planner with table- and column-wise '
+    "sharding, pooling factors and `min_partition=32`."
+)
 _HEADLINE = (
     "planner",
     "over TorchRec's best practice",
@@ -145,9 +149,8 @@ def headline(data: Data) -> str:
     caption = (
         f"*No job was trained here, and no rank exchanged anything. {len(tasks)} "
         "tasks, geometric means, 95 % intervals in brackets; below 1 is shorter. "
-        '"Best practice" is our name for TorchRec\'s planner with table- and '
-        "column-wise sharding, pooling factors and `min_partition=32`. Kernels: the "
-        "slowest rank's forward plus the slowest rank's backward, measured one rank "
+        f"{_NAMED} Kernels: the slowest rank's forward plus the slowest rank's "
+        "backward, measured one rank "
         f"after another on {device}, {str(data['created'])[:10]}. Tables were cut to "
         f"{options['max_rows']:,} rows: {num_cut / number:.0%} of them lost rows, and "
         f"{cut / whole:.0%} of the bytes remain. "
@@ -216,8 +219,7 @@ def _title(data: Data) -> str:
         "- Ranks do not wait for each other between sharding types, as in TorchRec "
         "(`costs/timeline.py`). Kernels alone: the slowest rank's forward plus the "
         "slowest rank's backward.",
-        '- "Best practice" is our name for TorchRec\'s planner with table- and '
-        "column-wise sharding, pooling factors and `min_partition=32`.",
+        f"- {_NAMED}",
     ]
     if "quiet" in data:
         rows += [

@@ -15,8 +15,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from gpu.sets import PlanRanges, PlanSets, load_workloads, set_bytes
+from gpu.sets import PlanRanges, PlanSets, load_workloads
 from planner_comparison.results import read_results
+from planner_comparison.tasks import held_bytes
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.measure.sets import SampledSet, is_held_out_table
 from torchrec_neuroshard.measure.store import read_records
@@ -252,7 +253,7 @@ def test_sets_are_kernels_of_plans(
     assert 0 < len(half) < len(sets) / 3
     for one in sets:
         assert len({(t.optimizer, t.data_type) for t in one.tables}) == 1
-        assert set_bytes(one.tables) <= ranges.max_bytes
+        assert sum(map(held_bytes, one.tables)) <= ranges.max_bytes
         lookups = one.batch_size * sum(t.pooling_factor for t in one.tables)
         assert lookups <= ranges.max_lookups
         parts = {is_held_out_table(t.name.split("#")[0], 0.2) for t in one.tables}
