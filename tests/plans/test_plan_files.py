@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
@@ -20,6 +22,8 @@ from torchrec.distributed.types import (
     CacheParams,
     DataType,
     KeyValueParams,
+    KVZCHTBEConfig,
+    MultiPassPrefetchConfig,
     ShardingPlan,
 )
 
@@ -41,6 +45,7 @@ from torchrec_neuroshard.plans.plan_files import (
     read_plan,
     save_plan,
 )
+from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
 
 SIZES = [(100, 32), (50, 16), (30, 8)]
 CPUS = Topology(world_size=2, compute_device="cpu")
@@ -67,6 +72,21 @@ def stored(tmp_path: Path) -> Stored:
     return path, model, planner, plan
 
 
+def typed(value: Any) -> Any:
+    """Return a value with the type of each of its parts.
+
+    An `IntEnum` equals an int, and a named tuple a tuple.
+    """
+    parts: Any = value
+    if isinstance(value, Mapping):
+        parts = {key: typed(part) for key, part in value.items()}
+    elif isinstance(value, list | tuple):
+        parts = [typed(part) for part in value]
+    elif hasattr(value, "__dict__") and not isinstance(value, Enum):
+        parts = typed(vars(value))
+    return type(value), parts
+
+
 def stored_entry(data: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = data["plan"]["sparse.ebc"]["t0"]
     return found
@@ -84,22 +104,28 @@ def test_every_sharding_type_comes_back_as_it_was(
     plan = planner.plan(model, bag_sharders())
     save_plan(plan, path, model=model, planner=planner)
     loaded = load_plan(path, model=model, planner=planner)
-    assert loaded == plan and str(loaded) == str(plan)
-    kinds = {type(s) for p in loaded.plan.values() for s in p.values()}
-    assert kinds == {type(s) for p in plan.plan.values() for s in p.values()}
+    assert loaded == plan and typed(loaded.plan) == typed(plan.plan)
 
 
 def test_settings_of_a_table_come_back_as_they_were(stored: Stored) -> None:
     path, model, planner, plan = stored
     tables = plan.plan["sparse.ebc"]
     stored_elsewhere = KeyValueParams(
-        ssd_storage_directory="/ssd", ps_hosts=(("::1", 2000), ("::1", 2001))
+        ssd_storage_directory="/ssd",
+        ps_hosts=(("::1", 2000), ("::1", 2001)),
+        kvzch_tbe_config=KVZCHTBEConfig(
+            threshold_calculation_bucket_stride=1.0,
+            optimizer_state_dtypes_for_st=frozenset({("momentum", 1), ("exp", 0)}),
+        ),
     )
     tables["t0"] = dataclasses.replace(
         tables["t0"],
         compute_kernel="fused_uvm_caching",
         cache_params=CacheParams(
-            algorithm=CacheAlgorithm.LFU, load_factor=0.25, precision=DataType.FP16
+            algorithm=CacheAlgorithm.LFU,
+            load_factor=0.25,
+            precision=DataType.FP16,
+            multipass_prefetch_config=MultiPassPrefetchConfig(num_passes=3),
         ),
         enforce_hbm=True,
         stochastic_rounding=False,
@@ -109,13 +135,19 @@ def test_settings_of_a_table_come_back_as_they_were(stored: Stored) -> None:
     )
     save_plan(plan, path, model=model, planner=planner)
     loaded = load_plan(path, model=model, planner=planner)
-    assert loaded == plan
+    assert loaded == plan and typed(loaded.plan) == typed(plan.plan)
     assert loaded.plan["sparse.ebc"]["t0"].key_value_params == stored_elsewhere
+    # Numbers of NumPy become Python's.
+    tables["t0"].ranks = [np.int64(rank) for rank in tables["t0"].ranks]
+    tables["t0"].cache_params.load_factor = np.float32(0.25)
+    assert typed(plan_from_json(plan_to_json(plan)).plan) == typed(loaded.plan)
     # What cannot be stored leaves no file.
     path.unlink()
-    tables["t0"].enforce_hbm = object()
-    with pytest.raises(PlanFileError, match=r"'sparse.ebc.t0': a setting of type obj"):
-        save_plan(plan, path, model=model, planner=planner)
+    for value in (object(), IntEnum("Other", {"SEVEN": 7})(7), float("inf")):
+        tables["t0"].enforce_hbm = value
+        fault = rf"'sparse.ebc.t0': a setting of type {type(value).__name__} cannot be"
+        with pytest.raises(PlanFileError, match=fault):
+            save_plan(plan, path, model=model, planner=planner)
     model = Nested(make_ebc(SIZES[:2]))
     with pytest.raises(
         PlanFileError, match=r"'t2' of module 'sparse.ebc' is only in the p"
@@ -306,6 +338,12 @@ def test_plans_that_constraints_forbid_are_refused(stored: Stored) -> None:
                 cache_params={"record": "os", "fields": {}}
             ),
             "release has no setting of type 'os'",
+        ),
+        (
+            lambda d: stored_entry(d).update(
+                cache_params={"record": "CacheParams", "fields": {"new": 1}}
+            ),
+            "release has no setting 'new'",
         ),
     ],
 )

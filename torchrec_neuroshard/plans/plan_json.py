@@ -7,10 +7,12 @@ are read back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+import numpy as np
 from torchrec.distributed import types as torchrec_types
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -77,8 +79,8 @@ def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:
     spec = sharding.sharding_spec
     shards = spec and [
         {
-            "offset": list(meta.shard_offsets),
-            "size": list(meta.shard_sizes),
+            "offset": [int(v) for v in meta.shard_offsets],
+            "size": [int(v) for v in meta.shard_sizes],
             "placement": None if meta.placement is None else str(meta.placement),
         }
         for meta in spec.shards
@@ -87,18 +89,27 @@ def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:
 
 
 def _encode(where: str, value: Any) -> Any:
-    """Return a table's setting as JSON data, with its type's name if it is listed."""
-    name = type(value).__name__
-    if value is None or isinstance(value, bool | int | float | str):
+    """Return a table's setting as JSON data, with its type's name if it is listed.
+
+    Types are compared exactly: an `IntEnum` is an int, and a named tuple a tuple, but
+    they must not come back as such.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    kind, name = type(value), type(value).__name__
+    if value is None or kind in (bool, int, str):
         return value
-    if isinstance(value, list):
+    if kind is float and math.isfinite(value):
+        return value
+    if kind is list:
         return [_encode(where, v) for v in value]
-    if name in _SETTING_TYPES and isinstance(value, Enum):
-        return {"enum": name, "member": value.name}
-    if name in _SETTING_TYPES:
+    if kind in (tuple, frozenset):
+        parts = sorted(value) if kind is frozenset else value
+        return {name: [_encode(where, v) for v in parts]}
+    if kind is _SETTING_TYPES.get(name):
+        if isinstance(value, Enum):
+            return {"enum": name, "member": value.name}
         return {"record": name, "fields": _fields(where, value)}
-    if isinstance(value, tuple):
-        return {"tuple": [_encode(where, v) for v in value]}
     raise PlanFileError(
         f"table '{where}': a setting of type {name} cannot be stored: {value!r}"
     )
@@ -106,20 +117,22 @@ def _encode(where: str, value: Any) -> Any:
 
 def _fields(where: str, value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass or named tuple as JSON data."""
-    names = getattr(value, "_fields", None) or [
-        field.name for field in dataclasses.fields(value)
-    ]
-    return {n: _encode(where, getattr(value, n)) for n in names if n not in _NOT_STORED}
+    return {
+        n: _encode(where, getattr(value, n))
+        for n in _field_names(value)
+        if n not in _NOT_STORED
+    }
+
+
+def _field_names(value: Any) -> Sequence[str]:
+    """Return the field names of a dataclass or named tuple."""
+    found: Sequence[str] | None = getattr(value, "_fields", None)
+    return found or [field.name for field in dataclasses.fields(value)]
 
 
 def _decode_sharding(data: Mapping[str, Any]) -> ParameterSharding:
     values = dict(data)
     shards = values.pop("shards")
-    known = {f.name for f in dataclasses.fields(ParameterSharding)}
-    for name in sorted(values.keys() - known):
-        # A setting of None has no effect, so this TorchRec may lack it.
-        if values.pop(name) is not None:
-            raise PlanFileError(f"this TorchRec release has no setting '{name}'")
     metas = [
         ShardMetadata(
             shard_offsets=[int(v) for v in shard["offset"]],
@@ -129,7 +142,7 @@ def _decode_sharding(data: Mapping[str, Any]) -> ParameterSharding:
         for shard in shards or ()
     ]
     return ParameterSharding(
-        **{name: _decode(value) for name, value in values.items()},
+        **_decode_fields(ParameterSharding, values),
         sharding_spec=None if shards is None else EnumerableShardingSpec(metas),
     )
 
@@ -139,12 +152,22 @@ def _decode(value: Any) -> Any:
         return [_decode(v) for v in value]
     if not isinstance(value, dict):
         return value
-    if "tuple" in value:
-        return tuple(_decode(v) for v in value["tuple"])
+    for sequence in (tuple, frozenset):
+        if sequence.__name__ in value:
+            return sequence(_decode(v) for v in value[sequence.__name__])
     name = value["enum"] if "enum" in value else value["record"]
     if name not in _SETTING_TYPES:
         raise PlanFileError(f"this TorchRec release has no setting of type '{name}'")
     kind = _SETTING_TYPES[name]
     if "enum" in value:
         return kind[value["member"]]
-    return kind(**{name: _decode(v) for name, v in value["fields"].items()})
+    return kind(**_decode_fields(kind, value["fields"]))
+
+
+def _decode_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass or named tuple from the data of `_fields`."""
+    for name in sorted(values.keys() - {*_field_names(kind)}):
+        # A setting of None has no effect, so this TorchRec may lack it.
+        if values[name] is not None:
+            raise PlanFileError(f"this TorchRec release has no setting '{name}'")
+    return {n: _decode(values[n]) for n in _field_names(kind) if n in values}
