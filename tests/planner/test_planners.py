@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
-from torchrec.distributed.planner.types import PlanLoader, ShardingOption
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.modules.embedding_configs import DataType
 
 from tests.builders import (
@@ -28,7 +28,7 @@ from tests.builders import (
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner import NeuroShardPlanner, PlacementConstraints
+from torchrec_neuroshard.planner import PlacementConstraints
 from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -176,34 +176,6 @@ def test_result_describes_the_plan_after_callbacks() -> None:
     assert result.gap == pytest.approx(1.0)
     assert (result.search_seconds, result.num_evaluated) == (0.25, 7)
     assert result.notes == (Note("search", "from the search"),)
-
-
-class LoadedPlan(PlanLoader):
-    """A plan loader that returns another planner's plan."""
-
-    def __init__(self, planner: NeuroShardPlanner) -> None:
-        self._options = planner.get_selected_options()
-
-    def load(self) -> dict[int, ShardingOption]:
-        return {option.storage_hash(): option for option in self._options}
-
-    def plan_context_hash(self) -> None:
-        return None
-
-    def get_plan_id(self) -> str:
-        return "plan"
-
-
-def test_a_plan_loader_is_asked_as_torchrec_does() -> None:
-    ebc, searcher = make_ebc([(1000, 16)] * 5), FixedSearcher([])
-    whole = each(5, "table_wise")
-    first = make_planner(4, constraints=whole)
-    second = make_planner(4, constraints=whole, search=searcher)
-    plan = first.plan(ebc, bag_sharders())
-    second.plan_loader = LoadedPlan(first)
-    assert second.plan(ebc, bag_sharders()) == plan
-    assert searcher.tasks == []  # nothing was searched
-    assert cost_of(second) == pytest.approx(cost_of(first))
 
 
 def test_plan_does_not_depend_on_the_order_of_tables() -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -30,7 +29,7 @@ from torchrec_neuroshard.planner.checks import (
     unmatched_constraints,
     unsharded_notes,
 )
-from torchrec_neuroshard.planner.compat import planner_part
+from torchrec_neuroshard.planner.compat import planner_part, set_planner_part
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.given_plans import (
     copied,
@@ -38,6 +37,7 @@ from torchrec_neuroshard.planner.given_plans import (
     placed_options,
     table_moves,
 )
+from torchrec_neuroshard.planner.loaded_plans import LoadsPlans
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
@@ -60,7 +60,7 @@ class LastPlan:
     """The model without its weights, and its sharders."""
 
 
-class DescribesPlans(EmbeddingShardingPlanner):
+class DescribesPlans(LoadsPlans):
     """The reporting part of `NeuroShardPlanner`, which sets the attributes.
 
     Attributes:
@@ -195,8 +195,16 @@ class DescribesPlans(EmbeddingShardingPlanner):
         last = self._last
         if last.known is None and last.plan is not None and last.model is not None:
             if any(last.plan.plan.values()):
-                last.options, last.known = self._describe(last.plan, *last.model)
+                options, last.known = self._describe(last.plan, *last.model)
+                self._keep(options)
         return last.known
+
+    def _keep(self, options: list[ShardingOption]) -> None:
+        """Make options those of the last plan, also for TorchRec."""
+        self._last.options = options
+        set_planner_part(self, "best_plan", options)
+        if isinstance(self.enumerator, NeuroShardEnumerator):
+            self.enumerator.chosen = options
 
     @property
     def last_model(self) -> tuple[nn.Module, list[ModuleSharder[Any]]] | None:

@@ -51,6 +51,7 @@ from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,
     without_estimates,
 )
+from torchrec_neuroshard.planner.stored_options import with_chosen
 from torchrec_neuroshard.planner.table_keys import ModuleConstraints, constraint_on
 from torchrec_neuroshard.planner.ways import is_placeable, useful_ways
 from torchrec_neuroshard.tables.profile import FeatureProfile
@@ -96,6 +97,10 @@ class NeuroShardEnumerator(HookedEnumerator):
     Attributes:
         memory: The memory model of what ranks allocate. None: the caller's `estimator`
             counts memory.
+        listed: The options listed last.
+        first_listed: The options listed last with the memory that ranks allocate, not
+            with TorchRec's smaller count.
+        chosen: The planner's last plan.
 
     Args:
         topology: The devices to plan for.
@@ -178,6 +183,14 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._withheld: dict[tuple[str, str], frozenset[str]] = {}
         self._placement = placement or PlacementConstraints()
         self._for_search = for_search
+        self.listed: Sequence[ShardingOption] = ()
+        self.first_listed: Sequence[ShardingOption] = ()
+        self.chosen: Sequence[ShardingOption] = ()
+
+    @property
+    def last_stored_search_space(self) -> list[ShardingOption] | None:
+        """The options listed last, and those of the plan chosen from them."""
+        return with_chosen(self.listed, self.chosen) if self.listed else None
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -213,7 +226,10 @@ class NeuroShardEnumerator(HookedEnumerator):
         has = sum(d.storage.hbm + d.storage.ddr for d in self._topology.devices)
         if sum(size for _, size in sizes) <= 4 * has:  # else they never fit anyway
             options = self._that_run(options, known)
-        return options
+        self.listed = options
+        if self.memory is None or not self.memory.is_lenient:
+            self.first_listed = options
+        return list(options)
 
     def _short_of_memory(self, sizes: Sequence[tuple[str, int]]) -> set[str]:
         """Return the names of tables for which device memory is scarce.

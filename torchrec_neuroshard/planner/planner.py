@@ -308,6 +308,7 @@ class NeuroShardPlanner(DescribesPlans):
             **shared,
             **parts,
             "proposer": copy.deepcopy(proposer),
+            "plan_loader": None,  # this planner has asked it already
         }
         self.placement_constraints = placement_constraints or PlacementConstraints()
         self._profiles = dict(profiles or {})
@@ -350,7 +351,7 @@ class NeuroShardPlanner(DescribesPlans):
             **{
                 **shared,
                 "constraints": with_bare_names(constraints),
-                "callbacks": [*(callbacks or []), self._select],
+                "callbacks": [self._take_loaded, *(callbacks or []), self._select],
             },
             enumerator=enumerator,
             proposer=proposer,
@@ -407,7 +408,7 @@ class NeuroShardPlanner(DescribesPlans):
         self._last.plan = copied(found.plan)
         self._try_remember(module, sharders)
         if found.options is not None:
-            self._last.options = found.options
+            self._keep(found.options)
             self._last.known = self._known(
                 found.options,
                 without(self._reserved(module, sharders), -found.more_bytes),
@@ -427,7 +428,9 @@ class NeuroShardPlanner(DescribesPlans):
         stashed = self._find_stashed(module, sharders)
         try:
             found = self._searched(module, sharders)
-            return found if stashed is None else self._shorter(found, stashed)
+            if stashed is None or self._loaded:
+                return found
+            return self._shorter(found, stashed)
         except PlannerError as error:
             if stashed is not None:
                 return stashed
@@ -466,7 +469,9 @@ class NeuroShardPlanner(DescribesPlans):
             return None
         inner = copy.deepcopy(planner_part(self, "storage_reservation"))
         other = self._again(
-            storage_reservation=RoomOfDenseLayers(inner, more_bytes), stash_bytes=0
+            storage_reservation=RoomOfDenseLayers(inner, more_bytes),
+            stash_bytes=0,
+            plan_loader=None,
         )
         try:
             found = NeuroShardPlanner._searched(other, module, sharders)
@@ -521,7 +526,8 @@ class NeuroShardPlanner(DescribesPlans):
         if isinstance(partitioner, NeuroShardPartitioner):
             partitioner.start(self._log, sharders)
         self._selected = None
-        with report_full(planner_part(self, "storage_reservation")):
+        reservation = planner_part(self, "storage_reservation")
+        with report_full(reservation), self._loading():
             plan = super().plan(module, sharders)
         return _FoundPlan(plan=plan, options=self._selected, records=self._log.records)
 
@@ -632,6 +638,7 @@ class NeuroShardPlanner(DescribesPlans):
         return self._again(
             comms_model=RelievedCommsModel(self.costs.comms_model, {}),
             profiles={**self._profiles, **profiles},
+            plan_loader=None,
         )
 
     def _again(self, **changes: Any) -> NeuroShardPlanner:
