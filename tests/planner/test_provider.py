@@ -165,6 +165,20 @@ def test_settings_of_a_request_reach_the_planner() -> None:
 
 
 @needs_seam
+@pytest.mark.filterwarnings("ignore:no cost model was measured")
+def test_memory_of_a_request_may_equal_torchrecs_default() -> None:
+    """An H100 has 80 GB, but the request asks for 32 GiB and sets no bandwidth."""
+    from torchrec.distributed.planner.dry_run.types import SkuOverride
+
+    provider = Kept(comms_model=AnalyticCommsModel(), **QUICKLY)
+    overrides: Any = {"per_sku_overrides": {"h100": SkuOverride(hbm_gb=32.0)}}
+    for fields in ({"hbm_gb": 32.0}, overrides):
+        with pytest.warns(UserWarning, match="topology does not set hbm_mem_bw, hbm_t"):
+            _, ctx = dry_run(provider, ["h100"], **fields)
+        assert "memory of a rank 34.36 GB (given)" in ctx.hw_source["h100"]
+
+
+@needs_seam
 def test_a_failure_concerns_only_its_sku() -> None:
     from torchrec.distributed.planner.types import PlannerConfig, PlannerVariant
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +16,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.constants import INTRA_NODE_BANDWIDTH
+from torchrec.distributed.planner.constants import HBM_CAP, INTRA_NODE_BANDWIDTH
 from torchrec.distributed.planner.types import (
     CollectiveType,
     CustomTopologyData,
     GeneralizedCommsBandwidth,
+    PlannerError,
 )
 
-from tests.builders import GIB, analytic, bag_sharders, make_ebc, make_planner, only
+from tests.builders import (
+    GIB,
+    analytic,
+    bag_sharders,
+    each,
+    make_ebc,
+    make_planner,
+    only,
+)
 from torchrec_neuroshard import topology_for
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware.cards import GPU_CARDS
@@ -157,7 +168,7 @@ def test_a_named_card_replaces_only_torchrecs_defaults() -> None:
     # Values given are left alone.
     topology = Topology(8, "cuda", hbm_cap=GIB, hbm_mem_bw=2.4e9, intra_host_bw=3e8)
     costs, [text] = costs_of(topology, "h100")
-    assert text.startswith("the topology does not set hbm_to_ddr_mem_bw, or sets")
+    assert text.startswith("the topology does not set hbm_to_ddr_mem_bw. The planner")
     assert costs.topology.hbm_mem_bw == 2.4e9
     assert costs.topology.intra_host_bw == 3e8
     assert costs.topology.devices[0].storage.hbm == GIB
@@ -169,13 +180,47 @@ def test_a_named_card_replaces_only_torchrecs_defaults() -> None:
     assert memory_gb_per_s(costs) == pytest.approx(963.1, abs=0.1)
 
 
-def test_figures_that_equal_torchrecs_defaults_can_be_given() -> None:
-    wanted = 32 * GIB, INTRA_NODE_BANDWIDTH
+EQUAL: dict[str, Any] = {
+    "hbm_cap": 32 * GIB,
+    "ddr_cap": 128 * GIB,
+    "hbm_mem_bw": 897 * GIB / 1000,
+    "hbm_to_ddr_mem_bw": 32 * GIB / 1000,
+    "intra_host_bw": 600 * GIB / 1000,
+    "inter_host_bw": 12.5 * GIB / 1000,
+}
+"""Figures of a user that equal TorchRec's defaults."""
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_figures_that_equal_torchrecs_defaults_can_be_given(name: str) -> None:
+    topology = Topology(16, "cuda", local_world_size=8, **{name: EQUAL[name]})
+    for given in (topology, copy.deepcopy(topology)):
+        devices = PlannedDevices.of(given, "h100")
+        assert devices.given == {name}
+        kept = devices.topology
+        storage = kept.devices[3].storage
+        figures = {"hbm_cap": storage.hbm, "ddr_cap": storage.ddr}
+        assert (figures.get(name) or getattr(kept, name)) == EQUAL[name]
+        assert all(name not in text for text in devices.notes)
+
+
+@pytest.mark.filterwarnings("ignore:no cost model was measured")
+def test_memory_that_equals_torchrecs_default_is_not_exceeded() -> None:
+    """Two of three tables of 20.5 GB fit on an H100, but not in 32 GiB."""
+    limits = each(3, "table_wise", compute_kernels=["fused"])
+    model = make_ebc([(40_000_000, 128)] * 3)
+    given: dict[str, Any] = {"cost_model": "h100", "constraints": limits}
+    make_planner(topology=Topology(2, "cuda"), **given).plan(model, bag_sharders())
+    same = Topology(2, "cuda", hbm_cap=32 * GIB)
+    with pytest.raises(PlannerError, match=r"2 ranks have 64\.00 GiB"):
+        make_planner(topology=same, **given).plan(model, bag_sharders())
+
+
+def test_figures_by_rank_and_from_topology_for_are_given() -> None:
+    # This is TorchRec's own constant, which a plain topology has if it is left out.
+    wanted = HBM_CAP, INTRA_NODE_BANDWIDTH
     plain = Topology(8, "cuda", hbm_cap=wanted[0], intra_host_bw=wanted[1])
-    costs, [text] = costs_of(plain, "h100")
-    assert "or sets TorchRec's default, which counts as not set. The planner" in text
-    assert costs.topology.intra_host_bw < wanted[1]
-    # The ways out.
+    assert PlannedDevices.of(plain, "h100").given == set()
     named = topology_for(
         "h100", memory_gb=wanted[0] / 1e9, intra_gb_per_s=wanted[1] / 1e6
     )
@@ -184,13 +229,18 @@ def test_figures_that_equal_torchrecs_defaults_can_be_given() -> None:
     assert costs.topology.intra_host_bw == pytest.approx(wanted[1])
     assert costs.topology.devices[0].storage.hbm == wanted[0]
     by_rank = CustomTopologyData({"hbm_cap": [wanted[0]] * 8}, 8)
-    custom = Topology(
-        8, "cuda", custom_topology_data=by_rank, intra_host_bw=wanted[1] + 1
-    )
-    costs, [text] = costs_of(custom, "h100")
-    assert costs.devices.given == {"hbm_cap", "intra_host_bw"}
+    costs, [text] = costs_of(Topology(8, "cuda", custom_topology_data=by_rank), "h100")
+    assert costs.devices.given == {"hbm_cap"} and "hbm_cap" not in text
     assert costs.topology.devices[0].storage.hbm == wanted[0]
-    assert "hbm_cap" not in text
+
+
+def test_a_pickled_topology_has_the_cards_bandwidths_but_no_more_memory() -> None:
+    """Pickling makes TorchRec's defaults and equal numbers of a user alike."""
+    sent = pickle.loads(pickle.dumps(Topology(8, "cuda", hbm_to_ddr_mem_bw=5e7)))
+    devices = PlannedDevices.of(sent, "h100")
+    assert devices.given == {"hbm_cap", "ddr_cap", "hbm_to_ddr_mem_bw"}
+    assert devices.topology.devices[0].storage.hbm == 32 * GIB
+    assert devices.topology.hbm_mem_bw == pytest.approx(3350e6)
 
 
 @pytest.mark.parametrize(

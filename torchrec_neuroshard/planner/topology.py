@@ -391,11 +391,9 @@ class PlannedDevices:
         The card comes from `topology_for`; otherwise from `cost_model`; otherwise from
         this machine, with its actual memory.
 
-        A figure that equals TorchRec's default counts as left out, since `Topology`
-        does not tell the two apart. To plan with such a figure, pass it to
-        `topology_for`, which keeps every argument. Memory may also be in
-        `custom_topology_data`. Without a card, change a bandwidth by one byte per
-        millisecond.
+        A figure counts as left out if it is TorchRec's constant itself, for example
+        `HBM_CAP`. An equal number that the caller computed counts as given. To plan for
+        a card with TorchRec's constant, pass it to `topology_for`.
 
         Args:
             topology: The caller's topology, or `default_topology`. It is not changed.
@@ -485,21 +483,28 @@ def _value(name: str, topology: Topology) -> float:
 def _is_given(name: str, topology: Topology) -> bool:
     """Whether the caller set a figure.
 
-    For `topology_for` this is recorded. For a plain `Topology`, a figure counts as set
-    if it differs from TorchRec's default or is in `custom_topology_data`.
+    For `topology_for` this is recorded. A plain `Topology` keeps the object that it was
+    given, so a figure was left out if it is the same object as TorchRec's default. In
+    `custom_topology_data` it is always set.
+
+    Pickling replaces all objects. Then memory counts as set, since a rank may have no
+    more, and a bandwidth as set if it differs from the default.
     """
     if isinstance(topology, CardTopology):
         return name in topology.given
+    default = _SETTINGS[name].default
     if name in _TIERS:
         custom = custom_data(topology)
         if custom is not None and custom.has_data(name):
             return True
-        caps = {getattr(d.storage, _TIERS[name]) for d in topology.devices}
-        return caps != {_SETTINGS[name].default}
+        caps = [getattr(d.storage, _TIERS[name]) for d in topology.devices]
+        return any(cap is not default for cap in caps)
     by_collective = not isinstance(topology.comms_bandwidths, BasicCommsBandwidths)
     if name in _LINKS and by_collective:
         return True
-    return _value(name, topology) != _SETTINGS[name].default
+    value = getattr(topology, name)
+    was_pickled = topology.ssd_mem_bw is not constants.SSD_MEM_BW  # nobody sets it
+    return bool(value != default if was_pickled else value is not default)
 
 
 def _with_values(topology: Topology, values: Mapping[str, float]) -> Topology:
@@ -550,10 +555,9 @@ def _left_out(card: GpuCard | None, figures: Mapping[str, DeviceFigure]) -> list
     )
     example = card.name if card else "h100"
     return [
-        f"the topology does not set {', '.join(names)}, or sets TorchRec's default, "
-        f"which counts as not set. The planner uses {whose}: {taken}. Name the card "
-        f"and pass the figures that differ: topology_for('{example}', ...), with one "
-        f"of {', '.join(GPU_CARDS)}"
+        f"the topology does not set {', '.join(names)}. The planner uses {whose}: "
+        f"{taken}. Name the card and pass the figures that differ: "
+        f"topology_for('{example}', ...), with one of {', '.join(GPU_CARDS)}"
     ]
 
 
