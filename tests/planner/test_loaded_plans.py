@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -61,7 +61,7 @@ class StoredPlan(PlanLoader):
     """A planner's last plan as TorchRec stores it."""
 
     def __init__(self, planner: EmbeddingShardingPlanner) -> None:
-        options = copy.deepcopy(planner_part(planner, "best_plan"))
+        options = pickle.loads(pickle.dumps(planner_part(planner, "best_plan")))
         self.options = {option.storage_hash(): option for option in options}
         self._hash: str | None = planner.hash_planner_context_inputs_str()
 
