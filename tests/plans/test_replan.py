@@ -26,6 +26,7 @@ from tests.builders import (
     sequences,
     shards_of,
 )
+from torchrec_neuroshard import topology_for
 from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import NeuroShardPlanner, PlanFileError
 from torchrec_neuroshard.plans.replan import ReplanResult, replan
@@ -171,6 +172,30 @@ def test_splits_need_a_rank_of_their_own_over_gloo() -> None:
     # But the state of an optimizer is not split.
     job = make_job([(0, 64, 0)], optimizer=RowWiseAdagrad, **arguments)
     assert job.replan().moves == ()
+
+
+@pytest.mark.filterwarnings("ignore:no cost model was measured")
+@pytest.mark.parametrize(("asked", "least"), [(None, 32), (16, 16)])
+def test_splits_are_as_narrow_as_the_planners(asked: int | None, least: int) -> None:
+    job = make_job(
+        [(0, 128, 0)],
+        8,
+        sizes=[(400_000, 128)],
+        kind="column_wise",
+        compute_device="cuda",
+    )
+    planner = make_planner(
+        topology=topology_for("h100", ranks_per_node=8),
+        constraints=only(sharding_types=["column_wise"], min_partition=asked),
+        cost_model="h100",
+        comms_model=None,
+        batch_size=65_536,
+    )
+    job.planner = planner
+    found = shards_of(job.replan().plan)["t0"]
+    assert {width for _, width, _ in found} == {least}
+    planned = shards_of(planner.plan(job.model, bag_sharders()))["t0"]
+    assert {width for _, width, _ in planned} == {least}
 
 
 @pytest.mark.parametrize(

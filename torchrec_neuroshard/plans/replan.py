@@ -257,6 +257,7 @@ class _Job:
             enumerator=planner.enumerator,
             memory=memory,
             rules=rules,
+            least_columns=self.costs.least_columns,
         ).task
 
     def budget(self, limit_bytes: int) -> MoveBudget:
