@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed import collective_utils
@@ -17,15 +18,36 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_tower_sharding import (
     EmbeddingTowerCollectionSharder,
 )
-from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.itep_embeddingbag import ITEPEmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import (
+    ManagedCollisionEmbeddingCollectionSharder,
+)
+from torchrec.distributed.mc_embeddingbag import (
+    ManagedCollisionEmbeddingBagCollectionSharder,
+)
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
+from torchrec.modules.itep_modules import GenericITEPModule
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
 
 from tests.builders import (
     GIB,
+    META,
     bag_config,
     bag_sharders,
     bags,
     by_table,
+    each,
     gpus,
     make_ebc,
     make_planner,
@@ -217,3 +239,141 @@ def test_the_command_counts_the_busiest_table_of_a_name(
     assert main(["rehearse", *names, "--json", str(out)]) == 0
     [rank] = json.loads(out.read_text())["ranks"]
     assert rank["activation_bytes"] >= told.ranks[0].activation_bytes
+
+
+def test_every_optimizer_of_gpus_is_built() -> None:
+    """What FBGEMM refuses on every device stays a fault."""
+    refused = {
+        **dict.fromkeys(("sgd", "row_wise_adagrad"), "deprecated"),
+        **dict.fromkeys(("shampoo", "shampoo_v2", "madgrad"), "not supported"),
+        "exact_row_wise_weighted_adagrad": "not supported",
+        **dict.fromkeys(("lars_sgd", "none"), "Getting optimizer state"),
+    }
+    model = make_ebc([(1000, 64), (1000, 64)])
+    constraints = each(2, "column_wise", min_partition=32)
+    for optimizer in EmbOptimType:
+        sharders = [EmbeddingBagCollectionSharder({"optimizer": optimizer})]
+        plan = stock_planner(gpus(2), constraints=constraints).plan(model, sharders)
+        report = rehearse(model, plan, gpus(2), sharders, batch_size=8)
+        faults = " ".join(report.ranks[0].faults)
+        assert refused.get(optimizer.value, "") in faults
+        assert report.runs == (optimizer.value not in refused), f"{optimizer} {report}"
+        assert report.num_built == 2 * report.runs
+    # FBGEMM has no such CPU kernel, so a job on CPUs cannot run it.
+    cpus = Topology(2, "cpu")
+    sharders = [EmbeddingBagCollectionSharder({"optimizer": EmbOptimType.ADAM})]
+    plan = stock_planner(cpus, constraints=constraints).plan(model, sharders)
+    report = rehearse(model, plan, cpus, sharders, batch_size=8)
+    assert "adam is not supported in CPU mode" in report.ranks[0].faults[0]
+
+
+def test_tables_under_adam_are_rehearsed_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("name,num_embeddings,embedding_dim,optimizer\nt,1000000,64,adam\n")
+    command = ["plan", str(path), "--card", "h100", "--ranks", "2", "--rehearse"]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "every rank can run the plan: 1 tables on 2 ranks" in shown
+    assert "2 ranks built" in shown
+
+
+def managed(kind: str, inner: Any) -> nn.Module:
+    """Let a module's tables take any id, mapped by sorting or by hashing."""
+    from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+
+    is_bag = isinstance(inner, EmbeddingBagCollection)
+    configs = inner.embedding_bag_configs() if is_bag else inner.embedding_configs()
+    maps: dict[str, Any] = {}
+    for config in configs:
+        rows, ids = config.num_embeddings, 2**40
+        maps[config.name] = (
+            HashZchManagedCollisionModule(
+                zch_size=rows, device=META, total_num_buckets=4, input_hash_size=ids
+            )
+            if kind == "hashed"
+            else MCHManagedCollisionModule(
+                zch_size=rows,
+                device=META,
+                eviction_policy=DistanceLFU_EvictionPolicy(),
+                eviction_interval=1,
+                input_hash_size=ids,
+                buckets=4,
+            )
+        )
+    outer: Any = ManagedCollisionEmbeddingCollection
+    if is_bag:
+        outer = ManagedCollisionEmbeddingBagCollection
+    module: nn.Module = outer(inner, ManagedCollisionCollection(maps, configs))
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("kind", ["sorted", "hashed"])
+def test_managed_collision_is_built(kind: str) -> None:
+    rows = 400_000_000  # 25 GB of weights and up to 13 GB of maps, none allocated
+    bags_, plain = make_ebc([(rows, 8)]), sequences(8, rows=rows)
+    model = nn.ModuleList([managed(kind, bags_), managed(kind, plain)])
+    sharders: list[Any] = [
+        ManagedCollisionEmbeddingBagCollectionSharder(),
+        ManagedCollisionEmbeddingCollectionSharder(),
+    ]
+    for world in (1, 2, 4):
+        topology = gpus(world, hbm_cap=64 * GIB)
+        plan = stock_planner(topology).plan(model, sharders)
+        report = rehearse(model, plan, topology, sharders, batch_size=8)
+        assert report.runs and report.num_built == world, str(report)
+    # Shards that end between two buckets.
+    first, second, *_ = plan.plan["0"]["t0"].sharding_spec.shards
+    first.shard_sizes[0] -= 4
+    second.shard_sizes[0], second.shard_offsets[0] = rows // 4 + 4, rows // 4 - 4
+    report = rehearse(model, plan, topology, sharders, batch_size=8)
+    if kind == "hashed":
+        assert "does not align with bucket" in report.ranks[0].faults[0]
+
+
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
+def test_pruned_tables_are_built_without_their_pruning(sharding_type: str) -> None:
+    itep = GenericITEPModule(table_name_to_unpruned_hash_sizes={"t0": 4000}, lookups=[])
+    model = ITEPEmbeddingBagCollection(make_ebc([(1000, 64), (1000, 64)]), itep)
+    sharders = [ITEPEmbeddingBagCollectionSharder()]
+    topology, plan = plan_for(model, sharders, 2, sharding_types=[sharding_type])
+    report = rehearse(model, plan, topology, sharders, batch_size=8)
+    assert report.runs and report.num_built == 2
+    assert "not built: the pruning state of ITEP modules" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_the_plan"),
+    [
+        ("Torch not compiled with CUDA enabled", False),
+        ("Found no NVIDIA driver on your system", False),
+        ("Cannot copy out of meta tensor; no data!", False),
+        ("Could not run 'x' with arguments from the 'Meta' backend", False),
+        ("'_OpNamespace' 'fbgemm' object has no attribute 'x'", False),
+        ("table t0 is too wide", True),
+    ],
+)
+def test_what_needs_the_device_is_a_note(
+    monkeypatch: pytest.MonkeyPatch, error: str, is_of_the_plan: bool
+) -> None:
+    def shard(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(error)
+
+    model = make_model()
+    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["row_wise"])
+    monkeypatch.setattr(EmbeddingBagCollectionSharder, "shard", shard)
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    assert report.runs != is_of_the_plan and report.num_built == 0
+    first = "no fault found, but not every rank could be built here"
+    if is_of_the_plan:
+        first = "2 ranks cannot run the plan"
+    assert str(report).startswith(first)
+    note = f"not built: ranks 0-1 need devices (RuntimeError: {error})"
+    assert (note in str(report)) != is_of_the_plan
+    # Memory is checked all the same.
+    topology.devices[1].storage.hbm = 1000
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    assert "too little" in report.ranks[1].faults[-1]

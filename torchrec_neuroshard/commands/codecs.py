@@ -15,7 +15,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_neuroshard.planner.compat import with_codecs
-from torchrec_neuroshard.plans.rehearse import quietly
+from torchrec_neuroshard.plans.one_rank import quietly
 
 NO_CODEC = "none"
 """Leaves the sharders unchanged."""

@@ -51,7 +51,7 @@ from torchrec_neuroshard.planner.table_keys import (
     unknown_table,
 )
 from torchrec_neuroshard.planner.topology import node_counts, topology_for
-from torchrec_neuroshard.plans.rehearse import quietly
+from torchrec_neuroshard.plans.one_rank import quietly
 from torchrec_neuroshard.tables.inputs import feature_names
 from torchrec_neuroshard.tables.loaders import (
     load_profiles,

@@ -1,7 +1,8 @@
 """TorchRec's private attributes and the differences between releases 1.6 to 1.9.
 
-Only this module reads or sets private attributes of TorchRec, or checks its release or
-names. A function that mentions no release is needed with all of them.
+Only this module reads private attributes of TorchRec, or checks its release or names;
+`plans.one_rank` replaces some. A function that mentions no release is needed with all
+of them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ import torch
 import torch.distributed as dist
 import torchrec
 from torch import nn
-from torchrec.distributed import DistributedModelParallel, collective_utils
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed import comm as torchrec_comm
-from torchrec.distributed import embedding_tower_sharding as towers
 from torchrec.distributed.embedding import (
     EmbeddingCollectionSharder,
-    ShardedEmbeddingCollection,
     get_ec_index_dedup,
 )
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -534,34 +533,6 @@ def removes_repeats(sharder: Any) -> bool:
     inner = getattr(sharder, "_e_sharder", sharder)
     everywhere = isinstance(inner, EmbeddingCollectionSharder) and get_ec_index_dedup()
     return bool(getattr(inner, "_use_index_dedup", False) or everywhere)
-
-
-@contextlib.contextmanager
-def without_other_ranks() -> Iterator[None]:
-    """Let modules be sharded without answers from other ranks.
-
-    Otherwise TorchRec keeps the groups of a node forever, the first model of a process
-    asks rank 0 whether to check collectives, and sequence modules gather shards from
-    all ranks to describe their state. Towers would get no groups on "meta", and their
-    dense layers would compare themselves with other ranks.
-    """
-    groups = towers.intra_and_cross_node_pg
-    replaced: list[tuple[Any, str, Any]] = [
-        (torchrec_comm, "_INTRA_PG", None),
-        (torchrec_comm, "_CROSS_PG", None),
-        (collective_utils, "_INITIALIZED", True),  # since 1.7
-        (ShardedEmbeddingCollection, "_initialize_torch_state", lambda *a, **k: None),
-        (towers, "intra_and_cross_node_pg", lambda device=None: groups()),
-        (towers, "DistributedDataParallel", lambda module, **_: module),
-    ]
-    before = [(owner, name, getattr(owner, name, None)) for owner, name, _ in replaced]
-    try:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 @contextlib.contextmanager

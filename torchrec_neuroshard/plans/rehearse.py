@@ -5,26 +5,21 @@
 
 TorchRec shards the model for one rank after another, on the "meta" device and with a
 fake process group. Errors of `DistributedModelParallel` on any rank appear here. Ranks
-with shards of the same sizes are built once. No weights are allocated.
+with shards of the same sizes are built once. No weights are allocated. What this
+machine cannot build without the devices is a note.
 `planner.memory` predicts each rank's device memory, at rest and at the peak of a step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
-import os
-import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -40,19 +35,18 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingPlan,
 )
+from torchrec.modules.itep_modules import GenericITEPModule
 
-from torchrec_neuroshard.costs.placement_rules import quoted
+from torchrec_neuroshard.costs.placement_rules import listed, quoted
 from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import (
-    POD_VARIABLES,
     EnumeratorByModule,
     pipeline_name,
     sharder_params,
     sharders_by_type,
-    without_other_ranks,
 )
 from torchrec_neuroshard.planner.estimators import StorageEstimator
 from torchrec_neuroshard.planner.given_plans import (
@@ -71,6 +65,7 @@ from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.table_keys import ModuleConstraints
 from torchrec_neuroshard.planner.topology import sharding_group
+from torchrec_neuroshard.plans.one_rank import is_of_this_machine, one_rank
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
@@ -225,9 +220,13 @@ def _build(
     kernels = {sharding.compute_kernel for *_, sharding in plan_entries(plan)}
     if others := sorted(kernels - _BUILDABLE):
         return 0, faults, [f"not built: kernels {', '.join(others)} need their devices"]
-    num_built = 0
+    num_built, notes = 0, []
+    kind = str(topology.compute_device)
+    pruned = any(isinstance(module, GenericITEPModule) for module in model.modules())
+    if pruned and kind == "cuda":
+        notes.append("not built: the pruning state of ITEP modules needs its device")
     for ranks in _alike(plan, topology):
-        with _rank(ranks[0], topology):
+        with one_rank(ranks[0], topology):
             try:
                 DistributedModelParallel(
                     outline_of(model),
@@ -240,9 +239,12 @@ def _build(
                 num_built += len(ranks)
             except Exception as error:
                 text = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+                if is_of_this_machine(error, kind):
+                    notes.append(f"not built: {listed(ranks)} need devices ({text})")
+                    continue
                 for rank in ranks:
                     faults[rank].append(f"DistributedModelParallel raises {text}")
-    return num_built, faults, []
+    return num_built, faults, notes
 
 
 def _alike(plan: ShardingPlan, topology: Topology) -> list[list[int]]:
@@ -272,38 +274,3 @@ def _on_meta(plan: ShardingPlan) -> ShardingPlan:
             )
         found.plan[path][name] = dataclasses.replace(sharding, sharding_spec=spec)
     return found
-
-
-@contextlib.contextmanager
-def quietly(level: int) -> Iterator[None]:
-    """Silence all warnings, and logs up to a level."""
-    before = logging.root.manager.disable
-    logging.disable(level)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-@contextlib.contextmanager
-def _rank(rank: int, topology: Topology) -> Iterator[None]:
-    """Act as one rank of a fake process group; restore everything on exit."""
-    world_size, node = int(topology.world_size), int(topology.local_world_size)
-    environment, hook = dict(os.environ), sys.excepthook
-    os.environ |= {"LOCAL_RANK": str(rank % node), "LOCAL_WORLD_SIZE": str(node)}
-    pod_nodes = str(max(int(topology.intra_group_size) // node, 1))
-    os.environ |= dict.fromkeys(POD_VARIABLES, pod_nodes)
-    try:
-        with quietly(logging.WARNING), without_other_ranks():
-            dist.init_process_group(
-                "fake", rank=rank, world_size=world_size, store=FakeStore()
-            )
-            yield
-    finally:
-        sys.excepthook = hook  # torch replaces it with one that names the rank
-        os.environ.clear()
-        os.environ.update(environment)
-        if dist.is_initialized():
-            dist.destroy_process_group()

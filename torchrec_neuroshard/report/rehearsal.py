@@ -63,6 +63,15 @@ class Rehearsal(Report):
         """The rank that uses the largest share of its memory."""
         return max(self.ranks, key=lambda r: r.peak_bytes / max(1, r.memory_bytes))
 
+    @property
+    def _verdict(self) -> str:
+        """Whether the ranks can run the plan, in words."""
+        if count := sum(bool(rank.faults) for rank in self.ranks):
+            return f"{count} rank{'s' * (count > 1)} cannot run the plan"
+        if self.num_built < self.world_size:
+            return "no fault found, but not every rank could be built here"
+        return "every rank can run the plan"
+
     def sections(self) -> Sequence[Section]:
         """See `Report`."""
         full = self.fullest
@@ -70,11 +79,10 @@ class Rehearsal(Report):
         for rank in self.ranks:
             for fault in rank.faults:
                 at_fault.setdefault(fault, []).append(rank.rank)
-        count = sum(bool(rank.faults) for rank in self.ranks)
-        verdict = f"{count} ranks cannot" if count else "every rank can"
         lines = [
-            f"{verdict} run the plan: {self.num_tables} tables on {self.world_size} "
-            f"ranks, {self.batch_size} samples each, pipeline {self.pipeline}",
+            f"{self._verdict}: {self.num_tables} tables on {self.world_size} "
+            f"ranks, {self.batch_size} samples each, pipeline "
+            f"{self.pipeline}",
             f"rank {full.rank} is the fullest: {format_bytes(full.peak_bytes)} of "
             f"{format_bytes(full.memory_bytes)} (predicted, embeddings alone)",
             f"{self.num_built} ranks built without a device in {self.seconds:.1f} s",
