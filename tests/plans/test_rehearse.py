@@ -27,6 +27,7 @@ from torchrec.distributed.mc_embeddingbag import (
     ManagedCollisionEmbeddingBagCollectionSharder,
 )
 from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
@@ -57,6 +58,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard import group_topology, rehearse
 from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.planner import PlanFileError
 from torchrec_neuroshard.plans.plan_files import save_plan
 from torchrec_neuroshard.tables.profile import zipf_profile
 
@@ -377,3 +379,49 @@ def test_what_needs_the_device_is_a_note(
     topology.devices[1].storage.hbm = 1000
     report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
     assert "too little" in report.ranks[1].faults[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "message"),
+    [
+        ("row_wise", gpus(16, 4), "'t0' is row_wise on 8 ranks, .* topology has 16"),
+        ("data_parallel", gpus(16, 4), "data_parallel on 8 ranks, .* topology has 16"),
+        (
+            "table_row_wise",
+            gpus(8, 8),
+            r"cuda:0' of rank 4, .* \(8 ranks, 8 per node\)",
+        ),
+        ("column_wise", Topology(8, "cpu"), "'cuda:0' of rank 0, .* has 'cpu' there"),
+    ],
+)
+def test_plans_for_other_ranks_or_devices_are_refused(
+    kind: str, other: Topology, message: str
+) -> None:
+    model, constraints = make_model(), each(2, kind, min_partition=32)
+    plan = stock_planner(gpus(8, 4), constraints=constraints).plan(
+        model, bag_sharders()
+    )
+    with pytest.raises(PlanFileError, match=message):
+        rehearse(model, plan, other, bag_sharders(), batch_size=8)
+    # No shard is on the last ranks, which the report says.
+    constraints = each(2, "table_wise")
+    plan = stock_planner(gpus(2), constraints=constraints).plan(model, bag_sharders())
+    report = rehearse(model, plan, gpus(4), bag_sharders(), batch_size=8)
+    assert str(report).startswith(
+        "every rank can run the plan: 2 tables on 2 of 4 rank"
+    )
+
+
+def test_plans_without_tables_run_nowhere() -> None:
+    with pytest.raises(PlanFileError, match=r"no tables.* 'ebc\.t0', 'ebc\.t1'\. Pass"):
+        rehearse(
+            nn.ModuleDict({"ebc": make_model()}),
+            ShardingPlan({}),
+            gpus(2),
+            bag_sharders(),
+            batch_size=8,
+        )
+    model = nn.ModuleDict({"ebc": make_model(), "s": sequences(64)})
+    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["row_wise"])
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    assert "not in the plan, so not sharded: tables 's.s0'" in str(report)

@@ -28,12 +28,14 @@ from torchrec.distributed.planner.types import (
     Storage,
     Topology,
 )
+from torchrec.distributed.planner.utils import placement
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
     EnumerableShardingSpec,
     ModuleSharder,
     ShardingEnv,
     ShardingPlan,
+    ShardingType,
 )
 from torchrec.modules.itep_modules import GenericITEPModule
 
@@ -50,7 +52,9 @@ from torchrec_neuroshard.planner.compat import (
 )
 from torchrec_neuroshard.planner.estimators import StorageEstimator
 from torchrec_neuroshard.planner.given_plans import (
+    PlanFileError,
     copied,
+    model_tables,
     placed_options,
     plan_entries,
 )
@@ -71,6 +75,7 @@ from torchrec_neuroshard.tables.profile import FeatureProfile
 
 _BUILDABLE = frozenset({"fused", "fused_uvm", "fused_uvm_caching", "dense"})
 """Kernels that can be built on "meta"."""
+_ON_ALL_RANKS = (ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value)
 
 
 def rehearse(
@@ -107,7 +112,8 @@ def rehearse(
     Raises:
         ConfigError: This process has a process group, `batch_size` is below 1, or
             an item of `sharders` is not a sharder.
-        PlanFileError: The plan does not fit this model on these ranks.
+        PlanFileError: The plan has no tables, or does not fit this model, these ranks
+            or their devices.
     """
     if dist.is_available() and dist.is_initialized():
         raise ConfigError(
@@ -130,7 +136,21 @@ def rehearse(
         topology, batch_size, ModuleConstraints(constraints), estimator=[storage]
     )
     options = placed_options(plan, model, sharders, enumerator, world_size)
+    for other_devices in _other_devices(plan, topology):
+        raise PlanFileError(
+            f"{other_devices}: pass the topology that the plan was made for, or make a "
+            "plan for this one"
+        )
+    _, unsharded = model_tables(plan.plan, model)
+    if not options:
+        more = f"; the model's tables are {quoted(unsharded)}" if unsharded else ""
+        raise PlanFileError(
+            f"the plan has no tables, so no rank can be rehearsed{more}. Pass sharders "
+            "for the model's modules, and plan for devices that its constraints allow"
+        )
     num_built, faults, texts = _build(model, plan, sharders, topology)
+    if unsharded:
+        texts.append(f"not in the plan, so not sharded: tables {quoted(unsharded)}")
     if group := sharding_group(topology):
         texts.append(f"the ranks are {group}; all groups hold the same")
     if unknown := [table_name(o) for o in options if not storage.memory.knows(o)]:
@@ -203,6 +223,30 @@ def _memory_faults(
             f"rank {rank} needs {format_bytes(host_bytes)} of host memory and has "
             f"{format_bytes(room.ddr)}. {way_out}"
         )
+
+
+def _other_devices(plan: ShardingPlan, topology: Topology) -> Iterator[str]:
+    """Yield the tables of a plan that is for other ranks or devices."""
+    kind, world = str(topology.compute_device), int(topology.world_size)
+    node = int(topology.local_world_size)
+    for path, name, sharding in plan_entries(plan):
+        table = f"table '{path}.{name}'" if path else f"table '{name}'"
+        ranks, spec = sharding.ranks or (), sharding.sharding_spec
+        if ranks and len(ranks) != world and sharding.sharding_type in _ON_ALL_RANKS:
+            yield (
+                f"{table} is {sharding.sharding_type} on {len(ranks)} ranks, but the "
+                f"topology has {world}"
+            )
+        for place in (shard.placement for shard in (spec.shards if spec else ())):
+            if place is None:
+                continue
+            rank, found = place.rank(), place.device()
+            wanted = torch.device(placement(kind, rank, node).partition("/")[2])
+            if found.type != wanted.type or found.index not in (None, wanted.index):
+                yield (
+                    f"{table} has a shard on '{found}' of rank {rank}, but the "
+                    f"topology ({world} ranks, {node} per node) has '{wanted}' there"
+                )
 
 
 def _build(

@@ -72,6 +72,12 @@ class Rehearsal(Report):
             return "no fault found, but not every rank could be built here"
         return "every rank can run the plan"
 
+    @property
+    def _num_used(self) -> str:
+        """The number of ranks with shards if it is not all, in words."""
+        used = sum(bool(rank.num_shards) for rank in self.ranks)
+        return f"{used} of " if used < self.world_size else ""
+
     def sections(self) -> Sequence[Section]:
         """See `Report`."""
         full = self.fullest
@@ -80,8 +86,8 @@ class Rehearsal(Report):
             for fault in rank.faults:
                 at_fault.setdefault(fault, []).append(rank.rank)
         lines = [
-            f"{self._verdict}: {self.num_tables} tables on {self.world_size} "
-            f"ranks, {self.batch_size} samples each, pipeline "
+            f"{self._verdict}: {self.num_tables} tables on {self._num_used}"
+            f"{self.world_size} ranks, {self.batch_size} samples each, pipeline "
             f"{self.pipeline}",
             f"rank {full.rank} is the fullest: {format_bytes(full.peak_bytes)} of "
             f"{format_bytes(full.memory_bytes)} (predicted, embeddings alone)",
