@@ -55,6 +55,38 @@ def test_paths_by_hand(name: str, dense: DenseMs, expected_ms: float) -> None:
     assert costs(name, dense).critical_path_ms == pytest.approx(expected_ms)
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("lookups_first", [False, True])
+def test_parts_add_up_to_the_path(name: str, lookups_first: bool) -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(30):
+        times = rng.exponential(2.0, size=(2, 3, 5))
+        stages = tuple(
+            StageCosts(
+                "ebc", tuple(RankCosts(*r, cache=0.5 * r[1]) for r in ranks.tolist())
+            )
+            for ranks in times[: 1 + trial % 2]
+        )
+        layers = dict(zip(DENSE, rng.exponential(1.0 + trial % 3, 6), strict=True))
+        dense = DenseMs(**layers, lookups_first=lookups_first)
+        schedule = find_schedule(name, dense)
+        found = PredictedCosts(stages=stages, schedule=schedule, dense=dense)
+        assert sum(found.parts_ms.values()) == pytest.approx(found.critical_path_ms)
+        assert min(found.parts_ms.values()) >= 0
+    nothing = PredictedCosts(stages=(), schedule=schedule, dense=LAYERS)
+    assert sum(nothing.parts_ms.values()) == nothing.critical_path_ms == 7.0
+
+
+def test_parts_by_hand() -> None:
+    layers = DenseMs(forward=2.0, backward=5.0, optimizer=1.0)
+    parts = costs("train_semi_sync", layers).parts_ms
+    # Rank 1 takes longest from an update to the end of the next lookups.
+    assert {name: ms for name, ms in parts.items() if ms} == {
+        **{"fwd_compute": 1.0, "bwd_comms": 1.5, "bwd_compute": 7.0},
+        "dense": 8.0,
+    }
+
+
 def test_backward_collectives_run_beside_lower_layers() -> None:
     lower = DenseMs(
         forward=1.0, lower_forward=0.4, lower_backward=9.0, lookups_first=True

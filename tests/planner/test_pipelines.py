@@ -23,6 +23,7 @@ from tests.builders import (
     shards_of,
 )
 from torchrec_neuroshard import DenseMs, NeuroShardPlanner, rehearse
+from torchrec_neuroshard.costs.schedules import SCHEDULES
 from torchrec_neuroshard.costs.task import Placement
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.plans.plan_files import StalePlanWarning, load_plan, save_plan
@@ -121,6 +122,16 @@ def test_reports_say_what_is_hidden() -> None:
     assert all((s.whole_ms or 0) > cost_of(planner) for s in report.splits)
     shown_ms = sum(report.schedule.phases_ms.values()) - sum(hidden.values())
     assert sum(t.path_ms for t in report.tables) == pytest.approx(shown_ms, rel=1e-6)
+
+
+@pytest.mark.parametrize("pipeline", [None, *SCHEDULES])
+def test_the_page_draws_the_whole_iteration(pipeline: str | None) -> None:
+    planner, _ = planned(pipeline, 6.0)
+    report = planner.report()
+    [path] = [c for s in report.sections() for c in s.charts if c["kind"] == "path"]
+    assert sum(path["phases"].values()) == pytest.approx(report.iteration_ms)
+    assert path["phases"]["dense"] == 6.0
+    assert report.critical_path_ms == cost_of(planner)
 
 
 def test_plan_files_say_the_pipeline(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from torchrec_neuroshard.report.parts import (
     ShardReport,
     SplitReport,
     TableReport,
+    WeightSync,
 )
 
 HOSTILE = "</script><script>top.hacked = 1</script><img src=x onerror='top.hacked = 1'>"
@@ -112,6 +113,7 @@ COSTS: dict[str, Any] = {
 }
 REPORT = PlanReport(
     critical_path_ms=17.0,
+    parts_ms=dict(zip(PHASES, (1.0, 4.0, 3.0, 4.0, 5.0), strict=True)),
     lower_bound_ms=16.0,
     uncertainty=0.03,
     compute_source="measured",
@@ -239,6 +241,26 @@ def test_header_says_what_was_planned_and_by_which_command() -> None:
         "Command": "neuroshard plan '<t>.csv'",
     }
     assert "<dt>Command" not in html_report(report) and "<t>" not in page
+
+
+def test_the_bar_shows_dense_layers_and_averaging() -> None:
+    sync = WeightSync(
+        num_replicas=2, interval=10, rank_bytes=1.0, sync_ms=5.0, source="measured"
+    )
+    parts = {**REPORT.parts_ms, "index_comms": 0.0, "cache": 2.0, "dense": 6.0}
+    report = dataclasses.replace(
+        REPORT, critical_path_ms=24.0, parts_ms=parts, weight_sync=sync
+    )
+    page = html_report(report)
+    path, *_ = data_of(page)["charts"]
+    order = ["cache", "fwd_compute", "fwd_comms", "dense", "bwd_comms", "bwd_compute"]
+    assert [*path["phases"]] == [*order, "averaging"]
+    assert sum(path["phases"].values()) == report.iteration_ms == 24.5
+    assert all(f".{name} {{ background" in page for name in path["phases"])
+    assert "Averaging between replicas adds 0.500 ms" in shown_of(page)
+    # Plan files of earlier versions do not hold the parts.
+    old = dataclasses.replace(report, parts_ms={})
+    assert not [c for c in data_of(html_report(old))["charts"] if c["kind"] == "path"]
 
 
 def test_two_plans_are_shown_side_by_side() -> None:

@@ -177,6 +177,29 @@ class Schedule:
         ]
         return np.stack(columns, axis=1)
 
+    def parts_ms(self, phases_WS6: Floats, dense: DenseMs) -> dict[str, float]:
+        """Return what an iteration consists of: the phases of the longest way [ms].
+
+        They add up to `path_ms`. Phases that follow each other on one rank count on the
+        rank that takes longest for all of them.
+
+        Args:
+            phases_WS6: Phases of each rank in each stage [ms].
+            dense: Times of the dense layers.
+        """
+        way = self.ways()[int(self.way_ms(phases_WS6[None], dense)[0].argmax())]
+        stages_S = np.arange(phases_WS6.shape[1])
+        found = dict.fromkeys((*TIMED, *DENSE), 0.0)
+        for run in way.runs:
+            run_WSP = phases_WS6[..., [TIMED.index(name) for name in run]]
+            slowest_S = run_WSP.sum(axis=-1).argmax(axis=0)
+            run_P = run_WSP[slowest_S, stages_S].sum(axis=0).tolist()
+            for name, ms in zip(run, run_P, strict=True):
+                found[name] += ms
+        for name in way.dense:
+            found[name] += getattr(dense, name)
+        return {name: ms / way.num_batches for name, ms in found.items()}
+
     def hidden_ms(self, phases_CWS6: Floats, dense: DenseMs) -> Floats:
         """Return how much of each phase is hidden: `C x 6` [ms].
 

@@ -32,7 +32,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.costs.encoder import ShardEncoder
-from torchrec_neuroshard.costs.schedules import SEQUENTIAL, TIMED, DenseMs, Schedule
+from torchrec_neuroshard.costs.schedules import (
+    DENSE,
+    SEQUENTIAL,
+    TIMED,
+    DenseMs,
+    Schedule,
+)
 from torchrec_neuroshard.costs.task import (
     KernelFactors,
     Placement,
@@ -134,6 +140,23 @@ class PredictedCosts:
             tables_ms = sum(s.critical_path_ms for s in self.stages)
             return tables_ms + self.dense.total_ms
         return float(schedule.path_ms(self.timed_phases(schedule), self.dense)[0])
+
+    @property
+    def parts_ms(self) -> dict[str, float]:
+        """Phases on the critical path, the dense layers as one; they add up to it [ms].
+
+        Other phases overlap with these.
+        """
+        if self.schedule.adds_up(self.dense) or not self.stages:
+            parts = {
+                name: sum(max(getattr(r, name) for r in s.ranks) for s in self.stages)
+                for name in PHASES
+            }
+            return {**parts, "dense": self.dense.total_ms}
+        timed_WS6 = self.timed_phases(self.schedule)[0]
+        parts = self.schedule.parts_ms(timed_WS6, self.dense)
+        dense_ms = sum(parts.pop(name) for name in DENSE)
+        return {**parts, "dense": dense_ms}
 
     def hidden_ms(self, schedule: Schedule) -> dict[str, float]:
         """Return how much of each phase a schedule hides beside others [ms]."""

@@ -153,7 +153,7 @@
   const legend = (names) => make("div", { class: "legend" }, ...names.map((name) =>
     make("span", {}, make("i", { class: `swatch ${name}` }), name)));
 
-  // The critical path: each phase on its slowest rank; the dashed line is the bound.
+  // The critical path and what averaging adds; the dashed line is the bound.
   function path({ phases, bound_ms: bound }) {
     const total = sum(Object.values(phases));
     if (!total) return [];

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -33,6 +33,8 @@ MAX_BARS = 8
 MAX_SPLITS = 3
 """Column splits that the brief text explains."""
 
+_PATH_PARTS = (*PHASES[:1], "cache", *PHASES[1:3], "dense", *PHASES[3:])
+"""Parts of the critical path, in the order of the page."""
 _RANK_COLUMNS: tuple[GridColumn, ...] = (
     ("rank", "count", lambda rank: rank.rank),
     ("shards", "count", lambda rank: rank.num_shards),
@@ -73,6 +75,8 @@ class PlanReport(Report):
     """Costs, bottleneck and placement of a plan; `print` shows the answer first."""
 
     critical_path_ms: float
+    parts_ms: Mapping[str, float] = field(default_factory=dict)
+    """Phases on the critical path, which they add up to; empty: unknown."""
     lower_bound_ms: float
     bound_is_proven: bool = False
     """True: no plan can be faster than the bound. False: the bound is an estimate."""
@@ -119,6 +123,7 @@ class PlanReport(Report):
         predicted = result.predicted
         return cls(
             critical_path_ms=predicted.critical_path_ms,
+            parts_ms=predicted.parts_ms,
             lower_bound_ms=result.lower_bound_ms,
             bound_is_proven=result.bound_is_proven,
             uncertainty=predicted.uncertainty,
@@ -214,7 +219,8 @@ class PlanReport(Report):
         basis = self.basis.lines() if self.basis else []
         path, charts = [], [self._memory_chart()]
         if self.is_costed:
-            path, charts = [self._path_section()], [self.phase_chart, *charts]
+            path = [self._path_section()] if self.parts_ms else []
+            charts = [self.phase_chart, *charts]
         return [
             Section(lines=self._answer(), details=self._facts()),
             *path,
@@ -315,16 +321,17 @@ class PlanReport(Report):
 
     def _path_section(self) -> Section:
         lines = ["each phase lasts as long as on its slowest rank"]
+        hidden = self.schedule.hidden_ms.values() if self.schedule else ()
+        if any(ms > 1e-9 for ms in hidden):
+            lines.append("what overlaps with the phases shown is left out")
         if self.lower_bound_ms > 0:
             lines.append(f"dashed: {self._bound()}")
-        worst = self.worst_ms
-        total = sum(worst.values())
-        if abs(total - self.critical_path_ms) > 1e-3 * total:
-            lines.append(
-                f"the phases add up to {total:.3f} ms; with stages, other layers and "
-                f"overlaps, the critical path is {self.critical_path_ms:.3f} ms"
-            )
-        chart = {"kind": "path", "phases": worst, "bound_ms": self.lower_bound_ms}
+        known = self.parts_ms
+        parts = {name: known[name] for name in _PATH_PARTS if known.get(name)}
+        if self.sync_ms > 0:
+            lines.append(f"averaging between replicas adds {self.sync_ms:.3f} ms")
+            parts["averaging"] = self.sync_ms
+        chart = {"kind": "path", "phases": parts, "bound_ms": self.lower_bound_ms}
         return Section(title="critical path", lines=lines, charts=[chart])
 
     def _memory_chart(self) -> dict[str, Any]:
