@@ -60,11 +60,10 @@ def test_paths_by_hand(name: str, dense: DenseMs, expected_ms: float) -> None:
 def test_parts_add_up_to_the_path(name: str, lookups_first: bool) -> None:
     rng = np.random.default_rng(0)
     for trial in range(30):
-        times = rng.exponential(2.0, size=(2, 3, 5))
+        times = rng.exponential(2.0, size=(2, 3, 6))
+        times[..., 5] = 0.5 * times[..., 1]  # loading is a part of the lookups
         stages = tuple(
-            StageCosts(
-                "ebc", tuple(RankCosts(*r, cache=0.5 * r[1]) for r in ranks.tolist())
-            )
+            StageCosts("ebc", tuple(RankCosts(*phases) for phases in ranks.tolist()))
             for ranks in times[: 1 + trial % 2]
         )
         layers = dict(zip(DENSE, rng.exponential(1.0 + trial % 3, 6), strict=True))

@@ -29,6 +29,7 @@ from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.distributed.planner.types import Topology
 from torchrec.modules.itep_modules import GenericITEPModule
 
+from torchrec_neuroshard.hardware.devices import GPU
 from torchrec_neuroshard.planner.compat import POD_VARIABLES
 
 _DEVICE_IS_MISSING = (
@@ -70,7 +71,7 @@ def one_rank(rank: int, topology: Topology) -> Iterator[None]:
     os.environ |= {"LOCAL_RANK": str(rank % node), "LOCAL_WORLD_SIZE": str(node)}
     pod_nodes = str(max(int(topology.intra_group_size) // node, 1))
     os.environ |= dict.fromkeys(POD_VARIABLES, pod_nodes)
-    on_gpu = topology.compute_device == "cuda"
+    on_gpu = topology.compute_device == GPU
     built = _with_gpu_kernels() if on_gpu else contextlib.nullcontext()
     try:
         with quietly(logging.WARNING), _without_other_ranks(), built:

@@ -43,6 +43,7 @@ from torchrec_neuroshard.costs.placement_rules import listed, quoted
 from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.hardware.devices import GPU
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import (
     EnumeratorByModule,
@@ -267,7 +268,7 @@ def _build(
     num_built, notes = 0, []
     kind = str(topology.compute_device)
     pruned = any(isinstance(module, GenericITEPModule) for module in model.modules())
-    if pruned and kind == "cuda":
+    if pruned and kind == GPU:
         notes.append("not built: the pruning state of ITEP modules needs its device")
     for ranks in _alike(plan, topology):
         with one_rank(ranks[0], topology):
