@@ -46,6 +46,7 @@ from torchrec_neuroshard.plans.plan_files import (
     save_plan,
 )
 from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
+from torchrec_neuroshard.report import PlanComparison
 
 SIZES = [(100, 32), (50, 16), (30, 8)]
 CPUS = Topology(world_size=2, compute_device="cpu")
@@ -237,6 +238,65 @@ def test_plans_for_other_inputs_are_told_apart(stored: Stored) -> None:
     texts = [note.text for note in compared.notes]
     assert any("ids per sample differ for 'sparse.ebc.t0'" in text for text in texts)
     assert not read_plan(path).compared_to(read_plan(path), ("a", "b")).notes
+
+
+def compared(tmp_path: Path, *planners: NeuroShardPlanner) -> PlanComparison:
+    """Save a plan of each of two planners, and compare what was saved."""
+    stored = []
+    for number, planner in enumerate(planners):
+        path, model = tmp_path / f"{number}.json", Nested(make_ebc(SIZES))
+        plan = planner.plan(model, bag_sharders())
+        save_plan(plan, path, model=model, planner=planner)
+        stored.append(read_plan(path))
+    first, second = stored
+    return first.compared_to(second, ("a", "b"))
+
+
+def test_other_ranks_and_batches_are_compared_by_samples_per_second(
+    tmp_path: Path,
+) -> None:
+    two, larger = make_planner(2, batch_size=64), make_planner(2, batch_size=256)
+    four, as_many = make_planner(4, batch_size=64), make_planner(4, batch_size=32)
+    for other in (four, larger):
+        found = compared(tmp_path, two, other)
+        first, second = (p.samples_per_s for p in (found.first, found.second))
+        assert first and second and second > first
+        assert f"instead of {found.first.rate} ({second / first - 1:+.1%}), with" in (
+            found.verdict
+        )
+        assert "saves" not in str(found) and "loses" not in str(found)
+        path = next(x for x in str(found).splitlines() if x.startswith("critical path"))
+        assert "%" not in path
+        saved = found.to_json()
+        assert saved["saved_ms"] is None
+        assert saved["second"]["samples_per_s"] == second
+    assert [(n.severity, n.text) for n in compared(tmp_path, two, four).notes] == [
+        (
+            "info",
+            "world_size is 2 in 'a' and 4 in 'b', so an iteration trains another "
+            "number of samples",
+        )
+    ]
+    found = compared(tmp_path, two, as_many)
+    saved_ms = found.first.critical_path_ms - found.second.critical_path_ms
+    assert found.saved_ms == saved_ms and "per iteration" in found.verdict
+
+
+def test_times_on_other_devices_are_not_compared(tmp_path: Path) -> None:
+    cpus, cards = make_planner(2), make_planner(2, "cuda")
+    slower = make_planner(2, dense_ms=5.0)
+    for other, why in (
+        (cards, "compute_device is cpu in 'a' and cuda in 'b'"),
+        (slower, "other layers take 0.000 ms in 'a' and 5.000 ms in 'b'"),
+    ):
+        found = compared(tmp_path, cpus, other)
+        rates = [f"({p.rate} samples per second)" for p in (found.first, found.second)]
+        assert found.verdict.startswith(f"times are not compared, since {why}; predict")
+        assert all(rate in found.verdict for rate in rates)
+        shown, after = str(found).split("fullest rank")
+        assert "%" not in shown.split("Slowest ranks")[1] and "%" in after
+        assert found.to_json()["saved_ms"] is None
+        assert f"{why}, so the costs are not comparable" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,8 @@ _MAY_DIFFER = (
     "pipeline_type",
     "torchrec",
 )
-_DECIDES_COSTS = ("world_size", "batch_size", "cost_model", "hardware", "pipeline_type")
+_DECIDES_COSTS = ("compute_device", "hardware", "cost_model", "pipeline_type")
+_DECIDES_SAMPLES = ("world_size", "batch_size")
 _WHERE = ("in the file", "here")
 _UNKNOWN = (None, "")
 
@@ -211,25 +212,42 @@ class StoredPlan:
                 f"'{odd}' is not the same in both. Compare plans of the same model"
             )
         where = f"in '{names[0]}'", f"in '{names[1]}'"
-        texts = [*_differences(first, second, _DECIDES_COSTS, where)]
+        obstacles = [*_differences(first, second, _DECIDES_COSTS, where)]
         ids, other_ids = (m.pooling_factors or {} for m in made)
         if odd_ids := [t for t, n in ids.items() if other_ids.get(t, n) != n]:
-            texts.append(f"ids per sample differ for {quoted(odd_ids)}")
+            obstacles.append(f"ids per sample differ for {quoted(odd_ids)}")
+        reports = a, b = self.report(), other.report()
+        dense_ms = [r.schedule.dense_ms if r.schedule else 0.0 for r in reports]
+        if dense_ms[0] != dense_ms[1]:
+            values = zip(dense_ms, where, strict=True)
+            told = " and ".join(f"{ms:.3f} ms {place}" for ms, place in values)
+            obstacles.append(f"other layers take {told}")
+        sizes = [*_differences(first, second, _DECIDES_SAMPLES, where)]
+        effect = "so an iteration trains another number of samples"
+        if None in (a.num_samples, b.num_samples):
+            obstacles, sizes = [*obstacles, *sizes], []
+        elif a.num_samples == b.num_samples:
+            effect = "but an iteration trains as many samples in both"
+        notes = [f"{text}, so the costs are not comparable" for text in obstacles]
         return PlanComparison(
             first_name=names[0],
-            first=self.report(),
+            first=a,
             second_name=names[1],
-            second=other.report(),
+            second=b,
             moves=table_moves(
                 self.plan,
                 other.plan,
                 first.tables,
                 (first.world_size, second.world_size),
             ),
-            notes=tuple(
-                Note("comparison", f"{text}, so the costs are not comparable")
-                for text in texts
+            notes=(
+                *(Note("comparison", text) for text in notes),
+                *(
+                    Note("comparison", f"{text}, {effect}", severity="info")
+                    for text in sizes
+                ),
             ),
+            obstacles=tuple(obstacles),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class PlanComparison(Report):
     """Tables placed differently, most bytes first."""
     notes: tuple[Note, ...] = ()
     """Facts worth knowing about the comparison."""
+    obstacles: tuple[str, ...] = ()
+    """Why the times of the plans cannot be compared."""
 
     @property
     def is_costed(self) -> bool:
@@ -49,9 +52,22 @@ class PlanComparison(Report):
         return self.first.is_costed and self.second.is_costed
 
     @property
+    def is_timed(self) -> bool:
+        """Whether the times of both plans are known and can be compared."""
+        return self.is_costed and not self.obstacles
+
+    @property
+    def is_same_batch(self) -> bool:
+        """Whether an iteration trains as many samples in both plans, if known."""
+        found = self.first.num_samples, self.second.num_samples
+        return None in found or found[0] == found[1]
+
+    @property
     def saved_ms(self) -> float:
-        """Time per iteration that the second plan saves; NaN: unknown."""
-        return self.first.critical_path_ms - self.second.critical_path_ms
+        """Time per iteration that the second plan saves; NaN: not comparable."""
+        if self.obstacles or not self.is_same_batch:
+            return math.nan
+        return self.first.iteration_ms - self.second.iteration_ms
 
     @property
     def moved_bytes(self) -> float:
@@ -63,12 +79,29 @@ class PlanComparison(Report):
         """Return what the second plan saves, in a sentence without a full stop."""
         if not self.is_costed:
             return "saved time unknown: a plan's costs are not stored"
+        if self.obstacles:
+            parts = (self.first_name, self.first), (self.second_name, self.second)
+            times = [f"{name} takes {plan.time}" for name, plan in parts]
+            return (
+                f"times are not compared, since {self.obstacles[0]}; predicted: "
+                f"{' and '.join(times)}"
+            )
         kernels = re.split("[,;]", self.second.compute_source)[0]
         predicted = f"predicted (kernels: {kernels})"
-        path_ms, saved = self.second.critical_path_ms, self.saved_ms
+        if not self.is_same_batch:
+            first, second = (
+                plan.samples_per_s or math.nan for plan in (self.first, self.second)
+            )
+            return (
+                f"{predicted}: {self.second_name} trains {self.second.rate} samples "
+                f"per second instead of {self.first.rate} ({second / first - 1:+.1%}), "
+                f"with {self.second.num_samples:,} instead of "
+                f"{self.first.num_samples:,} per iteration"
+            )
+        path_ms, saved = self.second.iteration_ms, self.saved_ms
         if f"{abs(saved):.3f}" == "0.000":
             return f"{predicted}: both take {path_ms:.3f} ms per iteration"
-        first_ms = self.first.critical_path_ms
+        first_ms = self.first.iteration_ms
         change = f" ({-saved / first_ms:+.1%})" if first_ms > 0 else ""
         effect = f"saves {saved:.3f} ms" if saved > 0 else f"loses {-saved:.3f} ms"
         return (
@@ -116,26 +149,37 @@ class PlanComparison(Report):
         return {
             "first": {"name": self.first_name, **self.first.to_json()},
             "second": {"name": self.second_name, **self.second.to_json()},
-            "saved_ms": self.saved_ms if self.is_costed else None,
+            "saved_ms": None if math.isnan(self.saved_ms) else self.saved_ms,
             "moved_bytes": self.moved_bytes,
             "moves": [to_fields(move) for move in self.moves],
             "notes": [to_fields(note) for note in self.notes],
         }
 
     def _figures(self) -> Grid:
-        """Return the critical path, phases and memory of both plans."""
+        """Return the rate, critical path, phases and memory of both plans.
+
+        Changes are shown of what can be compared.
+        """
         a, b = self.first, self.second
         full = (plan.fullest.used_bytes / 2**30 for plan in (a, b))
-        figures = [("fullest rank [GiB]", *full)]
+        figures = [("fullest rank [GiB]", *full, True)]
         if self.is_costed:
-            paths = "critical path [ms]", a.critical_path_ms, b.critical_path_ms
-            phases = ((f"{p} [ms]", a.worst_ms[p], b.worst_ms[p]) for p in PHASES)
+            timed, same = self.is_timed, self.is_timed and self.is_same_batch
+            paths = "critical path [ms]", a.critical_path_ms, b.critical_path_ms, same
+            phases = [(f"{p} [ms]", a.worst_ms[p], b.worst_ms[p], same) for p in PHASES]
             figures = [paths, *phases, *figures]
+            if not self.is_same_batch:
+                rates = (1e-3 * (plan.samples_per_s or math.nan) for plan in (a, b))
+                figures.insert(0, ("1,000 samples per second", *rates, timed))
         columns: list[GridColumn] = [
             ("figure", "text", lambda row: row[0]),
             (self.second_name, "figure", lambda row: row[2]),
             (self.first_name, "figure", lambda row: row[1]),
-            ("change", "change", lambda row: row[2] / row[1] - 1 if row[1] else None),
+            (
+                "change",
+                "change",
+                lambda row: row[2] / row[1] - 1 if row[3] and row[1] else None,
+            ),
         ]
         return Grid("figures", figures, columns, brief=len(figures))
 

@@ -168,13 +168,19 @@ class PlanReport(Report):
         return self.critical_path_ms + self.sync_ms
 
     @property
-    def samples_per_s(self) -> float | None:
-        """Samples per second over all ranks and replicas; None: unknown."""
-        if self.basis is None or not self.iteration_ms > 0:
+    def num_samples(self) -> int | None:
+        """Samples per iteration over all ranks and replicas; None: unknown."""
+        if self.basis is None:
             return None
         num_replicas = self.weight_sync.num_replicas if self.weight_sync else 1
-        num_ranks = len(self.ranks) * num_replicas
-        return num_ranks * self.basis.batch_size / self.iteration_ms * 1e3
+        return len(self.ranks) * num_replicas * self.basis.batch_size
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second over all ranks and replicas; None: unknown."""
+        if self.num_samples is None or not self.iteration_ms > 0:
+            return None
+        return self.num_samples / self.iteration_ms * 1e3
 
     @property
     def num_split(self) -> int:
@@ -204,7 +210,7 @@ class PlanReport(Report):
             facts = [("Card", card), *facts, ("Batch", batch)]
         if self.is_costed:
             facts.append(("Critical path", f"{self.critical_path_ms:.3f} ms"))
-        if rate := self._rate:
+        if rate := self.rate:
             facts.append(("Samples per second", rate))
         return facts
 
@@ -245,7 +251,8 @@ class PlanReport(Report):
         for fields, held in zip(data["tables"], self.tables, strict=True):
             for name in ("num_shards", "ranks", "used_bytes", "path_ms"):
                 fields[name] = getattr(held, name)
-        return data | {"gap": self.gap, "num_split": self.num_split}
+        more = {"gap": self.gap, "num_split": self.num_split}
+        return data | more | {"samples_per_s": self.samples_per_s}
 
     def _answer(self) -> list[str]:
         """Return time, bottleneck and memory, in sentences."""
@@ -258,7 +265,7 @@ class PlanReport(Report):
         if not self.is_costed:
             return ["critical path unknown", placed]
         path = f"critical path {self.critical_path_ms:.3f} ms"
-        if rate := self._rate:
+        if rate := self.rate:
             path += f": {rate} samples per second over all ranks"
             if self.schedule is None or not self.schedule.dense_ms:
                 path += ", dense layers not counted"
@@ -361,7 +368,13 @@ class PlanReport(Report):
         return known or len(self.ranks)
 
     @property
-    def _rate(self) -> str | None:
+    def time(self) -> str:
+        """Milliseconds of an iteration and, if known, samples per second."""
+        rate = f" ({self.rate} samples per second)" if self.rate else ""
+        return f"{self.iteration_ms:.3f} ms per iteration{rate}"
+
+    @property
+    def rate(self) -> str | None:
         """Samples per second to three digits; None: unknown."""
         rate = self.samples_per_s
         return f"{float(f'{rate:.3g}'):,.0f}" if rate else None
