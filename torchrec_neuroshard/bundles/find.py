@@ -190,12 +190,23 @@ def load_cost_model(
         folder = _shipped_for(device_type, device, None if is_altered else card)
     if folder is not None:
         model = load_bundle(folder)
-        measured_on = COMPUTE_BUNDLE.read_info(folder).fingerprint.device_type
-        if measured_on != device_type:
+        made = COMPUTE_BUNDLE.read_info(folder).fingerprint
+        planned = card.title if card else device_type
+        if made.device_type != device_type:
             model.source = (
                 f"measured on another device type, {model.hardware} "
-                f"({measured_on}): not an estimate for {device_type}"
+                f"({made.device_type}): not an estimate for {device_type}"
             )
+        elif card and find_card(made.device) is not card:
+            model.source = f"measured on another card, {model.hardware}, not {planned}"
+        else:
+            return model
+        warnings.warn(
+            f"cost model '{cost_model}' was {model.source}. The milliseconds, and the "
+            f"plan that they choose, are not for {planned}. Leave the cost model out, "
+            "or name one that was measured on these devices",
+            stacklevel=2,
+        )
         return model
     estimate = physical_estimate(
         device_type, hbm_gb_per_s, card or named, host_gb_per_s=host_gb_per_s
