@@ -21,6 +21,7 @@ from torchrec_neuroshard.search import (
     SearchConfig,
     make_searcher,
 )
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 
 def random_task(num_tables: int, world_size: int, **fields: Any) -> ShardingTask:
@@ -62,6 +63,25 @@ def test_a_plan_is_valid_even_without_time() -> None:
     result = search(task, SearchConfig(time_budget_seconds=1e-6, bound="thorough"))
     result.placement.check(task)
     assert 0 < result.lower_bound_ms <= result.predicted.critical_path_ms
+
+
+def test_kernels_that_cost_nothing_are_planned() -> None:
+    free = AnalyticCostModel(0.0, 0.0, 0.0), AnalyticCommsModel(math.inf)
+    task = random_task(5, 3)
+    result = search(task, SearchConfig(bound="thorough"), *free)
+    result.placement.check(task)
+    assert result.predicted.critical_path_ms == result.lower_bound_ms == 0.0
+
+
+@pytest.mark.parametrize(("count", "ranks", "most"), [(1, 4, 3), (3, 5, 3), (2, 6, 4)])
+def test_moves_of_one_step_keep_to_max_shards(
+    count: int, ranks: int, most: int
+) -> None:
+    """Two moves, each of which may split a table once more, may not split it twice."""
+    for seed in range(3):
+        tables = draw_tables(np.random.default_rng(seed), count, (64, 128))
+        task = make_task(tables, ranks, 4096, max_shards=(most,) * count)
+        search(task).placement.check(task)
 
 
 def test_a_bound_is_only_computed_on_request() -> None:

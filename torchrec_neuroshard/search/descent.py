@@ -18,13 +18,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.construct import Draft
-from torchrec_neuroshard.search.lanes import Changes, Lanes, spread_out
+from torchrec_neuroshard.search.lanes import LEAST_MS, Changes, Lanes, spread_out
 from torchrec_neuroshard.search.moves import Moves, best_of
 from torchrec_neuroshard.search.shards import ALIGNMENT, Floats, Ints, ShardBank
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
@@ -133,7 +134,7 @@ def descend(
         # Collectives are exact only now, and may cancel the gain of a change.
         gained = gained[lanes.score_L[gained] < before_L[gained] * (1 - MIN_GAIN)]
         # Of equal lanes, keep one.
-        score = np.round(lanes.score_L[gained] / lanes.score_L.min(), 9)
+        score = _relative(lanes.score_L)[gained]
         active = gained[np.sort(np.unique(score, return_index=True)[1])]
         if number + 1 >= RACE_STEPS:
             active = active[lanes.score_L[active] < goal * FAR]
@@ -242,7 +243,9 @@ def _lay_out(lanes: Lanes, active: Ints) -> Ints:
 
 
 def _apply_best(lanes: Lanes, changes: Changes) -> Ints:
-    """Apply the best candidates that pay; within a lane they share no rank.
+    """Apply the best candidates that pay.
+
+    Within a lane they share no rank, and together split no table too often.
 
     Returns:
         The lanes that changed.
@@ -250,17 +253,25 @@ def _apply_best(lanes: Lanes, changes: Changes) -> Ints:
     gain_K = lanes.score_L[changes.lane_K] - lanes.evaluate(changes)
     pays = gain_K > MIN_GAIN * lanes.score_L[changes.lane_K]
     used: set[tuple[int, int]] = set()
+    spare: dict[tuple[int, int], int] = {}  # shards that changed tables may still get
     chosen = []
     for k in np.argsort(-gain_K, kind="stable").tolist():
         if not pays[k]:
             continue
-        start, end = np.searchsorted(changes.cand_N, [k, k + 1])
-        place, offset = spread_out(lanes.bank.block_T[changes.table_N[start:end]])
-        lane, rank_X = int(changes.lane_K[k]), changes.rank_N[start:end][place] + offset
-        touched = {(lane, rank) for rank in rank_X.tolist()}
-        if not used & touched:
-            used |= touched
-            chosen.append(k)
+        own = slice(*np.searchsorted(changes.cand_N, [k, k + 1]))
+        lane, table_N = int(changes.lane_K[k]), changes.table_N[own]
+        place, offset = spread_out(lanes.bank.block_T[table_N])
+        touched = {(lane, r) for r in (changes.rank_N[own][place] + offset).tolist()}
+        more: Counter[tuple[int, int]] = Counter()
+        for table, sign in zip(table_N.tolist(), changes.sign_N[own], strict=True):
+            more[lane, table] += int(sign)
+        if used & touched or any(n > spare.get(at, n) for at, n in more.items()):
+            continue
+        used |= touched
+        for at, n in more.items():
+            left = spare.get(at, int(lanes.bank.most_T[at[1]] - lanes.pieces_LT[at]))
+            spare[at] = left - n
+        chosen.append(k)
     if chosen:
         lanes.apply(changes.pick(np.array(chosen)))
     return np.unique(changes.lane_K[chosen])
@@ -424,9 +435,17 @@ def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
 def in_order(score_L: Floats) -> Ints:
     """Return lanes sorted by score, without duplicates."""
     order: Ints = np.argsort(score_L, kind="stable")
-    score = np.round(score_L[order] / score_L[order[0]], 9)
-    first: Ints = order[np.diff(score, prepend=0.0) > 0]
+    first: Ints = order[np.diff(_relative(score_L)[order], prepend=-1.0) > 0]
     return first
+
+
+def _relative(score_L: Floats) -> Floats:
+    """Return scores as multiples of the best one, rounded; equal lanes get the same.
+
+    The best score may be 0, since a cost model may return 0.
+    """
+    relative: Floats = np.round(score_L / max(float(score_L.min()), LEAST_MS), 9)
+    return relative
 
 
 def succeeded(lanes: Lanes, trial: Lanes, rng: np.random.Generator) -> Lanes:
