@@ -5,6 +5,7 @@ Nothing here needs pytest. A failed case raises an `AssertionError` with a messa
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,41 @@ def sample_task(
             "batch_size": 4096,
             **arguments,
         }
+    )
+
+
+def random_task(seed: int) -> ShardingTask:
+    """Return a task of 1 to 3 tables with random limits on shards, widths and ranks.
+
+    The first table is the largest one. Each table has a rank that it may be on whole
+    beside all others of that rank, so the rules do not contradict each other.
+    """
+    rng = np.random.default_rng(seed)
+    count, ranks = int(rng.integers(1, 4)), int(rng.integers(2, 5))
+    home_T = rng.integers(0, ranks, count)
+    sets = [np.flatnonzero(home_T == rank).tolist() for rank in range(ranks)]
+    one, other = rng.integers(0, count, 2).tolist()
+    allowed = [
+        tuple({int(home), *rng.integers(0, ranks, 2).tolist()}) for home in home_T
+    ]
+    first, *rest = sample_task(count, ranks, seed=seed).tables
+    first = dataclasses.replace(first, embedding_dim=64, pooling_factor=40.0)
+    rest = [
+        dataclasses.replace(t, embedding_dim=4 + 4 * (i % 2))
+        for i, t in enumerate(rest)
+    ]
+    has_rules = count > 1 and rng.random() < 0.5
+    return ShardingTask(
+        tables=(first, *rest),
+        world_size=ranks,
+        batch_size=4096,
+        max_shards=tuple(rng.integers(1, ranks + 1, count).tolist()),
+        min_widths=(int(rng.choice((4, 8, 16))), *(4,) * (count - 1)),
+        uneven=bool(rng.random() < 0.7),
+        groups=tuple(t % 2 for t in range(count)),
+        together=tuple(tuple(s) for s in sets if len(s) > 1) if has_rules else (),
+        apart=((one, other),) if has_rules and home_T[one] != home_T[other] else (),
+        allowed_ranks=tuple(allowed) if has_rules else (),
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from torchrec_neuroshard.costs.simulator import PHASES, Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
-from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.search.base import Searcher, SearchResult
@@ -25,6 +25,7 @@ from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCos
 from torchrec_neuroshard.testing.cases import (
     expect_close,
     expect_error,
+    random_task,
     sample_task,
 )
 from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
@@ -186,6 +187,28 @@ class SearcherContract(ABC):
             assert len(widths) == 1, (
                 f"with uneven=False, a table has shards of widths {sorted(widths)}"
             )
+
+    def test_random_rules_are_kept(self) -> None:
+        """Random limits on shards, widths and ranks are kept, even if nothing costs.
+
+        A search that does not support rules on ranks raises a ConfigError.
+        """
+        free = AnalyticCostModel(0.0, 0.0, 0.0), AnalyticCommsModel(math.inf)
+        for seed in range(24):
+            task = random_task(seed)
+            models = self.make_cost_model(), self.make_comms_model(task)
+            if seed % 4 == 0:
+                models = free
+            try:
+                placement = self.make_searcher(0).search(task, *models).placement
+            except ConfigError:
+                assert task.rules, f"random_task({seed}) has no rules on ranks"
+                continue
+            _expect_valid(placement, task)
+            try:
+                placement.check(task)
+            except PlacementError as error:
+                raise AssertionError(f"random_task({seed}): {error}") from error
 
     # Whether the result is right.
 
