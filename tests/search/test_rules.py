@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import pytest
 from tests.builders import draw_tables, make_tables, make_task, search
 from torchrec_neuroshard.costs.task import HostRows, KernelFactors, ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.search import SearchConfig, SearchResult
+from torchrec_neuroshard.search import SearchConfig, Searcher, SearchResult
+from torchrec_neuroshard.search.choosing import ChoosingSearcher
 from torchrec_neuroshard.search.feasibility import pack
 from torchrec_neuroshard.search.shards import placement_from_widths
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+from torchrec_neuroshard.testing.cases import random_task
 
 COMMS = AnalyticCommsModel(gb_per_s=10.0)
 COMPUTE = AnalyticCostModel(launch_ms=0.05)
@@ -92,6 +95,49 @@ def test_packing_finds_a_placement_that_greedy_placement_misses() -> None:
     placement.check(task)
     ranks = [s.rank for s in sorted(placement.shards, key=lambda s: s.table)]
     assert sorted(ranks[:2]) == [0, 1] and ranks[2:] == [2, 2]
+
+
+class FindsNothing(Searcher):
+    name = "nothing"
+
+    def search(self, task: ShardingTask, *models: Any) -> SearchResult:
+        raise InfeasibleError("nothing found")
+
+
+def packed_task() -> ShardingTask:
+    """Return tables that fill both ranks; greedy placement finds no room for them."""
+    sizes = [900, 870, 830, 860, 160, 820, 940, 330]
+    return make_task(
+        make_tables([4] * 8, sizes),
+        2,
+        4096,
+        memory_bytes=(33_600, 57_760),
+        together=((0, 1), (2, 3)),
+        groups=(0, 1) * 4,
+        uneven=False,
+    )
+
+
+def test_packing_keeps_tables_together() -> None:
+    task = packed_task()
+    models = AnalyticCostModel(), AnalyticCommsModel()
+    found = ChoosingSearcher(FindsNothing()).search(task, *models)
+    found.placement.check(task)
+
+
+def test_packed_tables_that_are_kept_together_are_priced_once() -> None:
+    told: list[float] = []
+    result = search(packed_task(), SearchConfig(effort=0.0, progress=told.append))
+    assert told == pytest.approx([result.predicted.critical_path_ms])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_rules_are_kept_in_full_memory(seed: int) -> None:
+    """A plan is found where another one fills all ranks to the last byte."""
+    task = random_task(seed)
+    [used_W] = search(task, SearchConfig(effort=0.0)).placement.rank_bytes(task)
+    task = dataclasses.replace(task, memory_bytes=tuple(map(math.ceil, used_W)))
+    search(task, SearchConfig(effort=0.1)).placement.check(task)
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [

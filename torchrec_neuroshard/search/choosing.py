@@ -26,7 +26,6 @@ from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import construct, placed
 from torchrec_neuroshard.search.default import MAX_REPAIRS
 from torchrec_neuroshard.search.feasibility import check_memory, pack
-from torchrec_neuroshard.search.rules import follow, merged
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -98,7 +97,7 @@ class ChoosingSearcher(Searcher):
                     return self._place(bank, chosen)
                 except InfeasibleError:
                     chosen = choices.smaller(chosen, 2**repair)
-        return pack(bank.task), None
+        return pack(bank.simulator.task), None
 
     def _place(self, bank: ShardBank, chosen: Ints) -> tuple[Ints, SearchResult | None]:
         """Place row-wise and replicated tables, then the others by the wrapped search.
@@ -135,8 +134,7 @@ class ChoosingSearcher(Searcher):
             try:
                 placement.check(task)
             except InfeasibleError:  # the search does not know host memory
-                packed = follow(task, pack(merged(task)))
-                placement = placement_from_widths(packed, task)
+                placement = placement_from_widths(pack(task), task)
         for shard in placement.shards:
             width_TW[tables[shard.table], shard.rank] += shard.width
         return width_TW, found

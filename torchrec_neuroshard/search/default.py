@@ -146,7 +146,9 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             lanes = placed(bank, drafts)
             return lanes.take(_by_choice(lanes))
         left = max(deadline - time.monotonic(), LEAST_PACK_SECONDS)
-        return Lanes.of(bank, [pack(bank.task, min(left, PACK_SECONDS))])
+        width_TW = pack(bank.simulator.task, min(left, PACK_SECONDS))
+        width_TW[~bank.leads_T] = 0  # leaders stand for their followers
+        return Lanes.of(bank, [width_TW])
 
     @staticmethod
     def _tighter(bank: ShardBank, choices: Choices, ways: list[Ints]) -> Draft:

@@ -21,7 +21,7 @@ from scipy import optimize, sparse
 from torchrec_neuroshard.costs.placement_rules import listed, quoted
 from torchrec_neuroshard.costs.task import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.search.rules import merged
+from torchrec_neuroshard.search.rules import follow, merged
 from torchrec_neuroshard.search.shards import Bools, Floats, Ints, split_widths
 from torchrec_neuroshard.search.shards import legal_splits as splits
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
@@ -203,7 +203,7 @@ def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
     """Find a placement within memory and placement rules, without regard to costs.
 
     Args:
-        task: The task. Tables that are kept together must be merged (see `rules`).
+        task: The task.
         seconds: Time limit.
 
     Returns:
@@ -213,6 +213,7 @@ def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
         InfeasibleError: No placement exists or none was found; the message says which.
     """
     end, proven = time.monotonic() + seconds, False
+    whole, task = task, merged(task)
     caps_MW, fixed_MT, column_MT = task.memory
     # The solver may exceed limits by its tolerance. Then slightly smaller limits are
     # tried.
@@ -228,7 +229,7 @@ def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
         held_TW = width_TW > 0
         used_MW = fixed_MT @ held_TW + column_MT @ width_TW
         if (used_MW <= caps_MW).all():
-            return width_TW
+            return follow(whole, width_TW)
     least_NX = _least_bytes(task)
     needs = map(format_bytes, least_NX[:, :-1].sum(axis=0))
     limits = map(format_bytes, caps_MW.sum(axis=1))
