@@ -86,6 +86,16 @@ def test_tables_of_one_module_get_shards_of_one_width() -> None:
     assert {w for own in widths_of(plan).values() for w in own} == {32}
 
 
+def test_whole_tables_share_the_stage_of_one_that_may_only_be_column_wise() -> None:
+    only = ParameterConstraints(
+        sharding_types=[COLUMN], min_partition=32, pooling_factors=[50.0]
+    )
+    _, plan = planned((32, 32, 32), world_size=2, constraints={"t0": only})
+    assert set(types_of(plan).values()) == {COLUMN}
+    held = {name: shards[0][-1] for name, shards in shards_of(plan).items()}
+    assert held["t1"] == held["t2"] != held["t0"]
+
+
 def test_other_modules_do_not_make_a_split_needless() -> None:
     """They run in stages of their own, during which no rank waits for this one."""
     model = nn.ModuleDict({"ids": sequences(64), "bags": make_ebc([(1000, 64)] * 12)})

@@ -116,7 +116,8 @@ def useful_ways(
     another table of the module can only be table-wise, and both can share a kernel. The
     same holds for the table-column-wise option of a table that may be column-wise.
     The column-wise option of a sequence table has fixed shards, so the table keeps its
-    table-wise option.
+    table-wise option. If it is one shard, it is useful only if another table of the
+    module can only be column-wise.
 
     Args:
         tables: The ways of each table, all placeable.
@@ -124,6 +125,9 @@ def useful_ways(
     kinds = [(ways[0].path, {o.sharding_type for o in ways}) for ways in tables if ways]
     whole_modules = {
         path for path, own in kinds if own & COLUMN_SHARDED_TYPES == {TABLE_WISE}
+    }
+    column_modules = {
+        path for path, own in kinds if own & {TABLE_WISE, COLUMN_WISE} == {COLUMN_WISE}
     }
     node_modules = {
         path
@@ -137,6 +141,8 @@ def useful_ways(
         included = {TABLE_COLUMN_WISE: columns, TABLE_WISE: columns}
         if ways and not is_pooled(ways[0]):
             included = {TABLE_COLUMN_WISE: columns, COLUMN_WISE: whole}
+            if ways[0].path in column_modules:
+                included.pop(COLUMN_WISE)
         elif ways and ways[0].path in whole_modules:
             included.pop(TABLE_WISE)
         if ways and ways[0].path in node_modules:
