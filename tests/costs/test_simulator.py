@@ -122,3 +122,14 @@ def test_a_stage_without_tables_has_no_collectives() -> None:
         loads[number, :, kind] = 1.0
     used = sim.comms_costs(loads).any(axis=(1, 3))
     np.testing.assert_array_equal(used, [[0, 0, 0], *np.eye(3)])
+
+
+def test_parts_of_huge_tables_are_priced_as_their_own() -> None:
+    """Virtual tables may have so many rows that a few tables exceed 64 bits."""
+    pooling = [1.0 + n for n in range(10)]
+    tables = make_tables([8] * 10, 2**60, pooling)
+    task = make_task(tables, 2, 1024, sharding_types=("row_wise",) * 10)
+    simulator = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
+    halves = simulator.price(np.arange(10), np.full(10, 8), np.full(10, 2**59))
+    lookups = halves.encoding_NE[:, 1]
+    assert lookups.tolist() == pytest.approx([512 * p for p in pooling])

@@ -31,7 +31,7 @@ def lanes_of(task: ShardingTask) -> Lanes:
     ways = [np.flatnonzero(bank.leads_T)]
     if task.has_choices:
         ways = Choices(bank).starts(np.inf)[:2]
-    lanes = placed(bank, [construct(bank, *starts(bank, ways))])
+    lanes = next(placed(construct(bank, *starts(bank, ways))))
     assert lanes.num_lanes > 1
     return lanes
 
@@ -142,7 +142,7 @@ def test_a_lane_improves_the_same_alone_or_with_others() -> None:
     """The steps of a lane do not depend on other lanes if no lane is dropped."""
     task = make_task(draw_tables(np.random.default_rng(3), 12, [16, 64]), 4, 4096)
     bank = ShardBank(Simulator(task, load_cost_model("cpu"), COMMS), merge=True)
-    lanes = placed(bank, [construct(bank, *starts(bank, [np.arange(12)]))])
+    lanes = next(placed(construct(bank, *starts(bank, [np.arange(12)]))))
     alone = lanes.take(np.array([0]))
     descend(alone, Effort(time.monotonic() + 600))
     beside = lanes.take(np.array([0, lanes.num_lanes - 1]))

@@ -384,9 +384,11 @@ class Simulator:
         if rows_N is None:
             return part_N, share_N
         cut = np.flatnonzero((rows_N >= 0) & (rows_N < self._rows_T[table_N]))
-        size = int(self._rows_T.max()) + 1
-        keys, which = np.unique(table_N[cut] * size + rows_N[cut], return_inverse=True)
-        part_N[cut] = self._numbered(keys // size, keys % size)[which]
+        # Numbers of distinct rows keep the keys small: a table may have 2**60 rows.
+        rows, number = np.unique(rows_N[cut], return_inverse=True)
+        size = max(1, len(rows))
+        keys, which = np.unique(table_N[cut] * size + number, return_inverse=True)
+        part_N[cut] = self._numbered(keys // size, rows[keys % size])[which]
         share_N[cut] = rows_N[cut] / self._rows_T[table_N[cut]]
         return part_N, share_N
 

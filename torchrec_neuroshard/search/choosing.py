@@ -118,7 +118,7 @@ class ChoosingSearcher(Searcher):
             draft = construct(bank, blocks, np.ones_like(blocks))
             if not draft.fits_L[0]:
                 raise InfeasibleError("row-wise and replicated tables do not fit")
-            width_TW = placed(bank, [draft]).width_TW(0)
+            width_TW = next(placed(draft)).width_TW(0)
         taken = np.zeros(len(bank.leader_T), dtype=bool)
         taken[chosen[bank.moves_T[chosen]]] = True
         tables = np.flatnonzero(taken[bank.leader_T]).tolist()

@@ -10,11 +10,17 @@ Shapes: see `lanes`; `Q` tables that are placed at a time, one for each of some 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes, spread_out
+from torchrec_neuroshard.search.lanes import (
+    Bools,
+    Changes,
+    Lanes,
+    most_lanes,
+    spread_out,
+)
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
@@ -265,15 +271,15 @@ class Draft:
         return changes, good
 
 
-def placed(bank: ShardBank, drafts: Sequence[Draft]) -> Lanes:
-    """Return the finished lanes of some drafts, in which everything found room."""
-    parts, count = [], 0
-    for draft in drafts:
-        c, good = draft.changes()
-        parts.append((c.cand_N + count, c.table_N, c.rank_N, c.width_N))
-        count += len(good)
-    joined = [np.concatenate(p) for p in zip(*parts, strict=True)]
-    return Lanes.placed(bank, count, *joined)
+def placed(draft: Draft) -> Iterator[Lanes]:
+    """Yield the finished lanes of a draft, as many at once as memory allows."""
+    c, good = draft.changes()
+    most = most_lanes(draft.bank)
+    for start in range(0, len(good), most):
+        some = np.arange(start, min(start + most, len(good)))
+        own = c.pick(some)
+        pieces = own.cand_N, own.table_N, own.rank_N, own.width_N
+        yield Lanes.placed(draft.bank, len(some), *pieces)
 
 
 def construct(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import sys
 import time
@@ -32,13 +33,13 @@ from torchrec_neuroshard.search.base import (
 from torchrec_neuroshard.search.bounds import Bound, lower_bound
 from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import Draft, construct, placed, starts
-from torchrec_neuroshard.search.descent import Effort, improve
+from torchrec_neuroshard.search.descent import NUM_STARTS, Effort, improve
 from torchrec_neuroshard.search.feasibility import (
     PACK_SECONDS,
     check_memory,
     pack,
 )
-from torchrec_neuroshard.search.lanes import Lanes
+from torchrec_neuroshard.search.lanes import Lanes, most_lanes
 from torchrec_neuroshard.search.rules import check_constraints, follow
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
 
@@ -115,21 +116,24 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         bank = ShardBank(simulator, merge=True)
         with telling(self.config.progress) as tell:
             effort = Effort(deadline, tell)
-            lanes = self._placed(bank, deadline)
-            effort.see(lanes)
+            lanes = self._placed(bank, effort)
             if self.config.effort > 0:
                 improve(lanes, self.config, effort)
         best, best_ms = effort.best_TW, effort.best_ms
         bound = self._bound(bank, best, best_ms, start, deadline)
         return finish_result(bank, best, bound, start)
 
-    def _placed(self, bank: ShardBank, deadline: float) -> Lanes:
-        """Return greedy placements of all tables, the best first.
+    def _placed(self, bank: ShardBank, effort: Effort) -> Lanes:
+        """Return the most promising greedy placements of all tables, the best first.
+
+        Args:
+            bank: The task's shards.
+            effort: The deadline; keeps the best placement.
 
         Raises:
             InfeasibleError: No placement was found.
         """
-        now = time.monotonic()
+        now, deadline = time.monotonic(), effort.deadline
         ways = [np.flatnonzero(bank.leads_T)]
         choices = Choices(bank) if bank.task.has_choices else None
         if choices is not None:
@@ -142,9 +146,17 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             drafts.append(construct(bank, *starts(bank, lost), by_size=True))
         if choices is not None and not any(d.fits_L.any() for d in drafts):
             drafts = [self._tighter(bank, choices, ways)]
-        if any(d.fits_L.any() for d in drafts):
-            lanes = placed(bank, drafts)
-            return lanes.take(_by_choice(lanes))
+        lanes: Lanes | None = None
+        for block in itertools.chain.from_iterable(map(placed, drafts)):
+            effort.see(block)
+            both = block if lanes is None else Lanes.join([lanes, block])
+            lanes = both.take(
+                _by_choice(both)[: min(NUM_STARTS, max(2, most_lanes(bank)))]
+            )
+            if effort.is_over:
+                break
+        if lanes is not None:
+            return lanes
         left = max(deadline - time.monotonic(), LEAST_PACK_SECONDS)
         width_TW = pack(bank.simulator.task, min(left, PACK_SECONDS))
         width_TW[~bank.leads_T] = 0  # leaders stand for their followers

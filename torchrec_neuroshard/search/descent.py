@@ -16,6 +16,7 @@ Shapes: see `lanes`; `Q` lanes of a draft.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections import Counter
@@ -25,7 +26,13 @@ import numpy as np
 
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.construct import Draft
-from torchrec_neuroshard.search.lanes import LEAST_MS, Changes, Lanes, spread_out
+from torchrec_neuroshard.search.lanes import (
+    LEAST_MS,
+    Changes,
+    Lanes,
+    most_lanes,
+    spread_out,
+)
 from torchrec_neuroshard.search.moves import Moves, best_of
 from torchrec_neuroshard.search.shards import ALIGNMENT, Floats, Ints, ShardBank
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
@@ -49,6 +56,8 @@ MIN_GAIN = 1e-7
 """Relative gain below which a change does not count."""
 MOST_LANES, LANE_TABLES = 32, 2_000
 """Most lanes side by side, and most tables of all lanes together."""
+MOST_PHASES = 2**23
+"""Phases of ranks, over all layouts that are drafted at once."""
 NUM_STARTS = 8
 """Constructed lanes that the first descent improves."""
 NEAR = 1.1
@@ -122,7 +131,7 @@ def descend(
         goal: Score that lanes should reach; lanes far above it are dropped.
         step: The step; None means moves, and layouts if no move helps.
     """
-    step = step or _move_or_lay_out
+    step = step or functools.partial(_move_or_lay_out, deadline=effort.deadline)
     active = np.arange(lanes.num_lanes)
     is_large = len(lanes.bank.task.ways) > LARGE_TASK
     for number in range(MOST_STEPS):
@@ -143,16 +152,18 @@ def descend(
             active = np.sort(active[better[: -(-len(active) // 2)]])
 
 
-def _move_or_lay_out(lanes: Lanes, active: Ints, number: int) -> Ints:
+def _move_or_lay_out(
+    lanes: Lanes, active: Ints, number: int, *, deadline: float
+) -> Ints:
     """Apply the best moves of each lane, or the best layout if no move helps."""
-    gained = _move(lanes, active, number)
+    gained = _move(lanes, active, number, deadline)
     rest = np.setdiff1d(active, gained)
     if len(rest):
-        gained = np.union1d(gained, _lay_out(lanes, rest))
+        gained = np.union1d(gained, _lay_out(lanes, rest, deadline))
     return gained
 
 
-def _move(lanes: Lanes, active: Ints, number: int) -> Ints:
+def _move(lanes: Lanes, active: Ints, number: int, deadline: float) -> Ints:
     """Apply the best moves of each lane; return the lanes that gained."""
     moves = Moves(lanes, active, number)
     score_K = lanes.score_L[moves.lane_K]
@@ -161,7 +172,7 @@ def _move(lanes: Lanes, active: Ints, number: int) -> Ints:
     best = near[best_of(moves.gain_K[near], rank_K, NUM_EXACT)]
     if not len(best):
         return active[:0]
-    return _apply_best(lanes, moves.build(best))
+    return _apply_best(lanes, moves.build(best), deadline)
 
 
 def hot_pieces(lanes: Lanes, active: Ints, most: int) -> Ints:
@@ -191,17 +202,34 @@ def _pieces_of(lanes: Lanes, lane_Q: Ints, table_Q: Ints) -> tuple[Ints, Ints]:
 
 
 def drafted(
-    lanes: Lanes, options: Sequence[tuple[int, int, int, int]]
+    lanes: Lanes,
+    options: Sequence[tuple[int, int, int, int]],
+    deadline: float = math.inf,
 ) -> tuple[Changes, Floats]:
     """Remove tables and place them again where they cost least.
 
     Args:
         lanes: Placements.
         options: (lane, table, new way, number of column shards) of each change.
+        deadline: `time.monotonic()` after which no more options are tried.
 
     Returns:
         The changes that found room, and their approximate scores, `K`.
     """
+    most = max(1, MOST_PHASES // lanes.phases_LWP[0].size)
+    parts = []
+    for start in range(0, len(options), most):
+        parts.append(_drafted(lanes, options[start : start + most]))
+        if time.monotonic() >= deadline:
+            break
+    changes, about = zip(*parts, strict=True)
+    return Changes.join(changes), np.concatenate(about)
+
+
+def _drafted(
+    lanes: Lanes, options: Sequence[tuple[int, int, int, int]]
+) -> tuple[Changes, Floats]:
+    """Return the changes of as many options as can be tried at once."""
     lane_Q, table_Q, way_Q, count_Q = np.array(options).T
     draft = Draft.of(lanes, lane_Q, *_pieces_of(lanes, lane_Q, table_Q))
     draft.place(np.arange(len(options)), way_Q, count_Q)
@@ -212,7 +240,7 @@ def drafted(
     return changes, lanes.norm(powers.sum(axis=1), unit_KP)
 
 
-def _lay_out(lanes: Lanes, active: Ints) -> Ints:
+def _lay_out(lanes: Lanes, active: Ints, deadline: float) -> Ints:
     """Change the layout of one table per lane; return the lanes that gained."""
     bank = lanes.bank
     most = max(NUM_TABLES, bank.task.world_size // NUM_TABLES)
@@ -235,14 +263,14 @@ def _lay_out(lanes: Lanes, active: Ints) -> Ints:
     ]
     if not options:
         return active[:0]
-    changes, about_K = drafted(lanes, options)
+    changes, about_K = drafted(lanes, options, deadline)
     if not len(changes):
         return active[:0]
     exact = np.sort(best_of(-about_K, changes.lane_K, NUM_LAYOUTS * most // NUM_TABLES))
-    return _apply_best(lanes, changes.pick(exact))
+    return _apply_best(lanes, changes.pick(exact), deadline)
 
 
-def _apply_best(lanes: Lanes, changes: Changes) -> Ints:
+def _apply_best(lanes: Lanes, changes: Changes, deadline: float) -> Ints:
     """Apply the best candidates that pay.
 
     Within a lane they share no rank, and together split no table too often.
@@ -250,7 +278,7 @@ def _apply_best(lanes: Lanes, changes: Changes) -> Ints:
     Returns:
         The lanes that changed.
     """
-    gain_K = lanes.score_L[changes.lane_K] - lanes.evaluate(changes)
+    gain_K = lanes.score_L[changes.lane_K] - lanes.evaluate(changes, deadline)
     pays = gain_K > MIN_GAIN * lanes.score_L[changes.lane_K]
     used: set[tuple[int, int]] = set()
     spare: dict[tuple[int, int], int] = {}  # shards that changed tables may still get
@@ -397,6 +425,8 @@ def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
     bank = lanes.bank
     num_tables = len(bank.task.ways)
     size = int(np.clip(config.effort * LANE_TABLES // num_tables, 1, MOST_LANES))
+    room = most_lanes(bank)
+    size = min(size, room)
     lanes = lanes.take(np.arange(min(lanes.num_lanes, max(2, min(size, NUM_STARTS)))))
     descend(lanes, effort, float(lanes.score_L.min()))
     lanes = lanes.take(in_order(lanes.score_L))
@@ -411,7 +441,9 @@ def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
         if bank.others and leader < switched * worth:
             # Copies of the best lane, each with one costly table in another way.
             switched = leader
-            trial = _switched(lanes.take(np.zeros(1, dtype=np.int64)), max(2 * size, 8))
+            trial = _switched(
+                lanes.take(np.zeros(1, dtype=np.int64)), min(max(2 * size, 8), room)
+            )
             descend(trial, effort, leader)
             both = Lanes.join([lanes, trial])
         else:

@@ -23,6 +23,8 @@ and `R` ranks that candidates change.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -40,6 +42,10 @@ LEAST_MS, LEAST_SHARE = 1e-9, 1e-4
 that nothing runs in yet needs a unit, too."""
 MOST_UNITS = 3e4
 """Phases are capped at this many units, so that their 64th power is finite."""
+MOST_BYTES = 2**27
+"""Most bytes that the sums of lanes side by side may take. They are `L x W x G x E`."""
+MOST_ENTRIES = 2**17
+"""Pieces on single ranks that are priced at once, so that their arrays stay small."""
 STEPS_PER_REFRESH = 64
 """After this many changes the sums are recomputed, so that rounding errors stay small.
 """
@@ -101,6 +107,12 @@ class _Parts:
     row_X: Ints
     width_X: Ints
     sign_X: Ints
+
+
+def most_lanes(bank: ShardBank) -> int:
+    """Return how many lanes may be side by side, at least 1; see `MOST_BYTES`."""
+    sums = bank.task.world_size * bank.task.num_groups * bank.encoding_dim
+    return max(1, MOST_BYTES // (8 * sums))
 
 
 class Lanes:
@@ -257,8 +269,7 @@ class Lanes:
             getattr(self, name)[:] = 0
         for name in ("loads_LWS3", "bytes_MLW", "pieces_LT", "occupants_LAW"):
             getattr(self, name)[:] = 0
-        # In chunks, since millions of entries would take too much memory.
-        step = max(1, 2**17 // max(1, int(self.bank.block_T.max())))
+        step = max(1, MOST_ENTRIES // max(1, int(self.bank.block_T.max())))
         for start in range(0, len(self.lane_N), step):
             some = slice(start, start + step)
             held = (self.lane_N[some], self.table_N[some], self.rank_N[some])
@@ -319,8 +330,9 @@ class Lanes:
         compute[cells[~held]] = 0.0
         flat[cells[~held]] = 0.0
         held_cells = cells[held]
-        if len(held_cells):
-            compute[held_cells] = self.bank.predict(flat[held_cells])
+        for start in range(0, len(held_cells), MOST_ENTRIES):
+            some = held_cells[start : start + MOST_ENTRIES]
+            compute[some] = self.bank.predict(flat[some])
 
     def summarise(self) -> None:
         """Compute phases, scores and critical paths from the sums."""
@@ -440,11 +452,27 @@ class Lanes:
 
     # Changes.
 
-    def evaluate(self, c: Changes) -> Floats:
+    def evaluate(self, c: Changes, deadline: float = math.inf) -> Floats:
         """Return the lanes' scores after each candidate, `K` [ms].
 
         Kernels are priced exactly by the cost model, collectives approximately.
+
+        Args:
+            c: The candidates.
+            deadline: `time.monotonic()` after which no more candidates are evaluated.
+                The scores of the others are infinite.
         """
+        size_K = np.bincount(c.cand_N, self.bank.block_T[c.table_N], len(c))
+        ends_K = np.cumsum(size_K) // MOST_ENTRIES
+        score_K: Floats = np.full(len(c), np.inf)
+        for some in np.split(np.arange(len(c)), np.flatnonzero(np.diff(ends_K)) + 1):
+            score_K[some] = self._evaluate(c.pick(some))
+            if time.monotonic() >= deadline:
+                break
+        return score_K
+
+    def _evaluate(self, c: Changes) -> Floats:
+        """Return the scores of as many candidates as can be evaluated at once."""
         bank = self.bank
         num_ranks, num_groups = self.count_LWG.shape[1:]
         num_stages = bank.task.num_stages

@@ -33,7 +33,7 @@ from torchrec_neuroshard.search.descent import (
     in_order,
     succeeded,
 )
-from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes
+from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes, most_lanes
 from torchrec_neuroshard.search.moves import Moves, best_of
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank, split_widths
 
@@ -144,6 +144,7 @@ def _search(first: Lanes, found: _Found, config: SearchConfig) -> None:
     lanes = Lanes.of(bank, tried)
     lanes = lanes.take(in_order(lanes.score_L))
     size = int(np.clip(config.effort * LANE_TABLES // num_tables, 2, MOST_LANES))
+    size = max(2, min(size, most_lanes(bank)))
     patience = config.restarts * float(np.clip(SMALL_TASK / num_tables, 1, MORE_ROUNDS))
     rng = np.random.default_rng(config.seed)
     misses = 0
