@@ -13,9 +13,11 @@ from tests.fuzz import against_truth
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
+from torchrec_neuroshard.search import SearchConfig, descent
+from torchrec_neuroshard.search import lanes as lanes_module
 from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import construct, placed, starts
-from torchrec_neuroshard.search.descent import Effort, descend
+from torchrec_neuroshard.search.descent import Effort, descend, drafted
 from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.moves import Moves
 from torchrec_neuroshard.search.rules import follow
@@ -148,3 +150,36 @@ def test_a_lane_improves_the_same_alone_or_with_others() -> None:
     beside = lanes.take(np.array([0, lanes.num_lanes - 1]))
     descend(beside, Effort(time.monotonic() + 600))
     assert beside.critical_L[0] == pytest.approx(alone.critical_L[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [column_task, mixed_task])
+def test_lanes_in_blocks_give_the_same_placement(
+    make: Callable[[], ShardingTask], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, config = make(), SearchConfig(effort=0.0)
+    at_once = search(task, config)
+    bank = ShardBank(Simulator(task, AnalyticCostModel(), COMMS), merge=True)
+    assert lanes_module.most_lanes(bank) > 100
+    monkeypatch.setattr(lanes_module, "MOST_BYTES", 1)
+    monkeypatch.setattr(lanes_module, "MOST_ENTRIES", 3)
+    assert lanes_module.most_lanes(bank) == 1
+    assert search(task, config).placement == at_once.placement
+
+
+def test_changes_in_blocks_have_the_same_scores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many ranks make large blocks; no block begins after the deadline."""
+    lanes = lanes_of(mixed_task())
+    options = [(0, 0, way, 1) for way in range(5)] + [(1, 5, way, 1) for way in (5, 6)]
+    changes, about = drafted(lanes, options)
+    scores = lanes.evaluate(changes)
+    monkeypatch.setattr(lanes_module, "MOST_ENTRIES", 6)
+    monkeypatch.setattr(descent, "MOST_PHASES", 2 * lanes.phases_LWP[0].size)
+    again, about_again = drafted(lanes, options)
+    np.testing.assert_allclose(about_again, about)
+    np.testing.assert_allclose(lanes.evaluate(again), scores)
+    late = lanes.evaluate(changes, deadline=0.0)
+    assert np.isfinite(late).tolist() == sorted(np.isfinite(late), reverse=True)
+    assert 0 < np.isfinite(late).sum() < len(changes)
+    assert 0 < len(drafted(lanes, options, deadline=0.0)[1]) <= 2

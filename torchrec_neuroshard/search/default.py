@@ -146,13 +146,12 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             drafts.append(construct(bank, *starts(bank, lost), by_size=True))
         if choices is not None and not any(d.fits_L.any() for d in drafts):
             drafts = [self._tighter(bank, choices, ways)]
+        most = max(2, min(NUM_STARTS, most_lanes(bank)))
         lanes: Lanes | None = None
         for block in itertools.chain.from_iterable(map(placed, drafts)):
             effort.see(block)
             both = block if lanes is None else Lanes.join([lanes, block])
-            lanes = both.take(
-                _by_choice(both)[: min(NUM_STARTS, max(2, most_lanes(bank)))]
-            )
+            lanes = both.take(_by_choice(both)[:most])
             if effort.is_over:
                 break
         if lanes is not None:
@@ -160,7 +159,9 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         left = max(deadline - time.monotonic(), LEAST_PACK_SECONDS)
         width_TW = pack(bank.simulator.task, min(left, PACK_SECONDS))
         width_TW[~bank.leads_T] = 0  # leaders stand for their followers
-        return Lanes.of(bank, [width_TW])
+        lanes = Lanes.of(bank, [width_TW])
+        effort.see(lanes)
+        return lanes
 
     @staticmethod
     def _tighter(bank: ShardBank, choices: Choices, ways: list[Ints]) -> Draft:

@@ -424,9 +424,9 @@ def improve(lanes: Lanes, config: SearchConfig, effort: Effort) -> None:
     """
     bank = lanes.bank
     num_tables = len(bank.task.ways)
-    size = int(np.clip(config.effort * LANE_TABLES // num_tables, 1, MOST_LANES))
     room = most_lanes(bank)
-    size = min(size, room)
+    most = min(MOST_LANES, room)
+    size = int(np.clip(config.effort * LANE_TABLES // num_tables, 1, most))
     lanes = lanes.take(np.arange(min(lanes.num_lanes, max(2, min(size, NUM_STARTS)))))
     descend(lanes, effort, float(lanes.score_L.min()))
     lanes = lanes.take(in_order(lanes.score_L))

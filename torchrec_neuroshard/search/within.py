@@ -143,8 +143,8 @@ def _search(first: Lanes, found: _Found, config: SearchConfig) -> None:
         tried.append(lane.width_TW(0))
     lanes = Lanes.of(bank, tried)
     lanes = lanes.take(in_order(lanes.score_L))
-    size = int(np.clip(config.effort * LANE_TABLES // num_tables, 2, MOST_LANES))
-    size = max(2, min(size, most_lanes(bank)))
+    most = max(2, min(MOST_LANES, most_lanes(bank)))
+    size = int(np.clip(config.effort * LANE_TABLES // num_tables, 2, most))
     patience = config.restarts * float(np.clip(SMALL_TASK / num_tables, 1, MORE_ROUNDS))
     rng = np.random.default_rng(config.seed)
     misses = 0
