@@ -252,3 +252,15 @@ def test_every_move_is_needed_and_within_the_budget(share: float) -> None:
         back = found.copy()
         back[table] = budget.width_TW[table]
         assert Lanes.of(bank, [back]).critical_L[0] > best_ms * 1.05
+
+
+def test_fixed_blocks_are_not_joined() -> None:
+    """All split sequence tables of a module have one width, even if one shard pays."""
+    kinds = ("equal_columns", "column_wise")
+    task = task_of([32, 32], 2, sharding_types=kinds, min_widths=(16, 32))
+    at_work = [in_order([16, 16], [0, 1]), in_order([32], [0])]
+    model = AnalyticCostModel(lookup_ns=1000.0)
+    bank = ShardBank(Simulator(task, model, AnalyticCommsModel()))
+    budget = budget_of(task, at_work, np.inf)
+    width_TW = improve_within(bank, budget, LIGHT, time.monotonic() + 60)
+    assert width_TW[0].tolist() == [16, 16]

@@ -365,8 +365,13 @@ class _Steps:
 
 
 def _near_splits(view: _View, lane: int, table: int) -> Iterator[Layout]:
-    """Yield even splits of a table over its ranks, or one rank more or less."""
+    """Yield even splits of a table over its ranks, or one rank more or less.
+
+    Tables in fixed blocks, such as split sequence tables, get none.
+    """
     bank, load_W = view.lanes.bank, view.lanes.load_LW[lane]
+    if not bank.moves_T[table]:
+        return
     row_W = view.width_LTW[lane, table]
     held = np.flatnonzero(row_W)
     cold = [r for r in np.argsort(load_W, kind="stable") if not row_W[r]]
