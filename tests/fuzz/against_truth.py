@@ -113,6 +113,8 @@ def draw(rng: np.random.Generator) -> Case:
                 caps = [int(sum(caps) / ranks * rng.uniform(0.3, 1.5))] * ranks
             if name == "memory" or (is_hosted and column_T.any()):
                 case[name] = caps
+    if rng.random() < 0.3:
+        case["most"] = int(rng.integers(1, ranks + 1))
     return case
 
 
@@ -158,6 +160,9 @@ def build(case: Case) -> ShardingTask:
                     ),
                     "column_bytes": part * 4.0 * (kernel != "uvm"),
                     "host_column_bytes": part * 4.0 * (kernel == "uvm"),
+                    "max_shards": case.get("most", num_ranks)
+                    if row.in_columns
+                    else num_ranks,
                     "min_widths": narrowest if row.splits_columns else spec["dim"],
                     "allowed_ranks": tuple(spec.get("allowed", ()))
                     if row.in_columns
