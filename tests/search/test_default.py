@@ -19,8 +19,10 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,
     SearchConfig,
+    default,
     make_searcher,
 )
+from torchrec_neuroshard.search.construct import Draft, construct
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 
@@ -63,6 +65,26 @@ def test_a_plan_is_valid_even_without_time() -> None:
     result = search(task, SearchConfig(time_budget_seconds=1e-6, bound="thorough"))
     result.placement.check(task)
     assert 0 < result.lower_bound_ms <= result.predicted.critical_path_ms
+
+
+def test_large_starts_end_with_the_first_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Starts that are not begun in time are left out, so that many ranks take less."""
+    monkeypatch.setattr(default, "MOST_PHASES", 1)
+    made: list[Draft] = []
+
+    def counted(*arguments: Any, **options: Any) -> Draft:
+        made.append(construct(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(default, "construct", counted)
+    task = random_task(20, 4)
+    late = SearchConfig(time_budget_seconds=1e-6)
+    search(task, late).placement.check(task)
+    assert len(made) == 1
+    search(task, SearchConfig(effort=0.0))
+    assert len(made) > 2
 
 
 def test_kernels_that_cost_nothing_are_planned() -> None:

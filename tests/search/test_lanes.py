@@ -13,7 +13,7 @@ from tests.fuzz import against_truth
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
-from torchrec_neuroshard.search import SearchConfig, descent
+from torchrec_neuroshard.search import SearchConfig, default, descent
 from torchrec_neuroshard.search import lanes as lanes_module
 from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import construct, placed, starts
@@ -162,6 +162,7 @@ def test_lanes_in_blocks_give_the_same_placement(
     assert lanes_module.most_lanes(bank) > 100
     monkeypatch.setattr(lanes_module, "MOST_BYTES", 1)
     monkeypatch.setattr(lanes_module, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(default, "MOST_PHASES", 1)
     assert lanes_module.most_lanes(bank) == 1
     assert search(task, config).placement == at_once.placement
 

@@ -33,7 +33,12 @@ from torchrec_neuroshard.search.base import (
 from torchrec_neuroshard.search.bounds import Bound, lower_bound
 from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import Draft, construct, placed, starts
-from torchrec_neuroshard.search.descent import NUM_STARTS, Effort, improve
+from torchrec_neuroshard.search.descent import (
+    MOST_PHASES,
+    NUM_STARTS,
+    Effort,
+    improve,
+)
 from torchrec_neuroshard.search.feasibility import (
     PACK_SECONDS,
     check_memory,
@@ -138,12 +143,10 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         choices = Choices(bank) if bank.task.has_choices else None
         if choices is not None:
             ways = choices.starts(now + CHOICE_SHARE * (deadline - now))
-        lines = starts(bank, ways)
-        drafts = [construct(bank, *lines)]
-        good = {w.tobytes() for w in lines[0][drafts[0].fits_L]}
+        drafts, good = self._drafts(bank, ways, effort)
         lost = [w for w in ways if w.tobytes() not in good]
-        if lost:
-            drafts.append(construct(bank, *starts(bank, lost), by_size=True))
+        if lost and not (good and effort.is_over):
+            drafts += self._drafts(bank, lost, effort, by_size=True)[0]
         if choices is not None and not any(d.fits_L.any() for d in drafts):
             drafts = [self._tighter(bank, choices, ways)]
         most = max(2, min(NUM_STARTS, most_lanes(bank)))
@@ -162,6 +165,27 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         lanes = Lanes.of(bank, [width_TW])
         effort.see(lanes)
         return lanes
+
+    @staticmethod
+    def _drafts(
+        bank: ShardBank, ways: list[Ints], effort: Effort, *, by_size: bool = False
+    ) -> tuple[list[Draft], set[bytes]]:
+        """Place tables in all starts of some choices; after the deadline, in fewer.
+
+        Returns:
+            The drafts, and the choices (as bytes) of which some start found room.
+        """
+        lines = starts(bank, ways)
+        most = max(1, MOST_PHASES // (4 * bank.task.num_stages * bank.task.world_size))
+        drafts: list[Draft] = []
+        good: set[bytes] = set()
+        for start in range(0, len(lines[0]), most):
+            ways_LT, count_LT = (line[start : start + most] for line in lines)
+            drafts.append(construct(bank, ways_LT, count_LT, by_size=by_size))
+            good |= {w.tobytes() for w in ways_LT[drafts[-1].fits_L]}
+            if good and effort.is_over:
+                break
+        return drafts, good
 
     @staticmethod
     def _tighter(bank: ShardBank, choices: Choices, ways: list[Ints]) -> Draft:

@@ -56,8 +56,8 @@ MIN_GAIN = 1e-7
 """Relative gain below which a change does not count."""
 MOST_LANES, LANE_TABLES = 32, 2_000
 """Most lanes side by side, and most tables of all lanes together."""
-MOST_PHASES = 2**23
-"""Phases of ranks, over all layouts that are drafted at once."""
+MOST_PHASES = 2**21
+"""Most phases of ranks, over all starts or layouts that are drafted at once."""
 NUM_STARTS = 8
 """Constructed lanes that the first descent improves."""
 NEAR = 1.1
