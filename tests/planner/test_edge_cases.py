@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
@@ -53,6 +54,7 @@ from tests.builders import (
     only,
     sequences,
     shards_of,
+    stock_planner,
     types_of,
 )
 from torchrec_neuroshard.errors import ConfigError, ProfileError
@@ -227,6 +229,52 @@ def test_a_job_without_the_pods_of_its_plan_is_refused(
     for name in POD_VARIABLES:
         monkeypatch.setenv(name, "2")
     check_pods(topology, plan)
+
+
+@pytest.mark.parametrize(
+    ("rows", "block", "optimizer", "ranks", "runs"),
+    [
+        (2000, 32, "EXACT_ROWWISE_ADAGRAD", (8, 2, 2), False),
+        (2000, 32, "EMAINPLACE_ROWWISE_ADAGRAD", (8, 2, 4), False),
+        (2000, 64, "EXACT_ROWWISE_ADAGRAD", (4, 1, 2), False),
+        (1, 64, "EXACT_ROWWISE_ADAGRAD", (8, 2, None), False),
+        # One block, no pods, or no state per row.
+        (2000, 128, "EXACT_ROWWISE_ADAGRAD", (8, 2, 2), True),
+        (2000, 64, "EXACT_ROWWISE_ADAGRAD", (8, 2, None), True),
+        (3, 64, "EXACT_ROWWISE_ADAGRAD", (8, 4, None), True),
+        (2000, 64, "EXACT_ROWWISE_ADAGRAD", (4, 1, None), True),
+        (2000, 32, "EXACT_ADAGRAD", (8, 2, 2), True),
+        (1, 64, "EXACT_SGD", (8, 2, None), True),
+    ],
+)
+def test_grids_whose_optimizer_state_torchrec_cannot_build_are_left_out(
+    rows: int,
+    block: int,
+    optimizer: str,
+    ranks: tuple[int, int, int | None],
+    runs: bool,
+) -> None:
+    world_size, per_node, pod = ranks
+    topology = gpus(world_size, per_node, **{"pod_size": pod} if pod else {})
+    table = bags(bag_config(0, rows=rows, dim=128))
+    sharders = [EmbeddingBagCollectionSharder({"optimizer": EmbOptimType[optimizer]})]
+    grid = only(sharding_types=["grid_shard"], min_partition=block)
+    stock = stock_planner(topology, constraints=grid).plan(table, sharders)
+    report = rehearse(table, stock, topology, sharders, batch_size=64)
+    told = [fault for rank in report.ranks for fault in rank.faults]
+    ours = r"'t0'.*TorchRec cannot build the state per row of \w+ for grid.*Allow other"
+    for message in ("Total volume of shards", ours):
+        assert any(re.search(message, fault) for fault in told) != runs, told
+    planner = make_planner(topology=topology, constraints=grid)
+    if runs:
+        plan = planner.plan(table, sharders)
+    else:
+        with pytest.raises(ConfigError, match=f"table {ours}"):
+            planner.plan(table, sharders)
+        both = only(sharding_types=["grid_shard", "table_row_wise"])
+        planner = make_planner(topology=topology, constraints=both)
+        plan = planner.plan(table, sharders)
+    assert rehearse(table, plan, topology, sharders, batch_size=64).runs
 
 
 @pytest.mark.parametrize(

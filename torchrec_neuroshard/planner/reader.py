@@ -65,7 +65,7 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_keys import constraint_on
-from torchrec_neuroshard.planner.topology import node_size, pod_fault
+from torchrec_neuroshard.planner.topology import node_size, pod_fault, sharding_group
 from torchrec_neuroshard.tables.profile import (
     FeatureProfile,
     merge_profiles,
@@ -176,6 +176,10 @@ class TableReader:
         self.world_size = int(topology.world_size)
         self.node_size = node_size(topology)
         self._pod_fault = pod_fault(topology)
+        # `DMPCollection` is told the size of its pods.
+        self._spans_nodes = sharding_group(topology) is None and self.node_size > int(
+            topology.local_world_size
+        )
         self.on_gpu = is_accelerator(topology.compute_device)
         self.max_columns = MAX_CUDA_COLUMNS if self.on_gpu else sys.maxsize
         self._profiles = profiles or {}
@@ -310,16 +314,40 @@ class TableReader:
                 f"a cache needs a load_factor above 0 and below 1, got {load:g}. "
                 "Change it in cache_params, or allow kernels without a cache"
             )
-        samples = self.facts(option).module.batch_sizes - {option.batch_size}
-        if samples and option.sharding_type == _GRID and not grids_vary_batches():
+        if option.sharding_type in NODE_TYPES and self._pod_fault:
+            return self._pod_fault
+        if option.sharding_type == _GRID and (fault := self._grid_fault(option)):
+            return fault
+        return codec_fault(option)
+
+    def _grid_fault(self, option: ShardingOption) -> str | None:
+        """Return why TorchRec cannot run a grid, or not build its optimizer state.
+
+        TorchRec counts the blocks of a grid by the ranks of a node, and takes a shard
+        with all rows of its table for a column-wise one.
+        """
+        facts, (rows, width) = self.facts(option), option.tensor.shape
+        samples = facts.module.batch_sizes - {option.batch_size}
+        if samples and not grids_vary_batches():
             return (
                 "before torchrec 1.9 grid_shard takes one batch size for all features "
                 f"of a module; batch_sizes has {min(samples):g} beside "
                 f"{option.batch_size}. Allow other sharding types"
             )
-        if option.sharding_type in NODE_TYPES and self._pod_fault:
-            return self._pod_fault
-        return codec_fault(option)
+        first = option.shards[0].size
+        if not facts.state_bytes[1] or int(first[1]) == int(width):
+            return None
+        if self._spans_nodes:
+            where = f"in pods of {self.node_size} ranks on several nodes"
+        elif int(first[0]) == int(rows) and self.node_size > 1:
+            where = "if one rank of a node holds all rows"
+        else:
+            return None
+        return (
+            f"TorchRec cannot build the state per row of {facts.optimizer} for grid "
+            f"shards of {int(first[1])} of {int(width)} columns {where}. Allow other "
+            f"sharding types, or set min_partition to {int(width)}"
+        )
 
     def _is_weighted(self, option: ShardingOption) -> bool:
         """Whether lookups have weights, from the input or a feature processor.
