@@ -156,17 +156,38 @@ def test_sequence_tables_are_not_replicated_on_cpus() -> None:
 
 
 def test_tables_of_another_device_group_are_left_out() -> None:
-    model = nn.ModuleDict({"here": bags(bag_config(0)), "there": bags(bag_config(1))})
+    here, there = bags(bag_config(0)), bags(bag_config(1))
+    model, both = nn.ModuleDict({"a": here, "b": there}), bags(*map(bag_config, (0, 1)))
+    sharders = get_default_sharders()
+
+    def told(name: str, group: str, device: str) -> Any:
+        text = (
+            f"tables '{name}' are not in the plan: .* device_group '{group}'.*{device}"
+        )
+        return pytest.warns(UserWarning, match=text)
+
     constraints = by_table(device_group=["cuda", "cpu"])
     planner = make_planner(2, "cuda", constraints=constraints)
-    if TORCHREC < (1, 7):
-        assert set(planner.plan(model, get_default_sharders()).plan) == {"here"}
-        return
-    # TorchRec wants every module in every plan, and names those left out.
-    with pytest.raises(PlannerError, match="there"):
-        planner.plan(model, get_default_sharders())
-    plan, _ = plan_of(bags(bag_config(0), bag_config(1)), constraints=constraints)
-    assert set(plan.plan[""]) == {"t0"}
+    with told("t1", "cpu", "cuda"):
+        assert set(planner.plan(both, sharders).plan[""]) == {"t0"}
+    assert [n.code for n in last_result(planner).notes] == ["unsharded"]
+    with told("t0", "cuda", "cpu"):
+        plan = make_planner(2, constraints=constraints).plan(both, sharders)
+    assert set(plan.plan[""]) == {"t1"}
+    with told("b.t1", "cpu", "cuda"):
+        if TORCHREC < (1, 7):
+            assert set(planner.plan(model, sharders).plan) == {"a"}
+        else:
+            # TorchRec wants every module in every plan, and names those left out.
+            with pytest.raises(PlannerError, match="'b'"):
+                planner.plan(model, sharders)
+    # By path, and with no table left.
+    constraints = {"a/t0": ParameterConstraints(device_group="gpu")}
+    planner = make_planner(2, "cuda", constraints=constraints)
+    model = nn.ModuleDict({"a": here})
+    with told("a.t0", "gpu", "cuda"):
+        plan = planner.plan(model, sharders)
+    assert not plan.plan
 
 
 def test_constraints_of_a_given_enumerator_are_kept() -> None:

@@ -29,12 +29,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.checks import table_paths, unsharded_tables
+from torchrec_neuroshard.planner.checks import ELSEWHERE, table_paths, unsharded_tables
 from torchrec_neuroshard.planner.greedy import without
 from torchrec_neuroshard.planner.topology import default_topology
-
-ELSEWHERE = "dynamicemb"
-"""`device_group` of dynamic tables: TorchRec plans no device of this name."""
 
 _KEY, _DIGEST, _SCORE, _REFERENCES, _BUCKET_SIZE = 8, 1, 8, 4, 4
 """Bytes of a slot's parts, and of a bucket, in dynamicemb's `ScoredHashTable`."""

@@ -27,7 +27,11 @@ from torchrec_neuroshard.planner.option_facts import (
     TABLE_MODULES,
     table_configs,
 )
-from torchrec_neuroshard.planner.table_keys import table_keys, unknown_table
+from torchrec_neuroshard.planner.table_keys import (
+    constraint_on,
+    table_keys,
+    unknown_table,
+)
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
 KNOWN_VALUES: Mapping[str, Collection[str]] = {
@@ -35,6 +39,9 @@ KNOWN_VALUES: Mapping[str, Collection[str]] = {
     "compute_kernels": [k.value for k in EmbeddingComputeKernel],
 }
 """Field of TorchRec's constraints -> its possible values."""
+ELSEWHERE = "dynamicemb"
+"""`device_group` of tables that `contrib.dynamicemb` plans: TorchRec plans no device of
+this name."""
 _NUMBERS = ("pooling_factors", "num_poolings", "batch_sizes")
 """Fields with one number per feature."""
 
@@ -189,6 +196,32 @@ def unsharded_notes(
         f"{type(module.get_submodule(path)).__name__}. Pass a sharder for exactly this "
         "class; a base class's does not match"
         for path, tables in sorted(unsharded_tables(module, sharders).items())
+    )
+    return tuple(Note("unsharded", text) for text in texts)
+
+
+def left_out_notes(
+    module: nn.Module,
+    sharders: Iterable[ModuleSharder[Any]],
+    constraints: Mapping[str, ParameterConstraints],
+    compute_device: str,
+) -> tuple[Note, ...]:
+    """Return notes on tables that constraints keep on other devices.
+
+    TorchRec silently leaves them out of its plans.
+    """
+    elsewhere: dict[str, list[str]] = {}
+    for path, config in table_paths(module, sharders):
+        constraint = constraint_on(constraints, path, config.name)
+        group = constraint.device_group if constraint else None
+        if group and group not in (compute_device, ELSEWHERE):
+            name = f"{path}.{config.name}" if path else config.name
+            elsewhere.setdefault(group, []).append(name)
+    texts = (
+        f"tables {quoted(tables)} are not in the plan: their constraints have "
+        f"device_group '{group}', and the plan is for '{compute_device}' devices. "
+        "Leave device_group out, or add their entries from a plan for those devices"
+        for group, tables in sorted(elsewhere.items())
     )
     return tuple(Note("unsharded", text) for text in texts)
 

@@ -26,6 +26,7 @@ from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import (
     check_kind,
     check_profiles,
+    left_out_notes,
     unmatched_constraints,
     unsharded_notes,
 )
@@ -350,6 +351,9 @@ class DescribesPlans(LoadsPlans):
         check_profiles(module, self._profiles)
         notes = (
             *unsharded_notes(module, sharders),
+            *left_out_notes(
+                module, sharders, self.constraints, self.topology.compute_device
+            ),
             *unmatched_constraints(module, sharders, self.constraints),
         )
         for note in notes:
