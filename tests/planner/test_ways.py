@@ -14,6 +14,7 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
 
 from tests.builders import (
+    analytic,
     bag_sharders,
     by_table,
     cost_of,
@@ -34,8 +35,12 @@ from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import torchrec_plan
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.partitioner import SearchLog, SearchRecord
+from torchrec_neuroshard.planner.proposer import NeuroShardProposer
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import topology_for
+from torchrec_neuroshard.planner.ways import FreeOption, node_ranks
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
 from torchrec_neuroshard.tables.table import MAX_CUDA_COLUMNS
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -121,6 +126,33 @@ def test_tables_join_the_stage_of_one_that_must_be_in_one_node() -> None:
     planner = make_planner(3, "cuda", constraints=constraints)
     plan = planner.plan(make_ebc([(5000, 64)] * 3), bag_sharders())
     assert set(types_of(plan).values()) == {"table_column_wise"}
+
+
+@pytest.mark.parametrize("num_nodes", [2, 16])
+def test_a_way_is_proposed_once(num_nodes: int) -> None:
+    """Also after the proposal that adds the withheld kernels."""
+    topology, limits = gpus(2 * num_nodes, 2), each(2, "table_column_wise")
+    enumerator = NeuroShardEnumerator(topology, 64, limits, **analytic())
+    proposer = NeuroShardProposer(topology, limits, **analytic())
+    options = enumerator.enumerate(make_ebc([(1000, 64)] * 2), bag_sharders())
+    proposer.load(options, enumerator)
+    kernels: list[set[str]] = []
+    while (proposal := proposer.propose()) is not None:
+        for option in proposal:
+            ways = [
+                (
+                    o.sharding_type,
+                    o.compute_kernel,
+                    o.cache_params and o.cache_params.load_factor,
+                    node_ranks(o, proposer.costs.reader),
+                    tuple(tuple(s.size) for s in sample_shards(o)),
+                )
+                for o in FreeOption.ways_of(option)
+            ]
+            assert len(ways) == len(set(ways))
+            kernels.append({way[1] for way in ways})
+        proposer.feedback(partitionable=False)
+    assert "fused_uvm_caching" in kernels[2]
 
 
 def test_a_grid_has_no_more_blocks_than_nodes() -> None:

@@ -120,10 +120,12 @@ class NeuroShardProposer(CostedPart, Proposer):
                 others += other_grids(option, reader, least)
                 others += other_caches(option, reader)
             self._enumerator.populate_estimates(others)
+        added: dict[str, list[ShardingOption]] = {}
         for option in (*options, *others):
             self._by_table.setdefault(option.fqn, []).append(option)
-        for number, own in enumerate(self._by_table.values()):
-            known = [o for o in own if self.costs.reader.has_cost(o)]
+            added.setdefault(option.fqn, []).append(option)
+        for number, (table, own) in enumerate(self._by_table.items()):
+            known = [o for o in added.get(table, ()) if self.costs.reader.has_cost(o)]
             own += [c for o in known for c in on_nodes(o, self.costs.reader, number)]
 
     def _split_sequences(
