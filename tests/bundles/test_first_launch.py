@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from tests.builders import (
     META,
@@ -35,7 +35,10 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.measure.clock import Measurement
 from torchrec_neuroshard.measure.sets import SampledSet
+from torchrec_neuroshard.planner import first_launch as launches
+from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.first_launch import FirstLaunch
+from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
 
 SHARDS = make_tables([16, 8, 16, 64, 32], rows=[500, 500, 900, 10**8, 100])
@@ -126,6 +129,47 @@ def test_without_measuring_the_estimate_is_used_with_a_warning() -> None:
         with pytest.raises(ConfigError, match=message):
             FirstLaunch(planner.costs, cost_model, calibrate)
     assert FirstLaunch(planner.costs, "auto", 0).seconds == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:no cost model was measured")
+def test_bundles_of_other_devices_are_no_reason_to_list_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor to warn, unless the planner was told to measure; then once."""
+    monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "cache"))
+    key = cache.CacheKey(
+        device="another",
+        device_type="cuda",
+        world_size=2,
+        local_world_size=2,
+        optimizers=("sgd",),
+        data_types=("fp32",),
+    )
+    cache.store(SHIPPED, key, created="2026-01-01T00:00:00+00:00", seconds=1.0)
+    assert cache.entries()
+    listed, listings = NeuroShardEnumerator.enumerate, []
+
+    def note(*given: Any, **named: Any) -> Any:
+        listings.append(given)
+        return listed(*given, **named)
+
+    monkeypatch.setattr(NeuroShardEnumerator, "enumerate", note)
+    monkeypatch.setattr(launches, "current_device_name", {"cpu": "one"}.get)
+    model, card = bags(bag_config(0, 100, 16), device=META), topology_for("h100")
+    for topology in (Topology(2, "cpu"), card):
+        planner = make_planner(topology=topology, cost_model="auto", comms_model=None)
+        notes = planner.costs.notes
+        for _ in range(2):
+            planner.plan(model, bag_sharders())
+        assert planner.costs.notes == notes
+    assert len(listings) == 4
+    planner = make_planner(topology=card, cost_model="measure", comms_model=None)
+    notes = planner.costs.notes
+    with pytest.warns(UserWarning, match="failed .this machine has no cuda device"):
+        planner.plan(model, bag_sharders())
+    planner.plan(model, bag_sharders())
+    assert len(planner.costs.notes) == len(notes) + 1
+    assert len(listings) == 6
 
 
 def test_disturbed_sets_are_measured_again_later(

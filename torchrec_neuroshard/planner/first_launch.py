@@ -124,10 +124,12 @@ class FirstLaunch:
 
         With `cost_model="measure"`, measure here if the cache has none.
         """
-        if self._is_done:
+        is_here = self._device() is not None
+        if self._is_done or not (is_here or self._must):
             return
         options = functools.cache(options)
         try:
+            self._is_done = not is_here  # it never will be
             if self._find(options) or not self._must:
                 return
             self._is_done = True
@@ -153,8 +155,7 @@ class FirstLaunch:
             return
         topology, options = self._costs.topology, functools.cache(options)
         try:
-            is_here = current_device_name(topology.compute_device) is not None
-            if pg.size() != int(topology.world_size) or not is_here:
+            if pg.size() != int(topology.world_size) or self._device() is None:
                 return
             with contextlib.ExitStack() as locked:
                 request = self._wanted(options, pg, locked)
@@ -212,7 +213,7 @@ class FirstLaunch:
 
     def _find(self, options: Options) -> bool:
         """Use a bundle from the cache if one fits these tables and this device."""
-        if not cache.entries():
+        if cache.find(self._key([])) is None:  # none for this device
             return False
         entry = cache.find(self._key(list(self._shards(options()))))
         if entry is None:
@@ -221,9 +222,12 @@ class FirstLaunch:
         self._is_done = True
         return True
 
+    def _device(self) -> str | None:
+        """Return the name of this machine's device; None if it has none."""
+        return current_device_name(self._costs.topology.compute_device)
+
     def _key(self, shards: Sequence[TableConfig]) -> CacheKey:
-        topology = self._costs.topology
-        device = current_device_name(topology.compute_device)
+        topology, device = self._costs.topology, self._device()
         if device is None:
             raise ConfigError(f"this machine has no {topology.compute_device} device")
         world_size = int(topology.world_size)
