@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
     FixedSearcher,
+    analytic,
     bag_sharders,
     each,
     entries_of,
@@ -26,6 +28,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard import PlacementConstraints
 from torchrec_neuroshard.errors import ConfigError, PlacementError
+from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.plans.plan_files import PlanMismatchError, load_plan, save_plan
 from torchrec_neuroshard.plans.replan import replan
 
@@ -226,6 +229,31 @@ def test_names_mean_tables_of_a_module() -> None:
     assert held["user.t0"] == held["item.t1"]
     assert set(held["item.t0"]) < {1, 2} > set(held["user.t0"])
     assert set(held["item.t0"]).isdisjoint(held["user.t0"])
+
+
+def test_memory_for_pinned_tables_is_that_of_these_tables_alone() -> None:
+    """Tables may leave device memory only where it is scarce."""
+    model = nn.ModuleDict({"a": make_ebc([(100, 64)]), "b": make_ebc([(3000, 64)])})
+    topology = gpus(8, hbm_cap=10_000 * 64 * 4)
+
+    def kernels(**placement: Any) -> set[str]:
+        rules = PlacementConstraints(**placement)
+        enumerator = NeuroShardEnumerator(topology, 64, placement=rules, **analytic())
+        options = enumerator.enumerate(model, bag_sharders())
+        return {o.compute_kernel for o in options if not o.compute_kernel == "dense"}
+
+    assert kernels(pin={"a.t0": [0]}) == kernels(pin={"a/t0": [0]}) == {"fused"}
+    for pin in ({"t0": [0]}, {"a.t0": [0], "b/t0": [0]}):
+        assert len(kernels(pin=pin)) > 1
+
+
+def test_ten_thousand_pins_are_matched_at_once() -> None:
+    pin = {f"ebc.t{i}": [i % 8] for i in range(10_000)}
+    rules = PlacementConstraints(pin=pin)
+    enumerator = NeuroShardEnumerator(gpus(8), 64, placement=rules, **analytic())
+    begin = time.process_time()
+    enumerator._short_of_memory({("ebc", f"t{i}"): 64 for i in range(10_000)})
+    assert time.process_time() - begin < 2  # for each pin and table: 12 s and more
 
 
 def test_plan_files_and_moves_satisfy_constraints(tmp_path: Path) -> None:

@@ -52,7 +52,11 @@ from torchrec_neuroshard.planner.spread_options import (
     without_estimates,
 )
 from torchrec_neuroshard.planner.stored_options import with_chosen
-from torchrec_neuroshard.planner.table_keys import ModuleConstraints, constraint_on
+from torchrec_neuroshard.planner.table_keys import (
+    ModuleConstraints,
+    constraint_on,
+    table_keys,
+)
 from torchrec_neuroshard.planner.ways import is_placeable, useful_ways
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.sharding_types import (
@@ -208,7 +212,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._sharders = sharders_by_type(sharders)
         known: dict[str, bool] = {}
         self._wide = set()
-        sizes: list[tuple[str, int]] = []
+        sizes: dict[tuple[str, str], int] = {}
         for path, config in table_paths(module, sharders):
             constraint = constraint_on(self._constraints.given, path, config.name)
             group = constraint.device_group if constraint else None
@@ -216,28 +220,31 @@ class NeuroShardEnumerator(HookedEnumerator):
                 continue  # the constraint keeps the table on other devices
             modelled = is_modelled_config(config)
             known[config.name] = known.get(config.name, True) and modelled
-            size = 4 * config.num_embeddings * config.embedding_dim
-            sizes.append((config.name, size))
+            sizes[path, config.name] = 4 * config.num_embeddings * config.embedding_dim
             if modelled and config.embedding_dim > self._reader.max_columns:
                 self._wide.add(config.name)
         self._modelled = {name for name, modelled in known.items() if modelled}
         self._offloadable = self._short_of_memory(sizes) if self._on_gpus else set()
         options: list[ShardingOption] = super().enumerate(module, sharders)
         has = sum(d.storage.hbm + d.storage.ddr for d in self._topology.devices)
-        if sum(size for _, size in sizes) <= 4 * has:  # else they never fit anyway
+        if sum(sizes.values()) <= 4 * has:  # else they never fit anyway
             options = self._that_run(options, known)
         self.listed = options
         if self.memory is None or not self.memory.is_lenient:
             self.first_listed = options
         return list(options)
 
-    def _short_of_memory(self, sizes: Sequence[tuple[str, int]]) -> set[str]:
+    def _short_of_memory(self, sizes: Mapping[tuple[str, str], int]) -> set[str]:
         """Return the names of tables for which device memory is scarce.
 
         Args:
-            sizes: Name and weight bytes of every table.
+            sizes: Module path and name of every table -> its weight bytes.
         """
         placement = self._placement
+        meant: dict[str, list[int]] = {}
+        for (path, name), size in sizes.items():
+            for key in table_keys(path, name):
+                meant.setdefault(key, []).append(size)
         caps = {
             d.rank: d.storage.hbm
             for d in self._topology.devices
@@ -245,14 +252,14 @@ class NeuroShardEnumerator(HookedEnumerator):
         }
         pinned: dict[tuple[int, ...], list[int]] = {}
         for name, ranks in placement.pin.items():
-            pinned.setdefault(tuple(ranks), []).extend(_sizes_of(name, sizes))
-        needs = [([size for _, size in sizes], list(caps.values()))]
+            pinned.setdefault(tuple(ranks), []).extend(meant.get(name, ()))
+        needs = [([*sizes.values()], list(caps.values()))]
         needs += [
             (own, [caps[r] for r in ranks if r in caps])
             for ranks, own in pinned.items()
         ]
         needs += [
-            ([sum(sum(_sizes_of(n, sizes)) for n in names)], list(caps.values()))
+            ([sum(sum(meant.get(n, ())) for n in names)], list(caps.values()))
             for names in placement.together
         ]
         # Count weights and as many bytes of optimizer state.
@@ -263,10 +270,10 @@ class NeuroShardEnumerator(HookedEnumerator):
         if not any(scarce):
             return set()
         total, room = (sum(part) for part in needs[0])
-        small = max(caps.values()) * _SMALL_SHARE / 2
+        small = max(caps.values(), default=0) * _SMALL_SHARE / 2
         if any(scarce[1:]) or 2 * total > _NEARLY_ALL * room:
             small = 0.0
-        return {name for name, size in sizes if size > small}
+        return {name for (_, name), size in sizes.items() if size > small}
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Set storage and perf of all shards.
@@ -377,12 +384,3 @@ class NeuroShardEnumerator(HookedEnumerator):
             return [_FUSED]
         kept = set(kernels) if asked else OFFLOADED_KERNELS | {_FUSED}
         return [k for k in kernels if k in kept]
-
-
-def _sizes_of(name: str, sizes: Sequence[tuple[str, int]]) -> list[int]:
-    """Return the bytes of all tables that `name`, with or without module, matches."""
-    return [
-        size
-        for known, size in sizes
-        if name == known or name.endswith((f".{known}", f"/{known}"))
-    ]
