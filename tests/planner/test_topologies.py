@@ -131,6 +131,12 @@ def test_ranks_are_split_into_nodes(
         ({"num_nodes": 0}, "num_nodes must be above 0 and finite, got 0"),
         ({"memory_gb": float("nan")}, "memory_gb must be above 0 and finite, got"),
         ({"world_size": 0}, "world_size must be above 0 and finite, got 0"),
+        ({"card": 3}, "unknown card 3"),
+        ({"world_size": 2.5}, "world_size must be a whole number, got 2.5"),
+        ({"world_size": True}, "world_size must be a whole number, got True"),
+        ({"num_nodes": "2"}, "num_nodes must be above 0 and finite, got '2'"),
+        ({"memory_gb": "80"}, "memory_gb must be above 0 and finite, got '80'"),
+        ({"host_memory_gb": -1}, "host_memory_gb must be above 0 and finite, got -1"),
         (
             {"world_size": 12},
             "12 ranks do not fill whole nodes of 8; take 8 or 16 ranks, or change",

@@ -147,6 +147,10 @@ def count_profile(ids: np.ndarray, batch_size: int) -> FeatureProfile:
     )
 
 
+FLOATS, ONES = torch.tensor([1.5, 2.0]), torch.tensor([1, 1])
+MINUS = torch.tensor([3, -1])
+
+
 def jagged(
     bags: dict[str, list[list[int]]], weights: bool = False
 ) -> KeyedJaggedTensor:
@@ -198,6 +202,16 @@ def test_inputs_match_a_count_by_hand() -> None:
         ([jagged({"a": [[1]]}), jagged({"b": [[1]]})], r"\['a', 'b'\]"),
         ([jagged({"a": []})], "feature 'a' has no samples"),
         (jagged({"a": [[1]]}), r"Pass \[batch\]"),
+        (None, r"got one NoneType\. Pass \[batch\]"),
+        ([3], "batch 0 is a int, not a KeyedJaggedTensor"),
+        (
+            [KeyedJaggedTensor(["a"], FLOATS, lengths=ONES)],
+            "'a' of batch 0 has ids of type fl",
+        ),
+        (
+            [KeyedJaggedTensor(["a"], ONES, lengths=MINUS)],
+            "'a' of batch 0 .*lengths from -1",
+        ),
     ],
 )
 def test_bad_profiles_and_inputs_are_refused(given: Any, value: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -94,10 +95,11 @@ class DenseMs:
         """
         if isinstance(given, DenseMs):
             return given
-        total = float(given or 0.0)
-        if not 0 <= total < math.inf:  # nan is neither
+        total = given or 0.0
+        is_number = isinstance(total, numbers.Real)
+        if not (is_number and 0 <= total < math.inf):
             raise ConfigError(
-                f"dense_ms must be finite and at least 0 [ms], got {given}"
+                f"dense_ms must be finite and at least 0 [ms], got {given!r}"
             )
         return DenseMs(forward=total / 3, backward=total - total / 3)
 

@@ -98,10 +98,11 @@ def card_named(name: str) -> GpuCard:
         ConfigError: No card has this name.
     """
     try:
-        return GPU_CARDS[name.lower()]
+        return GPU_CARDS[str(name).lower()]
     except KeyError:
         raise ConfigError(
-            f"unknown card '{name:.60}'; {suggestion(name, GPU_CARDS, 'cards')} Known "
-            f"cards: {', '.join(GPU_CARDS)}. For another card, name the most similar "
+            f"unknown card {name!r:.60}; "
+            f"{suggestion(str(name), GPU_CARDS, 'cards')} Known cards: "
+            f"{', '.join(GPU_CARDS)}. For another card, name the most similar "
             "one and pass your card's own figures"
         ) from None

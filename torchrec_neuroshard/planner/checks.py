@@ -7,6 +7,7 @@ on, as in TorchRec.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,8 +15,14 @@ from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
-from torchrec.distributed.types import ModuleSharder, ShardingType
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.distributed.types import (
+    BoundsCheckMode,
+    CacheParams,
+    KeyValueParams,
+    ModuleSharder,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.schedules import PREFETCHING
@@ -44,6 +51,16 @@ ELSEWHERE = "dynamicemb"
 this name."""
 _NUMBERS = ("pooling_factors", "num_poolings", "batch_sizes")
 """Fields with one number per feature."""
+_KINDS: Mapping[str, type] = {
+    "cache_params": CacheParams,
+    "bounds_check_mode": BoundsCheckMode,
+    "output_dtype": DataType,
+    "device_group": str,
+    "key_value_params": KeyValueParams,
+}
+"""Field -> the class of its value."""
+_FLAGS = ("is_weighted", "enforce_hbm", "stochastic_rounding", "use_virtual_table")
+_MAX_BATCH = 2**31 - 1
 
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
@@ -71,25 +88,17 @@ def check_constraints(
         prefetches: Whether the pipeline prefetches into caches.
 
     Raises:
-        ConfigError: A number is below 0 or not finite, a field is not a list,
+        ConfigError: A field has a value that TorchRec does not know or cannot use,
             `enforce_hbm` contradicts the kernels, a cache's settings contradict
             prefetching, or a value is not `ParameterConstraints`.
     """
+    check_kind("constraints", constraints, Mapping)
     for name, constraint in constraints.items():
+        check_kind("a table's name in constraints", name, str)
         where = f"constraints of table '{name}'"
         check_kind(where, constraint, ParameterConstraints)
-        for field in (*_NUMBERS, *KNOWN_VALUES):
-            values = getattr(constraint, field)
-            if isinstance(values, str | float | int):
-                raise ConfigError(
-                    f"{where}: {field} is {values!r}, not a list; pass [{values!r}]"
-                )
-            for value in values or () if field in _NUMBERS else ():
-                if not 0 <= value < math.inf:  # nan is neither
-                    raise ConfigError(
-                        f"{where}: {field} has {value}; pass finite numbers of at "
-                        "least 0, or leave the list out"
-                    )
+        for fault in _field_faults(constraint):
+            raise ConfigError(f"{where}: {fault}")
         kernels, params = set(constraint.compute_kernels or ()), constraint.cache_params
         if constraint.enforce_hbm and kernels and kernels <= OFFLOADED_KERNELS:
             raise ConfigError(
@@ -106,6 +115,75 @@ def check_constraints(
                 f"but pipeline_type {PREFETCHING} prefetches into caches, which FBGEMM "
                 "supports only with LRU; change one of them"
             )
+
+
+def _field_faults(constraint: ParameterConstraints) -> Iterator[str]:
+    """Yield what is wrong with single fields of a constraint."""
+    for field in (*_NUMBERS, *KNOWN_VALUES, "feature_names"):
+        values = getattr(constraint, field)
+        if isinstance(values, str | float | int):
+            yield f"{field} is {values!r}, not a list; pass [{values!r}]"
+        elif isinstance(values, Mapping) or (
+            values is None and field == "pooling_factors"
+        ):
+            yield f"{field} is {values!r:.60}; pass a list, or leave it out"
+        for value in () if values is None else values:
+            if field in _NUMBERS and not _is_amount(value):
+                yield (
+                    f"{field} has {value!r:.60}; pass finite numbers of at least 0, or "
+                    "leave the list out"
+                )
+            if field in KNOWN_VALUES and value not in KNOWN_VALUES[field]:
+                near = suggestion(
+                    str(value), KNOWN_VALUES[field], field.replace("_", " ")
+                )
+                yield f"{field} has {value!r:.60}, which TorchRec does not know; {near}"
+    least = constraint.min_partition
+    is_whole = isinstance(least, numbers.Integral) and _is_count(least)
+    if least is not None and not is_whole:
+        yield (
+            f"min_partition is {least!r:.60}; pass the columns of the narrowest shard, "
+            "a whole number of at least 1, or leave it out"
+        )
+    for field, kind in _KINDS.items():
+        value = getattr(constraint, field)
+        if value is not None and not isinstance(value, kind):
+            yield f"{field} is {value!r:.60}; pass a {kind.__module__}.{kind.__name__}"
+    for field in _FLAGS:
+        if getattr(constraint, field) not in (None, False, True):
+            yield f"{field} is {getattr(constraint, field)!r:.60}; pass True or False"
+    params = constraint.cache_params
+    load = params.load_factor if isinstance(params, CacheParams) else None
+    if load is not None and not _is_amount(load):
+        yield f"cache_params has load_factor {load!r:.60}; pass a share of the rows"
+
+
+def _is_amount(value: Any) -> bool:
+    """Whether a value is a finite number of at least 0."""
+    try:
+        return not isinstance(value, str) and 0 <= float(value) < math.inf
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a value is a whole number of at least 1; True is none."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and _is_amount(value) and value >= 1 and value == int(value)
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Check the samples per rank.
+
+    Raises:
+        ConfigError: It is not a whole number that kernels can count.
+    """
+    check_kind("batch_size", batch_size, numbers.Real)
+    if not _is_count(batch_size) or batch_size > _MAX_BATCH:
+        raise ConfigError(
+            f"batch_size is {batch_size}: pass the samples per rank, a whole number "
+            f"from 1 to {_MAX_BATCH:,}"
+        )
 
 
 def table_paths(

@@ -433,9 +433,14 @@ def sharders_by_type(
     """Return module type, as in TorchRec's options -> its sharder.
 
     Raises:
-        ConfigError: An item is not a sharder.
+        ConfigError: An item is not a sharder, or there is no list of them.
     """
     found = {}
+    if not isinstance(sharders, Iterable):
+        raise ConfigError(
+            f"sharders is {sharders!r:.80}: pass a list of sharders, for example "
+            "get_default_sharders()"
+        )
     for number, sharder in enumerate(sharders):
         if isinstance(sharder, type) or not is_sharder(sharder):
             raise ConfigError(

@@ -19,6 +19,7 @@ from torchrec_neuroshard.costs.placement_rules import (
     quoted,
 )
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.checks import check_kind
 from torchrec_neuroshard.planner.option_facts import (
     table_name,
 )
@@ -64,6 +65,9 @@ class PlacementConstraints:
     """Ranks that hold no tables."""
 
     def __post_init__(self) -> None:
+        check_kind("pin", self.pin, Mapping)
+        for name in self.pin:
+            check_kind("a table's name in pin", name, str)
         pin = {name: _ranks(r, f"pin['{name}']") for name, r in self.pin.items()}
         for name, value in (
             ("pin", pin),
@@ -72,6 +76,18 @@ class PlacementConstraints:
             ("apart", _sets(self.apart, "apart")),
         ):
             object.__setattr__(self, name, value)
+
+    @staticmethod
+    def of(given: PlacementConstraints | None) -> PlacementConstraints:
+        """Return the given constraints; None: there are none.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        if given is None:
+            return PlacementConstraints()
+        check_kind("placement", given, PlacementConstraints)
+        return given
 
     def __bool__(self) -> bool:
         return bool(self.pin or self.together or self.apart or self.forbid_ranks)
@@ -223,8 +239,13 @@ def _each(
 
 def _ranks(value: Any, where: str) -> tuple[int, ...]:
     """Return sorted ranks without repeats."""
-    if isinstance(value, (str, bytes, int)) or not all(
-        isinstance(r, (int, np.integer)) and not isinstance(r, bool) for r in value
+    if (
+        isinstance(value, (str, bytes))
+        or not isinstance(value, Iterable)
+        or not all(
+            isinstance(r, (int, np.integer)) and not isinstance(r, bool) and r >= 0
+            for r in value
+        )
     ):
         raise ConfigError(
             f"{where} takes a list of ranks, for example [0, 1]; got {value!r:.60}"
@@ -235,9 +256,10 @@ def _ranks(value: Any, where: str) -> tuple[int, ...]:
 def _sets(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
     """Return sets of table names, each sorted and without repeats."""
     sets = set()
-    for names in value:
+    for names in value if isinstance(value, Iterable) else [value]:
         if (
             isinstance(names, str)
+            or not isinstance(names, Iterable)
             or not all(isinstance(n, str) for n in names)
             or len(set(names)) < 2
         ):

@@ -21,7 +21,11 @@ from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.models.base import CommsModel, CostModel
-from torchrec_neuroshard.planner.checks import check_constraints, table_paths
+from torchrec_neuroshard.planner.checks import (
+    check_batch_size,
+    check_constraints,
+    table_paths,
+)
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
     enumerator_constraints,
@@ -142,6 +146,8 @@ class NeuroShardEnumerator(HookedEnumerator):
         for_search: bool = False,
         **kwargs: Any,
     ) -> None:
+        check_constraints(constraints or {})
+        check_batch_size(batch_size)
         constraints = dict(constraints) if constraints else None
         self.memory: MemoryModel | None = None
         if estimator is None:
@@ -185,7 +191,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._one_node = topology.intra_group_size >= topology.world_size
         self._offloadable: set[str] = set()
         self._withheld: dict[tuple[str, str], frozenset[str]] = {}
-        self._placement = placement or PlacementConstraints()
+        self._placement = PlacementConstraints.of(placement)
         self._for_search = for_search
         self.listed: Sequence[ShardingOption] = ()
         self.first_listed: Sequence[ShardingOption] = ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import numbers
 import os
 import pickle
 import socket
@@ -105,8 +106,9 @@ class FirstLaunch:
         self._must = name == "measure"
         on_gpu = is_accelerator(costs.topology.compute_device)
         usual = _USUAL_SECONDS if on_gpu or self._must else 0.0
-        seconds = {"auto": usual, "never": 0.0}.get(str(calibrate), calibrate)
-        if isinstance(seconds, str) or not seconds >= 0:
+        seconds: Any = {"auto": usual, "never": 0.0}.get(str(calibrate), calibrate)
+        is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+        if not is_number or not seconds >= 0:
             raise ConfigError(
                 "calibrate must be 'auto', 'never' or a number of seconds, got "
                 f"{calibrate!r}"
@@ -124,12 +126,13 @@ class FirstLaunch:
 
         With `cost_model="measure"`, measure here if the cache has none.
         """
-        is_here = self._device() is not None
-        if self._is_done or not (is_here or self._must):
+        if self._is_done or not (self._must or cache.entries()):
             return
         options = functools.cache(options)
         try:
-            self._is_done = not is_here  # it never will be
+            self._is_done = self._device() is None  # it never will be here
+            if self._is_done and not self._must:
+                return
             if self._find(options) or not self._must:
                 return
             self._is_done = True

@@ -155,7 +155,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     ) -> None:
         super().__init__(topology, constraints, **kwargs)
         self._topology = topology
-        self.placement = placement or PlacementConstraints()
+        self.placement = PlacementConstraints.of(placement)
         self.searcher = make_searcher(search)
         self._enumerator = enumerator
         self.log = SearchLog()

@@ -38,7 +38,7 @@ from torchrec_neuroshard.models.adjusted import (
 )
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.checks import check_constraints
+from torchrec_neuroshard.planner.checks import check_constraints, check_kind
 from torchrec_neuroshard.planner.compat import kernel_settings, pipeline_name
 from torchrec_neuroshard.planner.find_comms import (
     find_comms_model,
@@ -126,11 +126,23 @@ class PlanCosts:
             dense_ms: Time of the rest of the model. None: 0.
 
         Raises:
-            ConfigError: The cost model or pipeline is unknown, or a number in
-                `constraints` or `dense_ms` is impossible.
+            ConfigError: An argument has the wrong type, the cost model or pipeline is
+                unknown, or a value in `constraints` or `dense_ms` is impossible.
             BundleError: The bundle cannot be used.
         """
+        check_kind("topology", topology, Topology)
         check_constraints(constraints or {})
+        for name, value, kind in (
+            ("comms_model", comms_model, CommsModel),
+            ("profiles", profiles, Mapping),
+        ):
+            if value is not None:
+                check_kind(name, value, kind)
+        if not isinstance(cost_model, str | Path | CostModel):
+            raise ConfigError(
+                f"cost_model is {cost_model!r:.60}: pass 'auto', the name or folder of "
+                "a bundle, or a CostModel"
+            )
         self.devices = PlannedDevices.of(topology, cost_model)
         self.topology = topology = self.devices.topology
         self.reader = TableReader(topology, constraints, profiles)
@@ -412,4 +424,6 @@ class CostedPart:
         costs: PlanCosts | None = None,
         **model: Any,
     ) -> None:
+        if costs is not None:
+            check_kind("costs", costs, PlanCosts)
         self.costs = costs or PlanCosts(topology, constraints, **model)

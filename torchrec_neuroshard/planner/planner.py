@@ -40,6 +40,7 @@ from torchrec_neuroshard.models.adjusted import RelievedCommsModel
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import (
+    check_batch_size,
     check_kind,
 )
 from torchrec_neuroshard.planner.compat import (
@@ -246,13 +247,16 @@ class NeuroShardPlanner(DescribesPlans):
         topology = default_topology() if topology is None else topology
         for name, value, kind in (
             ("topology", topology, Topology),
-            ("batch_size", batch_size, numbers.Real),
             ("constraints", constraints, Mapping),
             ("profiles", profiles, Mapping),
             ("placement_constraints", placement_constraints, PlacementConstraints),
+            ("timeout_seconds", timeout_seconds, numbers.Real),
+            ("stash_bytes", stash_bytes, numbers.Real),
         ):
             if value is not None:
                 check_kind(name, value, kind)
+        if batch_size is not None:
+            check_batch_size(batch_size)
         if not constraints and isinstance(enumerator, EmbeddingEnumerator):
             constraints = enumerator_constraints(enumerator)
         constraints = dict(constraints) if constraints else None

@@ -76,7 +76,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         **kwargs: Any,
     ) -> None:
         super().__init__(topology, constraints, **kwargs)
-        self._placement = placement or PlacementConstraints()
+        self._placement = PlacementConstraints.of(placement)
         self._topology = topology
         self._tier = device_tier(topology)
         self._proposal: list[ShardingOption] | None = None

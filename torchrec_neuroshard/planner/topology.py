@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import numbers
 import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -218,12 +219,16 @@ def node_counts(
     Raises:
         ConfigError: A number is not above 0, or they contradict each other.
     """
-    counts = {
+    counts: dict[str, Any] = {
         "world_size": world_size,
         "num_nodes": num_nodes,
         "ranks_per_node": ranks_per_node,
     }
     _check_positive(counts)
+    for name, value in counts.items():
+        is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if value is not None and not is_whole:
+            raise ConfigError(f"{name} must be a whole number, got {value!r}")
     if world_size is None:
         return num_nodes or 1, ranks_per_node or usual
     if num_nodes is None:
@@ -245,10 +250,11 @@ def node_counts(
     return num_nodes, world_size // num_nodes
 
 
-def _check_positive(values: Mapping[str, float | None]) -> None:
+def _check_positive(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} must be above 0 and finite, got {value}")
+        is_number = isinstance(value, numbers.Real)
+        if value is not None and not (is_number and 0 < value < math.inf):
+            raise ConfigError(f"{name} must be above 0 and finite, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -432,8 +432,8 @@ def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
         Feature name -> profile over all samples of the batches.
 
     Raises:
-        ProfileError: There are no batches, a batch is not a KeyedJaggedTensor, or its
-            features differ from the first batch's.
+        ProfileError: There are no batches, a batch is not a KeyedJaggedTensor, its
+            features differ from the first batch's, or its ids are not whole numbers.
     """
     if hasattr(batches, "stride") or not isinstance(batches, Iterable):
         # Iterating over a single batch would yield its keys.
@@ -463,6 +463,13 @@ def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
         for key, jagged in batch.to_dict().items():
             both = jagged.values(), jagged.lengths()
             ids, lengths = (part.detach().cpu().numpy() for part in both)
+            is_whole = not ids.size or np.issubdtype(ids.dtype, np.integer)
+            if not is_whole or (lengths < 0).any():
+                raise ProfileError(
+                    f"feature '{key}' of batch {number} has ids of type {ids.dtype} "
+                    f"and lengths from {lengths.min(initial=0)}; pass whole ids, and "
+                    "lengths of at least 0"
+                )
             found[key].append((ids, lengths))
     if found is None:
         raise ProfileError("profile_inputs got no batches; pass at least one")
