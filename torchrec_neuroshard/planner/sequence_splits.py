@@ -75,8 +75,10 @@ class SequenceSplits:
         for table, own in by_table.items():
             if given := [o for o in own if self._is_splittable(o)]:
                 splits = [s for o in given for s in self._splits(o, is_free(o))]
-                enumerator.populate_estimates(splits)
                 modules.setdefault(own[0].path, {})[table] = splits
+        enumerator.populate_estimates(
+            [s for own in modules.values() for splits in own.values() for s in splits]
+        )
         for path, splits_of in modules.items():
             if narrow:
                 common = set.intersection(
