@@ -417,6 +417,51 @@ def run_small_sequences() -> dict[str, Any]:
     return {"before": before[:, 0].tolist(), "after": after[:, 0].tolist()}
 
 
+class TwoNames(nn.Module):
+    """Looks up two batches in one collection, which it has under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = bags(bag_config(0, 50, 8), bag_config(1, 30, 8), device=CPU)
+        self.items = nn.ModuleList([self.users])
+
+    def forward(self, users: Any, items: Any) -> torch.Tensor:
+        first, second = self.users(users).values(), self.items[0](items).values()
+        return torch.cat([first, second], dim=1)
+
+
+def run_two_names(rank: int) -> dict[str, Any]:
+    """Train a step of a collection that is read twice."""
+    torch.manual_seed(0)
+    model = TwoNames()
+    plain = copy.deepcopy(model)
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    sharders = [BagSharder()]
+    planner = make_planner(dist.get_world_size())
+    plan = planner.collective_plan(model, sharders)
+    sharded = shard_model(model, plan, sharders)
+    batches = [
+        [draw_batch(["f0", "f1"], 6, 30, 2 * r + i) for i in (0, 1)] for r in (0, 1)
+    ]
+    out = sharded(*batches[rank])
+    expected = [plain(*both) for both in batches]
+    off = gap(out, expected[rank])
+    out.sum().backward()
+    (torch.stack([e.sum() for e in expected]).mean()).backward()
+    whole, state = {}, sharded.state_dict()
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            whole[name] = parameter - parameter.grad
+    for _, part, held in local_parts({k: state[k] for k in whole}, whole):
+        off = max(off, gap(part, held))
+    paths = {path: sorted(tables) for path, tables in plan.plan.items()}
+    return {
+        "paths": paths,
+        "off": off,
+        "once": sharded.module.items[0] is sharded.module.users,
+    }
+
+
 def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
     jobs: Jobs = {
         name: functools.partial(run_case, case, rank)
@@ -427,6 +472,7 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
         jobs["subgroup"] = lambda: run_subgroup(rank)
     else:
         jobs["small sequences"] = run_small_sequences
+        jobs["two names"] = lambda: run_two_names(rank)
     return jobs
 
 
@@ -459,6 +505,14 @@ def test_small_sequence_tables_are_looked_up_row_by_row(ranks: Results) -> None:
     for result in ranks(__name__, ONE_NODE, "small sequences"):
         assert result["before"] == [1, 2, 3, 4]
         assert result["after"] == [0, 1, 2, 3]  # gradients are means over the ranks
+
+
+def test_a_collection_under_two_names_is_sharded_and_trained_once(
+    ranks: Results,
+) -> None:
+    for result in ranks(__name__, ONE_NODE, "two names"):
+        assert result["paths"] == {"users": ["t0", "t1"], "items.0": ["t0", "t1"]}
+        assert result["once"] and result["off"] < 1e-5
 
 
 def test_group_with_another_first_rank(ranks: Results) -> None:

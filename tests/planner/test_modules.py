@@ -23,6 +23,7 @@ from torchrec.quant.embedding_modules import (
 )
 
 from tests.builders import (
+    GIB,
     META,
     bag_config,
     bags,
@@ -86,7 +87,7 @@ KINDS: dict[str, tuple[Callable[[], Any], int]] = {
         lambda: bags(bag_config(0, feature_names=[]), *configs()[1:]),
         NUM_TABLES,
     ),
-    "tied": (tied, 2 * NUM_TABLES),
+    "tied": (tied, NUM_TABLES),
     "quantised": (quantised, 0),
     "tower": (lambda: EmbeddingTower(bags(), nn.Linear(3, 3)), 0),
     "no TorchRec module": (
@@ -125,6 +126,42 @@ def test_every_module_that_torchrec_plans(kind: str) -> None:
     if plan.plan:
         assert result is not None and result.fallback is None
         assert result.predicted.critical_path_ms > 0
+
+
+def two_towers() -> Any:
+    tower = EmbeddingTower(bags(bag_config(rows=60_000_000, dim=64)), nn.Linear(3, 3))
+    model = nn.Module()
+    model.tower, model.towers = tower, nn.ModuleList([tower])
+    return model
+
+
+def two_names() -> Any:
+    model = nn.Module()
+    model.one = bags(bag_config(rows=60_000_000, dim=64))
+    model.two = nn.Sequential(nn.ModuleList([model.one]))
+    return model
+
+
+@pytest.mark.parametrize("build", [two_names, two_towers])
+def test_a_module_with_several_names_is_counted_once(build: Callable[[], Any]) -> None:
+    """`DistributedModelParallel` shards it under the first and reuses it."""
+    model = build()
+    planner = make_planner(topology=gpus(2, hbm_cap=16 * GIB, ddr_cap=8 * GIB))
+    plan = planner.plan(model, SHARDERS)
+    places = [
+        (tables["t0"].compute_kernel, tables["t0"].sharding_spec)
+        for tables in plan.plan.values()
+    ]
+    names = [n for n, _ in model.named_modules(remove_duplicate=False)]
+    assert sorted(plan.plan) == sorted(
+        n for n in names if n in ("one", "two.0.0", "tower", "towers.0")
+    )
+    assert all(place == ("fused", places[0][1]) for place in places)
+    first, *_ = [n for n in names if n in plan.plan]
+    report = planner.report()
+    assert [t.table for t in report.tables] == [f"{first}.t0"]
+    assert planner.evaluate(plan, model, SHARDERS).tables == report.tables
+    assert not planner.compare(plan, model, SHARDERS).moves
 
 
 def test_sequences_inside_other_modules_are_priced_as_sequences() -> None:

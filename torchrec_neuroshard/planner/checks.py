@@ -36,6 +36,7 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.table_keys import (
     constraint_on,
+    paths_of,
     table_keys,
     unknown_table,
 )
@@ -253,15 +254,13 @@ def _table_modules(
 ) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield modules with tables in TorchRec's order: path, module, has a sharder."""
     taken = set(sharders_by_type(sharders))
-    queue = [("", module)]
-    while queue:
-        path, child = queue.pop()
-        is_taken = sharder_name(type(child)) in taken
-        if is_taken or isinstance(child, TABLE_MODULES):
-            yield path, child, is_taken
-            continue
-        inner = child.named_children()
-        queue += [(f"{path}.{name}" if path else name, m) for name, m in inner]
+
+    def is_taken(child: nn.Module) -> bool:
+        return sharder_name(type(child)) in taken
+
+    found = paths_of(module, lambda m: is_taken(m) or isinstance(m, TABLE_MODULES))
+    for child, paths in reversed(found.items()):
+        yield paths[0], child, is_taken(child)
 
 
 def unsharded_notes(

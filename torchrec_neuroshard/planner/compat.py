@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,9 +34,12 @@ from torchrec.distributed.planner.types import (
     BasicCommsBandwidths,
     CustomTopologyData,
     DeviceHardware,
+    Perf,
     PlannerError,
     PlannerErrorType,
+    Shard,
     ShardingOption,
+    Storage,
     StorageReservation,
     Topology,
 )
@@ -53,7 +57,7 @@ from torchrec.modules.mc_embedding_modules import (
 from torchrec_neuroshard.costs.schedules import DenseMs, find_schedule
 from torchrec_neuroshard.costs.task import WireCodec
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.table_keys import ModuleConstraints
+from torchrec_neuroshard.planner.table_keys import ModuleConstraints, paths_of
 
 try:
     from torchrec.distributed.planner.provider import DefaultPlannerProvider
@@ -171,19 +175,22 @@ class EnumeratorByModule(EmbeddingEnumerator):
     _constraints: ModuleConstraints
     _path = ""
     """Path of the module whose tables are being listed."""
+    _paths: Mapping[nn.Module, Sequence[str]] = MappingProxyType({})
+    """The paths of each module with a sharder, the first of them first."""
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
         """Return the options of every table, with estimates, like TorchRec's."""
-        paths = {child: path for path, child in module.named_modules()}
+        taken = sharders_by_type(sharders)
+        self._paths = paths_of(module, lambda m: sharder_name(type(m)) in taken)
 
         def announcing(sharder: ModuleSharder[Any]) -> ModuleSharder[Any]:
             """Return a copy that notes which module TorchRec starts to list."""
 
             def shardable_parameters(listed: nn.Module) -> dict[str, nn.Parameter]:
                 found: dict[str, nn.Parameter] = sharder.shardable_parameters(listed)
-                self._path = paths[listed]
+                self._path = self._paths[listed][0]
                 self._constraints.enter(self._path, found)
                 return found
 
@@ -199,6 +206,27 @@ class EnumeratorByModule(EmbeddingEnumerator):
         # costs or optimizers have changed since.
         self._last_stored_module, self._last_stored_search_space = None, options
         return list(options)
+
+    def under_other_paths(
+        self, options: Sequence[ShardingOption]
+    ) -> list[ShardingOption]:
+        """Return copies of placed options for the other paths of their modules.
+
+        The copies cost nothing.
+        """
+        found = []
+        for option in options:
+            module = option.module[1]
+            for path in self._paths.get(module, ()):
+                if path != option.path:
+                    other = copy.copy(option)
+                    other._module = path, module
+                    other.shards = [
+                        Shard(s.size, s.offset, Storage(0, 0), Perf(0, 0, 0, 0), s.rank)
+                        for s in option.shards
+                    ]
+                    found.append(other)
+        return found
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Set storage and perf of all shards, in place."""
@@ -244,6 +272,10 @@ class HookedEnumerator(EnumeratorByModule):
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Set storage and perf of all shards, in place."""
         listed = self._listed
+        if listed is not None:  # a module with several paths is sharded once
+            sharding_options[:] = [
+                o for o in sharding_options if o.path == self._paths[o.module[1]][0]
+            ]
         if listed is not None and self._lists_one_rank:
             self._world_size = self._true_world_size
             sharding_options[:] = [

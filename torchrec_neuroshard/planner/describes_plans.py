@@ -36,6 +36,7 @@ from torchrec_neuroshard.planner.given_plans import (
     copied,
     model_tables,
     placed_options,
+    planned_once,
     table_moves,
 )
 from torchrec_neuroshard.planner.loaded_plans import LoadsPlans
@@ -292,6 +293,7 @@ class DescribesPlans(LoadsPlans):
         own = self._last.plan
         assert own is not None, "report() has raised otherwise"
         theirs = self.evaluate(plan, module, sharders)
+        plan, own = planned_once(plan, module), planned_once(own, module)
         tables, _ = model_tables(plan.plan, module)
         world_size = int(self.topology.world_size)
         return PlanComparison(

@@ -89,6 +89,7 @@ def placed_options(
     Raises:
         PlanFileError: The plan is incomplete or does not fit this model.
     """
+    plan = planned_once(plan, module)
     tables, _ = model_tables(plan.plan, module)
     check_plan(plan, tables, world_size)
     listed: dict[tuple[str, str], list[ShardingOption]] = {}
@@ -147,6 +148,29 @@ def copied(plan: ShardingPlan) -> ShardingPlan:
             for path, module_plan in plan.plan.items()
         }
     )
+
+
+def planned_paths(plan: ShardingPlan, model: nn.Module) -> dict[str, list[str]]:
+    """Return the path under which each module is sharded -> all its paths in a plan.
+
+    `DistributedModelParallel` shards a module once, though a model may have it under
+    several paths.
+
+    Args:
+        plan: A plan.
+        model: The model before `DistributedModelParallel`.
+    """
+    found: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path in plan.plan:
+            found.setdefault(module, []).append(path)
+    return {paths[0]: paths for paths in found.values()}
+
+
+def planned_once(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+    """Return a plan without the other paths of modules; see `planned_paths`."""
+    others = {p for _, *rest in planned_paths(plan, model).values() for p in rest}
+    return ShardingPlan({p: own for p, own in plan.plan.items() if p not in others})
 
 
 def plan_tables(

@@ -375,9 +375,17 @@ class NeuroShardPlanner(DescribesPlans):
         ]
 
     def _select(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """Keep the options of the returned plan. Runs as TorchRec's last callback."""
+        """Keep the options of the returned plan. Runs as TorchRec's last callback.
+
+        Returns:
+            The options. A module that a model has under several paths is planned once,
+            but TorchRec asks for each path: the others get copies that cost nothing.
+        """
         self._selected = options
-        return options
+        listed = self.enumerator
+        if not isinstance(listed, NeuroShardEnumerator):
+            return options
+        return [*options, *listed.under_other_paths(options)]
 
     @nothing_collected()
     def plan(

@@ -8,11 +8,36 @@ module's table only, and wins over the bare name.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 
 from torchrec_neuroshard.errors import suggestion
+
+
+def paths_of(
+    module: nn.Module, is_found: Callable[[nn.Module], bool]
+) -> dict[nn.Module, list[str]]:
+    """Return the modules that are found, and all paths under which a model has each.
+
+    `DistributedModelParallel` shards a module under its first path, and uses the result
+    under its other paths as well. Modules inside a found one do not count.
+
+    Args:
+        module: The model.
+        is_found: Whether a module is one to find.
+    """
+    found: dict[nn.Module, list[str]] = {}
+    queue = [("", module)]
+    while queue:
+        path, child = queue.pop()
+        if is_found(child):
+            found.setdefault(child, []).append(path)
+            continue
+        inner = [*child.named_children()]
+        queue += [(f"{path}.{n}" if path else n, m) for n, m in reversed(inner)]
+    return found
 
 
 def table_keys(path: str, name: str) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ from torchrec_neuroshard.planner.compat import (
 )
 from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.first_launch import from_first
-from torchrec_neuroshard.planner.given_plans import copied
+from torchrec_neuroshard.planner.given_plans import copied, planned_paths
 from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
@@ -210,6 +210,7 @@ class _Job:
         self.costs: PlanCosts = planner.costs
         self.topology = planner.topology
         self._plan = plan
+        self._paths = planned_paths(plan, model)
         check_profiles(model, planner.profiles)
         memory = [d.storage for d in planner.reserve(model, sharders).devices]
         self._options_of = partial(
@@ -371,11 +372,12 @@ class _Job:
                 for offset, width, rank in shards
             ]
             made = to_sharding_plan([option], self.topology).plan[option.path]
-            plan.plan[option.path][option.name] = dataclasses.replace(
-                plan.plan[option.path][option.name],
-                ranks=made[option.name].ranks,
-                sharding_spec=made[option.name].sharding_spec,
-            )
+            for path in self._paths[option.path]:
+                plan.plan[path][option.name] = dataclasses.replace(
+                    plan.plan[path][option.name],
+                    ranks=made[option.name].ranks,
+                    sharding_spec=made[option.name].sharding_spec,
+                )
         return plan
 
     def subset(
