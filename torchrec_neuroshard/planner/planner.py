@@ -93,7 +93,6 @@ from torchrec_neuroshard.planner.topology import (
     check_pods,
     default_topology,
     enough_ranks,
-    pod_fault,
 )
 from torchrec_neuroshard.planner.torchrec_plan import last_resort
 from torchrec_neuroshard.search import make_searcher
@@ -260,9 +259,6 @@ class NeuroShardPlanner(DescribesPlans):
         if not constraints and isinstance(enumerator, EmbeddingEnumerator):
             constraints = enumerator_constraints(enumerator)
         constraints = dict(constraints) if constraints else None
-        fault = pod_fault(topology)
-        if fault and topology.intra_group_size > topology.world_size:
-            raise ConfigError(fault)
         if stash_bytes:
             check_stash_bytes(stash_bytes, topology)
             if not isinstance(enumerator, NeuroShardEnumerator | None):
