@@ -36,7 +36,6 @@ from torchrec_neuroshard.planner import (
 )
 from torchrec_neuroshard.planner.greedy import full_rank
 from torchrec_neuroshard.planner.option_facts import (
-    OFFLOADED_KERNELS,
     is_even,
 )
 from torchrec_neuroshard.planner.reader import (
@@ -139,14 +138,11 @@ def _failed(
 def _never_runs(constraint: Mapping[str, Any]) -> bool:
     """Whether kernels would not do what is asked for, whatever plans say.
 
-    FBGEMM makes no cache of no rows, and with `enforce_hbm` puts those on the device
-    that TorchRec counts in the host's memory.
+    FBGEMM makes no cache of no rows.
     """
     kernels = set(constraint.get("compute_kernels", ()))
     is_cached = "fused_uvm_caching" in kernels
-    is_empty = is_cached and not constraint.get("cache_load_factor", 1.0)
-    is_offloaded = bool(kernels) and kernels <= OFFLOADED_KERNELS
-    return is_empty or (is_offloaded and bool(constraint.get("enforce_hbm")))
+    return is_cached and not constraint.get("cache_load_factor", 1.0)
 
 
 def _compared(

@@ -125,7 +125,7 @@ FOUND = {
     "a cache of no rows, which no kernel in the device's memory has": case(
         "ebc", [table()], {"world_size": 2}, {"t0": {"cache_load_factor": 0.0}}
     ),
-    "rows for the host that must be on the device are refused by name": case(
+    "a kernel for rows on the host that must be on the device": case(
         "ebc",
         [table(rows=1000)],
         {"world_size": 1},

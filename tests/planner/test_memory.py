@@ -142,7 +142,9 @@ def test_row_wise_state_stays_on_the_device_whatever_the_kernel() -> None:
     assert static.cache == pytest.approx(4 * 128 * slots, rel=0.01)
 
 
-def kept_by(optimizer: Any, kernel: str = "fused", **params: Any) -> tuple[int, int]:
+def kept_by(
+    optimizer: Any, kernel: str = "fused", enforce: bool | None = None, **params: Any
+) -> tuple[int, int]:
     """Return the bytes at rest of 100 rows of 16 weights, on device and host."""
     module = make_ebc([(100, 16)])
     fused_params = {"optimizer": optimizer, **params}
@@ -150,7 +152,9 @@ def kept_by(optimizer: Any, kernel: str = "fused", **params: Any) -> tuple[int, 
         fused_params = {}
         for parameter in module.parameters():
             vars(parameter)["_optimizer_classes"] = [optimizer]
-    limits = only(sharding_types=["table_wise"], compute_kernels=[kernel])
+    limits = only(
+        sharding_types=["table_wise"], compute_kernels=[kernel], enforce_hbm=enforce
+    )
     planner: Any = make_planner(2, "cuda", constraints=limits)
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
     [option] = planner.enumerator.enumerate(module, [sharder])
@@ -171,11 +175,12 @@ CORRECTION = {"extra_optimizer_config": tbe.UserEnabledConfigDefinition(True)}
 @pytest.mark.parametrize(
     ("settings", "count"), [({}, 11), (COUNTERS, 11), (CORRECTION, 1)]
 )
-@pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "enforced"])
 def test_optimizer_state_is_what_fbgemm_allocates(
     kernel: str, settings: dict[str, Any], count: int
 ) -> None:
-    location = tbe.EmbeddingLocation.DEVICE
+    location, enforce = tbe.EmbeddingLocation.DEVICE, kernel == "enforced"
+    kernel = "fused_uvm" if enforce else kernel
     if kernel == "fused_uvm":
         location = tbe.EmbeddingLocation.MANAGED
         count -= count > 1  # "none" is for devices alone
@@ -187,24 +192,57 @@ def test_optimizer_state_is_what_fbgemm_allocates(
                 [(100, 16, location, tbe.ComputeDevice.CUDA)],
                 optimizer=optimizer,
                 device=META,
+                enforce_hbm=enforce,
                 **settings,
             )
         except AssertionError:
             continue  # tables are not trained by that
         count -= 1
         tensors = dict(kernels.named_buffers()) | dict(kernels.named_parameters())
-        held = [
-            sum(
-                t.numel() * t.element_size()
-                for t in (tensors.get(f"{name}_{place}", NOTHING) for name in names)
-                if t.numel() >= 100  # one value stands for a state that there is not
-            )
+        # One value stands for a state that there is not.
+        sizes = {
+            f"{name}_{place}": tensor.numel() * tensor.element_size()
+            for name in names
             for place in ("dev", "uvm")
-        ]
+            if (tensor := tensors.get(f"{name}_{place}", NOTHING)).numel() >= 100
+        }
+        host = sum(sizes.get(name, 0) for name in kernels._uvm_tensors_log)
+        held = sum(sizes.values()) - host, host
         classes = [c for c in CLASSES if optimizer_type_to_emb_opt_type(c) == optimizer]
         for name in (optimizer, *classes[: 0 if settings else None]):
-            assert kept_by(name, kernel, **settings) == tuple(held), name
+            assert kept_by(name, kernel, enforce or None, **settings) == held, name
+            if enforce and name == optimizer:
+                shared = {**settings, "enforce_hbm": True}
+                assert kept_by(name, kernel, **shared) == held, name
+                # A constraint goes before the sharder's parameter.
+                assert kept_by(name, kernel, False, **shared) != held, name
     assert count == 0
+
+
+@pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
+def test_rows_that_must_be_on_the_device_are_counted_there(kernel: str) -> None:
+    """FBGEMM keeps the cache beside them."""
+    limits = only(compute_kernels=[kernel], enforce_hbm=True)
+    module = make_ebc([(1_000_000, 64)])
+
+    def plan(hbm_mib: int, **settings: Any) -> Any:
+        planner: Any = make_planner(
+            topology=gpus(1, hbm_cap=hbm_mib * MIB, ddr_cap=GIB),
+            constraints=limits,
+            strict_memory=True,
+            **settings,
+        )
+        planner.plan(module, bag_sharders())
+        return planner
+
+    planner = plan(400)
+    [table] = planner.report().tables
+    [option] = planner.get_selected_options()
+    assert table.host is None and option.shards[0].storage.ddr == 0
+    assert not any(n.code == "host-memory" for n in last_result(planner).notes)
+    assert planner.memory.ranks([option])[0].static.weights == 4 * 64 * 1_000_000
+    with pytest.raises(PlannerError, match="t0"):
+        plan(240)
 
 
 def test_an_unknown_optimizer_is_noted() -> None:

@@ -30,7 +30,6 @@ from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.option_facts import (
-    OFFLOADED_KERNELS,
     TABLE_MODULES,
     table_configs,
 )
@@ -89,9 +88,9 @@ def check_constraints(
         prefetches: Whether the pipeline prefetches into caches.
 
     Raises:
-        ConfigError: A field has a value that TorchRec does not know or cannot use,
-            `enforce_hbm` contradicts the kernels, a cache's settings contradict
-            prefetching, or a value is not `ParameterConstraints`.
+        ConfigError: A field has a value that TorchRec does not know or cannot use, a
+            cache's settings contradict prefetching, or a value is not
+            `ParameterConstraints`.
     """
     check_kind("constraints", constraints, Mapping)
     for name, constraint in constraints.items():
@@ -101,12 +100,6 @@ def check_constraints(
         for fault in _field_faults(constraint):
             raise ConfigError(f"{where}: {fault}")
         kernels, params = set(constraint.compute_kernels or ()), constraint.cache_params
-        if constraint.enforce_hbm and kernels and kernels <= OFFLOADED_KERNELS:
-            raise ConfigError(
-                f"{where}: enforce_hbm is True, but compute_kernels allows only "
-                f"{', '.join(sorted(kernels))}, with rows in host memory; "
-                "allow 'fused', or leave enforce_hbm out"
-            )
         if not prefetches or params is None or (kernels and _CACHING not in kernels):
             continue
         is_lfu = params.algorithm is not None and params.algorithm.name == "LFU"

@@ -38,6 +38,7 @@ from torchrec_neuroshard.models.row_cache import MissCurve
 from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
     cache_load,
+    enforces_hbm,
     has_cache,
     is_dense,
     is_lfu,
@@ -115,11 +116,13 @@ def kernel_factors(option: ShardingOption, reader: TableReader) -> KernelFactors
         return KernelFactors(forward=slowness, backward=slowness, passes=passes)
     if option.compute_kernel in OFFLOADED_KERNELS:
         _bandwidth(option, topology, option.compute_kernel)  # raises if there is none
+        missed, link = _missed(option, reader), topology.hbm_to_ddr_mem_bw
+        if enforces_hbm(option):
+            if missed is None:
+                return KernelFactors()  # it reads its rows as the fused kernel does
+            link = topology.hbm_mem_bw
         return KernelFactors(
-            host=HostRows(
-                gb_per_s=float(topology.hbm_to_ddr_mem_bw) * GB_PER_S,
-                missed=_missed(option, reader),
-            )
+            host=HostRows(gb_per_s=float(link) * GB_PER_S, missed=missed)
         )
     if is_estimated(option):
         slowness = _slowness(option, topology)

@@ -45,14 +45,18 @@ from torchrec_neuroshard.models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.planner.compat import torchrec_pipeline
 from torchrec_neuroshard.planner.kernels import load_factor
 from torchrec_neuroshard.planner.option_facts import (
+    MANAGED_OPTIMIZERS,
     OFFLOADED_KERNELS,
+    STATE_BYTES,
     device_tier,
+    enforces_hbm,
     has_cache,
     is_dense,
     is_fused,
     is_lfu,
     is_pooled,
     output_bytes,
+    reads_host,
 )
 from torchrec_neuroshard.planner.placed import fusion_key
 from torchrec_neuroshard.planner.reader import (
@@ -181,6 +185,8 @@ class _Ways:
     state_bytes: Floats
     """Bytes of optimizer state per weight."""
     row_state_bytes: Floats
+    host_state_bytes: Floats
+    """Bytes of optimizer state per weight in host memory."""
     row_parts: Floats
     """Ranks that share the table's rows."""
     load_factor: Floats
@@ -188,6 +194,7 @@ class _Ways:
     is_pooled: Bools
     is_dense: Bools
     is_offloaded: Bools
+    """Whether the weights are in host memory."""
     is_lfu: Bools
     by_rows: Bools
     by_columns: Bools
@@ -198,8 +205,8 @@ class _Ways:
     def of(cls, options: Sequence[ShardingOption], model: MemoryModel) -> _Ways:
         """Return the figures of options that the model `knows`."""
         rows = [model.way(option) for option in options]
-        columns = np.array(rows, dtype=np.float64).reshape(-1, 16).T
-        return cls(*columns[:9], *(columns[9:] > 0))
+        columns = np.array(rows, dtype=np.float64).reshape(-1, 17).T
+        return cls(*columns[:10], *(columns[10:] > 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +227,8 @@ class _Shards:
     def host_bytes(self) -> Floats:
         """Return the host memory of each shard [bytes], `N`."""
         w, t = self.ways, self.option
-        value = w.element_size[t] + w.state_bytes[t]
-        return np.where(w.is_offloaded[t], value * self.rows * self.width, 0.0)
+        value = w.element_size[t] * w.is_offloaded[t] + w.host_state_bytes[t]
+        return value * self.rows * self.width
 
     def static(self, cache_width_N: Ints) -> Floats:
         """Return each shard's device memory at rest [bytes], `N x 4`; see `_STATIC`.
@@ -230,7 +237,7 @@ class _Shards:
             cache_width_N: Columns of the cache in each shard's kernel.
         """
         w, t, rows = self.ways, self.option, self.rows
-        values = rows * self.width
+        values, state = rows * self.width, w.state_bytes[t] - w.host_state_bytes[t]
         weights = values * w.element_size[t]
         dense, on_device = w.is_dense[t], ~w.is_offloaded[t]
         row_state = rows * w.row_state_bytes[t]
@@ -241,7 +248,7 @@ class _Shards:
                 # Replicated tables also need a gradient bucket of the same size.
                 np.where(on_device, weights * np.where(dense, 2, 1), 0),
                 # Tables in host memory also keep their row state on the device.
-                np.where(on_device, values * w.state_bytes[t], 0) + row_state,
+                values * state + row_state,
                 has_cache * self.slots * cache_width_N * w.element_size[t],
                 has_cache * (4 * rows + 8 * self.slots + 8 * ages),
             ],
@@ -292,7 +299,10 @@ class MemoryModel:
         local, world = float(option.batch_size), 1 if dense else self._reader.world_size
         by_rows, by_node = kind in _BY_ROWS, kind in NODE_TYPES
         parts = (self._reader.node_size if by_node else world) if by_rows else 1
-        offloaded = _is_offloaded(option)
+        offloaded = option.compute_kernel in OFFLOADED_KERNELS
+        host_state = facts.state_bytes[0] if offloaded else 0
+        if enforces_hbm(option):
+            host_state = STATE_BYTES * (facts.optimizer in MANAGED_OPTIMIZERS)
         return (
             table.pooling_factor * local * world / parts,
             facts.bags * local * world,
@@ -300,11 +310,12 @@ class MemoryModel:
             output_bytes(option),
             option.tensor.element_size(),
             *facts.state_bytes,
+            host_state,
             parts,
             load_factor(option) if has_cache(option) else 0.0,
             is_pooled(option),
             dense,
-            offloaded,
+            reads_host(option),
             offloaded and is_lfu(option),
             by_rows,
             kind in _BY_COLUMNS,
@@ -655,10 +666,6 @@ class MemoryModel:
     def _output_bytes(self, option: ShardingOption) -> float:
         bags = self._reader.bags_per_sample(option) * float(option.batch_size)
         return output_bytes(option) * bags * int(option.tensor.shape[1])
-
-
-def _is_offloaded(option: ShardingOption) -> bool:
-    return option.compute_kernel in OFFLOADED_KERNELS
 
 
 def _widest(kernel_N: Ints, width_N: Ints, cached_N: Bools) -> Ints:

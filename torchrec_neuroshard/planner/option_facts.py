@@ -95,6 +95,8 @@ shard. Other optimizers count as WORST_OPTIMIZER."""
 _COUNTERS: Mapping[str, int] = {"COUNTER": 2, "COWCLIP": 2, "DECOUPLE_GLOBAL": 1}
 """Weight decay mode of row-wise Adagrad -> additional values per row."""
 STATE_BYTES = 4
+MANAGED_OPTIMIZERS = frozenset(("Adam", "ADAM", "LAMB", "ENSEMBLE_ROWWISE_ADAGRAD"))
+"""Optimizers with one value per weight that ignores `enforce_hbm`."""
 
 SHARDERS_OPTIMIZER, SHARDERS_COUNTERS, _CODECS, DISTINCT = (
     "sharders_optimizer",
@@ -103,6 +105,7 @@ SHARDERS_OPTIMIZER, SHARDERS_COUNTERS, _CODECS, DISTINCT = (
     "looks_up_distinct",
 )
 _SHARDERS_CACHE_LOAD, _OUTPUT_BYTES = "sharders_cache_load", "output_bytes"
+_SHARDERS_ENFORCE = "sharders_enforce_hbm"
 """Attributes of an option, set by `note_sharders`."""
 _IS_POOLED, FACTS, VERDICT = "sums_rows", "table_facts", "verdict"
 """Attributes of an option with cached facts about it and its table."""
@@ -130,7 +133,20 @@ def has_cache(option: ShardingOption) -> bool:
 
 def has_open_cache(option: ShardingOption) -> bool:
     """Whether a table's cache size is left open."""
-    return has_cache(option) and cache_load(option) is None and not option.enforce_hbm
+    is_open = has_cache(option) and cache_load(option) is None
+    return is_open and not enforces_hbm(option)
+
+
+def enforces_hbm(option: ShardingOption) -> bool:
+    """Whether weights are on the device though the kernel is for host memory."""
+    own = option.enforce_hbm
+    asked = vars(option).get(_SHARDERS_ENFORCE) if own is None else own
+    return option.compute_kernel in OFFLOADED_KERNELS and bool(asked)
+
+
+def reads_host(option: ShardingOption) -> bool:
+    """Whether a fused kernel's weights are in host memory."""
+    return option.compute_kernel in OFFLOADED_KERNELS and not enforces_hbm(option)
 
 
 def is_lfu(option: ShardingOption) -> bool:
@@ -276,10 +292,10 @@ def note_sharders(
 ) -> None:
     """Record on options what only their sharders know.
 
-    That is: optimizer and cache size in the fused parameters, codecs of quantised
-    collectives, whether repeated ids are looked up once, and the type of a module's
-    outputs. TorchRec passes sharders only to enumerators and estimators. Other parts of
-    a planner read the option's attributes, which copies keep.
+    That is: optimizer, cache size and `enforce_hbm` in the fused parameters, codecs of
+    quantised collectives, whether repeated ids are looked up once, and the type of a
+    module's outputs. TorchRec passes sharders only to enumerators and estimators. Other
+    parts of a planner read the option's attributes, which copies keep.
 
     Args:
         options: Changed in place.
@@ -300,6 +316,9 @@ def note_sharders(
         for kind, params in params_of.items()
         if (load := params.get("cache_load_factor"))
     }
+    enforcing = {
+        kind for kind, params in params_of.items() if params.get("enforce_hbm")
+    }
     codecs = {kind: found for kind, s in sharders.items() if (found := wire_codecs(s))}
     known = {kind for kind, s in sharders.items() if is_sharder(s)}
     distinct = {kind for kind in known if removes_repeats(sharders[kind])}
@@ -310,7 +329,8 @@ def note_sharders(
         size = 2 if own is not None and own.name in ("FP16", "BF16") else 4
         sizes.setdefault(option.path, set()).add(size)
     half = any(2 in found for found in sizes.values())
-    for option in options if asked or loads or codecs or distinct or half else ():
+    is_told = asked or loads or enforcing or codecs or distinct or half
+    for option in options if is_told else ():
         kind, attributes = option.module_type_key, vars(option)
         attributes.pop(FACTS, None)
         attributes.pop(VERDICT, None)
@@ -319,6 +339,8 @@ def note_sharders(
             attributes[SHARDERS_COUNTERS] = num_counters(*asked[kind])
         if kind in loads:
             attributes[_SHARDERS_CACHE_LOAD] = loads[kind]
+        if kind in enforcing:
+            attributes[_SHARDERS_ENFORCE] = True
         if kind in codecs and (kind in known or _CODECS not in attributes):
             attributes[_CODECS] = codecs[kind]
         if kind in distinct:

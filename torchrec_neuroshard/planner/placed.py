@@ -42,11 +42,11 @@ from torchrec_neuroshard.planner.kernels import (
     priced_codecs,
 )
 from torchrec_neuroshard.planner.option_facts import (
-    OFFLOADED_KERNELS,
     has_cache,
     is_fused,
     is_pooled,
     loads_ahead,
+    reads_host,
     table_name,
 )
 from torchrec_neuroshard.planner.reader import (
@@ -453,7 +453,7 @@ class PlacedPlan:
             strict=True,
         ):
             option = plan[place]
-            if option.compute_kernel not in OFFLOADED_KERNELS:
+            if not reads_host(option):
                 continue
             assert factors is not None and factors.host is not None
             held: Counter[int] = Counter()

@@ -21,10 +21,10 @@ from torchrec_neuroshard.planner.compat import is_stashed
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
-    OFFLOADED_KERNELS,
     device_tier,
     has_cache,
     is_fused,
+    reads_host,
     table_name,
 )
 from torchrec_neuroshard.planner.partitioner import SearchRecord
@@ -100,8 +100,7 @@ def describe_plan(
     predicted = placed.predicted
     path_ms = predicted.critical_path_ms
     known = [*costs.notes]
-    kernels = {table_name(o): o.compute_kernel for o in selected}
-    if hosted := [t for t, k in kernels.items() if k in OFFLOADED_KERNELS]:
+    if hosted := [table_name(o) for o in selected if reads_host(o)]:
         text = (
             f"tables in host memory: {quoted(hosted)}. compute_kernels=['fused'] in "
             "their constraints keeps them on the devices, if they fit"
