@@ -340,6 +340,35 @@ def _may_have_buckets(module: nn.Module) -> bool:
     )
 
 
+def id_map_bytes(module: nn.Module, table: str, num_rows: int) -> tuple[float, float]:
+    """Return the bytes of the maps by which a module turns a table's ids into rows.
+
+    Modules for managed collisions keep some values per row. Those that sort ids also
+    keep the ids of all batches between two evictions. Modules that prune tables while
+    they train (ITEP) keep the place and the use of each row of the unpruned table.
+
+    Returns:
+        Bytes per row of a shard, and per id in a rank's batch.
+    """
+    if not isinstance(module, BaseManagedCollisionEmbeddingCollection):
+        pruning = getattr(module, "_itep_module", None)
+        unpruned = getattr(pruning, "table_name_to_unpruned_hash_sizes", {})
+        whole = unpruned.get(table, num_rows)
+        return (12.0 * whole / num_rows if whole != num_rows else 0.0), 0.0
+    managed = module._managed_collision_collection._managed_collision_modules
+    if table not in managed:
+        return 0.0, 0.0
+    ids = managed[table]
+    # Some parameters are listed among the buffers as well.
+    kept = dict([*ids.named_buffers(), *ids.named_parameters()]).values()
+    per_row = sum(t.nbytes for t in kept if t.dim() and len(t) == ids.output_size())
+    policy, per_id = getattr(ids, "_eviction_policy", None), 0.0
+    if policy is not None:
+        histories = sum(info.is_history_metadata for info in policy.metadata_info)
+        per_id = 8.0 * (1 + histories) * 1.25 * ids._eviction_interval
+    return per_row / int(ids.output_size()), per_id
+
+
 def enumerator_constraints(enumerator: EmbeddingEnumerator) -> Mapping[str, Any]:
     """Return the constraints of TorchRec's enumerator, a private attribute."""
     constraints = enumerator._constraints or {}

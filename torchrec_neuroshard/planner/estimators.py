@@ -158,6 +158,8 @@ class StorageEstimator(EmbeddingStorageEstimator):
             others = [self._with_optimizer(option) for option in others]
         for part in self._named.parts(others) if others else ():
             super().estimate(part, *args, **kwargs)
+        for option in () if self.memory.is_lenient else others:
+            self.memory.add_id_maps(option)
         self.memory.estimate(known)
 
     def _with_optimizer(self, option: ShardingOption) -> ShardingOption:

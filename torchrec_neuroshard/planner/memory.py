@@ -110,11 +110,14 @@ class StaticMemory:
     """Cached rows of tables in host memory."""
     index_tables: float = 0.0
     """Bookkeeping of the cache's slots and of every row that may be cached."""
+    id_maps: float = 0.0
+    """Maps from ids to rows, of modules that choose the rows."""
 
     @property
     def total(self) -> float:
-        """Sum of all four."""
-        return self.weights + self.optimizer + self.cache + self.index_tables
+        """Sum of all fields."""
+        cached = self.cache + self.index_tables
+        return self.weights + self.optimizer + cached + self.id_maps
 
     def __add__(self, other: StaticMemory) -> StaticMemory:
         """Return the sum, field by field."""
@@ -123,6 +126,7 @@ class StaticMemory:
             optimizer=self.optimizer + other.optimizer,
             cache=self.cache + other.cache,
             index_tables=self.index_tables + other.index_tables,
+            id_maps=self.id_maps + other.id_maps,
         )
 
 
@@ -154,6 +158,7 @@ class RankMemory:
             "weights": self.static.weights,
             "the optimizer's state": self.static.optimizer,
             "cached rows": self.static.cache + self.static.index_tables,
+            "maps of ids to rows": self.static.id_maps,
             "inputs, outputs and gradients of a step": self.activations,
         }
         taken = ", ".join(f"{format_bytes(n)} {what}" for what, n in parts.items() if n)
@@ -165,7 +170,7 @@ class RankMemory:
         )
 
 
-_STATIC = ("weights", "optimizer", "cache", "index_tables")
+_STATIC = ("weights", "optimizer", "cache", "index_tables", "id_maps")
 """Columns of arrays of memory at rest: fields of `StaticMemory`."""
 
 
@@ -187,6 +192,10 @@ class _Ways:
     row_state_bytes: Floats
     host_state_bytes: Floats
     """Bytes of optimizer state per weight in host memory."""
+    row_map_bytes: Floats
+    """Bytes per row of the map from ids to rows."""
+    id_map_bytes: Floats
+    """Bytes of this map that do not depend on the rows."""
     row_parts: Floats
     """Ranks that share the table's rows."""
     load_factor: Floats
@@ -205,8 +214,8 @@ class _Ways:
     def of(cls, options: Sequence[ShardingOption], model: MemoryModel) -> _Ways:
         """Return the figures of options that the model `knows`."""
         rows = [model.way(option) for option in options]
-        columns = np.array(rows, dtype=np.float64).reshape(-1, 17).T
-        return cls(*columns[:10], *(columns[10:] > 0))
+        columns = np.array(rows, dtype=np.float64).reshape(-1, 19).T
+        return cls(*columns[:12], *(columns[12:] > 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +240,7 @@ class _Shards:
         return value * self.rows * self.width
 
     def static(self, cache_width_N: Ints) -> Floats:
-        """Return each shard's device memory at rest [bytes], `N x 4`; see `_STATIC`.
+        """Return each shard's device memory at rest [bytes], `N x 5`; see `_STATIC`.
 
         Args:
             cache_width_N: Columns of the cache in each shard's kernel.
@@ -251,6 +260,7 @@ class _Shards:
                 values * state + row_state,
                 has_cache * self.slots * cache_width_N * w.element_size[t],
                 has_cache * (4 * rows + 8 * self.slots + 8 * ages),
+                rows * w.row_map_bytes[t] + w.id_map_bytes[t],
             ],
             axis=1,
         )
@@ -303,14 +313,18 @@ class MemoryModel:
         host_state = facts.state_bytes[0] if offloaded else 0
         if enforces_hbm(option):
             host_state = STATE_BYTES * (facts.optimizer in MANAGED_OPTIMIZERS)
+        lookups = table.pooling_factor * local * world / parts
+        per_row, per_id = facts.id_map_bytes
         return (
-            table.pooling_factor * local * world / parts,
+            lookups,
             facts.bags * local * world,
             _WEIGHT if table.weighted else 0,
             output_bytes(option),
             option.tensor.element_size(),
             *facts.state_bytes,
             host_state,
+            per_row,
+            per_id * lookups,
             parts,
             load_factor(option) if has_cache(option) else 0.0,
             is_pooled(option),
@@ -371,6 +385,16 @@ class MemoryModel:
         ):
             shard.storage = Storage(hbm=device, ddr=host)
 
+    def add_id_maps(self, option: ShardingOption) -> None:
+        """Add the maps from ids to rows to the storage of an option's shards."""
+        per_row, per_id = self._reader.facts(option).id_map_bytes
+        if not per_row + per_id:
+            return
+        fixed = per_id * option.batch_size * self._reader.table(option).pooling_factor
+        for shard in sample_shards(option):
+            size = math.ceil(per_row * shard.size[0] + fixed)
+            shard.storage += Storage(**{"hbm": 0, "ddr": 0, self._tier: size})
+
     def common_bytes(
         self, options: Sequence[ShardingOption], *, placed: bool = False
     ) -> float:
@@ -398,13 +422,13 @@ class MemoryModel:
         """
         known = [o for o in options if self.knows(o)]
         others = [o for o in options if not self.knows(o)]
-        static_W4 = np.zeros((self._reader.world_size, len(_STATIC)))
+        static_W5 = np.zeros((self._reader.world_size, len(_STATIC)))
         for shard in (s for o in others for s in o.shards if s.storage):
-            static_W4[shard.rank, 0] += getattr(shard.storage, self._tier)
+            static_W5[shard.rank, 0] += getattr(shard.storage, self._tier)
         shards, rank_N, kernel_N = self._placed(known)
         cached_N = shards.ways.load_factor[shards.option] > 0
         width_N = _widest(kernel_N, shards.width, cached_N)
-        np.add.at(static_W4, rank_N, shards.static(width_N))
+        np.add.at(static_W5, rank_N, shards.static(width_N))
         # In a kernel with a cache, every lookup has a location in the cache.
         held_N6, passing_N6 = self._activations(shards, width_N > 0)
         first = {o.path: is_dense(o) for o in reversed(known)}
@@ -433,7 +457,7 @@ class MemoryModel:
                 num_kernels=num_kernels,
             )
             for static, total, num_kernels in zip(
-                static_W4.tolist(),
+                static_W5.tolist(),
                 total_W6.tolist(),
                 num_kernels_W.tolist(),
                 strict=True,

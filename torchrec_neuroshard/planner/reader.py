@@ -41,6 +41,7 @@ from torchrec.modules.fused_embedding_modules import (
 from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.planner.compat import (
     grids_vary_batches,
+    id_map_bytes,
     optimizer_arguments,
     optimizer_classes,
 )
@@ -116,6 +117,8 @@ class _Facts:
     """TorchRec's or FBGEMM's name of the optimizer."""
     state_bytes: tuple[int, int]
     """Bytes of optimizer state per weight and per row."""
+    id_map_bytes: tuple[float, float]
+    """Bytes of the map from ids to rows, per row and per id of a rank's batch."""
     bags: float
     """Bags per sample, over all features."""
     kernel: tuple[Any, ...]
@@ -262,6 +265,9 @@ class TableReader:
             and tensor.dim() == 2,
             optimizer=optimizer,
             state_bytes=(STATE_BYTES * per_value, STATE_BYTES * per_row),
+            id_map_bytes=id_map_bytes(
+                option.module[1], option.name, max(1, int(tensor.shape[0]))
+            ),
             bags=sum(
                 self._batch_shares(
                     option.path, option.name, features, option.batch_size

@@ -172,7 +172,7 @@ def rehearse(
                 rank=rank,
                 num_shards=sum(bool(shard.size[0]) for shard in held[rank]),
                 num_kernels=memory.num_kernels,
-                weights_bytes=memory.static.weights,
+                weights_bytes=memory.static.weights + memory.static.id_maps,
                 optimizer_bytes=memory.static.optimizer,
                 cache_bytes=memory.static.cache + memory.static.index_tables,
                 activation_bytes=memory.activations,

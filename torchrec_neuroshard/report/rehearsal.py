@@ -21,7 +21,7 @@ class RankRehearsal:
     num_kernels: int
     """Fused kernels and kernels of replicated tables."""
     weights_bytes: float
-    """Weights, and the gradients of replicated tables."""
+    """Weights, maps of ids to rows, and the gradients of replicated tables."""
     optimizer_bytes: float
     cache_bytes: float
     """Cached rows and the cache's state."""
