@@ -8,9 +8,11 @@ import pytest
 import torch
 from fbgemm_gpu import split_table_batched_embeddings_ops_training as tbe
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
 from torchrec import optim
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
@@ -26,6 +28,7 @@ from tests.builders import (
     FixedSearcher,
     bag_sharders,
     by_table,
+    cost_of,
     each,
     gpus,
     last_result,
@@ -288,6 +291,63 @@ def test_ranks_without_memory_for_outputs_are_full() -> None:
     planner = make_planner(topology=gpus(2, hbm_cap=2 * MIB), batch_size=65_536)
     with pytest.raises(PlannerError):
         planner.plan(make_ebc([(1000, 128)]), bag_sharders())
+
+
+def test_a_plan_is_found_down_to_the_memory_that_it_needs() -> None:
+    """Bounds of shards add up to 1.5 times the peak, and ids of all splits count."""
+    module = make_ebc([(20_000, 512)] * 8)
+    limits = each(
+        8, min_partition=32, pooling_factors=[20.0], compute_kernels=["fused"]
+    )
+
+    def planned(hbm_cap: int) -> tuple[float, float]:
+        planner = make_planner(
+            topology=gpus(4, hbm_cap=hbm_cap),
+            constraints=limits,
+            batch_size=4096,
+            pipeline_type="train_sparse_dist",
+            storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+            strict_memory=True,
+        )
+        planner.plan(module, bag_sharders())
+        assert last_result(planner).fallback is None and planner.memory is not None
+        ranks = planner.memory.ranks(planner.get_selected_options())
+        return max(found.peak for found in ranks), cost_of(planner)
+
+    most, free_ms = planned(8 * GIB)
+    assert planned(int(most) + 64) == (most, free_ms)
+
+
+def test_kernels_of_several_modules_need_passing_memory_one_after_another() -> None:
+    """Each sorts the same number of ids; a rank has memory for one of them."""
+    names = [f"m{i}" for i in range(4)]
+    module = nn.ModuleDict({n: make_ebc([(1000, 8)], prefix=n) for n in names})
+    limits = {
+        f"{n}t0": ParameterConstraints(
+            pooling_factors=[400.0],
+            sharding_types=["table_wise"],
+            compute_kernels=["fused"],
+        )
+        for n in names
+    }
+
+    def planned(hbm_cap: int) -> Any:
+        planner = make_planner(
+            topology=gpus(1, hbm_cap=hbm_cap, ddr_cap=MIB),
+            constraints=limits,
+            batch_size=4096,
+            storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+            strict_memory=True,
+        )
+        planner.plan(module, bag_sharders())
+        assert last_result(planner).fallback is None and planner.memory is not None
+        return planner.memory.ranks(planner.get_selected_options())[0]
+
+    found = planned(8 * GIB)
+    assert found.num_kernels == 4 and found.instant == "kernel"
+    sorting = 40 * 400 * 4096
+    assert planned(int(found.peak) + 64) == found
+    assert found.peak < 4 * (sorting + 8 * 400 * 4096)
 
 
 def test_a_plan_that_overfills_a_rank_is_searched_again_with_less_memory(

@@ -414,7 +414,8 @@ def test_a_proposal_is_searched_and_left_as_it_was() -> None:
     assert task.min_widths == (64, 32, 4)
     assert task.groups == (0, 1, 1)
     assert enumerator.memory is not None
-    common = math.ceil(enumerator.memory.common_bytes(proposal))
+    with enumerator.memory.at_peak([[o] for o in proposal]):
+        common = math.ceil(enumerator.memory.common_bytes(proposal))
     assert task.memory_bytes == (10**9 - common,) * 2
     assert not task.uneven
     # Beside 100 rows of 64 floats: ids of 128 samples, their outputs.

@@ -32,7 +32,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torchrec.distributed.planner.types import (
-    Shard,
     ShardingOption,
     Storage,
     Topology,
@@ -266,6 +265,15 @@ class _Shards:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """When plans are expected to need most memory."""
+
+    instant: int
+    path: str
+    """The module whose kernels then need most memory in passing."""
+
+
 class MemoryModel:
     """Predicts the memory that shards and ranks allocate on CUDA devices.
 
@@ -286,6 +294,49 @@ class MemoryModel:
         self._num_sent = _NUM_SENT.get(name, (0,) * len(INSTANTS))
         self._prefetches = name == PREFETCHING
         self.is_lenient = False
+        self._peak: _Peak | None = None
+
+    @contextlib.contextmanager
+    def at_peak(self, tables: Sequence[Sequence[ShardingOption]]) -> Iterator[None]:
+        """Count what shards need at the expected peak of plans of these tables.
+
+        Bounds add up to more than any rank allocates: they count each shard when it
+        needs most, and as if the kernels of all modules ran at once. The sums of this
+        context are estimates, which a plan may exceed.
+
+        Args:
+            tables: The ways of each table; the first way stands for all.
+        """
+        self._peak = self._expected_peak([ways[0] for ways in tables])
+        try:
+            yield
+        finally:
+            self._peak = None
+
+    def _expected_peak(self, options: Sequence[ShardingOption]) -> _Peak | None:
+        """Return when a rank with an average part of all tables needs most memory."""
+        known = [o for o in options if self.knows(o)]
+        if not known:
+            return None
+        world_size = self._reader.world_size
+        sizes, share_T = [], np.full(len(known), 1 / world_size)
+        for number, option in enumerate(known):
+            if option.sharding_type in _BY_COLUMNS:
+                sizes.append(tuple(option.tensor.shape))
+            else:
+                sizes.append(tuple(sample_shards(option)[0].size))
+                share_T[number] *= option.num_shards
+        shards = _Shards(
+            _Ways.of(known, self), np.arange(len(known)), *np.array(sizes).T
+        )
+        held_T6, passing_T6 = self._activations(shards, shards.ways.load_factor > 0)
+        paths = sorted({o.path for o in known})
+        passing_P6 = np.zeros((len(paths), len(INSTANTS)))
+        numbers = [paths.index(o.path) for o in known]
+        np.add.at(passing_P6, numbers, share_T[:, None] * passing_T6)
+        total_6 = self._common(known, as_listed=False) + share_T @ held_T6
+        instant = int(np.argmax(total_6 + passing_P6.max(axis=0)))
+        return _Peak(instant, paths[int(np.argmax(passing_P6[:, instant]))])
 
     @contextlib.contextmanager
     def lenient(self) -> Iterator[None]:
@@ -345,6 +396,8 @@ class MemoryModel:
     ) -> Floats:
         """Return an upper bound of each shard's memory; the bounds add up for a rank.
 
+        Within `at_peak`, return an estimate instead.
+
         Args:
             options: Options that the model `knows`.
             option_N: The option of each shard. A cache counts with the widest of these
@@ -355,6 +408,16 @@ class MemoryModel:
         Returns:
             `N x 2`: bytes on the device and on the host.
         """
+        return self._shard_bytes(options, option_N, rows_N, width_N, self._peak)
+
+    def _shard_bytes(
+        self,
+        options: Sequence[ShardingOption],
+        option_N: npt.ArrayLike,
+        rows_N: npt.ArrayLike,
+        width_N: npt.ArrayLike,
+        peak: _Peak | None,
+    ) -> Floats:
         shards = _Shards(
             _Ways.of(options, self), *map(np.asarray, (option_N, rows_N, width_N))
         )
@@ -369,7 +432,13 @@ class MemoryModel:
         width_N = _widest(sharing_T[shards.option], shards.width, cached_N)
         held_N6, passing_N6 = self._activations(shards, cached_N)
         at_rest_N = shards.static(width_N).sum(axis=1)
-        device_N = at_rest_N + (held_N6 + passing_N6).max(axis=1)
+        if peak is None:
+            most_N = (held_N6 + passing_N6).max(axis=1)
+        else:
+            runs_T = np.array([o.path == peak.path for o in options])
+            passing_N = passing_N6[:, peak.instant] * runs_T[shards.option]
+            most_N = held_N6[:, peak.instant] + passing_N
+        device_N = at_rest_N + most_N
         return np.stack([device_N, shards.host_bytes()], axis=1)
 
     def estimate(self, options: Sequence[ShardingOption]) -> None:
@@ -400,18 +469,21 @@ class MemoryModel:
     ) -> float:
         """Return the memory that every rank needs, whatever its shards [bytes].
 
+        Within `at_peak`, tables of a proposal count as not split.
+
         Args:
             options: One per table. Options that the model does not know count 0.
             placed: Whether the options are a plan. Then the extra memory of modules
                 with several sharding types also counts.
         """
-        known = [o for o in options if self.knows(o)]
+        known, peak = [o for o in options if self.knows(o)], self._peak
         if not known:
             return 0.0
-        total = self._common(known)
+        total_6 = self._common(known, as_listed=placed or peak is None)
         if placed:
-            total += self._of_modules(known)
-        return float(total.max()) + _ALLOCATOR
+            total_6 += self._of_modules(known)
+        most = total_6.max() if peak is None else total_6[peak.instant]
+        return float(most) + _ALLOCATOR
 
     def ranks(self, options: Sequence[ShardingOption]) -> tuple[RankMemory, ...]:
         """Return the memory that each rank of a plan allocates.
@@ -438,7 +510,7 @@ class MemoryModel:
         held_N6[waits_N, -1] = held_N6[waits_N, 0]
         held_W6 = np.zeros((self._reader.world_size, len(INSTANTS)))
         if known:
-            held_W6 += self._common(known) + self._of_modules(known)
+            held_W6 += self._common(known, as_listed=True) + self._of_modules(known)
             held_W6 += _ALLOCATOR
         np.add.at(held_W6, rank_N, held_N6)
         passing_K6 = np.zeros((int(kernel_N.max(initial=-1)) + 1, len(INSTANTS)))
@@ -535,19 +607,18 @@ class MemoryModel:
             options: Placed and estimated options, one per table.
         """
         known = [o for o in options if self.knows(o)]
-        shards: dict[int, list[Shard]] = defaultdict(list)
-        for option in known:
-            for shard in option.shards:
-                shards[shard.rank].append(shard)
-        if not known:
+        shards = [(n, s) for n, o in enumerate(known) for s in o.shards]
+        if not shards:
             return
-        for rank, memory in enumerate(self.ranks(known)):
-            bounds = [s.storage.hbm for s in shards[rank]]
-            scale = memory.peak / sum(bounds) if sum(bounds) else 0.0
-            for shard, bound in zip(shards[rank], bounds, strict=True):
-                shard.storage = Storage(
-                    hbm=math.ceil(bound * scale), ddr=shard.storage.ddr
-                )
+        index_N, rank_N = np.array([(n, s.rank) for n, s in shards]).T
+        size_N2 = np.array([s.size for _, s in shards])
+        bounds_N = self._shard_bytes(known, index_N, *size_N2.T, None)[:, 0]
+        peak_W = np.array([memory.peak for memory in self.ranks(known)])
+        sum_W = np.bincount(rank_N, weights=bounds_N, minlength=len(peak_W))
+        scale_N = (peak_W / np.where(sum_W > 0, sum_W, np.inf))[rank_N]
+        used_N = np.ceil(bounds_N * scale_N).astype(np.int64).tolist()
+        for (_, shard), used in zip(shards, used_N, strict=True):
+            shard.storage = Storage(hbm=used, ddr=shard.storage.ddr)
 
     def _activations(
         self, shards: _Shards, is_cached_N: Bools
@@ -597,8 +668,13 @@ class MemoryModel:
         passing[:, 5] = np.where(dense, sorting - 8 * n + rows, 0)
         return held, passing
 
-    def _common(self, options: Sequence[ShardingOption]) -> Floats:
-        """Return each instant's memory for outputs of a rank's own samples [bytes]."""
+    def _common(self, options: Sequence[ShardingOption], *, as_listed: bool) -> Floats:
+        """Return each instant's memory for outputs of a rank's own samples [bytes].
+
+        Args:
+            options: One per table.
+            as_listed: Whether tables are split as the options list; else not at all.
+        """
         held: dict[tuple[float, ...], float] = defaultdict(float)
         """Number of copies at each instant -> bytes of one copy."""
         for option in options:
@@ -620,6 +696,8 @@ class MemoryModel:
             if self._is_pipelined:
                 ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * lookups
                 copies, pieces = self._num_pieces(option)
+                if not as_listed and option.sharding_type in _BY_COLUMNS:
+                    copies = pieces = 1
                 held[_ALWAYS] += _NUM_CAME * (ids + _LENGTH * bags)
                 num_sent = _ALWAYS if is_dense(option) else self._num_sent
                 held[num_sent] += copies * ids + pieces * _LENGTH * bags

@@ -193,32 +193,59 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         for option in proposal:
             note_sharders((option, *FreeOption.ways_of(option)), self._sharders)
         rules, room, memory = self.rules(proposal), storage_constraint, self._memory
-        common = 0.0 if memory is None else memory.common_bytes(proposal)
-        if memory is not None:
-            storage_constraint = without(room, common)
         ways = [
             own if is_placeable(own[0], self.costs.reader) else ()
             for own in map(FreeOption.ways_of, proposal)
         ]
         try:
-            self._check_room(proposal, storage_constraint, room)
-            plan = self._fitted(proposal, ways, storage_constraint, room, rules)
-            for _ in range(MOST_REPAIRS):
-                if memory is None or full_rank(room, plan) is None:
-                    break
-                # Memory that depends on neighbouring tables shows only in a plan.
-                over = max(-left.hbm for left in memory_left(room, plan))
-                beside = memory.common_bytes(plan, placed=True)
-                common = max(beside, common + max(0, over))
-                less = without(room, common)
-                plan = self._fitted(proposal, ways, less, room, rules)
-            if memory is not None:
-                check_memory(room, plan, "the search's plan")
+            if memory is None:
+                return self._fitted(proposal, ways, room, room, rules)
+            # Bounds would leave out plans that fit, so estimates come first.
+            with memory.at_peak(
+                [w or (o,) for o, w in zip(proposal, ways, strict=True)]
+            ):
+                plan = self._repaired(proposal, ways, room, rules, memory)
+            if full_rank(room, plan) is not None:
+                plan = self._repaired(proposal, ways, room, rules, memory)
+            check_memory(room, plan, "the search's plan")
         except PlannerError as error:
             num_ways = sum(map(len, ways))
             if self.log.infeasible is None or num_ways > self.log.num_ways:
                 self.log.infeasible, self.log.num_ways = str(error), num_ways
             raise
+        return plan
+
+    def _repaired(
+        self,
+        proposal: list[ShardingOption],
+        ways: list[tuple[ShardingOption, ...]],
+        room: Topology,
+        rules: PlacementRules,
+        memory: MemoryModel,
+    ) -> list[ShardingOption]:
+        """Return a plan, searched again with less memory while it overfills a rank.
+
+        Memory that depends on neighbouring tables shows only in a plan. The last plan
+        may still overfill a rank.
+
+        Raises:
+            PlannerError: The first search finds no plan.
+        """
+        common = memory.common_bytes(proposal)
+        less = without(room, common)
+        self._check_room(proposal, less, room)
+        plan = self._fitted(proposal, ways, less, room, rules)
+        for _ in range(MOST_REPAIRS):
+            if full_rank(room, plan) is None:
+                break
+            over = max(-left.hbm for left in memory_left(room, plan))
+            beside = memory.common_bytes(plan, placed=True)
+            common = max(beside, common + max(0, over))
+            less = without(room, common)
+            try:
+                plan = self._fitted(proposal, ways, less, room, rules)
+            except PlannerError:
+                break
         return plan
 
     def _fitted(

@@ -250,7 +250,8 @@ class SearchSpace:
             way = next(w for w in ways if w in held)
             option = copy.copy(self.options[way])
             if searched_type(option) not in COLUMN_SHARDED_TYPES:
-                option.shards = _with_ranks(option, held[way])
+                storage = self._bytes.at(way, 0)
+                option.shards = _with_ranks(option, held[way], storage)
             else:
                 if (
                     option.sharding_type == COLUMN_WISE
@@ -271,7 +272,9 @@ class SearchSpace:
         return chosen
 
 
-def _with_ranks(option: ShardingOption, held: Sequence[ColumnShard]) -> list[Shard]:
+def _with_ranks(
+    option: ShardingOption, held: Sequence[ColumnShard], storage: Storage
+) -> list[Shard]:
     """Return copies of an option's shards with the ranks of a placement's shards."""
     ranks = {(s.offset, s.row_offset, i): s.rank for i, s in _numbered(held)}
     placed = []
@@ -281,7 +284,7 @@ def _with_ranks(option: ShardingOption, held: Sequence[ColumnShard]) -> list[Sha
             SharedShard(
                 size=shard.size,
                 offset=shard.offset,
-                storage=copy.copy(shard.storage),
+                storage=copy.copy(storage),
                 perf=copy.copy(shard.perf),
                 rank=ranks[column, row, number],
             )
@@ -398,16 +401,25 @@ def _shard_bytes(
     column_T3 = np.zeros_like(fixed_T3)
     counts_all = isinstance(enumerator, NeuroShardEnumerator)
     memory = enumerator.memory if isinstance(enumerator, NeuroShardEnumerator) else None
-    known, probed = [], []
+    known, probed, fixed = [], [], []
     for index, option in enumerate(options):
         if searched_type(option) not in COLUMN_SHARDED_TYPES:
             fixed_T3[index] = _largest_bytes(sample_shards(option))
+            if memory is not None and memory.knows(option):
+                fixed.append(index)
         elif memory is not None and memory.knows(option):
             known.append(index)
         elif enumerator is not None:
             probed.append(index)
         else:
             fixed_T3[index], column_T3[index] = _bounded_bytes(option)
+    if fixed:
+        assert memory is not None, "it knows them"
+        sizes = [max(s.size for s in sample_shards(options[n])) for n in fixed]
+        found = memory.shard_bytes(
+            [options[n] for n in fixed], range(len(fixed)), *np.array(sizes).T
+        )
+        fixed_T3[fixed, :2] = np.ceil(found)
     some = np.array([*known, *probed], dtype=np.int64)
     rows_N, whole_N = np.array([options[n].tensor.shape for n in some]).reshape(-1, 2).T
     # A table of four columns cannot be split.
