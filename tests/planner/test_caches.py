@@ -15,6 +15,7 @@ from torchrec.modules.embedding_configs import DataType
 from tests.builders import (
     GIB,
     MIB,
+    FixedSearcher,
     analytic,
     bag_config,
     bag_sharders,
@@ -30,6 +31,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard import NeuroShardPlanner, rehearse
 from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
@@ -91,6 +93,31 @@ def test_the_search_chooses_cache_sizes(tmp_path: Path) -> None:
     next(iter(cached.values())).cache_params = CacheParams(load_factor=1e-3)
     slower = planner.evaluate(plan, model, bag_sharders())
     assert slower.critical_path_ms > path_ms
+
+
+def test_an_unsplit_table_has_no_room_beside_grown_caches() -> None:
+    """Caches fill both ranks, so half of the split table is all that it would free."""
+    cached = each(2, "table_wise", compute_kernels=[CACHED], pooling_factors=[10.0])
+    halves = only("t2", sharding_types=["column_wise"], compute_kernels=["fused"])
+
+    def placed(task: ShardingTask) -> list[tuple[int, int, int]]:
+        first, second, split = (ways[0] for ways in task.ways)
+        return [(first, 64, 0), (second, 64, 1), (split, 32, 0), (split, 32, 1)]
+
+    planner = make_planner(
+        topology=gpus(2, hbm_cap=HBM, ddr_cap=8 * GIB),
+        batch_size=512,
+        cost_model=load_cost_model("h100", device_type="cuda"),
+        comms_model=None,
+        constraints=cached | halves,
+        search=FixedSearcher(placed),
+    )
+    planner.plan(make_ebc([(9_000_000, 64)] * 2 + [(1_000_000, 64)]), bag_sharders())
+    report = planner.report()
+    assert all(r.used_bytes > 0.97 * r.memory_bytes for r in report.ranks)
+    [split] = report.splits
+    assert split.table == "t2" and split.whole_rank is None
+    assert "more than any rank has free" in split.line(report.critical_path_ms)
 
 
 def test_given_cache_sizes_stay() -> None:

@@ -14,10 +14,11 @@ from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.simulator import Simulator
-from torchrec_neuroshard.costs.task import ShardingTask
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.cautions import cautions, optimizer_notes
 from torchrec_neuroshard.planner.compat import is_stashed
+from torchrec_neuroshard.planner.greedy import memory_left
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
@@ -141,7 +142,8 @@ def describe_plan(
     devices, tier = room.devices, device_tier(costs.topology)
     task = placed.task
     if task is not None and best is not None:
-        task = _with_limits(task, best.task)
+        left = [float(getattr(m, tier)) for m in memory_left(room, selected)]
+        task = _with_limits(task, best.task, placed.placement, left)
     shards_ms, bottleneck = placed.on_path()
     return KnownPlan(
         result=result,
@@ -333,15 +335,30 @@ def _is_whole(
     )
 
 
-def _with_limits(task: ShardingTask, searched: ShardingTask) -> ShardingTask:
-    """Return the task of a plan's column shards with the search's memory limits."""
+def _with_limits(
+    task: ShardingTask,
+    searched: ShardingTask,
+    placement: Placement,
+    left_W: Sequence[float],
+) -> ShardingTask:
+    """Return the task of a plan's column shards with limits on their memory.
+
+    Args:
+        task: The task.
+        searched: The search's task, with the memory of shards.
+        placement: The column shards.
+        left_W: Memory that the whole plan leaves on each rank.
+    """
     place = {name: ways[0] for name, ways in _column_ways(searched).items()}
-    if not all(t.name in place for t in task.tables):
+    if not searched.memory_bytes or not all(t.name in place for t in task.tables):
         return task
     order = [place[t.name] for t in task.tables]
-    return dataclasses.replace(
+    task = dataclasses.replace(
         task,
         memory_bytes=searched.memory_bytes,
         fixed_bytes=tuple(searched.fixed_bytes[i] for i in order),
         column_bytes=tuple(searched.column_bytes[i] for i in order),
     )
+    # Other tables' shards and grown caches are not part of the search's limits.
+    room_W = np.ceil(placement.rank_bytes(task)[0]) + np.maximum(0, left_W)
+    return dataclasses.replace(task, memory_bytes=tuple(room_W.astype(int).tolist()))
