@@ -446,11 +446,12 @@ def run_two_names(rank: int) -> dict[str, Any]:
     out = sharded(*batches[rank])
     expected = [plain(*both) for both in batches]
     off = gap(out, expected[rank])
-    out.sum().backward()
-    (torch.stack([e.sum() for e in expected]).mean()).backward()
+    torch.autograd.backward(out.sum())
+    torch.autograd.backward(torch.stack([e.sum() for e in expected]).mean())
     whole, state = {}, sharded.state_dict()
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
             whole[name] = parameter - parameter.grad
     for _, part, held in local_parts({k: state[k] for k in whole}, whole):
         off = max(off, gap(part, held))

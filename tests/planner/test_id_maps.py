@@ -74,7 +74,7 @@ MAPS: dict[str, tuple[Callable[[], Any], int, int]] = {
 """A map -> itself, its bytes per row, and the values that it keeps of each id."""
 
 
-class OnCpus(ManagedCollisionEmbeddingBagCollectionSharder):  # type: ignore[misc]
+class OnCpus(ManagedCollisionEmbeddingBagCollectionSharder):
     """Offers row-wise sharding on CPUs as well."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -93,8 +93,9 @@ def planner_of(topology: Topology, kind: str, **arguments: Any) -> Any:
     limits = only(
         pooling_factors=[POOLING], sharding_types=[kind], compute_kernels=["fused"]
     )
-    given = {"constraints": limits, "batch_size": BATCH}
-    return make_planner(topology=topology, **given, **arguments)
+    return make_planner(
+        topology=topology, constraints=limits, batch_size=BATCH, **arguments
+    )
 
 
 class NoMap(nn.Module):

@@ -137,8 +137,8 @@ def two_towers() -> Any:
 
 def two_names() -> Any:
     model = nn.Module()
-    model.one = bags(bag_config(rows=60_000_000, dim=64))
-    model.two = nn.Sequential(nn.ModuleList([model.one]))
+    one = bags(bag_config(rows=60_000_000, dim=64))
+    model.one, model.two = one, nn.Sequential(nn.ModuleList([one]))
     return model
 
 

@@ -612,7 +612,8 @@ class MemoryModel:
             return
         index_N, rank_N = np.array([(n, s.rank) for n, s in shards]).T
         size_N2 = np.array([s.size for _, s in shards])
-        bounds_N = self._shard_bytes(known, index_N, *size_N2.T, None)[:, 0]
+        rows_N, width_N = size_N2.T
+        bounds_N = self._shard_bytes(known, index_N, rows_N, width_N, None)[:, 0]
         peak_W = np.array([memory.peak for memory in self.ranks(known)])
         sum_W = np.bincount(rank_N, weights=bounds_N, minlength=len(peak_W))
         scale_N = (peak_W / np.where(sum_W > 0, sum_W, np.inf))[rank_N]
