@@ -31,6 +31,7 @@ from tests.builders import (
     FixedSearcher,
     Nested,
     bag_sharders,
+    cost_of,
     each,
     gpus,
     make_ebc,
@@ -424,3 +425,16 @@ def test_damaged_contents_are_refused(
     path.write_text(path.read_text()[:-40])
     with pytest.raises(PlanFileError, match="or is damaged: it holds no JSON"):
         read_plan(path)
+
+
+def test_a_module_under_two_names_is_stored_once(tmp_path: Path) -> None:
+    model, path = nn.Module(), tmp_path / "plan.json"
+    both = make_ebc([(1000, 64)] * 2)
+    model.one, model.two = both, nn.ModuleList([both])
+    planner = make_planner(2, "cuda")
+    plan = planner.plan(model, bag_sharders())
+    save_plan(plan, path, model=model, planner=planner)
+    stored = read_plan(path)
+    assert set(stored.plan.plan) == {"one"} and set(plan.plan) == {"one", "two.0"}
+    assert stored.report().critical_path_ms == cost_of(planner)
+    assert load_plan(path, model=model, planner=make_planner(2, "cuda")) == plan

@@ -32,6 +32,7 @@ from torchrec_neuroshard.planner.option_facts import (
     note_sharders,
     table_configs,
 )
+from torchrec_neuroshard.planner.table_keys import paths_of
 from torchrec_neuroshard.report import TableMove
 from torchrec_neuroshard.report.parts import ShardReport, TableReport
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
@@ -171,6 +172,22 @@ def planned_once(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     """Return a plan without the other paths of modules; see `planned_paths`."""
     others = {p for _, *rest in planned_paths(plan, model).values() for p in rest}
     return ShardingPlan({p: own for p, own in plan.plan.items() if p not in others})
+
+
+def with_other_paths(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+    """Return a plan of `planned_once` with all paths under which a model has modules.
+
+    Entries that the plan has stay as they are.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    planned = {modules[path]: own for path, own in plan.plan.items()}
+    others = {
+        path: EmbeddingModuleShardingPlan(planned[module])
+        for module, paths in paths_of(model, planned.__contains__).items()
+        for path in paths
+        if path not in plan.plan
+    }
+    return ShardingPlan({**plan.plan, **others})
 
 
 def plan_tables(
@@ -322,6 +339,7 @@ def model_tables(
         f"{path}.{config.name}" if path else config.name
         for path, module in modules.items()
         if isinstance(module, TABLE_MODULES)
+        and module not in inside.values()
         and not any(not p or path == p or path.startswith(f"{p}.") for p in inside)
         for config in table_configs(module)
     }

@@ -53,7 +53,9 @@ from torchrec_neuroshard.planner.given_plans import (
     model_tables,
     plan_entries,
     plan_tables,
+    planned_once,
     table_moves,
+    with_other_paths,
 )
 from torchrec_neuroshard.planner.option_facts import device_tier
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
@@ -332,8 +334,9 @@ def save_plan(
         PlanFileError: The plan does not fit the model, or has settings that cannot be
             stored.
     """
-    fingerprint = _made_for(plan, model, planner)
-    check_plan(plan, fingerprint.tables, fingerprint.world_size)
+    once = planned_once(plan, model)
+    fingerprint = _made_for(once, model, planner)
+    check_plan(once, fingerprint.tables, fingerprint.world_size)
     shown = None
     if isinstance(planner, NeuroShardPlanner) and plan == planner.last_plan:
         known = planner.last_known
@@ -342,7 +345,7 @@ def save_plan(
         "format": _FORMAT,
         "schema": PLAN_SCHEMA_VERSION,
         "fingerprint": to_fields(fingerprint),
-        "plan": plan_to_json(plan),
+        "plan": plan_to_json(once),
         "report": shown,
     }
     text = json_text(data)
@@ -411,6 +414,7 @@ def load_plan(
             StalePlanWarning,
             stacklevel=2,
         )
+    plan = with_other_paths(plan, model)
     if ours is not None:
         ours.adopt(plan, model, sharders)
     return plan
