@@ -44,6 +44,14 @@ def test_forms_ask_for_what_doctor_says(form: str) -> None:
     assert any("neuroshard doctor" in label for label in labels)
 
 
+def test_notice_names_files_that_exist() -> None:
+    text = (ROOT / "NOTICE").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w.-]+/[\w./-]*\w/?", text))
+    named -= {"facebookresearch/dlrm_datasets"}  # a repository
+    assert len(named) >= 5
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
 def test_citation_and_changelog_name_this_version() -> None:
     version = torchrec_neuroshard.__version__
     citation = read("CITATION.cff")
