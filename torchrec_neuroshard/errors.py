@@ -14,12 +14,16 @@ The tree, with the built-in class that each branch also derives from:
         - RecordMismatchError: records do not belong together
     - PlacementError (ValueError): a placement breaks one of its own rules
         - InfeasibleError: no placement satisfies the given limits
+    - PlanFileError (ValueError): a plan cannot be saved, or a plan file cannot be used
+        - PlanMismatchError: it is intact, but was made for another job
     - RankFailureError (RuntimeError): a rank died or stopped responding while the
       others waited for it
     - DeviceFailureError (RuntimeError): a GPU failed during a measurement and only a
       new process can recover it
     - EnvironmentMismatchError (RuntimeError): installed packages are missing
       or do not belong together; `neuroshard doctor` prints the command that fixes it
+
+A `StalePlanWarning` (UserWarning) is shown for a stored plan that still works.
 
 A message says the rule, the value, where it was found and the way out. Inner
 code raises the bare fact; the entry point adds table, rank and plan. Messages may quote
@@ -112,6 +116,18 @@ class PlacementError(NeuroShardError, ValueError):
 
 class InfeasibleError(PlacementError):
     """No placement satisfies the given limits."""
+
+
+class PlanFileError(NeuroShardError, ValueError):
+    """A plan cannot be saved, or a plan file cannot be used."""
+
+
+class PlanMismatchError(PlanFileError):
+    """A valid plan file was made for other tables, ranks or devices."""
+
+
+class StalePlanWarning(UserWarning):
+    """A plan still works, but was made for another batch size, cost model or so on."""
 
 
 class RankFailureError(NeuroShardError, RuntimeError):

@@ -28,12 +28,8 @@ from torchrec.distributed.types import ShardingPlan
 from tests.builders import analytic, cost_of, last_result
 from tests.fuzz import cases
 from tests.fuzz.campaign import Case, HangError, Outcome, limited, run
-from torchrec_neuroshard.errors import NeuroShardError
-from torchrec_neuroshard.planner import (
-    NeuroShardEnumerator,
-    NeuroShardPlanner,
-    PlanFileError,
-)
+from torchrec_neuroshard.errors import NeuroShardError, PlanFileError
+from torchrec_neuroshard.planner import NeuroShardEnumerator, NeuroShardPlanner
 from torchrec_neuroshard.planner.greedy import full_rank
 from torchrec_neuroshard.planner.option_facts import (
     is_even,

@@ -27,9 +27,9 @@ from tests.builders import (
     types_of,
 )
 from torchrec_neuroshard import PlacementConstraints
-from torchrec_neuroshard.errors import ConfigError, PlacementError
+from torchrec_neuroshard.errors import ConfigError, PlacementError, PlanMismatchError
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
-from torchrec_neuroshard.plans.plan_files import PlanMismatchError, load_plan, save_plan
+from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
 from torchrec_neuroshard.plans.replan import replan
 
 SIZES = [(1000, 64), (5000, 32), (300, 16), (8000, 64), (2000, 128), (100, 8)]

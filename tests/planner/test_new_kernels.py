@@ -14,7 +14,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 
 from tests.builders import each, entries_of, gpus, make_ebc, make_planner
 from torchrec_neuroshard import rehearse
-from torchrec_neuroshard.planner import PlanFileError
+from torchrec_neuroshard.errors import PlanFileError
 from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
 
 VIRTUAL = "ssd_virtual_table"

@@ -25,8 +25,8 @@ from tests.builders import (
 from torchrec_neuroshard import DenseMs, NeuroShardPlanner, rehearse
 from torchrec_neuroshard.costs.schedules import SCHEDULES
 from torchrec_neuroshard.costs.task import Placement
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.plans.plan_files import StalePlanWarning, load_plan, save_plan
+from torchrec_neuroshard.errors import ConfigError, StalePlanWarning
+from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
 from torchrec_neuroshard.search.balanced import MIP_GAP
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 

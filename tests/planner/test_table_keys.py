@@ -24,10 +24,10 @@ from tests.builders import (
 )
 from torchrec_neuroshard import PlacementConstraints, rehearse
 from torchrec_neuroshard.commands.inputs import GivenModel, read_constraints
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, PlanMismatchError
 from torchrec_neuroshard.planner import NeuroShardEnumerator
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
-from torchrec_neuroshard.plans.plan_files import PlanMismatchError, load_plan, save_plan
+from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
 
 SIZES = [(4000, 64), (8000, 32)]
 ROW_WISE = ParameterConstraints(sharding_types=["row_wise"], pooling_factors=[20.0])

@@ -38,14 +38,13 @@ from tests.builders import (
     make_planner,
     stock_planner,
 )
-from torchrec_neuroshard.planner import NeuroShardPlanner, PlanFileError
-from torchrec_neuroshard.plans.plan_files import (
+from torchrec_neuroshard.errors import (
+    PlanFileError,
     PlanMismatchError,
     StalePlanWarning,
-    load_plan,
-    read_plan,
-    save_plan,
 )
+from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.plans.plan_files import load_plan, read_plan, save_plan
 from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
 from torchrec_neuroshard.report import PlanComparison
 
@@ -425,6 +424,9 @@ def test_damaged_contents_are_refused(
     path.write_text(path.read_text()[:-40])
     with pytest.raises(PlanFileError, match="or is damaged: it holds no JSON"):
         read_plan(path)
+    for odd, reason in ((path.with_name("none"), "No such file"), (path.parent, "Is")):
+        with pytest.raises(PlanFileError, match=f"cannot read .*{odd}': {reason}"):
+            read_plan(odd)
 
 
 def test_a_module_under_two_names_is_stored_once(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from tests.builders import (
     shards_of,
 )
 from torchrec_neuroshard import topology_for
-from torchrec_neuroshard.errors import ConfigError, ProfileError
-from torchrec_neuroshard.planner import NeuroShardPlanner, PlanFileError
+from torchrec_neuroshard.errors import ConfigError, PlanFileError, ProfileError
+from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.plans.replan import ReplanResult, replan
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.tables.profile import zipf_profile

@@ -10,7 +10,6 @@ TorchRec's private attributes and releases (`compat`).
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.estimators import NeuroShardEstimator
-from torchrec_neuroshard.planner.given_plans import PlanFileError
 from torchrec_neuroshard.planner.partitioner import NeuroShardPartitioner
 from torchrec_neuroshard.planner.perf_model import NeuroShardPerfModel
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
@@ -26,5 +25,4 @@ __all__ = [
     "NeuroShardProposer",
     "PlacementConstraints",
     "PlanCosts",
-    "PlanFileError",
 ]

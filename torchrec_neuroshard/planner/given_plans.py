@@ -24,7 +24,7 @@ from torchrec.quant.embedding_modules import (
     EmbeddingCollection as QuantEmbeddingCollection,
 )
 
-from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.errors import PlanFileError
 from torchrec_neuroshard.planner.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.option_facts import (
@@ -38,10 +38,6 @@ from torchrec_neuroshard.report.parts import ShardReport, TableReport
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
 
 _QUANTISED = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
-
-
-class PlanFileError(NeuroShardError, ValueError):
-    """A plan cannot be saved, or a plan file cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)

@@ -31,6 +31,11 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec_neuroshard import __version__
 from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.simulator import PHASES, RankCosts
+from torchrec_neuroshard.errors import (
+    PlanFileError,
+    PlanMismatchError,
+    StalePlanWarning,
+)
 from torchrec_neuroshard.files import (
     from_fields,
     json_text,
@@ -47,7 +52,6 @@ from torchrec_neuroshard.planner.compat import (
     torchrec_version,
 )
 from torchrec_neuroshard.planner.given_plans import (
-    PlanFileError,
     PlanTable,
     check_plan,
     model_tables,
@@ -83,14 +87,6 @@ _DECIDES_COSTS = ("compute_device", "hardware", "cost_model", "pipeline_type")
 _DECIDES_SAMPLES = ("world_size", "batch_size")
 _WHERE = ("in the file", "here")
 _UNKNOWN = (None, "")
-
-
-class PlanMismatchError(PlanFileError):
-    """A valid plan file was made for other tables, ranks or devices."""
-
-
-class StalePlanWarning(UserWarning):
-    """A plan still works, but was made for another batch size, cost model or so on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -511,9 +507,13 @@ def read_plan(path: str | Path) -> StoredPlan:
         fingerprint = from_fields(PlanFingerprint, made_for)
         plan = plan_from_json(data["plan"])
         check_plan(plan, fingerprint.tables, fingerprint.world_size)
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        is_text = isinstance(error, ValueError | OSError)
-        reason = getattr(error, "strerror", None) or (error if is_text else repr(error))
+    except OSError as error:
+        raise PlanFileError(
+            f"cannot read the plan file '{path}': {error.strerror}. Name a file from "
+            "save_plan or 'neuroshard plan --out'"
+        ) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason: object = error if isinstance(error, ValueError) else repr(error)
         if isinstance(error, json.JSONDecodeError):
             reason = "it holds no JSON"
         raise PlanFileError(

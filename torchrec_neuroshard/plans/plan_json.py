@@ -22,7 +22,7 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
-from torchrec_neuroshard.planner.given_plans import PlanFileError
+from torchrec_neuroshard.errors import PlanFileError
 
 _NOT_STORED = ("sharding_spec", "stats")
 """Fields of a table's sharding that are not stored as settings. Shards have their own
