@@ -210,7 +210,7 @@ def test_a_function_may_give_sharders_and_constraints(
     Path("a").mkdir()
     Path("a/b.py").write_text("import my_models\nmake = my_models.alone\n")
     assert type(read_model("./a/b.py:make").module) is type(alone.module)
-    with pytest.raises(ValueError, match=r"a \.json, \.yaml or \.csv file, or package"):
+    with pytest.raises(ValueError, match=r"no such file. A model is a \.json"):
         read_model("table.jsn")
 
 
@@ -343,6 +343,41 @@ def test_tables_that_cannot_be_built_are_named(
     assert "tables 'u' and 'u:0' would both read feature 'u:0'" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("good.csv", "cannot read 'good.csv': No such file"),
+        ("good", "'good': there is no such file"),
+        ("good.txt", "'good.txt': there is no such file"),
+        ("good.py:make", "'good.py:make': there is no such file"),
+        ("folder/good:make", "'folder/good:make': there is no such file"),
+        ("/none/good.py:make", "'/none/good.py:make': there is no such file"),
+        ("t.txt", "'t.txt': files that end in '.txt' hold no model"),
+        (".", "'.': it is a folder"),
+        ("good:make", "No module named 'good'"),
+        ("", "cannot load '': ValueError: Empty module name"),
+    ],
+)
+def test_a_wrong_name_of_a_model_is_said_to_be_one(
+    capsys: pytest.CaptureFixture[str], name: str, reason: str
+) -> None:
+    Path("t.txt").write_text(TABLES)
+    assert reason in refused(capsys, "plan", name, *QUICK)
+
+
+def test_a_model_may_be_in_a_file_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model_elsewhere.py").write_text(
+        "from tests.builders import make_ebc, make_tables\n"
+        "make = lambda: make_ebc([(8, 4)])\n"
+    )
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("../model_elsewhere.py", f"{tmp_path}/model_elsewhere.py"):
+        assert list(read_model(f"{name}:make").module.state_dict())
+
+
 def test_other_plans_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "t.csv", *QUICK, "--out", "a.json"]) == 0
     capsys.readouterr()
@@ -350,7 +385,8 @@ def test_other_plans_are_not_compared(capsys: pytest.CaptureFixture[str]) -> Non
     data["fingerprint"]["tables"][1]["feature_names"] = ["other"]
     Path("b.json").write_text(json.dumps(data))
     assert "of different tables: 'shop'" in refused(capsys, "diff", "a.json", "b.json")
-    assert "'none.json' is not a plan file" in refused(capsys, "show", "none.json")
+    said = refused(capsys, "show", "none.json")
+    assert "cannot read the plan file 'none.json': No such file" in said
     assert "'t.csv' is not a plan file" in refused(capsys, "show", "t.csv")
     for report in ({**data["report"], "ranks": 3}, None):
         Path("a.json").write_text(json.dumps(data | {"report": report}))

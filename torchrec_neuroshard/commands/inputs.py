@@ -136,16 +136,24 @@ def read_model(name: str) -> GivenModel:
 def _call(name: str) -> Any:
     """Call the named function, in a module or a .py file."""
     module, _, function = name.partition(":")
-    if module.endswith(".py"):
-        module = ".".join(Path(module[:-3]).parts)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    folder, file = Path.cwd(), Path(module)
+    is_path = file.suffix == ".py" or len(file.parts) > 1
+    if is_path or (not function and os.path.exists(module)):
+        if file.suffix != ".py" or not file.is_file():
+            raise _no_model_file(name, file)
+        if file.is_absolute() or ".." in file.parts:
+            folder, file = file.resolve().parent, Path(file.name)
+        module = ".".join(file.with_suffix("").parts)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
     try:  # the user's code may raise any error
         known = vars(importlib.import_module(module))
         if function in known:
             made = known[function]
             return made if isinstance(made, nn.Module) else made()
     except (Exception, SystemExit) as error:
+        if not function and getattr(error, "name", None) == module.partition(".")[0]:
+            raise _no_model_file(name, Path(name)) from error
         said = " ".join(str(error).split())
         meant = ""
         if not function and Path(module.partition(".")[0] + ".py").exists():
@@ -160,6 +168,18 @@ def _call(name: str) -> Any:
     raise ConfigError(
         f"cannot load '{name}': '{module}' has no function '{function}'; "
         + suggestion(function, functions, "functions")
+    )
+
+
+def _no_model_file(name: str, file: Path) -> ConfigError:
+    """Return the error for a model's file that is missing or of another kind."""
+    reason = "there is no such file" if not file.exists() else "it is a folder"
+    if file.is_file():
+        reason = f"files that end in '{file.suffix}' hold no model"
+    return ConfigError(
+        f"cannot load '{name}': {reason}. A model is a .json, .yaml or .csv file of "
+        "tables, or package.module:function or file.py:function, whose function takes "
+        "no arguments"
     )
 
 
