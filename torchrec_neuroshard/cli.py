@@ -20,14 +20,17 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TextIO
 
 from torchrec_neuroshard import __version__, progress
 from torchrec_neuroshard.errors import (
+    ConfigError,
     EnvironmentMismatchError,
     InfeasibleError,
     NeuroShardError,
@@ -43,6 +46,11 @@ EXIT_BROKEN_ENVIRONMENT = 3
 EXIT_FAULT = 70
 """From BSD's sysexits. Python's own 1 would read as "no plan fits"."""
 EXIT_INTERRUPTED = 130
+
+_OUTPUTS = ("out", "html", "json", "csv")
+"""Options that name a file to write."""
+_NO_TEXT = ("calibrate", "collect", "train")
+"""Commands whose `--out` is a folder or a Parquet file."""
 
 
 class Command(NamedTuple):
@@ -213,8 +221,34 @@ def _run(arguments: list[str]) -> int:
     if module is None:
         parser.print_help(sys.stderr)
         return EXIT_USER_ERROR
-    code: int = getattr(module, f"run_{chosen}")(args)
+    with _printed(args):
+        code: int = getattr(module, f"run_{chosen}")(args)
     return code
+
+
+@contextlib.contextmanager
+def _printed(args: argparse.Namespace) -> Iterator[None]:
+    """Print the file that an option names "-"; all else goes to stderr then.
+
+    Raises:
+        ConfigError: Two options name "-", or the output is no text.
+    """
+    options = [o for o in _OUTPUTS if getattr(args, o, None) == Path("-")]
+    if not options:
+        yield
+        return
+    named = " and ".join(f"--{option}" for option in options)
+    if len(options) > 1:
+        raise ConfigError(f"{named} are both '-'; write one of them to a file")
+    if args.command in _NO_TEXT:
+        raise ConfigError(f"{named} cannot be '-': it is not text. Give it a name")
+    output = sys.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "-"
+        setattr(args, options[0], file)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        output.write(file.read_text(encoding="utf-8"))
 
 
 def _explain(error: Exception) -> Exception | str | None:

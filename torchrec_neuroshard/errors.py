@@ -33,6 +33,8 @@ files from unknown authors, so texts above 4,000 characters lose their middle.
 from __future__ import annotations
 
 import difflib
+import math
+import numbers
 from collections.abc import Collection
 from typing import Any
 
@@ -140,3 +142,64 @@ class DeviceFailureError(NeuroShardError, RuntimeError):
 
 class EnvironmentMismatchError(NeuroShardError, RuntimeError):
     """Installed packages are missing or do not belong together."""
+
+
+def check_kind(
+    name: str,
+    given: Any,
+    *kinds: type,
+    error: type[NeuroShardError] = ConfigError,
+) -> None:
+    """Check the type of an argument early.
+
+    Args:
+        name: The argument.
+        given: Its value.
+        kinds: Types that are allowed.
+        error: Class of the error.
+
+    Raises:
+        ConfigError: The type is another; or `error`.
+    """
+    if not isinstance(given, kinds):
+        wanted = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
+        raise error(
+            f"{name} is a {type(given).__name__}, {given!r:.60}: pass a "
+            f"{wanted.replace('builtins.', '')}"
+        )
+
+
+def check_number(
+    name: str,
+    given: Any,
+    *,
+    least: float = 0,
+    above: bool = False,
+    whole: bool = False,
+    finite: bool = True,
+    error: type[NeuroShardError] = ConfigError,
+) -> None:
+    """Check that an argument is a number in its range.
+
+    Args:
+        name: The argument.
+        given: Its value. True and False are no numbers.
+        least: The smallest number that is allowed.
+        above: Whether `least` itself is not allowed.
+        whole: Whether only integers are allowed.
+        finite: Whether infinity is not allowed.
+        error: Class of the error.
+
+    Raises:
+        ConfigError: It is something else; or `error`.
+    """
+    kind = numbers.Integral if whole else numbers.Real
+    if type(given) is not bool and isinstance(given, kind):
+        value = float(given)
+        if (value > least if above else value >= least) and (
+            not finite or value < math.inf
+        ):
+            return
+    wanted = "a whole number" if whole else "a finite number" if finite else "a number"
+    rule = f"above {least:g}" if above else f"of at least {least:g}"
+    raise error(f"{name} must be {wanted} {rule}, got {given!r:.60}")

@@ -24,7 +24,12 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts
-from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    NeuroShardError,
+    check_kind,
+    check_number,
+)
 from torchrec_neuroshard.phase_timer import (
     InputSampler,
     PhaseTimer,
@@ -414,6 +419,10 @@ class PlanMonitor:
 
     def _check(self) -> None:
         """Check that this rank can watch the model with these settings."""
+        check_kind("planner", self._planner, NeuroShardPlanner)
+        check_number("every", self._every, whole=True)
+        check_number("timed", self._timed, whole=True)
+        check_number("max_overhead", self._max_overhead, finite=False)
         every, timed, planned = self._every, self._timed, self._planner.topology
         if not isinstance(self._model, DistributedModelParallel):
             raise ConfigError(

@@ -28,7 +28,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard.costs.simulator import PHASES
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, check_kind
 from torchrec_neuroshard.hardware.devices import (
     accelerator,
     is_accelerator,
@@ -110,6 +110,8 @@ class PhaseTimer:
         Raises:
             ConfigError: Nothing in the model is sharded.
         """
+        check_kind("model", model, nn.Module)
+        check_kind("device", device, torch.device)
         self._device, self._on_error = device, on_error
         self._uses_events = is_accelerator(device.type) and not wait
         self._clock = uuid.uuid4().hex if self._uses_events else _machine()

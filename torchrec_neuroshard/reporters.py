@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import importlib
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.costs.simulator import PHASES
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, check_kind
 from torchrec_neuroshard.files import check_outputs, json_text, to_fields
 from torchrec_neuroshard.planner.option_facts import device_tier
 from torchrec_neuroshard.report import PlanReport
@@ -237,6 +238,7 @@ class JsonLinesReporter(Reporter):
     """
 
     def __init__(self, path: str | Path) -> None:
+        check_kind("path", path, str, os.PathLike)
         [self._path] = check_outputs(Path(path))
 
     def write_plan(self, plan: PlanRecord) -> None:
@@ -266,6 +268,7 @@ class TensorBoardReporter(Reporter):
     """
 
     def __init__(self, folder: str | Path) -> None:
+        check_kind("folder", folder, str, os.PathLike)
         module = _imported("torch.utils.tensorboard", "tensorboard", self)
         self._writer_of: Callable[[str], Any] = module.SummaryWriter
         self._folder = Path(folder)

@@ -265,6 +265,10 @@ def test_constraints_of_all_tables_and_of_one() -> None:
             '"compute_kernels": ["fused"]}}',
             "constraints for user. None of the kernels",
         ),
+        ("--placement f.json", '{"forbid_ranks": [0, 1]}', "leave no rank for"),
+        ("--constraints f.json", '{"*": {"min_partition": -1}}', "1 column, got -1"),
+        ("--json - --html -", "", "--html and --json are both '-'; write one of them"),
+        ("--memory-gb 1e300", "", "memory_gb is 1e.300: give it in GB, not in bytes"),
         ("--placement f.json", '{"pinned": {}}', "unknown field 'pinned'.*'pin'"),
         (
             "--placement f.json",
@@ -376,6 +380,29 @@ def test_a_model_may_be_in_a_file_elsewhere(
     monkeypatch.chdir(tmp_path / "here")
     for name in ("../model_elsewhere.py", f"{tmp_path}/model_elsewhere.py"):
         assert list(read_model(f"{name}:make").module.state_dict())
+
+
+def test_an_output_named_dash_is_printed_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def printed(*arguments: str) -> str:
+        assert main(list(arguments)) == 0
+        found = capsys.readouterr()
+        assert "wrote" not in found.err and not Path("-").exists()
+        return found.out
+
+    plan_file = printed("plan", "t.csv", *QUICK, "--out", "-")
+    Path("a.json").write_text(plan_file)
+    assert json.loads(printed("show", "a.json", "--json", "-"))["ranks"]
+    assert printed("diff", "a.json", "a.json", "--html", "-").startswith("<!DOCTYPE")
+    sizes = ["--ranks", "2", "--seconds", "0.1", "--card", "cpu"]
+    table = printed("sweep", "t.csv", *sizes, "--csv", "-")
+    assert next(csv.DictReader(table.splitlines()))["card"] == "cpu"
+    assert main(["rehearse", "a.json", "t.csv", "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["ranks"] and "every rank can run" in shown.err
+    said = refused(capsys, "train", "t.csv", "--out", "-")
+    assert "--out cannot be '-': it is not text" in said
 
 
 def test_other_plans_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:

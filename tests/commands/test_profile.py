@@ -43,6 +43,8 @@ def test_profiles_are_those_of_the_ids(
     assert "user" in shown and "tags" in shown
     assert "not profiled: label, title\n" in shown
     assert phases[1:] == ["reading the data", "profiling", "writing"]
+    assert main(["profile", str(data), "--out", "-", "--samples", "200"]) == 0
+    assert capsys.readouterr().out == out.read_text()
 
 
 def test_folders_and_csv_are_read_and_empty_cells_are_no_ids(tmp_path: Path) -> None:

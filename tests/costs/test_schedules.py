@@ -133,7 +133,7 @@ def test_the_docs_show_the_graph() -> None:
 
 def test_what_is_no_time_or_pipeline_is_refused() -> None:
     for wrong in (-1.0, float("nan")):
-        with pytest.raises(ConfigError, match=r"dense_ms: optimizer must be finite"):
+        with pytest.raises(ConfigError, match=r"dense_ms: optimizer must be a finite"):
             DenseMs(optimizer=wrong)
         with pytest.raises(ConfigError, match=f"got {wrong}"):
             DenseMs.of(wrong)

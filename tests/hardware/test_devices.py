@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware import devices
 from torchrec_neuroshard.hardware.devices import (
+    as_device,
     find_gpu_monitor,
     torch_threads,
 )
@@ -58,3 +60,8 @@ def test_threads_are_as_before_even_after_a_failure() -> None:
         assert torch.get_num_threads() == before + 1
         raise KeyboardInterrupt
     assert torch.get_num_threads() == before
+
+
+def test_an_unknown_device_is_named() -> None:
+    with pytest.raises(ConfigError, match="torch knows no device 'tpu'; use cpu or"):
+        as_device("tpu")

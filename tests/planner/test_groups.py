@@ -79,7 +79,7 @@ def test_nodes_pods_and_memory_are_divided() -> None:
 
 def test_impossible_groups_are_refused() -> None:
     for size in (0, 3, 16):
-        with pytest.raises(ConfigError, match=f"sharding_group_size={size}"):
+        with pytest.raises(ConfigError, match=f"sharding_group_size.*{size}"):
             group_topology(two_nodes(), size)
     with pytest.raises(ConfigError, match="sync_interval"):
         group_topology(two_nodes(), 4, sync_interval=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,15 @@ from torchrec_neuroshard.bundles.format import (
     load_bundle,
     load_comms_bundle,
 )
-from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    NeuroShardError,
+    check_kind,
+    check_number,
+)
 from torchrec_neuroshard.hardware.cards import GPU_CARDS, GpuCard, card_named, find_card
 from torchrec_neuroshard.hardware.devices import (
+    BACKENDS,
     GPU,
     backend_of,
     current_device_name,
@@ -94,7 +101,7 @@ def bundle_folder(name: str | Path) -> Path | None:
     shipped = str(name).lower()
     if shipped in pretrained_names():
         return PRETRAINED / shipped
-    return Path(name) if Path(name).is_dir() else None
+    return Path(name) if str(name) and Path(name).is_dir() else None
 
 
 def find_named_card(
@@ -117,6 +124,7 @@ def find_named_card(
             return None
         estimated = cost_model.error.card if cost_model.error else None
         return card_named(estimated) if estimated else find_card(cost_model.hardware)
+    check_kind("cost_model", cost_model, str, os.PathLike, CostModel)
     card = GPU_CARDS.get(str(cost_model).lower())
     if card is not None and device_type != GPU:
         raise ConfigError(
@@ -165,6 +173,15 @@ def load_cost_model(
     """
     if isinstance(cost_model, CostModel):
         return cost_model
+    if device_type not in BACKENDS:
+        raise ConfigError(
+            f"device_type must be one of {', '.join(BACKENDS)}, got {device_type!r:.60}"
+        )
+    for name, rate in (("hbm", hbm_gb_per_s), ("host", host_gb_per_s)):
+        if rate is not None:
+            check_number(f"{name}_gb_per_s", rate, above=True)
+    if card is not None:
+        check_kind("card", card, GpuCard)
     named = find_named_card(cost_model, device_type)
     if str(cost_model) == "measure":
         return physical_estimate(device_type, hbm_gb_per_s, card)

@@ -281,6 +281,8 @@ class _TableConstraints:
                     f"{name} has '{odd:.60}', which TorchRec does not know; "
                     + suggestion(odd, known, name.replace("_", " "))
                 )
+        if (least := self.min_partition) is not None and least < 1:
+            raise ValueError(f"min_partition must be at least 1 column, got {least}")
         if self.cache_load_factor is not None and not 0 < self.cache_load_factor <= 1:
             raise ValueError(
                 "cache_load_factor must be above 0 and at most 1, got "

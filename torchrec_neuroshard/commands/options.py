@@ -168,8 +168,10 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Declare the detail of the printed report, and the files to write it to."""
     text = "print all ranks and tables, and the source of each figure"
     flag(parser, "--verbose", text)
-    option(parser, "--html", Path, "write the report as a page", metavar="FILE")
-    option(parser, "--json", Path, "write the report as JSON", metavar="FILE")
+    text = "write the report as a page; - prints it"
+    option(parser, "--html", Path, text, metavar="FILE")
+    text = "write the report as JSON; - prints it"
+    option(parser, "--json", Path, text, metavar="FILE")
 
 
 def add_bundle(parser: argparse.ArgumentParser) -> None:
@@ -261,5 +263,11 @@ def write_outputs(
             write_whole(files["json"], json_text(data or shown.to_json()))
         if files["csv"]:
             write_whole(files["csv"], shown.to_csv())
-    for path in filter(None, files.values()):
+    for path in files.values():
+        tell_written(path)
+
+
+def tell_written(path: Path | None) -> None:
+    """Print that a file was written; "-" is standard output."""
+    if path is not None and path.name != "-":
         print(f"wrote {path}")

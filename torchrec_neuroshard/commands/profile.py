@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchrec_neuroshard.commands.options import option, whole
+from torchrec_neuroshard.commands.options import option, tell_written, whole
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.tables.id_files import profile_data
@@ -51,5 +51,5 @@ def run_profile(args: argparse.Namespace) -> int:
         )
     if skipped and not args.features:
         print(f"not profiled: {', '.join(skipped)}")
-    print(f"wrote {args.out}")
+    tell_written(args.out)
     return 0

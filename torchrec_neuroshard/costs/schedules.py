@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, check_number
 
 Floats = npt.NDArray[np.float64]
 
@@ -78,11 +78,7 @@ class DenseMs:
 
     def __post_init__(self) -> None:
         for name in DENSE:
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(
-                    f"dense_ms: {name} must be finite and at least 0 [ms], got {value}"
-                )
+            check_number(f"dense_ms: {name}", getattr(self, name))
 
     @staticmethod
     def of(given: DenseMs | float | None) -> DenseMs:

@@ -102,7 +102,12 @@ def as_device(name: str) -> torch.device:
     Raises:
         ConfigError: This machine has no such device.
     """
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"torch knows no device '{name:.60}'; use {' or '.join(BACKENDS)}"
+        ) from error
     if not is_accelerator(device.type):
         return device
     module = accelerator(device.type)

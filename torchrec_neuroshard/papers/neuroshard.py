@@ -55,7 +55,7 @@ import torch
 
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
-from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError, check_kind
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.papers.common import finish
 from torchrec_neuroshard.papers.neuroshard_models import (
@@ -431,7 +431,9 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
             ConfigError: `models` are given, but `config` says not to use them.
             BundleError: The folder's nets cannot be loaded.
         """
-        super().__init__(config or NeuroShardConfig())
+        config = config or NeuroShardConfig()
+        check_kind("config", config, NeuroShardConfig)
+        super().__init__(config)
         if self.config.costs == "shared" and models is not None:
             raise ConfigError(
                 "costs='shared' does not use NeuroShard's nets, but models were given; "

@@ -27,6 +27,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
+from torchrec_neuroshard.errors import check_kind as check_kind
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.option_facts import (
@@ -63,19 +64,6 @@ _FLAGS = ("is_weighted", "enforce_hbm", "stochastic_rounding", "use_virtual_tabl
 _MAX_BATCH = 2**31 - 1
 
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
-
-
-def check_kind(name: str, given: Any, kind: type) -> None:
-    """Check the type of an argument early.
-
-    Raises:
-        ConfigError: The type is another.
-    """
-    if not isinstance(given, kind):
-        raise ConfigError(
-            f"{name} is a {type(given).__name__}, {given!r:.60}: pass a "
-            f"{kind.__module__}.{kind.__name__}"
-        )
 
 
 def check_constraints(

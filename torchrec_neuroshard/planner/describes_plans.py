@@ -21,16 +21,19 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.costs.task import ShardingTask
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, check_kind
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import (
-    check_kind,
     check_profiles,
     left_out_notes,
     unmatched_constraints,
     unsharded_notes,
 )
-from torchrec_neuroshard.planner.compat import planner_part, set_planner_part
+from torchrec_neuroshard.planner.compat import (
+    planner_part,
+    set_planner_part,
+    sharders_by_type,
+)
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.given_plans import (
     copied,
@@ -183,6 +186,9 @@ class DescribesPlans(LoadsPlans):
             module: The model before `DistributedModelParallel`.
             sharders: None: TorchRec's defaults.
         """
+        check_kind("plan", plan, ShardingPlan)
+        check_kind("model", module, nn.Module)
+        sharders_by_type(sharders or ())  # checks that all are sharders
         self._last = LastPlan(plan=copied(plan))
         self._try_remember(module, sharders)
 
@@ -227,6 +233,7 @@ class DescribesPlans(LoadsPlans):
             module: The model before `DistributedModelParallel`.
             sharders: None: TorchRec's defaults.
         """
+        check_kind("model", module, nn.Module)
         sharders = list(sharders or get_default_sharders())
         self._last.model = outline_of(module), sharders
 

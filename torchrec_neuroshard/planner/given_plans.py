@@ -24,7 +24,7 @@ from torchrec.quant.embedding_modules import (
     EmbeddingCollection as QuantEmbeddingCollection,
 )
 
-from torchrec_neuroshard.errors import PlanFileError
+from torchrec_neuroshard.errors import PlanFileError, check_kind
 from torchrec_neuroshard.planner.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.option_facts import (
@@ -86,6 +86,7 @@ def placed_options(
     Raises:
         PlanFileError: The plan is incomplete or does not fit this model.
     """
+    check_kind("plan", plan, ShardingPlan)
     plan = planned_once(plan, module)
     tables, _ = model_tables(plan.plan, module)
     check_plan(plan, tables, world_size)
@@ -329,6 +330,7 @@ def model_tables(
     Returns:
         The tables inside, sorted, and the full names of the tables outside.
     """
+    check_kind("model", model, nn.Module)
     modules = dict(model.named_modules(remove_duplicate=False))
     inside = {path: modules[path] for path in paths if path in modules}
     outside = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import numbers
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,14 +36,11 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.costs.schedules import DenseMs
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, check_kind, suggestion
 from torchrec_neuroshard.models.adjusted import RelievedCommsModel
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.checks import (
-    check_batch_size,
-    check_kind,
-)
+from torchrec_neuroshard.planner.checks import check_batch_size
 from torchrec_neuroshard.planner.compat import (
     enumerator_constraints,
     nothing_collected,
@@ -243,6 +241,7 @@ class NeuroShardPlanner(DescribesPlans):
         stash_bytes: float = 0,
         **kwargs: Any,
     ) -> None:
+        self._check_names(kwargs)
         topology = default_topology() if topology is None else topology
         for name, value, kind in (
             ("topology", topology, Topology),
@@ -642,12 +641,25 @@ class NeuroShardPlanner(DescribesPlans):
             The planner. It shares the parts that were passed to this planner; a part
             with its own `costs` keeps them.
         """
+        check_kind("profiles", profiles, Mapping)
         # Without reliefs, so that the overlap of kernels is not counted twice.
         return self._again(
             comms_model=RelievedCommsModel(self.costs.comms_model, {}),
             profiles={**self._profiles, **profiles},
             plan_loader=None,
         )
+
+    def _check_names(self, given: Iterable[str]) -> None:
+        """Check that TorchRec's planner takes these arguments.
+
+        Raises:
+            TypeError: It does not, as Python raises it for an unknown argument.
+        """
+        theirs = inspect.signature(super().__init__).parameters
+        ours = inspect.signature(NeuroShardPlanner).parameters
+        for name in sorted(set(given) - set(theirs)):
+            near = suggestion(name, {*theirs, *ours} - {"kwargs"}, "arguments")
+            raise TypeError(f"NeuroShardPlanner takes no argument '{name}'; {near}")
 
     def _again(self, **changes: Any) -> NeuroShardPlanner:
         """Return a planner with the same arguments except for `changes`."""

@@ -38,6 +38,7 @@ from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingCollection,
 )
 
+from torchrec_neuroshard.errors import check_kind
 from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.planner.compat import (
     grids_vary_batches,
@@ -186,6 +187,8 @@ class TableReader:
         self.on_gpu = is_accelerator(topology.compute_device)
         self.max_columns = MAX_CUDA_COLUMNS if self.on_gpu else sys.maxsize
         self._profiles = profiles or {}
+        for name, profile in self._profiles.items():
+            check_kind(f"the profile of feature '{name}'", profile, FeatureProfile)
         self._modules: weakref.WeakKeyDictionary[nn.Module, _Module] = (
             weakref.WeakKeyDictionary()
         )

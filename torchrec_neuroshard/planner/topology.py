@@ -33,7 +33,8 @@ from torchrec.distributed.planner.types import BasicCommsBandwidths, Storage, To
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.bundles.find import find_named_card
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, check_kind, check_number
+from torchrec_neuroshard.files import TOO_LARGE
 from torchrec_neuroshard.hardware.cards import (
     GPU_CARDS,
     Figure,
@@ -173,6 +174,9 @@ def topology_for(
         "inter_gb_per_s": inter_gb_per_s,
     }
     _check_positive({**of_card, "host_memory_gb": host_memory_gb or None})
+    for name, value in (("memory_gb", memory_gb), ("host_memory_gb", host_memory_gb)):
+        if (value or 0) * GB >= TOO_LARGE:
+            raise ConfigError(f"{name} is {value}: give it in GB, not in bytes")
     # Tell TorchRec that these are a real card's figures.
     arguments = accepted_arguments(Topology, created_by_factory=True)
     given = set()
@@ -308,20 +312,21 @@ def group_topology(
         ConfigError: The size does not divide the ranks, the interval is below 1, or
             the topology is already that of a group.
     """
+    check_kind("topology", topology, Topology)
+    check_number("sharding_group_size", sharding_group_size, least=1, whole=True)
+    check_number("sync_interval", sync_interval, least=1, whole=True)
     num_ranks, size = int(topology.world_size), sharding_group_size
     if sharding_group(topology) is not None:
         raise ConfigError(
             "the topology is already that of a sharding group; pass the topology of "
             "all ranks"
         )
-    if size < 1 or num_ranks % size:
+    if num_ranks % size:
         raise ConfigError(
             f"sharding_group_size={size} does not divide the {num_ranks} ranks of the "
             f"topology; take one of {', '.join(map(str, _divisors(num_ranks)))}, or "
             "change the number of ranks"
         )
-    if sync_interval < 1:
-        raise ConfigError(f"sync_interval must be at least 1, got {sync_interval}")
     follow, ranks = use_inter_host_allreduce, np.arange(num_ranks)
     groups_GR = ranks.reshape(-1, size) if follow else ranks.reshape(size, -1).T
     replicas_RG, per_node = groups_GR.T, int(topology.local_world_size)

@@ -35,6 +35,7 @@ from torchrec_neuroshard.errors import (
     PlanFileError,
     PlanMismatchError,
     StalePlanWarning,
+    check_kind,
 )
 from torchrec_neuroshard.files import (
     from_fields,
@@ -264,6 +265,8 @@ def _made_for(
     plan: ShardingPlan, model: nn.Module, planner: EmbeddingPlannerBase
 ) -> PlanFingerprint:
     """Return the fingerprint of the job that a plan is saved or loaded for."""
+    check_kind("plan", plan, ShardingPlan)
+    check_kind("planner", planner, EmbeddingPlannerBase)
     tables, unsharded = model_tables(plan.plan, model)
     topology, batch_size = (
         planner_part(planner, n) for n in ("topology", "batch_size")

@@ -42,7 +42,7 @@ from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec_neuroshard.costs.placement_rules import listed, quoted
 from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.costs.task import format_bytes
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, check_kind, check_number
 from torchrec_neuroshard.hardware.devices import GPU
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import (
@@ -123,11 +123,15 @@ def rehearse(
             "ranks. Call rehearse before torch.distributed.init_process_group, or in "
             "another process"
         )
-    if batch_size < 1:
-        raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+    check_kind("topology", topology, Topology)
+    check_number("batch_size", batch_size, least=1, whole=True)
+    for name, given in (("constraints", constraints), ("profiles", profiles)):
+        if given is not None:
+            check_kind(name, given, Mapping)
     start = time.monotonic()
-    sharders = list(sharders or get_default_sharders())
+    sharders = sharders or get_default_sharders()
     sharders_by_type(sharders)  # checks that all are sharders
+    sharders = list(sharders)
     world_size, tier = int(topology.world_size), device_tier(topology)
     reader = TableReader(topology, constraints, profiles)
     storage = StorageEstimator(

@@ -45,7 +45,7 @@ from torchrec_neuroshard.costs.task import (
     ShardingTask,
     format_bytes,
 )
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, check_kind, check_number
 from torchrec_neuroshard.hardware.devices import backend_of, is_accelerator
 from torchrec_neuroshard.planner.checks import check_profiles
 from torchrec_neuroshard.planner.compat import (
@@ -53,6 +53,7 @@ from torchrec_neuroshard.planner.compat import (
     is_over_gloo,
     is_wrapped_by_ddp,
     permute_features_again,
+    sharders_by_type,
 )
 from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.first_launch import from_first
@@ -176,9 +177,13 @@ def replan(
         PlanFileError: The plan does not fit this model on these ranks.
         ProfileError: No table reads a profile's feature.
     """
-    if budget_bytes < 0:
-        raise ConfigError(f"budget_bytes must be at least 0, got {budget_bytes}")
-    job = _Job(current_plan, planner, model, list(sharders or get_default_sharders()))
+    check_kind("planner", planner, NeuroShardPlanner)
+    check_kind("model", model, nn.Module)
+    check_kind("config", config or _SEARCH, SearchConfig)
+    check_number("budget_bytes", budget_bytes, finite=False)
+    sharders = sharders or get_default_sharders()
+    sharders_by_type(sharders)  # checks that all are sharders
+    job = _Job(current_plan, planner, model, list(sharders))
     changed = _improve(job, budget_bytes, config or _SEARCH) if job.options else {}
     plan, after = job.plan_with(changed), job.before
     if changed:
@@ -460,7 +465,11 @@ def apply_moves(
         RankFailureError: A rank is gone; nothing has moved.
     """
     group = dist.group.WORLD
-    assert group is not None, "a sharded model has one"
+    if group is None:
+        raise ConfigError(
+            "apply_moves needs the process group of a sharded model: call it on every "
+            "rank of the job"
+        )
     mine = None
     if isinstance(result, ReplanResult):
         mine = result.changed, result.replaced

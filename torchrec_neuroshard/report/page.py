@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import math
+import os
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,8 @@ from typing import Any
 
 from torchrec_neuroshard import __version__
 from torchrec_neuroshard.costs.task import capitalised
-from torchrec_neuroshard.files import to_fields, write_whole
+from torchrec_neuroshard.errors import check_kind
+from torchrec_neuroshard.files import check_outputs, to_fields, write_whole
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.report.sections import Section, as_text
 
@@ -113,7 +115,15 @@ def write_html(
     title: str = "Sharding plan",
     command: str | None = None,
 ) -> None:
-    """Write `html_report` to a file; a failure leaves no part of it."""
+    """Write `html_report` to a file; a failure leaves no part of it.
+
+    Raises:
+        ConfigError: This is no report, or the file cannot be written.
+    """
+    check_kind("report", report, Report)
+    check_kind("path", path, str, os.PathLike)
+    check_kind("title", title, str)
+    check_outputs(Path(path))
     write_whole(path, html_report(report, title, command))
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from torchrec_neuroshard.costs.simulator import PredictedCosts
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, check_number
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 
@@ -41,15 +41,13 @@ class SearchConfig:
     With None, a terminal shows it."""
 
     def __post_init__(self) -> None:
-        if not self.time_budget_seconds > 0:
-            raise ConfigError(
-                f"time_budget_seconds must be above 0, got {self.time_budget_seconds}"
-            )
-        if not self.effort >= 0 or self.restarts < 0:
-            raise ConfigError(
-                "effort and restarts must be at least 0, got "
-                f"{self.effort} and {self.restarts}"
-            )
+        budget = self.time_budget_seconds
+        check_number("time_budget_seconds", budget, above=True, finite=False)
+        check_number("effort", self.effort)
+        check_number("restarts", self.restarts, whole=True)
+        check_number("seed", self.seed, whole=True)
+        if not (self.progress is None or callable(self.progress)):
+            raise ConfigError(f"progress must be a function, got {self.progress!r:.60}")
         if self.bound not in BOUNDS:
             raise ConfigError(
                 f"bound must be one of {', '.join(BOUNDS)}, got '{self.bound}'"

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from torchrec_neuroshard.errors import ProfileError
+from torchrec_neuroshard.errors import ProfileError, check_number
 from torchrec_neuroshard.tables.access import (
     COUNT_BIN_HIGH,
     COUNT_BIN_LOW,
@@ -55,13 +55,14 @@ class FeatureProfile:
     """Whether lookups carry per-sample weights."""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ProfileError(
-                f"batch_size must be at least 1, got {self.batch_size}; profile at "
-                "least one sample"
-            )
-        values = (self.num_lookups, self.pooling_std, *self.access_histogram)
-        if not all(math.isfinite(v) and v >= 0 for v in values):
+        size, bins = self.batch_size, self.access_histogram
+        check_number("batch_size", size, least=1, whole=True, error=ProfileError)
+        try:
+            values = (self.num_lookups, self.pooling_std, *bins)
+            holds = all(math.isfinite(v) and v >= 0 for v in values)
+        except TypeError:
+            holds = False
+        if not holds:
             raise ProfileError(
                 "a profile needs finite values of at least 0, got "
                 f"num_lookups={self.num_lookups}, pooling_std={self.pooling_std}, "

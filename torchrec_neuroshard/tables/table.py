@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,15 +35,25 @@ MAX_FEATURES = 100_000
 
 
 _RULES = {
-    "num_embeddings": "at least 1 and below 2**63",
+    "name": "text",
+    "num_embeddings": "a whole number of at least 1 and below 2**63",
     "embedding_dim": f"a positive multiple of {COLUMN_MULTIPLE} (pad the table to one)",
-    "pooling_factor": "finite and at least 0",
+    "pooling_factor": "a finite number of at least 0",
     "num_features": f"1 to {MAX_FEATURES:,}",
-    "outputs_per_sample": "finite and above 0",
+    "outputs_per_sample": "a finite number above 0",
+    "profile": "a FeatureProfile",
     "data_type": f"one of {', '.join(DATA_TYPE_BYTES)}",
     "optimizer": f"one of {', '.join(OPTIMIZERS)}",
 }
 """Field of a table -> its allowed values, for error messages."""
+
+
+def _number(value: object, kind: type = numbers.Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _whole(value: object) -> bool:
+    return _number(value, numbers.Integral)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,11 +84,19 @@ class TableConfig:
     def __post_init__(self) -> None:
         width = self.embedding_dim
         holds = {  # NaN fails each of them
-            "num_embeddings": 1 <= self.num_embeddings < TOO_LARGE,
-            "embedding_dim": 1 <= width < TOO_LARGE and width % COLUMN_MULTIPLE == 0,
-            "pooling_factor": 0 <= self.pooling_factor < math.inf,
-            "num_features": 1 <= self.num_features <= MAX_FEATURES,
-            "outputs_per_sample": 0 < self.num_outputs < math.inf,
+            "name": isinstance(self.name, str),
+            "num_embeddings": _whole(self.num_embeddings)
+            and 1 <= self.num_embeddings < TOO_LARGE,
+            "embedding_dim": _whole(width)
+            and 1 <= width < TOO_LARGE
+            and width % COLUMN_MULTIPLE == 0,
+            "pooling_factor": _number(self.pooling_factor)
+            and 0 <= self.pooling_factor < math.inf,
+            "num_features": _whole(self.num_features)
+            and 1 <= self.num_features <= MAX_FEATURES,
+            "outputs_per_sample": _number(self.outputs_per_sample or 1)
+            and 0 < self.num_outputs < math.inf,
+            "profile": isinstance(self.profile, FeatureProfile | None),
             "data_type": self.data_type in DATA_TYPE_BYTES,
             "optimizer": self.optimizer in OPTIMIZERS,
         }
