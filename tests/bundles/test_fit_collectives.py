@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,14 +60,16 @@ def law(collective: str, bytes_per_peer: Sequence[int]) -> np.ndarray:
     )
 
 
-def measure(world: int, count: int, seed: int) -> list[CommsRecord]:
+def measure(
+    world: int, count: int, seed: int, noise: float = 0.02
+) -> list[CommsRecord]:
     rng = np.random.default_rng(seed)
     sizes = (1024, 2**24)
     records = []
     for index in range(count):
         sample = sample_collective(index, seed, sizes, {"world": world})
         ms = law(sample.collective, sample.bytes_per_peer)
-        ms = ms * np.exp(rng.normal(0, 0.02, world))
+        ms = ms * np.exp(rng.normal(0, noise, world))
         told: dict[str, Any] = {"index": index, "repeat_of": sample.repeat_of}
         sent = sample.collective, sample.bytes_per_peer
         records.append(make_comms_record(*sent, ms.tolist(), **told))
@@ -135,12 +138,14 @@ def test_another_machines_model_is_a_start(training: CommsData) -> None:
 # Bundles and the command
 
 
-def write(folder: Path, worlds: Sequence[int]) -> list[Path]:
+def write(
+    folder: Path, worlds: Sequence[int], count: int = 60, noise: float = 0.02
+) -> list[Path]:
     return [
         write_records(
             folder / f"{world}.parquet",
             make_comms_header(world, "gloo", "a CPU", sampling={"cores": 2}),
-            measure(world, 60, world),
+            measure(world, count, world, noise),
         )
         for world in worlds
     ]
@@ -165,7 +170,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path, world: int = 3) -> np.ndarray:
     ranks = {"world_size": world, "local_world_size": world}
     model = load_comms_bundle(folder, compute=None, **ranks)
-    assert model.source == "measured"
+    assert re.fullmatch(r"measured \(median error \d+%\)", model.source)
     return model.all_to_all(np.full((1, world), 64.0), 512)
 
 
@@ -225,6 +230,29 @@ def test_command_dispatches_on_the_kind_of_records(
     assert load(out, 2).shape == (1, 2, 2)
 
 
+def test_a_model_with_a_large_error_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [path] = write(tmp_path, (2,), count=28, noise=2.0)
+    assert main(["train", str(path), "--out", str(tmp_path / "poor")]) == 0
+    printed = capsys.readouterr().out
+    told = r"\nwarning: these collectives are predicted with an error of (\d+%); above"
+    [error] = re.findall(told, printed)
+    model = load_comms_bundle(
+        tmp_path / "poor", compute=None, world_size=2, local_world_size=2
+    )
+    assert model.source == f"measured (median error {error})"
+    # Older bundles do not tell their error.
+    file = tmp_path / "poor/comms.json"
+    stored = json.loads(file.read_text())
+    del stored["trained_on"]["errors"]
+    file.write_text(json.dumps(stored))
+    model = load_comms_bundle(
+        tmp_path / "poor", compute=None, world_size=2, local_world_size=2
+    )
+    assert model.source == "measured"
+
+
 def test_planner_finds_measured_or_published_collectives(
     bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -249,7 +277,7 @@ def test_planner_finds_measured_or_published_collectives(
         patch.setattr(find, "PRETRAINED", tmp_path / "shipped")
         shutil.copytree(bundle, tmp_path / "shipped" / "one")
         assert found_for("auto", "another CPU") is None
-        assert found_for("auto", "a CPU").source == "measured"
+        assert found_for("auto", "a CPU").source.startswith("measured (median ")
 
     # A bundle with only collectives leaves kernels to "auto".
     with pytest.warns(UserWarning, match="no cost model was measured on a CPU") as said:
@@ -257,4 +285,4 @@ def test_planner_finds_measured_or_published_collectives(
     alone = "holds only collectives: kernels are costed"
     assert any(alone in str(w.message) for w in said)
     assert "physical estimate" in planner.costs.cost_model.source
-    assert planner.costs.comms_model.source == "measured"
+    assert planner.costs.comms_model.source.startswith("measured (median error")

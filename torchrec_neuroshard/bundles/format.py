@@ -25,6 +25,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
+from torchrec_neuroshard.bundles.choice import stated_error
 from torchrec_neuroshard.errors import (
     BundleCorruptError,
     BundleMismatchError,
@@ -244,6 +245,7 @@ def load_bundle(folder: str | Path) -> NeuralCostModel:
         ranges=info.ranges,
         reference_ms=info.reference_ms,
     )
+    model.measured_error = stated_error(info.trained_on)
     probe_NF = np.ones((1, len(FEATURE_NAMES)), dtype=np.float32)
     _check_times(folder, model.predict_sets(probe_NF, np.array([0]), 1))
     return model
@@ -348,6 +350,7 @@ def load_comms_bundle(
     local_world_size: int,
     intra_gb_per_s: float | None = None,
     inter_gb_per_s: float | None = None,
+    stands_in: bool = False,
 ) -> MeasuredCommsModel:
     """Return a bundle's model of collectives for one group of ranks.
 
@@ -361,6 +364,7 @@ def load_comms_bundle(
         local_world_size: Ranks per node.
         intra_gb_per_s: Bandwidth inside a node; None keeps the measured bandwidth.
         inter_gb_per_s: The same between nodes.
+        stands_in: Whether it was measured on another machine than the planned one.
 
     Raises:
         BundleCorruptError: A file is missing, truncated or damaged.
@@ -394,5 +398,9 @@ def load_comms_bundle(
         slowdowns=slowdowns,
         column_order_ms_per_mb=column_order,
     )
+    if stands_in:
+        model.source += f" on {info.fingerprint.device} as a stand-in"
+    if (error := stated_error(info.trained_on)) is not None:
+        model.source += f" (median error {error:.0%})"
     _check_times(folder, model.all_to_all(np.full((1, world_size), 64.0), 4096))
     return model

@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from torchrec_neuroshard.bundles.choice import Choice
+from torchrec_neuroshard.bundles.choice import Choice, poor_fit
 from torchrec_neuroshard.bundles.find import bundle_folder, pretrained_names
 from torchrec_neuroshard.bundles.fit import Candidate, TrainConfig, fit_model
 from torchrec_neuroshard.bundles.fit_collectives import (
@@ -192,6 +192,7 @@ def train_comms_bundle(
             "created": sorted({h.created[:10] for h in headers}),
             "cores": headers[0].sampling.get("cores", "unknown"),
             "kept": found.kept,
+            "errors": found.errors,
             "started_from": start and start.name,
             "commands": [*(h.command for h in headers), command_line()],
         },
@@ -215,6 +216,8 @@ def train_comms_bundle(
             )
     for line in (found.verdict(), noise, f"wrote {out}"):
         say(line)
+    if poor := poor_fit(found.error):
+        say(f"warning: these collectives are predicted {poor}")
     return evaluations
 
 

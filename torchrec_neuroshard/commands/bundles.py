@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from torchrec_neuroshard.bundles import cache
-from torchrec_neuroshard.bundles.choice import Choice
+from torchrec_neuroshard.bundles.choice import Choice, poor_fit
 from torchrec_neuroshard.bundles.fit import Candidate, TrainConfig
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE
 from torchrec_neuroshard.bundles.make import (
@@ -67,6 +67,8 @@ def _tell(fitted: Choice[Candidate], out: Path) -> None:
     for candidate in fitted.candidates.values():
         print(candidate.evaluation.line())
     print(f"{fitted.verdict()}\nwrote {out}")
+    if poor := poor_fit(fitted.error):
+        print(f"warning: these kernels are predicted {poor}")
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:

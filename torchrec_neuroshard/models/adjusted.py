@@ -33,6 +33,7 @@ class AdjustedCostModel(CostModel):
         self.alone = alone
         self.name, self.hardware = alone.name, alone.hardware
         self.source, self.error = alone.source, alone.error
+        self.measured_error = alone.measured_error
         self.reference_ms = alone.reference_ms
         self._kernels_22 = kernels_22
         self._host_22 = np.eye(2) if host_22 is None else host_22

@@ -58,6 +58,8 @@ class CostModel(ABC):
     """Origin of the numbers, for reports, e.g. `measured`."""
     error: EstimateError | None = None
     """Possible error of an estimate; None for measured models."""
+    measured_error: float | None = None
+    """Mean relative error of a measured model in its validation; None if unknown."""
     reference_ms: float = 0.0
     """Nominal time of the reference set (`measure.clock`) in the model's unit; 0 for
     devices without a reference."""

@@ -109,22 +109,25 @@ def _order(warning: RangeWarning) -> tuple[int, float]:
     return place, -max(warning.low - value, value - warning.high)
 
 
-def describe_source(source: str, reasons: Sequence[Reason | None]) -> str:
+def describe_source(model: CostModel, reasons: Sequence[Reason | None]) -> str:
     """Return the source of kernel times in words.
 
     Args:
-        source: The cost model's source.
+        model: The cost model. If it was measured, its error is named.
         reasons: For each table why it is not covered, or None.
     """
     found = Counter(
         (reason.way, reason.kind) for reason in reasons if reason is not None
     )
+    source, error = model.source, ""
+    if source == _MEASURED and model.measured_error is not None:
+        error = f" (mean error {model.measured_error:.0%})"
     if not found:
-        return source
+        return source + error
     total = len(reasons)
     lead = f"{source}; of {total} tables"
     if source == _MEASURED:
-        lead = f"measured for {total - found.total()} of {total} tables"
+        lead = f"measured for {total - found.total()} of {total} tables{error}"
     parts = [lead]
     for way in (_EXTRAPOLATED, _ESTIMATED):
         kinds = {kind: n for (w, kind), n in found.most_common() if w == way}

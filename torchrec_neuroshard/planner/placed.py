@@ -323,7 +323,7 @@ class PlacedPlan:
         return PredictedCosts(
             stages=tuple(stages),
             uncertainty=uncertainty,
-            compute_source=describe_source(costs.cost_model.source, self._reasons),
+            compute_source=describe_source(costs.cost_model, self._reasons),
             comms_source=costs.comms_model.source,
             schedule=costs.schedule,
             dense=costs.dense,
