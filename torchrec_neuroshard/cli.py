@@ -246,9 +246,12 @@ def _printed(args: argparse.Namespace) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "-"
         setattr(args, options[0], file)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-        output.write(file.read_text(encoding="utf-8"))
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                yield
+        finally:  # an interrupted command may have written it
+            if file.exists():
+                output.write(file.read_text(encoding="utf-8"))
 
 
 def _explain(error: Exception) -> Exception | str | None:

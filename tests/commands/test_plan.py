@@ -478,6 +478,44 @@ def test_cells_are_planned_one_by_one(capsys: pytest.CaptureFixture[str]) -> Non
     assert faster[0] < faster[1]
 
 
+def test_an_interrupted_sweep_shows_and_keeps_its_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original, kept = NeuroShardPlanner.plan, []
+
+    def stopped(self: NeuroShardPlanner, *arguments: Any) -> ShardingPlan:
+        kept.append(Path("s.csv").read_text() if Path("s.csv").exists() else "")
+        if self.topology.world_size == last:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    monkeypatch.setattr(NeuroShardPlanner, "plan", stopped)
+    options = ["--card", "cpu", "--ranks", "1,2,4", "--seconds", "0.1", "--csv"]
+    last = 4
+    assert main(["sweep", "t.csv", *options, "s.csv"]) == 130
+    shown = capsys.readouterr().out
+    assert "most samples per second: " in shown
+    assert "not tried: 1 of 3 cells, since the command was interrupted" in shown
+    rows = list(csv.DictReader(Path("s.csv").read_text().splitlines()))
+    assert [row["num_ranks"] for row in rows] == ["1", "2"]
+    assert [len(text.splitlines()) for text in kept] == [0, 2, 3]  # row by row
+    last = 1
+    assert main(["sweep", "t.csv", *options, "t.out"]) == 130
+    assert not capsys.readouterr().out and not Path("t.out").exists()
+
+
+def test_our_report_is_shown_and_saved_before_torchrec_plans(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: Any, **named: Any) -> ShardingPlan:
+        assert Path("a.json").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "stock_plan", interrupted)
+    assert main(["plan", "t.csv", *QUICK, "--compare", "--out", "a.json"]) == 130
+    assert "critical path" in capsys.readouterr().out
+
+
 def cell(**fields: Any) -> SweepCell:
     known: dict[str, Any] = {
         "card": "h100",

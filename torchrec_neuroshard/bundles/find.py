@@ -314,15 +314,18 @@ def load_comms_model(
     kernels: Path | None = folder
     if not COMPUTE_BUNDLE.is_in(folder):
         kernels = _shipped_for(device_type, current_device_name(device_type))
-    return load_comms_bundle(
+    model = load_comms_bundle(
         folder,
         compute=COMPUTE_BUNDLE.read_info(kernels) if kernels else None,
         world_size=world_size,
         local_world_size=local_world_size,
         intra_gb_per_s=intra_gb_per_s,
         inter_gb_per_s=inter_gb_per_s,
-        stands_in=stands_in,
     )
+    if stands_in:
+        where = f"measured on {info.fingerprint.device} as a stand-in"
+        model.source = model.source.replace("measured", where, 1)
+    return model
 
 
 def _planned_device(device_type: str, card: GpuCard | None) -> str | None:

@@ -350,7 +350,6 @@ def load_comms_bundle(
     local_world_size: int,
     intra_gb_per_s: float | None = None,
     inter_gb_per_s: float | None = None,
-    stands_in: bool = False,
 ) -> MeasuredCommsModel:
     """Return a bundle's model of collectives for one group of ranks.
 
@@ -364,7 +363,6 @@ def load_comms_bundle(
         local_world_size: Ranks per node.
         intra_gb_per_s: Bandwidth inside a node; None keeps the measured bandwidth.
         inter_gb_per_s: The same between nodes.
-        stands_in: Whether it was measured on another machine than the planned one.
 
     Raises:
         BundleCorruptError: A file is missing, truncated or damaged.
@@ -398,8 +396,6 @@ def load_comms_bundle(
         slowdowns=slowdowns,
         column_order_ms_per_mb=column_order,
     )
-    if stands_in:
-        model.source += f" on {info.fingerprint.device} as a stand-in"
     if (error := stated_error(info.trained_on)) is not None:
         model.source += f" (median error {error:.0%})"
     _check_times(folder, model.all_to_all(np.full((1, world_size), 64.0), 4096))

@@ -231,14 +231,24 @@ def check_files(args: argparse.Namespace, *read: str) -> None:
     check_outputs(*(getattr(args, name, None) for name in _OUTPUTS), read=found)
 
 
-def show(args: argparse.Namespace, *reports: Any) -> None:
-    """Print reports, in the detail that --verbose asks for; skips None."""
+def show(args: argparse.Namespace, *reports: Any, more_follows: bool = False) -> None:
+    """Print reports, in the detail that --verbose asks for; skips None.
+
+    Args:
+        args: The options.
+        reports: Reports, or their texts.
+        more_follows: Whether another call prints more; the last one names --verbose.
+    """
     shown = [
         each.text(args.verbose, more="") if hasattr(each, "text") else each
         for each in reports
     ]
     more = None if args.verbose else "For details, add --verbose."
-    print(*filter(None, [*shown, more]), sep="\n\n")
+    if more_follows:
+        more = ""
+    print(*filter(None, [*shown, more]), sep="\n\n", flush=True)
+    if more_follows:
+        print()
 
 
 def write_outputs(

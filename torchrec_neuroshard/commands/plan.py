@@ -42,6 +42,7 @@ from torchrec_neuroshard.commands.options import (
     write_outputs,
 )
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import write_whole
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.topology import group_topology
@@ -120,14 +121,22 @@ def run_plan(args: argparse.Namespace) -> int:
             plan = planner.plan(given.module, given.sharders)
             seconds = time.monotonic() - start
             report = planner.report()
+    # Comparing and rehearsing may take long, and may be interrupted.
+    print(f"{args.model}: planned for {args.ranks} x {args.card} in {seconds:.1f} s")
+    show(args, report, more_follows=args.compare or args.rehearse)
+    if args.out:
+        save_plan(plan, args.out, model=given.module, planner=planner)
+    with planning(args.model):
         inputs: dict[str, Any] = {
             "topology": planner.topology,
             "batch_size": planner.batch_size,
             "constraints": planner.constraints,
         }
         if args.compare:
-            with phase("comparing with TorchRec's planner"):
-                compared = _compared(planner, given, limits.time_budget_seconds, inputs)
+            limit = limits.time_budget_seconds
+            text = f"comparing with TorchRec's planner, which has {limit:g} s, too"
+            with phase(text):
+                compared = _compared(planner, given, limit, inputs)
         if args.rehearse:
             with phase("rehearsing every rank"):
                 rehearsed = rehearse(
@@ -138,11 +147,9 @@ def run_plan(args: argparse.Namespace) -> int:
                     pipeline_type=args.pipeline,
                     **inputs,
                 )
-    print(f"{args.model}: planned for {args.ranks} x {args.card} in {seconds:.1f} s")
+    if args.compare or args.rehearse:
+        show(args, compared, rehearsed)
     made = {"plan": report, "compared": compared, "rehearsed": rehearsed}
-    show(args, *made.values())
-    if args.out:
-        save_plan(plan, args.out, model=given.module, planner=planner)
     data = {name: r.to_json() for name, r in made.items() if isinstance(r, Report)}
     shown = compared if isinstance(compared, PlanComparison) else report
     write_outputs(args, shown, f"Plan of {args.model}", data)
@@ -210,6 +217,7 @@ def run_sweep(args: argparse.Namespace) -> int:
     """Plan every cell; return 1 if none fits.
 
     Raises:
+        KeyboardInterrupt: The cells planned until then were shown and written.
         NeuroShardError: An option or a file cannot be used.
     """
     check_files(args, "profiles", "constraints")
@@ -223,37 +231,68 @@ def run_sweep(args: argparse.Namespace) -> int:
         progress=lambda best_ms: None,
     )
     found: list[SweepCell] = []
-    with planning(args.model), phase("planning") as shown:
-        for topology, where in cells:
-            shown.text = f"planning: {len(found)} of {len(cells)} done"
-            codec, device_type = where["codec"], str(topology.compute_device)
-            sharders = coded_sharders(given.sharders, codec, device_type)
-            planner = NeuroShardPlanner(
-                topology=topology,
-                batch_size=where["batch_size"],
-                search=config,
-                strict_memory=True,
-                **arguments,
-            )
-            try:
-                planner.plan(given.module, sharders)
-            except PlannerError as error:
-                found.append(SweepCell(obstacle=first_line(error), **where))
-            except ConfigError as error:
-                if codec == NO_CODEC:
-                    raise
-                left_out.append(f"{codec} at {where['num_ranks']} ranks: {error}")
-            else:
-                found.append(SweepCell.of(planner.report(), **where))
-    swept = Sweep(
-        cells=tuple(found),
-        left_out=tuple(dict.fromkeys(left_out)),
-        search_seconds=config.time_budget_seconds,
-        sync_interval=args.sync_interval,
+
+    def swept() -> Sweep:
+        return Sweep(
+            cells=tuple(found),
+            left_out=tuple(dict.fromkeys(left_out)),
+            search_seconds=config.time_budget_seconds,
+            sync_interval=args.sync_interval,
+        )
+
+    number, interrupted = 0, None
+    try:
+        with planning(args.model), phase("planning") as shown:
+            for number, (topology, where) in enumerate(cells):
+                shown.text = f"planning: {number} of {len(cells)} done"
+                try:
+                    found.append(_planned(given, topology, where, config, arguments))
+                except ConfigError as error:
+                    if where["codec"] == NO_CODEC:
+                        raise
+                    ranks = where["num_ranks"]
+                    left_out.append(f"{where['codec']} at {ranks} ranks: {error}")
+                if args.csv:  # whatever ends this process, the rows are kept
+                    write_whole(args.csv, swept().to_csv())
+    except KeyboardInterrupt as interrupt:
+        if not found:
+            raise
+        interrupted = interrupt
+        missing = f"{len(cells) - number} of {len(cells)} cells"
+        left_out.append(f"{missing}, since the command was interrupted")
+    show(args, swept())
+    write_outputs(args, swept())
+    if interrupted is not None:
+        raise interrupted
+    return 0 if any(cell.fits for cell in found) else 1
+
+
+def _planned(
+    given: GivenModel,
+    topology: Topology,
+    where: dict[str, Any],
+    config: SearchConfig,
+    arguments: dict[str, Any],
+) -> SweepCell:
+    """Plan one cell.
+
+    Raises:
+        ConfigError: The codec cannot be used, or an option cannot.
+    """
+    device_type = str(topology.compute_device)
+    sharders = coded_sharders(given.sharders, where["codec"], device_type)
+    planner = NeuroShardPlanner(
+        topology=topology,
+        batch_size=where["batch_size"],
+        search=config,
+        strict_memory=True,
+        **arguments,
     )
-    show(args, swept)
-    write_outputs(args, swept)
-    return 0 if any(cell.fits for cell in swept.cells) else 1
+    try:
+        planner.plan(given.module, sharders)
+    except PlannerError as error:
+        return SweepCell(obstacle=first_line(error), **where)
+    return SweepCell.of(planner.report(), **where)
 
 
 def _cells(
