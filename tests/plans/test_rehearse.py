@@ -58,7 +58,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard import group_topology, rehearse
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.planner import PlanFileError
+from torchrec_neuroshard.errors import PlanFileError
 from torchrec_neuroshard.plans.plan_files import save_plan
 from torchrec_neuroshard.tables.profile import zipf_profile
 

@@ -42,7 +42,12 @@ from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec_neuroshard.costs.placement_rules import listed, quoted
 from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.costs.task import format_bytes
-from torchrec_neuroshard.errors import ConfigError, check_kind, check_number
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    PlanFileError,
+    check_kind,
+    check_number,
+)
 from torchrec_neuroshard.hardware.devices import GPU
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import (
@@ -53,7 +58,6 @@ from torchrec_neuroshard.planner.compat import (
 )
 from torchrec_neuroshard.planner.estimators import StorageEstimator
 from torchrec_neuroshard.planner.given_plans import (
-    PlanFileError,
     copied,
     model_tables,
     placed_options,
