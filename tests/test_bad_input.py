@@ -137,6 +137,11 @@ PLANS: _Cases = {
         for value in ("x", -1, True, math.nan)
     },
     "apply_moves": (lambda g: ns.apply_moves(g.m), "needs the process group"),
+    "save path": (lambda g: save(g, path=None), "path is a NoneType, None: pass a"),
+    "save folder": (
+        lambda g: save(g, path=g.folder / "none/a.json"),
+        "cannot write '.*none/a.json': no folder",
+    ),
     "save plan": (lambda g: save(g, plan=None), "plan is a NoneType, None: pass a"),
     "save model": (lambda g: save(g, model=None), "model is a NoneType"),
     "save planner": (lambda g: save(g, planner=3), "planner is a int, 3: pass a"),

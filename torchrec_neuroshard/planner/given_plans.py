@@ -86,7 +86,6 @@ def placed_options(
     Raises:
         PlanFileError: The plan is incomplete or does not fit this model.
     """
-    check_kind("plan", plan, ShardingPlan)
     plan = planned_once(plan, module)
     tables, _ = model_tables(plan.plan, module)
     check_plan(plan, tables, world_size)
@@ -167,6 +166,8 @@ def planned_paths(plan: ShardingPlan, model: nn.Module) -> dict[str, list[str]]:
 
 def planned_once(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     """Return a plan without the other paths of modules; see `planned_paths`."""
+    check_kind("plan", plan, ShardingPlan)
+    check_kind("model", model, nn.Module)
     others = {p for _, *rest in planned_paths(plan, model).values() for p in rest}
     return ShardingPlan({p: own for p, own in plan.plan.items() if p not in others})
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from torchrec_neuroshard.errors import (
     check_kind,
 )
 from torchrec_neuroshard.files import (
+    check_outputs,
     from_fields,
     json_text,
     parse_json,
@@ -330,9 +332,12 @@ def save_plan(
             its costs are also stored.
 
     Raises:
+        ConfigError: An argument has the wrong type, or the file cannot be written.
         PlanFileError: The plan does not fit the model, or has settings that cannot be
             stored.
     """
+    check_kind("path", path, str, os.PathLike)
+    check_outputs(Path(path))
     once = planned_once(plan, model)
     fingerprint = _made_for(once, model, planner)
     check_plan(once, fingerprint.tables, fingerprint.world_size)
