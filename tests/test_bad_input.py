@@ -69,6 +69,13 @@ PLANNER: _Cases = {
     "relearned": (lambda g: g.p.relearned(None), "profiles is a NoneType, None"),
 }
 TOPOLOGY: _Cases = {
+    **{
+        f"memory_gb={value!r}": (
+            partial(lambda value, g: ns.topology_for("h100", memory_gb=value), value),
+            f"memory_gb must be above 0 and finite, got {value!r}",
+        )
+        for value in ("80", True, math.nan, -1)
+    },
     "bytes": (
         lambda g: ns.topology_for("h100", memory_gb=80 * 2.0**30),
         "memory_gb is .*: give it in GB, not in bytes",

@@ -26,8 +26,12 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.schedules import PREFETCHING
-from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
-from torchrec_neuroshard.errors import check_kind as check_kind
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    ProfileError,
+    check_kind,
+    suggestion,
+)
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.option_facts import (

@@ -18,8 +18,7 @@ from torchrec_neuroshard.costs.placement_rules import (
     joined_sets,
     quoted,
 )
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.checks import check_kind
+from torchrec_neuroshard.errors import ConfigError, check_kind
 from torchrec_neuroshard.planner.option_facts import (
     table_name,
 )

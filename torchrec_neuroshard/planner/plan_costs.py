@@ -30,7 +30,7 @@ from torchrec_neuroshard.costs.simulator import (
     Simulator,
 )
 from torchrec_neuroshard.costs.task import ShardingTask
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, check_kind
 from torchrec_neuroshard.models.adjusted import (
     ConcurrentCostModel,
     RelievedCommsModel,
@@ -38,7 +38,7 @@ from torchrec_neuroshard.models.adjusted import (
 )
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.checks import check_constraints, check_kind
+from torchrec_neuroshard.planner.checks import check_constraints
 from torchrec_neuroshard.planner.compat import kernel_settings, pipeline_name
 from torchrec_neuroshard.planner.find_comms import (
     find_comms_model,

@@ -256,7 +256,7 @@ def node_counts(
 
 def _check_positive(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        is_number = isinstance(value, numbers.Real)
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 < value < math.inf):
             raise ConfigError(f"{name} must be above 0 and finite, got {value!r}")
 
