@@ -177,6 +177,7 @@ def replan(
         PlanFileError: The plan does not fit this model on these ranks.
         ProfileError: No table reads a profile's feature.
     """
+    check_kind("current_plan", current_plan, ShardingPlan)
     check_kind("planner", planner, NeuroShardPlanner)
     check_kind("model", model, nn.Module)
     check_kind("config", config or _SEARCH, SearchConfig)
