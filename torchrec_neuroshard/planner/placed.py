@@ -159,6 +159,9 @@ class PricedOptions:
     """Rows of each shard."""
     is_first_N: npt.NDArray[np.bool_]
     """Whether each shard starts at the first row."""
+    rank_N: Ints
+    """Rank of each shard, -1 if it has none. TorchRec's planning loop resets the ranks
+    of options, so they are read at once."""
     prices: PricedShards
 
     @classmethod
@@ -168,6 +171,7 @@ class PricedOptions:
         counts = [len(o.shards) for o in options]
         size_N2 = np.array([s.size for o in options for s in o.shards], dtype=np.int64)
         first_row = [s.offset[0] for o in options for s in o.shards]
+        rank = [-1 if s.rank is None else s.rank for o in options for s in o.shards]
         table_N = np.repeat(np.arange(len(options)), counts)
         rows_N, width_N = size_N2.T
         return cls(
@@ -178,6 +182,7 @@ class PricedOptions:
             width_N=width_N,
             rows_N=rows_N,
             is_first_N=np.array(first_row) == 0,
+            rank_N=np.array(rank, dtype=np.int64),
             prices=simulator.price(table_N, width_N, rows_N),
         )
 
@@ -190,11 +195,6 @@ class PricedOptions:
     def shards(self) -> list[Shard]:
         """TorchRec's records of the shards."""
         return [shard for option in self.options for shard in option.shards]
-
-    @property
-    def rank_N(self) -> Ints:
-        """Rank of each shard, for placed options."""
-        return np.array([shard.rank for shard in self.shards], dtype=np.int64)
 
     @property
     def num_shards_T(self) -> Ints:
@@ -278,6 +278,9 @@ class PlacedPlan:
         self._costs, self._costed_at, self._stock_at = costs, [*columns, *others], stock
         self._num_columns = len(columns)
         self.stock = [plan[place] for place in stock]
+        shards = [s for option in self.stock for s in option.shards]
+        self._stock_rank_N = np.array([s.rank for s in shards], dtype=np.int64)
+        self._stock_phases_N6 = np.array([stock_phases(s.perf) for s in shards])
         costed = [plan[place] for place in self._costed_at]
         self.costed = PricedOptions.of(costed, costs) if costed else None
 
@@ -296,12 +299,19 @@ class PlacedPlan:
     @functools.cached_property
     def placement(self) -> Placement:
         """The column shards in fused kernels on devices."""
-        options = self.costed.options[: self._num_columns] if self.costed else ()
-        shards = [
-            ColumnShard(table, int(s.offset[1]), int(s.size[1]), int(s.rank))
-            for table, option in enumerate(options)
-            for s in option.shards
-        ]
+        shards: list[ColumnShard] = []
+        if (costed := self.costed) is not None:
+            shards = [
+                ColumnShard(table, int(shard.offset[1]), width, rank)
+                for table, shard, width, rank in zip(
+                    costed.table_N.tolist(),
+                    costed.shards,
+                    costed.width_N.tolist(),
+                    costed.rank_N.tolist(),
+                    strict=True,
+                )
+                if table < self._num_columns
+            ]
         return Placement(self._costs.reader.world_size, tuple(sorted(shards)))
 
     @functools.cached_property
@@ -316,8 +326,7 @@ class PlacedPlan:
             uncertainty = found.uncertainty
         if self.stock:
             phases_W6 = np.zeros((costs.reader.world_size, len(PHASES) + 1))
-            for shard in (s for o in self.stock for s in o.shards):
-                phases_W6[shard.rank] += stock_phases(shard.perf)
+            np.add.at(phases_W6, self._stock_rank_N, self._stock_phases_N6)
             ranks = tuple(RankCosts(*row) for row in phases_W6.tolist())
             stages.append(StageCosts("others (TorchRec's estimate)", ranks))
         return PredictedCosts(
@@ -383,12 +392,10 @@ class PlacedPlan:
             For each option of the plan, the parts of its shards [ms]; and the table,
             rank and phase with the largest part. None: nothing takes time.
         """
-        stock_shards = [s for option in self.stock for s in option.shards]
         stages = self.predicted.stages
-        phases_N5 = np.array([stock_phases(s.perf)[:5] for s in stock_shards])
-        phases_N5 = phases_N5.reshape(-1, 5)
-        rank_N = np.array([int(s.rank) for s in stock_shards], dtype=np.int64)
-        stage_N = np.full(len(stock_shards), len(stages) - 1, dtype=np.int64)
+        phases_N5 = self._stock_phases_N6.reshape(-1, len(PHASES) + 1)[:, :-1]
+        rank_N = self._stock_rank_N
+        stage_N = np.full(len(rank_N), len(stages) - 1, dtype=np.int64)
         if (costed := self.costed) is not None:
             compute_N2, comms_N3 = self._attributed
             own_N5 = np.column_stack(
