@@ -14,16 +14,26 @@ import pytest
 import torch
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.proposers import (
+    GridSearchProposer,
+    UniformProposer,
+)
 from torchrec.distributed.planner.shard_estimators import (
     EmbeddingPerfEstimator,
     EmbeddingStorageEstimator,
 )
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+from torchrec.distributed.planner.types import (
+    PlannerError,
+    PlannerErrorType,
+    Storage,
+    StorageReservation,
+)
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import (
     ATTACHES_OPTIMIZERS,
+    GIB,
     QUICK,
     FixedSearcher,
     analytic,
@@ -31,6 +41,7 @@ from tests.builders import (
     by_table,
     each,
     gpus,
+    keep_nothing_back,
     make_ebc,
     make_task,
     only,
@@ -47,11 +58,14 @@ from torchrec_neuroshard.planner import (
     PlacementConstraints,
     PlanCosts,
 )
+from torchrec_neuroshard.planner.partitioner import MOST_SEARCHED
 from torchrec_neuroshard.planner.search_space import other_caches
 from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,
     sample_shards,
 )
+from torchrec_neuroshard.search import NeuroShardSearcher
+from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 pytestmark = ATTACHES_OPTIMIZERS
@@ -422,6 +436,103 @@ def test_a_proposal_is_searched_and_left_as_it_was() -> None:
     assert task.shard_bytes(2, 64) == pytest.approx(
         proposal[2].shards[0].storage.hbm, abs=2
     )
+
+
+class Noting(NeuroShardSearcher):
+    """The default search; a list shared by its copies keeps their efforts."""
+
+    efforts: list[float]
+
+    def search(self, *given: Any) -> SearchResult:
+        self.efforts.append(self.config.effort)
+        return super().search(*given)
+
+
+def noting() -> Noting:
+    searcher = Noting(QUICK)
+    searcher.efforts = []
+    return searcher
+
+
+class Unchanged(StorageReservation):
+    """Returns the topology itself, the same for every plan."""
+
+    last_reserved_topology = None
+    _percentage = 0.0
+
+    def reserve(self, topology: Topology, *_args: Any, **_named: Any) -> Topology:
+        return topology
+
+
+@pytest.mark.parametrize("reservation", [keep_nothing_back(), Unchanged()])
+def test_a_second_plan_of_the_stock_planner_is_searched_like_the_first(
+    reservation: StorageReservation,
+) -> None:
+    searcher, ebc = noting(), make_ebc([(1000, 16)] * 2)
+    partitioner = NeuroShardPartitioner(gpus(), search=searcher, **analytic())
+    planner = stock_planner(
+        gpus(),
+        partitioner=partitioner,
+        proposer=UniformProposer(),
+        storage_reservation=reservation,
+    )
+    first = planner.plan(ebc, bag_sharders())
+    num_searches = len(partitioner.log.records)
+    efforts = [*searcher.efforts]
+    assert efforts[0] == QUICK.effort and set(efforts[1:]) == {0.3 * QUICK.effort}
+    assert planner.plan(ebc, bag_sharders()) == first
+    assert searcher.efforts == 2 * efforts
+    assert len(partitioner.log.records) == num_searches
+
+
+def test_few_of_many_proposals_are_searched() -> None:
+    """The others are placed by TorchRec's routine; no plan is worse than its own."""
+    searcher, ebc = noting(), make_ebc([(100_000, 16), (1000, 64), (20_000, 128)])
+    model = NeuroShardPerfModel(gpus(), **analytic())
+    ours = NeuroShardPartitioner(gpus(), search=searcher, **analytic())
+    rated = []
+    for partitioner in (ours, None):
+        planner = stock_planner(
+            gpus(),
+            partitioner=partitioner,
+            proposer=GridSearchProposer(),
+            performance_model=model,
+            constraints=each(3, "table_wise", "row_wise", "data_parallel"),
+        )
+        planner.plan(ebc, bag_sharders())
+        rated.append(model.rate(planner._best_plan))
+    assert rated[0] <= rated[1] * (1 + 1e-9)
+    assert ours.log.num_proposals > 27
+    assert MOST_SEARCHED <= len(searcher.efforts) < 2 * MOST_SEARCHED
+
+
+@pytest.mark.parametrize(("tier", "repairs"), [("hbm", 3), ("ddr", 3), ("ssd", 0)])
+def test_a_plan_that_overfills_a_rank_is_repaired_with_less_of_that_memory(
+    monkeypatch: pytest.MonkeyPatch, tier: str, repairs: int
+) -> None:
+    """No search knows the disk, so none is repeated for it."""
+    enumerator = NeuroShardEnumerator(gpus(), 64, **analytic())
+    ebc, room = make_ebc([(1000, 64)]), gpus(hbm_cap=GIB, ddr_cap=GIB)
+    proposal = enumerator.enumerate(ebc, bag_sharders())[:1]
+    partitioner = NeuroShardPartitioner(gpus(), enumerator=enumerator, **analytic())
+    given: list[int] = []
+
+    def overfull(_proposal: Any, _ways: Any, less: Topology, *_others: Any) -> Any:
+        given.append(getattr(less.devices[0].storage, tier))
+        plan = copy.deepcopy(proposal)
+        for shard in plan[0].shards:
+            shard.rank = 0
+            sizes = {"hbm": 0, "ddr": 0} | {tier: 4096 * GIB}
+            shard.storage = Storage(**sizes)
+        return plan
+
+    monkeypatch.setattr(partitioner, "_fitted", overfull)
+    with pytest.raises(PlannerError, match="rank 0 lacks"):
+        partitioner.partition(proposal, room)
+    # By estimates of the plan's peak, then by bounds
+    for once in (given[: 1 + repairs], given[1 + repairs :]):
+        assert len(once) == 1 + repairs
+        assert once == sorted(set(once), reverse=True)
 
 
 # --- performance model ----------------------------------------------------------

@@ -167,9 +167,15 @@ def check_memory(
         )
 
 
-def without(topology: Topology, num_bytes: float) -> Topology:
-    """Return the topology with `num_bytes` less on every device; below 0, more."""
-    taken = Storage(hbm=math.ceil(num_bytes), ddr=0)
+def without(topology: Topology, num_bytes: float, host_bytes: float = 0) -> Topology:
+    """Return the topology with less memory on every device and in its host's share.
+
+    Args:
+        topology: The devices.
+        num_bytes: Device memory to take; below 0, to add.
+        host_bytes: Host memory to take.
+    """
+    taken = Storage(hbm=math.ceil(num_bytes), ddr=math.ceil(host_bytes))
     return with_devices(
         topology,
         [DeviceHardware(d.rank, d.storage - taken, d.perf) for d in topology.devices],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,14 +64,15 @@ from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE
 
 LATER_EFFORT = 0.3
 """Effort of each search after the first, as a share of the first."""
-LATER_SHARE = 4.0
-"""Time of all later searches together, as a multiple of the first search's time."""
+MOST_SEARCHED = 8
+"""Most proposals to search before their greedy plans decide which ones are. This is not
+a time limit, since a plan must not depend on the machine's load."""
 MOST_REPAIRS = 3
 """Most times that a plan which overfills a rank is searched again with less memory."""
-LEAST_SECONDS = 0.5
-"""A shorter first search counts as this long."""
+LATER_SECONDS = 2.0
+"""Time limit of a later search once the time budget is spent."""
 QUICK_SECONDS = 0.05
-"""Time of a search once that is spent: enough to place tables, not to improve."""
+"""Time limit of a search after the deadline: enough to place tables, not to improve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class SearchLog:
     Searches after the first make less effort.
     """
 
+    deadline: float = math.inf
+    """`time.monotonic()` after which tables are only placed."""
     records: list[SearchRecord] = dataclasses.field(default_factory=list)
     infeasible: str | None = None
     """Why no plan fits; of several proposals, the reason of the one with most ways."""
@@ -95,18 +99,25 @@ class SearchLog:
     """Ways of all tables in that proposal."""
     is_crowded: bool = False
     """Whether the outputs for a rank's own samples leave no memory for tables."""
+    num_proposals: int = 0
+    """Proposals so far, with those that did not fit."""
+    began_with: tuple[Topology, tuple[int, ...]] | None = None
+    """The devices, and the hashes of the first proposal."""
     seconds: float = 0.0
     """Time that the searches took so far."""
+    best_ms: float = math.inf
+    """Critical path of the shortest plan so far."""
 
     def next(self, searcher: Searcher) -> Searcher:
-        """Return the searcher limited to the rest of the time budget."""
-        if not self.records:
+        """Return the searcher with the effort and time of the next search."""
+        left, effort = self.deadline - time.monotonic(), 1.0
+        if self.records:
+            effort = LATER_EFFORT
+            rest = searcher.time_budget_seconds - self.seconds
+            left = min(left, max(rest, LATER_SECONDS))
+        elif left == math.inf:
             return searcher
-        first = max(self.records[0].result.search_seconds, LEAST_SECONDS)
-        left = searcher.time_budget_seconds - self.seconds
-        share = first * (1 + LATER_SHARE) - self.seconds
-        effort = LATER_EFFORT if share > 0 else 0.0
-        return searcher.with_budget(max(min(left, share), QUICK_SECONDS), effort)
+        return searcher.with_budget(max(left, QUICK_SECONDS), effort)
 
 
 class NeuroShardPartitioner(CostedPart, Partitioner):
@@ -122,6 +133,10 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     `place_unsearched`. The search gets the memory that they leave. Placement
     constraints hold for them as well.
 
+    Some of TorchRec's proposers make thousands of proposals. After the first few, a
+    proposal is placed with TorchRec's greedy routine, and searched only if that plan is
+    shorter than all before.
+
     The proposal is not changed; the returned options are copies. The `perf` of a
     rank's shards adds up to the cost of the rank's set of tables. If
     `NeuroShardEnumerator` counts memory, their `storage` adds up to what the rank
@@ -132,7 +147,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     Attributes:
         searcher: Searches the placements.
         placement: Which ranks tables may use.
-        log: The searches so far.
+        log: The searches of the current or last planning run.
 
     Args:
         topology: The devices to plan for.
@@ -173,6 +188,20 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         """
         self.log, self._sharders = log, sharders_by_type(sharders)
 
+    def _log_proposal(self, proposal: list[ShardingOption], room: Topology) -> None:
+        """Count a proposal, in a new log if TorchRec has started another plan.
+
+        TorchRec announces no plan. But its storage reservations return new devices for
+        each plan, and no plan has the same proposal twice.
+        """
+        key = tuple(sorted(map(hash, proposal)))
+        if (known := self.log.began_with) is not None:
+            if known[0] is not room or known[1] == key:
+                self.log = SearchLog()
+        if self.log.began_with is None:
+            self.log.began_with = room, key
+        self.log.num_proposals += 1
+
     def partition(
         self, proposal: list[ShardingOption], storage_constraint: Topology
     ) -> list[ShardingOption]:
@@ -190,29 +219,56 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             ConfigError: The cost model predicts something that is not a time, or
                 placement constraints cannot be satisfied with any amount of memory.
         """
+        self._log_proposal(proposal, storage_constraint)
         for option in proposal:
             note_sharders((option, *FreeOption.ways_of(option)), self._sharders)
-        rules, room, memory = self.rules(proposal), storage_constraint, self._memory
+        rules, room = self.rules(proposal), storage_constraint
         ways = [
             own if is_placeable(own[0], self.costs.reader) else ()
             for own in map(FreeOption.ways_of, proposal)
         ]
         try:
-            if memory is None:
-                return self._fitted(proposal, ways, room, room, rules)
-            # Bounds would leave out plans that fit, so estimates come first.
-            with memory.at_peak(
-                [w or (o,) for o, w in zip(proposal, ways, strict=True)]
-            ):
-                plan = self._repaired(proposal, ways, room, rules, memory)
-            if full_rank(room, plan) is not None:
-                plan = self._repaired(proposal, ways, room, rules, memory)
-            check_memory(room, plan, "the search's plan")
+            plan: list[ShardingOption] | None = None
+            if self.log.num_proposals > MOST_SEARCHED:
+                greedy = self._planned(proposal, [()] * len(ways), room, rules)
+                if self._path_ms(greedy) >= self.log.best_ms:
+                    plan = greedy
+            plan = plan or self._planned(proposal, ways, room, rules)
         except PlannerError as error:
             num_ways = sum(map(len, ways))
             if self.log.infeasible is None or num_ways > self.log.num_ways:
                 self.log.infeasible, self.log.num_ways = str(error), num_ways
             raise
+        self.log.best_ms = min(self.log.best_ms, self._path_ms(plan))
+        return plan
+
+    def _planned(
+        self,
+        proposal: list[ShardingOption],
+        ways: list[tuple[ShardingOption, ...]],
+        room: Topology,
+        rules: PlacementRules,
+    ) -> list[ShardingOption]:
+        """Return a plan that fits.
+
+        Args:
+            proposal: One option per table.
+            ways: The ways of each table to search.
+            room: The devices, with the memory left for shards.
+            rules: Which ranks tables may use.
+
+        Raises:
+            PlannerError: There is none.
+        """
+        memory = self._memory
+        if memory is None:
+            return self._fitted(proposal, ways, room, room, rules)
+        # Bounds would leave out plans that fit, so estimates come first.
+        with memory.at_peak([w or (o,) for o, w in zip(proposal, ways, strict=True)]):
+            plan = self._repaired(proposal, ways, room, rules, memory)
+        if full_rank(room, plan) is not None:
+            plan = self._repaired(proposal, ways, room, rules, memory)
+        check_memory(room, plan, "the search's plan")
         return plan
 
     def _repaired(
@@ -231,22 +287,28 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         Raises:
             PlannerError: The first search finds no plan.
         """
-        common = memory.common_bytes(proposal)
+        common, host = memory.common_bytes(proposal), 0.0
         less = without(room, common)
         self._check_room(proposal, less, room)
         plan = self._fitted(proposal, ways, less, room, rules)
         for _ in range(MOST_REPAIRS):
             if full_rank(room, plan) is None:
                 break
-            over = max(-left.hbm for left in memory_left(room, plan))
+            left, before = memory_left(room, plan), (common, host)
             beside = memory.common_bytes(plan, placed=True)
-            common = max(beside, common + max(0, over))
-            less = without(room, common)
+            common = max(beside, common + max(0, *(-m.hbm for m in left)))
+            host += max(0, *(-m.ddr for m in left))
+            if (common, host) == before:
+                break
+            less = without(room, common, host)
             try:
                 plan = self._fitted(proposal, ways, less, room, rules)
             except PlannerError:
                 break
         return plan
+
+    def _path_ms(self, plan: Sequence[ShardingOption]) -> float:
+        return self.costs.placed(plan).predicted.critical_path_ms
 
     def _fitted(
         self,
