@@ -10,11 +10,13 @@ import pytest
 import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from tests.builders import bags, each, entries_of, gpus, make_planner
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner import planner as planner_module
 from torchrec_neuroshard.planner.compat import torchrec_stashes
 from torchrec_neuroshard.planner.stashing import stash_enough
 
@@ -106,6 +108,58 @@ def test_stashing_is_chosen_if_it_is_faster_with_its_copies(
     plain.plan(model, SHARDERS)
     ours, without = (p.last_result.predicted.critical_path_ms for p in (planner, plain))
     assert (ours < without) if stashes else (ours == without)
+
+
+class Told(EmbeddingStats):
+    """Keeps the plans that TorchRec reports."""
+
+    def __init__(self) -> None:
+        self.plans: list[Any] = []
+
+    def log(self, **given: Any) -> None:
+        self.plans.append(given["sharding_plan"].plan)
+
+
+@pytest.mark.parametrize("strict_memory", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "link", "dense_ms"),
+    [
+        ((300, 300, 300), FAST, 0.0),  # fits only with stashed tables
+        ((200, 200, 400), FAST, 100.0),  # is faster with them
+        ((200, 200, 400), SLOW, 0.0),  # is faster without
+    ],
+)
+def test_callbacks_and_stats_see_one_plan(
+    sizes: tuple[int, ...], link: float, dense_ms: float, strict_memory: bool
+) -> None:
+    seen: list[Any] = []
+    told = Told()
+
+    def note(options: Any) -> Any:
+        seen.append(options)
+        return options
+
+    planner = planner_of(
+        link,
+        dense_ms=dense_ms,
+        stash_bytes=200 * MIB,
+        stats=[told],
+        callbacks=[note],
+        strict_memory=strict_memory,
+    )
+    plan = planner.plan(model_of(*sizes), SHARDERS)
+    assert len(seen) == 1 and seen[0] is planner.get_selected_options()
+    assert told.plans == [plan.plan]
+
+
+def test_a_failure_of_stashing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlannerError, match="no table is stashed, although stash_bytes"):
+        planner_of(FAST, stash_bytes=MIB).plan(model_of(300, 300, 300), SHARDERS)
+    monkeypatch.setattr(planner_module, "stash_enough", lambda *_: False)
+    planner = planner_of(FAST, dense_ms=100.0, stash_bytes=200 * MIB)
+    planner.plan(model_of(200, 200, 400), SHARDERS)
+    [note] = [n for n in planner.last_result.notes if n.code == "stash"]
+    assert note.text.endswith("TorchRec can stash frees too little memory")
 
 
 def test_marked_tables_are_counted_before_others_are_stashed() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
@@ -16,6 +17,9 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 
 from tests.builders import (
     MIB,
+    QUICK,
+    FixedSearcher,
+    Triples,
     bag_sharders,
     cost_of,
     each,
@@ -31,7 +35,10 @@ from tests.builders import (
     types_of,
 )
 from torchrec_neuroshard import NeuroShardPlanner, rehearse, save_plan
+from torchrec_neuroshard.costs.task import ShardingTask
+from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.planner import proposer, torchrec_plan
+from torchrec_neuroshard.planner.compat import planner_part
 from torchrec_neuroshard.planner.spread_options import SpreadOption
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.plans.plan_files import load_plan
@@ -196,3 +203,83 @@ def test_tables_too_large_for_any_memory_are_refused_as_by_torchrec() -> None:
     with pytest.raises(PlannerError) as caught:
         planner.plan(make_ebc([(10**9, 10**5)] * 2), bag_sharders())
     assert caught.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
+
+
+# --- a caller's callbacks and stats ---------------------------------------------
+
+
+def find_nothing(_task: ShardingTask) -> Triples:
+    raise InfeasibleError("nothing fits")
+
+
+@pytest.mark.parametrize("search", [QUICK, FixedSearcher(find_nothing)])
+def test_an_error_of_a_callback_is_raised(search: Any) -> None:
+    """Also in TorchRec's own planner, the last resort."""
+
+    def refuse(_options: Any) -> Any:
+        raise KeyError("a callback's own error")
+
+    limits = each(2, "table_wise", compute_kernels=["fused"])
+    settings: Any = {"search": search, "topology": gpus(), "constraints": limits}
+    ebc = make_ebc([(1000, 16)] * 2)
+    with pytest.raises(KeyError, match="a callback's own error"):
+        planner_of(**settings, callbacks=[refuse]).plan(ebc, bag_sharders())
+    planner = planner_of(**settings)
+    planner.plan(ebc, bag_sharders())
+    assert (last_result(planner).fallback is None) == (search is QUICK)
+
+
+def test_an_error_of_the_last_resort_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_args: Any, **_named: Any) -> None:
+        raise ZeroDivisionError("in TorchRec")
+
+    monkeypatch.setattr(torchrec_plan, "stock_plan", fail)
+    planner = planner_of(constraints=each(1, "table_wise", compute_kernels=["fused"]))
+    with pytest.raises(PlannerError) as caught:
+        planner.plan(make_ebc([(10**6, 128)]), bag_sharders())
+    cause = caught.value.__cause__
+    assert cause is not None and "TorchRec's own planner failed" in str(cause)
+    assert isinstance(cause.__cause__, ZeroDivisionError)
+
+
+def test_the_callers_stats_are_reachable_and_wrapped_only_while_planning() -> None:
+    during: list[Any] = []
+    stats = EmbeddingStats()
+
+    def note(options: Any) -> Any:
+        during.append(planner_part(planner, "stats")[0])
+        return options
+
+    planner = planner_of(stats=[stats], callbacks=[note])
+    ebc = make_ebc([(1000, 16)] * 2)
+    assert planner_part(planner, "stats") == [stats]
+    planner.plan(ebc, bag_sharders())
+    assert planner_part(planner, "stats") == [stats] and during != [stats]
+    assert planner_part(planner, "stats")[0]._stats_table
+    with pytest.raises(PlannerError):
+        planner.plan(make_ebc([(10**9, 10**5)]), bag_sharders())
+    assert planner_part(planner, "stats") == [stats]
+
+
+def test_the_time_limit_is_that_of_the_whole_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strict search, lenient search and TorchRec's planner share it."""
+    given: list[float] = []
+    plan = EmbeddingShardingPlanner.plan
+
+    def slow(planner: Any, *arguments: Any) -> Any:
+        given.append(planner_part(planner, "timeout_seconds"))
+        time.sleep(0.4)
+        return plan(planner, *arguments)
+
+    monkeypatch.setattr(EmbeddingShardingPlanner, "plan", slow)
+    constraints = each(1, "table_wise", compute_kernels=["fused"])
+    planner = planner_of(constraints=constraints, timeout_seconds=1)
+    with pytest.raises(PlannerError):
+        planner.plan(make_ebc([(10**6, 128)]), bag_sharders())
+    first, second, third = given
+    assert 0.9 < first <= 1.0 and second <= 0.6 and third <= 0.2
+    assert planner_part(planner, "timeout_seconds") == 1

@@ -145,6 +145,19 @@ def set_planner_part(planner: EmbeddingPlannerBase, name: str, part: Any) -> Non
 
 
 @contextlib.contextmanager
+def replaced_parts(planner: EmbeddingPlannerBase, **parts: Any) -> Iterator[None]:
+    """Replace parts of a TorchRec planner within the context."""
+    before = {name: planner_part(planner, name) for name in parts}
+    try:
+        for name, part in parts.items():
+            set_planner_part(planner, name, part)
+        yield
+    finally:
+        for name, part in before.items():
+            set_planner_part(planner, name, part)
+
+
+@contextlib.contextmanager
 def report_full(reservation: StorageReservation) -> Iterator[None]:
     """Let TorchRec report that no plan fits, for any class of storage reservation.
 

@@ -427,6 +427,29 @@ def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
     return value
 
 
+def from_all(value: T, pg: dist.ProcessGroup, doing: str) -> list[T]:
+    """Return every rank's value on every rank of a group; all ranks call it.
+
+    Args:
+        value: This rank's value.
+        pg: The group.
+        doing: What the ranks do, for the error message.
+
+    Raises:
+        ExchangeError: A rank died or did not answer before the group's timeout.
+    """
+    found: list[Any] = [value] * pg.size()
+    try:
+        if pg.size() > 1:
+            dist.all_gather_object(found, value, group=pg)
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"a rank died or timed out while ranks {doing}; restart the job: "
+            f"{' '.join(str(error).split()):.300}"
+        ) from error
+    return found
+
+
 def _attempt(function: Any, argument: Any) -> tuple[Any, Exception | None]:
     try:
         return function(argument), None

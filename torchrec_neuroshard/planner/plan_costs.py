@@ -143,10 +143,10 @@ class PlanCosts:
                 f"cost_model is {cost_model!r:.60}: pass 'auto', the name or folder of "
                 "a bundle, or a CostModel"
             )
+        self._given_topology, self._given_comms = topology, comms_model
         self.devices = PlannedDevices.of(topology, cost_model)
         self.topology = topology = self.devices.topology
         self.reader = TableReader(topology, constraints, profiles)
-        self._given_comms = comms_model
         self.cost_model: CostModel
         self.dense = DenseMs.of(dense_ms)
         self._pipeline = pipeline_name(pipeline_type)
@@ -191,6 +191,7 @@ class PlanCosts:
                     group.replicas_per_node,
                 )
         self.comms_model: CommsModel = comms
+        self._named = cost_model
         self.cost_model = ConcurrentCostModel.of(compute, comms)
         texts = list(dict.fromkeys([str(w.message) for w in caught]))
         texts += self.devices.notes
@@ -207,6 +208,25 @@ class PlanCosts:
         self.notes: tuple[Note, ...] = tuple(notes)
         self.encoder = ShardEncoder(self.cost_model)
         self._last_placed: list[tuple[list[Any], PlacedPlan]] = []
+
+    def again(self) -> dict[str, Any]:
+        """Return arguments of another `PlanCosts` with the same models.
+
+        By its name, a bundle also predicts collectives of other numbers of ranks.
+        """
+        named = self._named
+        if named == "measure" or (isinstance(named, Path) and not named.is_dir()):
+            # Without reliefs, so that the overlap of kernels is not counted twice.
+            return {
+                "topology": self.topology,
+                "cost_model": self.cost_model,
+                "comms_model": RelievedCommsModel(self.comms_model, {}),
+            }
+        return {
+            "topology": self._given_topology,
+            "cost_model": named,
+            "comms_model": self._given_comms,
+        }
 
     def simulator(self, task: ShardingTask) -> Simulator:
         """Return a simulator; all simulators share one cache of encodings."""

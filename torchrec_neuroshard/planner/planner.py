@@ -6,7 +6,9 @@ import contextlib
 import copy
 import inspect
 import logging
+import math
 import numbers
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +39,6 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.costs.schedules import DenseMs
 from torchrec_neuroshard.errors import ConfigError, check_kind, suggestion
-from torchrec_neuroshard.models.adjusted import RelievedCommsModel
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import check_batch_size
@@ -45,8 +46,8 @@ from torchrec_neuroshard.planner.compat import (
     enumerator_constraints,
     nothing_collected,
     planner_part,
+    replaced_parts,
     report_full,
-    set_planner_part,
 )
 from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
@@ -58,6 +59,7 @@ from torchrec_neuroshard.planner.first_launch import (
     ExchangeError,
     FirstLaunch,
     Offer,
+    from_all,
     from_first,
     help_measure,
     portable,
@@ -71,6 +73,7 @@ from torchrec_neuroshard.planner.option_facts import (
     table_name,
 )
 from torchrec_neuroshard.planner.partitioner import (
+    QUICK_SECONDS,
     NeuroShardPartitioner,
     SearchLog,
     SearchRecord,
@@ -93,7 +96,6 @@ from torchrec_neuroshard.planner.topology import (
     enough_ranks,
 )
 from torchrec_neuroshard.planner.torchrec_plan import last_resort
-from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
@@ -157,7 +159,8 @@ class NeuroShardPlanner(DescribesPlans):
             on a GPU whose costs are estimates.
         debug: As in TorchRec.
         callbacks: As in TorchRec. Callbacks may change the plan.
-        timeout_seconds: As in TorchRec. It also limits the search.
+        timeout_seconds: Time limit of `plan`, with its searches and TorchRec's planner.
+            As in TorchRec, what has begun is finished.
         cost_model: "auto", the name of a shipped bundle, a bundle's folder, a
             `CostModel`, or "measure". "measure" uses the bundle that an earlier first
             launch measured on this device, or measures now if there is none.
@@ -312,7 +315,10 @@ class NeuroShardPlanner(DescribesPlans):
         self.placement_constraints = placement_constraints or PlacementConstraints()
         self._profiles = dict(profiles or {})
         self._last, self._log = LastPlan(), SearchLog()
+        self._start_clock()
         self._selected: list[ShardingOption] | None = None
+        self._stashed: _FoundPlan | None = None
+        self._stash_notes: tuple[Note, ...] = ()
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
                 topology,
@@ -331,13 +337,10 @@ class NeuroShardPlanner(DescribesPlans):
                 costs=self.costs,
             )
         if partitioner is None:
-            searcher = make_searcher(search)
-            if timeout_seconds is not None:
-                searcher = searcher.with_budget(float(timeout_seconds))
             partitioner = NeuroShardPartitioner(
                 topology,
                 constraints,
-                search=searcher,
+                search=search,
                 enumerator=enumerator,
                 placement=self.placement_constraints,
                 costs=self.costs,
@@ -350,18 +353,18 @@ class NeuroShardPlanner(DescribesPlans):
             **{
                 **shared,
                 "constraints": with_bare_names(constraints),
-                "callbacks": [self._take_loaded, *(callbacks or []), self._select],
+                "callbacks": [
+                    self._take_loaded,
+                    self._choose,
+                    *(callbacks or []),
+                    self._select,
+                ],
             },
             enumerator=enumerator,
             proposer=proposer,
             partitioner=partitioner,
             performance_model=performance_model,
         )
-        stats_of_plans = [
-            _StatsOfPlans(part, self._may_search_again)
-            for part in planner_part(self, "stats")
-        ]
-        set_planner_part(self, "stats", stats_of_plans)
         # TorchRec's proposers keep their state in `load`: reset them for each search.
         self._unused = [
             (part, copy.deepcopy(vars(part)))
@@ -407,6 +410,7 @@ class NeuroShardPlanner(DescribesPlans):
             Exception: Whatever a part that you passed raises.
         """
         self._last = LastPlan()
+        self._start_clock()
         notes = self._check_inputs(module, sharders)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
         found = self._find_plan(module, sharders)
@@ -421,7 +425,7 @@ class NeuroShardPlanner(DescribesPlans):
                 without(self._reserved(module, sharders), -found.more_bytes),
                 records=found.records,
                 fallback=found.fallback,
-                notes=[*notes, *found.notes],
+                notes=[*notes, *found.notes, *self._stash_notes],
             )
         return found.plan
 
@@ -432,15 +436,19 @@ class NeuroShardPlanner(DescribesPlans):
 
         If the search finds no plan by that count either, return TorchRec's own plan.
         """
-        stashed = self._find_stashed(module, sharders)
+        self._stashed = self._find_stashed(module, sharders, callbacks=[], stats=[])
         try:
             found = self._searched(module, sharders)
-            if stashed is None or self._loaded:
-                return found
-            return self._shorter(found, stashed)
+            if self._stashed is not None:
+                found.records = self._stashed.records
+                found.more_bytes = self._stashed.more_bytes
+            return found
         except PlannerError as error:
-            if stashed is not None:
-                return stashed
+            if self._stashed is not None:
+                # Once more, now with callbacks and stats.
+                self._stashed = None
+                if (again := self._find_stashed(module, sharders)) is not None:
+                    return again
             memory, is_crowded = self._strict, self._log.is_crowded
             if error.error_type not in _NO_PLAN:
                 raise
@@ -464,47 +472,63 @@ class NeuroShardPlanner(DescribesPlans):
         return found
 
     def _find_stashed(
-        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]], **changes: Any
     ) -> _FoundPlan | None:
         """Return the shortest plan that also uses the memory of dense layers.
+
+        Args:
+            module: The model.
+            sharders: The sharders of its embedding modules.
+            changes: Other arguments for the planner that searches.
 
         Returns:
             None if no plan is found or stashing tables does not free enough memory.
         """
         more_bytes, memory = self._arguments["stash_bytes"], self.memory
+        self._stash_notes = ()
         if not more_bytes or memory is None:
             return None
         inner = copy.deepcopy(planner_part(self, "storage_reservation"))
+        seconds = self._timeout()
         other = self._again(
             storage_reservation=RoomOfDenseLayers(inner, more_bytes),
             stash_bytes=0,
             plan_loader=None,
+            timeout_seconds=seconds and seconds / 2,
+            **changes,
         )
         try:
             found = NeuroShardPlanner._searched(other, module, sharders)
             left = self.reserve(module, sharders)
-        except PlannerError:
+        except PlannerError as error:
+            self._stash_notes = (_unstashed(str(error).strip().splitlines()[0]),)
             return None
         if found.options is None:
             return None
         peak_W = np.array([float(r.peak) for r in memory.ranks(found.options)])
         room_W = np.array([float(d.storage.hbm) for d in left.devices])
         if not stash_enough(found.options, peak_W - room_W):
+            text = "stashing all tables that TorchRec can stash frees too little memory"
+            self._stash_notes = (_unstashed(text),)
             return None
         found.more_bytes = more_bytes
         return found
 
-    def _shorter(self, found: _FoundPlan, stashed: _FoundPlan) -> _FoundPlan:
-        """Return the shorter plan, counting the copies of stashed tables."""
+    def _choose(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Return the shorter plan, with copies of stashed tables; drop the other.
 
-        def taken_ms(plan: _FoundPlan) -> float:
-            options = plan.options or []
-            path_ms = self.costs.placed(options).predicted.critical_path_ms
-            return path_ms + exposed_ms(self.costs, options)
+        Runs as TorchRec's second callback. A loaded plan is kept.
+        """
 
-        if found.options is None or taken_ms(found) <= taken_ms(stashed):
-            return found
-        return stashed
+        def taken_ms(plan: list[ShardingOption]) -> float:
+            path_ms = self.costs.placed(plan).predicted.critical_path_ms
+            return path_ms + exposed_ms(self.costs, plan)
+
+        stashed = self._stashed and self._stashed.options
+        if stashed and not self._loaded and taken_ms(options) > taken_ms(stashed):
+            return stashed
+        self._stashed = None
+        return options
 
     def _searched(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -529,14 +553,31 @@ class NeuroShardPlanner(DescribesPlans):
         for proposer, state in self._unused:
             proposer.__dict__.update(copy.deepcopy(state))
         partitioner = planner_part(self, "partitioner")
-        self._log = SearchLog()
+        self._log = SearchLog(deadline=self._deadline)
         if isinstance(partitioner, NeuroShardPartitioner):
             partitioner.start(self._log, sharders)
         self._selected = None
-        reservation = planner_part(self, "storage_reservation")
-        with report_full(reservation), self._loading():
+        stats = [
+            _StatsOfPlans(part, self._may_search_again)
+            for part in planner_part(self, "stats")
+        ]
+        with (
+            report_full(planner_part(self, "storage_reservation")),
+            replaced_parts(self, stats=stats, timeout_seconds=self._timeout()),
+            self._loading(),
+        ):
             plan = super().plan(module, sharders)
         return _FoundPlan(plan=plan, options=self._selected, records=self._log.records)
+
+    def _start_clock(self) -> None:
+        seconds = self._arguments["timeout_seconds"]
+        self._deadline = time.monotonic() + seconds if seconds else math.inf
+
+    def _timeout(self) -> float | None:
+        """Return the seconds left until the deadline; TorchRec reads 0 as no limit."""
+        if self._deadline == math.inf:
+            return None
+        return max(self._deadline - time.monotonic(), QUICK_SECONDS)
 
     @property
     def _strict(self) -> MemoryModel | None:
@@ -547,8 +588,8 @@ class NeuroShardPlanner(DescribesPlans):
         return memory
 
     def _may_search_again(self) -> bool:
-        """Whether a failed search is repeated with TorchRec's smaller memory count."""
-        return self._strict is not None
+        """Whether a stashed plan or TorchRec's memory count follows a failed search."""
+        return self._stashed is not None or self._strict is not None
 
     def _options(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -628,8 +669,19 @@ class NeuroShardPlanner(DescribesPlans):
         if error is not None:
             raise error
         if plan is not None:
-            check_pods(self.topology, plan)
+            self._check_pods(plan, pg)
         return plan
+
+    def _check_pods(self, plan: ShardingPlan, pg: dist.ProcessGroup) -> None:
+        """Check every rank's pods; if one rank's are wrong, all raise its error."""
+        fault: str | None = None
+        try:
+            check_pods(self.topology, plan)
+        except ConfigError as error:
+            fault = str(error)
+        for rank, told in enumerate(from_all(fault, pg, "compared their pods")):
+            if told is not None:
+                raise ConfigError(f"rank {dist.get_global_rank(pg, rank)}: {told}")
 
     def relearned(self, profiles: Mapping[str, FeatureProfile]) -> NeuroShardPlanner:
         """Return a planner like this one with fresh profiles from a running job.
@@ -642,9 +694,7 @@ class NeuroShardPlanner(DescribesPlans):
             with its own `costs` keeps them.
         """
         check_kind("profiles", profiles, Mapping)
-        # Without reliefs, so that the overlap of kernels is not counted twice.
         return self._again(
-            comms_model=RelievedCommsModel(self.costs.comms_model, {}),
             profiles={**self._profiles, **profiles},
             plan_loader=None,
         )
@@ -665,8 +715,7 @@ class NeuroShardPlanner(DescribesPlans):
         """Return a planner with the same arguments except for `changes`."""
         given = {
             **self._arguments,
-            "cost_model": self.costs.cost_model,
-            "comms_model": self.costs.comms_model,
+            **self.costs.again(),
             "profiles": self._profiles,
             "calibrate": "never",
         }
@@ -704,7 +753,8 @@ class NeuroShardPlanner(DescribesPlans):
             is_crowded: Whether the outputs for a rank's own samples filled its memory.
 
         Raises:
-            PlannerError: TorchRec finds no plan either, or none that can run.
+            PlannerError: TorchRec finds no plan either, or none that can run; its cause
+                says why.
         """
         if error.error_type not in _NO_PLAN:
             raise error
@@ -714,7 +764,7 @@ class NeuroShardPlanner(DescribesPlans):
         )
         try:
             plan, options = last_resort(
-                self._torchrec_arguments,
+                {**self._torchrec_arguments, "timeout_seconds": self._timeout()},
                 module=module,
                 sharders=sharders,
                 enumerator=self.enumerator,
@@ -725,16 +775,17 @@ class NeuroShardPlanner(DescribesPlans):
                 memory.attribute(options)
                 room = self.reserve(module, sharders)
                 check_memory(room, options, "TorchRec's own plan")
-        except Exception as failure:
+        except PlannerError as failure:
             # Whatever failed here, report why the search found no plan.
             if ours is None:
                 raise error from failure
             if count := self._enough_ranks(module, sharders, strict=not is_crowded):
                 ours = f"{ours} {count} ranks of this kind are enough."
+            ours = "\n".join([ours, *(note.text for note in self._stash_notes)])
             # First the reason, then TorchRec's general advice.
             raise PlannerError(
                 message=f"{ours}\n{error}", error_type=error.error_type
-            ) from None
+            ) from failure
         return _FoundPlan(
             plan=plan,
             options=options,
@@ -759,6 +810,8 @@ class NeuroShardPlanner(DescribesPlans):
         parts = ("enumerator", "proposer", "partitioner", "performance_model")
         if any(self._arguments[name] is not None for name in parts):
             return 0
+        if time.monotonic() > self._deadline:
+            return 0
         reservation = planner_part(self, "storage_reservation")
 
         def fits(topology: Topology) -> bool:
@@ -781,10 +834,17 @@ class NeuroShardPlanner(DescribesPlans):
             return True
 
         try:
-            return enough_ranks(fits, self.topology)
+            return enough_ranks(fits, self.costs.again()["topology"])
         except Exception as failure:  # the error to report is that no plan fits
             logger.debug("more ranks could not be tried: %r", failure)
             return 0
+
+
+def _unstashed(reason: str) -> Note:
+    """Return a note that tables are not stashed."""
+    text = f"no table is stashed, although stash_bytes is given: {reason}"
+    logger.warning("%s", text)
+    return Note("stash", text)
 
 
 class _StatsOfPlans(Stats):

@@ -129,9 +129,16 @@ def last_resort(
 
     Raises:
         PlannerError: TorchRec finds no plan either, finds one that cannot be used, or
-            has too many shards to estimate.
+            has too many shards to estimate. Or it fails before it has a plan.
+        Exception: What the caller's callbacks and stats raise.
     """
     chosen: list[ShardingOption] = []
+    is_found = False
+
+    def note_found(options: list[ShardingOption]) -> list[ShardingOption]:
+        nonlocal is_found
+        is_found = True
+        return options
 
     def take(options: list[ShardingOption]) -> list[ShardingOption]:
         chosen[:] = options
@@ -139,7 +146,7 @@ def last_resort(
 
     given = {
         **arguments,
-        "callbacks": [*(arguments["callbacks"] or []), take],
+        "callbacks": [note_found, *(arguments["callbacks"] or []), take],
         "proposer": copy.deepcopy(arguments["proposer"])
         or [
             GridSearchProposer(),
@@ -150,7 +157,12 @@ def last_resort(
     }
     is_own = arguments["enumerator"] is None
     listed = (enumerator.last_stored_search_space or ()) if is_own else ()
-    plan = stock_plan(module, sharders, listed, **given)
+    try:
+        plan = stock_plan(module, sharders, listed, **given)
+    except Exception as error:
+        if is_found or isinstance(error, PlannerError):
+            raise
+        raise PlannerError(f"TorchRec's own planner failed: {error!r}") from error
     note_sharders(chosen, sharders_by_type(sharders))
     if obstacle := _obstacle(chosen, reader, violation):
         raise PlannerError(
