@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 
 from tests.builders import (
@@ -25,6 +27,7 @@ from tests.builders import (
     sequences,
     shards_of,
 )
+from torchrec_neuroshard import group_topology
 from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.monitor import (
     Assessor,
@@ -169,6 +172,27 @@ def test_without_new_profiles_nothing_changes() -> None:
         p.evaluate(plan, bags(), bag_sharders()) for p in (planner, learned)
     )
     assert same.ranks == before.ranks and same.compute_source == before.compute_source
+
+
+@pytest.mark.filterwarnings("ignore:the collectives of:UserWarning")
+def test_measured_collectives_of_nodes_and_replicas_stay_measured() -> None:
+    topology = group_topology(Topology(8, "cpu", local_world_size=4), 4)
+    planner = make_planner(topology=topology, cost_model="auto", comms_model=None)
+    before, same = planner.costs, planner.relearned({}).relearned({}).costs
+    assert before.notes == same.notes and before.devices == same.devices
+    assert before.replicas.source == same.replicas.source
+    bytes_14 = np.full((1, 4), 1e6)
+    for bytes_CW, models in (
+        (bytes_14, (before.comms_model, same.comms_model)),
+        (bytes_14[:, :2], (before.replicas, same.replicas)),
+    ):
+        ours, theirs = (m.all_reduce(bytes_CW).tolist() for m in models)
+        assert ours == theirs
+    ours, theirs = (
+        m.node_row_wise(np.full((1, 4), 64.0), 128).tolist()
+        for m in (before.comms_model, same.comms_model)
+    )
+    assert ours == theirs
 
 
 def test_new_profiles_stand_in_for_old_ones_feature_by_feature() -> None:

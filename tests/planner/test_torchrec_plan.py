@@ -194,6 +194,18 @@ def test_without_a_plan_the_error_says_how_many_ranks_are_enough() -> None:
         plan_on(int(found[1]) - 1)
 
 
+def test_enough_ranks_are_found_with_measured_collectives() -> None:
+    planner = make_planner(
+        topology=Topology(2, "cpu", ddr_cap=20 * MIB),
+        cost_model="auto",
+        comms_model=None,
+        constraints=each(1, "column_wise"),
+    )
+    assert "measured" in planner.costs.comms_model.source
+    with pytest.raises(PlannerError, match="4 ranks of this kind are enough"):
+        planner.plan(make_ebc([(300_000, 64)]), bag_sharders())
+
+
 def test_tables_too_large_for_any_memory_are_refused_as_by_torchrec() -> None:
     """Their width does not matter."""
     planner = planner_of(
