@@ -130,8 +130,8 @@ PLANNERS: list[tuple[dict[str, Any], str]] = [
     ({"pipeline_type": "often"}, "'often'"),
     ({"search": 3}, "3"),
     ({"stash_bytes": "1e9"}, "stash_bytes is a str, '1e9'"),
-    ({"timeout_seconds": "60"}, "timeout_seconds is a str, '60'"),
-    ({"timeout_seconds": -1}, "must be a number above 0, got -1"),
+    ({"timeout_seconds": "60"}, "timeout_seconds must be .* got '60'"),
+    ({"timeout_seconds": -1}, "timeout_seconds must be .* above 0, got -1"),
     ({"placement_constraints": {"t0": [0]}}, "placement_constraints is a dict"),
 ]
 

@@ -38,7 +38,12 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.costs.schedules import DenseMs
-from torchrec_neuroshard.errors import ConfigError, check_kind, suggestion
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    check_kind,
+    check_number,
+    suggestion,
+)
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import check_batch_size
@@ -251,13 +256,14 @@ class NeuroShardPlanner(DescribesPlans):
             ("constraints", constraints, Mapping),
             ("profiles", profiles, Mapping),
             ("placement_constraints", placement_constraints, PlacementConstraints),
-            ("timeout_seconds", timeout_seconds, numbers.Real),
             ("stash_bytes", stash_bytes, numbers.Real),
         ):
             if value is not None:
                 check_kind(name, value, kind)
         if batch_size is not None:
             check_batch_size(batch_size)
+        if timeout_seconds is not None:
+            check_number("timeout_seconds", timeout_seconds, above=True)
         if not constraints and isinstance(enumerator, EmbeddingEnumerator):
             constraints = enumerator_constraints(enumerator)
         constraints = dict(constraints) if constraints else None
