@@ -139,7 +139,7 @@ def test_grids_with_varying_batches_are_left_out_before_1_9() -> None:
         assert kind("grid_shard") == "grid_shard"
         return
     assert kind("grid_shard", "table_row_wise") == "table_row_wise"
-    with pytest.raises(ConfigError, match=r"'t0' .* batch_sizes has 8 beside \d+\."):
+    with pytest.raises(ConfigError, match=r"'t0' .*; it has 8 beside \d+\."):
         kind("grid_shard")
 
 

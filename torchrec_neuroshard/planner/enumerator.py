@@ -41,6 +41,7 @@ from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
     SPLITTING_TYPES,
+    device_tier,
     has_cache,
     is_modelled_config,
     is_pooled,
@@ -61,6 +62,7 @@ from torchrec_neuroshard.planner.table_keys import (
     constraint_on,
     table_keys,
 )
+from torchrec_neuroshard.planner.untrained import mixed_means
 from torchrec_neuroshard.planner.ways import is_placeable, useful_ways
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.sharding_types import (
@@ -359,20 +361,23 @@ class NeuroShardEnumerator(HookedEnumerator):
         Raises:
             ConfigError: A table has no option left.
         """
-        faults: dict[str, str] = {}
-        kept, running = [], set()
-        for option in options:
-            fault = self._reader.run_fault(option)
-            if fault and option.name in tables:
-                faults.setdefault(table_name(option), fault)
-            else:
-                kept.append(option)
-                running.add(table_name(option))
+        faults = {
+            id(option): fault
+            for option in options
+            if option.name in tables and (fault := self._reader.run_fault(option))
+        }
+        room = max(
+            getattr(d.storage, device_tier(self._topology))
+            for d in self._topology.devices
+        )
+        faults |= mixed_means([o for o in options if id(o) not in faults], room)
+        kept = [option for option in options if id(option) not in faults]
+        running = {table_name(option) for option in kept}
         for option in options:
             if (name := table_name(option)) not in running:
                 raise ConfigError(
                     f"table '{name}' (embedding_dim={option.tensor.shape[-1]}): "
-                    f"{faults[name]}"
+                    f"{faults[id(option)]}"
                 )
         return kept
 

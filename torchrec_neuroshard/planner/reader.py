@@ -41,7 +41,6 @@ from torchrec.modules.fused_embedding_modules import (
 from torchrec_neuroshard.errors import check_kind
 from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.planner.compat import (
-    grids_vary_batches,
     id_map_bytes,
     optimizer_arguments,
     optimizer_classes,
@@ -68,6 +67,7 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_keys import constraint_on
 from torchrec_neuroshard.planner.topology import node_size, pod_fault, sharding_group
+from torchrec_neuroshard.planner.untrained import untrained_fault
 from torchrec_neuroshard.tables.profile import (
     FeatureProfile,
     merge_profiles,
@@ -85,6 +85,7 @@ from torchrec_neuroshard.tables.table import (
 )
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
+
 _GRID = ShardingType.GRID_SHARD.value
 
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
@@ -310,12 +311,6 @@ class TableReader:
                 f"kernels on GPUs support at most {most:,} columns, got {widest:,}. "
                 f"Allow column_wise sharding with min_partition of at most {most}"
             )
-        if is_dense(option) and not self.on_gpu and not is_pooled(option):
-            return (
-                f"on CPUs FBGEMM's {option.compute_kernel} kernel pools the ids of a "
-                "sample, but this table's module returns every row. Allow sharding "
-                "types other than data_parallel"
-            )
         params = option.cache_params
         load = params.load_factor if has_cache(option) and params else None
         if load is not None and not 0 < load < 1:
@@ -323,6 +318,9 @@ class TableReader:
                 f"a cache needs a load_factor above 0 and below 1, got {load:g}. "
                 "Change it in cache_params, or allow kernels without a cache"
             )
+        others = self.facts(option).module.batch_sizes - {option.batch_size}
+        if fault := untrained_fault(option, self.config(option), others, self.on_gpu):
+            return fault
         if option.sharding_type in NODE_TYPES and self._pod_fault:
             return self._pod_fault
         if option.sharding_type == _GRID and (fault := self._grid_fault(option)):
@@ -330,19 +328,12 @@ class TableReader:
         return codec_fault(option)
 
     def _grid_fault(self, option: ShardingOption) -> str | None:
-        """Return why TorchRec cannot run a grid, or not build its optimizer state.
+        """Return why TorchRec cannot build the optimizer state of a grid.
 
         TorchRec counts the blocks of a grid by the ranks of a node, and takes a shard
         with all rows of its table for a column-wise one.
         """
         facts, (rows, width) = self.facts(option), option.tensor.shape
-        samples = facts.module.batch_sizes - {option.batch_size}
-        if samples and not grids_vary_batches():
-            return (
-                "before torchrec 1.9 grid_shard takes one batch size for all features "
-                f"of a module; batch_sizes has {min(samples):g} beside "
-                f"{option.batch_size}. Allow other sharding types"
-            )
         first = option.shards[0].size
         if not facts.state_bytes[1] or int(first[1]) == int(width):
             return None

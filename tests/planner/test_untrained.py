@@ -1,0 +1,138 @@
+"""What TorchRec offers and a device does not train is never planned.
+
+tests/distributed/test_support.py trains what is planned.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
+from torchrec.distributed.itep_embeddingbag import ITEPEmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
+from torchrec.modules.itep_modules import GenericITEPModule
+
+from tests.builders import (
+    bag_config,
+    bags,
+    fused_bags,
+    gpus,
+    make_planner,
+    only,
+    sequences,
+    types_of,
+)
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner import NeuroShardEnumerator
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+SHARDERS: list[Any] = [
+    ITEPEmbeddingBagCollectionSharder(),
+    EmbeddingTowerSharder(),
+    *get_default_sharders(),
+]
+ROWS, NODE_ROWS, GRID = ["row_wise"], ["table_row_wise"], ["grid_shard"]
+REPLICAS, WHOLE = ["data_parallel"], ["table_wise"]
+
+
+def of_mean(*means: int, count: int = 2, rows: int = 1000) -> nn.Module:
+    """Bags; those of these numbers have mean pooling."""
+    return bags(
+        *(
+            bag_config(
+                i,
+                rows,
+                128,
+                pooling=PoolingType.MEAN if i in means else PoolingType.SUM,
+            )
+            for i in range(count)
+        )
+    )
+
+
+def planned(module: nn.Module, device: str, **limits: Any) -> dict[str, str]:
+    topology = gpus(4, 2) if device == "cuda" else None
+    planner = make_planner(4, topology=topology, **limits)
+    return types_of(planner.plan(module, SHARDERS))
+
+
+def pruned() -> ITEPEmbeddingBagCollection:
+    return ITEPEmbeddingBagCollection(bags(), GenericITEPModule({"t0": 2000}))
+
+
+@pytest.mark.parametrize(
+    "module, limits, fault",
+    [
+        (
+            fused_bags(),
+            only(sharding_types=REPLICAS),
+            "on GPUs only.* other than data_",
+        ),
+        (EmbeddingTower(bags(), nn.Linear(3, 3)), {}, "towers on GPUs only"),
+        (pruned(), {}, r"\(ITEP\) on GPUs only"),
+        (
+            bags(),
+            only(sharding_types=REPLICAS) | only("t1", batch_sizes=[8]),
+            "dense kernel takes one batch size .* it has 8 beside 64",
+        ),
+        (
+            sequences(32, prefix="t"),
+            only(batch_sizes=[8]),
+            "gradients of repeated samples .* they have 8 beside 64",
+        ),
+    ],
+)
+def test_what_cpus_do_not_train_is_planned_for_gpus(
+    module: nn.Module, limits: Any, fault: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"table '.*t0'.*{fault}"):
+        planned(module, "cpu", constraints=limits)
+    assert planned(module, "cuda", constraints=limits)
+
+
+def options_of(module: nn.Module, **arguments: Any) -> dict[str, set[str]]:
+    """Sharding types that are listed for each table."""
+    enumerator = NeuroShardEnumerator(
+        gpus(4, 2),
+        64,
+        cost_model=AnalyticCostModel(),
+        comms_model=AnalyticCommsModel(),
+        **arguments,
+    )
+    found: dict[str, set[str]] = {}
+    for option in enumerator.enumerate(module, SHARDERS):
+        found.setdefault(option.name, set()).add(option.sharding_type)
+    return found
+
+
+def test_row_wise_means_stay_apart_from_other_types() -> None:
+    """TorchRec divides the outputs of the whole module, but for row-wise sums."""
+    rows = {*ROWS, *NODE_ROWS}
+    mixed = options_of(of_mean(0))
+    assert not mixed["t0"] & rows and mixed["t0"] >= {*WHOLE, *REPLICAS}
+    assert mixed["t1"] >= rows
+    both = options_of(of_mean(0, 1))
+    assert not (both["t0"] | both["t1"]) & rows
+    assert options_of(of_mean(0, count=1))["t0"] >= rows
+    # All are row-wise where one can be nothing else.
+    for limits in (ROWS, NODE_ROWS):
+        forced = options_of(of_mean(0), constraints=only(sharding_types=limits))
+        assert forced == {"t0": {*limits}, "t1": rows}
+    large = options_of(of_mean(0, rows=10**9))
+    assert large == {"t0": rows, "t1": rows}
+
+
+def test_means_that_would_be_wrong_name_both_tables() -> None:
+    limits = only(sharding_types=ROWS) | only("t1", sharding_types=WHOLE)
+    with pytest.raises(ConfigError, match=r"'t1' .*table 't0' .*MEAN.* Allow row_wise"):
+        planned(of_mean(0), "cuda", constraints=limits)
+    assert planned(of_mean(), "cuda", constraints=limits)
+    grid = only(sharding_types=GRID)
+    with pytest.raises(ConfigError, match=r"'t0' .*grid_shard returns sums .* MEAN"):
+        planned(of_mean(0), "cuda", constraints=grid)
+    assert planned(of_mean(1), "cuda", constraints=grid)["t0"] == "grid_shard"
