@@ -215,7 +215,7 @@ def result_of(
     task: ShardingTask, triples: Triples, cost_model: CostModel, comms_model: CommsModel
 ) -> SearchResult:
     """What a search returns that knows this placement alone."""
-    placement = Placement.from_widths(task.world_size, triples)
+    placement = Placement.from_widths(task.world_size, triples, task)
     return SearchResult(
         placement=placement,
         predicted=Simulator(task, cost_model, comms_model).evaluate(placement),

@@ -38,8 +38,9 @@ def shard_model(
 
 
 def gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of two values."""
-    return float((one.detach() - other.detach()).abs().max())
+    """The largest difference of two values, which may be empty."""
+    off = (one.detach() - other.detach()).abs()
+    return float(off.max()) if off.numel() else 0.0
 
 
 def local_parts(
@@ -96,11 +97,17 @@ def draw_batch(
     seed: int,
     *,
     weighted: bool = False,
+    num_ids: tuple[int, int] = (0, 3),
 ) -> KeyedJaggedTensor:
-    """Bags of none to three ids."""
+    """Bags of none to three ids, or of another number from least to most."""
     generator = torch.Generator().manual_seed(seed)
+    least, most = num_ids
     lengths = torch.randint(
-        0, 4, (len(keys) * batch_size,), generator=generator, dtype=torch.int32
+        least,
+        most + 1,
+        (len(keys) * batch_size,),
+        generator=generator,
+        dtype=torch.int32,
     )
     total = int(lengths.sum())
     return KeyedJaggedTensor(
