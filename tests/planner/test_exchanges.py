@@ -210,3 +210,13 @@ def test_few_samples_make_few_outputs() -> None:
     (outputs, lookups, cost), less = found
     assert (outputs, *less[:2]) == (1, 0.25, lookups / 4)
     assert 0 < less[2] < cost
+    # A profile of variable batches tells the same.
+    seen = FeatureProfile(batch_size=100, num_lookups=400.0, batch_share=0.25)
+    planner, _ = planned(
+        make_ebc([(1000, 64)]),
+        bag_sharder(),
+        constraints=each(1, "table_wise"),
+        profiles={"f0": seen},
+    )
+    [table] = planner.last_task.tables
+    assert (table.num_outputs, table.pooling_factor) == less[:2]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.itep_embeddingbag import ITEPEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules.embedding_configs import PoolingType
@@ -29,6 +30,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import NeuroShardEnumerator
+from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 SHARDERS: list[Any] = [
@@ -36,11 +38,26 @@ SHARDERS: list[Any] = [
     EmbeddingTowerSharder(),
     *get_default_sharders(),
 ]
+SEEN = {
+    "profiles": {"f1": FeatureProfile(batch_size=1, num_lookups=1, batch_share=1 / 8)}
+}
+"""Profiles of batches whose feature f1 has an eighth of the samples."""
+
+
+class SplitsRows(EmbeddingBagCollectionSharder):
+    """Offers on CPUs what TorchRec's sharder offers on GPUs."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        found: list[str] = super().sharding_types("cuda")
+        return found
+
+
+SPLITS_ROWS: list[Any] = [SplitsRows()]
 ROWS, NODE_ROWS, GRID = ["row_wise"], ["table_row_wise"], ["grid_shard"]
 REPLICAS, WHOLE = ["data_parallel"], ["table_wise"]
 
 
-def of_mean(*means: int, count: int = 2, rows: int = 1000) -> nn.Module:
+def of_mean(*means: int, count: int = 2, rows: int = 1000) -> Any:
     """Bags; those of these numbers have mean pooling."""
     return bags(
         *(
@@ -55,10 +72,12 @@ def of_mean(*means: int, count: int = 2, rows: int = 1000) -> nn.Module:
     )
 
 
-def planned(module: nn.Module, device: str, **limits: Any) -> dict[str, str]:
+def planned(
+    module: nn.Module, device: str, sharders: Any = SHARDERS, **arguments: Any
+) -> dict[str, str]:
     topology = gpus(4, 2) if device == "cuda" else None
-    planner = make_planner(4, topology=topology, **limits)
-    return types_of(planner.plan(module, SHARDERS))
+    planner = make_planner(4, topology=topology, **arguments)
+    return types_of(planner.plan(module, sharders))
 
 
 def pruned() -> ITEPEmbeddingBagCollection:
@@ -93,6 +112,18 @@ def test_what_cpus_do_not_train_is_planned_for_gpus(
     with pytest.raises(ConfigError, match=f"table '.*t0'.*{fault}"):
         planned(module, "cpu", constraints=limits)
     assert planned(module, "cuda", constraints=limits)
+
+
+@pytest.mark.parametrize("told", [{"constraints": only("t1", batch_sizes=[8])}, SEEN])
+def test_rows_are_not_split_for_variable_batches_over_gloo(told: Any) -> None:
+    """Gloo gathers tensors of one size; a constraint or profiles tell of several."""
+    module = bags(bag_config(0), bag_config(1))
+    limits = told.get("constraints", {}) | only(sharding_types=ROWS)
+    with pytest.raises(ConfigError, match=r"'t0' .* over gloo row_wise .* 8 beside 64"):
+        planned(module, "cpu", SPLITS_ROWS, **told | {"constraints": limits})
+    types = planned(module, "cpu", SPLITS_ROWS, **told)
+    assert set(types.values()) <= {*WHOLE, "column_wise"}
+    assert planned(module, "cuda", **told | {"constraints": limits})["t0"] == "row_wise"
 
 
 def options_of(module: nn.Module, **arguments: Any) -> dict[str, set[str]]:

@@ -191,10 +191,30 @@ def test_inputs_match_a_count_by_hand() -> None:
         )
 
 
+def test_variable_batches_tell_their_share_of_samples() -> None:
+    """Feature x has two samples, which stand for the batch's four, then one."""
+    batches = [
+        KeyedJaggedTensor(
+            keys=["x", "y"],
+            values=torch.arange(count + 4),
+            lengths=torch.ones(count + 4, dtype=torch.int64),
+            stride_per_key_per_rank=[[count], [4]],
+            inverse_indices=(["x", "y"], torch.tensor([[0] * 4, [*range(4)]])),
+        )
+        for count in (2, 1)
+    ]
+    x, y = profile_inputs(batches).values()
+    assert (x.batch_size, x.batch_share) == (3, 3 / 8)
+    assert (y.batch_size, y.batch_share) == (8, 1)
+    [whole] = profile_inputs([jagged({"a": [[1]]})]).values()
+    assert whole.batch_share == 1
+
+
 @pytest.mark.parametrize(
     ("given", "value"),
     [
         ({"batch_size": 0}, "got 0"),
+        ({"batch_share": 0.0}, "batch_share must be above 0, got 0"),
         ({"num_lookups": math.nan}, "num_lookups=nan"),
         ({"pooling_std": -1.0}, "pooling_std=-1"),
         ({"access_histogram": (1.0, 2.0)}, "17 bins"),

@@ -101,7 +101,7 @@ class _Module:
     optimizer: str | None
     """The common optimizer of a fused collection's tables."""
     batch_sizes: frozenset[float]
-    """Batch sizes of single features in the constraints."""
+    """Batch sizes of single features, by the constraints and profiles."""
 
 
 @dataclass(slots=True, eq=False)
@@ -216,7 +216,11 @@ class TableReader:
             ):
                 shared = module.optimizer_type().__name__
             sizes = frozenset(
-                size for name in configs for size in self.batch_sizes(option.path, name)
+                share * option.batch_size
+                for name, config in configs.items()
+                for share in self._batch_shares(
+                    option.path, name, config.feature_names or [name], option.batch_size
+                )
             )
             known = _Module(configs, weighted, shared, sizes)
             self._modules[module] = known
@@ -257,7 +261,7 @@ class TableReader:
             per_row += num_counters(optimizer, arguments[0])
         elif optimizer == noted.get(SHARDERS_OPTIMIZER):
             per_row += noted[SHARDERS_COUNTERS]
-        features = max(1, len(config.feature_names if config is not None else ()))
+        features = list(config.feature_names if config else ()) or [option.name]
         pooling = config.pooling if isinstance(config, EmbeddingBagConfig) else None
         return _Facts(
             reader=self,
@@ -462,7 +466,7 @@ class TableReader:
         config, optimizer = self.config(option), self.optimizer(option)
         assert config is not None, "the option has a cost"
         features = list(config.feature_names or []) or [option.name]
-        pooling, shares = self._inputs(option, len(features))
+        pooling, shares = self._inputs(option, features)
         key = (
             option.path,
             option.name,
@@ -482,17 +486,17 @@ class TableReader:
         return self._tables[key]
 
     def _inputs(
-        self, option: ShardingOption, num_features: int
+        self, option: ShardingOption, features: Sequence[str]
     ) -> tuple[Sequence[float], Sequence[float]]:
         """Return each feature's ids per sample, and its share of the batch size."""
         pooling = self._pooling_factors(
             self.constraint(option),
             option.input_lengths,
-            num_features,
+            len(features),
             option.num_poolings,
         )
         return pooling, self._batch_shares(
-            option.path, option.name, num_features, option.batch_size
+            option.path, option.name, features, option.batch_size
         )
 
     def _describe(
@@ -500,7 +504,7 @@ class TableReader:
     ) -> TableConfig:
         rows, width = (int(n) for n in option.tensor.shape)
         features = list(config.feature_names or []) or [option.name]
-        pooling, shares = self._inputs(option, len(features))
+        pooling, shares = self._inputs(option, features)
         batch_size = option.batch_size * self.world_size
         weighted = self._is_weighted(option)
         distinct = self.looks_up_distinct(option)
@@ -575,7 +579,7 @@ class TableReader:
         constraint = constraint_on(self.constraints, path, name)
         lengths = constraint.pooling_factors if constraint else [POOLING_FACTOR]
         pooling = self._pooling_factors(constraint, lengths, len(features))
-        shares = self._batch_shares(path, name, len(features), batch_size)
+        shares = self._batch_shares(path, name, features, batch_size)
         return sum(
             s * (self._profiles[f].pooling_factor if f in self._profiles else p)
             for f, p, s in zip(features, pooling, shares, strict=True)
@@ -586,16 +590,19 @@ class TableReader:
         return self.facts(option).bags
 
     def batch_sizes(self, path: str, name: str) -> tuple[float, ...]:
-        """Return the batch size of each feature of a table; () if all are the same."""
+        """Return each feature's batch size in the constraints; () if they have none."""
         constraint = constraint_on(self.constraints, path, name)
         return tuple(map(float, constraint.batch_sizes or ())) if constraint else ()
 
     def _batch_shares(
-        self, path: str, name: str, count: int, batch_size: int | None
+        self, path: str, name: str, features: Sequence[str], batch_size: int | None
     ) -> list[float]:
         """Return the batch size of each feature divided by that of the model."""
+        known, count = self._profiles, len(features)
         sizes = self.batch_sizes(path, name)
-        if not (batch_size and sizes):
+        if not sizes:
+            return [known[f].batch_share if f in known else 1.0 for f in features]
+        if not batch_size:
             return [1.0] * count
         shares = [size / batch_size for size in sizes]
         return shares if len(shares) == count else [sum(shares) / len(shares)] * count

@@ -53,6 +53,9 @@ class FeatureProfile:
     Empty if unknown: `with_repeats` then assumes a power law."""
     weighted: bool = False
     """Whether lookups carry per-sample weights."""
+    batch_share: float = 1.0
+    """The feature's samples divided by those of the model's batch. Variable batches
+    leave out repeated samples, so theirs is below 1."""
 
     def __post_init__(self) -> None:
         size, bins = self.batch_size, self.access_histogram
@@ -67,6 +70,11 @@ class FeatureProfile:
                 "a profile needs finite values of at least 0, got "
                 f"num_lookups={self.num_lookups}, pooling_std={self.pooling_std}, "
                 f"access_histogram={self.access_histogram}; profile the batches again"
+            )
+        if not 0 < self.batch_share < math.inf:
+            raise ProfileError(
+                f"batch_share must be above 0, got {self.batch_share}; it is 1 unless "
+                "the feature has fewer samples than the batch"
             )
         if self.access_histogram and len(self.access_histogram) != NUM_COUNT_BINS:
             raise ProfileError(
@@ -424,7 +432,8 @@ def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
     """Profile each feature over some batches of model input.
 
     All batches count as one large batch: eight local batches give the profile of one
-    iteration on eight ranks. Memory grows with the number of ids.
+    iteration on eight ranks. Memory grows with the number of ids. Features with fewer
+    samples than the batch (variable batches) have a `batch_share` below 1.
 
     Args:
         batches: KeyedJaggedTensors, one per training batch, all with the same keys.
@@ -443,7 +452,7 @@ def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
             f"{type(batches).__name__}. Pass [batch]"
         )
     found: dict[str, list[tuple[Ints, Ints]]] | None = None
-    weighted = False
+    weighted, num_samples = False, 0
     for number, batch in enumerate(batches):
         if not all(hasattr(batch, n) for n in ("keys", "stride", "to_dict")):
             raise ProfileError(
@@ -460,6 +469,7 @@ def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
             )
         if batch.stride() == 0:  # TorchRec cannot split an empty batch
             continue
+        num_samples += batch.stride()
         weighted = weighted or batch.weights_or_none() is not None
         for key, jagged in batch.to_dict().items():
             both = jagged.values(), jagged.lengths()
@@ -482,7 +492,8 @@ def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
                 "with data"
             )
         ids, lengths = (np.concatenate(each) for each in zip(*parts, strict=True))
-        profiles[key] = profile_ids(ids, lengths, weighted)
+        share = len(lengths) / num_samples
+        profiles[key] = replace(profile_ids(ids, lengths, weighted), batch_share=share)
     return profiles
 
 
