@@ -11,6 +11,7 @@ default search does not run. Last, the campaign prints the seconds of both plann
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
+from torchrec_neuroshard.planner.untrained import mixed_means
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 STOCK_SECONDS = 2
@@ -45,6 +47,8 @@ HANG_SECONDS = 30.0
 MOST_PROPOSALS = 10_000
 """Of TorchRec's grid search by default."""
 TOLERANCE = 1e-6
+UNTRAINED = ("before torchrec 1.9", "on CPUs", "on GPUs only", "over gloo", " MEAN")
+"""Words of errors about plans that TorchRec makes, but does not train as it should."""
 SHARDERS = get_default_sharders()
 SECONDS: list[tuple[float, float]] = []
 """What each case took of the processor, with TorchRec's planner and with ours."""
@@ -121,10 +125,8 @@ def _failed(
         most = TableReader(cases.topology_of(case)).max_columns
         is_odd = max(dims) > most or any(dim % COLUMN_MULTIPLE for dim in dims)
         never = any(map(_never_runs, case["constraints"].values()))
-        # Nor does TorchRec run these.
-        faults = "before torchrec 1.9", "this table's module returns every row"
-        is_faulty = any(words in str(failure) for words in faults)
-        known = never or ((is_odd or is_faulty) and str(unpriced) == str(failure))
+        untrained = any(words in str(failure) for words in UNTRAINED)
+        known = never or ((is_odd or untrained) and str(unpriced) == str(failure))
         obstacle = "cannot run" if known else None
     if obstacle is not None:
         return f"refused, TorchRec's {obstacle}: {text}"
@@ -185,6 +187,7 @@ def _obstacle(
 ) -> str | None:
     """Say why a plan of TorchRec's is none, if so."""
     faulty = any(map(planner.costs.reader.run_fault, options))
+    faulty = faulty or bool(mixed_means(options, math.inf))
     if faulty or not is_even(options):
         return "cannot run"
     is_full = _full_rank(planner, module, options) is not None

@@ -13,7 +13,7 @@ from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.itep_embeddingbag import ITEPEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
@@ -91,6 +91,11 @@ def pruned() -> ITEPEmbeddingBagCollection:
             fused_bags(),
             only(sharding_types=REPLICAS),
             "on GPUs only.* other than data_",
+        ),
+        (
+            bags(bag_config(data_type=DataType.BF16)),
+            {},
+            "FP32 and FP16 alone, and data_type is BF16",
         ),
         (EmbeddingTower(bags(), nn.Linear(3, 3)), {}, "towers on GPUs only"),
         (pruned(), {}, r"\(ITEP\) on GPUs only"),

@@ -12,6 +12,7 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
+    DataType,
     EmbeddingBagConfig,
     PoolingType,
 )
@@ -33,6 +34,7 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 
+_CPU_TYPES = (DataType.FP32, DataType.FP16)
 _GRID = ShardingType.GRID_SHARD.value
 _ROWS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 
@@ -65,6 +67,11 @@ def untrained_fault(
         )
     if on_gpu or is_quantised(option):
         return None
+    if config is not None and config.data_type not in _CPU_TYPES:
+        return (
+            "on CPUs FBGEMM trains tables of FP32 and FP16 alone, and data_type is "
+            f"{config.data_type.value}. Change it, or plan for GPUs"
+        )
     return _module_fault(option) or (
         _varied_batch_fault(option, varied) if batch_sizes else None
     )
