@@ -74,6 +74,7 @@ from torchrec_neuroshard import (
     NeuroShardPlanner,
     SearchConfig,
     TableConfig,
+    load_cost_model,
     topology_for,
 )
 from torchrec_neuroshard.tables.loaders import load_json
@@ -93,8 +94,9 @@ TOLERANCE = 1e-3
 NEAR = 0.01
 """A plan within this share of the last plan counts as found."""
 CARD = "h100"
-MODELS = {"cpu": "cpu", "h100": CARD}
-"""Costs -> cost model. Both have the nodes and links of the card."""
+MODELS: dict[str, tuple[str, str]] = {"cpu": ("cpu", "cpu"), "h100": (CARD, "cuda")}
+"""Costs -> cost model and its device type. Both have the nodes and links of the card.
+A model that is passed as an object may be of another device."""
 COLUMNS = ["table_wise", "column_wise"]
 OURS: dict[str, dict[str, list[str]]] = {
     # TorchRec offers grid sharding only if it is named.
@@ -311,11 +313,13 @@ def measure(task: Task, method: str, limit: float) -> dict[str, Any]:
     def ours(search: Any, **chosen: Any) -> NeuroShardPlanner:
         return NeuroShardPlanner(
             **task.shared(**chosen),
-            cost_model=MODELS[task.costs],
+            cost_model=cost_model,
             profiles={t.name: t.profile for t in task.tables if t.profile is not None},
             search=search,
         )
 
+    name, device_type = MODELS[task.costs]
+    cost_model = load_cost_model(name, device_type=device_type)
     judge = ours("default")
     planner: EmbeddingShardingPlanner
     if method in TORCHREC:

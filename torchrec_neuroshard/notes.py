@@ -22,7 +22,8 @@ NOTE_CODES: Mapping[str, str] = {
     "optimizer": "tables have an optimizer whose state size is unknown",
     "unusual": "the plan looks unusual, and only an estimate recommends it",
     "constraints": "constraints do not match the model's tables",
-    "unsharded": "tables are not sharded because no sharder takes their module",
+    "unsharded": "tables are not sharded because no sharder takes their module, or "
+    "their `device_group` is another",
     "search": "the search reports something about its plan",
     "stored": "the plan file does not hold the plan's costs",
     "comparison": "two plans were made for different jobs, or by different means",

@@ -23,6 +23,7 @@ from torchrec.distributed.types import CacheParams
 from tests.builders import bag_sharders, bags, each, make_planner
 from tests.distributed.ranks import ONE_NODE, TWO_NODES, Jobs, OfJob
 from tests.distributed.test_first_launch import COPIES, MEASURES
+from torchrec_neuroshard import FeatureProfile
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
@@ -81,7 +82,7 @@ def other_arguments(at: Rank) -> Any:
         "batch_size": 7,
         "cost_model": AnalyticCostModel(launch_ms=9.0),
         "constraints": each(1, "column_wise"),
-        "profiles": {"nobody's": None},
+        "profiles": {"nobody's": FeatureProfile(batch_size=1, num_lookups=1.0)},
         "enumerator": Broken(Topology(8, "cpu"), 5),
         "topology": Topology(8, "cpu"),
     }

@@ -440,8 +440,14 @@ def accepted_arguments(kind: type, **arguments: Any) -> dict[str, Any]:
 
     Not all releases have `Topology(created_by_factory=...)`.
     """
-    known = inspect.signature(kind).parameters
+    known = arguments_of(kind)
     return {name: value for name, value in arguments.items() if name in known}
+
+
+def arguments_of(kind: type) -> frozenset[str]:
+    """Return the names of the arguments that a class takes."""
+    parameters = inspect.signature(kind).parameters.values()
+    return frozenset(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
 def optimizer_classes(tensor: torch.Tensor) -> tuple[type, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import logging
 import math
 import numbers
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -48,6 +48,7 @@ from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import check_batch_size
 from torchrec_neuroshard.planner.compat import (
+    arguments_of,
     enumerator_constraints,
     nothing_collected,
     planner_part,
@@ -711,10 +712,11 @@ class NeuroShardPlanner(DescribesPlans):
         Raises:
             TypeError: It does not, as Python raises it for an unknown argument.
         """
-        theirs = inspect.signature(super().__init__).parameters
-        ours = inspect.signature(NeuroShardPlanner).parameters
-        for name in sorted(set(given) - set(theirs)):
-            near = suggestion(name, {*theirs, *ours} - {"kwargs"}, "arguments")
+        theirs = arguments_of(EmbeddingShardingPlanner)
+        for name in sorted(set(given) - theirs):
+            near = suggestion(
+                name, theirs | arguments_of(NeuroShardPlanner), "arguments"
+            )
             raise TypeError(f"NeuroShardPlanner takes no argument '{name}'; {near}")
 
     def _again(self, **changes: Any) -> NeuroShardPlanner:
