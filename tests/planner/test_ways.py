@@ -305,6 +305,28 @@ def test_wide_tables_are_split_by_columns(
         assert len(widths) == 1
 
 
+@pytest.mark.parametrize(
+    ("world_size", "width", "least", "expected"),
+    [
+        (4, 4096, 4, {2, 4}),
+        (4, 4096, 2048, {2}),
+        (4, 2052, 4, {3}),
+        # Two ranks cannot hold it in one shard each: TorchRec's own shards.
+        (2, 8192, 2048, {4}),
+    ],
+)
+def test_wide_tables_have_few_shards(
+    world_size: int, width: int, least: int, expected: set[int]
+) -> None:
+    limits = each(1, min_partition=least)
+    planner = make_planner(topology=gpus(world_size), constraints=limits)
+    plan = planner.plan(make_ebc([(1000, width)]), bag_sharders())
+    shards = shards_of(plan)["t0"]
+    assert len(shards) in expected
+    assert sum(w for _, w, _ in shards) == width
+    assert len({rank for *_, rank in shards}) == min(len(shards), world_size)
+
+
 def test_wide_tables_stay_whole_on_cpus() -> None:
     planner = make_planner(constraints=each(1, "table_wise"))
     plan = planner.plan(make_ebc([(1000, 4096)]), bag_sharders())

@@ -32,6 +32,7 @@ from torchrec_neuroshard.planner.sequence_splits import SequenceSplits
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.ways import (
     FreeOption,
+    equal_columns,
     even_rows,
     is_placeable,
     narrowest_shard,
@@ -117,6 +118,7 @@ class NeuroShardProposer(CostedPart, Proposer):
             others += [e for o in options for e in even_rows(o, reader)]
             self._even |= set(map(id, others))
             for option in (*options, *others):
+                others += equal_columns(option, reader, least)
                 others += other_grids(option, reader, least)
                 others += other_caches(option, reader)
             self._enumerator.populate_estimates(others)

@@ -34,6 +34,8 @@ MOST_NODES = 8
 """Most nodes that a search may choose from for a table within one node."""
 _NODE = "_neuroshard_node"
 """Attribute of a table-column-wise option: the node of its shards."""
+_EQUAL = "_neuroshard_equal"
+"""Attribute of the column-wise options of `equal_columns`."""
 
 
 class FreeOption(ShardingOption):
@@ -71,11 +73,14 @@ def searched_type(option: ShardingOption) -> str:
     """Return an option's sharding type in the search.
 
     The search keeps the shards of a sequence table that is split by columns, since they
-    have one width in a module; see `sequence_splits`.
+    have one width in a module; see `sequence_splits`. It also keeps the shards of
+    `equal_columns`.
     """
     kind = str(option.sharding_type)
-    is_split = kind == COLUMN_WISE and len(option.shards) > 1 and not is_pooled(option)
-    return EQUAL_COLUMNS if is_split else kind
+    if kind != COLUMN_WISE or len(option.shards) == 1:
+        return kind
+    is_kept = _EQUAL in vars(option) or not is_pooled(option)
+    return EQUAL_COLUMNS if is_kept else kind
 
 
 def is_placeable(option: ShardingOption, reader: TableReader) -> bool:
@@ -222,6 +227,44 @@ def even_rows(option: ShardingOption, reader: TableReader) -> list[ShardingOptio
     other = copy.copy(option)
     other.shards = [Shard(size=[n, width], offset=[first, 0]) for first, n in parts]
     return [other]
+
+
+def equal_columns(
+    option: ShardingOption,
+    reader: TableReader,
+    least_columns: int = COLUMN_MULTIPLE,
+) -> list[ShardingOption]:
+    """Return copies of a column-wise option of a table too wide for one kernel.
+
+    The search may leave column-wise tables whole, so it cannot place these. Each copy
+    has equal shards that kernels support, at most one per rank. TorchRec only offers
+    shards of `min_partition` columns, several of them on a rank.
+
+    Args:
+        option: Any option. There are no copies for others.
+        reader: Knows the devices and the constraints (`min_partition`).
+        least_columns: Default of `min_partition`.
+
+    Returns:
+        Options without estimates.
+    """
+    rows, width = (int(n) for n in option.tensor.shape)
+    widest = reader.max_columns
+    if option.sharding_type != COLUMN_WISE or width <= widest or not is_pooled(option):
+        return []
+    least = min_partition(option, reader, least_columns)
+    found = []
+    for count in range(-(-width // widest), reader.world_size + 1):
+        part, rest = divmod(width, count)
+        if rest or part % COLUMN_MULTIPLE or part < least:
+            continue
+        other = copy.copy(option)
+        vars(other)[_EQUAL] = True
+        other.shards = [
+            Shard(size=[rows, part], offset=[0, n * part]) for n in range(count)
+        ]
+        found.append(other)
+    return found
 
 
 def other_grids(
