@@ -30,6 +30,8 @@ from tests.builders import (
     make_planner,
     only,
 )
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.compat import torchrec_version
 
 pytestmark = [
     *ATTACHES_OPTIMIZERS,
@@ -96,6 +98,17 @@ def planner_of(topology: Topology, kind: str, **arguments: Any) -> Any:
     return make_planner(
         topology=topology, constraints=limits, batch_size=BATCH, **arguments
     )
+
+
+@pytest.mark.skipif(
+    torchrec_version() < "1.8", reason="TorchRec shares buckets evenly since 1.8"
+)
+def test_buckets_that_ranks_cannot_share_are_refused() -> None:
+    model = nn.ModuleDict({"mc": managed(MAPS["LFU"][0]())})
+    sharders = [ManagedCollisionEmbeddingBagCollectionSharder()]
+    message = "table 'mc.t0': the 3 ranks cannot share .* a multiple of 3 buckets"
+    with pytest.raises(ConfigError, match=message):
+        planner_of(gpus(3), "row_wise").plan(model, sharders)
 
 
 class NoMap(nn.Module):

@@ -220,6 +220,19 @@ class EnumeratorByModule(EmbeddingEnumerator):
         self._last_stored_module, self._last_stored_search_space = None, options
         return list(options)
 
+    def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
+        try:
+            found: int | None = super()._get_num_buckets(parameter, module)
+        except ValueError as error:
+            # TorchRec names a switch that does not exist outside Meta.
+            table, ranks = f"{self._path}.{parameter}".lstrip("."), self._world_size
+            raise ConfigError(
+                f"table '{table}': the {ranks} ranks cannot share the buckets of its "
+                f"managed collision module evenly. Give that module a multiple of "
+                f"{ranks} buckets (buckets=, or total_num_buckets=)"
+            ) from error
+        return found
+
     def under_other_paths(
         self, options: Sequence[ShardingOption]
     ) -> list[ShardingOption]:
