@@ -356,3 +356,20 @@ def test_widths_that_no_kernel_supports_are_refused(
     planner = make_planner(2, "cuda", constraints=each(1, **only))
     with pytest.raises(ConfigError, match=f"table 't0' {message}"):
         planner.plan(make_ebc([size, (1000, 64)]), bag_sharders())
+
+
+@pytest.mark.parametrize(
+    ("device", "module", "way_out"),
+    [
+        ("cuda", make_ebc([(1000, 1)]), r"Pad embedding_dim \(1\)$"),
+        ("cpu", make_ebc([(1000, 1)]), "Pad .*, or allow data_parallel$"),
+        ("cpu", sequences(2, prefix="t"), r"Pad embedding_dim \(2\)$"),
+    ],
+)
+def test_odd_widths_are_refused_with_a_way_out_that_works(
+    device: str, module: Any, way_out: str
+) -> None:
+    limits = each(1, "table_wise")
+    planner = make_planner(2, device, constraints=limits)
+    with pytest.raises(ConfigError, match=rf"multiples of 4, got \d\. {way_out}"):
+        planner.plan(module, get_default_sharders())

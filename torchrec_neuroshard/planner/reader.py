@@ -305,10 +305,15 @@ class TableReader:
         any_width = is_quantised(option) or (not self.on_gpu and is_dense(option))
         widths = {0} if any_width else {int(s.size[1]) for s in sample_shards(option)}
         if odd := [w for w in widths if w % COLUMN_MULTIPLE]:
+            whole = int(option.tensor.shape[-1])
+            way_out = f"Pad embedding_dim ({whole})"
+            if not whole % COLUMN_MULTIPLE:
+                way_out = "Split its columns at such multiples"
+            elif not self.on_gpu and is_pooled(option):
+                way_out += ", or allow data_parallel"
             return (
                 "FBGEMM's kernels need widths that are multiples of "
-                f"{COLUMN_MULTIPLE}, got {min(odd)}. Pad embedding_dim "
-                f"({option.tensor.shape[-1]}), or split its columns at such multiples"
+                f"{COLUMN_MULTIPLE}, got {min(odd)}. {way_out}"
             )
         if (widest := max(widths)) > (most := self.max_columns):
             return (
