@@ -122,7 +122,8 @@ def _failed(
     except (NeuroShardError, RuntimeError) as unpriced:
         # The same error keeps plans from being priced: widths that kernels refuse.
         dims = [t["dim"] for m in case["modules"] for t in m["tables"]]
-        most = TableReader(cases.topology_of(case)).max_columns
+        reader = TableReader(cases.topology_of(case))
+        most = reader.most_columns(in_fused_bags=True)
         is_odd = max(dims) > most or any(dim % COLUMN_MULTIPLE for dim in dims)
         never = any(map(_never_runs, case["constraints"].values()))
         untrained = any(words in str(failure) for words in UNTRAINED)

@@ -31,7 +31,7 @@ from tests.builders import (
     only,
 )
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.compat import torchrec_version
+from torchrec_neuroshard.planner.compat import torchrec_release
 
 pytestmark = [
     *ATTACHES_OPTIMIZERS,
@@ -101,7 +101,7 @@ def planner_of(topology: Topology, kind: str, **arguments: Any) -> Any:
 
 
 @pytest.mark.skipif(
-    torchrec_version() < "1.8", reason="TorchRec shares buckets evenly since 1.8"
+    torchrec_release() < (1, 8), reason="TorchRec shares buckets evenly since 1.8"
 )
 def test_buckets_that_ranks_cannot_share_are_refused() -> None:
     model = nn.ModuleDict({"mc": managed(MAPS["LFU"][0]())})

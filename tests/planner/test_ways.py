@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
@@ -33,7 +34,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner import torchrec_plan
+from torchrec_neuroshard.planner import reader, torchrec_plan
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.partitioner import SearchLog, SearchRecord
@@ -316,8 +317,13 @@ def test_wide_tables_are_split_by_columns(
     ],
 )
 def test_wide_tables_have_few_shards(
-    world_size: int, width: int, least: int, expected: set[int]
+    world_size: int,
+    width: int,
+    least: int,
+    expected: set[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(reader, "cuts_wide_bags", lambda: False)
     limits = each(1, min_partition=least)
     planner = make_planner(topology=gpus(world_size), constraints=limits)
     plan = planner.plan(make_ebc([(1000, width)]), bag_sharders())
@@ -325,6 +331,30 @@ def test_wide_tables_have_few_shards(
     assert len(shards) in expected
     assert sum(w for _, w, _ in shards) == width
     assert len({rank for *_, rank in shards}) == min(len(shards), world_size)
+
+
+def test_bags_that_a_kernel_cuts_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FBGEMM 1.6 returns zeros beyond 1,024 columns of fused bags on GPUs."""
+    monkeypatch.setattr(reader, "cuts_wide_bags", lambda: True)
+    model = nn.ModuleDict({"bags": make_ebc([(1000, 2048)]), "ids": sequences(2048)})
+
+    def widest(*types: str) -> dict[str, int]:
+        limits = {"t0": each(1, *types)["t0"]} if types else None
+        planner = make_planner(topology=gpus(1), constraints=limits)
+        plan = planner.plan(model, get_default_sharders())
+        assert rehearse(model, plan, gpus(1), batch_size=64).runs
+        return {
+            name: max(s.shard_sizes[1] for s in found.sharding_spec.shards)
+            for name, found in entries_of(plan).items()
+            if found.sharding_spec is not None
+        }
+
+    assert widest()["bags.t0"] <= 1024
+    assert widest()["ids.s0"] == 2048
+    assert "bags.t0" not in widest("data_parallel")
+    for kind in ("table_wise", "row_wise"):
+        with pytest.raises(ConfigError, match=r"'bags\.t0'.* at most 1,024 columns"):
+            widest(kind)
 
 
 def test_wide_tables_stay_whole_on_cpus() -> None:
@@ -351,8 +381,12 @@ def test_wide_tables_stay_whole_on_cpus() -> None:
     ],
 )
 def test_widths_that_no_kernel_supports_are_refused(
-    size: tuple[int, int], only: dict[str, Any], message: str
+    size: tuple[int, int],
+    only: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(reader, "cuts_wide_bags", lambda: False)
     planner = make_planner(2, "cuda", constraints=each(1, **only))
     with pytest.raises(ConfigError, match=f"table 't0' {message}"):
         planner.plan(make_ebc([size, (1000, 64)]), bag_sharders())

@@ -81,6 +81,11 @@ def torchrec_version() -> str:
     return str(torchrec.__version__)
 
 
+def torchrec_release() -> tuple[int, ...]:
+    """Return the first two numbers of TorchRec's release."""
+    return tuple(int(part) for part in torchrec_version().split(".")[:2])
+
+
 def has_planning_api() -> bool:
     """Whether TorchRec has planner providers: since 1.9."""
     return DefaultPlannerProvider is not object
@@ -611,6 +616,15 @@ def grids_vary_batches() -> bool:
     """Whether grids support a batch size per feature: since 1.9."""
     part = "_preprocess_batch_size_per_rank_per_feature"
     return hasattr(GridPooledEmbeddingDist, part)
+
+
+def cuts_wide_bags() -> bool:
+    """Whether bags of more than 1,024 columns come back with zeros: before 1.7.
+
+    FBGEMM 1.6 on GPUs leaves out work for the last samples of a batch, where a table
+    has at most 8 ids per sample. Sequences and the dense kernel are right.
+    """
+    return torchrec_release() < (1, 7)
 
 
 POD_VARIABLES = ("TOPOLOGY_DOMAIN_MULTIPLE", "TORCHREC_RESOLVED_POD_SIZE")

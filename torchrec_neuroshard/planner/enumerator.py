@@ -16,6 +16,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.errors import ConfigError
@@ -229,7 +230,9 @@ class NeuroShardEnumerator(HookedEnumerator):
             modelled = is_modelled_config(config)
             known[config.name] = known.get(config.name, True) and modelled
             sizes[path, config.name] = 4 * config.num_embeddings * config.embedding_dim
-            if modelled and config.embedding_dim > self._reader.max_columns:
+            pools = isinstance(config, EmbeddingBagConfig)
+            most = self._reader.most_columns(in_fused_bags=pools)
+            if modelled and config.embedding_dim > most:
                 self._wide.add(config.name)
         self._modelled = {name for name, modelled in known.items() if modelled}
         self._offloadable = self._short_of_memory(sizes) if self._on_gpus else set()

@@ -41,6 +41,7 @@ from torchrec.modules.fused_embedding_modules import (
 from torchrec_neuroshard.errors import check_kind
 from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.planner.compat import (
+    cuts_wide_bags,
     id_map_bytes,
     optimizer_arguments,
     optimizer_classes,
@@ -165,8 +166,6 @@ class TableReader:
         world_size: Number of ranks.
         node_size: Ranks over which TorchRec spreads a table-row-wise table.
         on_gpu: Whether the devices are GPUs.
-        max_columns: Most columns of a shard in the devices' kernels. On GPUs the limit
-            also holds for replicated tables and tables in host memory.
     """
 
     def __init__(
@@ -186,7 +185,6 @@ class TableReader:
             topology.local_world_size
         )
         self.on_gpu = is_accelerator(topology.compute_device)
-        self.max_columns = MAX_CUDA_COLUMNS if self.on_gpu else sys.maxsize
         self._profiles = profiles or {}
         for name, profile in self._profiles.items():
             check_kind(f"the profile of feature '{name}'", profile, FeatureProfile)
@@ -294,6 +292,18 @@ class TableReader:
         """Return TorchRec's configuration of the option's table, if it has one."""
         return self.facts(option).config
 
+    def most_columns(self, *, in_fused_bags: bool) -> int:
+        """Return the most columns of a shard that the devices' kernels support.
+
+        On GPUs the limit also holds for replicated tables and tables in host memory.
+
+        Args:
+            in_fused_bags: Whether fused kernels pool the table's rows.
+        """
+        if not self.on_gpu:
+            return sys.maxsize
+        return MAX_CUDA_COLUMNS // (2 if in_fused_bags and cuts_wide_bags() else 1)
+
     def run_fault(self, option: ShardingOption) -> str | None:
         """Return why an option cannot run on any ranks; None if it can.
 
@@ -315,7 +325,9 @@ class TableReader:
                 "FBGEMM's kernels need widths that are multiples of "
                 f"{COLUMN_MULTIPLE}, got {min(odd)}. {way_out}"
             )
-        if (widest := max(widths)) > (most := self.max_columns):
+        in_fused_bags = is_pooled(option) and not is_dense(option)
+        most = self.most_columns(in_fused_bags=in_fused_bags)
+        if (widest := max(widths)) > most:
             return (
                 f"kernels on GPUs support at most {most:,} columns, got {widest:,}. "
                 f"Allow column_wise sharding with min_partition of at most {most}"

@@ -97,7 +97,7 @@ def is_placeable(option: ShardingOption, reader: TableReader) -> bool:
         whole = int(option.tensor.shape[1])
         anywhere = option.sharding_type != TABLE_COLUMN_WISE
         is_free = anywhere or node_ranks(option, reader) is not None
-        return is_free and whole <= reader.max_columns
+        return is_free and whole <= reader.most_columns(in_fused_bags=is_pooled(option))
     size = kind.block_size(reader.world_size, reader.node_size)
     # Buckets and unequal memory of ranks lead to other splits of rows.
     rows, shards = int(option.tensor.shape[0]), sample_shards(option)
@@ -249,7 +249,7 @@ def equal_columns(
         Options without estimates.
     """
     rows, width = (int(n) for n in option.tensor.shape)
-    widest = reader.max_columns
+    widest = reader.most_columns(in_fused_bags=True)
     if option.sharding_type != COLUMN_WISE or width <= widest or not is_pooled(option):
         return []
     least = min_partition(option, reader, least_columns)
@@ -293,7 +293,7 @@ def other_grids(
     size = kind.block_size(reader.world_size, reader.node_size)
     width, own = int(option.tensor.shape[1]), int(option.shards[0].size[1])
     narrowest = min_partition(option, reader, least_columns)
-    widest = reader.max_columns
+    widest = reader.most_columns(in_fused_bags=is_pooled(option))
     found = []
     widths = [
         width // count
