@@ -88,11 +88,6 @@ def pruned() -> ITEPEmbeddingBagCollection:
     "module, limits, fault",
     [
         (
-            fused_bags(),
-            only(sharding_types=REPLICAS),
-            "on GPUs only.* other than data_",
-        ),
-        (
             bags(bag_config(data_type=DataType.BF16)),
             {},
             "FP32 and FP16 alone, and data_type is BF16",
@@ -117,6 +112,16 @@ def test_what_cpus_do_not_train_is_planned_for_gpus(
     with pytest.raises(ConfigError, match=f"table '.*t0'.*{fault}"):
         planned(module, "cpu", constraints=limits)
     assert planned(module, "cuda", constraints=limits)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bags_with_a_fused_optimizer_are_not_replicated(device: str) -> None:
+    """Two hooks reduce their gradients; the second backward pass fails."""
+    module = fused_bags(*(bag_config(i, 20, 64) for i in range(30)))
+    message = "'t0' .*FusedEmbeddingBagCollection twice"
+    with pytest.raises(ConfigError, match=message):
+        planned(module, device, constraints=only(sharding_types=REPLICAS))
+    assert "data_parallel" not in planned(module, device).values()
 
 
 @pytest.mark.parametrize("told", [{"constraints": only("t1", batch_sizes=[8])}, SEEN])

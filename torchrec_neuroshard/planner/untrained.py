@@ -59,6 +59,12 @@ def untrained_fault(
         return (
             "grid_shard returns sums where pooling is MEAN. Allow other sharding types"
         )
+    if is_dense(option) and isinstance(option.module[1], FusedEmbeddingBagCollection):
+        return (
+            "TorchRec reduces gradients of data_parallel tables of a "
+            "FusedEmbeddingBagCollection twice, so the second step fails. Allow "
+            "sharding types other than data_parallel"
+        )
     varied = f"{min(batch_sizes, default=0):g} beside {option.batch_size}"
     if batch_sizes and kind == _GRID and not grids_vary_batches():
         return (
@@ -92,11 +98,6 @@ def _module_fault(option: ShardingOption) -> str | None:
         )
     if not is_dense(option):
         return None
-    if isinstance(module, FusedEmbeddingBagCollection):
-        return (
-            "TorchRec builds data_parallel tables of a FusedEmbeddingBagCollection on "
-            "GPUs only. Allow sharding types other than data_parallel"
-        )
     if not is_pooled(option):
         return (
             f"on CPUs FBGEMM's {option.compute_kernel} kernel pools the ids of a "
