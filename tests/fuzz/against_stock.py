@@ -54,6 +54,7 @@ UNTRAINED = (
     "over gloo",
     " MEAN",
     "BagCollection twice",
+    "FBGEMM trains",
 )
 """Words of errors about plans that TorchRec makes, but does not train as it should."""
 SHARDERS = get_default_sharders()

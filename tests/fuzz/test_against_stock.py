@@ -79,7 +79,7 @@ FOUND = {
     "a sequence that must stay whole was thought to be spread over the ranks": case(
         "ec",
         [
-            table(rows=7890, dim=256, features=["f", "g", "h"], data_type="BF16"),
+            table(rows=7890, dim=256, features=["f", "g", "h"], data_type="FP16"),
             table(name="t1", rows=10833620, dim=256, features=[]),
         ],
         {"world_size": 2},

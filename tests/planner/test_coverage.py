@@ -89,18 +89,6 @@ def test_batches_outside_the_range(card: str, batch_size: int, told: str) -> Non
     assert found == ("measured for 0 of 6 tables, 6 extrapolated (batch)", (note,))
 
 
-def test_weights_that_cannot_be_measured() -> None:
-    types = {0: DataType.INT8, 1: DataType.BF16, 2: DataType.BF16}
-    source, notes = planned("h200", SIX, types=types, compute_kernels=[["fused"]] * 6)
-    assert source == (
-        "measured for 3 of 6 tables, 3 extrapolated (bf16 weights, int8 weights)"
-    )
-    assert notes == (
-        Note("out-of-range", f"1 of 6 tables is {OUTSIDE}: int8 weights; {FAR}", "t0"),
-        Note("out-of-range", f"2 of 6 tables are {OUTSIDE}: bf16 weights; {FAR}"),
-    )
-
-
 def test_kernels_that_were_not_measured() -> None:
     kinds = [["data_parallel"]] * 2 + [["table_wise"]] * 4
     kernels = [["dense"]] * 2 + [["fused"]] * 3 + [["fused_uvm"]]
@@ -159,12 +147,12 @@ def test_a_file_of_tables_for_a_named_card(
         {"name": f"t{i}", "num_embeddings": 100_000, "embedding_dim": 64}
         for i in range(3)
     ]
-    tables[2]["data_type"] = "int8"
+    tables[2]["num_embeddings"] = 5
     path = tmp_path / "tables.json"
     path.write_text(json.dumps(tables))
     arguments = ["plan", str(path), "--card", "h200", "--ranks", "2", "--seconds", "1"]
     assert main([*arguments, "--batch-size", "2048"]) == 0
     assert (
-        "compute: measured for 2 of 3 tables (mean error 4%), 1 extrapolated (int8 "
+        "compute: measured for 2 of 3 tables (mean error 4%), 1 extrapolated (rows)"
         in capsys.readouterr().out
     )

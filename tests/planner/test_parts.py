@@ -355,7 +355,7 @@ def test_launches_of_fused_stock_tables_count_once() -> None:
     """Tables without a learned cost count TorchRec's estimate and one launch."""
     constraints = each(3, "row_wise", compute_kernels=["fused"])
     tables = make_ebc(
-        [(1000, 16)] * 3, data_types=dict.fromkeys(range(3), DataType.INT4)
+        [(1000, 16)] * 3, data_types=dict.fromkeys(range(3), DataType.NFP8)
     )
     theirs = EmbeddingEnumerator(
         gpus(), 64, constraints, [EmbeddingPerfEstimator(gpus(), constraints)]

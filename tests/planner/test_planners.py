@@ -100,7 +100,7 @@ def test_the_search_does_not_get_memory_of_unpriced_tables(rank: int) -> None:
         strict_memory=True,
     )
     sizes = [(2_000_000, 64), (500_000, 64), (500_000, 64)]
-    ebc = make_ebc(sizes, data_types={0: DataType.INT4})
+    ebc = make_ebc(sizes, data_types={0: DataType.NFP8})
     ranks = {
         n: r for n, [(*_, r)] in shards_of(planner.plan(ebc, bag_sharders())).items()
     }

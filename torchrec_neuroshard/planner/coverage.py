@@ -19,7 +19,7 @@ from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.option_facts import is_pooled, table_name
 from torchrec_neuroshard.tables.features import FEATURE_NAMES, NUM_TOTALS
-from torchrec_neuroshard.tables.table import MEASURED_TYPES, TableConfig
+from torchrec_neuroshard.tables.table import TableConfig
 
 LEAST_SHARE = 0.01
 """Tables that together take a smaller share of the kernels' time get no warning."""
@@ -72,8 +72,7 @@ class Reason:
     ) -> Reason | None:
         """Return why measurements do not cover a table; None if they do.
 
-        No bundle holds measurements of sequences, or of weights other than
-        `MEASURED_TYPES`.
+        No bundle holds measurements of sequences.
 
         Args:
             option: An option with a cost.
@@ -85,8 +84,6 @@ class Reason:
             return cls(_ESTIMATED, f"kernel {option.compute_kernel}")
         if source == _MEASURED and not is_pooled(option):
             return cls(_ESTIMATED, "sequences")
-        if source == _MEASURED and table.data_type not in MEASURED_TYPES:
-            return cls(_EXTRAPOLATED, f"{table.data_type} weights")
         first = min(outside, key=_order, default=None)
         if first is None:
             return None

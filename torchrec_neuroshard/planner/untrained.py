@@ -12,7 +12,6 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
-    DataType,
     EmbeddingBagConfig,
     PoolingType,
 )
@@ -34,7 +33,10 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 
-_CPU_TYPES = (DataType.FP32, DataType.FP16)
+_CPU_TYPES = ("FP32", "FP16")
+_GPU_TYPES = (*_CPU_TYPES, "NFP8")
+"""Data types that FBGEMM's lookups train."""
+_CUSTOM = "customized_kernel"
 _GRID = ShardingType.GRID_SHARD.value
 _ROWS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 
@@ -71,13 +73,17 @@ def untrained_fault(
             "before torchrec 1.9 grid_shard takes one batch size for all features of "
             f"a module; it has {varied}. Allow other sharding types"
         )
-    if on_gpu or is_quantised(option):
+    if is_quantised(option) or option.compute_kernel == _CUSTOM:
         return None
-    if config is not None and config.data_type not in _CPU_TYPES:
+    types = _GPU_TYPES if on_gpu else _CPU_TYPES
+    if config is not None and config.data_type.value not in types:
         return (
-            "on CPUs FBGEMM trains tables of FP32 and FP16 alone, and data_type is "
-            f"{config.data_type.value}. Change it, or plan for GPUs"
+            f"on {'GPUs' if on_gpu else 'CPUs'} FBGEMM trains tables of "
+            f"{', '.join(types)} alone, and data_type is {config.data_type.value}. "
+            "Change it"
         )
+    if on_gpu:
+        return None
     return _module_fault(option) or (
         _varied_batch_fault(option, varied) if batch_sizes else None
     )
