@@ -95,7 +95,7 @@ def draw(rng: np.random.Generator) -> Case:
         options: Options = {
             "sharding_types": (0.35, lambda: some(TYPES, 3)),
             "compute_kernels": (0.12, lambda: some(KERNELS, 2)),
-            "min_partition": (0.25, lambda: one(0, 1, 3, 4, 8, 24, 32, 100, 4096)),
+            "min_partition": (0.25, lambda: one(1, 1, 3, 4, 8, 24, 32, 100, 4096)),
             "pooling_factors": (0.5 if count == 1 else 1.0, pooling),
             "batch_sizes": (0.1, lambda: [int(rng.integers(0, 2048))] * count),
             "is_weighted": (0.05, lambda: True),
