@@ -11,7 +11,6 @@ default search does not run. Last, the campaign prints the seconds of both plann
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -38,7 +37,6 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
-from torchrec_neuroshard.planner.untrained import mixed_means
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 STOCK_SECONDS = 2
@@ -195,8 +193,7 @@ def _obstacle(
     planner: NeuroShardPlanner, module: nn.Module, options: list[ShardingOption]
 ) -> str | None:
     """Say why a plan of TorchRec's is none, if so."""
-    faulty = any(map(planner.costs.reader.run_fault, options))
-    faulty = faulty or bool(mixed_means(options, math.inf))
+    faulty = planner.costs.reader.run_faults(options)
     if faulty or not is_even(options):
         return "cannot run"
     is_full = _full_rank(planner, module, options) is not None

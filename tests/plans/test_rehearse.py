@@ -28,6 +28,7 @@ from torchrec.distributed.mc_embeddingbag import (
 )
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
@@ -52,6 +53,7 @@ from tests.builders import (
     gpus,
     make_ebc,
     make_planner,
+    only,
     sequences,
     stock_planner,
     types_of,
@@ -131,6 +133,20 @@ def test_the_process_and_the_model_stay_unchanged(
     assert after == before
     assert isinstance(next(model.children()), nn.ModuleDict)
     assert not vars(collective_utils)["_INITIALIZED"]
+
+
+def test_means_that_torchrec_returns_wrong_are_a_fault() -> None:
+    """It divides the outputs of t1, too; its own planner does not look at this."""
+    mean = bag_config(0, 1000, 64, pooling=PoolingType.MEAN)
+    model = nn.ModuleDict({"b": bags(mean, bag_config(1, 1000, 64))})
+    constraints = only("t0", sharding_types=["row_wise"]) | only(
+        "t1", sharding_types=["table_wise"]
+    )
+    topology = gpus(2)
+    plan = stock_planner(topology, constraints=constraints).plan(model, bag_sharders())
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=64)
+    assert not report.runs
+    assert "table 'b.t1': TorchRec divides its outputs by" in str(report)
 
 
 def test_missing_memory_and_torchrecs_errors_are_reported() -> None:

@@ -63,7 +63,6 @@ from torchrec_neuroshard.planner.table_keys import (
     constraint_on,
     table_keys,
 )
-from torchrec_neuroshard.planner.untrained import mixed_means
 from torchrec_neuroshard.planner.ways import is_placeable, useful_ways
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.sharding_types import (
@@ -364,16 +363,11 @@ class NeuroShardEnumerator(HookedEnumerator):
         Raises:
             ConfigError: A table has no option left.
         """
-        faults = {
-            id(option): fault
-            for option in options
-            if option.name in tables and (fault := self._reader.run_fault(option))
-        }
         room = max(
             getattr(d.storage, device_tier(self._topology))
             for d in self._topology.devices
         )
-        faults |= mixed_means([o for o in options if id(o) not in faults], room)
+        faults = self._reader.run_faults([o for o in options if o.name in tables], room)
         kept = [option for option in options if id(option) not in faults]
         running = {table_name(option) for option in kept}
         for option in options:

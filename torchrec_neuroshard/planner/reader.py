@@ -10,6 +10,7 @@ TorchRec's costs. `ways` decides which options with a cost a search may place.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +69,7 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_keys import constraint_on
 from torchrec_neuroshard.planner.topology import node_size, pod_fault, sharding_group
-from torchrec_neuroshard.planner.untrained import untrained_fault
+from torchrec_neuroshard.planner.untrained import mixed_means, untrained_fault
 from torchrec_neuroshard.tables.profile import (
     FeatureProfile,
     merge_profiles,
@@ -303,6 +304,18 @@ class TableReader:
         if not self.on_gpu:
             return sys.maxsize
         return MAX_CUDA_COLUMNS // (2 if in_fused_bags and cuts_wide_bags() else 1)
+
+    def run_faults(
+        self, options: Sequence[ShardingOption], room: float = math.inf
+    ) -> dict[int, str]:
+        """Return the `id` of options that cannot run, or not together -> why.
+
+        Args:
+            options: The options of a plan, or all that are left for the tables.
+            room: Bytes of the largest device.
+        """
+        faults = {id(o): fault for o in options if (fault := self.run_fault(o))}
+        return faults | mixed_means([o for o in options if id(o) not in faults], room)
 
     def run_fault(self, option: ShardingOption) -> str | None:
         """Return why an option cannot run on any ranks; None if it can.

@@ -182,8 +182,9 @@ def _obstacle(
             "TorchRec's own plan splits sequence tables of one module into different "
             "widths, which its all-to-all does not support"
         )
+    faults = reader.run_faults(options)
     for option in options:
-        if fault := reader.run_fault(option):
+        if fault := faults.get(id(option)):
             name = table_name(option)
             return f"TorchRec's own plan cannot run table '{name}': {fault}"
     broken = violation(options)

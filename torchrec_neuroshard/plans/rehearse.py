@@ -164,8 +164,10 @@ def rehearse(
         texts.append(f"the ranks are {group}; all groups hold the same")
     if unknown := [table_name(o) for o in options if not storage.memory.knows(o)]:
         texts.append(f"memory is TorchRec's estimate for tables {quoted(unknown)}")
+    known = reader.run_faults(options)
     for option in options:
-        if fault := _kernel_fault(option, sharders, pipeline_type, reader):
+        fault = known.get(id(option)) or _cache_fault(option, sharders, pipeline_type)
+        if fault:
             for rank in {shard.rank for shard in option.shards}:
                 faults[rank].append(f"table '{table_name(option)}': {fault}")
     held: list[list[Shard]] = [[] for _ in topology.devices]
@@ -200,15 +202,12 @@ def rehearse(
     )
 
 
-def _kernel_fault(
+def _cache_fault(
     option: ShardingOption,
     sharders: Sequence[ModuleSharder[Any]],
     pipeline_type: Any,
-    reader: TableReader,
 ) -> str | None:
-    """Return why a table's kernels would fail or be wrong at run time, or None."""
-    if fault := reader.run_fault(option):
-        return fault
+    """Return why a table's cache would write to wrong rows, or None."""
     if pipeline_name(pipeline_type) == PREFETCHING and has_cache(option):
         params = sharder_params(sharders_by_type(sharders))[option.module_type_key]
         if not (loads_ahead(option) or params.get("prefetch_pipeline")):
