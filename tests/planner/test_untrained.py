@@ -26,6 +26,7 @@ from tests.builders import (
     make_planner,
     only,
     sequences,
+    stock_planner,
     types_of,
 )
 from torchrec_neuroshard.errors import ConfigError
@@ -173,6 +174,16 @@ def test_row_wise_means_stay_apart_from_other_types() -> None:
         assert forced == {"t0": {*limits}, "t1": rows}
     large = options_of(of_mean(0, rows=10**9))
     assert large == {"t0": rows, "t1": rows}
+
+
+def test_a_given_plan_with_wrong_means_is_said_to_be_one() -> None:
+    limits = only("t0", sharding_types=ROWS) | only("t1", sharding_types=WHOLE)
+    module, topology = of_mean(0), gpus(4, 2)
+    theirs = stock_planner(topology, constraints=limits).plan(module, SHARDERS)
+    planner = make_planner(4, topology=topology)
+    (note,) = planner.evaluate(theirs, module, SHARDERS).notes
+    assert (note.code, note.table, note.severity) == ("cannot-run", "t1", "error")
+    assert "divides its outputs by their number of ids" in note.text
 
 
 def test_means_that_would_be_wrong_name_both_tables() -> None:

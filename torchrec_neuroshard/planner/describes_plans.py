@@ -44,6 +44,7 @@ from torchrec_neuroshard.planner.given_plans import (
 )
 from torchrec_neuroshard.planner.loaded_plans import LoadsPlans
 from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
@@ -336,6 +337,12 @@ class DescribesPlans(LoadsPlans):
         self.costs.attribute(options)
         if self.memory is not None:
             self.memory.attribute(options)
+        faults = self.costs.reader.run_faults(options)
+        notes += tuple(
+            Note("cannot-run", faults[id(o)], table_name(o), severity="error")
+            for o in options
+            if id(o) in faults
+        )
         room = self._reserved(module, sharders)
         return options, self._known(options, room, notes=notes)
 
