@@ -27,7 +27,7 @@ NOTE_CODES: Mapping[str, str] = {
     "search": "the search reports something about its plan",
     "stored": "the plan file does not hold the plan's costs",
     "comparison": "two plans were made for different jobs, or by different means",
-    "cannot-run": "a table of a given plan fails on these devices, or trains wrongly",
+    "cannot-run": "a table fails on these devices, or trains wrongly",
     "rehearsal": "the rehearsal did not check everything",
 }
 """Code -> meaning."""

@@ -12,6 +12,7 @@ from torch import nn
 from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.itep_embeddingbag import ITEPEmbeddingBagCollectionSharder
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.embedding_tower import EmbeddingTower
@@ -23,6 +24,7 @@ from tests.builders import (
     bags,
     fused_bags,
     gpus,
+    last_result,
     make_planner,
     only,
     sequences,
@@ -184,6 +186,15 @@ def test_a_given_plan_with_wrong_means_is_said_to_be_one() -> None:
     (note,) = planner.evaluate(theirs, module, SHARDERS).notes
     assert (note.code, note.table, note.severity) == ("cannot-run", "t1", "error")
     assert "divides its outputs by their number of ids" in note.text
+
+
+def test_a_callers_enumerator_may_list_what_is_not_trained() -> None:
+    enumerator = EmbeddingEnumerator(gpus(4, 2), 64)
+    module = bags(bag_config(data_type=DataType.BF16))
+    planner = make_planner(4, topology=gpus(4, 2), enumerator=enumerator)
+    with pytest.warns(UserWarning, match="table 't0': on GPUs FBGEMM trains"):
+        planner.plan(module, SHARDERS)
+    assert "cannot-run" in {note.code for note in last_result(planner).notes}
 
 
 def test_means_that_would_be_wrong_name_both_tables() -> None:

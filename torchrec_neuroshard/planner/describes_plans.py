@@ -337,17 +337,15 @@ class DescribesPlans(LoadsPlans):
         self.costs.attribute(options)
         if self.memory is not None:
             self.memory.attribute(options)
-        faults = self.costs.reader.run_faults(options)
-        notes += tuple(
-            Note("cannot-run", faults[id(o)], table_name(o), severity="error")
-            for o in options
-            if id(o) in faults
-        )
         room = self._reserved(module, sharders)
         return options, self._known(options, room, notes=notes)
 
     def _known(
-        self, options: Sequence[ShardingOption], room: Topology, **said: Any
+        self,
+        options: Sequence[ShardingOption],
+        room: Topology,
+        notes: Sequence[Note] = (),
+        **said: Any,
     ) -> KnownPlan:
         """Return the result and report of options; see `describe_plan`."""
         return describe_plan(
@@ -356,8 +354,21 @@ class DescribesPlans(LoadsPlans):
             room,
             memory=self.memory,
             batch_size_is_default=not self._arguments["batch_size"],
+            notes=[*notes, *self._run_faults(options)],
             **said,
         )
+
+    def _run_faults(self, options: Sequence[ShardingOption]) -> list[Note]:
+        """Return a note for each table that fails or trains wrongly on these devices.
+
+        The planner's own enumerator lists no such options; a caller's may.
+        """
+        faults = self.costs.reader.run_faults(options)
+        return [
+            Note("cannot-run", faults[id(o)], table_name(o), severity="error")
+            for o in options
+            if id(o) in faults
+        ]
 
     def _check_inputs(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]

@@ -426,6 +426,8 @@ class NeuroShardPlanner(DescribesPlans):
         self._last.plan = copied(found.plan)
         self._try_remember(module, sharders)
         if found.options is not None:
+            for note in self._run_faults(found.options):
+                warnings.warn(f"table '{note.table}': {note.text}", stacklevel=2)
             self._keep(found.options)
             self._last.known = self._known(
                 found.options,
