@@ -290,10 +290,12 @@ def _apply_best(lanes: Lanes, changes: Changes, deadline: float) -> Ints:
         lane, table_N = int(changes.lane_K[k]), changes.table_N[own]
         place, offset = spread_out(lanes.bank.block_T[table_N])
         touched = {(lane, r) for r in (changes.rank_N[own][place] + offset).tolist()}
+        if used & touched:
+            continue
         more: Counter[tuple[int, int]] = Counter()
         for table, sign in zip(table_N.tolist(), changes.sign_N[own], strict=True):
             more[lane, table] += int(sign)
-        if used & touched or any(n > spare.get(at, n) for at, n in more.items()):
+        if any(n > spare.get(at, n) for at, n in more.items()):
             continue
         used |= touched
         for at, n in more.items():
