@@ -169,6 +169,12 @@ def check_kind(
         )
 
 
+def is_number(given: object, *, whole: bool = False) -> bool:
+    """Whether a value is a real number, or a whole one; True and False are none."""
+    kind = numbers.Integral if whole else numbers.Real
+    return isinstance(given, kind) and not isinstance(given, bool)
+
+
 def check_number(
     name: str,
     given: Any,
@@ -193,8 +199,7 @@ def check_number(
     Raises:
         ConfigError: It is something else; or `error`.
     """
-    kind = numbers.Integral if whole else numbers.Real
-    if type(given) is not bool and isinstance(given, kind):
+    if is_number(given, whole=whole):
         value = float(given)
         if (value > least if above else value >= least) and (
             not finite or value < math.inf

@@ -30,6 +30,7 @@ from torchrec_neuroshard.errors import (
     ConfigError,
     ProfileError,
     check_kind,
+    is_number,
     suggestion,
 )
 from torchrec_neuroshard.notes import Note
@@ -125,7 +126,7 @@ def _field_faults(constraint: ParameterConstraints) -> Iterator[str]:
                 )
                 yield f"{field} has {value!r:.60}, which TorchRec does not know; {near}"
     least = constraint.min_partition
-    is_whole = isinstance(least, numbers.Integral) and _is_count(least)
+    is_whole = is_number(least, whole=True) and _is_count(least)
     if least is not None and not is_whole:
         yield (
             f"min_partition is {least!r:.60}; pass the columns of the narrowest shard, "
@@ -154,8 +155,7 @@ def _is_amount(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     """Whether a value is a whole number of at least 1; True is none."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_number and _is_amount(value) and value >= 1 and value == int(value)
+    return is_number(value) and _is_amount(value) and value >= 1 and value == int(value)
 
 
 def check_batch_size(batch_size: Any) -> None:

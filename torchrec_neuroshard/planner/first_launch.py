@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import numbers
 import os
 import pickle
 import socket
@@ -26,7 +25,12 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.cache import CacheKey
-from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RankFailureError
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    NeuroShardError,
+    RankFailureError,
+    is_number,
+)
 from torchrec_neuroshard.hardware.devices import current_device_name, is_accelerator
 from torchrec_neuroshard.measure.records import utc_now
 from torchrec_neuroshard.models.adjusted import ConcurrentCostModel
@@ -107,8 +111,7 @@ class FirstLaunch:
         on_gpu = is_accelerator(costs.topology.compute_device)
         usual = _USUAL_SECONDS if on_gpu or self._must else 0.0
         seconds: Any = {"auto": usual, "never": 0.0}.get(str(calibrate), calibrate)
-        is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
-        if not is_number or not seconds >= 0:
+        if not is_number(seconds) or not seconds >= 0:
             raise ConfigError(
                 "calibrate must be 'auto', 'never' or a number of seconds, got "
                 f"{calibrate!r}"

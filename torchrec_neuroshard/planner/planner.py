@@ -255,7 +255,6 @@ class NeuroShardPlanner(DescribesPlans):
         for name, value, kind in (
             ("topology", topology, Topology),
             ("constraints", constraints, Mapping),
-            ("profiles", profiles, Mapping),
             ("placement_constraints", placement_constraints, PlacementConstraints),
             ("stash_bytes", stash_bytes, numbers.Real),
         ):
@@ -426,8 +425,6 @@ class NeuroShardPlanner(DescribesPlans):
         self._last.plan = copied(found.plan)
         self._try_remember(module, sharders)
         if found.options is not None:
-            for note in self._run_faults(found.options):
-                warnings.warn(f"table '{note.table}': {note.text}", stacklevel=2)
             self._keep(found.options)
             self._last.known = self._known(
                 found.options,
@@ -436,6 +433,9 @@ class NeuroShardPlanner(DescribesPlans):
                 fallback=found.fallback,
                 notes=[*notes, *found.notes, *self._stash_notes],
             )
+            for note in self._last.known.result.notes:
+                if note.code == "cannot-run":
+                    warnings.warn(f"table '{note.table}': {note.text}", stacklevel=2)
         return found.plan
 
     def _find_plan(

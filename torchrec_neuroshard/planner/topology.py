@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import numbers
 import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -33,7 +32,12 @@ from torchrec.distributed.planner.types import BasicCommsBandwidths, Storage, To
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.bundles.find import find_named_card
-from torchrec_neuroshard.errors import ConfigError, check_kind, check_number
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    check_kind,
+    check_number,
+    is_number,
+)
 from torchrec_neuroshard.files import TOO_LARGE
 from torchrec_neuroshard.hardware.cards import (
     GPU_CARDS,
@@ -230,8 +234,7 @@ def node_counts(
     }
     _check_positive(counts)
     for name, value in counts.items():
-        is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if value is not None and not is_whole:
+        if value is not None and not is_number(value, whole=True):
             raise ConfigError(f"{name} must be a whole number, got {value!r}")
     if world_size is None:
         return num_nodes or 1, ranks_per_node or usual
@@ -256,8 +259,7 @@ def node_counts(
 
 def _check_positive(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 < value < math.inf):
+        if value is not None and not (is_number(value) and 0 < value < math.inf):
             raise ConfigError(f"{name} must be above 0 and finite, got {value!r}")
 
 

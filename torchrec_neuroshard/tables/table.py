@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import numbers
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec_neuroshard.errors import TableError
+from torchrec_neuroshard.errors import TableError, is_number
 from torchrec_neuroshard.files import TOO_LARGE, read_fields, to_fields
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
@@ -48,14 +47,6 @@ _RULES = {
 """Field of a table -> its allowed values, for error messages."""
 
 
-def _number(value: object, kind: type = numbers.Real) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _whole(value: object) -> bool:
-    return _number(value, numbers.Integral)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableConfig:
     """One embedding table, or a column shard of one, and how it is read."""
@@ -85,16 +76,16 @@ class TableConfig:
         width = self.embedding_dim
         holds = {  # NaN fails each of them
             "name": isinstance(self.name, str),
-            "num_embeddings": _whole(self.num_embeddings)
+            "num_embeddings": is_number(self.num_embeddings, whole=True)
             and 1 <= self.num_embeddings < TOO_LARGE,
-            "embedding_dim": _whole(width)
+            "embedding_dim": is_number(width, whole=True)
             and 1 <= width < TOO_LARGE
             and width % COLUMN_MULTIPLE == 0,
-            "pooling_factor": _number(self.pooling_factor)
+            "pooling_factor": is_number(self.pooling_factor)
             and 0 <= self.pooling_factor < math.inf,
-            "num_features": _whole(self.num_features)
+            "num_features": is_number(self.num_features, whole=True)
             and 1 <= self.num_features <= MAX_FEATURES,
-            "outputs_per_sample": _number(self.outputs_per_sample or 1)
+            "outputs_per_sample": is_number(self.outputs_per_sample or 1)
             and 0 < self.num_outputs < math.inf,
             "profile": isinstance(self.profile, FeatureProfile | None),
             "data_type": self.data_type in DATA_TYPE_BYTES,
