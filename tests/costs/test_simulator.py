@@ -21,8 +21,8 @@ TABLES = (*PLAIN[:2], dataclasses.replace(PLAIN[2], num_features=3, weighted=Tru
 LAUNCH, LOOKUP, BYTE = 0.5, 1_000.0, 10.0
 
 
-def simulator(groups: tuple[int, ...] = (), stages: tuple[int, ...] = ()) -> Simulator:
-    task = make_task(TABLES, 2, BATCH, groups=groups, stages=stages)
+def simulator(**fields: Any) -> Simulator:
+    task = make_task(TABLES, 2, BATCH, **fields)
     model = AnalyticCostModel(launch_ms=LAUNCH, lookup_ns=LOOKUP, byte_ns=BYTE)
     return Simulator(task, model, AnalyticCommsModel(gb_per_s=0.001))
 
@@ -62,27 +62,49 @@ def test_phases_by_hand() -> None:
     assert costs.compute_source == costs.comms_source == "analytic"
 
 
-def test_stages_wait_one_after_another() -> None:
-    """Ranks busy in different stages cannot make up for each other."""
+def test_ranks_in_different_stages_work_side_by_side() -> None:
     placement = Placement.from_widths(2, [(0, 16, 0), (1, 8, 1), (2, 4, 1)])
     together = simulator(groups=(0, 1, 1)).evaluate(placement)
     apart = simulator(groups=(0, 1, 1), stages=(0, 1)).evaluate(placement)
     assert [s.name for s in apart.stages] == ["stage 0", "stage 1"]
+    first, second = apart.stages
     for phase in ("fwd_compute", "bwd_compute"):
         for one, other in zip(together.ranks, apart.ranks, strict=True):
             assert getattr(one, phase) == pytest.approx(getattr(other, phase))
-    compute = [
-        max(getattr(r, phase) for r in stage.ranks)
-        for stage in apart.stages
+    ids, sent, returned = (
+        [max(getattr(r, phase) for r in stage.ranks) for stage in (first, second)]
+        for phase in ("index_comms", "fwd_comms", "bwd_comms")
+    )
+    kernels = {
+        phase: (getattr(first.ranks[0], phase), getattr(second.ranks[1], phase))
         for phase in ("fwd_compute", "bwd_compute")
-    ]
-    assert sum(compute) == pytest.approx(
-        3 * (forward((A, 16)) + forward((B, 8), (C, 4)))
+    }
+    (f1, f2), (b1, b2) = kernels["fwd_compute"], kernels["bwd_compute"]
+    # Rank 0 has only the first stage, rank 1 only the second.
+    forward_ms = max(f1 + sum(sent), max(f1, f2) + sent[1])
+    backward_ms = max(returned[1] + max(b1, b2), sum(returned) + b1)
+    assert apart.critical_path_ms == pytest.approx(sum(ids) + forward_ms + backward_ms)
+    # Forward passes of two modules add up, backward passes overlap.
+    modules = simulator(groups=(0, 1, 1), stages=(0, 1), modules=(0, 1))
+    assert modules.evaluate(placement).critical_path_ms == pytest.approx(
+        sum(ids) + f1 + sent[0] + f2 + sent[1] + backward_ms
     )
-    assert apart.critical_path_ms == pytest.approx(
-        sum(s.critical_path_ms for s in apart.stages)
-    )
-    assert apart.critical_path_ms > together.critical_path_ms
+
+
+def test_stages_run_in_the_order_of_their_first_tables() -> None:
+    """A way that is not used has no place in it."""
+    first, _, last = make_tables([16, 16, 8])
+    ways: Any = {"alternatives": ((0, 1),), "groups": (0, 1, 0), "stages": (0, 1)}
+    task = make_task((first, first, last), 2, BATCH, **ways)
+    other = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
+    names = {
+        way: [s.name for s in other.evaluate(placement).stages]
+        for way, placement in (
+            (way, Placement.from_widths(2, [(way, 16, 0), (2, 8, 1)], task))
+            for way in (0, 1)
+        )
+    }
+    assert names == {0: ["stage 0", "stage 1"], 1: ["stage 1", "stage 0"]}
 
 
 def test_passes_over_memory_in_order_take_its_bandwidth() -> None:

@@ -21,11 +21,10 @@ import torch.distributed as dist
 from tests.builders import CPU
 from tests.paper_gpu.journals import replay
 from tests.paper_gpu.pipelines import PIPELINES, journal_of, losses_on
+from torchrec_neuroshard.costs.passes import COLLECTIVES, TIMED, StagePhases
 from torchrec_neuroshard.costs.schedules import (
-    COLLECTIVES,
     DENSE,
     SCHEDULES,
-    TIMED,
     DenseMs,
     find_schedule,
 )
@@ -125,5 +124,5 @@ def test_schedules_are_those_of_torchrecs_pipelines(
         for own in phase_ms:
             own["cache"] *= schedule.prefetches
         phases_CWS6 = np.array([[[[own[p] for p in TIMED]] for own in phase_ms]])
-        (path_ms,) = schedule.path_ms(phases_CWS6, dense)
+        (path_ms,) = schedule.path_ms(StagePhases.plain(phases_CWS6), dense)
         assert replay(journals, phase_ms) == pytest.approx(path_ms)

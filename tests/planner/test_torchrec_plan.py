@@ -197,7 +197,7 @@ def test_without_a_plan_the_error_says_how_many_ranks_are_enough() -> None:
 def test_enough_ranks_are_found_with_measured_collectives() -> None:
     planner = make_planner(
         topology=Topology(2, "cpu", ddr_cap=20 * MIB),
-        cost_model="auto",
+        cost_model="cpu",
         comms_model=None,
         constraints=each(1, "column_wise"),
     )

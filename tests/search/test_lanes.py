@@ -80,7 +80,7 @@ def test_changed_lanes_have_the_costs_of_their_placements(
     descend(lanes, Effort(time.monotonic() + 600))
     lanes = Lanes.join([lanes.take(np.array([1, 0])), lanes])
     fresh = Lanes.of(bank, [lanes.width_TW(n) for n in range(lanes.num_lanes)])
-    for name in ("critical_L", "score_L", "phases_LWP", "bytes_MLW", "loads_LWS3"):
+    for name in ("critical_L", "score_L", "loads_LWP", "bytes_MLW", "loads_LWS3"):
         found, expected = getattr(lanes, name), getattr(fresh, name)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
     assert (lanes.pieces_LT == fresh.pieces_LT).all()
@@ -176,7 +176,7 @@ def test_changes_in_blocks_have_the_same_scores(
     changes, about = drafted(lanes, options)
     scores = lanes.evaluate(changes)
     monkeypatch.setattr(lanes_module, "MOST_ENTRIES", 6)
-    monkeypatch.setattr(descent, "MOST_PHASES", 2 * lanes.phases_LWP[0].size)
+    monkeypatch.setattr(descent, "MOST_PHASES", 2 * lanes.phases_LWS4[0].size)
     again, about_again = drafted(lanes, options)
     np.testing.assert_allclose(about_again, about)
     np.testing.assert_allclose(lanes.evaluate(again), scores)

@@ -396,6 +396,7 @@ def load_comms_bundle(
         slowdowns=slowdowns,
         column_order_ms_per_mb=column_order,
     )
+    model.overlaps = info.backend != "gloo"
     if (error := stated_error(info.trained_on)) is not None:
         model.source += f" (median error {error:.0%})"
     _check_times(folder, model.all_to_all(np.full((1, world_size), 64.0), 4096))

@@ -5,13 +5,14 @@ batch after batch. The collectives of a process group share one stream. A phase 
 for its inputs. In the steady state, an iteration takes the longest *way* through the
 graph from a phase to the same phase of a later batch, divided by the number of batches
 between them. A collective waits for all ranks. Between two collectives a rank's own
-phases add up before ranks are compared.
+phases add up before ranks are compared. Where kernels are next to the exchanges of
+their pass, stages overlap (see `passes`).
 
 Source: the rows are what TorchRec 1.8's pipelines queue.
 `tests/paper_gpu/test_two_ranks.py` records that order on two simulated GPUs and replays
 it with times for the phases. See `docs/pipelines.md`.
 
-Shapes: `C` candidates, `W` ranks, `S` stages, `6` phases in the order of `TIMED`.
+Shapes: `C` candidates.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_neuroshard.costs.passes import (
+    COLLECTIVES,
+    PASSES,
+    TIMED,
+    Part,
+    Passes,
+    StagePhases,
+    Way,
+)
 from torchrec_neuroshard.errors import ConfigError, check_number
 
 Floats = npt.NDArray[np.float64]
 
-COLLECTIVES = ("index_comms", "fwd_comms", "bwd_comms")
-"""Phases that wait for the slowest rank."""
-TIMED = ("index_comms", "fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute", "cache")
-"""Phases of the tables; the last one loads rows from host memory into caches."""
 DENSE = (
     "lower_forward",
     "forward",
@@ -106,18 +112,6 @@ class DenseMs:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A cycle through the graph: from a phase to the same phase of a later batch."""
-
-    runs: tuple[tuple[str, ...], ...]
-    """Timed phases; a run's phases follow each other on one rank."""
-    dense: tuple[str, ...]
-    """Dense phases on the way."""
-    num_batches: int
-    """Batches between its start and its end."""
-
-
-@dataclass(frozen=True, slots=True)
 class Schedule:
     """The order in which a pipeline runs the phases of an iteration."""
 
@@ -134,114 +128,95 @@ class Schedule:
         """Whether caches are loaded in a separate phase, before the lookups."""
         return self.name == PREFETCHING
 
-    def adds_up(self, dense: DenseMs) -> bool:
-        """Whether an iteration is the sum of all phases."""
+    @property
+    def adds_up(self) -> bool:
+        """Whether no phase of a batch runs beside another batch."""
+        return self.name in ("none", "train_base")
+
+    def hides(self, dense: DenseMs) -> bool:
+        """Whether exchanges or updates may run beside dense layers."""
         lower_ms = dense.lower_forward + dense.lower_backward
-        is_plain = self.name in ("none", "train_base")
-        return is_plain and not (dense.lookups_first and lower_ms)
+        return not self.adds_up or (dense.lookups_first and lower_ms > 0)
 
     def ways(self) -> tuple[Way, ...]:
         """Return all ways that can be the longest."""
         return _ways(self)
 
-    def path_ms(self, phases_CWS6: Floats, dense: DenseMs) -> Floats:
+    def path_ms(self, found: StagePhases, dense: DenseMs) -> Floats:
         """Return the time of an iteration, `C` [ms].
 
         Args:
-            phases_CWS6: Phases of each rank in each stage [ms].
+            found: Phases of each rank in each stage.
             dense: Times of the dense layers.
         """
-        paths: Floats = self.way_ms(phases_CWS6, dense).max(axis=1)
+        paths: Floats = self.way_ms(found, dense).max(axis=1)
         return paths
 
-    def way_ms(self, phases_CWS6: Floats, dense: DenseMs) -> Floats:
+    def way_ms(self, found: StagePhases, dense: DenseMs) -> Floats:
         """Return the time of each way per batch: `C x ways` [ms]."""
-        ways = self.ways()
-        runs = sorted({run for way in ways for run in way.runs})
-        ms = {
-            run: phases_CWS6[..., [TIMED.index(p) for p in run]]
-            .sum(axis=-1)
-            .max(axis=1)
-            .sum(axis=-1)
-            for run in runs
-        }
+        passes = self._passes(found)
         columns = [
-            (
-                sum((ms[run] for run in way.runs), np.zeros(len(phases_CWS6)))
-                + sum(getattr(dense, name) for name in way.dense)
-            )
+            (passes.way_ms(way) + sum(getattr(dense, name) for name in way.dense))
             / way.num_batches
-            for way in ways
+            for way in self.ways()
         ]
         return np.stack(columns, axis=1)
 
-    def parts_ms(self, phases_WS6: Floats, dense: DenseMs) -> dict[str, float]:
-        """Return what an iteration consists of: the phases of the longest way [ms].
+    def _passes(self, found: StagePhases) -> Passes:
+        # Without a pipeline, a module's ids wait for the exchange before them.
+        return Passes(found, joined=not self.adds_up)
 
-        They add up to `path_ms`. Phases that follow each other on one rank count on the
-        rank that takes longest for all of them.
+    def parts(self, found: StagePhases, dense: DenseMs) -> list[Part]:
+        """Return what an iteration consists of: the parts of the longest way.
+
+        They add up to `path_ms`, together with the dense phases that are on it.
 
         Args:
-            phases_WS6: Phases of each rank in each stage [ms].
+            found: Phases of one candidate.
             dense: Times of the dense layers.
         """
-        way = self.ways()[int(self.way_ms(phases_WS6[None], dense)[0].argmax())]
-        stages_S = np.arange(phases_WS6.shape[1])
-        found = dict.fromkeys((*TIMED, *DENSE), 0.0)
-        for run in way.runs:
-            run_WSP = phases_WS6[..., [TIMED.index(name) for name in run]]
-            slowest_S = run_WSP.sum(axis=-1).argmax(axis=0)
-            run_P = run_WSP[slowest_S, stages_S].sum(axis=0).tolist()
-            for name, ms in zip(run, run_P, strict=True):
-                found[name] += ms
-        for name in way.dense:
-            found[name] += getattr(dense, name)
-        return {name: ms / way.num_batches for name, ms in found.items()}
+        way = self.ways()[int(self.way_ms(found, dense)[0].argmax())]
+        parts = [*self._passes(found).parts(way)]
+        parts += [Part(name, -1, -1, getattr(dense, name)) for name in way.dense]
+        return [part._replace(ms=part.ms / way.num_batches) for part in parts]
 
-    def hidden_ms(self, phases_CWS6: Floats, dense: DenseMs) -> Floats:
+    def hidden_ms(self, found: StagePhases, dense: DenseMs) -> Floats:
         """Return how much of each phase is hidden: `C x 6` [ms].
 
-        That is the phase's time on its slowest rank, minus what an iteration would
-        save without the phase.
+        That is the sum over stages of the phase's time on its slowest rank, minus what
+        an iteration would save without the phase.
         """
-        now_C = self.path_ms(phases_CWS6, dense)
-        found = np.zeros((len(phases_CWS6), len(TIMED)))
-        for phase in range(len(TIMED)):
-            without = phases_CWS6.copy()
-            without[..., phase] = 0.0
-            whole_C = phases_CWS6[..., phase].max(axis=1).sum(axis=-1)
-            gain_C = now_C - self.path_ms(without, dense)
-            found[:, phase] = np.maximum(whole_C - gain_C, 0.0)
-        return found
+        now_C = self.path_ms(found, dense)
+        saved = [now_C - self.path_ms(found.without(name), dense) for name in TIMED]
+        hidden: Floats = np.maximum(found.totals_C6 - np.stack(saved, axis=1), 0.0)
+        return hidden
 
-    def reliefs_ms(self, phases_WS6: Floats, dense: DenseMs) -> dict[str, float]:
+    def reliefs_ms(self, found: StagePhases, dense: DenseMs) -> dict[str, float]:
         """Return how long each collective may take without lengthening an iteration.
 
         Args:
-            phases_WS6: Times of the other phases [ms].
+            found: Times of the other phases, of one candidate.
             dense: Times of the dense layers.
         """
-        found = {}
+        reliefs = {}
         for name in COLLECTIVES:
-            without = phases_WS6[None].copy()
-            without[..., TIMED.index(name)] = 0.0
-            ways_ms = self.way_ms(without, dense)[0].tolist()
+            ways_ms = self.way_ms(found.without(name), dense)[0].tolist()
             path_ms = max(ways_ms)
-            found[name] = min(
+            reliefs[name] = min(
                 (path_ms - ms) * way.num_batches
                 for way, ms in zip(self.ways(), ways_ms, strict=True)
                 if (name,) in way.runs
             )
-        return found
+        return reliefs
 
-    def joins_kernels(self, phases_WS6: Floats, dense: DenseMs) -> bool:
+    def joins_kernels(self, found: StagePhases, dense: DenseMs) -> bool:
         """Whether the longest way has no collective between updates and next lookups.
 
         Args:
-            phases_WS6: Times of a similar plan [ms], which decide the longest way.
+            found: Phases of a similar plan, which decide the longest way.
             dense: Times of the dense layers.
         """
-        ways_ms = self.way_ms(phases_WS6[None], dense)[0]
+        ways_ms = self.way_ms(found, dense)[0]
         runs = self.ways()[int(ways_ms.argmax())].runs
         return any({"fwd_compute", "bwd_compute"} <= {*run} for run in runs)
 
@@ -282,20 +257,31 @@ def _ways(schedule: Schedule) -> tuple[Way, ...]:
             elif after not in path and order.index(after) > order.index(path[0]):
                 yield from walk((*path, after), lag + more)
 
-    found: dict[tuple[frozenset[str], int], Way] = {}
+    found: dict[tuple[object, ...], Way] = {}
     for start in order:
         for path, lag in walk((start,), 0):
             assert lag >= 1, f"{schedule.name}: {path} waits for itself"
-            found.setdefault((frozenset(path), lag), _way(path, lag))
-    keys = list(found)
-    return tuple(
-        found[key]
-        for key in keys
-        if not any(
-            (key[0] < other[0] and key[1] >= other[1])
-            or (key[0] == other[0] and key[1] > other[1])
-            for other in keys
-        )
+            way = _way(path, lag)
+            key = frozenset(path), lag, way.chained, way.ordered
+            found.setdefault(key, way)
+    ways = list(found.values())
+    return tuple(way for way in ways if not any(_covers(other, way) for other in ways))
+
+
+def _covers(other: Way, way: Way) -> bool:
+    """Whether another way is never shorter."""
+    if other is way:
+        return False
+    phases, of_other = (
+        {*w.dense, *itertools.chain.from_iterable(w.runs)} for w in (way, other)
+    )
+    # Where a way has kernels and exchanges apart, nothing of them overlaps.
+    apart = {x for k, x in PASSES.items() if {k, x} <= phases} - way.chained
+    return (
+        phases <= of_other
+        and way.num_batches >= other.num_batches
+        and way.ordered <= other.ordered
+        and not apart & other.chained
     )
 
 
@@ -311,10 +297,20 @@ def _way(path: tuple[str, ...], num_batches: int) -> Way:
         elif name in TIMED:
             run.append(name)
     runs.append(tuple(run))
+    beside = {
+        path[n]: (path[n - 1], path[(n + 1) % len(path)]) for n in range(len(path))
+    }
+    # In the backward pass an exchange comes before its kernels.
+    sides = (("fwd_compute", "fwd_comms", 0), ("bwd_compute", "bwd_comms", 1))
+    on_way = [side for side in sides if side[1] in beside]
     return Way(
         runs=tuple(r for r in runs if r),
         dense=tuple(name for name in path if name in DENSE),
         num_batches=num_batches,
+        chained=frozenset(x for k, x, side in on_way if beside[x][side] == k),
+        ordered=frozenset(
+            x for _, x, side in on_way if beside[x][1 - side] not in _BARRIERS
+        ),
     )
 
 

@@ -8,9 +8,9 @@ A stage is the tables of one TorchRec module and one sharding type. It has five 
 4. `bwd_comms`: gradients of the outputs go back to the tables' ranks.
 5. `bwd_compute`: kernels update the tables.
 
-Every collective waits for its slowest rank. So a phase takes as long as on its slowest
-rank, and an iteration takes the sum of the phases. Under a train pipeline some phases
-run beside others (see `schedules`).
+A collective waits for its slowest rank. Ranks do not wait between stages: kernels of
+one stage run beside exchanges of others (see `timeline`). Under a train pipeline,
+phases of several batches run side by side, too (see `schedules`).
 
 Shards of every sharding type are priced the same way: an encoding for the fused
 kernel's time, extra milliseconds where the kernel is another one, and the amounts that
@@ -32,13 +32,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.costs.encoder import ShardEncoder
-from torchrec_neuroshard.costs.schedules import (
-    DENSE,
-    SEQUENTIAL,
-    TIMED,
-    DenseMs,
-    Schedule,
-)
+from torchrec_neuroshard.costs.passes import TIMED, Part, StagePhases
+from torchrec_neuroshard.costs.schedules import DENSE, SEQUENTIAL, DenseMs, Schedule
 from torchrec_neuroshard.costs.task import (
     KernelFactors,
     Placement,
@@ -52,6 +47,7 @@ from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 PHASES: tuple[str, ...] = (
     "index_comms",
@@ -96,12 +92,14 @@ class StageCosts:
 
     name: str
     ranks: tuple[RankCosts, ...]
-
-    @property
-    def critical_path_ms(self) -> float:
-        """The sum of the phases, each on its slowest rank."""
-        phases = np.array([[getattr(r, name) for name in PHASES] for r in self.ranks])
-        return float(phases.max(axis=0).sum())
+    module: int = 0
+    """Number of its module."""
+    reorder_ms: tuple[float, float] = (0.0, 0.0)
+    """The part of `fwd_comms` and of `bwd_comms`, equal on all ranks, in which columns
+    of split tables are reordered."""
+    is_replicated: bool = False
+    """Whether its tables are replicated. Then `bwd_comms` is an all-reduce, which
+    follows `bwd_compute`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ class PredictedCosts:
     """Predicted phases of all ranks and the iteration."""
 
     stages: tuple[StageCosts, ...]
-    """In the order of the task's stages."""
+    """In TorchRec's order."""
     uncertainty: float = 0.0
     """Relative spread of a rank's kernels, the largest of all ranks: over the nets of
     the ensemble, or the standard deviation of an estimate."""
@@ -119,6 +117,8 @@ class PredictedCosts:
     """Schedule of the training loop."""
     dense: DenseMs = field(default_factory=DenseMs)
     """Times of the dense layers."""
+    overlaps: bool = True
+    """See `CommsModel.overlaps`."""
 
     @property
     def ranks(self) -> tuple[RankCosts, ...]:
@@ -136,43 +136,51 @@ class PredictedCosts:
 
     def path_ms(self, schedule: Schedule) -> float:
         """Return the iteration under a given schedule [ms]."""
-        if schedule.adds_up(self.dense) or not self.stages:
-            tables_ms = sum(s.critical_path_ms for s in self.stages)
-            return tables_ms + self.dense.total_ms
-        return float(schedule.path_ms(self.timed_phases(schedule), self.dense)[0])
+        if not self.stages:
+            return self.dense.total_ms
+        return float(schedule.path_ms(self.phases(schedule), self.dense)[0])
+
+    @property
+    def parts(self) -> list[Part]:
+        """The phases on the critical path, each on the rank that counts.
+
+        They add up to the critical path. Other phases overlap with these.
+        """
+        if not self.stages:
+            return [Part(name, -1, -1, getattr(self.dense, name)) for name in DENSE]
+        return self.schedule.parts(self.phases(self.schedule), self.dense)
 
     @property
     def parts_ms(self) -> dict[str, float]:
-        """Phases on the critical path, the dense layers as one; they add up to it [ms].
-
-        Other phases overlap with these.
-        """
-        if self.schedule.adds_up(self.dense) or not self.stages:
-            parts = {
-                name: sum(max(getattr(r, name) for r in s.ranks) for s in self.stages)
-                for name in PHASES
-            }
-            return {**parts, "dense": self.dense.total_ms}
-        timed_WS6 = self.timed_phases(self.schedule)[0]
-        parts = self.schedule.parts_ms(timed_WS6, self.dense)
-        dense_ms = sum(parts.pop(name) for name in DENSE)
-        return {**parts, "dense": dense_ms}
+        """Phases on the critical path, the dense layers as one; they add up to it [ms]."""
+        found = dict.fromkeys((*TIMED, "dense"), 0.0)
+        for part in self.parts:
+            found[part.phase if part.phase in TIMED else "dense"] += part.ms
+        return found
 
     def hidden_ms(self, schedule: Schedule) -> dict[str, float]:
         """Return how much of each phase a schedule hides beside others [ms]."""
         if not self.stages:
             return {}
-        hidden = schedule.hidden_ms(self.timed_phases(schedule), self.dense)[0]
+        hidden = schedule.hidden_ms(self.phases(schedule), self.dense)[0]
         return dict(zip(TIMED, hidden.tolist(), strict=True))
 
-    def timed_phases(self, schedule: Schedule) -> Floats:
-        """Return the phases that a schedule orders, `1 x W x S x 6` [ms]."""
+    def phases(self, schedule: Schedule) -> StagePhases:
+        """Return the phases that a schedule orders."""
         timed = self.phases_WS6[None].copy()
         if schedule.prefetches:
             timed[..., 1] -= timed[..., 5]
         else:
             timed[..., 5] = 0.0
-        return timed
+        reorder_CS2 = np.array([[s.reorder_ms for s in self.stages]])
+        timed[..., 2:4] -= reorder_CS2[:, None]
+        return StagePhases(
+            np.maximum(timed, 0.0),
+            reorder_CS2,
+            np.array([[s.is_replicated for s in self.stages]]),
+            tuple(s.module for s in self.stages),
+            self.overlaps,
+        )
 
     @property
     def phases_WS6(self) -> Floats:
@@ -270,6 +278,9 @@ class Simulator:
         self.pooled_T = np.array(task.pooled)
         self.splits_columns_T = np.array([k.splits_columns for k in kinds])
         replicated_T = np.array([k.is_replicated for k in kinds])
+        self.replicated_S = np.zeros(task.num_stages, dtype=bool)
+        self.replicated_S[self.stages_T[replicated_T]] = True
+        self._by_stage_T: Ints = np.argsort(self.stages_T, kind="stable")
         self._samples_T = np.where(
             replicated_T, task.batch_size // task.world_size, task.batch_size
         )
@@ -679,36 +690,103 @@ class Simulator:
         ).astype(np.float64)
         return columns_S
 
+    def stage_order(self, placed_CT: Bools, place_T: Ints | None = None) -> Ints:
+        """Return the stages in TorchRec's order: by module, then by first table.
+
+        Args:
+            placed_CT: Whether each table is placed.
+            place_T: Place of each table in the model. None: the order of the task.
+
+        Returns:
+            `C x S` stages; those without tables come last in their module.
+        """
+        task = self.task
+        if task.num_stages == 1:
+            return np.zeros((len(placed_CT), 1), dtype=np.int64)
+        count, by = len(task.tables), self._by_stage_T
+        place_T = np.arange(count) if place_T is None else place_T
+        first_CT = np.where(placed_CT[:, by], place_T[by], place_T.max() + 1)
+        first_CS = np.full((len(placed_CT), task.num_stages), place_T.max() + 1)
+        stages, starts = np.unique(self.stages_T[by], return_index=True)
+        first_CS[:, stages] = np.minimum.reduceat(first_CT, starts, axis=1)
+        key_CS = np.array(task.modules) * (place_T.max() + 2) + first_CS
+        order_CS: Ints = np.argsort(key_CS, axis=1, kind="stable")
+        return order_CS
+
+    def in_order(
+        self, phases_CWS5: Floats, reorder_CS2: Floats, order_CS: Ints
+    ) -> StagePhases:
+        """Return phases of candidates for a schedule, with nothing loaded ahead.
+
+        Args:
+            phases_CWS5: Phases of each rank in each stage, without reordering.
+            reorder_CS2: See `order_costs`.
+            order_CS: See `stage_order`.
+        """
+        phases_CWS6 = np.pad(phases_CWS5, (*[(0, 0)] * 3, (0, 1)))
+        count = len(phases_CWS6)
+        order_CS = np.broadcast_to(order_CS, (count, order_CS.shape[1]))
+        reorder_CS2 = np.broadcast_to(reorder_CS2, (count, *reorder_CS2.shape[1:]))
+        return StagePhases(
+            np.take_along_axis(phases_CWS6, order_CS[:, None, :, None], axis=2),
+            np.take_along_axis(reorder_CS2, order_CS[..., None], axis=1),
+            self.replicated_S[order_CS],
+            tuple(sorted(self.task.modules)),
+            self.comms_model.overlaps,
+        )
+
+    def path_ms(
+        self, phases_CWS5: Floats, reorder_CS2: Floats, order_CS: Ints
+    ) -> Floats:
+        """Return iterations without a pipeline and dense layers, `C` [ms].
+
+        Args: see `in_order`.
+        """
+        found = self.in_order(phases_CWS5, reorder_CS2, order_CS)
+        return SEQUENTIAL.path_ms(found, DenseMs())
+
     def evaluate(self, placement: Placement) -> PredictedCosts:
         """Predict one iteration under a placement."""
         return self.predict(self.rank_loads(placement), self.num_shards(placement))
 
-    def predict(self, loads: RankLoads, num_shards_T: Ints) -> PredictedCosts:
+    def predict(
+        self, loads: RankLoads, num_shards_T: Ints, place_T: Ints | None = None
+    ) -> PredictedCosts:
         """Predict one iteration.
 
         Args:
             loads: Loads of each rank (no axis `C`).
             num_shards_T: See `ordered_columns`.
+            place_T: See `stage_order`.
         """
         compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
         compute += loads.extra_CWS2
-        phases = _in_phases(compute, self.collectives(loads, num_shards_T))
+        comms_WS3, reorder_S2 = self.collectives(loads, num_shards_T)
+        phases = _in_phases(compute, comms_WS3)
         phases_WS6 = np.concatenate([phases, loads.cache_CWS[..., None]], axis=-1)
+        [order_S] = self.stage_order(num_shards_T[None] > 0, place_T)
         flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
         return PredictedCosts(
             stages=tuple(
                 StageCosts(
-                    name, tuple(RankCosts(*row) for row in phases_WS6[:, s].tolist())
+                    self.task.stage_names[s],
+                    tuple(RankCosts(*row) for row in phases_WS6[:, s].tolist()),
+                    module=self.task.modules[s],
+                    reorder_ms=(float(reorder_S2[s, 0]), float(reorder_S2[s, 1])),
+                    is_replicated=bool(self.replicated_S[s]),
                 )
-                for s, name in enumerate(self.task.stage_names)
+                for s in order_S.tolist()
             ),
             uncertainty=float(uncertainty.max(initial=0.0)),
             compute_source=self.cost_model.source,
             comms_source=self.comms_model.source,
+            overlaps=self.comms_model.overlaps,
         )
 
-    def collectives(self, loads: RankLoads, num_shards_T: Ints) -> Floats:
+    def collectives(
+        self, loads: RankLoads, num_shards_T: Ints
+    ) -> tuple[Floats, Floats]:
         """Predict the collectives of one placement, including reordered outputs.
 
         Args:
@@ -716,12 +794,14 @@ class Simulator:
             num_shards_T: See `ordered_columns`.
 
         Returns:
-            `W x S x 3` [ms]: index exchange, forward and backward.
+            `W x S x 3` [ms]: index exchange, forward and backward; and the part of the
+            last two that reorders outputs, `S x 2` [ms].
         """
         comms_WS3: Floats = self.comms_costs(loads.loads_CWS3[None])[0]
         columns_S = self.ordered_columns(num_shards_T, self.columns_per_table)
-        comms_WS3[..., 1:] += self.order_costs(columns_S[None])[0]
-        return comms_WS3
+        reorder_S2 = self.order_costs(columns_S[None])[0]
+        comms_WS3[..., 1:] += reorder_S2
+        return comms_WS3, reorder_S2
 
     def num_shards(self, placement: Placement) -> Ints:
         """Count each table's column shards: `T`."""
@@ -750,16 +830,3 @@ def placed_arrays(placement: Placement) -> tuple[Ints, Ints, Ints, Ints]:
         .T
     )
     return table, width, rank, rows
-
-
-def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Add up the phases of an iteration, each on its slowest rank.
-
-    Args:
-        phases_CWSP: Phases of each rank in each stage [ms].
-
-    Returns:
-        `C` milliseconds.
-    """
-    path: npt.NDArray[np.float64] = phases_CWSP.max(axis=1).sum(axis=(1, 2))
-    return path

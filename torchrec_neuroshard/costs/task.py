@@ -136,8 +136,11 @@ class ShardingTask:
     """Per table: fusion group, from 0. Tables of one group on one rank run as one
     kernel. Empty: one group."""
     stages: tuple[int, ...] = ()
-    """Per fusion group: stage, from 0. Groups of a stage share its collectives; stages
-    run one after another. Empty: one stage."""
+    """Per fusion group: stage, from 0. Groups of a stage share its collectives. Empty:
+    one stage."""
+    modules: tuple[int, ...] = ()
+    """Per stage: its module, in the model's order. Stages of a module overlap; without
+    a pipeline, forward passes of modules add up. Empty: one module."""
     stage_names: tuple[str, ...] = ()
     """Names of the stages in reports. Empty: "stage 0" and so on."""
     uneven: bool = True
@@ -208,7 +211,8 @@ class ShardingTask:
         )
         self._fill("group", self.num_groups, stages=(0,) * self.num_groups)
         names = tuple(f"stage {s}" for s in range(self.num_stages))
-        self._fill("stage", self.num_stages, stage_names=names)
+        one = (0,) * self.num_stages
+        self._fill("stage", self.num_stages, stage_names=names, modules=one)
         for limits in ("memory_bytes", "host_memory_bytes"):
             if getattr(self, limits):
                 self._fill("rank", world_size, **{limits: ()})

@@ -122,6 +122,7 @@ class RelievedCommsModel(CommsModel):
         """
         self.base = base
         self.even_is_fastest, self.source = base.even_is_fastest, base.source
+        self.overlaps = base.overlaps
         names = ("index_comms", "fwd_comms", "bwd_comms")
         reliefs = [reliefs_ms.get(name, 0.0) for name in names]
         self._relief_ms, self._relief_2 = reliefs[0], np.array(reliefs[1:])

@@ -187,6 +187,8 @@ class CommsModel(ABC):
     """Factors on forward and backward kernels while all ranks of a node run theirs:
     ranks on CPUs share memory and cores, GPUs do not."""
 
+    overlaps: bool = True
+    """Whether kernels run beside collectives. On CPUs both need the same cores."""
     even_is_fastest: bool = False
     """Whether equal parts are fastest. No distribution of a total takes less time than
     equal parts. If one rank has a given larger part, no distribution of the rest takes

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.costs.simulator import Simulator, critical_path
+from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.models.base import CommsModel, CostModel
@@ -97,7 +97,8 @@ class _Chains:
         # If any table of a stage is cut, its output columns have to be reordered.
         every = np.full(len(width_TW), 2)
         columns_S = simulator.ordered_columns(every, bank.columns_T)
-        self._order_S: Floats = simulator.order_costs(columns_S[None])[0].sum(axis=1)
+        self._reorder_S2: Floats = simulator.order_costs(columns_S[None])[0]
+        self._order_1S: Ints = simulator.stage_order(every[None] > 0)
         self._splits = [bank.splits(t) for t in range(len(width_TW))]
         self._can_cut_T = np.array([len(s) > 1 for s in self._splits])
         self.width_CTW: Ints = np.tile(width_TW, (num_chains, 1, 1))
@@ -167,7 +168,8 @@ class _Chains:
         compute = self.simulator.stage_compute(compute_CWG2)
         loads = loads.reshape(*compute.shape[:-1], 3)
         phases = self.simulator.phases(compute, loads)
-        ms = critical_path(phases) + (cut_CS > 0) @ self._order_S
+        reorder_CS2 = (cut_CS > 0)[..., None] * self._reorder_S2
+        ms = self.simulator.path_ms(phases, reorder_CS2, self._order_1S)
         # Adding and subtracting leaves rounding errors in the sums.
         over = memory[..., 0].round(_BYTE_DIGITS) > self.bank.caps_W
         slowest = phases.argmax(axis=1).reshape(len(phases), -1)

@@ -12,6 +12,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_neuroshard.bundles.find import load_comms_model
+from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.models.adjusted import RelievedCommsModel
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.models.collectives import BandwidthCommsModel
@@ -73,7 +74,10 @@ def find_comms_model(
     local_world_size = whole_nodes(world_size, local_world_size)
     topology = devices.topology
     if not isinstance(topology.comms_bandwidths, BasicCommsBandwidths):
-        return _by_collective(topology.comms_bandwidths, world_size, local_world_size)
+        links = topology.comms_bandwidths
+        model = _by_collective(links, world_size, local_world_size)
+        model.overlaps = is_accelerator(topology.compute_device)
+        return model
     intra = topology.intra_host_bw * GB_PER_S
     inter = topology.inter_host_bw * GB_PER_S
     given = devices.given & {"intra_host_bw", "inter_host_bw"}
@@ -88,13 +92,15 @@ def find_comms_model(
         card=devices.card,
     )
     whose = "topology" if given else "TorchRec default"
-    return known or BandwidthCommsModel(
+    found = known or BandwidthCommsModel(
         world_size=world_size,
         local_world_size=local_world_size,
         intra_gb_per_s=intra,
         inter_gb_per_s=inter,
         source=f"{whose} bandwidths, not measured",
     )
+    found.overlaps = is_accelerator(topology.compute_device)
+    return found
 
 
 def _by_collective(

@@ -435,8 +435,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             searcher = ChoosingSearcher(searcher)
         self.costs.check_model(task)
         try:
-            cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
-            result = searcher.search(task, cost_model, comms_model)
+            cost_model, comms_model, const_ms = self.costs.searched_models(task)
+            searched = self.costs.searched_task(task)
+            result = searcher.search(searched, cost_model, comms_model)
         except InfeasibleError as error:
             odd = optimizer_notes(space.options, self.costs.reader)
             raise PlannerError(
@@ -457,7 +458,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if spread != result.placement:
             with contextlib.suppress(InfeasibleError, PlacementError):
                 spread.check(task)
-                same = Simulator(task, cost_model, comms_model).evaluate(spread)
+                same = Simulator(searched, cost_model, comms_model).evaluate(spread)
                 now_ms = result.predicted.critical_path_ms
                 if same.critical_path_ms <= now_ms * (1 + 1e-9):
                     result = dataclasses.replace(

@@ -104,7 +104,11 @@ def stage_name(path: str, sharding_type: str) -> str:
     return f"{path or 'model'} ({sharding_type})"
 
 
-def task_of(options: Sequence[ShardingOption], reader: TableReader) -> ShardingTask:
+def task_of(
+    options: Sequence[ShardingOption],
+    reader: TableReader,
+    places: Sequence[int] | None = None,
+) -> ShardingTask:
     """Return a task whose ways to shard are these options, with or without ranks.
 
     Groups and stages are numbered in the order of options. A module's tables of one
@@ -113,7 +117,11 @@ def task_of(options: Sequence[ShardingOption], reader: TableReader) -> ShardingT
     Args:
         options: Options with a cost; several may be of one table.
         reader: Describes their tables and the devices.
+        places: Place of each option's table in the model. None: their order.
     """
+    in_order = np.argsort(places or range(len(options)), kind="stable").tolist()
+    paths = dict.fromkeys(options[n].path for n in in_order)
+    modules = {path: number for number, path in enumerate(paths)}
     groups: dict[tuple[Any, ...], int] = {}
     stages: dict[tuple[Any, ...], int] = {}
     ways: dict[str, list[int]] = {}
@@ -133,6 +141,7 @@ def task_of(options: Sequence[ShardingOption], reader: TableReader) -> ShardingT
         groups=tuple(group_T),
         stages=tuple(stages[key[:2]] for key in groups),
         stage_names=tuple(stage_name(path, kind) for path, kind in stages),
+        modules=tuple(modules[path] for path, _ in stages),
         alternatives=tuple(map(tuple, ways.values())),
         sharding_types=tuple(o.sharding_type for o in options),
         pooled=tuple(is_pooled(o) for o in options),
@@ -163,11 +172,18 @@ class PricedOptions:
     """Rank of each shard, -1 if it has none. TorchRec's planning loop resets the ranks
     of options, so they are read at once."""
     prices: PricedShards
+    places: Sequence[int] | None
+    """Place of each option's table in the model. None: their order."""
 
     @classmethod
-    def of(cls, options: Sequence[ShardingOption], costs: PlanCosts) -> PricedOptions:
+    def of(
+        cls,
+        options: Sequence[ShardingOption],
+        costs: PlanCosts,
+        places: Sequence[int] | None = None,
+    ) -> PricedOptions:
         """Price options, with or without ranks."""
-        simulator = costs.simulator(task_of(options, costs.reader))
+        simulator = costs.simulator(task_of(options, costs.reader, places))
         counts = [len(o.shards) for o in options]
         size_N2 = np.array([s.size for o in options for s in o.shards], dtype=np.int64)
         first_row = [s.offset[0] for o in options for s in o.shards]
@@ -184,6 +200,7 @@ class PricedOptions:
             is_first_N=np.array(first_row) == 0,
             rank_N=np.array(rank, dtype=np.int64),
             prices=simulator.price(table_N, width_N, rows_N),
+            places=places,
         )
 
     @property
@@ -207,7 +224,8 @@ class PricedOptions:
     def predicted(self) -> PredictedCosts:
         """Return the predicted costs of an iteration, for placed options."""
         loads = self.simulator.add_up(self.prices, self.rank_N)
-        return self.simulator.predict(loads, self.num_shards_T)
+        place_T = None if self.places is None else np.array(self.places)
+        return self.simulator.predict(loads, self.num_shards_T, place_T)
 
     def single_perfs(self) -> list[Perf]:
         """Return the cost of each shard as if its table were alone.
@@ -243,7 +261,7 @@ class PricedOptions:
         fused_WG2 = simulator.compute_costs(loads.sums_CWGE)
         group_N = rank_N * task.num_groups + simulator.groups_T[self.table_N]
         compute_N2 = prices.extra_N2 + _share(alone, group_N, fused_WG2.reshape(-1, 2))
-        comms_WS3 = simulator.collectives(loads, self.num_shards_T)
+        comms_WS3, _ = simulator.collectives(loads, self.num_shards_T)
         index_N, columns_N, gradients_N = prices.loads_N3.T
         weights = np.stack([index_N, columns_N, columns_N + gradients_N], axis=1)
         stage_N = rank_N * task.num_stages + simulator.stages_T[self.table_N]
@@ -282,7 +300,9 @@ class PlacedPlan:
         self._stock_rank_N = np.array([s.rank for s in shards], dtype=np.int64)
         self._stock_phases_N6 = np.array([stock_phases(s.perf) for s in shards])
         costed = [plan[place] for place in self._costed_at]
-        self.costed = PricedOptions.of(costed, costs) if costed else None
+        self.costed = (
+            PricedOptions.of(costed, costs, self._costed_at) if costed else None
+        )
 
     @functools.cached_property
     def task(self) -> ShardingTask | None:
@@ -328,7 +348,9 @@ class PlacedPlan:
             phases_W6 = np.zeros((costs.reader.world_size, len(PHASES) + 1))
             np.add.at(phases_W6, self._stock_rank_N, self._stock_phases_N6)
             ranks = tuple(RankCosts(*row) for row in phases_W6.tolist())
-            stages.append(StageCosts("others (TorchRec's estimate)", ranks))
+            module = max((s.module for s in stages), default=-1) + 1
+            name = "others (TorchRec's estimate)"
+            stages.append(StageCosts(name, ranks, module=module))
         return PredictedCosts(
             stages=tuple(stages),
             uncertainty=uncertainty,
@@ -336,6 +358,7 @@ class PlacedPlan:
             comms_source=costs.comms_model.source,
             schedule=costs.schedule,
             dense=costs.dense,
+            overlaps=costs.comms_model.overlaps,
         )
 
     @functools.cached_property
@@ -385,8 +408,8 @@ class PlacedPlan:
     def on_path(self) -> tuple[list[list[float]], Bottleneck | None]:
         """Return each shard's part of the critical path, and the bottleneck.
 
-        A shard counts in the phases in which its rank is the slowest of a stage. Time
-        that overlaps with something longer does not count.
+        A shard counts in the phases on the path (`PredictedCosts.parts`), on the rank
+        that counts. Time that overlaps with something longer does not count.
 
         Returns:
             For each option of the plan, the parts of its shards [ms]; and the table,
@@ -403,40 +426,40 @@ class PlacedPlan:
             )
             phases_N5 = np.concatenate([own_N5, phases_N5])
             rank_N = np.concatenate([costed.rank_N, rank_N])
-            own_N = costed.simulator.stages_T[costed.table_N]
+            number = {stage.name: n for n, stage in enumerate(stages)}
+            number_S = np.array([number[name] for name in costed.task.stage_names])
+            own_N = number_S[costed.simulator.stages_T[costed.table_N]]
             stage_N = np.concatenate([own_N, stage_N])
         options = [*(costed.options if costed else ()), *self.stock]
         found: list[list[float]] = [[] for _ in options]
         if not len(rank_N):
             return found, None
         phases_WS5 = self.predicted.phases_WS6[..., : len(PHASES)]
-        worst_S5, slowest_S5 = phases_WS5.max(axis=0), phases_WS5.argmax(axis=0)
-        visible_5 = np.ones(len(PHASES))
-        schedule = self._costs.schedule
-        if not schedule.adds_up(self._costs.dense):
-            hidden = [*self.predicted.hidden_ms(schedule).values()]
-            hidden[1] += hidden.pop()  # loading caches counts in fwd_compute
-            total_5 = worst_S5.sum(axis=0)
-            visible_5 -= np.divide(hidden, total_5, where=total_5 > 0, out=0 * total_5)
-        part_N5 = phases_N5 * visible_5
-        part_N5[rank_N[:, None] != slowest_S5[stage_N]] = 0.0
+        path_WS5 = np.zeros_like(phases_WS5)
+        for part in self.predicted.parts:
+            if part.stage >= 0:  # loading caches counts in fwd_compute
+                phase = "fwd_compute" if part.phase == "cache" else part.phase
+                path_WS5[part.rank, part.stage, PHASES.index(phase)] += part.ms
+        share_WS5 = np.zeros_like(path_WS5)
+        np.divide(path_WS5, phases_WS5, out=share_WS5, where=phases_WS5 > 0)
+        part_N5 = phases_N5 * share_WS5[rank_N, stage_N]
         counts = [len(option.shards) for option in options]
         ends = np.cumsum(counts)[:-1]
         parts = np.split(part_N5.sum(axis=1), ends)
         for place, own in zip([*self._costed_at, *self._stock_at], parts, strict=True):
             found[place] = own.tolist()
-        longest = np.unravel_index((worst_S5 * visible_5).argmax(), worst_S5.shape)
-        stage, phase = map(int, longest)
-        phase_N = np.where(stage_N == stage, part_N5[:, phase], 0.0)
+        longest = np.unravel_index(path_WS5.argmax(), path_WS5.shape)
+        rank, stage, at = map(int, longest)
+        phase_N = np.where((stage_N == stage) & (rank_N == rank), part_N5[:, at], 0.0)
         table_ms = [float(own.sum()) for own in np.split(phase_N, ends)]
         most = int(np.argmax(table_ms))
         if not table_ms[most] > 0:
             return found, None
         return found, Bottleneck(
             table=table_name(options[most]),
-            rank=int(slowest_S5[stage, phase]),
-            phase=PHASES[phase],
-            phase_ms=float(worst_S5[stage, phase] * visible_5[phase]),
+            rank=rank,
+            phase=PHASES[at],
+            phase_ms=float(path_WS5[longest]),
             table_ms=table_ms[most],
             stage=stages[stage].name if len(stages) > 1 else "",
         )

@@ -24,6 +24,7 @@ from torchrec.distributed.planner.types import (
 
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.costs.encoder import ShardEncoder
+from torchrec_neuroshard.costs.passes import StagePhases
 from torchrec_neuroshard.costs.schedules import DenseMs, find_schedule
 from torchrec_neuroshard.costs.simulator import (
     PredictedCosts,
@@ -198,7 +199,7 @@ class PlanCosts:
         if texts:
             warnings.warn("\n".join(texts), stacklevel=4)
         notes = [Note("devices", text) for text in texts]
-        overlaps = not self.schedule.adds_up(self.dense)
+        overlaps = self.schedule.hides(self.dense)
         if overlaps and not self.dense.total_ms:
             text = (
                 f"pipeline_type '{self._pipeline}' without dense_ms: the rest of the "
@@ -242,7 +243,7 @@ class PlanCosts:
             result: The result in terms of `searched_models`.
             const_ms: The third value of `searched_models`.
         """
-        if self.schedule.adds_up(self.dense) and not self.dense.total_ms:
+        if not self.schedule.hides(self.dense) and not self.dense.total_ms:
             return result
         simulator = self.simulator(task)
         predicted = self._scheduled(simulator.evaluate(result.placement))
@@ -261,10 +262,10 @@ class PlanCosts:
     def searched_models(
         self, task: ShardingTask
     ) -> tuple[CostModel, CommsModel, float | None]:
-        """Return models whose phases add up to the critical path of the schedule.
+        """Return models whose path without a pipeline is the one of the schedule.
 
-        The sum is exact for one stage under `train_sparse_dist`. Otherwise it is close
-        as long as phases take about as long as on balanced ranks.
+        It is exact for one stage under `train_sparse_dist`. Otherwise it is close as
+        long as phases take about as long as on balanced ranks.
 
         Args:
             task: The task to search.
@@ -274,18 +275,18 @@ class PlanCosts:
             bound of the sum into one of the path. None: there is no such bound.
         """
         schedule, dense = self.schedule, self.dense
-        if schedule.adds_up(dense):
+        if not schedule.hides(dense):
             return self.cost_model, self.comms_model, dense.total_ms
         later = {way for ways in task.alternatives for way in ways[1:]}
         tables = [t for t in range(len(task.tables)) if t not in later]
         blocks = np.array([task.block_size(t) for t in tables])
         phases_S5 = self.simulator(task).balanced_phases(np.array(tables), blocks)
-        phases_WS6 = np.pad(phases_S5, ((0, 0), (0, 1)))[None]
+        phases = StagePhases.plain(np.pad(phases_S5, ((0, 0), (0, 1)))[None, None])
         kernels = self.cost_model
-        joined = schedule.joins_kernels(phases_WS6, dense)
+        joined = schedule.joins_kernels(phases, dense)
         if joined:
             kernels = as_one_phase(kernels)
-        reliefs_ms = schedule.reliefs_ms(phases_WS6, dense)
+        reliefs_ms = schedule.reliefs_ms(phases, dense)
         is_bound = schedule.name == "train_sparse_dist" and not dense.lookups_first
         return (
             kernels,
@@ -293,9 +294,14 @@ class PlanCosts:
             dense.total_ms if is_bound else None,
         )
 
+    def searched_task(self, task: ShardingTask) -> ShardingTask:
+        """Return the task with the modules that add up under the schedule."""
+        return task if self.schedule.adds_up else replace(task, modules=())
+
     def searched_simulator(self, task: ShardingTask) -> Simulator:
-        """Return a simulator that uses `searched_models`."""
+        """Return a simulator that uses `searched_models` and `searched_task`."""
         cost_model, comms_model, _ = self.searched_models(task)
+        task = self.searched_task(task)
         own = cost_model is self.cost_model
         return Simulator(task, cost_model, comms_model, self.encoder if own else None)
 

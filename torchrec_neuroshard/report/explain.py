@@ -5,9 +5,12 @@ Shapes: `C` candidates, `W` ranks, `G` fusion groups, `S` stages, `N` shards.
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_neuroshard.costs.passes import COLLECTIVES, PASSES, StagePhases
 from torchrec_neuroshard.costs.simulator import PredictedCosts, Simulator, placed_arrays
 from torchrec_neuroshard.costs.task import Placement
 from torchrec_neuroshard.report.parts import SplitReport
@@ -16,8 +19,8 @@ Floats = npt.NDArray[np.float64]
 
 MAX_SPLITS = 50
 """Split tables that are explained: those that cost most unsplit."""
-_COMPUTE, _COMMS = [1, 4], [0, 2, 3]
-"""Indices into `PHASES`."""
+_KIND = dict.fromkeys(COLLECTIVES, "collectives") | dict.fromkeys(PASSES, "kernels")
+"""Phase -> what a reader is told of."""
 
 
 def explain(
@@ -47,16 +50,17 @@ def explain(
 
     def phases(
         compute_CWG2: Floats, loads_CWS3: Floats, num_shards_T: npt.NDArray[np.int64]
-    ) -> Floats:
-        """Return the phases of each rank in each stage, `C x W x S x 6` [ms]."""
+    ) -> StagePhases:
+        """Return the phases of each candidate."""
         found = simulator.phases(simulator.stage_compute(compute_CWG2), loads_CWS3)
         columns_S = simulator.ordered_columns(num_shards_T, simulator.columns_per_table)
-        found[..., [2, 3]] += simulator.order_costs(columns_S[None])[0]
-        # Explained column shards have no cache phase.
-        padded: Floats = np.pad(found, ((0, 0), (0, 0), (0, 0), (0, 1)))
-        return padded
+        return simulator.in_order(
+            found,
+            simulator.order_costs(columns_S[None]),
+            simulator.stage_order(num_shards_T[None] > 0),
+        )
 
-    def phases_with(table: int, ranks_C: npt.NDArray[np.int64]) -> Floats:
+    def phases_with(table: int, ranks_C: npt.NDArray[np.int64]) -> StagePhases:
         """Return the phases with the unsplit table on each of these ranks."""
         group, stage = simulator.groups_T[table], simulator.stages_T[table]
         dim, line_C = task.tables[table].embedding_dim, np.arange(len(ranks_C))
@@ -85,32 +89,29 @@ def explain(
         for width, rank in shards:
             free_W[rank] += task.shard_bytes(table, width)
         ranks_C = np.flatnonzero(free_W >= needed)
-        whole_rank, whole_ms, change_6 = None, None, np.zeros(6)
+        whole_rank, whole_ms = None, None
+        changes: dict[str, float] = defaultdict(float)
         if len(ranks_C):
             candidates = phases_with(table, ranks_C)
             path_C = schedule.path_ms(candidates, dense)
             best = int(path_C.argmin())
             whole_rank = int(ranks_C[best])
             whole_ms = predicted.critical_path_ms + float(path_C[best] - planned_ms)
-            change_6 = _worst(candidates[best]) - _worst(planned)
+            for found, sign in ((candidates.pick(best), 1), (planned, -1)):
+                for part in schedule.parts(found, dense):
+                    changes[_KIND.get(part.phase, "other")] += sign * part.ms
         return SplitReport(
             table=task.tables[table].name,
             shards=tuple(shards),
             whole_bytes=needed,
             whole_rank=whole_rank,
             whole_ms=whole_ms,
-            compute_change_ms=float(change_6[_COMPUTE].sum()),
-            comms_change_ms=float(change_6[_COMMS].sum()),
+            compute_change_ms=changes["kernels"],
+            comms_change_ms=changes["collectives"],
         )
 
-    [planned] = phases(compute_WG2[None], loads.loads_CWS3[None], num_shards_T)
-    planned_ms = schedule.path_ms(planned[None], dense)[0]
+    planned = phases(compute_WG2[None], loads.loads_CWS3[None], num_shards_T)
+    planned_ms = schedule.path_ms(planned, dense)[0]
     split = np.flatnonzero(np.bincount(table_N) > 1).tolist()
     found = sorted(map(report, split), key=lambda r: -(r.whole_ms or np.inf))
     return tuple(found[:MAX_SPLITS])
-
-
-def _worst(phases_WS6: Floats) -> Floats:
-    """Return each phase on its slowest rank, over all stages: `6` [ms]."""
-    worst: Floats = phases_WS6.max(axis=0).sum(axis=0)
-    return worst

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torchrec_neuroshard.costs.passes import TIMED
 from torchrec_neuroshard.costs.placement_rules import listed, quoted
-from torchrec_neuroshard.costs.schedules import SEQUENTIAL, TIMED
+from torchrec_neuroshard.costs.schedules import SEQUENTIAL
 from torchrec_neuroshard.costs.simulator import PredictedCosts, RankCosts
 from torchrec_neuroshard.costs.task import format_bytes
 
@@ -143,7 +144,7 @@ class ScheduleReport:
         schedule, dense = predicted.schedule, predicted.dense
         if schedule is SEQUENTIAL and not dense.total_ms:
             return None
-        worst = predicted.timed_phases(schedule)[0].max(axis=0).sum(axis=0)
+        worst = predicted.phases(schedule).totals_C6[0]
         return ScheduleReport(
             pipeline_type=schedule.name,
             dense_ms=dense.total_ms,
@@ -211,9 +212,9 @@ class SplitReport:
     whole_ms: float | None
     """Critical path with the unsplit table on that rank, all else as planned."""
     compute_change_ms: float
-    """Change of the slowest ranks' kernel time for the unsplit table."""
+    """Change of the kernels' time on the critical path for the unsplit table."""
     comms_change_ms: float
-    """Change of the collectives' time for the unsplit table."""
+    """Change of the collectives' time on the critical path."""
 
     def line(self, planned_ms: float) -> str:
         """Return the table's shards, and the critical path without its split.

@@ -1,7 +1,7 @@
 """The integer program of the lower bound: the shortest iteration on balanced ranks.
 
-In every placement, some rank has at least the average work of a stage. So a forward or
-backward phase takes at least as long as
+In every placement, some rank has at least the average work of a stage. So its kernels
+take, forward or backward, at least as long as
 
 - the kernel's launch plus the mean work over all ranks;
 - the largest shard of any of the stage's tables alone.
@@ -9,18 +9,27 @@ backward phase takes at least as long as
 A collective takes at least as long as with equal loads on all ranks, and as long as its
 largest shard alone, because moving more never takes less time.
 
-How long the phases take at least depends on each table's *option*: its way and its
-number of shards (a range of numbers if shards may be uneven). HiGHS picks the options
-with the shortest sum of all phases. That sum is the bound. If HiGHS stops early, its
-own lower bound is used.
+Ids are exchanged one stage after another. A forward or backward pass takes at least as
+long as each of these, whatever the order of the stages (see `costs/timeline.py`):
+
+- the kernels of a stage and its exchange, or its all-reduce;
+- the exchanges of all stages, and the shortest launch of any kernel, or all
+  all-reduces;
+- the mean work of all stages, and the shortest launch; together with all exchanges if
+  kernels do not run beside them.
+
+How long that takes at least depends on each table's *option*: its way and its number of
+shards (a range of numbers if shards may be uneven). HiGHS picks the options with the
+shortest iteration, which is the bound. If it stops early, its own bound is used.
 
 The program ignores three things that can only make a plan slower: whether shards fit
 together into each rank's memory, placement rules, and the reordering of outputs.
 
 Shapes: `O` options, `N` shards, `K` rows of work (see `Work`), `M` memories, `G` fusion
 groups, `S` stages, `X` widths or costs, `2` forward and backward, `3` loads of
-collectives (see `simulator.PricedShards`), `5` phases of a stage: forward, backward and
-the collectives of each load.
+collectives (see `simulator.PricedShards`), `4` collectives (exchange of ids, of
+outputs, of gradients; all-reduce), `6` phases of a stage: forward, backward and the
+collectives.
 """
 
 from __future__ import annotations
@@ -49,6 +58,8 @@ MIP_GAP = 1e-3
 """Relative gap to the best choice at which HiGHS stops."""
 LEAST_SECONDS = 3.0
 """Least time limit of HiGHS, even after the deadline."""
+_LOADS = ((2,), (3, 4), (5,))
+"""The phases that each load of collectives takes."""
 SLACK = 1e-6
 """The bound is lowered by this relative amount for the solver's tolerances."""
 
@@ -61,6 +72,10 @@ class Work(Protocol):
 
     covers: Sequence[tuple[int, ...]]
     """For each row of work: the phases whose sum it bounds, 0 forward, 1 backward."""
+    in_stages: Sequence[int]
+    """Rows that add up over the shards of a stage."""
+    in_all: Sequence[int]
+    """Rows that add up over the shards of all stages."""
 
     def launch(self, groups: Sequence[int]) -> Floats:
         """Return the least launch time of kernels of these groups, `K` [ms]."""
@@ -85,7 +100,7 @@ class Options:
     """Loads, summed over all ranks."""
     bytes_OM: Floats
     """Memory, summed over all ranks."""
-    alone_O5: Floats
+    alone_O6: Floats
     """Phases of a rank that holds only the largest shard [ms]."""
 
     def pick(self, index: Ints | Bools) -> Self:
@@ -99,7 +114,7 @@ class Options:
             group_O: Fusion groups; options of different groups are not compared.
             in_memory: Whether memory is compared, too.
         """
-        costs = [self.mean_OK, self.loads_O3, self.alone_O5]
+        costs = [self.mean_OK, self.loads_O3, self.alone_O6]
         cost_OX = np.concatenate([*costs, *[self.bytes_OM] * in_memory], axis=1)
         # Among equal costs, less memory comes first.
         order = np.lexsort((self.bytes_OM.sum(axis=1), cost_OX.sum(axis=1)))
@@ -138,7 +153,7 @@ def list_options(bank: ShardBank, work: Work) -> Options:
     # Every shard receives all ids of its table, however narrow it is.
     loads_O3[:, 0] *= few_O * width_O / dim_O
     first_O = np.flatnonzero(np.diff(place_N, prepend=-1))
-    compute_O2, comms_O3 = (
+    compute_O2, comms_O4 = (
         work.alone(row_N[first_O]),
         _comms_alone(bank, way_O, width_O),
     )
@@ -156,7 +171,7 @@ def list_options(bank: ShardBank, work: Work) -> Options:
         mean_OK=work_OK / task.world_size,
         loads_O3=loads_O3,
         bytes_OM=(size_O * bytes_MO).T,
-        alone_O5=np.concatenate([compute_O2, comms_O3], axis=1),
+        alone_O6=np.concatenate([compute_O2, comms_O4], axis=1),
     )
 
 
@@ -214,7 +229,7 @@ def _comms_alone(bank: ShardBank, way_O: Ints, width_O: Ints) -> Floats:
     """Predict the collectives with only one shard, or block of ranks, of each option.
 
     Returns:
-        `O x 3` [ms], by load; 0 for ways whose blocks contain all ranks.
+        `O x 4` [ms]; 0 for ways whose blocks contain all ranks.
     """
     size_O = np.where(
         bank.block_T[way_O] < bank.task.world_size, bank.block_T[way_O], 0
@@ -226,21 +241,19 @@ def _comms_alone(bank: ShardBank, way_O: Ints, width_O: Ints) -> Floats:
     ms_N3 = bank.simulator.single_comms(way_O[place_N], loads_N3, rank_N, place_N)
     most_O3 = np.zeros((len(way_O), 3))
     np.maximum.at(most_O3, place_N, ms_N3)
-    return _by_load(most_O3, bank.loads_of(bank.whole_T[way_O])[:, 2] > 0)
+    return _collectives(most_O3, bank.loads_of(bank.whole_T[way_O])[:, 2] > 0)
 
 
-def _by_load(ms_N3: Floats, replicated_N: npt.ArrayLike) -> Floats:
-    """Return the times of collectives by load, `N x 3` [ms].
+def _collectives(ms_N3: Floats, replicated_N: npt.ArrayLike) -> Floats:
+    """Return the times of the four collectives, `N x 4` [ms].
 
     Args:
         ms_N3: Exchange of ids, of outputs, and of gradients [ms].
-        replicated_N: Whether tables are replicated. Then gradients are the third load;
-            otherwise outputs and gradients together are the second.
+        replicated_N: Whether tables are replicated. Then the last is an all-reduce.
     """
-    both_N, replicated_N = ms_N3[:, 1:].sum(axis=1), np.asarray(replicated_N)
-    return np.stack(
-        [ms_N3[:, 0], both_N * ~replicated_N, both_N * replicated_N], axis=1
-    )
+    index_N, sent_N, returned_N = ms_N3.T
+    reduced_N = returned_N * np.asarray(replicated_N)
+    return np.stack([index_N, sent_N, returned_N - reduced_N, reduced_N], axis=1)
 
 
 class Program:
@@ -267,21 +280,31 @@ class Program:
         self._bank, self._work, self._options = bank, work, options
         num_stages = bank.task.num_stages
         self._cost: list[float] = []
+        self._limit: list[float] = []
         self._whole: list[bool] = []
         self._cells: list[tuple[npt.ArrayLike, npt.ArrayLike]] = []
         self._most: list[float] = []
         whole = len(options.own_O) <= MAX_WHOLE
         self._takes: Ints = np.array([self._add(whole=whole) for _ in options.own_O])
-        self._time_S5: Ints = np.full((num_stages, 5), -1)
+        self._time_S6: Ints = np.full((num_stages, 6), -1)
         """The variable of each phase's time; -1 if the phase takes none."""
+        self._forward_S: Ints = np.full(num_stages, -1)
+        """The variable of the forward pass of each stage's module."""
+        self._backward = self._add_time(1.0)
+        """The variable of the backward pass."""
         for own in _alike(options.own_O):
             self._rule(self._takes[own], np.full(len(own), -1.0), -1.0)
         room_M = bank.caps_MW.sum(axis=1)
         for room, bytes_O in zip(room_M, options.bytes_OM.T, strict=True):
             if in_memory and math.isfinite(room):
                 self._rule(self._takes, bytes_O / max(room, 1.0), 1.0)
-        for held in _alike(bank.stages_T[options.way_O]):
-            self._add_stage(int(bank.stages_T[options.way_O[held[0]]]), held)
+        stage_O = bank.stages_T[options.way_O]
+        module_S = np.array(bank.task.modules)
+        for module in np.unique(module_S[stage_O]).tolist():
+            self._forward_S[module_S == module] = self._add_time(1.0)
+        for held in _alike(stage_O):
+            self._add_stage(int(stage_O[held[0]]), held)
+        self._add_passes()
 
     def solve(self, seconds: float) -> tuple[float, Floats]:
         """Return the least time of an iteration [ms], and the memory it needs, `M`.
@@ -301,8 +324,7 @@ class Program:
         shape = (len(sizes), len(self._cost))
         matrix = sparse.csr_matrix((value, (line, column)), shape=shape)
         cost, most_C = np.array(self._cost), np.array(self._most)
-        # Times have no upper limit; other variables are between 0 and 1.
-        most = np.where(cost > 0, np.inf, 1.0)
+        most = np.array(self._limit)
         num_options = len(self._takes)
         linear = optimize.linprog(
             cost,
@@ -333,11 +355,16 @@ class Program:
         bytes_M: Floats = share_O @ self._options.bytes_OM
         return max(0.0, bound) * (1 - SLACK), bytes_M
 
-    def _add(self, cost: float = 0.0, *, whole: bool = False) -> int:
+    def _add(self, cost: float = 0.0, *, whole: bool = False, most: float = 1.0) -> int:
         """Add a variable (a time, a share, or a yes or no); return its index."""
         self._cost.append(cost)
+        self._limit.append(most)
         self._whole.append(whole)
         return len(self._cost) - 1
+
+    def _add_time(self, cost: float = 0.0) -> int:
+        """Add a time without an upper limit; return its index."""
+        return self._add(cost, most=math.inf)
 
     def _rule(
         self, columns: npt.ArrayLike, values: npt.ArrayLike, most: float = 0.0
@@ -349,17 +376,65 @@ class Program:
     def _add_stage(self, stage: int, held: Ints) -> None:
         """Add the phases of a stage, whose options have the indices `held`."""
         options = self._options
-        loads = options.loads_O3[held].any(axis=0)
-        for phase in np.flatnonzero(np.append([True, True], loads)).tolist():
-            self._time_S5[stage, phase] = self._add(1.0)
+        loads = np.flatnonzero(options.loads_O3[held].any(axis=0)).tolist()
+        phases = [0, 1, *(phase for load in loads for phase in _LOADS[load])]
+        for phase in phases:
+            # Ids are exchanged one stage after another.
+            self._time_S6[stage, phase] = self._add_time(1.0 if phase == 2 else 0.0)
             self._add_alone(stage, phase, held)
         used = self._uses(held)
         self._add_work(stage, held, used)
         groups = _alike(self._bank.groups_T[options.way_O[held]])
         for group in groups if len(groups) > 1 else ():
             self._add_work(stage, held[group], self._uses(held[group]))
-        for load in np.flatnonzero(loads).tolist():
+        for load in loads:
             self._add_collective(stage, load, used, held)
+        forward, backward, _, sent, returned, reduced = self._time_S6[stage].tolist()
+        self._at_least(int(self._forward_S[stage]), forward, sent)
+        self._at_least(self._backward, backward, returned)
+        self._at_least(self._backward, backward, reduced)
+
+    def _at_least(self, time: int, *parts: int) -> None:
+        """Require that a time is at least the sum of others; -1 stands for none."""
+        columns = [time, *(part for part in parts if part >= 0)]
+        self._rule(columns, [-1.0, *[1.0] * (len(columns) - 1)])
+
+    def _add_passes(self) -> None:
+        """Require that passes last as long as all stages' work or exchanges."""
+        options, work = self._options, self._work
+        group_O = self._bank.groups_T[options.way_O]
+        stage_O = self._bank.stages_T[options.way_O]
+        stages = [np.unique(group_O[held]).tolist() for held in _alike(stage_O)]
+        launches = [
+            np.maximum(
+                work.launch(groups), np.min([work.launch([g]) for g in groups], axis=0)
+            )
+            for groups in stages
+        ]
+        least_K = np.min(launches, axis=0)
+        launch_K = np.maximum(least_K, work.launch(np.unique(group_O).tolist()))
+        forward: list[int] = np.unique(self._forward_S[self._forward_S >= 0]).tolist()
+        passes = forward, [self._backward]
+        sent_S, returned_S, reduced_S = self._time_S6[:, 3:].T
+        overlaps = self._bank.simulator.comms_model.overlaps
+        for k, covers in enumerate(work.covers):
+            times = [time for p in covers for time in passes[p]]
+            less = [-1.0] * len(times)
+            sent = np.concatenate([(sent_S, returned_S)[p] for p in covers])
+            if not overlaps and 1 in covers:
+                sent = np.concatenate([sent, reduced_S])
+            sent = sent[sent >= 0]
+            ones = np.ones(len(sent))
+            if k in work.in_all:
+                beside = sent[: 0 if overlaps else None]
+                columns = [*times, *self._takes, *beside]
+                values = [*less, *options.mean_OK[:, k], *ones[: len(beside)]]
+                self._rule(columns, values, -launch_K[k])
+            if k in work.in_stages:
+                self._rule([*times, *sent], [*less, *ones], -least_K[k])
+        for time in forward:
+            self._at_least(time, *sent_S[self._forward_S == time])
+        self._at_least(self._backward, *returned_S, *reduced_S)
 
     def _uses(self, held: Ints) -> int:
         """Add a variable: whether any of these options is taken; return its index."""
@@ -376,16 +451,17 @@ class Program:
         """
         groups = np.unique(self._bank.groups_T[self._options.way_O[held]])
         launch_K = self._work.launch(groups.tolist())
-        for k, covers in enumerate(self._work.covers):
-            times = self._time_S5[stage, list(covers)]
+        for k in self._work.in_stages:
+            covers = self._work.covers[k]
+            times = self._time_S6[stage, list(covers)]
             mean = self._options.mean_OK[held, k]
             columns = [*times, runs, *self._takes[held]]
             self._rule(columns, [*[-1.0] * len(times), launch_K[k], *mean])
 
     def _add_alone(self, stage: int, phase: int, held: Ints) -> None:
         """Require that a phase takes at least as long as each table's largest shard."""
-        options, time = self._options, int(self._time_S5[stage, phase])
-        alone_N = options.alone_O5[held, phase]
+        options, time = self._options, int(self._time_S6[stage, phase])
+        alone_N = options.alone_O6[held, phase]
         tables = _alike(options.own_O[held])
         most = np.array([alone_N[own].max() for own in tables])
         for table in np.argsort(-most, kind="stable")[:MAX_ALONE].tolist():
@@ -410,33 +486,36 @@ class Program:
         low = math.floor(math.log2(max(least, float(each[each > 0].min()))))
         ends = 2.0 ** np.arange(low, max(low + 1, math.ceil(math.log2(most))) + 1)
         knots = np.linspace(ends[:-1], ends[1:], NUM_KNOTS, axis=1)
-        even_ms = self._even_ms(stage, load, knots)
-        columns, values = [int(self._time_S5[stage, 2 + load])], [-1.0]
-        pieces, amounts = [], [*(-each / most)]
-        for load_N, ms_N in zip(knots, even_ms, strict=True):
-            line_N = np.linspace(ms_N[0], ms_N[-1], NUM_KNOTS)
-            # Between two knots, the time is at least that at the first knot.
-            over = float((line_N[1:] - ms_N[:-1]).max(initial=0.0))
+        starts, pieces, amounts = [], [], [*(-each / most)]
+        for load_N in knots:
             piece, above = self._add(whole=True), self._add()
             self._rule([above, piece], [1.0, -1.0])
+            starts.append(piece)
             pieces += [piece, above]
             amounts += [load_N[0] / most, (load_N[-1] - load_N[0]) / most]
-            columns += [piece, above]
-            values += [ms_N[0] - over, ms_N[-1] - ms_N[0]]
-        self._rule(columns, values)
-        starts = np.ones(len(knots))
-        self._rule([*pieces[::2], used], [*starts, -1.0])
-        self._rule([used, *pieces[::2]], [1.0, *np.negative(starts).tolist()])
+        even_ms = self._even_ms(stage, load, knots)
+        for phase, phase_ms in zip(_LOADS[load], even_ms, strict=True):
+            values = [-1.0]
+            for ms_N in phase_ms:
+                line_N = np.linspace(ms_N[0], ms_N[-1], NUM_KNOTS)
+                # Between two knots, the time is at least that at the first knot.
+                over = float((line_N[1:] - ms_N[:-1]).max(initial=0.0))
+                values += [ms_N[0] - over, ms_N[-1] - ms_N[0]]
+            self._rule([int(self._time_S6[stage, phase]), *pieces], values)
+        ones = np.ones(len(starts))
+        self._rule([*starts, used], [*ones, -1.0])
+        self._rule([used, *starts], [1.0, *np.negative(ones).tolist()])
         self._rule([*self._takes[held], *pieces], -np.array(amounts))
 
-    def _even_ms(self, stage: int, load: int, load_PN: Floats) -> Floats:
-        """Predict a stage's collectives with one load balanced over all ranks [ms]."""
+    def _even_ms(self, stage: int, load: int, load_PN: Floats) -> Iterator[Floats]:
+        """Yield a stage's collectives with one load balanced over all ranks [ms]."""
         num_ranks = self._bank.task.world_size
         loads = np.zeros((load_PN.size, num_ranks, 3))
         loads[..., load] = load_PN.reshape(-1, 1) / num_ranks
         ms_N3 = self._bank.simulator.stage_comms(stage, loads).max(axis=1)
-        total: Floats = _by_load(ms_N3, load == 2)[:, load].reshape(load_PN.shape)
-        return total
+        ms_N4 = _collectives(ms_N3, load == 2)
+        for phase in _LOADS[load]:
+            yield ms_N4[:, phase - 2].reshape(load_PN.shape)
 
 
 def _alike(key_N: Ints) -> list[Ints]:

@@ -119,6 +119,8 @@ class _Sums:
     """Work of a model with an additive lower bound (`CostModel.additive`)."""
 
     covers: Sequence[tuple[int, ...]] = ((0,), (1,))
+    in_stages: Sequence[int] = (0, 1)
+    in_all: Sequence[int] = (0, 1)
 
     def __init__(self, bank: ShardBank, additive: Floats) -> None:
         """Take the coefficients of `CostModel.additive`."""
@@ -149,10 +151,9 @@ class _Prices:
     """Prices of shards, for forward and backward together.
 
     A shard's price is its encoding times the model's slope, times a factor of its table
-    and fusion group. Changing prices means changing these factors.
+    and fusion group. Changing prices means changing these factors. With several stages,
+    shards have one price for sets of a stage and one for sets of all stages.
     """
-
-    covers: Sequence[tuple[int, ...]] = ((0, 1),)
 
     def __init__(
         self, bank: ShardBank, plan_TW: Ints, rounds: int, deadline: float
@@ -169,28 +170,37 @@ class _Prices:
         self._rounds, self._deadline = rounds, deadline
         self._own_T = owners(bank.task)
         num_groups, num_own = bank.task.num_groups, len(bank.task.ways)
-        self._launches: dict[tuple[int, ...], float] = {}
-        """Fusion groups of a stage -> launch [ms]."""
-        self._slope_GE: Floats = np.zeros((num_groups, bank.encoding_dim))
-        self._factor_GO: Floats = np.ones((num_groups, num_own))
+        stages = np.unique(bank.stages_T).tolist()
+        rows = 1 if len(stages) == 1 else 2
+        self.covers: Sequence[tuple[int, ...]] = ((0, 1),) * rows
+        self.in_stages: Sequence[int] = (0,)
+        self.in_all: Sequence[int] = (rows - 1,)
+        self._launches: dict[tuple[int, ...], Floats] = {}
+        """Fusion groups of a set -> launch for each row of work [ms]."""
+        self._slope_KGE: Floats = np.zeros((rows, num_groups, bank.encoding_dim))
+        self._factor_KGO: Floats = np.ones((rows, num_groups, num_own))
         self._light: dict[int, Floats] = {}
         """Fusion group -> encodings of its cheapest tables."""
-        for stage in np.unique(bank.stages_T).tolist():
-            self._price(np.flatnonzero(bank.stages_T == stage))
+        if rows > 1:
+            self._price(np.arange(len(bank.stages_T)), 1)
+        for stage in stages:
+            self._price(np.flatnonzero(bank.stages_T == stage), 0)
 
     def launch(self, groups: Sequence[int]) -> Floats:
-        """See `Work.launch`; only known for all groups of a stage together."""
-        return np.array([self._launches.get(tuple(groups), 0.0)])
+        """See `Work.launch`; only known for all groups that were priced together."""
+        return self._launches.get(tuple(groups), np.zeros(len(self.covers)))
 
     def of_shards(self, rows_N: Ints) -> Floats:
         """See `Work.of_shards`."""
         bank = self._bank
         table_N = bank.table(rows_N)
-        group_N = bank.groups_T[table_N]
-        slope_N = (bank.encoding(rows_N) * self._slope_GE[group_N]).sum(axis=1)
-        factor_N = self._factor_GO[group_N, self._own_T[table_N]]
-        price_N = np.maximum(slope_N, TINY) * factor_N
-        work: Floats = (price_N + bank.extra(rows_N).sum(axis=1))[:, None]
+        group_N, encoding_NE = bank.groups_T[table_N], bank.encoding(rows_N)
+        slope_KN = np.stack(
+            [(encoding_NE * s[group_N]).sum(1) for s in self._slope_KGE]
+        )
+        factor_KN = self._factor_KGO[:, group_N, self._own_T[table_N]]
+        price_KN = np.maximum(slope_KN, TINY) * factor_KN
+        work: Floats = (price_KN + bank.extra(rows_N).sum(axis=1)).T
         return work
 
     def alone(self, rows_N: Ints) -> Floats:
@@ -204,11 +214,12 @@ class _Prices:
             alone[n] = np.minimum(alone[n], bank.predict(company).min(axis=0))
         return alone + bank.extra(rows_N)
 
-    def _price(self, way_T: Ints) -> None:
-        """Find the prices of one stage and store them.
+    def _price(self, way_T: Ints, row: int) -> None:
+        """Find the prices of shards in one or all stages, and store them.
 
         Args:
-            way_T: The entries of the stage.
+            way_T: The entries of the stages.
+            row: The row of work.
         """
         bank, num_ranks = self._bank, self._bank.task.world_size
         groups, place_T = np.unique(bank.groups_T[way_T], return_inverse=True)
@@ -262,11 +273,14 @@ class _Prices:
         # Nets are nearly linear in the size of a set. So the launch is the cost minus
         # the slope times the average rank's encoding.
         launch_ms = min(max(0.0, float(mean_ms - mean_X @ slope_X)), best_ms)
-        self._launches[tuple(groups.tolist())] = launch_ms
-        self._slope_GE[groups] = slope_X.reshape(shape)
+        launch_K = self._launches.setdefault(
+            tuple(groups.tolist()), np.zeros(len(self.covers))
+        )
+        launch_K[row] = launch_ms
+        self._slope_KGE[row, groups] = slope_X.reshape(shape)
         scale = (best_ms - launch_ms) / float(first_I @ share_I)
         factor_I = best_I / first_I * scale
-        self._factor_GO[bank.groups_T[way_I], self._own_T[way_I]] = factor_I
+        self._factor_KGO[row, bank.groups_T[way_I], self._own_T[way_I]] = factor_I
 
     def _best(
         self,

@@ -315,10 +315,17 @@ class Choices:
         loads_CWS3 = np.broadcast_to(
             loads.reshape(count, 1, num_stages, 3), shape
         ).copy()
-        comms = bank.simulator.comms_costs(loads_CWS3).max(axis=1)
-        kernels: Floats = compute.reshape(count, num_groups * 2).sum(axis=1)
-        total: Floats = kernels + comms.sum(axis=(1, 2))
-        return total
+        comms = bank.simulator.comms_costs(loads_CWS3).max(axis=1, keepdims=True)
+        kernels = bank.simulator.stage_compute(compute.reshape(count, 1, num_groups, 2))
+        placed_CT = np.zeros((count, len(bank.groups_T)), dtype=bool)
+        placed_CT[line, way] = True
+        return bank.simulator.path_ms(
+            np.concatenate(
+                [comms[..., :1], kernels[..., :1], comms[..., 1:], kernels[..., 1:]], -1
+            ),
+            np.zeros((1, num_stages, 2)),
+            bank.simulator.stage_order(placed_CT),
+        )
 
     def improved(self, chosen_N: Ints, deadline: float) -> Ints:
         """Switch tables to other ways until no switch pays.

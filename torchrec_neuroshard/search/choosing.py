@@ -214,6 +214,7 @@ def _column_task(
         groups=tuple(groups.index(task.groups[t]) for t in tables),
         stages=tuple(stages.index(task.stages[g]) for g in groups),
         stage_names=tuple(task.stage_names[s] for s in stages),
+        modules=tuple(task.modules[s] for s in stages),
         alternatives=(),
     )
     check_memory(part, is_part=True)

@@ -76,9 +76,7 @@ class Draft:
         """
         draft = cls(lanes.bank, 0)
         draft._splits_on = False  # splitting here makes plans up to 3 % worse
-        num_ranks = lanes.bank.task.world_size
-        shape = (len(from_Q), num_ranks, lanes.bank.task.num_stages, 4)
-        draft.phases_LWS4 = lanes.phases_LWP[from_Q].reshape(shape)
+        draft.phases_LWS4 = lanes.phases_LWS4[from_Q]
         draft.unit_LS4 = np.maximum(draft.phases_LWS4.mean(axis=1), LEAST_MS)
         draft._bytes_MLW = lanes.bytes_MLW[:, from_Q]
         draft._occupants_LAW = lanes.occupants_LAW[from_Q]

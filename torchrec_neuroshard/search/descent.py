@@ -216,7 +216,7 @@ def drafted(
     Returns:
         The changes that found room, and their approximate scores, `K`.
     """
-    most = max(1, MOST_PHASES // lanes.phases_LWP[0].size)
+    most = max(1, MOST_PHASES // lanes.phases_LWS4[0].size)
     parts = []
     for start in range(0, len(options), most):
         parts.append(_drafted(lanes, options[start : start + most]))
@@ -234,10 +234,9 @@ def _drafted(
     draft = Draft.of(lanes, lane_Q, *_pieces_of(lanes, lane_Q, table_Q))
     draft.place(np.arange(len(options)), way_Q, count_Q)
     changes, good = draft.changes()
-    phases = draft.phases_LWS4[good].reshape(len(good), *lanes.phases_LWP.shape[1:])
-    unit_KP = lanes.unit_LP[changes.lane_K]
-    powers = lanes.raised(phases / unit_KP[:, None])
-    return changes, lanes.norm(powers.sum(axis=1), unit_KP)
+    loads = lanes.loads(draft.phases_LWS4[good], changes.lane_K)
+    powers = lanes.raised(loads / lanes.unit_LP[changes.lane_K][:, None])
+    return changes, lanes.score(powers.sum(axis=1), changes.lane_K)
 
 
 def _lay_out(lanes: Lanes, active: Ints, deadline: float) -> Ints:

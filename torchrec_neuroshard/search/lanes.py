@@ -9,16 +9,20 @@ of the collectives, and bytes. A *change* removes some pieces and adds others. P
 it takes only the sums of the ranks that it touches. A *candidate* is a change that a
 search may apply.
 
-The score of a lane is a smooth version of its critical path. A phase counts by a norm
-of a high power over the ranks instead of by the slowest rank. So relieving one of
-several equally slow ranks already lowers the score. The higher the power, the closer
-the score is to the critical path.
+The score of a lane is a smooth version of its critical path. A load counts by a norm of
+a high power over the ranks instead of by the slowest rank. So relieving one of several
+equally slow ranks already lowers the score. The higher the power, the closer the score
+is to the critical path.
+
+Ranks do not wait between stages. So the loads are the kernels up to each stage, in
+TorchRec's order, of the forward and of the backward pass, and the exchanges of each
+stage. A pass takes as long as its longest chain of loads (see `costs/timeline.py`).
 
 Shapes: `L` lanes, `W` ranks, `T` entries of the task (one for each way of a table), `G`
-fusion groups, `S` stages, `P` phases (forward, backward, exchange of ids, exchange of
-outputs; all four of each stage), `E` encoding values, `M` memories, `K` candidates, `N`
-pieces, `X` pieces on single ranks, `A` sets of tables that must be apart, `C` kernels
-and `R` ranks that candidates change.
+fusion groups, `S` stages, `4` phases of a stage (forward, backward, exchange of ids,
+exchange of outputs), `P` loads (four of each stage, in TorchRec's order), `E` encoding
+values, `M` memories, `K` candidates, `N` pieces, `X` pieces on single ranks, `A` sets
+of tables that must be apart, `C` kernels and `R` ranks that candidates change.
 """
 
 from __future__ import annotations
@@ -32,7 +36,6 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.costs.simulator import critical_path
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
 
 Bools = npt.NDArray[np.bool_]
@@ -46,6 +49,9 @@ MOST_BYTES = 2**27
 """Most bytes that the sums of lanes side by side may take. They are `L x W x G x E`."""
 MOST_ENTRIES = 2**17
 """Pieces on single ranks that are priced at once, so that their arrays stay small."""
+OTHER_CHAINS = 0.03
+"""Weight of the mean over all chains in the score of a pass; the rest is the longest
+chain's."""
 STEPS_PER_REFRESH = 64
 """After this many changes the sums are recomputed, so that rounding errors stay small.
 """
@@ -121,7 +127,9 @@ class Lanes:
     Attributes:
         score_L: Smooth version of the critical path [ms]; searches minimise it.
         critical_L: Critical path [ms].
-        phases_LWP: Each rank's phases [ms]; collectives approximately.
+        phases_LWS4: Each rank's phases [ms]; collectives approximately.
+        loads_LWP: Each rank's loads [ms].
+        slope_LP: How much the score grows with each load's norm.
         load_LW: Sum of a rank's phases [ms].
         pieces_LT: Number of pieces of each table.
     """
@@ -339,31 +347,57 @@ class Lanes:
         bank = self.bank
         compute_LWS2 = bank.simulator.stage_compute(self.compute_LWG2) + self.extra_LWS2
         exact = bank.simulator.phases(compute_LWS2, self.loads_LWS3)
-        self.order_LS: Floats = self._order_ms(*self._order_sums())
-        self.critical_L: Floats = critical_path(exact) + self.order_LS.sum(axis=1)
+        reorder_LS2 = self._order_ms(*self._order_sums())
+        self.order_LS: Floats = reorder_LS2.sum(axis=2)
+        self.stages_LS: Ints = bank.simulator.stage_order(self.pieces_LT > 0)
+        self.critical_L: Floats = bank.simulator.path_ms(
+            exact, reorder_LS2, self.stages_LS
+        )
         # Collectives are approximated by sums over shards, and scaled so that the
         # slowest rank has its exact time.
         ms = self.loads_LWS3 * bank.comms_per_load_S3
         about = np.stack([ms[..., 0], ms[..., 1] + ms[..., 2]], axis=-1)
         most_LS2 = about.max(axis=1)
         worst = exact[..., [0, 2, 3]].max(axis=1)
-        exact_LS2 = np.stack([worst[..., 0], worst[..., 1] + worst[..., 2]], axis=-1)
+        both_LS = worst[..., 1] + worst[..., 2]
+        exact_LS2 = np.stack([worst[..., 0], both_LS], axis=-1)
         known = (exact_LS2 > 0) & (most_LS2 > 0)
         self.scale_LS2: Floats = np.where(
             known, exact_LS2 / np.maximum(most_LS2, LEAST_MS), 1.0
         )
         about *= self.scale_LS2[:, None]
-        phases = np.concatenate([compute_LWS2, about], axis=-1)
-        num_lanes, num_ranks, num_stages, _ = phases.shape
-        self.phases_LWP: Floats = phases.reshape(num_lanes, num_ranks, 4 * num_stages)
-        worst_LP = self.phases_LWP.max(axis=1)
+        self.phases_LWS4: Floats = np.concatenate([compute_LWS2, about], axis=-1)
+        forward_LS = worst[..., 1] / np.maximum(both_LS, LEAST_MS)
+        self.sent_LS: Floats = np.take_along_axis(forward_LS, self.stages_LS, axis=1)
+        self.reduced_LS: Bools = bank.simulator.replicated_S[self.stages_LS]
+        every = np.arange(self.num_lanes)
+        self.loads_LWP: Floats = self.loads(self.phases_LWS4, every)
+        self.updated_LS: Floats = self.loads_LWP[:, :, 1::4].mean(axis=1)
+        worst_LP = self.loads_LWP.max(axis=1)
         least_L1 = LEAST_SHARE * worst_LP.sum(axis=1, keepdims=True)
         self.unit_LP: Floats = np.maximum(worst_LP, np.maximum(least_L1, LEAST_MS))
-        self.powers_LWP: Floats = self.raised(self.phases_LWP / self.unit_LP[:, None])
+        self.powers_LWP: Floats = self.raised(self.loads_LWP / self.unit_LP[:, None])
         self.total_LP: Floats = self.powers_LWP.sum(axis=1)
-        self.load_LW: Floats = self.phases_LWP.sum(axis=2)
-        self.score_L: Floats = self.norm(self.total_LP, self.unit_LP)
+        self.load_LW: Floats = self.phases_LWS4.sum(axis=(2, 3))
+        self.score_L: Floats = self.score(self.total_LP, every)
         self.score_L += self.order_LS.sum(axis=1)
+        self.slope_LP: Floats = self._slopes()
+
+    def loads(self, phases_KWS4: Floats, lane_K: Ints) -> Floats:
+        """Return the loads of ranks with these phases, `K x W x P` [ms].
+
+        Args:
+            phases_KWS4: Phases, or changes of phases.
+            lane_K: Lanes whose order of stages holds.
+        """
+        num_lines, num_ranks, num_stages, _ = phases_KWS4.shape
+        if num_stages > 1:
+            order_K1S1 = self.stages_LS[lane_K][:, None, :, None]
+            phases_KWS4 = np.take_along_axis(phases_KWS4, order_K1S1, axis=2)
+            phases_KWS4[..., 1] = phases_KWS4[..., 1].cumsum(axis=2)
+            for some in self.bank.modules:
+                phases_KWS4[:, :, some, 0] = phases_KWS4[:, :, some, 0].cumsum(axis=2)
+        return phases_KWS4.reshape(num_lines, num_ranks, 4 * num_stages)
 
     def raised(self, values: Floats) -> Floats:
         """Return values raised to the power of the norm."""
@@ -373,21 +407,99 @@ class Lanes:
             power //= 2
         return values
 
-    def norm(self, total_KP: Floats, unit_KP: Floats) -> Floats:
-        """Return the sum of the phases' norms, `K` [ms].
+    def score(self, total_KP: Floats, lane_K: Ints) -> Floats:
+        """Return the scores for sums of the loads' powers, without reordering, `K`.
 
         Args:
-            total_KP: Sum over ranks of the phases' powers, in units.
-            unit_KP: The phases' units [ms].
+            total_KP: Sum over ranks of the loads' powers, in units.
+            lane_K: Lanes that the candidates start from.
         """
-        norm_KP = unit_KP * np.maximum(total_KP, 0.0) ** (1.0 / self.power)
-        norm_K: Floats = norm_KP.sum(axis=1)
-        return norm_K
+        norm_KP = np.maximum(total_KP, 0.0) ** (1.0 / self.power)
+        norm_KP *= self.unit_LP[lane_K]
+        score_K: Floats = norm_KP[:, 2::4].sum(axis=1)
+        for chain_KS in self._chains(norm_KP, lane_K):
+            num_stages = norm_KP.shape[1] // 4
+            score_K += (1 - OTHER_CHAINS) * chain_KS.max(axis=1)
+            score_K += OTHER_CHAINS * chain_KS[:, :num_stages].mean(axis=1)
+        return score_K
+
+    def _chains(self, norm_KP: Floats, lane_K: Ints) -> list[Floats]:
+        """Return the chains of each forward pass and of the backward pass [ms].
+
+        The backward pass has one chain for each place, and then, if tables are
+        replicated, one that ends with the all-reduce of each place.
+        """
+        forward_KS, backward_KS, _, both_KS = (norm_KP[:, n::4] for n in range(4))
+        sent_KS = both_KS * self.sent_LS[lane_K]
+        left_KS = both_KS - sent_KS
+        if not self.bank.simulator.comms_model.overlaps:
+            # One chain each, with all kernels and all exchanges.
+            sums = [
+                forward_KS[:, some.stop - 1] + sent_KS[:, some].sum(axis=1)
+                for some in self.bank.modules
+            ]
+            sums.append(backward_KS[:, -1] + left_KS.sum(axis=1))
+            return [total_K[:, None] for total_K in sums]
+        reduced_KS = left_KS * self.reduced_LS[lane_K]
+        left_KS = (left_KS - reduced_KS)[:, ::-1].cumsum(axis=1)[:, ::-1]
+        backward = [backward_KS + left_KS]
+        if self.reduced_LS.any():
+            # The kernels before an all-reduce are those of its place and after it.
+            before_LS = self.updated_LS[:, :-1]
+            before_LS = np.pad(before_LS, ((0, 0), (1, 0)))
+            ends_KS = backward_KS[:, -1:] - before_LS[lane_K]
+            ends_KS = ends_KS + reduced_KS.cumsum(axis=1)
+            backward.append(ends_KS * self.reduced_LS[lane_K])
+        return [
+            *(
+                forward_KS[:, some] + sent_KS[:, some][:, ::-1].cumsum(axis=1)[:, ::-1]
+                for some in self.bank.modules
+            ),
+            np.concatenate(backward, axis=1),
+        ]
+
+    def _slopes(self) -> Floats:
+        """Return how much the score grows with each load's norm, `L x P`.
+
+        Only the longest chains count. `forward_LS` and `backward_L` say which kernels
+        are on them: those up to these places.
+        """
+        every = np.arange(self.num_lanes)
+        norm_LP = self.unit_LP * self.total_LP ** (1.0 / self.power)
+        slope_LP = np.zeros_like(norm_LP)
+        slope_LP[:, 2::4] = 1.0
+        place_S = np.arange(self.stages_LS.shape[1])
+        if not self.bank.simulator.comms_model.overlaps:
+            ends = [some.stop - 1 for some in self.bank.modules]
+            slope_LP[:, 0::4] = np.isin(place_S, ends)
+            slope_LP[:, 1::4] = place_S == place_S[-1]
+            slope_LP[:, 3::4] = 1.0
+            ends_S = np.repeat(ends, [s.stop - s.start for s in self.bank.modules])
+            self.forward_LS: Ints = np.tile(ends_S, (self.num_lanes, 1))
+            self.backward_L: Ints = np.full(self.num_lanes, place_S[-1])
+            return slope_LP
+        *forward, backward = self._chains(norm_LP, every)
+        longest_L1 = backward.argmax(axis=1)[:, None]
+        reduces_L1 = longest_L1 >= len(place_S)
+        last_L1 = np.where(reduces_L1, place_S[-1], longest_L1)
+        first_reduced = reduces_L1 & (place_S <= longest_L1 - len(place_S))
+        returned = np.where(self.reduced_LS, first_reduced, place_S >= last_L1)
+        slope_LP[:, 1::4] = place_S == last_L1
+        slope_LP[:, 3::4] = returned * (1 - self.sent_LS)
+        self.backward_L = last_L1[:, 0]
+        self.forward_LS = np.zeros_like(self.stages_LS)
+        for some, chain_LS in zip(self.bank.modules, forward, strict=True):
+            last_L1 = chain_LS.argmax(axis=1)[:, None] + some.start
+            sent_LS = (place_S[some] >= last_L1) * self.sent_LS[:, some]
+            slope_LP[:, 0::4][:, some] = place_S[some] == last_L1
+            slope_LP[:, 3::4][:, some] += sent_LS
+            self.forward_LS[:, some] = last_L1
+        return slope_LP
 
     def weights(self) -> Floats:
         """Return each rank's share in the score, `L x W`; hot ranks have the most."""
         total_LP = np.maximum(self.total_LP, 1e-300)
-        slope_LP = self.unit_LP * total_LP ** (1.0 / self.power - 1.0)
+        slope_LP = self.unit_LP * total_LP ** (1.0 / self.power - 1.0) * self.slope_LP
         weight_LW: Floats = (self.powers_LWP * slope_LP[:, None]).sum(axis=2)
         return weight_LW
 
@@ -413,13 +525,12 @@ class Lanes:
         return self.split_LS, self.split_columns_LS, self.columns_LS
 
     def _order_ms(self, split_XS: Floats, columns_XS: Floats, all_XS: Floats) -> Floats:
-        """Return the time of reordering for sums as in `_order_sums`, `X x S` [ms]."""
+        """Return the time of reordering for sums as in `_order_sums`, `X x S x 2`."""
         bank = self.bank
         if not bank.has_order:
-            return np.zeros_like(split_XS)
+            return np.zeros((*split_XS.shape, 2))
         columns = np.where(bank.pooled_S, all_XS * (split_XS > 0.5), columns_XS)
-        ms: Floats = bank.simulator.order_costs(columns).sum(axis=-1)
-        return ms
+        return bank.simulator.order_costs(columns)
 
     def _reordering(self, c: Changes) -> Floats:
         """Return how much longer candidates make the reordering, `K` [ms]."""
@@ -446,7 +557,7 @@ class Lanes:
             new_KS = now_LS[c.lane_K]
             np.add.at(new_KS, (cand, bank.stages_T[table]), change)
             new.append(new_KS)
-        ms: Floats = self._order_ms(new[0], new[1], new[2]).sum(axis=1)
+        ms: Floats = self._order_ms(new[0], new[1], new[2]).sum(axis=(1, 2))
         ms -= self.order_LS[c.lane_K].sum(axis=1)
         return ms
 
@@ -510,13 +621,14 @@ class Lanes:
             extra = bank.extra(p.row_X) * p.sign_X[:, None]
             for n in range(2):
                 delta[:, n] += np.bincount(cell_X, extra[:, n], size)
-        new_RP = self.phases_LWP[lane_R, rank_R] + delta.reshape(len(lines), -1)
+        change_R1S4 = delta.reshape(len(lines), 1, num_stages, 4)
+        new_RP = self.loads_LWP[lane_R, rank_R] + self.loads(change_R1S4, lane_R)[:, 0]
         powers = self.raised(np.maximum(new_RP, 0.0) / self.unit_LP[lane_R])
         powers -= self.powers_LWP[lane_R, rank_R]
         first = np.flatnonzero(np.diff(cand_R, prepend=-1))
         total_KP = self.total_LP[c.lane_K]
         total_KP[cand_R[first]] += np.add.reduceat(powers, first, axis=0)
-        score = self.norm(total_KP, self.unit_LP[c.lane_K]) + self._reordering(c)
+        score = self.score(total_KP, c.lane_K) + self._reordering(c)
         score += self.order_LS[c.lane_K].sum(axis=1)
         return score
 

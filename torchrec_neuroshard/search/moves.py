@@ -267,33 +267,51 @@ class Moves:
         ms_K4[:, 2:] *= self._lanes.scale_LS2[lane_K, stage_K]
         return ms_K4
 
+    def _loads(self, lane_K: Ints, stage_K: Ints) -> tuple[Ints, Floats]:
+        """Return a stage's loads on the longest chains, and how they count.
+
+        Returns:
+            `K x 4` indices of loads: forward, backward, ids, outputs; and the growth of
+            the score with each load's norm, 0 where the stage's kernels are not on the
+            chain.
+        """
+        lanes = self._lanes
+        place_K = np.argsort(lanes.stages_LS, axis=1)[lane_K, stage_K]
+        forward_K = lanes.forward_LS[lane_K, place_K]
+        backward_K = lanes.backward_L[lane_K]
+        places_K4 = np.stack([forward_K, backward_K, place_K, place_K], axis=1)
+        load_K4 = 4 * places_K4 + np.arange(4)
+        slope_K4 = lanes.slope_LP[lane_K[:, None], load_K4]
+        slope_K4[:, 0] *= forward_K >= place_K
+        slope_K4[:, 1] *= backward_K >= place_K
+        return load_K4, slope_K4
+
     def _gain(
         self,
         lane_K: Ints,
-        stage_K: Ints,
+        load_KQ: Ints,
+        slope_KQ: Floats,
         changes: tuple[tuple[Ints, Floats], ...],
     ) -> Floats:
-        """Return how much the norms of a stage's phases shrink, `K` [ms].
+        """Return how much the norms of some loads shrink, `K` [ms].
 
         Args:
             lane_K: Lanes.
-            stage_K: Stages.
-            changes: Ranks, and the changes of their phases, `K x 4`.
+            load_KQ: The loads.
+            slope_KQ: How they count.
+            changes: Ranks, and the changes of their loads, `K x Q`.
         """
-        lanes = self._lanes
-        column_K4 = stage_K[:, None] * 4 + np.arange(4)
-        line_K1 = lane_K[:, None]
-        unit_K4 = lanes.unit_LP[line_K1, column_K4]
-        now_K4 = lanes.total_LP[line_K1, column_K4]
-        new_K4 = now_K4.copy()
-        for rank_K, change_K4 in changes:
-            where = line_K1, rank_K[:, None], column_K4
-            phases = np.maximum(lanes.phases_LWP[where] + change_K4, 0.0)
-            new_K4 += lanes.raised(phases / unit_K4) - lanes.powers_LWP[where]
+        lanes, line_K1 = self._lanes, lane_K[:, None]
+        unit_KQ = lanes.unit_LP[line_K1, load_KQ]
+        now_KQ = lanes.total_LP[line_K1, load_KQ]
+        new_KQ = now_KQ.copy()
+        for rank_K, change_KQ in changes:
+            where = line_K1, rank_K[:, None], load_KQ
+            loads = np.maximum(lanes.loads_LWP[where] + change_KQ, 0.0)
+            new_KQ += lanes.raised(loads / unit_KQ) - lanes.powers_LWP[where]
         root = 1.0 / lanes.power
-        gain: Floats = (unit_K4 * (now_K4**root - np.maximum(new_K4, 0.0) ** root)).sum(
-            axis=1
-        )
+        shrinks = unit_KQ * (now_KQ**root - np.maximum(new_KQ, 0.0) ** root)
+        gain: Floats = (shrinks * slope_KQ).sum(axis=1)
         return gain
 
     def _gain_of_transfers(self) -> Floats:
@@ -302,30 +320,47 @@ class Moves:
         less -= self._ms(t.lane_K, t.table_K, t.width_K)
         more = self._ms(t.lane_K, t.table_K, t.held_K + t.moved_K)
         more -= self._ms(t.lane_K, t.table_K, t.held_K)
-        changes = ((t.source_K, less), (t.target_K, more))
-        return self._gain(t.lane_K, self._bank.stages_T[t.table_K], changes)
+        loads = self._loads(t.lane_K, self._bank.stages_T[t.table_K])
+        return self._gain(t.lane_K, *loads, ((t.source_K, less), (t.target_K, more)))
 
     def _gain_of_swaps(self) -> Floats:
         mine_K, theirs_K = self._mine_K, self._theirs_K
         lane_K = self._lane_N[mine_K]
         source_K, target_K = self._rank_N[mine_K], self._rank_N[theirs_K]
         tables = self._table_N[mine_K], self._table_N[theirs_K]
-        ms = [
+        mine, theirs = (
             self._ms(lane_K, table_K, self._width_N[piece_K])
             for table_K, piece_K in zip(tables, (mine_K, theirs_K), strict=True)
-        ]
-        one_K, two_K = (self._bank.stages_T[table_K] for table_K in tables)
-        same, odd = np.flatnonzero(one_K == two_K), np.flatnonzero(one_K != two_K)
+        )
+        stages = [self._bank.stages_T[table_K] for table_K in tables]
+        load_K4, slope_K4 = self._loads(lane_K, stages[0])
         gain_K = np.zeros(len(mine_K))
-        change = ms[0] - ms[1]
-        for some, stage_K, more in (
-            (same, one_K, change),
-            (odd, one_K, ms[0]),
-            (odd, two_K, -ms[1]),
-        ):
-            if len(some):
-                ends = (source_K[some], -more[some]), (target_K[some], more[some])
-                gain_K[some] += self._gain(lane_K[some], stage_K[some], ends)
+        same, odd = (
+            np.flatnonzero(stages[0] == stages[1]),
+            np.flatnonzero(stages[0] != stages[1]),
+        )
+        if len(same):
+            more = (mine - theirs)[same]
+            ends = (source_K[same], -more), (target_K[same], more)
+            gain_K[same] = self._gain(lane_K[same], load_K4[same], slope_K4[same], ends)
+        if len(odd):
+            other_K4, count_K4 = self._loads(lane_K[odd], stages[1][odd])
+            one, two = mine[odd], theirs[odd]
+            load_K8 = np.concatenate([load_K4[odd], other_K4], axis=1)
+            change_K8 = np.concatenate(
+                [one * (slope_K4[odd] > 0), -two * (count_K4 > 0)], axis=1
+            )
+            slope_K8 = np.concatenate([slope_K4[odd], count_K4], axis=1)
+            # Kernels of both stages may be one load.
+            for n in range(2):
+                shared = load_K8[:, n] == load_K8[:, 4 + n]
+                change_K8[shared, n] += change_K8[shared, 4 + n]
+                slope_K8[shared, n] = np.maximum(
+                    slope_K8[shared, n], slope_K8[shared, 4 + n]
+                )
+                slope_K8[shared, 4 + n] = 0.0
+            ends = (source_K[odd], -change_K8), (target_K[odd], change_K8)
+            gain_K[odd] = self._gain(lane_K[odd], load_K8, slope_K8, ends)
         return gain_K
 
     def build(self, chosen: Ints) -> Changes:

@@ -18,6 +18,7 @@ exchange of ids, exchange of outputs and gradients.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -184,6 +185,9 @@ class ShardBank:
         np.add.at(self._mean_loads_S3, self.stages_T, total_T3)
         self._mean_loads_S3 /= task.world_size
         self.comms_per_load_S3 = self._comms_slopes()
+        ends = np.cumsum(np.bincount(task.modules)).tolist()
+        self.modules = [slice(a, b) for a, b in itertools.pairwise([0, *ends]) if a < b]
+        """Places of each module's stages in TorchRec's order."""
         self.pooled_S = np.ones(task.num_stages, dtype=bool)
         self.pooled_S[self.stages_T] = simulator.pooled_T
         columns_S = np.bincount(self.stages_T, self.columns_T, task.num_stages)

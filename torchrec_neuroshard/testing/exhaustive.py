@@ -13,7 +13,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.costs.simulator import Simulator, critical_path
+from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask, format_bytes
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.models.base import CommsModel, CostModel
@@ -101,16 +101,16 @@ class ExhaustiveSearcher(Searcher):
             shards_CT[:, table] = (option > 0).sum(axis=1)[place]
             if table in bound:
                 held[table] = (option[place] > 0).astype(np.int64)
-        cost = critical_path(
-            simulator.phases(sets.cost_SS2[code], sets.loads_SS3[code])
-        )
         patterns, pattern = np.unique(shards_CT > 1, axis=0, return_inverse=True)
         columns = [
             simulator.ordered_columns(1 + is_split, simulator.columns_per_table)
             for is_split in patterns
         ]
-        order_ms = simulator.order_costs(np.stack(columns)).sum(axis=(1, 2))
-        cost += order_ms[pattern.reshape(-1)]
+        cost = simulator.path_ms(
+            simulator.phases(sets.cost_SS2[code], sets.loads_SS3[code]),
+            simulator.order_costs(np.stack(columns))[pattern.reshape(-1)],
+            simulator.stage_order(shards_CT > 0),
+        )
         for caps_W, bytes_S in zip(task.memory[0], sets.bytes_MS, strict=True):
             cost[(bytes_S[code] > caps_W).any(axis=1)] = np.inf
         for tables in task.together:

@@ -1,0 +1,295 @@
+"""How long ways through an iteration take, with stages that overlap (see `timeline`).
+
+A way is a row of *segments*, which follow each other: exchanges, kernels, or kernels
+together with the exchanges of their pass. A segment takes as long as its longest chain.
+
+Shapes: `C` candidates, `W` ranks, `S` stages in TorchRec's order, `J` chains, `6`
+phases in the order of `TIMED`, `2` forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.costs.timeline import (
+    Chains,
+    chains,
+    steps_before,
+    work_before,
+)
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+COLLECTIVES = ("index_comms", "fwd_comms", "bwd_comms")
+"""Phases that wait for the slowest rank."""
+TIMED = ("index_comms", "fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute", "cache")
+"""Phases of the tables; the last one loads rows from host memory into caches."""
+PASSES = {"fwd_compute": "fwd_comms", "bwd_compute": "bwd_comms"}
+"""Kernels of a pass -> its exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePhases:
+    """Phases of all ranks in each stage of some candidates."""
+
+    phases_CWS6: Floats
+    """Without reordering; an all-reduce of replicas is a `bwd_comms` [ms]."""
+    reorder_CS2: Floats
+    """Reordering of each stage's columns, equal on all ranks [ms]."""
+    replicated_CS: Bools
+    """Whether a stage's tables are replicated."""
+    modules_S: tuple[int, ...]
+    """Module of each stage, ascending."""
+    overlaps: bool = True
+    """See `CommsModel.overlaps`."""
+
+    @staticmethod
+    def plain(phases_CWS6: Floats) -> StagePhases:
+        """Return phases of one module's stages without reordering and replicas."""
+        count, _, num_stages, _ = phases_CWS6.shape
+        none = np.zeros((count, num_stages, 2))
+        return StagePhases(phases_CWS6, none, none[..., 0] > 0, (0,) * num_stages)
+
+    def pick(self, candidate: int) -> StagePhases:
+        """Return the phases of one candidate."""
+        one = slice(candidate, candidate + 1)
+        return replace(
+            self,
+            phases_CWS6=self.phases_CWS6[one],
+            reorder_CS2=self.reorder_CS2[one],
+            replicated_CS=self.replicated_CS[one],
+        )
+
+    @property
+    def totals_C6(self) -> Floats:
+        """Each phase on its slowest rank, summed over stages, reordering included."""
+        totals: Floats = self.phases_CWS6.max(axis=1).sum(axis=1)
+        totals[:, [TIMED.index(name) for name in PASSES.values()]] += (
+            self.reorder_CS2.sum(axis=1)
+        )
+        return totals
+
+    def without(self, phase: str) -> StagePhases:
+        """Return the phases with one of them taking no time."""
+        phases_CWS6, reorder_CS2 = self.phases_CWS6.copy(), self.reorder_CS2.copy()
+        phases_CWS6[..., TIMED.index(phase)] = 0.0
+        if phase in PASSES.values():
+            reorder_CS2[..., [*PASSES.values()].index(phase)] = 0.0
+        return replace(self, phases_CWS6=phases_CWS6, reorder_CS2=reorder_CS2)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A cycle through the graph: from a phase to the same phase of a later batch."""
+
+    runs: tuple[tuple[str, ...], ...]
+    """Timed phases; a run's phases follow each other on one rank."""
+    dense: tuple[str, ...]
+    """Dense phases on the way."""
+    num_batches: int
+    """Batches between its start and its end."""
+    chained: frozenset[str] = frozenset()
+    """Exchanges next to the kernels of their pass, whose stages overlap."""
+    ordered: frozenset[str] = frozenset()
+    """Exchanges next to dense phases. Columns are reordered in between."""
+
+
+class Part(NamedTuple):
+    """A part of an iteration: a stage's phase on the rank that counts."""
+
+    phase: str
+    stage: int
+    rank: int
+    ms: float
+
+
+class _Segment(NamedTuple):
+    """A part of a way between two points where all ranks meet."""
+
+    kernels_CWJ: Floats
+    rest_CJ: Floats
+    parts: Callable[[int, int], Iterator[Part]]
+    """Yields the parts of a chain, given by index, on a rank, for one candidate."""
+
+    @property
+    def ms(self) -> Floats:
+        longest: Floats = (self.kernels_CWJ.max(axis=1) + self.rest_CJ).max(axis=1)
+        return longest
+
+    def longest(self) -> Iterator[Part]:
+        """Yield the parts of the first candidate's longest chain."""
+        ms_WJ = self.kernels_CWJ[0] + self.rest_CJ[0]
+        rank, chain = np.unravel_index(ms_WJ.argmax(), ms_WJ.shape)
+        return self.parts(int(chain), int(rank))
+
+    def then(self, other: _Segment) -> _Segment:
+        """Return both segments as one, between which ranks do not meet."""
+        kernels = self.kernels_CWJ[..., None] + other.kernels_CWJ[:, :, None]
+        rest = self.rest_CJ[..., None] + other.rest_CJ[:, None]
+        count = other.rest_CJ.shape[1]
+
+        def parts(chain: int, rank: int) -> Iterator[Part]:
+            first, second = divmod(chain, count)
+            yield from self.parts(first, rank)
+            yield from other.parts(second, rank)
+
+        (lines, ranks), chains = kernels.shape[:2], count * self.rest_CJ.shape[1]
+        return _Segment(
+            kernels.reshape(lines, ranks, chains), rest.reshape(lines, chains), parts
+        )
+
+
+class Passes:
+    """The phases of some candidates, as segments of ways."""
+
+    def __init__(self, found: StagePhases, *, joined: bool) -> None:
+        """Separate exchanges from all-reduces, and earlier modules from the last.
+
+        Args:
+            found: Phases of all stages.
+            joined: Whether stages of different modules overlap in the forward pass, as
+                they do in the backward pass. Otherwise modules add up.
+        """
+        self._ms = dict(zip(TIMED, np.moveaxis(found.phases_CWS6, -1, 0), strict=True))
+        slowest = {name: self._ms[name].max(axis=1) for name in COLLECTIVES}
+        self._reduced_CS = np.where(found.replicated_CS, slowest["bwd_comms"], 0.0)
+        self._sent = slowest | {"bwd_comms": slowest["bwd_comms"] - self._reduced_CS}
+        forward, backward = np.moveaxis(found.reorder_CS2, -1, 0)
+        self._orders = {"fwd_comms": forward, "bwd_comms": backward}
+        self._every: Ints = np.arange(len(found.modules_S))
+        modules_S = np.array(found.modules_S, dtype=np.int64)
+        own = [np.flatnonzero(modules_S == module) for module in np.unique(modules_S)]
+        *self._earlier, self._last_S = [self._every] if joined or not own else own
+        self._overlaps = found.overlaps
+
+    def way_ms(self, way: Way) -> Floats:
+        """Return the time of a way without dense phases, `C` [ms]."""
+        total = np.zeros(len(self._reduced_CS))
+        for run in way.runs:
+            ms = [sum((s.ms for s in row), 0 * total) for row in self._run(run, way)]
+            total = total + np.max(ms, axis=0)
+        return total
+
+    def parts(self, way: Way) -> Iterator[Part]:
+        """Yield the parts of the first candidate's longest chains on a way."""
+        for run in way.runs:
+            options = list(self._run(run, way))
+            ms = [sum(float(s.ms[0]) for s in segments) for segments in options]
+            for segment in options[int(np.argmax(ms))]:
+                yield from segment.longest()
+
+    def _run(self, run: Sequence[str], way: Way) -> Iterator[list[_Segment]]:
+        """Yield what may take longest in a run: segments that follow each other."""
+        if run[0] in COLLECTIVES:
+            hidden = run[0] in way.chained
+            yield [] if hidden else [self._exchange(run[0], run[0] in way.ordered)]
+            return
+        earlier: list[_Segment] = []
+        if "fwd_compute" in run:
+            earlier = [self._pass("fwd_compute", way, own_S) for own_S in self._earlier]
+        own = [self._kernels(p, way) for p in run]
+        joined = own[0]
+        for segment in own[1:]:
+            joined = joined.then(segment)
+        yield [*earlier, joined]
+        if "bwd_compute" in run and "bwd_comms" in way.chained:
+            if self._overlaps and self._reduced_CS.any():
+                # All ranks meet in the all-reduce, the last part of the pass.
+                place = list(run).index("bwd_compute")
+                reduced = self._pass("bwd_compute", way, self._every, reduces=True)
+                others = [s for n, s in enumerate(own) if n != place]
+                for segment in others[1:]:
+                    others[0] = others[0].then(segment)
+                yield [reduced, *earlier, *others[:1]]
+
+    def _kernels(self, phase: str, way: Way) -> _Segment:
+        """Return a phase of a run, with its exchanges if they are next to it."""
+        if PASSES.get(phase) in way.chained:
+            own_S = self._last_S if phase == "fwd_compute" else self._every
+            return self._pass(phase, way, own_S)
+        ms_CWS = self._ms[phase]
+        own_S = self._last_S if phase == "fwd_compute" else self._every
+
+        def parts(_: int, rank: int) -> Iterator[Part]:
+            for s in own_S.tolist():
+                yield Part(phase, s, rank, float(ms_CWS[0, rank, s]))
+
+        kernels_CW1 = ms_CWS[..., own_S].sum(axis=2, keepdims=True)
+        return _Segment(kernels_CW1, np.zeros((len(ms_CWS), 1)), parts)
+
+    def _pass(
+        self, compute: str, way: Way, own_S: Ints, *, reduces: bool = False
+    ) -> _Segment:
+        """Return the chains of a pass over some stages.
+
+        Args:
+            compute: "fwd_compute" or "bwd_compute".
+            way: Says whether reordering is on the chains.
+            own_S: The stages.
+            reduces: Whether chains end with an all-reduce of replicas.
+        """
+        exchange, num_stages = PASSES[compute], len(own_S)
+        orders_CS = self._orders[exchange][:, own_S] * (exchange in way.ordered)
+        sent_CS = self._sent[exchange][:, own_S]
+        ms_CWS = self._ms[compute][..., own_S]
+        if not self._overlaps:
+            return self._in_a_row(compute, own_S, orders_CS)
+        reduced_CS = self._reduced_CS if reduces else None
+        found: Chains = chains(ms_CWS, sent_CS, orders_CS, reduced_CS)
+        found = found.pick(slice(num_stages + 1, None) if reduces else slice(None))
+
+        def parts(chain: int, rank: int) -> Iterator[Part]:
+            start, first = int(found.start_J[chain]), int(found.first_J[chain])
+            for s in range(first, min(start + 1, num_stages)):
+                yield Part(compute, int(own_S[s]), rank, float(ms_CWS[0, rank, s]))
+            for s, ms in steps_before(start, sent_CS[0], orders_CS[0]):
+                yield self._slowest(exchange, int(own_S[s]), ms)
+            for s in range(int(found.reduced_J[chain])):
+                yield self._slowest(exchange, s, float(self._reduced_CS[0, s]))
+
+        return _Segment(found.kernels_WJ, found.rest_J, parts)
+
+    def _in_a_row(self, compute: str, own_S: Ints, orders_CS: Floats) -> _Segment:
+        """Return a pass whose kernels do not run beside its exchanges."""
+        exchange, ms_CWS = PASSES[compute], self._ms[compute][..., own_S]
+        sent_CS = self._sent[exchange][:, own_S] + orders_CS
+        if compute == "bwd_compute":
+            sent_CS = sent_CS + self._reduced_CS
+
+        def parts(_: int, rank: int) -> Iterator[Part]:
+            for n, s in enumerate(own_S.tolist()):
+                yield Part(compute, s, rank, float(ms_CWS[0, rank, n]))
+                yield self._slowest(exchange, s, float(sent_CS[0, n]))
+
+        return _Segment(
+            ms_CWS.sum(axis=2, keepdims=True), sent_CS.sum(axis=1)[:, None], parts
+        )
+
+    def _exchange(self, name: str, ordered: bool) -> _Segment:
+        """Return the exchanges of all stages in a row, without kernels between them."""
+        sent_CS, reduced_CS = self._sent[name], np.zeros_like(self._reduced_CS)
+        orders_CS = np.zeros_like(sent_CS)
+        if name in PASSES.values() and ordered:
+            orders_CS = self._orders[name]
+        if name == "bwd_comms":
+            reduced_CS = self._reduced_CS
+        total_C = work_before(sent_CS, orders_CS)[:, 0] + reduced_CS.sum(axis=1)
+
+        def parts(_: int, __: int) -> Iterator[Part]:
+            for s, ms in steps_before(0, sent_CS[0], orders_CS[0]):
+                yield self._slowest(name, s, ms)
+            for s, ms in enumerate(reduced_CS[0].tolist()):
+                yield self._slowest(name, s, ms)
+
+        none_CW1 = np.zeros((*self._ms[name].shape[:2], 1))
+        return _Segment(none_CW1, total_C[:, None], parts)
+
+    def _slowest(self, name: str, stage: int, ms: float) -> Part:
+        return Part(name, stage, int(self._ms[name][0, :, stage].argmax()), ms)
