@@ -152,7 +152,7 @@ class PredictedCosts:
 
     @property
     def parts_ms(self) -> dict[str, float]:
-        """Phases on the critical path, the dense layers as one; they add up to it [ms]."""
+        """Phases on the critical path, which add up to it; dense layers as one [ms]."""
         found = dict.fromkeys((*TIMED, "dense"), 0.0)
         for part in self.parts:
             found[part.phase if part.phase in TIMED else "dense"] += part.ms
