@@ -221,7 +221,7 @@ class Schedule:
         return any({"fwd_compute", "bwd_compute"} <= {*run} for run in runs)
 
 
-def _edges(schedule: Schedule) -> set[tuple[str, str, int]]:
+def edges(schedule: Schedule) -> set[tuple[str, str, int]]:
     """Return edges: phase before, phase after, and the batches between them."""
     edges = set()
     for line, is_cycle in (
@@ -246,7 +246,7 @@ def _step(token: str) -> tuple[str, int]:
 @functools.cache
 def _ways(schedule: Schedule) -> tuple[Way, ...]:
     following: dict[str, list[tuple[str, int]]] = {}
-    for before, after, lag in sorted(_edges(schedule)):
+    for before, after, lag in sorted(edges(schedule)):
         following.setdefault(before, []).append((after, lag))
     order = (*TIMED, *DENSE)
 
