@@ -25,7 +25,14 @@ window.addEventListener("load", () => {
       const plan = { tables: cells("tables", "table") };
       plan.heights = parts.map((part) => parseFloat(part.style.height));
       plan.hint = bars[0].title;
-      plan.path = all(".path i").map((part) => part.title);
+      plan.lanes = all(".lanes .name").map(words);
+      plan.blocks = Object.fromEntries(all(".lane i").map((block) => [block.title, {
+        left: parseFloat(block.style.left),
+        width: parseFloat(block.style.width),
+        outlined: at.getComputedStyle(block).boxShadow !== "none",
+      }]));
+      plan.times = all(".times span > span").map(words);
+      plan.bound = parseFloat(all(".times .bound")[0].style.left);
       plan.peaks = all(".worst", grid("ranks")).map(words);
       plan.notes = all("li[class=warning]").map(words);
       bars[1].click();

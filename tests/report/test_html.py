@@ -17,7 +17,12 @@ import pytest
 
 from harness.browser import find_browser, open_page
 from torchrec_neuroshard import __version__
-from torchrec_neuroshard.costs.simulator import PHASES, RankCosts
+from torchrec_neuroshard.costs.simulator import (
+    PHASES,
+    PredictedCosts,
+    RankCosts,
+    StageCosts,
+)
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.report import (
     PlanComparison,
@@ -33,6 +38,7 @@ from torchrec_neuroshard.report.parts import (
     TableReport,
     WeightSync,
 )
+from torchrec_neuroshard.report.timeline import Timeline
 
 HOSTILE = "</script><script>top.hacked = 1</script><img src=x onerror='top.hacked = 1'>"
 """A table's name that pages must show literally."""
@@ -111,9 +117,10 @@ COSTS: dict[str, Any] = {
     "comms_ms": 0.25,
     "path_ms": 0.5,
 }
+RANKS = (rank(0, 1.0, 2.0, 3.0, 4.0, 5.0), rank(1, 1.0, 4.0, 3.0, 4.0, 2.0))
+COSTS_OF_RANKS = tuple(rank.costs for rank in RANKS)
 REPORT = PlanReport(
     critical_path_ms=17.0,
-    parts_ms=dict(zip(PHASES, (1.0, 4.0, 3.0, 4.0, 5.0), strict=True)),
     lower_bound_ms=16.0,
     uncertainty=0.03,
     compute_source="measured",
@@ -121,7 +128,8 @@ REPORT = PlanReport(
     search_seconds=1.25,
     num_evaluated=1_234,
     num_tables=7,
-    ranks=(rank(0, 1.0, 2.0, 3.0, 4.0, 5.0), rank(1, 1.0, 4.0, 3.0, 4.0, 2.0)),
+    ranks=RANKS,
+    timeline=Timeline.of(PredictedCosts((StageCosts("sparse (a<b)", COSTS_OF_RANKS),))),
     splits=(SPLIT,),
     tables=(
         table(HOSTILE, 8, 8, kind="row_wise", rows=2_000, **COSTS),
@@ -176,9 +184,10 @@ def test_page_holds_the_report_and_needs_nothing_else() -> None:
     text, data = shown_of(page), data_of(page)
     assert text.startswith("Plan of <mine> Plan of <mine>")  # its title and heading
     assert "<img" not in page and "user<b>" not in page
-    path, phases, memory = data["charts"]
-    assert path["phases"] == dict(zip(PHASES, [1, 4, 3, 4, 5], strict=True))
-    assert path["bound_ms"] == 16.0 and phases["names"] == list(PHASES)
+    timeline, phases, memory = data["charts"]
+    assert timeline["period_ms"] == 17.0 and timeline["bound_ms"] == 16.0
+    assert timeline["spans"][1] == [0, "compute", "fwd_compute", 0, 0, 1, 3, False]
+    assert phases["names"] == list(PHASES)
     assert phases["rows"] == [[0, 1, 2, 3, 4, 5], [1, 1, 4, 3, 4, 2]]
     assert memory["rows"] == [[0, 1, 3], [1, 2, 2]]  # GiB: used, free
     ranks, tables, shards = (rows_of(table) for table in data["grids"])
@@ -243,24 +252,20 @@ def test_header_says_what_was_planned_and_by_which_command() -> None:
     assert "<dt>Command" not in html_report(report) and "<t>" not in page
 
 
-def test_the_bar_shows_dense_layers_and_averaging() -> None:
+def test_the_page_says_what_averaging_adds() -> None:
     sync = WeightSync(
         num_replicas=2, interval=10, rank_bytes=1.0, sync_ms=5.0, source="measured"
     )
-    parts = {**REPORT.parts_ms, "index_comms": 0.0, "cache": 2.0, "dense": 6.0}
-    report = dataclasses.replace(
-        REPORT, critical_path_ms=24.0, parts_ms=parts, weight_sync=sync
-    )
-    page = html_report(report)
-    path, *_ = data_of(page)["charts"]
-    order = ["cache", "fwd_compute", "fwd_comms", "dense", "bwd_comms", "bwd_compute"]
-    assert [*path["phases"]] == [*order, "averaging"]
-    assert sum(path["phases"].values()) == report.iteration_ms == 24.5
-    assert all(f".{name} {{ background" in page for name in path["phases"])
-    assert "Averaging between replicas adds 0.500 ms" in shown_of(page)
-    # Plan files of earlier versions do not hold the parts.
-    old = dataclasses.replace(report, parts_ms={})
-    assert not [c for c in data_of(html_report(old))["charts"] if c["kind"] == "path"]
+    report = dataclasses.replace(REPORT, weight_sync=sync)
+    assert "Averaging between replicas adds 0.500 ms." in shown_of(html_report(report))
+
+
+def test_plan_files_of_earlier_versions_have_no_timeline() -> None:
+    old = dataclasses.replace(REPORT, timeline=None)
+    page = html_report(old)
+    assert {c["kind"] for c in data_of(page)["charts"]} == {"bars"}
+    assert "One iteration" not in shown_of(page)
+    assert "binding" not in old.text(verbose=True)
 
 
 def test_two_plans_are_shown_side_by_side() -> None:
@@ -364,7 +369,20 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     heights = plan["heights"]
     assert [h / heights[0] for h in heights] == pytest.approx([1, 2, 3, 4, 5], rel=1e-3)
     assert plan["hint"].startswith("rank 0\nindex_comms: 1.000 ms\nfwd_compute: 2.000")
-    assert plan["path"][1] == "fwd_compute: 4.000 ms, 23.5% of the path"
+    lanes = [plan["lanes"][start : start + 4] for start in (0, 4)]
+    assert lanes == [[f"rank {r}", "compute", "", "collectives"] for r in (0, 1)]
+    # Rank 1's lookups last from 1 to 5 of 17 ms, and bind.
+    lookups = (
+        "rank 1 \u00b7 fwd_compute \u00b7 sparse (a<b) \u00b7 4.000 ms \u00b7 binds"
+    )
+    block = plan["blocks"][lookups]
+    assert block["left"] == pytest.approx(100 / 17, rel=1e-3)
+    assert block["width"] == pytest.approx(400 / 17, rel=1e-3)
+    assert block["outlined"] and not any(
+        b["outlined"] for hint, b in plan["blocks"].items() if "binds" not in hint
+    )
+    assert plan["times"] == ["0 ms", "5", "10", "15"]
+    assert plan["bound"] == pytest.approx(1600 / 17, rel=1e-3)
     assert plan["peaks"] == ["5.000", "4.000"]  # of both ranks, where one is slower
     assert plan["notes"] == ["warning: rows < 10 & so on"]
     # A click on a bar narrows the shards to its rank, another one shows all again.

@@ -153,22 +153,66 @@
   const legend = (names) => make("div", { class: "legend" }, ...names.map((name) =>
     make("span", {}, make("i", { class: `swatch ${name}` }), name)));
 
-  // The critical path and what averaging adds; the dashed line is the bound.
-  function path({ phases, bound_ms: bound }) {
-    const total = sum(Object.values(phases));
-    if (!total) return [];
-    const bar = make("div", { class: "path" });
-    for (const [name, value] of Object.entries(phases)) {
-      const share = `${(100 * value / total).toFixed(1)}%`;
-      const part = bar.appendChild(make("i", { class: name }));
-      part.title = `${name}: ${ms(value)} ms, ${share} of the path`;
-      part.style.width = share;
+  // The least of 1, 2 and 5 times a power of ten that gives at most so many steps to top.
+  function tickOf(top, most) {
+    const power = 10 ** Math.floor(Math.log10(top / most));
+    return [1, 2, 5, 10].map((k) => k * power).find((k) => top / k <= most);
+  }
+
+  // A lane per rank and stream. What binds is outlined; the dashed line is the bound.
+  function timeline({ period_ms: period, bound_ms: bound, stages, ranks, spans }) {
+    const STREAMS = ["compute", "collectives", "cache"];
+    const streams = STREAMS.filter((name) => spans.some(([, stream]) => stream === name));
+    const kinds = { fwd_reorder: "fwd_comms", bwd_reorder: "bwd_comms" };
+    const known = ["index_comms", "cache", "fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute"];
+    const kindOf = (phase) => kinds[phase] ?? (known.includes(phase) ? phase : "dense");
+    const hatch = (stage) => (stages.length > 1 && stage >= 0 ? ` h${stage % 4}` : "");
+    const at = (value) => `${(100 * value) / period}%`;
+    const lanes = new Map();
+    const chart = make("div", {
+      class: "lanes", aria: { role: "img", "aria-label": "Timeline of one iteration [ms]" },
+    });
+    for (const rank of ranks) {
+      streams.forEach((stream, k) => {
+        const lane = make("div", { class: "lane" });
+        lanes.set(`${rank} ${stream}`, lane);
+        const row = [make("span", { class: "name" }, k ? "" : `rank ${rank}`),
+          make("span", { class: "name minor" }, stream), lane];
+        row.forEach((cell, column) => {
+          cell.style.gridArea = `${lanes.size} / ${column + 1}`;
+          if (!k) cell.classList.add("first");
+        });
+        chart.append(...row);
+      });
     }
-    if (bound > 0) {
-      const mark = bar.appendChild(make("div", { class: "bound" }));
-      mark.style.left = `${Math.min(100, (100 * bound) / total)}%`;
+    const axis = make("div", { class: "times" });
+    axis.style.gridRow = `1 / ${lanes.size + 2}`;
+    for (let value = 0, tick = tickOf(period, 8); value <= period; value += tick) {
+      const text = `${+value.toPrecision(3)}${value ? "" : " ms"}`;
+      axis.appendChild(make("span", {}, make("span", {}, text))).style.left = at(value);
     }
-    return [legend(Object.keys(phases)), bar];
+    if (bound > 0 && bound <= period) {
+      axis.appendChild(make("div", { class: "bound" })).style.left = at(bound);
+    }
+    chart.prepend(axis);
+    for (const [rank, stream, phase, stage, batch, start, end, binds] of spans) {
+      const label = stages.length > 1 && stage >= 0 ? `${stage + 1}` : "";
+      const block = make("i", {
+        class: `${kindOf(phase)}${hatch(stage)}${binds ? " binds" : ""}${batch ? " other" : ""}`,
+        title: [`rank ${rank}`, phase, stages[stage], `${ms(end - start)} ms`,
+          batch && `batch ${batch > 0 ? "+" : ""}${batch}`, binds && "binds",
+        ].filter(Boolean).join(" \u00b7 "),
+      }, label);
+      block.style.left = at(start);
+      block.style.width = at(end - start);
+      lanes.get(`${rank} ${stream}`).append(block);
+    }
+    const used = known.filter((name) => spans.some((span) => kindOf(span[2]) === name));
+    if (spans.some((span) => kindOf(span[2]) === "dense")) used.push("dense");
+    const named = stages.length < 2 ? [] : [make("div", { class: "legend" },
+      ...stages.map((name, k) => make("span", {},
+        make("i", { class: `swatch plain${hatch(k)}` }), `${k + 1} ${name}`)))];
+    return [legend(used), ...named, make("div", { class: "frame" }, chart)];
   }
 
   // The smallest power of two that leaves at most so many of count labels.
@@ -180,8 +224,7 @@
     const top = 1.05 * largest(data.charts.filter((c) => c.unit === unit)
       .flatMap((c) => c.rows.map(([, ...values]) => sum(values))));
     if (!top) return [];
-    const power = 10 ** Math.floor(Math.log10(top / 2));
-    const tick = [1, 2, 5, 10].map((k) => k * power).find((k) => top / k <= 5);
+    const tick = tickOf(top, 5);
     const axis = make("div", { class: "axis" });
     const area = make("div", { class: "bars" });
     for (let value = 0; value <= top; value += tick) {
@@ -238,7 +281,7 @@
   }
   for (const host of document.querySelectorAll("[data-charts]")) {
     const chart = data.charts[host.dataset.charts];
-    host.append(...(chart.kind === "path" ? path(chart) : bars(chart, host)));
+    host.append(...(chart.kind === "timeline" ? timeline(chart) : bars(chart, host)));
   }
 
   const theme = document.getElementById("theme");

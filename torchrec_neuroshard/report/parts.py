@@ -90,9 +90,10 @@ class Bottleneck:
 
     def __str__(self) -> str:
         """Return a sentence without a full stop."""
+        stage = f" in {self.stage}" if self.stage else ""
         return (
             f"bottleneck: {self.phase} on rank {self.rank} takes {self.phase_ms:.3f} "
-            f"ms, table {self.table} {self.table_ms:.3f} ms of that"
+            f"ms{stage}, table {self.table} {self.table_ms:.3f} ms of that"
         )
 
 

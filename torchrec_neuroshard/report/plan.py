@@ -24,6 +24,7 @@ from torchrec_neuroshard.report.parts import (
     rank_reports,
 )
 from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
+from torchrec_neuroshard.report.timeline import Timeline
 from torchrec_neuroshard.search import SearchResult
 
 LOOSE_GAP = 1.0
@@ -33,8 +34,6 @@ MAX_BARS = 8
 MAX_SPLITS = 3
 """Column splits that the brief text explains."""
 
-_PATH_PARTS = (*PHASES[:1], "cache", *PHASES[1:3], "dense", *PHASES[3:])
-"""Parts of the critical path, in the order of the page."""
 _RANK_COLUMNS: tuple[GridColumn, ...] = (
     ("rank", "count", lambda rank: rank.rank),
     ("shards", "count", lambda rank: rank.num_shards),
@@ -103,6 +102,8 @@ class PlanReport(Report):
     """None: one sharding group of all ranks."""
     schedule: ScheduleReport | None = None
     """None: no pipeline and no dense layers were given."""
+    timeline: Timeline | None = None
+    """None: times are unknown, or the report is of an earlier version."""
 
     @classmethod
     def of(
@@ -138,6 +139,7 @@ class PlanReport(Report):
             fallback=result.fallback,
             notes=result.notes,
             schedule=ScheduleReport.of(predicted),
+            timeline=Timeline.of(predicted),
             **known,
         )
 
@@ -225,7 +227,7 @@ class PlanReport(Report):
         basis = self.basis.lines() if self.basis else []
         path, charts = [], [self._memory_chart()]
         if self.is_costed:
-            path = [self._path_section()] if self.parts_ms else []
+            path = [self._iteration(self.timeline)] if self.timeline else []
             charts = [self.phase_chart, *charts]
         return [
             Section(lines=self._answer(), details=self._facts()),
@@ -255,7 +257,7 @@ class PlanReport(Report):
         return data | more | {"samples_per_s": self.samples_per_s}
 
     def _answer(self) -> list[str]:
-        """Return time, bottleneck and memory, in sentences."""
+        """Return time, bottleneck, overlaps and memory, in sentences."""
         num_ranks, full = len(self.ranks), self.fullest
         placed = (
             f"{self.num_tables:,} tables on {num_ranks:,} rank{'s' * (num_ranks > 1)}, "
@@ -271,20 +273,20 @@ class PlanReport(Report):
                 path += ", dense layers not counted"
         bound = self._bound() if self.lower_bound_ms > 0 else None
         sources = f"compute: {self.compute_source}; collectives: {self.comms_source}"
-        facts = path, bound, self.bottleneck, placed, f"predicted; {sources}"
+        overlap = self.timeline if self.timeline and self.timeline.overlaps else None
+        facts = path, bound, self.bottleneck, overlap, placed, f"predicted; {sources}"
         return [str(fact) for fact in facts if fact]
 
     def _facts(self) -> list[str]:
-        """Return stage, uncertainty, averaging and pipeline, in sentences."""
+        """Return what binds, uncertainty, averaging and pipeline, in sentences."""
         if not self.is_costed:
             return []
         kind = "the cost model's nets differ by"
         if self.basis is not None and self.basis.estimate_error is not None:
             kind = "estimated kernel times have a standard deviation of"
         uncertainty = self.uncertainty and f"{kind} {self.uncertainty:.1%} per rank"
-        stage = self.bottleneck and self.bottleneck.stage
-        counted = stage and f"the bottleneck's time is that of one stage, {stage}"
-        facts = counted, uncertainty, self.weight_sync, self.schedule
+        chain = None if self.timeline and self.timeline.overlaps else self.timeline
+        facts = chain, uncertainty, self.weight_sync, self.schedule
         return [str(fact) for fact in facts if fact]
 
     def _bars(self) -> list[str]:
@@ -326,20 +328,17 @@ class PlanReport(Report):
             return f"{known}, too low to judge the plan by"
         return f"{known}, gap {self.gap:.1%}"
 
-    def _path_section(self) -> Section:
-        lines = ["each phase lasts as long as on its slowest rank"]
-        hidden = self.schedule.hidden_ms.values() if self.schedule else ()
-        if any(ms > 1e-9 for ms in hidden):
-            lines.append("what overlaps with the phases shown is left out")
+    def _iteration(self, timeline: Timeline) -> Section:
+        lines = ["outlined: what binds; pale: work of another batch", timeline.drawn]
         if self.lower_bound_ms > 0:
             lines.append(f"dashed: {self._bound()}")
-        known = self.parts_ms
-        parts = {name: known[name] for name in _PATH_PARTS if known.get(name)}
         if self.sync_ms > 0:
             lines.append(f"averaging between replicas adds {self.sync_ms:.3f} ms")
-            parts["averaging"] = self.sync_ms
-        chart = {"kind": "path", "phases": parts, "bound_ms": self.lower_bound_ms}
-        return Section(title="critical path", lines=lines, charts=[chart])
+        return Section(
+            title="one iteration",
+            lines=[line for line in lines if line],
+            charts=[timeline.chart(self.lower_bound_ms)],
+        )
 
     def _memory_chart(self) -> dict[str, Any]:
         rows = []
