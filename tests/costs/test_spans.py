@@ -47,6 +47,17 @@ def with_replicas(rng: np.random.Generator, given: StagePhases) -> StagePhases:
     )
 
 
+def with_nodes(rng: np.random.Generator, given: StagePhases) -> StagePhases:
+    """Return phases in which some stages have collectives inside nodes of 2 ranks."""
+    phases_CWS6 = np.concatenate([given.phases_CWS6, given.phases_CWS6[:, ::-1]], 1)
+    inside = rng.exponential(size=(1, len(given.modules_S), 2))
+    inside *= rng.random((1, len(given.modules_S), 1)) < 0.5
+    size = int(rng.choice([0, 2]))
+    return dataclasses.replace(
+        given, phases_CWS6=phases_CWS6, inside_CS2=inside, node_size=size
+    )
+
+
 def random_dense(rng: np.random.Generator, lookups_first: bool) -> DenseMs:
     ms = rng.exponential(rng.choice([0.3, 1.0, 3.0]), len(DENSE)).tolist()
     return DenseMs(**dict(zip(DENSE, ms, strict=True)), lookups_first=lookups_first)
@@ -117,6 +128,22 @@ def test_columns_are_reordered_on_the_longest_way(name: str) -> None:
         found = Iteration(schedule, dense, phases)
         expected = schedule.path_ms(phases, dense)[0]
         assert found.period_ms == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["none", "train_sparse_dist"])
+def test_ranks_of_a_node_wait_for_collectives_inside_it(name: str) -> None:
+    rng = np.random.default_rng(0)
+    for overlaps in (True, False) * 10:
+        dense = random_dense(rng, lookups_first=False)
+        schedule = find_schedule(name, dense)
+        phases = with_nodes(rng, random_phases(rng, schedule, num_stages=3))
+        phases = dataclasses.replace(phases, overlaps=overlaps)
+        expected = schedule.path_ms(phases, dense)[0]
+        parts = sum(part.ms for part in schedule.parts(phases, dense))
+        assert parts == pytest.approx(expected)
+        if overlaps:
+            found = Iteration(schedule, dense, phases)
+            assert found.period_ms == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("lookups_first", [False, True])

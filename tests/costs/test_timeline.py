@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.costs.timeline import pass_ms
+from torchrec_neuroshard.costs.timeline import Inside, chains, pass_ms
 
 
 def array(*values: object) -> np.ndarray:
@@ -60,3 +60,13 @@ def test_a_pass_is_the_longest_chain(lead: tuple[int, ...]) -> None:
     later = exchanges[..., ::-1].cumsum(axis=-1)[..., ::-1]
     expected = (busiest + later).max(axis=-1)
     assert pass_ms(kernels, exchanges) == pytest.approx(expected)
+
+
+def test_ranks_of_a_node_wait_for_collectives_inside_it() -> None:
+    """Rank 0 looks up one stage, rank 1 the next; the first stage's is in the node."""
+    kernels = array([3, 0], [0, 3])
+    [alone] = chains(kernels, NONE, inside=Inside(array(1, 0), 1)).ms[None]
+    [met] = chains(kernels, NONE, inside=Inside(array(1, 0), 2)).ms[None]
+    assert (alone, met) == (4, 7)
+    # The last stage's collective delays only its own exchange.
+    assert chains(kernels, array(0, 2), inside=Inside(array(0, 1), 2)).ms == 6

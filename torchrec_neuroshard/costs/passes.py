@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.costs.timeline import (
     Chains,
+    Inside,
     chains,
     steps_before,
     work_before,
@@ -40,7 +41,8 @@ class StagePhases:
     """Phases of all ranks in each stage of some candidates."""
 
     phases_CWS6: Floats
-    """Without reordering; an all-reduce of replicas is a `bwd_comms` [ms]."""
+    """Without reordering and collectives inside nodes; an all-reduce of replicas is a
+    `bwd_comms` [ms]."""
     reorder_CS2: Floats
     """Reordering of each stage's columns, equal on all ranks [ms]."""
     replicated_CS: Bools
@@ -49,6 +51,11 @@ class StagePhases:
     """Module of each stage, ascending."""
     overlaps: bool = True
     """See `CommsModel.overlaps`."""
+    inside_CS2: Floats | None = None
+    """Collectives inside nodes, which ranks wait for between kernels [ms]. None: there
+    are none."""
+    node_size: int = 0
+    """Ranks of a node; 0 means all."""
 
     @staticmethod
     def plain(phases_CWS6: Floats) -> StagePhases:
@@ -65,24 +72,38 @@ class StagePhases:
             phases_CWS6=self.phases_CWS6[one],
             reorder_CS2=self.reorder_CS2[one],
             replicated_CS=self.replicated_CS[one],
+            inside_CS2=None if self.inside_CS2 is None else self.inside_CS2[one],
         )
 
     @property
     def totals_C6(self) -> Floats:
-        """Each phase on its slowest rank, summed over stages, reordering included."""
+        """Each phase on its slowest rank, summed over stages.
+
+        Exchanges include reordering and collectives inside nodes.
+        """
         totals: Floats = self.phases_CWS6.max(axis=1).sum(axis=1)
-        totals[:, [TIMED.index(name) for name in PASSES.values()]] += (
-            self.reorder_CS2.sum(axis=1)
-        )
+        sent = [TIMED.index(name) for name in PASSES.values()]
+        totals[:, sent] += self.reorder_CS2.sum(axis=1)
+        if self.inside_CS2 is not None:
+            totals[:, sent] += self.inside_CS2.sum(axis=1)
         return totals
 
     def without(self, phase: str) -> StagePhases:
         """Return the phases with one of them taking no time."""
         phases_CWS6, reorder_CS2 = self.phases_CWS6.copy(), self.reorder_CS2.copy()
         phases_CWS6[..., TIMED.index(phase)] = 0.0
+        inside_CS2 = None if self.inside_CS2 is None else self.inside_CS2.copy()
         if phase in PASSES.values():
-            reorder_CS2[..., [*PASSES.values()].index(phase)] = 0.0
-        return replace(self, phases_CWS6=phases_CWS6, reorder_CS2=reorder_CS2)
+            at = [*PASSES.values()].index(phase)
+            reorder_CS2[..., at] = 0.0
+            if inside_CS2 is not None:
+                inside_CS2[..., at] = 0.0
+        return replace(
+            self,
+            phases_CWS6=phases_CWS6,
+            reorder_CS2=reorder_CS2,
+            inside_CS2=inside_CS2,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +184,13 @@ class Passes:
         self._sent = slowest | {"bwd_comms": slowest["bwd_comms"] - self._reduced_CS}
         forward, backward = np.moveaxis(found.reorder_CS2, -1, 0)
         self._orders = {"fwd_comms": forward, "bwd_comms": backward}
+        inside_CS2 = found.inside_CS2
+        if inside_CS2 is None or not inside_CS2.any():
+            inside_CS2 = np.zeros_like(found.reorder_CS2)
+        forward, backward = np.moveaxis(inside_CS2, -1, 0)
+        self._inside = {"fwd_comms": forward, "bwd_comms": backward}
+        num_ranks = found.phases_CWS6.shape[1]
+        self._node_size = min(found.node_size or num_ranks, num_ranks)
         self._every: Ints = np.arange(len(found.modules_S))
         modules_S = np.array(found.modules_S, dtype=np.int64)
         own = [np.flatnonzero(modules_S == module) for module in np.unique(modules_S)]
@@ -242,12 +270,22 @@ class Passes:
         if not self._overlaps:
             return self._in_a_row(compute, own_S, orders_CS)
         reduced_CS = self._reduced_CS if reduces else None
-        found: Chains = chains(ms_CWS, sent_CS, orders_CS, reduced_CS)
+        inside = Inside(self._inside[exchange][:, own_S], self._node_size)
+        waits = inside if inside.ms_S.any() and not reduces else None
+        found: Chains = chains(ms_CWS, sent_CS, orders_CS, reduced_CS, waits)
         found = found.pick(slice(num_stages + 1, None) if reduces else slice(None))
 
         def parts(chain: int, rank: int) -> Iterator[Part]:
             start, first = int(found.start_J[chain]), int(found.first_J[chain])
-            for s in range(first, min(start + 1, num_stages)):
+            ends_WS = None if waits is None else inside.after(ms_CWS)[0][0]
+            for s in range(min(start, num_stages - 1), first - 1, -1):
+                if ends_WS is not None and inside.ms_S[0, s] > 0:
+                    yield self._slowest(
+                        exchange, int(own_S[s]), float(inside.ms_S[0, s])
+                    )
+                    node = rank - rank % self._node_size
+                    held = slice(node, node + self._node_size)
+                    rank = node + int(ends_WS[held, s].argmax())
                 yield Part(compute, int(own_S[s]), rank, float(ms_CWS[0, rank, s]))
             for s, ms in steps_before(start, sent_CS[0], orders_CS[0]):
                 yield self._slowest(exchange, int(own_S[s]), ms)
@@ -260,6 +298,7 @@ class Passes:
         """Return a pass whose kernels do not run beside its exchanges."""
         exchange, ms_CWS = PASSES[compute], self._ms[compute][..., own_S]
         sent_CS = self._sent[exchange][:, own_S] + orders_CS
+        sent_CS = sent_CS + self._inside[exchange][:, own_S]
         if compute == "bwd_compute":
             sent_CS = sent_CS + self._reduced_CS
 

@@ -97,6 +97,9 @@ class StageCosts:
     reorder_ms: tuple[float, float] = (0.0, 0.0)
     """The part of `fwd_comms` and of `bwd_comms`, equal on all ranks, in which columns
     of split tables are reordered."""
+    inside_ms: tuple[float, float] = (0.0, 0.0)
+    """The part of `fwd_comms` and of `bwd_comms` inside nodes, which ranks wait for
+    between kernels."""
     is_replicated: bool = False
     """Whether its tables are replicated. Then `bwd_comms` is an all-reduce, which
     follows `bwd_compute`."""
@@ -119,6 +122,8 @@ class PredictedCosts:
     """Times of the dense layers."""
     overlaps: bool = True
     """See `CommsModel.overlaps`."""
+    node_size: int = 0
+    """Ranks that meet in collectives inside nodes; 0 means all."""
 
     @property
     def ranks(self) -> tuple[RankCosts, ...]:
@@ -173,13 +178,16 @@ class PredictedCosts:
         else:
             timed[..., 5] = 0.0
         reorder_CS2 = np.array([[s.reorder_ms for s in self.stages]])
-        timed[..., 2:4] -= reorder_CS2[:, None]
+        inside_CS2 = np.array([[s.inside_ms for s in self.stages]])
+        timed[..., 2:4] -= (reorder_CS2 + inside_CS2)[:, None]
         return StagePhases(
             np.maximum(timed, 0.0),
             reorder_CS2,
             np.array([[s.is_replicated for s in self.stages]]),
             tuple(s.module for s in self.stages),
             self.overlaps,
+            inside_CS2,
+            self.node_size,
         )
 
     @property
@@ -280,6 +288,11 @@ class Simulator:
         replicated_T = np.array([k.is_replicated for k in kinds])
         self.replicated_S = np.zeros(task.num_stages, dtype=bool)
         self.replicated_S[self.stages_T[replicated_T]] = True
+        inside_T = [
+            (k.pooled if pools else k.sequences) == "node_row_wise"
+            for k, pools in zip(kinds, task.pooled, strict=True)
+        ]
+        self._inside_S: Ints = np.unique(self.stages_T[inside_T])
         self._by_stage_T: Ints = np.argsort(self.stages_T, kind="stable")
         self._samples_T = np.where(
             replicated_T, task.batch_size // task.world_size, task.batch_size
@@ -690,31 +703,45 @@ class Simulator:
         ).astype(np.float64)
         return columns_S
 
-    def stage_order(self, placed_CT: Bools, place_T: Ints | None = None) -> Ints:
+    def stage_order(self, placed_CT: Bools) -> Ints:
         """Return the stages in TorchRec's order: by module, then by first table.
 
         Args:
             placed_CT: Whether each table is placed.
-            place_T: Place of each table in the model. None: the order of the task.
 
         Returns:
             `C x S` stages; those without tables come last in their module.
         """
-        task = self.task
+        task, by = self.task, self._by_stage_T
         if task.num_stages == 1:
             return np.zeros((len(placed_CT), 1), dtype=np.int64)
-        count, by = len(task.tables), self._by_stage_T
-        place_T = np.arange(count) if place_T is None else place_T
-        first_CT = np.where(placed_CT[:, by], place_T[by], place_T.max() + 1)
-        first_CS = np.full((len(placed_CT), task.num_stages), place_T.max() + 1)
+        place_T = np.array(task.places)[by]
+        last = int(place_T.max()) + 1
+        first_CS = np.full((len(placed_CT), task.num_stages), last)
         stages, starts = np.unique(self.stages_T[by], return_index=True)
-        first_CS[:, stages] = np.minimum.reduceat(first_CT, starts, axis=1)
-        key_CS = np.array(task.modules) * (place_T.max() + 2) + first_CS
+        first_CS[:, stages] = np.minimum.reduceat(
+            np.where(placed_CT[:, by], place_T, last), starts, axis=1
+        )
+        key_CS = np.array(task.modules) * (last + 1) + first_CS
         order_CS: Ints = np.argsort(key_CS, axis=1, kind="stable")
         return order_CS
 
+    def inside_costs(self, loads_CWS3: Floats) -> Floats:
+        """Predict the part of exchanges inside nodes, `C x S x 2` [ms]."""
+        count, _, num_stages, _ = loads_CWS3.shape
+        inside = np.zeros((count, num_stages, 2))
+        for stage in self._inside_S.tolist():
+            columns_CW = loads_CWS3[:, :, stage, 1]
+            ms = self.comms_model.inside_nodes(columns_CW, self.task.batch_size)
+            inside[:, stage] = ms.max(axis=1) * (columns_CW.max(axis=1) > 0)[:, None]
+        return inside
+
     def in_order(
-        self, phases_CWS5: Floats, reorder_CS2: Floats, order_CS: Ints
+        self,
+        phases_CWS5: Floats,
+        reorder_CS2: Floats,
+        order_CS: Ints,
+        loads_CWS3: Floats,
     ) -> StagePhases:
         """Return phases of candidates for a schedule, with nothing loaded ahead.
 
@@ -722,10 +749,19 @@ class Simulator:
             phases_CWS5: Phases of each rank in each stage, without reordering.
             reorder_CS2: See `order_costs`.
             order_CS: See `stage_order`.
+            loads_CWS3: See `RankLoads`; used for collectives inside nodes.
         """
         phases_CWS6 = np.pad(phases_CWS5, (*[(0, 0)] * 3, (0, 1)))
         count = len(phases_CWS6)
+        inside_CS2: Floats | None = None
+        if len(self._inside_S):
+            inside_CS2 = self.inside_costs(loads_CWS3)
+            inside_CS2 = np.minimum(inside_CS2, phases_CWS6[..., 2:4].max(axis=1))
+            phases_CWS6[..., 2:4] -= inside_CS2[:, None]
+            np.maximum(phases_CWS6, 0.0, out=phases_CWS6)
         order_CS = np.broadcast_to(order_CS, (count, order_CS.shape[1]))
+        if inside_CS2 is not None:
+            inside_CS2 = np.take_along_axis(inside_CS2, order_CS[..., None], axis=1)
         reorder_CS2 = np.broadcast_to(reorder_CS2, (count, *reorder_CS2.shape[1:]))
         return StagePhases(
             np.take_along_axis(phases_CWS6, order_CS[:, None, :, None], axis=2),
@@ -733,38 +769,43 @@ class Simulator:
             self.replicated_S[order_CS],
             tuple(sorted(self.task.modules)),
             self.comms_model.overlaps,
+            inside_CS2,
+            self.task.node_size,
         )
 
     def path_ms(
-        self, phases_CWS5: Floats, reorder_CS2: Floats, order_CS: Ints
+        self,
+        phases_CWS5: Floats,
+        reorder_CS2: Floats,
+        order_CS: Ints,
+        loads_CWS3: Floats,
     ) -> Floats:
         """Return iterations without a pipeline and dense layers, `C` [ms].
 
         Args: see `in_order`.
         """
-        found = self.in_order(phases_CWS5, reorder_CS2, order_CS)
+        found = self.in_order(phases_CWS5, reorder_CS2, order_CS, loads_CWS3)
         return SEQUENTIAL.path_ms(found, DenseMs())
 
     def evaluate(self, placement: Placement) -> PredictedCosts:
         """Predict one iteration under a placement."""
         return self.predict(self.rank_loads(placement), self.num_shards(placement))
 
-    def predict(
-        self, loads: RankLoads, num_shards_T: Ints, place_T: Ints | None = None
-    ) -> PredictedCosts:
+    def predict(self, loads: RankLoads, num_shards_T: Ints) -> PredictedCosts:
         """Predict one iteration.
 
         Args:
             loads: Loads of each rank (no axis `C`).
             num_shards_T: See `ordered_columns`.
-            place_T: See `stage_order`.
         """
         compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
         compute += loads.extra_CWS2
         comms_WS3, reorder_S2 = self.collectives(loads, num_shards_T)
+        inside_S2 = self.inside_costs(loads.loads_CWS3[None])[0]
+        inside_S2 = np.minimum(inside_S2, comms_WS3[..., 1:].max(axis=0) - reorder_S2)
         phases = _in_phases(compute, comms_WS3)
         phases_WS6 = np.concatenate([phases, loads.cache_CWS[..., None]], axis=-1)
-        [order_S] = self.stage_order(num_shards_T[None] > 0, place_T)
+        [order_S] = self.stage_order(num_shards_T[None] > 0)
         flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
         return PredictedCosts(
@@ -774,6 +815,7 @@ class Simulator:
                     tuple(RankCosts(*row) for row in phases_WS6[:, s].tolist()),
                     module=self.task.modules[s],
                     reorder_ms=(float(reorder_S2[s, 0]), float(reorder_S2[s, 1])),
+                    inside_ms=(float(inside_S2[s, 0]), float(inside_S2[s, 1])),
                     is_replicated=bool(self.replicated_S[s]),
                 )
                 for s in order_S.tolist()
@@ -782,6 +824,7 @@ class Simulator:
             compute_source=self.cost_model.source,
             comms_source=self.comms_model.source,
             overlaps=self.comms_model.overlaps,
+            node_size=self.task.node_size,
         )
 
     def collectives(

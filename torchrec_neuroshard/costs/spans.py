@@ -37,6 +37,10 @@ REORDERS = {"fwd_comms": "fwd_reorder", "bwd_comms": "bwd_reorder"}
 _BARRIERS = {*COLLECTIVES, "all_reduce"}
 _REDUCE = "reduce"
 """The all-reduce of replicas, a `bwd_comms` after its kernels."""
+_INSIDE = {"fwd_compute": "fwd_inside", "bwd_compute": "bwd_inside"}
+"""Kernels -> the collective inside nodes after them, or before them."""
+_SHOWN = {_REDUCE: "bwd_comms", "fwd_inside": "fwd_comms", "bwd_inside": "bwd_comms"}
+"""Kind of work -> its phase, where they differ."""
 _ROUNDING = 1e-12
 """Times below this share of a batch's work are rounding errors."""
 _Name = tuple[str, int]
@@ -123,7 +127,7 @@ class Iteration:
             return
         graph, period = self._graph, self.period_ms
         for work, (kind, stage) in enumerate(graph.names):
-            phase = "bwd_comms" if kind == _REDUCE else kind
+            phase = _SHOWN.get(kind, kind)
             stream = "cache" if phase == "cache" else "compute"
             start = float(self._start_NW[work, rank]) - self._begin_ms
             end = start + float(graph.taken_NW[work, rank])
@@ -162,6 +166,13 @@ class _Graph:
         meeting = {("bwd_reorder", len(found.modules_S) - 1)}
         meeting |= {name for name in self.names if name[0] in (*_BARRIERS, _REDUCE)}
         self.meets_N = np.array([name in meeting for name in self.names])
+        num_ranks = own_NW.shape[1]
+        # Ranks of a node meet in the collectives inside it.
+        inside = [kind in _INSIDE.values() for kind, _ in self.names]
+        node_size = found.node_size or num_ranks
+        self._met_N = np.where(self.meets_N, num_ranks, np.where(inside, node_size, 1))
+        if node_size == num_ranks:
+            self.meets_N = self.meets_N | np.array(inside)
         self._slowest_N = own_NW.argmax(axis=1)
         self.taken_NW: Floats = np.where(
             self.meets_N[:, None], own_NW.max(axis=1, keepdims=True), own_NW
@@ -184,7 +195,7 @@ class _Graph:
         work, rank = state
         kind, stage = self.names[work]
         rank = int(self._slowest_N[work]) if self.meets_N[work] else rank
-        phase = "bwd_comms" if kind == _REDUCE else kind
+        phase = _SHOWN.get(kind, kind)
         return Step(phase, stage, rank, float(self.taken_NW[state]))
 
     def longest_cycle(self) -> tuple[float, list[tuple[int, int]]]:
@@ -223,9 +234,11 @@ class _Graph:
             for before, lag in after:
                 end_W = reached.start_NW[before] + self.taken_NW[before] - lag * period
                 from_W = np.arange(num_ranks)
-                if self.meets_N[work]:
-                    from_W = np.full(num_ranks, end_W.argmax())
-                    end_W = np.full(num_ranks, end_W.max())
+                if (size := int(self._met_N[work])) > 1:
+                    end_GW = end_W.reshape(-1, size)
+                    first_G = from_W[::size]
+                    from_W = np.repeat(first_G + end_GW.argmax(axis=1), size)
+                    end_W = np.repeat(end_GW.max(axis=1), size)
                 later_W = end_W > reached.start_NW[work] + self.rounding_ms
                 if later_W.any():
                     changed = True
@@ -270,7 +283,10 @@ def _work_ms(name: _Name, dense: DenseMs, found: StagePhases) -> Floats:
         return np.full(len(phases_WS6), reorder_S2[stage, reorders.index(kind)])
     if kind == "bwd_comms" and found.replicated_CS[0, stage]:
         return np.zeros(len(phases_WS6))
-    phase = "bwd_comms" if kind == _REDUCE else kind
+    if kind in _INSIDE.values() and found.inside_CS2 is not None:
+        at = [*_INSIDE.values()].index(kind)
+        return np.full(len(phases_WS6), found.inside_CS2[0, stage, at])
+    phase = _SHOWN.get(kind, kind)
     ms_W: Floats = phases_WS6[:, stage, TIMED.index(phase)]
     return ms_W
 
@@ -293,10 +309,12 @@ def _stage_chains(schedule: Schedule, found: StagePhases) -> Iterator[list[_Name
             [(kind, stage) for stage in own]
             for kind in ("index_comms", "fwd_compute", "fwd_comms", "fwd_reorder")
         )
-        yield from (ids, lookups, sent, ordered)
+        looked_up = [_inside(name, found) or name for name in lookups]
+        kernels = [n for pair in zip(lookups, looked_up, strict=True) for n in pair]
+        yield from (ids, [*dict.fromkeys(kernels)], sent, ordered)
         yield [ids[-1], lookups[0]]
-        yield [lookups[-1], ordered[0]]
-        yield from each(lookups, sent)
+        yield [looked_up[-1], ordered[0]]
+        yield from each(looked_up, sent)
         yield from each(sent, ordered)
         if own[0]:  # a host waits for the module before
             yield [("fwd_reorder", own[0] - 1), ids[0]]
@@ -308,11 +326,23 @@ def _stage_chains(schedule: Schedule, found: StagePhases) -> Iterator[list[_Name
         for kind in ("bwd_reorder", "bwd_comms", "bwd_compute", _REDUCE)
     )
     reduced = [name for name in reduced if found.replicated_CS[0, name[1]]]
-    yield [*ordered, *updates]
+    begun = [_inside(name, found) or name for name in updates]
+    kernels = [n for pair in zip(begun, updates, strict=True) for n in pair]
+    yield [*ordered, *dict.fromkeys(kernels)]
     yield [*sent, *reduced]
     yield from each(ordered, sent)
-    yield from each(sent, updates)
+    yield from each(sent, begun)
     yield from each(updates, reduced)
+
+
+def _inside(name: _Name, found: StagePhases) -> _Name | None:
+    """Return the collective inside nodes next to kernels, if they have one."""
+    kind, stage = name
+    inside_CS2 = found.inside_CS2
+    if inside_CS2 is None or kind not in _INSIDE:
+        return None
+    ms = inside_CS2[0, stage, [*_INSIDE].index(kind)]
+    return (_INSIDE[kind], stage) if ms > 0 else None
 
 
 def _groups(schedule: Schedule, found: StagePhases) -> list[list[int]]:
@@ -345,7 +375,8 @@ def _phase_edges(
             return phase, -1
         if phase == "bwd_comms" and before not in _BARRIERS:
             phase = REORDERS[phase]
-        return phase, last if phase.startswith("bwd") else 0
+        name = phase, last if phase.startswith("bwd") else 0
+        return _inside(name, found) or name if phase == "bwd_compute" else name
 
     def ends(phase: str, after: str) -> list[_Name]:
         if phase in DENSE:
@@ -354,7 +385,8 @@ def _phase_edges(
             phase = REORDERS[phase]
         if phase.startswith("bwd"):
             return [(phase, 0), *reduced]
-        return [(phase, last)]
+        name = phase, last
+        return [(phase == "fwd_compute" and _inside(name, found)) or name]
 
     for before, after, lag in sorted(edges(schedule) - _WITHIN):
         if schedule.prefetches or "cache" not in (before, after):

@@ -141,6 +141,9 @@ class ShardingTask:
     modules: tuple[int, ...] = ()
     """Per stage: its module, in the model's order. Stages of a module overlap; without
     a pipeline, forward passes of modules add up. Empty: one module."""
+    places: tuple[int, ...] = ()
+    """Per table: its place in the model. Stages of a module run in the order of their
+    first tables. Empty: the order of the task."""
     stage_names: tuple[str, ...] = ()
     """Names of the stages in reports. Empty: "stage 0" and so on."""
     uneven: bool = True
@@ -208,6 +211,7 @@ class ShardingTask:
             codecs=(_PLAIN,) * count,
             repeats=(1.0,) * count,
             kernels=(None,) * count,
+            places=tuple(range(count)),
         )
         self._fill("group", self.num_groups, stages=(0,) * self.num_groups)
         names = tuple(f"stage {s}" for s in range(self.num_stages))

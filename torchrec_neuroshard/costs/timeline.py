@@ -6,9 +6,12 @@ A rank has one stream of kernels, and all ranks share one stream of collectives.
 - Forward, a rank looks up one stage after another. The exchange of a stage's outputs
   starts when all ranks have looked it up, while they go on with the next stage. The
   module waits once, at the end, and then reorders the columns of split tables.
+- A table-row-wise or grid stage first reduces its outputs inside each node. A rank
+  waits for that before it looks the next stage up.
 - Backward, the gradients of all stages are sent first, the last stage's first. A rank
   updates a stage's tables as soon as their gradients are there. Gradients of replicas
-  are reduced after their kernel.
+  are reduced after their kernel. Gradients of table-row-wise and grid stages are
+  gathered inside each node right before their kernel.
 
 A pass takes as long as its longest chain of work. Read from its end, the forward pass
 is the backward pass, so both have the same chains. With kernels `k`, exchanges `x`, and
@@ -70,11 +73,41 @@ class Chains(NamedTuple):
         )
 
 
+class Inside(NamedTuple):
+    """Collectives inside nodes, for which ranks wait between kernels."""
+
+    ms_S: Floats
+    """Time of each stage; 0 where ranks do not wait [ms]."""
+    node_size: int
+    """Ranks that wait for each other."""
+
+    def after(self, kernels_WS: Floats) -> tuple[Floats, Floats]:
+        """Return when each rank ends a stage, in the forward pass [ms].
+
+        Returns:
+            Before and after the stage's collective, in the shape of `kernels_WS`.
+        """
+        before_WS, after_WS = np.empty_like(kernels_WS), np.empty_like(kernels_WS)
+        shape = (*kernels_WS.shape[:-2], -1, self.node_size)
+        now_W = np.zeros(kernels_WS.shape[:-1])
+        for s in range(kernels_WS.shape[-1]):
+            now_W = now_W + kernels_WS[..., s]
+            before_WS[..., s] = now_W
+            ms = self.ms_S[..., s, None]
+            if ms.any():
+                met = now_W.reshape(shape).max(axis=-1, keepdims=True)
+                met_W = np.broadcast_to(met, (*met.shape[:-1], self.node_size))
+                now_W = np.where(ms > 0, met_W.reshape(now_W.shape) + ms, now_W)
+            after_WS[..., s] = now_W
+        return before_WS, after_WS
+
+
 def chains(
     kernels_WS: Floats,
     exchanges_S: Floats,
     orders_S: Floats | None = None,
     reductions_S: Floats | None = None,
+    inside: Inside | None = None,
 ) -> Chains:
     """Return the chains of a forward or a backward pass.
 
@@ -86,12 +119,15 @@ def chains(
             table is split.
         reductions_S: All-reduce of each stage's gradients of replicas, in the backward
             pass [ms]. None: no table is replicated.
+        inside: Collectives inside nodes. Chains with all-reduces leave them out.
     """
     num_stages = exchanges_S.shape[-1]
     rest_K = work_before(exchanges_S, orders_S)
     sums_S = kernels_WS.cumsum(axis=-1)
     sums_K = np.concatenate([sums_S, sums_S[..., -1:]], axis=-1)
-    kernels, rest = [sums_K], [rest_K]
+    met_S = sums_S if inside is None else inside.after(kernels_WS)[1]
+    kernels = [np.concatenate([met_S, met_S[..., -1:]], axis=-1)]
+    rest = [rest_K]
     places = [(k, 0, 0) for k in range(num_stages + 1)]
     if reductions_S is not None:
         # The last stage's replicas are reduced first.

@@ -153,6 +153,11 @@ class RelievedCommsModel(CommsModel):
         """See `CommsModel.node_row_wise`."""
         return self._left(self.base.node_row_wise(columns_CW, batch_size))
 
+    def inside_nodes(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.inside_nodes`; collectives between nodes are hidden first."""
+        inside = self.base.inside_nodes(columns_CW, batch_size)
+        return np.minimum(inside, self.node_row_wise(columns_CW, batch_size))
+
     def all_reduce(self, bytes_CW: Floats) -> Floats:
         """See `CommsModel.all_reduce`; it runs in the backward."""
         whole = self.base.all_reduce(bytes_CW)

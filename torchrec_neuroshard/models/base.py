@@ -274,6 +274,15 @@ class CommsModel(ABC):
         """
         return self.row_wise(columns_CW, batch_size)
 
+    def inside_nodes(
+        self, columns_CW: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        """Predict the part of `node_row_wise` that is inside nodes, `C x W x 2` [ms].
+
+        Ranks wait for it between kernels. By default all of it is.
+        """
+        return self.node_row_wise(columns_CW, batch_size)
+
     def all_reduce(self, bytes_CW: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Predict the all-reduce of data-parallel tables' gradients.
 

@@ -76,13 +76,19 @@ class RankGroups(CommsModel):
         count, world_size = columns_CW.shape
         size = self.node_size
         num_nodes = world_size // size
-        columns = columns_CW.reshape(count, num_nodes, size)
-        out = np.zeros((count, num_nodes, size, 2))
-        if size > 1:
-            flat = columns.reshape(-1, size)
-            out += self.node.row_wise(flat, batch_size).reshape(out.shape)
+        out = self.inside_nodes(columns_CW, batch_size)
         if num_nodes > 1:
+            columns = columns_CW.reshape(count, num_nodes, size)
             flat = columns.swapaxes(1, 2).reshape(-1, num_nodes)
             between = self.cross.all_to_all(flat, batch_size // size)
-            out += between.reshape(count, size, num_nodes, 2).swapaxes(1, 2)
-        return out.reshape(count, world_size, 2)
+            between = between.reshape(count, size, num_nodes, 2).swapaxes(1, 2)
+            out += between.reshape(count, world_size, 2)
+        return out
+
+    def inside_nodes(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.inside_nodes`."""
+        if self.node_size == 1:
+            return np.zeros((*columns_CW.shape, 2))
+        flat = columns_CW.reshape(-1, self.node_size)
+        ms = self.node.row_wise(flat, batch_size)
+        return ms.reshape(*columns_CW.shape, 2).copy()

@@ -169,7 +169,7 @@ class _Chains:
         loads = loads.reshape(*compute.shape[:-1], 3)
         phases = self.simulator.phases(compute, loads)
         reorder_CS2 = (cut_CS > 0)[..., None] * self._reorder_S2
-        ms = self.simulator.path_ms(phases, reorder_CS2, self._order_1S)
+        ms = self.simulator.path_ms(phases, reorder_CS2, self._order_1S, loads)
         # Adding and subtracting leaves rounding errors in the sums.
         over = memory[..., 0].round(_BYTE_DIGITS) > self.bank.caps_W
         slowest = phases.argmax(axis=1).reshape(len(phases), -1)

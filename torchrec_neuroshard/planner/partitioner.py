@@ -387,8 +387,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         rules: PlacementRules,
     ) -> list[ShardingOption]:
         """Place tables without ways, then search for the others."""
-        # Sort by name: the plan must not depend on the order of a model's tables.
-        both = sorted(zip(proposal, ways, strict=True), key=lambda p: table_name(p[0]))
+        # Sort by name: among equal plans, the model's order of tables must not decide.
+        order = sorted(range(len(proposal)), key=lambda n: table_name(proposal[n]))
+        both = [(proposal[n], ways[n]) for n in order]
         searched = [w for _, w in both if w]
         paths = {w[0].path for w in searched}
         given = [_unsearched_options(o, paths) for o, w in both if not w]
@@ -398,6 +399,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if searched:
             chosen = self._search(
                 searched,
+                [n for n in order if ways[n]],
                 memory_left(storage_constraint, others),
                 rules.restricted(ranks_by_table(others, rules)) if rules else rules,
             )
@@ -417,6 +419,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     def _search(
         self,
         tables: Sequence[Sequence[ShardingOption]],
+        places: Sequence[int],
         memory: Sequence[Storage],
         rules: PlacementRules,
     ) -> list[ShardingOption]:
@@ -427,6 +430,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             memory=memory,
             rules=rules,
             least_columns=self.costs.least_columns,
+            places=places,
         )
         log, start = self.log, time.monotonic()
         searcher = log.next(self.searcher)

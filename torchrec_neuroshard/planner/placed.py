@@ -119,7 +119,8 @@ def task_of(
         reader: Describes their tables and the devices.
         places: Place of each option's table in the model. None: their order.
     """
-    in_order = np.argsort(places or range(len(options)), kind="stable").tolist()
+    places = places or range(len(options))
+    in_order = np.argsort(places, kind="stable").tolist()
     paths = dict.fromkeys(options[n].path for n in in_order)
     modules = {path: number for number, path in enumerate(paths)}
     groups: dict[tuple[Any, ...], int] = {}
@@ -142,6 +143,7 @@ def task_of(
         stages=tuple(stages[key[:2]] for key in groups),
         stage_names=tuple(stage_name(path, kind) for path, kind in stages),
         modules=tuple(modules[path] for path, _ in stages),
+        places=tuple(places),
         alternatives=tuple(map(tuple, ways.values())),
         sharding_types=tuple(o.sharding_type for o in options),
         pooled=tuple(is_pooled(o) for o in options),
@@ -172,8 +174,6 @@ class PricedOptions:
     """Rank of each shard, -1 if it has none. TorchRec's planning loop resets the ranks
     of options, so they are read at once."""
     prices: PricedShards
-    places: Sequence[int] | None
-    """Place of each option's table in the model. None: their order."""
 
     @classmethod
     def of(
@@ -200,7 +200,6 @@ class PricedOptions:
             is_first_N=np.array(first_row) == 0,
             rank_N=np.array(rank, dtype=np.int64),
             prices=simulator.price(table_N, width_N, rows_N),
-            places=places,
         )
 
     @property
@@ -224,8 +223,7 @@ class PricedOptions:
     def predicted(self) -> PredictedCosts:
         """Return the predicted costs of an iteration, for placed options."""
         loads = self.simulator.add_up(self.prices, self.rank_N)
-        place_T = None if self.places is None else np.array(self.places)
-        return self.simulator.predict(loads, self.num_shards_T, place_T)
+        return self.simulator.predict(loads, self.num_shards_T)
 
     def single_perfs(self) -> list[Perf]:
         """Return the cost of each shard as if its table were alone.
@@ -359,6 +357,7 @@ class PlacedPlan:
             schedule=costs.schedule,
             dense=costs.dense,
             overlaps=costs.comms_model.overlaps,
+            node_size=costs.reader.node_size,
         )
 
     @functools.cached_property

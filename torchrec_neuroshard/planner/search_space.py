@@ -149,6 +149,7 @@ class SearchSpace:
         memory: Sequence[Storage],
         rules: PlacementRules,
         least_columns: int = COLUMN_MULTIPLE,
+        places: Sequence[int] | None = None,
     ) -> SearchSpace:
         """Return the search space of tables and their ways to be sharded.
 
@@ -160,6 +161,7 @@ class SearchSpace:
             memory: Memory left on each rank.
             rules: Which ranks tables may use.
             least_columns: Default of `min_partition`.
+            places: Place of each table in the model. None: their order.
 
         Raises:
             PlannerError: A table has no rank, or too few ranks for any of its ways.
@@ -178,7 +180,9 @@ class SearchSpace:
         number = {id(option): n for n, option in enumerate(listed)}
         options = [option for ways in tables for option in ways]
         shard_bytes = known.of([number[id(option)] for option in options])
-        task = task_of(options, reader)
+        places = places or range(len(tables))
+        counts = [len(ways) for ways in tables]
+        task = task_of(options, reader, np.repeat(places, counts).tolist())
         most = [1 if o.sharding_type == TABLE_WISE else len(memory) for o in options]
         return cls(
             options=tuple(options),

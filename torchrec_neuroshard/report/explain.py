@@ -58,6 +58,7 @@ def explain(
             found,
             simulator.order_costs(columns_S[None]),
             simulator.stage_order(num_shards_T[None] > 0),
+            loads_CWS3,
         )
 
     def phases_with(table: int, ranks_C: npt.NDArray[np.int64]) -> StagePhases:

@@ -319,12 +319,12 @@ class Choices:
         kernels = bank.simulator.stage_compute(compute.reshape(count, 1, num_groups, 2))
         placed_CT = np.zeros((count, len(bank.groups_T)), dtype=bool)
         placed_CT[line, way] = True
+        phases = comms[..., :1], kernels[..., :1], comms[..., 1:], kernels[..., 1:]
         return bank.simulator.path_ms(
-            np.concatenate(
-                [comms[..., :1], kernels[..., :1], comms[..., 1:], kernels[..., 1:]], -1
-            ),
+            np.concatenate(phases, axis=-1),
             np.zeros((1, num_stages, 2)),
             bank.simulator.stage_order(placed_CT),
+            loads_CWS3,
         )
 
     def improved(self, chosen_N: Ints, deadline: float) -> Ints:

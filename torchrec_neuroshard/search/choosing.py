@@ -173,6 +173,7 @@ def _column_task(
             "codecs",
             "repeats",
             "kernels",
+            "places",
         )
     }
     closed: list[set[int]] = [set() for _ in tables]

@@ -351,7 +351,7 @@ class Lanes:
         self.order_LS: Floats = reorder_LS2.sum(axis=2)
         self.stages_LS: Ints = bank.simulator.stage_order(self.pieces_LT > 0)
         self.critical_L: Floats = bank.simulator.path_ms(
-            exact, reorder_LS2, self.stages_LS
+            exact, reorder_LS2, self.stages_LS, self.loads_LWS3
         )
         # Collectives are approximated by sums over shards, and scaled so that the
         # slowest rank has its exact time.

@@ -110,6 +110,7 @@ class ExhaustiveSearcher(Searcher):
             simulator.phases(sets.cost_SS2[code], sets.loads_SS3[code]),
             simulator.order_costs(np.stack(columns))[pattern.reshape(-1)],
             simulator.stage_order(shards_CT > 0),
+            sets.loads_SS3[code],
         )
         for caps_W, bytes_S in zip(task.memory[0], sets.bytes_MS, strict=True):
             cost[(bytes_S[code] > caps_W).any(axis=1)] = np.inf
