@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.costs.encoder import ShardEncoder
-from torchrec_neuroshard.costs.passes import TIMED, Part, StagePhases
+from torchrec_neuroshard.costs.passes import TIMED, Part, StagePhases, sequential_ms
 from torchrec_neuroshard.costs.schedules import DENSE, SEQUENTIAL, DenseMs, Schedule
 from torchrec_neuroshard.costs.task import (
     KernelFactors,
@@ -784,8 +784,9 @@ class Simulator:
 
         Args: see `in_order`.
         """
-        found = self.in_order(phases_CWS5, reorder_CS2, order_CS, loads_CWS3)
-        return SEQUENTIAL.path_ms(found, DenseMs())
+        return sequential_ms(
+            self.in_order(phases_CWS5, reorder_CS2, order_CS, loads_CWS3)
+        )
 
     def evaluate(self, placement: Placement) -> PredictedCosts:
         """Predict one iteration under a placement."""

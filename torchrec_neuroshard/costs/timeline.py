@@ -122,6 +122,10 @@ def chains(
         inside: Collectives inside nodes. Chains with all-reduces leave them out.
     """
     num_stages = exchanges_S.shape[-1]
+    if orders_S is not None and not orders_S.any():
+        orders_S = None
+    if reductions_S is not None and not reductions_S.any():
+        reductions_S = None
     rest_K = work_before(exchanges_S, orders_S)
     sums_S = kernels_WS.cumsum(axis=-1)
     sums_K = np.concatenate([sums_S, sums_S[..., -1:]], axis=-1)

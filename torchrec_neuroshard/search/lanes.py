@@ -157,6 +157,7 @@ class Lanes:
         self.pieces_LT = np.zeros((num_lanes, len(bank.dims_T)), dtype=np.int32)
         self.occupants_LAW = np.zeros((num_lanes, bank.rules.num_sets + 1, num_ranks))
         self._stage_G = np.asarray(task.stages)
+        self._has_one_chain = num_stages == 1 and not bank.simulator.replicated_S.any()
         self.num_changes = 0
 
     @property
@@ -416,6 +417,8 @@ class Lanes:
         """
         norm_KP = np.maximum(total_KP, 0.0) ** (1.0 / self.power)
         norm_KP *= self.unit_LP[lane_K]
+        if self._has_one_chain:
+            return np.asarray(norm_KP.sum(axis=1))
         score_K: Floats = norm_KP[:, 2::4].sum(axis=1)
         for chain_KS in self._chains(norm_KP, lane_K):
             num_stages = norm_KP.shape[1] // 4
@@ -464,6 +467,10 @@ class Lanes:
         Only the longest chains count. `forward_LS` and `backward_L` say which kernels
         are on them: those up to these places.
         """
+        if self._has_one_chain:
+            self.forward_LS: Ints = np.zeros_like(self.stages_LS)
+            self.backward_L: Ints = np.zeros(self.num_lanes, dtype=np.int64)
+            return np.ones_like(self.unit_LP)
         every = np.arange(self.num_lanes)
         norm_LP = self.unit_LP * self.total_LP ** (1.0 / self.power)
         slope_LP = np.zeros_like(norm_LP)
@@ -475,8 +482,8 @@ class Lanes:
             slope_LP[:, 1::4] = place_S == place_S[-1]
             slope_LP[:, 3::4] = 1.0
             ends_S = np.repeat(ends, [s.stop - s.start for s in self.bank.modules])
-            self.forward_LS: Ints = np.tile(ends_S, (self.num_lanes, 1))
-            self.backward_L: Ints = np.full(self.num_lanes, place_S[-1])
+            self.forward_LS = np.tile(ends_S, (self.num_lanes, 1))
+            self.backward_L = np.full(self.num_lanes, place_S[-1])
             return slope_LP
         *forward, backward = self._chains(norm_LP, every)
         longest_L1 = backward.argmax(axis=1)[:, None]
