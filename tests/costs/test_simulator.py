@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.builders import make_tables, make_task
@@ -14,6 +15,8 @@ from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.published_links import published_comms_model
 from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
+
+Floats = npt.NDArray[np.float64]
 
 BATCH = 1_000
 PLAIN = make_tables([16, 8, 4], 500, [2.0, 5.0, 1.0])
@@ -60,6 +63,52 @@ def test_phases_by_hand() -> None:
         3 * max(expected) + 2 * float(comms.max()) + index.max()
     )
     assert costs.compute_source == costs.comms_source == "analytic"
+
+
+class UncertainModel(AnalyticCostModel):
+    """Short kernels are off by 30 %, others by 6 %."""
+
+    def relative_uncertainty(self, sums_SE: Floats) -> Floats:
+        short_S = self.predict_sums(sums_SE).sum(axis=1) < 6.0
+        return np.where(short_S, 0.3, 0.06)
+
+
+def test_a_rank_spreads_by_two_thirds_of_its_kernels_uncertainty() -> None:
+    model = UncertainModel(launch_ms=LAUNCH, lookup_ns=LOOKUP, byte_ns=BYTE)
+    task = make_task(TABLES, 3, BATCH, groups=(0, 1, 1), stages=(0, 0))
+    placement = Placement.from_widths(3, [(0, 16, 0), (1, 8, 1), (2, 4, 0)])
+    [stage] = Simulator(task, model, AnalyticCommsModel()).evaluate(placement).stages
+    long_ms, short_ms = forward((A, 16)), forward((C, 4))
+    mixed = (0.06 * long_ms + 0.3 * short_ms) / (long_ms + short_ms)
+    assert stage.spread_W == pytest.approx((mixed / 1.5, 0.04, 0.0))
+    assert stage.alike_W == (0, 1, 2)
+
+
+def test_the_same_kernels_are_found_in_each_stage() -> None:
+    placement = Placement.from_widths(2, [(0, 8, 0), (0, 8, 1), (1, 8, 0), (2, 4, 1)])
+    costs = simulator(groups=(0, 1, 1), stages=(0, 1)).evaluate(placement)
+    assert [stage.alike_W for stage in costs.stages] == [(0, 0), (0, 1)]
+
+
+def test_equal_ranks_are_expected_to_take_longer_than_the_critical_path() -> None:
+    """Two kinds of kernels take the same time. Ranks of one kind err together."""
+    model = UncertainModel(launch_ms=LAUNCH, lookup_ns=LOOKUP, byte_ns=BYTE)
+    more = 5.0 * forward((1, 16)) - 4.0 * LAUNCH  # as long as 5 lookups of 16 columns
+    more = (more - LAUNCH) / (forward((1, 4)) - LAUNCH)
+    tables = make_tables([16, 4, 16, 4], 500, [5.0, more, 5.0, more])
+    simulator = Simulator(make_task(tables, 4, BATCH), model, AnalyticCommsModel())
+    apart = Placement.from_widths(4, [(0, 16, 0), (1, 4, 1), (2, 16, 2), (3, 4, 3)])
+    costs = simulator.evaluate(apart)
+    assert costs.stages[0].alike_W == (0, 1, 0, 1)
+    assert costs.ranks[0].fwd_compute == pytest.approx(costs.ranks[1].fwd_compute)
+    # 0.5642 is the expected maximum of two standard normal values.
+    kernels_ms = costs.ranks[0].fwd_compute + costs.ranks[0].bwd_compute
+    assert costs.expected_ms - costs.critical_path_ms == pytest.approx(
+        0.5642 * 0.04 * kernels_ms, rel=1e-3
+    )
+    unknown = dataclasses.replace(costs.stages[0], spread_W=(), alike_W=())
+    sure = dataclasses.replace(costs, stages=(unknown,))
+    assert sure.expected_ms == sure.critical_path_ms == costs.critical_path_ms
 
 
 def test_ranks_in_different_stages_work_side_by_side() -> None:

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.costs.encoder import ShardEncoder
+from torchrec_neuroshard.costs.expected import OWN_SHARE, alike_rows, expected_ms
 from torchrec_neuroshard.costs.passes import TIMED, Part, StagePhases, sequential_ms
 from torchrec_neuroshard.costs.schedules import DENSE, SEQUENTIAL, DenseMs, Schedule
 from torchrec_neuroshard.costs.task import (
@@ -103,6 +104,11 @@ class StageCosts:
     is_replicated: bool = False
     """Whether its tables are replicated. Then `bwd_comms` is an all-reduce, which
     follows `bwd_compute`."""
+    spread_W: tuple[float, ...] = ()
+    """Relative standard deviation of each rank's kernels, beside what is common to all
+    ranks; empty: unknown."""
+    alike_W: tuple[int, ...] = ()
+    """Numbers from 0; ranks with the same number run the same kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,32 @@ class PredictedCosts:
     def critical_path_ms(self) -> float:
         """The iteration under its schedule [ms]."""
         return self.path_ms(self.schedule)
+
+    @property
+    def expected_ms(self) -> float:
+        """The iteration that is expected, not below the critical path [ms].
+
+        The slowest of nearly equal ranks takes longer than its mean; see `expected`.
+        """
+        if not any(any(s.spread_W) for s in self.stages):
+            return self.critical_path_ms
+        found = self.phases(self.schedule)
+
+        def path(phases_DWS6: Floats) -> Floats:
+            same_D = np.zeros(len(phases_DWS6), dtype=np.int64)
+            drawn = dataclasses.replace(
+                found,
+                phases_CWS6=phases_DWS6,
+                reorder_CS2=found.reorder_CS2[same_D],
+                replicated_CS=found.replicated_CS[same_D],
+            )
+            return self.schedule.path_ms(drawn, self.dense)
+
+        [phases_WS6] = found.phases_CWS6
+        unknown = (0,) * len(phases_WS6)
+        spread_WS = np.array([s.spread_W or unknown for s in self.stages]).T
+        alike_WS = np.array([s.alike_W or unknown for s in self.stages]).T
+        return expected_ms(path, phases_WS6, spread_WS, alike_WS)
 
     def path_ms(self, schedule: Schedule) -> float:
         """Return the iteration under a given schedule [ms]."""
@@ -799,8 +831,8 @@ class Simulator:
             loads: Loads of each rank (no axis `C`).
             num_shards_T: See `ordered_columns`.
         """
-        compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
-        compute += loads.extra_CWS2
+        kernels_WG2 = self.compute_costs(loads.sums_CWGE)
+        compute = self.stage_compute(kernels_WG2) + loads.extra_CWS2
         comms_WS3, reorder_S2 = self.collectives(loads, num_shards_T)
         inside_S2 = self.inside_costs(loads.loads_CWS3[None])[0]
         inside_S2 = np.minimum(inside_S2, comms_WS3[..., 1:].max(axis=0) - reorder_S2)
@@ -809,6 +841,10 @@ class Simulator:
         [order_S] = self.stage_order(num_shards_T[None] > 0)
         flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
+        kernels_WG = kernels_WG2.sum(axis=2)
+        wrong_WG = OWN_SHARE * uncertainty.reshape(kernels_WG.shape) * kernels_WG
+        kernels_WS, wrong_WS = (x @ self._member_SG.T for x in (kernels_WG, wrong_WG))
+        spread_WS = wrong_WS / np.maximum(kernels_WS, 1e-9)
         return PredictedCosts(
             stages=tuple(
                 StageCosts(
@@ -818,6 +854,8 @@ class Simulator:
                     reorder_ms=(float(reorder_S2[s, 0]), float(reorder_S2[s, 1])),
                     inside_ms=(float(inside_S2[s, 0]), float(inside_S2[s, 1])),
                     is_replicated=bool(self.replicated_S[s]),
+                    spread_W=tuple(spread_WS[:, s].tolist()),
+                    alike_W=tuple(alike_rows(self._in_stage(loads, s)).tolist()),
                 )
                 for s in order_S.tolist()
             ),
@@ -827,6 +865,12 @@ class Simulator:
             overlaps=self.comms_model.overlaps,
             node_size=self.task.node_size,
         )
+
+    def _in_stage(self, loads: RankLoads, stage: int) -> Floats:
+        """Return all that decides the kernels of each rank in a stage, `W x X`."""
+        own = self._member_SG[stage] > 0
+        sums_WX = loads.sums_CWGE[:, own].reshape(self.task.world_size, -1)
+        return np.concatenate([sums_WX, loads.extra_CWS2[:, stage]], axis=1)
 
     def collectives(
         self, loads: RankLoads, num_shards_T: Ints
