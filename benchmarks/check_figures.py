@@ -20,6 +20,10 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from harness.pages import table
 from planner_comparison import page, paired
@@ -28,9 +32,13 @@ from planner_comparison.results import at, read_results
 from torchrec_neuroshard.bundles.find import load_cost_model, physical_estimate
 from torchrec_neuroshard.bundles.fit import evaluate
 from torchrec_neuroshard.bundles.set_data import build_sets, split_records
+from torchrec_neuroshard.costs.expected import expected_ms
+from torchrec_neuroshard.costs.passes import TIMED
 from torchrec_neuroshard.hardware.cards import GPU_CARDS
 from torchrec_neuroshard.measure.records import steady_records
 from torchrec_neuroshard.measure.store import read_records
+
+Floats = npt.NDArray[np.float64]
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DATA = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "data"
@@ -43,6 +51,7 @@ DOCUMENTS = (
     "README.md",
     "docs/comparison.md",
     "docs/calibration.md",
+    "docs/how_it_works.md",
     "benchmarks/gpu/STATUS.md",
 )
 
@@ -59,6 +68,13 @@ _RIVALS: Mapping[str, str | None] = {
     "this planner, 100 measured sets": paired.FEW_SETS,
 }
 """Rows of the documentation's table -> planner; None: all of TorchRec's."""
+_SPREAD = 0.043
+"""Deviation between ranks' kernels: two thirds of the 6.5 % that CPU bundles state."""
+_EQUAL, _UNEQUAL = 1.02, 1.15
+"""Slowest over mean rank: at most that of nearly equal, and at least of unequal ranks.
+"""
+_ROWS = {"row_wise", "table_row_wise", "data_parallel"}
+"""Types whose ranks run the same kernels."""
 
 
 def planners() -> str:
@@ -172,6 +188,72 @@ def iterations() -> str:
     return table(head, rows)
 
 
+def equal_ranks() -> str:
+    """Return how far the slowest of a plan's ranks is above the mean rank."""
+    rows: dict[str, dict[bytes, list[float]]] = {}
+    for task in read_results(COMPARISON)["tasks"]:
+        for entry in task["planners"].values():
+            if task["kernels_faster"] > 1 or entry.get("num_split", 1):
+                continue
+            predicted, measured = (
+                _kernels(entry[n]) for n in ("predicted", "measured")
+            )
+            kinds = set(entry["sharding_types"])
+            rank_W = predicted.sum(axis=(1, 2))
+            above = float(rank_W.max() / rank_W.mean())
+            if kinds & {"row_wise", "table_row_wise"}:
+                if kinds - _ROWS or above > _EQUAL:
+                    continue
+                kind, spread = "row-wise tables, nearly equal ranks", 0.0
+            elif above <= _EQUAL:
+                kind, spread = "table-wise tables, nearly equal ranks", _SPREAD
+            elif above > _UNEQUAL:
+                kind, spread = "table-wise tables, unequal ranks", _SPREAD
+            else:
+                continue
+            mean_ms = [float(p.mean(axis=0).sum()) for p in (predicted, measured)]
+            # Equal plans of several planners count once.
+            rows.setdefault(kind, {})[measured.tobytes()] = [
+                mean_ms[0] / mean_ms[1],
+                float(_slowest(measured[None])[0]) / mean_ms[1],
+                float(_slowest(predicted[None])[0]) / mean_ms[0],
+                _expected(predicted, spread) / mean_ms[0],
+            ]
+    cells = [
+        [kind, str(len(found)), *(f"{m:.3f}" for m in _means(list(found.values())))]
+        for kind, found in sorted(rows.items(), reverse=True)
+    ]
+    head = ["plans", "number", "mean rank, predicted over measured"]
+    above_mean = ("measured", "critical path", "iteration")
+    return table([*head, *(f"slowest over mean, {a}" for a in above_mean)], cells)
+
+
+def _kernels(times: Mapping[str, Any]) -> Floats:
+    """Return phases `W x 1 x 6` with the kernels of a plan's ranks, stages added up."""
+    found = np.zeros((len(times["stages"][0]["fwd_ms"]), 1, len(TIMED)))
+    for name, kernel in (("fwd_ms", "fwd_compute"), ("bwd_ms", "bwd_compute")):
+        total_W = sum(np.array(s[name]) for s in times["stages"])
+        found[:, 0, TIMED.index(kernel)] = total_W
+    return found
+
+
+def _expected(phases_WS6: Floats, spread: float) -> float:
+    """Return the expected time if all ranks' kernels differ [ms]."""
+    own_W1 = np.arange(len(phases_WS6))[:, None]
+    return expected_ms(_slowest, phases_WS6, np.full(own_W1.shape, spread), own_W1)
+
+
+def _slowest(phases_DWS6: Floats) -> Floats:
+    """Return the slowest rank's forward plus the slowest rank's backward, `D` [ms]."""
+    slowest: Floats = phases_DWS6.max(axis=1).sum(axis=(1, 2))
+    return slowest
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return the geometric mean of each column."""
+    return [statistics.geometric_mean(column) for column in zip(*rows, strict=True)]
+
+
 def rows_of(name: str, column: str) -> list[dict[str, str]]:
     """Return the first table of a results page that has a column."""
     lines = (RESULTS / f"{name}.md").read_text(encoding="utf-8").splitlines()
@@ -192,6 +274,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "expected-plans": expected_plans,
     "planning-time": planning_time,
     "iterations": iterations,
+    "equal-ranks": equal_ranks,
 }
 
 

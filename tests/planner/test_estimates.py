@@ -78,3 +78,17 @@ def test_the_plan_shows_the_error_of_an_estimate() -> None:
     stated = f"standard deviation of {report.uncertainty:.1%}"
     for text in (report.text(verbose=True), html_report(report)):
         assert stated in text and "nets" not in text
+
+
+def test_the_plan_shows_the_expected_iteration() -> None:
+    planner = estimated(
+        topology_for("h100", num_nodes=1, ranks_per_node=4),
+        constraints=each(4, "table_wise"),
+    )
+    tables = [(50_000, 64), (60_000, 60), (70_000, 56), (80_000, 52)]
+    planner.plan(make_ebc(tables), bag_sharders())
+    report, predicted = planner.report(), last_result(planner).predicted
+    assert report.iteration_ms == pytest.approx(predicted.expected_ms)
+    assert report.critical_path_ms == predicted.critical_path_ms
+    assert 1.005 < report.iteration_ms / report.critical_path_ms < 1.1
+    assert str(report).startswith(f"iteration {predicted.expected_ms:.3f} ms: ")

@@ -99,10 +99,10 @@ def test_text_and_json_hold_the_figures() -> None:
     )
     brief, text = str(report), report.text(verbose=True)
     path_ms = report.critical_path_ms
-    assert text.startswith(f"critical path {path_ms:.3f} ms\nestimated bound ")
-    assert f"\nestimated bound {path_ms / 2:.3f} ms, gap 100.0%\n" in text
+    path = f"critical path {path_ms:.3f} ms, estimated bound {path_ms / 2:.3f} ms"
+    assert text.startswith(f"iteration {path_ms:.3f} ms\n{path}, gap 100.0%\n")
     proven = dataclasses.replace(report, bound_is_proven=True)
-    assert f"\nlower bound {path_ms / 2:.3f} ms" in str(proven)
+    assert f" ms, lower bound {path_ms / 2:.3f} ms" in str(proven)
     assert "bound" not in str(dataclasses.replace(report, lower_bound_ms=0.0))
     rows = [line.split()[-9:] for line in text.splitlines()]
     for table in TABLES:
@@ -113,6 +113,7 @@ def test_text_and_json_hold_the_figures() -> None:
     assert "t5" in text and "t5" not in brief
     data = json.loads(json.dumps(report.to_json()))
     assert data["gap"] == 1.0
+    assert data["iteration_ms"] == path_ms
     assert data["ranks"][1]["costs"] == report.ranks[1].costs.to_json()
 
 
@@ -155,5 +156,12 @@ def test_samples_per_second_count_all_ranks_and_replicas() -> None:
     known = dataclasses.replace(report, critical_path_ms=1.5, basis=basis)
     assert known.samples_per_s == pytest.approx(3 * 512 / 1.5e-3)
     assert "1.500 ms: 1,020,000 samples per second over all ranks" in str(known)
+    spread = dataclasses.replace(known, spread_ms=0.5)
+    assert spread.samples_per_s == pytest.approx(3 * 512 / 2e-3)
+    assert str(spread).startswith("iteration 2.000 ms: 768,000 samples per second")
+    assert "critical path 1.500 ms, estimated bound" in str(spread)
+    assert spread.gap == known.gap  # the bound is without a spread
+    assert "mean, which adds 0.500 ms to the critical path" in spread.text(verbose=True)
+    assert "which adds" not in known.text(verbose=True)
     known = dataclasses.replace(known, weight_sync=sync)
     assert known.samples_per_s == pytest.approx(6 * 512 / 2e-3)

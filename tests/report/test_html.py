@@ -208,7 +208,7 @@ def test_page_holds_the_report_and_needs_nothing_else() -> None:
     for shown in (
         SPLIT.line(17.0),
         "rows < 10 & so on",
-        "Critical path 17.000 ms. Estimated bound 16.000 ms, gap 6.2%.",
+        "Iteration 17.000 ms. Critical path 17.000 ms, estimated bound 16.000 ms, gap",
         "7 tables on 2 ranks, 4 of them split; rank 1 is the fullest: 2.00 GiB of 4.00",
     ):
         assert shown in text
@@ -228,7 +228,7 @@ def test_plan_without_splits_limits_or_bound() -> None:
     text = shown_of(page)
     assert "on 1 rank, 0 of them split" in text
     assert "Notes" not in text and "Column splits" not in text
-    assert "Critical path unknown. " in text
+    assert "Iteration unknown. " in text
     ranks, tables, _ = (rows_of(table) for table in data_of(page)["grids"])
     assert "of GiB" not in ranks[0] and not {"path", "kernels"} & tables[0].keys()
     bars = str(plain).split("Ranks:\n")[1].splitlines()[:2]
@@ -236,7 +236,7 @@ def test_plan_without_splits_limits_or_bound() -> None:
 
 
 def test_header_says_what_was_planned_and_by_which_command() -> None:
-    report = dataclasses.replace(large_report(), critical_path_ms=16.0)
+    report = dataclasses.replace(large_report(), critical_path_ms=16.0, spread_ms=0.25)
     page = html_report(report, "Plan", command="neuroshard plan '<t>.csv'")
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
     written = facts.pop("Written")
@@ -245,8 +245,8 @@ def test_header_says_what_was_planned_and_by_which_command() -> None:
         "Card": "NVIDIA <H100>",
         "Ranks": "128 (16 nodes of 8)",
         "Batch": "512 samples per rank",
-        "Critical path": "16.000 ms",
-        "Samples per second": "4,100,000",
+        "Iteration": "16.250 ms",
+        "Samples per second": "4,030,000",
         "Command": "neuroshard plan '<t>.csv'",
     }
     assert "<dt>Command" not in html_report(report) and "<t>" not in page
@@ -258,6 +258,14 @@ def test_the_page_says_what_averaging_adds() -> None:
     )
     report = dataclasses.replace(REPORT, weight_sync=sync)
     assert "Averaging between replicas adds 0.500 ms." in shown_of(html_report(report))
+
+
+def test_the_page_says_what_the_slowest_of_equal_ranks_adds() -> None:
+    report = dataclasses.replace(REPORT, spread_ms=0.25)
+    shown = shown_of(html_report(report))
+    assert "mean, which adds 0.250 ms to the critical path." in shown
+    assert "Not drawn: the slowest" in shown
+    assert "Not drawn" not in shown_of(html_report(REPORT))
 
 
 def test_plan_files_of_earlier_versions_have_no_timeline() -> None:
@@ -279,10 +287,10 @@ def test_two_plans_are_shown_side_by_side() -> None:
         "batch <differs>",
     ):
         assert shown in text
-    ours, theirs = "Ours Critical path 17.000 ms", "Theirs <1> Critical path 20.000 ms"
+    ours, theirs = "Ours Iteration 17.000 ms", "Theirs <1> Iteration 20.000 ms"
     assert 0 < text.find(ours) < text.find(theirs)
     figures, moves = (rows_of(table) for table in data["grids"][:2])
-    assert figures[2] == {
+    assert figures[3] == {
         **{"figure": "fwd_compute [ms]", "theirs <1>": 8.0, "ours": 4.0},
         **{"change": -0.5},
     }
@@ -296,7 +304,7 @@ def test_two_plans_are_shown_side_by_side() -> None:
         ["0.00", "little", "absent", "here"]
     ]
     assert "- warning: batch <differs>" in lines
-    assert not any("Critical path 20" in line for line in lines)
+    assert not any("Iteration 20" in line for line in lines)
     saved = found.to_json()
     noted = {"code": "comparison", "table": None, "severity": "warning"}
     assert saved["notes"] == [{**noted, "text": "batch <differs>"}]

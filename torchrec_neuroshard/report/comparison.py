@@ -156,7 +156,7 @@ class PlanComparison(Report):
         }
 
     def _figures(self) -> Grid:
-        """Return the rate, critical path, phases and memory of both plans.
+        """Return the rate, iteration, phases and memory of both plans.
 
         Changes are shown of what can be compared.
         """
@@ -165,9 +165,10 @@ class PlanComparison(Report):
         figures = [("fullest rank [GiB]", *full, True)]
         if self.is_costed:
             timed, same = self.is_timed, self.is_timed and self.is_same_batch
+            whole = "iteration [ms]", a.iteration_ms, b.iteration_ms, same
             paths = "critical path [ms]", a.critical_path_ms, b.critical_path_ms, same
             phases = [(f"{p} [ms]", a.worst_ms[p], b.worst_ms[p], same) for p in PHASES]
-            figures = [paths, *phases, *figures]
+            figures = [whole, paths, *phases, *figures]
             if not self.is_same_batch:
                 rates = (1e-3 * (plan.samples_per_s or math.nan) for plan in (a, b))
                 figures.insert(0, ("1,000 samples per second", *rates, timed))

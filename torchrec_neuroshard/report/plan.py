@@ -74,6 +74,10 @@ class PlanReport(Report):
     """Costs, bottleneck and placement of a plan; `print` shows the answer first."""
 
     critical_path_ms: float
+    """The iteration if every rank takes its mean time."""
+    spread_ms: float = 0.0
+    """Time that the iteration is expected to take longer, since the slowest of nearly
+    equal ranks takes longer than its mean; see `costs.expected`."""
     parts_ms: Mapping[str, float] = field(default_factory=dict)
     """Phases on the critical path, which they add up to; empty: unknown."""
     lower_bound_ms: float
@@ -124,6 +128,7 @@ class PlanReport(Report):
         predicted = result.predicted
         return cls(
             critical_path_ms=predicted.critical_path_ms,
+            spread_ms=predicted.expected_ms - predicted.critical_path_ms,
             parts_ms=predicted.parts_ms,
             lower_bound_ms=result.lower_bound_ms,
             bound_is_proven=result.bound_is_proven,
@@ -145,7 +150,10 @@ class PlanReport(Report):
 
     @property
     def gap(self) -> float:
-        """Distance to the lower bound, relative to the bound; infinite without one."""
+        """Distance of the critical path to the lower bound, relative to the bound.
+
+        It is infinite without a bound. The bound is without a spread, too.
+        """
         bound_ms = self.lower_bound_ms
         return self.critical_path_ms / bound_ms - 1 if bound_ms > 0 else math.inf
 
@@ -166,8 +174,8 @@ class PlanReport(Report):
 
     @property
     def iteration_ms(self) -> float:
-        """Critical path plus averaging between replicas."""
-        return self.critical_path_ms + self.sync_ms
+        """Expected iteration: critical path, spread, and averaging between replicas."""
+        return self.critical_path_ms + self.spread_ms + self.sync_ms
 
     @property
     def num_samples(self) -> int | None:
@@ -200,7 +208,7 @@ class PlanReport(Report):
         return max(self.ranks, key=lambda rank: rank.used_bytes)
 
     def heading(self) -> list[tuple[str, str]]:
-        """See `Report`: card, ranks, batch, critical path and samples per second."""
+        """See `Report`: card, ranks, batch, iteration and samples per second."""
         num_ranks, per_node = len(self.ranks), self._ranks_per_node
         nodes = ""
         if per_node < num_ranks:
@@ -211,7 +219,7 @@ class PlanReport(Report):
             card = self.basis.card or "unnamed"
             facts = [("Card", card), *facts, ("Batch", batch)]
         if self.is_costed:
-            facts.append(("Critical path", f"{self.critical_path_ms:.3f} ms"))
+            facts.append(("Iteration", f"{self.iteration_ms:.3f} ms"))
         if rate := self.rate:
             facts.append(("Samples per second", rate))
         return facts
@@ -253,8 +261,8 @@ class PlanReport(Report):
         for fields, held in zip(data["tables"], self.tables, strict=True):
             for name in ("num_shards", "ranks", "used_bytes", "path_ms"):
                 fields[name] = getattr(held, name)
-        more = {"gap": self.gap, "num_split": self.num_split}
-        return data | more | {"samples_per_s": self.samples_per_s}
+        shown = ("iteration_ms", "gap", "num_split", "samples_per_s")
+        return data | {name: getattr(self, name) for name in shown}
 
     def _answer(self) -> list[str]:
         """Return time, bottleneck, overlaps and memory, in sentences."""
@@ -265,20 +273,25 @@ class PlanReport(Report):
             f"{full.memory}"
         )
         if not self.is_costed:
-            return ["critical path unknown", placed]
-        path = f"critical path {self.critical_path_ms:.3f} ms"
+            return ["iteration unknown", placed]
+        iteration = f"iteration {self.iteration_ms:.3f} ms"
         if rate := self.rate:
-            path += f": {rate} samples per second over all ranks"
+            iteration += f": {rate} samples per second over all ranks"
             if self.schedule is None or not self.schedule.dense_ms:
-                path += ", dense layers not counted"
-        bound = self._bound() if self.lower_bound_ms > 0 else None
+                iteration += ", dense layers not counted"
+        path = f"critical path {self.critical_path_ms:.3f} ms"
+        if self.lower_bound_ms > 0:
+            path += f", {self._bound()}"
+        elif round(self.iteration_ms - self.critical_path_ms, 3) <= 0:
+            path = ""
         sources = f"compute: {self.compute_source}; collectives: {self.comms_source}"
         overlap = self.timeline if self.timeline and self.timeline.overlaps else None
-        facts = path, bound, self.bottleneck, overlap, placed, f"predicted; {sources}"
+        source = f"predicted; {sources}"
+        facts = iteration, path, self.bottleneck, overlap, placed, source
         return [str(fact) for fact in facts if fact]
 
     def _facts(self) -> list[str]:
-        """Return what binds, uncertainty, averaging and pipeline, in sentences."""
+        """Return what binds, spread, uncertainty and so on, in sentences."""
         if not self.is_costed:
             return []
         kind = "the cost model's nets differ by"
@@ -286,7 +299,7 @@ class PlanReport(Report):
             kind = "estimated kernel times have a standard deviation of"
         uncertainty = self.uncertainty and f"{kind} {self.uncertainty:.1%} per rank"
         chain = None if self.timeline and self.timeline.overlaps else self.timeline
-        facts = chain, uncertainty, self.weight_sync, self.schedule
+        facts = chain, self._spread, uncertainty, self.weight_sync, self.schedule
         return [str(fact) for fact in facts if fact]
 
     def _bars(self) -> list[str]:
@@ -328,10 +341,22 @@ class PlanReport(Report):
             return f"{known}, too low to judge the plan by"
         return f"{known}, gap {self.gap:.1%}"
 
+    @property
+    def _spread(self) -> str:
+        """What the spread adds, in a sentence without a full stop; empty: nothing."""
+        if round(self.spread_ms, 3) <= 0:
+            return ""
+        return (
+            "the slowest of nearly equal ranks is expected to take longer than its "
+            f"mean, which adds {self.spread_ms:.3f} ms to the critical path"
+        )
+
     def _iteration(self, timeline: Timeline) -> Section:
         lines = ["outlined: what binds; pale: work of another batch", timeline.drawn]
         if self.lower_bound_ms > 0:
             lines.append(f"dashed: {self._bound()}")
+        if spread := self._spread:
+            lines.append(f"not drawn: {spread}")
         if self.sync_ms > 0:
             lines.append(f"averaging between replicas adds {self.sync_ms:.3f} ms")
         return Section(

@@ -32,13 +32,13 @@ class SweepCell:
     obstacle: str = ""
     """Reason why no plan fits; "": a plan fits. Without a plan, costs are None."""
     iteration_ms: float | None = None
-    """Critical path plus averaging between replicas."""
+    """Expected iteration; see `PlanReport`."""
     kernels_ms: float | None = None
     """Time of kernels on the slowest ranks."""
     links_ms: float | None = None
     """Time of collectives, including averaging between replicas."""
     gap: float | None = None
-    """Distance of the plan to the lower bound; None: no bound."""
+    """Distance of the critical path to the lower bound; None: no bound."""
     memory_bytes: float | None = None
     """Memory in use on the fullest rank."""
     memory_limit_bytes: float | None = None
