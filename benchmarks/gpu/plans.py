@@ -48,6 +48,9 @@ PLANNERS = (
     "torchrec, best practice",
     "torchrec, all types",
     "torchrec, all types, min_partition=32",
+    "torchrec, best practice, default bandwidth",
+    "torchrec, all types, default bandwidth",
+    "torchrec, all types, min_partition=32, default bandwidth",
 )
 PLAN_SECONDS = 120.0
 ROUNDS, PASSES = 2, 2

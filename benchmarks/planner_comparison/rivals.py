@@ -39,6 +39,7 @@ from planner_comparison.paired import (
     ALL_TYPES,
     BEST_PRACTICE,
     COLUMNS,
+    DEFAULT_BANDWIDTH,
     FEW_SETS,
     OURS,
     PAPER,
@@ -152,7 +153,7 @@ def make_rivals(
         *_ours(few_sets, other),
         *_learned(trained, hardware),
         *_solvers(solver_seconds),
-        *_stock(),
+        *_stock(hardware),
     ]
     if names is None:
         return rivals
@@ -360,29 +361,41 @@ def _solvers(seconds: float) -> Iterator[Rival]:
         yield search_rival(name, about, make)
 
 
-def _stock() -> Iterator[Rival]:
+def _stock(hardware: str) -> Iterator[Rival]:
+    """Yield TorchRec's planner in several settings.
+
+    On a card, each setting comes a second time with the bandwidth of memory that
+    TorchRec assumes without being told.
+    """
     yield _torchrec(
         "torchrec, default",
         "TorchRec's planner, which assumes one lookup per sample; all types",
         pooling_factors=False,
     )
-    yield _torchrec(
-        BEST_PRACTICE,
-        f"TorchRec's planner, pooling factors, table- and column-wise, "
-        f"min_partition={MIN_PARTITION}",
-        types=_COLUMN_AND_TABLE,
-        min_partition=MIN_PARTITION,
-    )
-    yield _torchrec(ALL_TYPES, "TorchRec's planner, pooling factors, all types")
-    yield _torchrec(
-        SPLIT_TYPES,
-        f"the same, min_partition={MIN_PARTITION}",
-        min_partition=MIN_PARTITION,
-    )
+    split = {"min_partition": MIN_PARTITION}
+    settings: dict[str, tuple[str, dict[str, Any]]] = {
+        BEST_PRACTICE: (
+            "TorchRec's planner, pooling factors, table- and column-wise, "
+            f"min_partition={MIN_PARTITION}",
+            {"types": _COLUMN_AND_TABLE, **split},
+        ),
+        ALL_TYPES: ("TorchRec's planner, pooling factors, all types", {}),
+        SPLIT_TYPES: (f"the same, min_partition={MIN_PARTITION}", split),
+    }
+    for name, (about, given) in settings.items():
+        yield _torchrec(name, about, **given)
+    for name, (_, given) in settings.items() if find_card(hardware) else ():
+        yield _torchrec(
+            name + DEFAULT_BANDWIDTH,
+            f"`{name}` with TorchRec's default bandwidth of memory instead of the "
+            "card's",
+            knows_card=False,
+            **given,
+        )
     yield _torchrec(
         "torchrec, dynamic programming",
-        "the same with DynamicProgrammingProposer; memory is given as HBM, the only "
-        "one it counts",
+        f"`{ALL_TYPES}` with DynamicProgrammingProposer; memory is given as HBM, the "
+        "only one it counts",
         in_hbm=True,
         proposer=DynamicProgrammingProposer,
     )
@@ -396,6 +409,7 @@ def _torchrec(
     min_partition: int | None = None,
     pooling_factors: bool = True,
     in_hbm: bool = False,
+    knows_card: bool = True,
     **parts: Callable[[], Any],
 ) -> Rival:
     """Return TorchRec's planner with the given parts."""
@@ -403,7 +417,7 @@ def _torchrec(
     def make(task: Task, costs: Costs, device: str) -> EmbeddingShardingPlanner:
         planned_for = "cuda" if in_hbm else device
         return EmbeddingShardingPlanner(
-            topology=_topology(task, costs, planned_for, device),
+            topology=_topology(task, costs, planned_for, device, knows_card),
             batch_size=task.batch_size // task.world_size,
             storage_reservation=FixedPercentageStorageReservation(0.0),
             constraints=_constraints(task, types, min_partition, pooling_factors),
@@ -456,18 +470,20 @@ def _neuroshard(
     )
 
 
-def _topology(task: Task, costs: Costs, planned_for: str, device: str) -> Topology:
+def _topology(
+    task: Task, costs: Costs, planned_for: str, device: str, knows_card: bool = True
+) -> Topology:
     """Return TorchRec's topology of the cluster, with memory and published links.
-
-    The bandwidth of a GPU's memory is its card's.
 
     Args:
         task: The task, which names the cluster.
         costs: Costs, which name the device.
         planned_for: Device type in the topology.
         device: Device type of the kernels.
+        knows_card: Whether the bandwidth of a GPU's memory is its card's. False:
+            TorchRec's default.
     """
-    card = find_card(costs.compute.hardware)
+    card = find_card(costs.compute.hardware) if knows_card else None
     default = HBM_MEM_BW if device == "cuda" else DDR_MEM_BW  # TorchRec's
     bandwidth = card.hbm_gb_per_s.value * _BYTES_PER_MS if card else default
     bandwidth *= task.kernels_faster

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.distributed.planner.constants import HBM_MEM_BW
 
+from gpu.plans import PLANNERS as GPU_PLANNERS
 from harness.dlrm_tables import generate_dlrm_tables
 from tests.builders import ATTACHES_OPTIMIZERS, result_of
 from torchrec_neuroshard.costs.task import ShardingTask
@@ -57,6 +59,30 @@ def test_tasks_fit_and_are_of_unseen_tables() -> None:
             assert table.profile.num_distinct <= table.num_embeddings * (1 + 1e-9)
             if task.family == "dlrm":
                 assert (table.pooling_factor, table.profile) not in seen
+
+
+@pytest.mark.parametrize(("hardware", "number"), [("NVIDIA H200", 3), ("a CPU", 0)])
+def test_on_a_card_torchrec_plans_with_its_default_bandwidth_too(
+    hardware: str, number: int
+) -> None:
+    found = rivals.make_rivals(None, Path("none"), 1.0, hardware)
+    known = {r.name: r for r in found}
+    kinds = paired.BEST_PRACTICE, paired.ALL_TYPES, paired.SPLIT_TYPES
+    slow = {kind + paired.DEFAULT_BANDWIDTH: kind for kind in kinds}
+    assert len(slow.keys() & known.keys()) == number
+    if not number:
+        return
+    assert set(GPU_PLANNERS) <= known.keys()
+    [task, *_] = tasks.make_tasks(None, tasks.TaskSettings(quick=True))
+    task = dataclasses.replace(task, cluster="8 x H100")
+    costs = dataclasses.replace(COSTS, compute=AnalyticCostModel())
+    costs.compute.hardware = hardware
+    for name, kind in slow.items():
+        told, untold = (known[n].make(task, costs, "cuda") for n in (kind, name))
+        assert told._topology.hbm_mem_bw == 4_800e6  # bytes per ms
+        assert untold._topology.hbm_mem_bw == HBM_MEM_BW
+        constraints = (p._enumerator._constraints for p in (told, untold))
+        assert next(constraints) == next(constraints)
 
 
 def test_inputs_of_tables_are_put_together() -> None:
