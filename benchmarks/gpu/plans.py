@@ -11,6 +11,7 @@ bundle's predictions in the place of measured kernels: what one expects before l
 writes the files of `compare_planners.py`, and `<out>_kernels.parquet`: the measured
 sets, which `neuroshard train` reads. A plan's stage names the record of each rank.
 
+TorchRec's plans depend on Python's hash seed, so set `PYTHONHASHSEED=0` for `make`.
 Files are written after each task, so `make` can be stopped once there are enough tasks.
 `time` ends after its seconds, and a second call continues with the remaining tasks. The
 `.pkl` files are compressed pickles, which can run code when they are read. Read only
