@@ -1,144 +1,143 @@
-"""Train good and bad plans and compare measured with predicted embedding times.
+"""Train many plans and compare measured times with two predictions.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_iteration.py \\
         --out benchmarks/results/iteration_gloo2_202611
 
-Each plan is trained under `DistributedModelParallel`, and `PhaseTimer` measures the
-phases on every rank. The machine's speed drifts, so all plans of a model are trained in
-several rounds, in changing order, and a reference set is timed beside each plan. Every
-rank runs one thread.
+"Before" adds up the slowest rank of each phase and sharding type. "After" is the
+planner's prediction: the iteration as TorchRec runs it, in which ranks do not wait
+between sharding types. A third prediction lets exchanges run beside kernels as on GPUs;
+over gloo, both need the same cores.
+
+Plans are those of planners and of `harness.layouts`. Each is trained under
+`DistributedModelParallel`, and `PhaseTimer` measures the phases on every rank. The
+machine's speed drifts, so all plans of a model are trained in several rounds, in
+changing order, and a reference set is timed beside each plan. Every rank runs one
+thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import logging
-import math
-import statistics
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 import torch.distributed as dist
 from scipy import stats
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from harness.dlrm_tables import generate_dlrm_tables
-from harness.models import ConcatDLRM, draw_batches, profile_tables
+from harness.layouts import LAYOUTS
+from harness.models import draw_batches, profile_tables, table_paths
 from harness.pages import table
-from harness.planning import predicted_phases
+from harness.planning import (
+    BEST_PRACTICE,
+    OURS,
+    STOCK,
+    PlanningDesk,
+    count_types,
+    predicted_phases,
+)
 from harness.provenance import describe_run
-from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
-from harness.tasks import TaskConfig, cap_rows, sample_tasks
-from harness.training_runs import TrialConfig, run_trial, take_turns
-from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
+from harness.ranks import Ranks, SpeedReference, machine_speeds
+from harness.tasks import PRODUCTION_WIDTHS, TaskConfig, cap_rows, sample_tasks
+from harness.training_runs import TrialConfig, TrialResult, run_trial, take_turns
+from torchrec_neuroshard import TableConfig, load_cost_model
 from torchrec_neuroshard.bundles.find import load_comms_model
-from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts, Simulator
-from torchrec_neuroshard.costs.task import Placement, ShardingTask
-from torchrec_neuroshard.models.base import CommsModel, CostModel
-from torchrec_neuroshard.papers.heuristics import GREEDY_KEYS, GreedySearcher
-from torchrec_neuroshard.search import make_searcher
-from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts
+from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
-MAX_TABLE_ROWS = 200_000
+Floats = npt.NDArray[np.float64]
+
+MAX_TABLE_ROWS = 50_000
+PLANNERS = (OURS, BEST_PRACTICE, STOCK)
+
+
+def stage_sums_ms(predicted: PredictedCosts) -> float:
+    """Return the sum of the slowest rank of each phase and stage [ms]."""
+    return sum(predicted_phases(predicted).values())
+
+
+PREDICTIONS: Mapping[str, Callable[[PredictedCosts], float]] = {
+    "before": stage_sums_ms,
+    "after": lambda predicted: predicted.critical_path_ms,
+    "if exchanges overlapped": lambda predicted: (
+        dataclasses.replace(predicted, overlaps=True).critical_path_ms
+    ),
+}
+
+
+class AllTypesSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+    """Offers row-wise sharding on CPUs, too."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return TorchRec's types for the device, and row-wise."""
+        types: list[str] = super().sharding_types(compute_device_type)
+        return [*dict.fromkeys([*types, "row_wise"])]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Tables to train, and the batch size."""
+    """A model: its tables, and the number of its embedding modules."""
 
     name: str
     tables: tuple[TableConfig, ...]
-    batch_size: int
-    """Samples per rank."""
+    num_modules: int = 1
 
 
-def make_workloads(batch_size: int, seed: int) -> list[Workload]:
-    """Return three models: MLPerf, the DLRM dataset, and production widths."""
-    mlperf = mlperf_dlrm_v2(max_rows=MAX_TABLE_ROWS, embedding_dim=64)
+def make_workloads(batch_size: int, seed: int, max_rows: int) -> list[Workload]:
+    """Return six models.
+
+    Args:
+        batch_size: Samples per rank.
+        seed: Seed of the drawn tables.
+        max_rows: Most rows of a table.
+    """
+    mlperf = mlperf_dlrm_v2(max_rows=max_rows, embedding_dim=64)
     pool = [
-        cap_rows(t, MAX_TABLE_ROWS)
+        cap_rows(t, max_rows)
         for t in generate_dlrm_tables(seed)
         if 0.5 <= t.pooling_factor <= 60
     ]
-    drawn = []
-    for number, (count, widths, optimizer) in enumerate(
-        ((40, (8, 16, 32, 64, 128), "sgd"), (60, None, "rowwise_adagrad"))
-    ):
+    seldom = [t for t in pool if t.pooling_factor <= 5]
+
+    def drawn(
+        number: int,
+        count: int,
+        widths: Sequence[int] = PRODUCTION_WIDTHS,
+        optimizer: str = "rowwise_adagrad",
+        tables: Sequence[TableConfig] = pool,
+    ) -> tuple[TableConfig, ...]:
         config = TaskConfig(
             world_size=2,
             batch_size=2 * batch_size,
             num_tables=count,
             seed=seed + number,
-            **({"widths": widths} if widths else {}),
+            widths=tuple(widths),
         )
-        tables = sample_tasks(pool, config, 1)[0].tables
-        drawn.append(tuple(dataclasses.replace(t, optimizer=optimizer) for t in tables))
+        found = sample_tasks(tables, config, 1)[0].tables
+        return tuple(dataclasses.replace(t, optimizer=optimizer) for t in found)
+
     return [
-        Workload(name="mlperf-26", tables=tuple(mlperf), batch_size=batch_size),
-        Workload(name="dlrm-40", tables=drawn[0], batch_size=batch_size),
-        Workload(name="production-60", tables=drawn[1], batch_size=batch_size),
+        Workload(name="mlperf-26", tables=tuple(mlperf)),
+        Workload(name="dlrm-40", tables=drawn(0, 40, (8, 16, 32, 64, 128), "sgd")),
+        Workload(name="production-60", tables=drawn(1, 60)),
+        Workload(name="narrow-80", tables=drawn(2, 80, (4, 8, 16), "sgd")),
+        Workload(name="wide-16", tables=drawn(3, 16, (128, 256), tables=seldom)),
+        Workload(
+            name="two-modules-40", tables=drawn(4, 40, (16, 32, 64)), num_modules=2
+        ),
     ]
-
-
-class RandomSplits(Searcher):
-    """Splits some tables at random, on random ranks."""
-
-    def __init__(self, seed: int, split_share: float, skew: float) -> None:
-        """Take the seed, the share of tables split, and the first rank's weight."""
-        self.name = f"random seed {seed}, {split_share:.0%} split, skew {skew:g}"
-        self._seed, self._split_share, self._skew = seed, split_share, skew
-
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
-        """Return a random placement."""
-        rng = np.random.default_rng(self._seed)
-        weights = np.array([self._skew, *np.ones(task.world_size - 1)])
-        triples = []
-        for number, config in enumerate(task.tables):
-            units = config.embedding_dim // 4
-            parts = 1
-            if rng.random() < self._split_share:
-                parts = min(units, task.world_size)
-            cuts = np.sort(rng.choice(np.arange(1, units), parts - 1, replace=False))
-            sizes = np.diff([0, *cuts, units])
-            ranks = rng.choice(
-                task.world_size, parts, replace=False, p=weights / weights.sum()
-            )
-            triples += [
-                (number, int(4 * size), int(rank))
-                for size, rank in zip(sizes, ranks, strict=True)
-            ]
-        placement = Placement.from_widths(task.world_size, triples)
-        return SearchResult(
-            placement=placement,
-            predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
-            lower_bound_ms=0.0,
-            gap=math.inf,
-            search_seconds=0.0,
-            num_evaluated=1,
-        )
-
-
-def searchers(num_plans: int) -> Iterator[tuple[str, Searcher]]:
-    """Yield `num_plans` searches: the default, greedy ones and random ones."""
-    yield "default search", make_searcher("default")
-    for key in GREEDY_KEYS:
-        yield f"greedy {key}", GreedySearcher(key)
-    for number in range(num_plans - 1 - len(GREEDY_KEYS)):
-        share = (0.0, 0.3, 1.0)[number % 3]
-        skew = (1.0, 1.0, 1.5, 2.5, 4.0)[number % 5]
-        searcher = RandomSplits(number, share, skew)
-        yield searcher.name, searcher
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -148,8 +147,7 @@ class Trial:
     name: str
     plan: ShardingPlan
     predicted: PredictedCosts
-    num_shards: int
-    rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    rounds: list[TrialResult] = dataclasses.field(default_factory=list)
 
 
 class Trainer:
@@ -158,55 +156,51 @@ class Trainer:
     def __init__(self, workload: Workload, ranks: Ranks, args: Any) -> None:
         self._workload, self._ranks, self._args = workload, ranks, args
         self._batches = draw_batches(
-            workload.tables, workload.batch_size, args.seed, ranks.rank, ranks.device
+            workload.tables, args.batch_size, args.seed, ranks.rank, ranks.device
         )
         self._reference = SpeedReference(ranks)
-        self.cost_model = load_cost_model(args.cost_model)
-        self._comms_model = load_comms_model(
+        self._cost_model = load_cost_model(args.cost_model)
+        comms_model = load_comms_model(
             args.cost_model,
             device_type="cpu",
             world_size=ranks.world_size,
             local_world_size=ranks.world_size,
         )
-        if self._comms_model is None:
+        if comms_model is None:
             raise SystemExit(
                 f"'{args.cost_model}' has no measurements of gloo collectives; run "
                 "'neuroshard collect comms' and 'neuroshard train'"
             )
-        self._profiles = ranks.on_first(
-            lambda: profile_tables(
-                workload.tables, workload.batch_size, args.seed, ranks.world_size
-            )
-        )
+        self._comms_model: CommsModel = comms_model
 
-    def plan(self, name: str, searcher: Searcher) -> Trial:
-        """Return a plan by one search, made on rank 0 for all ranks."""
-        model = ConcatDLRM(self._workload.tables, torch.device("cpu"))
-        sharders = [EmbeddingBagCollectionSharder()]
-        planner = NeuroShardPlanner(
-            topology=Topology(
-                world_size=self._ranks.world_size,
-                local_world_size=self._ranks.world_size,
-                compute_device="cpu",
-            ),
-            batch_size=self._workload.batch_size,
-            cost_model=self.cost_model,
-            comms_model=self._comms_model,
-            profiles=self._profiles,
-            search=searcher,
-            # These searches place table- and column-wise shards only.
-            constraints={
-                t.name: ParameterConstraints(
-                    sharding_types=["table_wise", "column_wise"]
-                )
-                for t in self._workload.tables
+    def trials(self) -> list[Trial]:
+        """Return all plans and their predictions, made on rank 0."""
+        return [Trial(**made) for made in self._ranks.on_first(self._make_plans)]
+
+    def _make_plans(self) -> list[dict[str, Any]]:
+        tables, size = self._workload.tables, self._ranks.world_size
+        num_modules, batch_size = self._workload.num_modules, self._args.batch_size
+        desk = PlanningDesk(
+            tables,
+            profile_tables(tables, batch_size, self._args.seed, size),
+            topology={
+                "world_size": size,
+                "local_world_size": size,
+                "compute_device": "cpu",
             },
+            batch_size=batch_size,
+            cost_model=self._cost_model,
+            comms_model=self._comms_model,
+            num_modules=num_modules,
+            sharder=AllTypesSharder(),
         )
-        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-        result = planner.last_result
-        found = result and (result.predicted, len(result.placement.shards))
-        predicted, num_shards = self._ranks.gather(found)[0]
-        return Trial(name=name, plan=plan, predicted=predicted, num_shards=num_shards)
+        plans = {name: desk.plan(name)[0] for name in PLANNERS}
+        paths = table_paths(tables, num_modules)
+        plans |= {made.name: made.plan(tables, paths, size) for made in LAYOUTS}
+        return [
+            {"name": name, "plan": plan, "predicted": desk.predict(plan)}
+            for name, plan in plans.items()
+        ]
 
     def train(self, trial: Trial) -> None:
         """Train one plan for a round and add the measurements to its trial."""
@@ -216,93 +210,257 @@ class Trainer:
             self._batches,
             TrialConfig(
                 warm_up=self._args.warm_up,
-                iterations=1,
+                iterations=self._args.iterations,
                 phase_iterations=self._args.iterations,
+                num_modules=self._workload.num_modules,
+                seed=None,
             ),
             control=self._ranks.control,
             reference=self._reference.read,
         )
-        trial.rounds.append(found.to_json())
+        trial.rounds.append(found)
 
     def nominal_reference_ms(self) -> float:
         """Return the reference's time on all ranks at once, as predicted."""
         slowdown = self._reference.slowdown(self._comms_model.compute_slowdown)
-        return slowdown * float(getattr(self.cost_model, "reference_ms", 0.0))
+        return slowdown * float(getattr(self._cost_model, "reference_ms", 0.0))
 
 
-def measured(trial: Trial, speeds: Sequence[float]) -> dict[str, Any]:
-    """Return medians over all rounds, in the cost model's milliseconds."""
+def scaled(
+    rounds: Sequence[Sequence[float]], speeds: Sequence[float]
+) -> dict[str, float]:
+    """Return median, quartiles and number of times [ms], scaled by rounds' speeds."""
+    pairs = zip(rounds, speeds, strict=True)
+    times = [ms * speed for taken, speed in pairs for ms in taken]
+    low, middle, high = np.percentile(times, [25, 50, 75])
+    found = {"median": middle, "low_quartile": low, "high_quartile": high}
+    return {**{k: round(float(v), 3) for k, v in found.items()}, "n": len(times)}
 
-    takes = {n: lambda r, name=n: r["phases_ms"][name] for n in PHASES}
-    takes["embedding_ms"] = lambda r: r["embedding_ms"]
-    return {n: scaled_median(trial.rounds, speeds, take) for n, take in takes.items()}
 
-
-def judge(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return rank correlation, errors, and the loss of choosing by prediction."""
-    predicted = np.array([e["predicted"]["embedding_ms"] for e in entries])
-    real = np.array([e["measured"]["embedding_ms"] for e in entries])
-    error = np.abs(predicted / real - 1)
+def entry_of(trial: Trial, speeds: Sequence[float]) -> dict[str, Any]:
+    """Return the predictions and measurements of a plan, in the cost model's time."""
+    embedding = [r.embedding_ms for r in trial.rounds]
     return {
-        "spearman": float(stats.spearmanr(predicted, real).statistic),
-        "median_error": float(np.median(error)),
-        "max_error": float(error.max()),
-        "best_predicted_over_best": float(real[predicted.argmin()] / real.min()),
-        "phase_median_ratio": {
-            name: statistics.median(
-                e["predicted"][name] / e["measured"][name] for e in entries
-            )
+        "name": trial.name,
+        "sharding_types": count_types(trial.plan),
+        "predicted": {n: round(p(trial.predicted), 3) for n, p in PREDICTIONS.items()},
+        "predicted_stages": {
+            stage.name: [[round(ms, 3) for ms in r.to_json().values()] for r in ranks]
+            for stage in trial.predicted.stages
+            for ranks in [stage.ranks]
+        },
+        "embedding_ms": scaled(embedding, speeds),
+        "iteration_ms": scaled([r.iteration_ms for r in trial.rounds], speeds),
+        "rank_phases_ms": {
+            name: [
+                scaled([r.rank_phases_ms[name][rank] for r in trial.rounds], speeds)
+                for rank in range(len(trial.predicted.ranks))
+            ]
             for name in PHASES
         },
-        "phase_share": {
-            name: statistics.median(
-                e["measured"][name] / e["measured"]["embedding_ms"] for e in entries
-            )
-            for name in PHASES
-        },
+        "round_medians_ms": [
+            round(float(np.median(ms)) * speed, 3)
+            for ms, speed in zip(embedding, speeds, strict=True)
+        ],
     }
 
 
-def report(data: dict[str, Any]) -> str:
-    """Return the results in Markdown."""
-    where = data["hardware"]
-    lines = [
-        "# Predicted and measured embedding time per iteration",
-        "",
-        f"`{data['command']}`, {data['date']}, commit {data['commit']}.",
-        f"{data['world_size']} ranks over gloo, one thread each, on {where['device']}; "
-        f"torch {where['torch']}, fbgemm {where['fbgemm']}. Every plan has "
-        f"{data['options']['rounds']} rounds of {data['options']['iterations']} timed "
-        "iterations, scaled by the reference set's median in each round.",
+def noise_of(medians_PR: Floats) -> float:
+    """Return the relative difference of two plans that is twice its standard error.
+
+    Args:
+        medians_PR: Median time of each plan in each round; at least two rounds.
+    """
+    logs = np.log(medians_PR)
+    rest = logs - logs.mean(axis=0) - logs.mean(axis=1, keepdims=True) + logs.mean()
+    plans, rounds = medians_PR.shape
+    variance = (rest**2).sum() / ((plans - 1) * (rounds - 1))
+    return float(np.expm1(2 * np.sqrt(2 * variance / rounds)))
+
+
+def judge(
+    predicted: Sequence[float], measured: Sequence[float], noise: float
+) -> dict[str, float]:
+    """Return how well a prediction orders and times the plans of a model.
+
+    Args:
+        predicted: Predicted time of each plan.
+        measured: Measured time of each plan.
+        noise: Relative difference up to which two measured times count as equal.
+    """
+    said, real = np.array(predicted), np.array(measured)
+    error = said / real - 1
+    differ = [
+        (said[i] - said[j]) * (real[i] - real[j]) > 0
+        for i, j in itertools.combinations(range(len(real)), 2)
+        if abs(np.log(real[i] / real[j])) > np.log1p(noise)
     ]
-    rows, phases = [], []
-    for model in data["models"]:
-        judged = model["judged"]
-        times = [p["measured"]["embedding_ms"] for p in model["plans"]]
+    return {
+        "spearman": float(stats.spearmanr(said, real).statistic),
+        "median_error": float(np.median(np.abs(error))),
+        "mean_error": float(np.abs(error).mean()),
+        "largest_error": float(np.abs(error).max()),
+        "median_signed_error": float(np.median(error)),
+        "num_pairs": len(differ),
+        "pairs_in_order": sum(map(bool, differ)),
+        "best_predicted_over_best": float(real[said.argmin()] / real.min()),
+    }
+
+
+def judge_all(models: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the figures of each prediction over the plans of all models.
+
+    Pairs are of one model. The best predicted plan is the models' mean.
+    """
+    plans = [plan for model in models for plan in model["plans"]]
+    found = {}
+    for name in PREDICTIONS:
+        own = [model["judged"][name] for model in models]
+        said = [plan["predicted"][name] for plan in plans]
+        real = [plan["embedding_ms"]["median"] for plan in plans]
+        found[name] = judge(said, real, 0.0) | {
+            "num_pairs": sum(j["num_pairs"] for j in own),
+            "pairs_in_order": sum(j["pairs_in_order"] for j in own),
+            "best_predicted_over_best": float(
+                np.mean([j["best_predicted_over_best"] for j in own])
+            ),
+        }
+    return found
+
+
+HEAD = (
+    "model",
+    "prediction",
+    "plans",
+    "measured ms",
+    "rank correlation",
+    "median error",
+    "mean error",
+    "largest error",
+    "pairs in order",
+    "plan predicted best / best plan",
+    "rank correlation, iteration",
+)
+
+
+def rows_of(model: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the lines of a model's predictions, or of those of all models."""
+    times = [plan["embedding_ms"]["median"] for plan in model["plans"]]
+    iterations = [plan["iteration_ms"]["median"] for plan in model["plans"]]
+    rows: list[tuple[str, ...]] = []
+    for name, judged in model["judged"].items():
+        said = [plan["predicted"][name] for plan in model["plans"]]
+        share = judged["pairs_in_order"] / max(1, judged["num_pairs"])
         rows.append(
             (
                 model["name"],
+                name,
                 str(len(times)),
                 f"{min(times):.1f} to {max(times):.1f}",
                 f"{judged['spearman']:.3f}",
                 f"{judged['median_error']:.1%}",
-                f"{judged['max_error']:.1%}",
+                f"{judged['mean_error']:.1%}",
+                f"{judged['largest_error']:.1%}",
+                f"{share:.1%} of {judged['num_pairs']}",
                 f"{judged['best_predicted_over_best']:.3f}",
+                f"{stats.spearmanr(said, iterations).statistic:.3f}",
             )
         )
-        ratios, shares = judged["phase_median_ratio"], judged["phase_share"]
-        cells = (f"{ratios[n]:.2f} ({shares[n]:.0%})" for n in PHASES)
-        phases.append((model["name"], *cells))
-    head = ("model", "plans", "measured ms", "rank correlation", "median error")
-    lines += [
-        "",
-        table((*head, "largest error", "plan predicted best / best plan"), rows),
-        "",
-        "Predicted / measured by phase, median over plans (share of the time):",
-        "",
-        table(("model", *PHASES), phases),
+    return rows
+
+
+def report(data: dict[str, Any]) -> str:
+    """Return the results in Markdown."""
+    where, options, models = data["hardware"], data["options"], data["models"]
+    everything = {
+        "name": "all",
+        "plans": [plan for model in models for plan in model["plans"]],
+        "judged": judge_all(models),
+    }
+    noises = ", ".join(f"{m['name']} {m['noise']:.1%}" for m in models)
+    spreads = [
+        (times["high_quartile"] - times["low_quartile"]) / times["median"]
+        for plan in everything["plans"]
+        for times in [plan["embedding_ms"]]
     ]
-    return "\n".join(lines) + "\n"
+    lines = [
+        "# Predicted and measured embedding time per iteration",
+        "",
+        f"`{data['command']}`, {data['date']}, commit {data['commit']}, "
+        f"{data['minutes']:.0f} minutes.",
+        f"{data['world_size']} ranks over gloo, one thread each, on {where['device']}; "
+        f"torch {where['torch']}, fbgemm {where['fbgemm']}. Every plan has "
+        f"{options['rounds']} rounds of {options['iterations']} timed iterations, "
+        "scaled by the reference set's median in each round. A plan's middle half of "
+        f"times spans {np.median(spreads):.0%} of its median (median over plans).",
+        "",
+        "Before: sum over sharding types of the slowest rank of each phase. After: "
+        "the iteration as TorchRec runs it, without waits between types. If exchanges "
+        "overlapped: the same with exchanges beside kernels, as on GPUs. Pairs: two "
+        "plans of one model whose measured times differ by more than twice the "
+        "standard error of the "
+        f"difference ({noises}).",
+        "",
+        table(HEAD, [row for m in (*models, everything) for row in rows_of(m)]),
+        "",
+        "Times of all plans [ms]:",
+        "",
+    ]
+    rows = [
+        (
+            f"{model['name']}: {plan['name']}",
+            *(f"{plan['predicted'][name]:.1f}" for name in PREDICTIONS),
+            _spread(plan["embedding_ms"]),
+            _spread(plan["iteration_ms"]),
+        )
+        for model in models
+        for plan in model["plans"]
+    ]
+    head = ("plan", *PREDICTIONS, "measured (quartiles)", "iteration (quartiles)")
+    return "\n".join([*lines, table(head, rows)]) + "\n"
+
+
+def _spread(times: dict[str, float]) -> str:
+    low, high = times["low_quartile"], times["high_quartile"]
+    return f"{times['median']:.1f} ({low:.1f} to {high:.1f})"
+
+
+def run_model(workload: Workload, ranks: Ranks, args: Any) -> dict[str, Any]:
+    """Train all plans of a model and return its entry in the results."""
+    trainer = Trainer(workload, ranks, args)
+    trials = {trial.name: trial for trial in trainer.trials()}
+    for number in range(args.rounds):
+        for name in take_turns(list(trials), number):
+            trial = trials[name]
+            trainer.train(trial)
+            if ranks.rank == 0:
+                shown = np.median(trial.rounds[-1].embedding_ms)
+                said = (f"{n} {p(trial.predicted):.1f}" for n, p in PREDICTIONS.items())
+                print(
+                    f"{workload.name} round {number} {name}: {', '.join(said)} ms, "
+                    f"measured {shown:.1f} ms wall-clock time",
+                    flush=True,
+                )
+    nominal_ms = trainer.nominal_reference_ms()
+    readings = [
+        [ms for t in trials.values() for ms in t.rounds[number].reference_ms]
+        for number in range(args.rounds)
+    ]
+    speeds = machine_speeds(readings, nominal_ms)
+    plans = [entry_of(trial, speeds) for trial in trials.values()]
+    noise = noise_of(np.array([plan["round_medians_ms"] for plan in plans]))
+    real = [plan["embedding_ms"]["median"] for plan in plans]
+    return {
+        "name": workload.name,
+        "num_tables": len(workload.tables),
+        "machine_speeds": speeds,
+        "noise": noise,
+        "plans": plans,
+        "judged": {
+            name: judge([plan["predicted"][name] for plan in plans], real, noise)
+            for name in PREDICTIONS
+        },
+    }
 
 
 def main() -> None:
@@ -314,13 +472,18 @@ def main() -> None:
     parser.add_argument(
         "--batch-size", type=int, default=1_024, help="samples per rank"
     )
-    parser.add_argument("--num-plans", type=int, default=20, help="plans per model")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds per plan")
     parser.add_argument(
-        "--warm-up", type=int, default=3, help="untimed iterations per round"
+        "--max-rows", type=int, default=MAX_TABLE_ROWS, help="most rows of a table"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, at least 2")
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="untimed iterations per round"
     )
     parser.add_argument(
-        "--iterations", type=int, default=12, help="timed iterations per round"
+        "--iterations",
+        type=int,
+        default=5,
+        help="iterations per round; as many are timed whole and by phase",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of tables and batches"
@@ -330,65 +493,25 @@ def main() -> None:
         "--out", type=Path, required=True, help="path of the results, without suffix"
     )
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds must be at least 2: their difference is the noise")
     warnings.simplefilter("ignore")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
-    ranks = Ranks("gloo")
+    ranks, start = Ranks("gloo"), time.monotonic()
     data: dict[str, Any] = {
         **describe_run(launcher="torchrun"),
         "world_size": ranks.world_size,
         "options": {k: str(v) for k, v in vars(args).items()},
         "models": [],
     }
-    for workload in make_workloads(args.batch_size, args.seed):
+    for workload in make_workloads(args.batch_size, args.seed, args.max_rows):
         if args.models and workload.name not in args.models:
             continue
-        trainer = Trainer(workload, ranks, args)
-        trials = {n: trainer.plan(n, s) for n, s in searchers(args.num_plans)}
-        for number in range(args.rounds):
-            for name in take_turns(list(trials), number):
-                trial = trials[name]
-                trainer.train(trial)
-                if ranks.rank == 0:
-                    shown = statistics.median(trial.rounds[-1]["embedding_ms"])
-                    print(
-                        f"{workload.name} round {number} {trial.name}: predicted "
-                        f"{trial.predicted.critical_path_ms:.1f} ms, measured "
-                        f"{shown:.1f} ms wall-clock time",
-                        flush=True,
-                    )
-        nominal_ms = trainer.nominal_reference_ms()
-        readings = [
-            [ms for t in trials.values() for ms in t.rounds[number]["reference_ms"]]
-            for number in range(args.rounds)
-        ]
-        speeds = machine_speeds(readings, nominal_ms)
-        plans = [
-            {
-                "name": t.name,
-                "num_shards": t.num_shards,
-                "predicted": {
-                    "embedding_ms": t.predicted.critical_path_ms,
-                    **predicted_phases(t.predicted),
-                    "by_rank": t.predicted.to_json()["ranks"],
-                },
-                "measured": measured(t, speeds),
-                "rounds": t.rounds,
-            }
-            for t in trials.values()
-        ]
-        data["models"].append(
-            {
-                "name": workload.name,
-                "num_tables": len(workload.tables),
-                "nominal_reference_ms": nominal_ms,
-                "machine_speeds": speeds,
-                "plans": plans,
-                "judged": judge(plans),
-            }
-        )
+        data["models"].append(run_model(workload, ranks, args))
+        data["minutes"] = (time.monotonic() - start) / 60
         if ranks.rank == 0:
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+            args.out.with_suffix(".json").write_text(json.dumps(data) + "\n")
             args.out.with_suffix(".md").write_text(report(data))
             print(json.dumps(data["models"][-1]["judged"], indent=1), flush=True)
     dist.destroy_process_group()

@@ -44,23 +44,31 @@ def test_collectives_count_from_the_last_arrival_and_compute_on_the_slowest() ->
     assert other == pytest.approx(found)
 
 
-def elsewhere(times: list[PhaseTimes]) -> list[PhaseTimes]:
-    """Return the same times on a clock that is nine seconds ahead."""
+def later(times: list[PhaseTimes], by_s: float, clock: str = "") -> list[PhaseTimes]:
+    """Return the same phases, which run later or on a clock that is ahead."""
     return [
         PhaseTimes(
             t.module,
-            {n: [(a + 9, b + 9) for a, b in s] for n, s in t.spans.items()},
-            "another",
+            {n: [(a + by_s, b + by_s) for a, b in s] for n, s in t.spans.items()},
+            clock,
         )
         for t in times
     ]
 
 
+def elsewhere(times: list[PhaseTimes]) -> list[PhaseTimes]:
+    """Return the same times on a clock that is nine seconds ahead."""
+    return later(times, 9.0, "another")
+
+
 def test_embedding_lasts_from_the_last_start_to_the_last_end() -> None:
     # Forward from 2 to 15, backward from 33 to 40.
     assert embedding_ms([EARLY, LATE, EMPTY]) == pytest.approx(13 + 7)
-    two = [[*r, *r] for r in (EARLY, LATE, EMPTY)]
+    two = [[*r, *later(r, 0.06)] for r in (EARLY, LATE, EMPTY)]
     assert embedding_ms(two) == pytest.approx(2 * (13 + 7))
+    # The second module runs beside the first: from 2 to 20 and from 33 to 45.
+    beside = [[*r, *later(r, 0.005)] for r in (EARLY, LATE, EMPTY)]
+    assert embedding_ms(beside) == pytest.approx(18 + 12)
     # Without a common clock, the sum of the phases.
     ranks = [EARLY, elsewhere(LATE), EMPTY]
     assert embedding_ms(ranks) == pytest.approx(3 + 7 + 3 + 3 + 4)

@@ -12,6 +12,7 @@ profiles the ids that enter the same modules.
 from __future__ import annotations
 
 import contextlib
+import math
 import platform
 import time
 import uuid
@@ -453,21 +454,25 @@ def critical_times(by_rank: Sequence[Sequence[PhaseTimes]]) -> list[dict[str, fl
 def embedding_ms(by_rank: Sequence[Sequence[PhaseTimes]]) -> float:
     """Return the time of the embeddings over all ranks, in one iteration [ms].
 
-    Forward and backward each take from the last rank's start to the last rank's end,
-    summed over sharded modules. For ranks without a common clock, it is the sum of the
-    phases of `critical_times`.
+    In each sharded module, forward and backward last from the last rank's start to the
+    last rank's end. Time in which modules overlap counts once. For ranks without a
+    common clock, it is the sum of the phases of `critical_times`.
 
     Args:
         by_rank: Result of `PhaseTimer.take` on each rank.
     """
     if not all(map(_share_clock, zip(*by_rank, strict=True))):
         return sum(sum(phases.values()) for phases in critical_times(by_rank))
-    total = 0.0
+    passes = []
     for ranks in zip(*by_rank, strict=True):
         for half in (PHASES[:3], PHASES[3:]):
             spans = [[s for name in half for s in r.spans[name]] for r in ranks]
             begun = [s for s in spans if s]
             if begun:
                 start = max(s[0][0] for s in begun)
-                total += (max(s[-1][1] for s in begun) - start) * 1e3
-    return total
+                passes.append((start, max(s[-1][1] for s in begun)))
+    total, last_end = 0.0, -math.inf
+    for start, end in sorted(passes):
+        total += max(0.0, end - max(start, last_end))
+        last_end = max(last_end, end)
+    return total * 1e3

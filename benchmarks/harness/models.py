@@ -32,6 +32,7 @@ __all__ = [
     "fill_tables",
     "local_tables",
     "profile_tables",
+    "table_paths",
 ]
 
 NUM_BATCHES = 4
@@ -89,6 +90,7 @@ class ConcatDLRM(nn.Module):
         tables: Sequence[TableConfig],
         device: torch.device,
         learning_rate: float = 0.01,
+        num_modules: int = 1,
     ) -> None:
         """Build the dense layers, equal on all ranks, and tables without memory.
 
@@ -96,9 +98,15 @@ class ConcatDLRM(nn.Module):
             tables: As for `build_collection`.
             device: Device of the dense layers.
             learning_rate: Learning rate of the tables.
+            num_modules: Number of modules that hold the tables; see `table_paths`.
         """
         super().__init__()
-        self.embeddings = build_collection(tables, learning_rate)
+        by_path: dict[str, list[TableConfig]] = {}
+        for table, path in zip(tables, table_paths(tables, num_modules), strict=True):
+            by_path.setdefault(path, []).append(table)
+        self._paths = list(by_path)
+        for path, held in by_path.items():
+            self.add_module(path, build_collection(held, learning_rate))
         width = sum(t.embedding_dim * t.num_features for t in tables)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -115,9 +123,19 @@ class ConcatDLRM(nn.Module):
         """Return the logits, `B`."""
         below = torch.relu(self.bottom(dense_BD))
         # In the tables' order: that of the outputs differs from plan to plan.
-        (pooled,) = KeyedTensor.regroup([self.embeddings(ids)], [self._features])
+        outputs = [getattr(self, path)(ids) for path in self._paths]
+        (pooled,) = KeyedTensor.regroup(outputs, [self._features])
         logits: torch.Tensor = self.top(torch.cat([pooled, below], dim=1))
         return logits.squeeze(-1)
+
+
+def table_paths(tables: Sequence[TableConfig], num_modules: int = 1) -> list[str]:
+    """Return the path of each table's module in `ConcatDLRM`.
+
+    The first module, `embeddings`, has the first tables; then `embeddings_1`, ...
+    """
+    numbers = [i * num_modules // len(tables) for i in range(len(tables))]
+    return [f"embeddings_{n}" if n else "embeddings" for n in numbers]
 
 
 class ClickBatch(NamedTuple):

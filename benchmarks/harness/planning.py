@@ -22,7 +22,6 @@ from harness.models import ConcatDLRM
 from torchrec_neuroshard import FeatureProfile, NeuroShardPlanner, TableConfig
 from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts
 from torchrec_neuroshard.models.base import CommsModel, CostModel
-from torchrec_neuroshard.plans.replan import replan
 
 __all__ = [
     "BEST_PRACTICE",
@@ -63,6 +62,8 @@ class PlanningDesk:
         comms_model: CommsModel,
         min_partition: int = 32,
         same_limits: bool = False,
+        num_modules: int = 1,
+        sharder: EmbeddingBagCollectionSharder | None = None,
     ) -> None:
         """Take the inputs of the planners.
 
@@ -77,7 +78,12 @@ class PlanningDesk:
             min_partition: Narrowest column shard for TorchRec's best practice.
             same_limits: Whether our planners, too, are limited to best practice's
                 sharding types and `min_partition`.
+            num_modules: As for `ConcatDLRM`.
+            sharder: Offers the sharding types. None: TorchRec's, which offers no
+                row-wise sharding on CPUs.
         """
+        self._num_modules = num_modules
+        self._sharders = [sharder or EmbeddingBagCollectionSharder()]
         self._tables, self._profiles = tuple(tables), dict(profiles)
         self._topology, self._batch_size = dict(topology), batch_size
         self._cost_model, self._comms_model = cost_model, comms_model
@@ -120,7 +126,8 @@ class PlanningDesk:
 
     def model(self) -> ConcatDLRM:
         """Return the model to plan."""
-        return ConcatDLRM(self._tables, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        return ConcatDLRM(self._tables, cpu, num_modules=self._num_modules)
 
     def plan(
         self, name: str
@@ -128,7 +135,7 @@ class PlanningDesk:
         """Return the plan of a planner, the planner, and its entry in the results."""
         planner = self.planner(name)
         start = time.perf_counter()
-        plan = planner.plan(self.model(), [EmbeddingBagCollectionSharder()])
+        plan = planner.plan(self.model(), self._sharders)
         entry: dict[str, Any] = {
             "planning_seconds": time.perf_counter() - start,
             "sharding_types": count_types(plan),
@@ -141,11 +148,15 @@ class PlanningDesk:
         entry["predicted"] = self._predict(plan)
         return plan, planner, entry
 
-    def _predict(self, plan: ShardingPlan) -> dict[str, Any]:
-        """Return the predicted costs of a plan."""
+    def predict(self, plan: ShardingPlan) -> PredictedCosts:
+        """Return the predicted costs of any plan of the model."""
         ours = self.planner(OURS)
         assert isinstance(ours, NeuroShardPlanner)
-        judged = replan(plan, planner=ours, model=self.model(), budget_bytes=0).before
+        options = ours.placed_options(plan, self.model(), self._sharders)
+        return ours.costs.placed(options).predicted
+
+    def _predict(self, plan: ShardingPlan) -> dict[str, Any]:
+        judged = self.predict(plan)
         return {
             "embedding_ms": judged.critical_path_ms,
             "phases_ms": predicted_phases(judged),

@@ -6,7 +6,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.phase_timer import (
     PhaseTimer,
+    PhaseTimes,
     critical_times,
     embedding_ms,
 )
@@ -51,8 +52,10 @@ class TrialConfig:
     phase_iterations: int = 6
     """Further iterations with timed phases, which often wait for a GPU."""
     learning_rate: float = 0.01
-    seed: int = 0
-    """Seed of the first weights."""
+    num_modules: int = 1
+    """As for `ConcatDLRM`."""
+    seed: int | None = 0
+    """Seed of the first weights, the same for all plans. None: TorchRec draws them."""
 
     def __post_init__(self) -> None:
         for name in ("iterations", "phase_iterations"):
@@ -72,10 +75,14 @@ class TrialResult:
     """Time of each timed iteration, on its slowest rank."""
     embedding_ms: tuple[float, ...]
     """Embedding time of each iteration with timed phases: from the last rank's start to
-    the last rank's end, in both directions. Without a common clock, it is the sum of
-    the phases."""
+    the last rank's end, in both directions. With replicated tables, it ends with the
+    iteration, after the all-reduces and optimizers. Without a common clock, it is the
+    sum of the phases."""
     phases_ms: dict[str, tuple[float, ...]]
     """Times of the same iterations by phase; see `critical_times`."""
+    rank_phases_ms: dict[str, tuple[tuple[float, ...], ...]]
+    """Times that each rank spends in a phase in the same iterations, waiting included;
+    without the kernels of replicated tables."""
     losses: tuple[float, ...]
     """Loss of every iteration, averaged over the ranks."""
     weight_bytes: tuple[int, ...]
@@ -114,7 +121,7 @@ def run_trial(
 ) -> TrialResult:
     """Train a `ConcatDLRM` with a plan and return its times; call it on every rank.
 
-    All trials of the same tables start from the same weights.
+    All trials of the same tables and seed start from the same weights.
 
     Args:
         plan: Plan of the module `embeddings` of `ConcatDLRM`.
@@ -181,7 +188,9 @@ class _Trial:
         self._on_gpu = self._device.type == "cuda"
         self._model: nn.Module = nn.Module()
         self._optimizers: list[torch.optim.Optimizer] = []
+        self._has_replicas = False
         self._step_number = 0
+        self._step_end = 0.0
         self._losses: list[torch.Tensor] = []
 
     def build(self, plan: ShardingPlan) -> None:
@@ -190,13 +199,14 @@ class _Trial:
             torch.cuda.reset_peak_memory_stats(self._device)
         rate = self._config.learning_rate
         self._model = DistributedModelParallel(
-            ConcatDLRM(self._tables, self._device, rate),
+            ConcatDLRM(self._tables, self._device, rate, self._config.num_modules),
             device=self._device,
             plan=plan,
             sharders=[EmbeddingBagCollectionSharder()],
             init_data_parallel=False,  # it waits for all ranks; see `connect`
         )
-        fill_tables(self._model, self._tables, self._config.seed)
+        if self._config.seed is not None:
+            fill_tables(self._model, self._tables, self._config.seed)
 
     def connect(self, plan: ShardingPlan) -> None:
         """Connect the dense layers of all ranks, after all have built their part."""
@@ -215,6 +225,7 @@ class _Trial:
             for name, sharding in module_plan.items()
             if sharding.sharding_type == "data_parallel"
         }
+        self._has_replicas = bool(replicas)
         by_table = {t.name: t for t in self._tables}
         named = dict(self._model.named_parameters())
         dense = dict(in_backward_optimizer_filter(iter(named.items())))
@@ -247,7 +258,7 @@ class _Trial:
         steps = []
         for _ in range(config.phase_iterations):
             self._step()
-            steps.append(timer.take())
+            steps.append(self._take(timer))
         held = [values for _, values, _ in local_tables(self._model)]
         return {
             "iteration_ms": iteration_ms,
@@ -257,6 +268,15 @@ class _Trial:
             "peak_bytes": self._peak_bytes(),
             "num_kernels": timer.num_kernels,
         }
+
+    def _take(self, timer: PhaseTimer) -> list[PhaseTimes]:
+        """Return the phases of a step, whose end is the end of replicas' backward."""
+        *others, last = timer.take()
+        spans = dict(last.spans)
+        if self._has_replicas and spans["bwd_compute"]:
+            end = (self._step_end, self._step_end)
+            spans["bwd_compute"] = [*spans["bwd_compute"], end]
+        return [*others, replace(last, spans=spans)]
 
     def _peak_bytes(self) -> int:
         if not self._on_gpu:
@@ -278,9 +298,9 @@ class _Trial:
         for optimizer in self._optimizers:
             optimizer.step()
         self._synchronize()
-        end = time.perf_counter()
+        self._step_end = time.perf_counter()
         self._losses.append(loss.detach())
-        return (end - start) * 1e3
+        return (self._step_end - start) * 1e3
 
     def _synchronize(self) -> None:
         if self._on_gpu:
@@ -299,11 +319,15 @@ class _Trial:
 def _summarise(everyone: Sequence[dict[str, Any]]) -> TrialResult:
     """Return the result of a trial from all ranks' measurements."""
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
+    by_phase: dict[str, list[tuple[float, ...]]] = {name: [] for name in PHASES}
     embedding = []
     for by_rank in zip(*(m["steps"] for m in everyone), strict=True):
         critical = critical_times(by_rank)
         for name in PHASES:
             phases[name].append(sum(c[name] for c in critical))
+            by_phase[name].append(
+                tuple(sum(t.duration_ms(name) for t in times) for times in by_rank)
+            )
         embedding.append(embedding_ms(by_rank))
     losses = zip(*(m["losses"] for m in everyone), strict=True)
 
@@ -314,6 +338,9 @@ def _summarise(everyone: Sequence[dict[str, Any]]) -> TrialResult:
         iteration_ms=tuple(map(max, zip(*each("iteration_ms"), strict=True))),
         embedding_ms=tuple(embedding),
         phases_ms={name: tuple(values) for name, values in phases.items()},
+        rank_phases_ms={
+            name: tuple(zip(*times, strict=True)) for name, times in by_phase.items()
+        },
         losses=tuple(sum(row) / len(row) for row in losses),
         weight_bytes=each("weight_bytes"),
         peak_bytes=each("peak_bytes"),
