@@ -133,10 +133,13 @@ def test_ranks_in_different_stages_work_side_by_side() -> None:
     forward_ms = max(f1 + sum(sent), max(f1, f2) + sent[1])
     backward_ms = max(returned[1] + max(b1, b2), sum(returned) + b1)
     assert apart.critical_path_ms == pytest.approx(sum(ids) + forward_ms + backward_ms)
+    # A module copies the outputs of two stages into one tensor.
+    joined_ms = second.reorder_ms[0]
+    assert joined_ms > 0 and first.reorder_ms == (0.0, 0.0)
     # Forward passes of two modules add up, backward passes overlap.
     modules = simulator(groups=(0, 1, 1), stages=(0, 1), modules=(0, 1))
     assert modules.evaluate(placement).critical_path_ms == pytest.approx(
-        sum(ids) + f1 + sent[0] + f2 + sent[1] + backward_ms
+        sum(ids) + f1 + sent[0] + f2 + sent[1] - joined_ms + backward_ms
     )
 
 

@@ -97,7 +97,7 @@ class StageCosts:
     """Number of its module."""
     reorder_ms: tuple[float, float] = (0.0, 0.0)
     """The part of `fwd_comms` and of `bwd_comms`, equal on all ranks, in which columns
-    of split tables are reordered."""
+    of split tables are reordered and outputs of several stages joined."""
     inside_ms: tuple[float, float] = (0.0, 0.0)
     """The part of `fwd_comms` and of `bwd_comms` inside nodes, which ranks wait for
     between kernels."""
@@ -325,6 +325,7 @@ class Simulator:
             for k, pools in zip(kinds, task.pooled, strict=True)
         ]
         self._inside_S: Ints = np.unique(self.stages_T[inside_T])
+        self._join_M = self._join_costs()
         self._by_stage_T: Ints = np.argsort(self.stages_T, kind="stable")
         self._samples_T = np.where(
             replicated_T, task.batch_size // task.world_size, task.batch_size
@@ -359,6 +360,23 @@ class Simulator:
         self._estimated_T: npt.NDArray[np.bool_] = np.any(self._kernel_T3, axis=1)
         self._estimated_T |= ~np.isnan(self._host_T2[:, 0])
         self._collectives = self._group_stages(kinds)
+
+    def _join_costs(self) -> Floats:
+        """Predict the joining of each module's outputs if it has several stages [ms].
+
+        `construct_output_kt` in torchrec/distributed/embeddingbag.py copies the outputs
+        of a rank's own samples. Sequences are not joined.
+        """
+        task = self.task
+        columns_M = np.zeros(max(task.modules) + 1)
+        for first, *_ in task.ways:
+            module = task.modules[self.stages_T[first]]
+            outputs = task.tables[first].num_outputs * self.pooled_T[first]
+            columns_M[module] += self.dims_T[first] * outputs
+        samples = task.batch_size / task.world_size
+        copied_M = 2 * OUTPUT_BYTES_PER_VALUE * samples * columns_M
+        ms_M: Floats = copied_M * self.encoder.stream_ms + self.encoder.launch_ms[0]
+        return np.where(columns_M > 0, ms_M, 0.0)
 
     def _group_stages(
         self, kinds: Sequence[ShardingType]
@@ -758,6 +776,22 @@ class Simulator:
         order_CS: Ints = np.argsort(key_CS, axis=1, kind="stable")
         return order_CS
 
+    def joined_costs(self, used_CS: Bools) -> Floats:
+        """Predict the joining of outputs, `C x S` [ms]; the last stage of each has it.
+
+        Args:
+            used_CS: Whether each stage has tables, in TorchRec's order of stages.
+        """
+        joined = np.zeros(used_CS.shape)
+        modules_S = np.sort(self.task.modules)
+        for module, ms in enumerate(self._join_M.tolist()):
+            own = np.flatnonzero(modules_S == module)
+            used = used_CS[:, own]
+            # Counted from the end, the last used stage is the first.
+            last = len(own) - 1 - used[:, ::-1].argmax(axis=1)
+            joined[np.arange(len(used)), own[last]] += ms * (used.sum(axis=1) > 1)
+        return joined
+
     def inside_costs(self, loads_CWS3: Floats) -> Floats:
         """Predict the part of exchanges inside nodes, `C x S x 2` [ms]."""
         count, _, num_stages, _ = loads_CWS3.shape
@@ -795,9 +829,16 @@ class Simulator:
         if inside_CS2 is not None:
             inside_CS2 = np.take_along_axis(inside_CS2, order_CS[..., None], axis=1)
         reorder_CS2 = np.broadcast_to(reorder_CS2, (count, *reorder_CS2.shape[1:]))
+        phases_CWS6 = np.take_along_axis(
+            phases_CWS6, order_CS[:, None, :, None], axis=2
+        )
+        reorder_CS2 = np.take_along_axis(reorder_CS2, order_CS[..., None], axis=1)
+        if order_CS.shape[1] > 1:
+            used_CS = phases_CWS6[..., 1].max(axis=1) > 0
+            reorder_CS2[..., 0] += self.joined_costs(used_CS)
         return StagePhases(
-            np.take_along_axis(phases_CWS6, order_CS[:, None, :, None], axis=2),
-            np.take_along_axis(reorder_CS2, order_CS[..., None], axis=1),
+            phases_CWS6,
+            reorder_CS2,
             self.replicated_S[order_CS],
             tuple(sorted(self.task.modules)),
             self.comms_model.overlaps,
@@ -883,11 +924,14 @@ class Simulator:
 
         Returns:
             `W x S x 3` [ms]: index exchange, forward and backward; and the part of the
-            last two that reorders outputs, `S x 2` [ms].
+            last two that reorders and joins outputs, `S x 2` [ms].
         """
         comms_WS3: Floats = self.comms_costs(loads.loads_CWS3[None])[0]
         columns_S = self.ordered_columns(num_shards_T, self.columns_per_table)
         reorder_S2 = self.order_costs(columns_S[None])[0]
+        [order_S] = self.stage_order(num_shards_T[None] > 0)
+        used_S = np.bincount(self.stages_T, num_shards_T > 0, len(order_S)) > 0
+        reorder_S2[order_S, 0] += self.joined_costs(used_S[None, order_S])[0]
         comms_WS3[..., 1:] += reorder_S2
         return comms_WS3, reorder_S2
 

@@ -381,7 +381,10 @@ class Lanes:
         self.total_LP: Floats = self.powers_LWP.sum(axis=1)
         self.load_LW: Floats = self.phases_LWS4.sum(axis=(2, 3))
         self.score_L: Floats = self.score(self.total_LP, every)
-        self.score_L += self.order_LS.sum(axis=1)
+        used_LS = compute_LWS2[..., 0].max(axis=1) > 0
+        used_LS = np.take_along_axis(used_LS, self.stages_LS, axis=1)
+        self.join_L: Floats = bank.simulator.joined_costs(used_LS).sum(axis=1)
+        self.score_L += self.order_LS.sum(axis=1) + self.join_L
         self.slope_LP: Floats = self._slopes()
 
     def loads(self, phases_KWS4: Floats, lane_K: Ints) -> Floats:
@@ -636,7 +639,7 @@ class Lanes:
         total_KP = self.total_LP[c.lane_K]
         total_KP[cand_R[first]] += np.add.reduceat(powers, first, axis=0)
         score = self.score(total_KP, c.lane_K) + self._reordering(c)
-        score += self.order_LS[c.lane_K].sum(axis=1)
+        score += self.order_LS[c.lane_K].sum(axis=1) + self.join_L[c.lane_K]
         return score
 
     def apply(self, c: Changes) -> None:
