@@ -68,8 +68,8 @@ _RIVALS: Mapping[str, str | None] = {
     "this planner, 100 measured sets": paired.FEW_SETS,
 }
 """Rows of the documentation's table -> planner; None: all of TorchRec's."""
-_SPREAD = 0.043
-"""Deviation between ranks' kernels: two thirds of the 6.5 % that CPU bundles state."""
+_SPREAD = 0.032
+"""Deviation between ranks' kernels: half of the 6.5 % that CPU bundles state."""
 _EQUAL, _UNEQUAL = 1.02, 1.15
 """Slowest over mean rank: at most that of nearly equal, and at least of unequal ranks.
 """

@@ -24,7 +24,7 @@ __all__ = ["OWN_SHARE", "alike_rows", "expected_ms"]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-OWN_SHARE = 2 / 3
+OWN_SHARE = 0.5
 """Deviation between ranks whose kernels differ, over the uncertainty of a kernel. The
 rest is common to all ranks. See `docs/how_it_works.md` for the data."""
 _KERNELS = [TIMED.index("fwd_compute"), TIMED.index("bwd_compute")]
