@@ -78,9 +78,12 @@ def test_an_iteration_without_a_pipeline_is_the_sum_of_its_passes(
         phases_WS6, reorder_S2 = phases.phases_CWS6[0], phases.reorder_CS2[0]
         index_S, _, x_S, g_S, *_ = np.moveaxis(phases_WS6.max(axis=0), -1, 0)
         forward = 0.0
-        for own in (modules_S == module for module in np.unique(modules_S)):
-            lookups_WS = phases_WS6[:, own, 1]
-            forward += float(pass_ms(lookups_WS, x_S[own], reorder_S2[own, 0]))
+        for module in np.unique(modules_S):
+            own = modules_S == module
+            # Columns of all modules are reordered after the last one's lookups.
+            orders_S = reorder_S2[:, 0] * (module == modules_S[-1])
+            lookups_WS = phases_WS6[..., 1] * own
+            forward += float(pass_ms(lookups_WS, x_S * own, orders_S))
         replicated_S = phases.replicated_CS[0]
         backward = pass_ms(
             phases_WS6[..., 4],
@@ -115,11 +118,14 @@ def test_an_iteration_takes_the_longest_way_through_its_schedule(
         assert found.period_ms == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("lookups_first", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_columns_are_reordered_on_the_longest_way(name: str) -> None:
+def test_columns_are_reordered_on_the_longest_way(
+    name: str, lookups_first: bool
+) -> None:
     rng = np.random.default_rng(0)
     for _ in range(10):
-        dense = random_dense(rng, lookups_first=False)
+        dense = random_dense(rng, lookups_first)
         schedule = find_schedule(name, dense)
         phases = dataclasses.replace(
             random_phases(rng, schedule, num_stages=3),

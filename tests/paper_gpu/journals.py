@@ -1,6 +1,7 @@
 """Replays what pipelines queued on streams (see `pipelines`), with times for phases.
 
-Phases are known by the operators that only they launch.
+Phases are known by the operators that only they launch, stages by the notes before
+them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,29 @@ _LABELS = {
     "fbgemm::split_embedding_backward_codegen_rowwise_adagrad_unweighted_pt2_wrapper": (
         "bwd_compute"
     ),
+    "fbgemm::dense_embedding_codegen_lookup_function": "fwd_compute",
     "fbgemm::lru_cache_populate": "cache",
     "aten::sigmoid": "lower_forward",
     "aten::tanh": "forward",
     "aten::tanh_backward": "backward",
     "aten::sigmoid_backward": "lower_backward",
 }
+_ON_THREAD = {
+    ("c10d::alltoall_base_", "host"): "fwd_comms",
+    ("c10d::alltoall_base_", "engine"): "bwd_comms",
+    ("c10d::_reduce_scatter_base_", "host"): "fwd_comms",
+    ("c10d::_allgather_base_", "engine"): "bwd_comms",
+    ("fbgemm::permute_pooled_embs", "host"): "fwd_order",
+    ("fbgemm::permute_pooled_embs", "engine"): "bwd_order",
+    # A dense kernel's gradients; their kernel is launched by none of torch's operators.
+    ("aten::zero_", "engine"): "bwd_compute",
+}
+_DENSE = ("lower_forward", "forward", "backward", "lower_backward")
 _DENSE_PARAMETERS = 4
+
+Label = tuple[str, int]
+"""A phase and its stage; dense phases are of stage 0."""
+_NONE: Label = ("", 0)
 
 
 @dataclass
@@ -30,32 +47,45 @@ class _Rank:
     """One rank's streams while its journal is replayed; times are in ms."""
 
     journal: Sequence[str]
-    phase_ms: Mapping[str, float]
+    phase_ms: Mapping[Label, float]
     collective_ms: float = 0.0
     """When the last collective ended."""
     _seen: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _stages: dict[str, int | None] = field(default_factory=dict)
+    """Stage of each thread's next launches; None in the dense layers."""
 
-    def _label(self, name: str, kind: str, thread: str) -> str:
-        """Phase of a launch, empty for what belongs to none."""
+    def _label(self, name: str, kind: str, thread: str) -> Label:
+        """Phase and stage of a launch, `_NONE` for what belongs to no phase."""
         if name == "c10d::alltoall_base_" and kind == "ints":
-            # Splits, lengths, values: the last ones are what takes time.
-            self._seen["ints"] += 1
-            return "" if self._seen["ints"] % 3 else "index_comms"
-        if name == "c10d::alltoall_base_":
-            return "fwd_comms" if thread == "host" else "bwd_comms"
-        if name == "c10d::allreduce_" and kind == "floats":
-            return "all_reduce"
+            return self._ids()
         if (name, kind, thread) == ("aten::add", "floats", "host"):
             self._seen["adds"] += 1
             last = self._seen["adds"] % _DENSE_PARAMETERS == 0
-            return "optimizer" if last else ""
-        return _LABELS.get(name, "")
+            return ("optimizer", 0) if last else _NONE
+        stage = self._stages.get(thread)
+        if name == "c10d::allreduce_" and kind == "floats":
+            return ("all_reduce", 0) if stage is None else ("bwd_comms", stage)
+        phase = _LABELS.get(name) or _ON_THREAD.get((name, thread), "")
+        if phase in _DENSE:
+            self._stages[thread] = None
+        return phase, 0 if phase in _DENSE else stage or 0
 
-    def steps(self) -> Iterator[tuple[str, float]]:
-        """Go from one collective to the next: its phase, and when the rank is ready."""
+    def _ids(self) -> Label:
+        """Label the second of a stage's two exchanges, which sends values."""
+        self._seen["ints"] += 1
+        stages = sorted(
+            stage for phase, stage in self.phase_ms if phase == "index_comms"
+        )
+        if self._seen["ints"] != 2:  # splits and lengths
+            return _NONE
+        return "index_comms", stages[(self._seen["ids"] - 1) % len(stages)]
+
+    def steps(self) -> Iterator[tuple[Label, str, float]]:
+        """Go from one collective to the next: label, group, when the rank is ready."""
         streams: defaultdict[str, float] = defaultdict(float)
         events: dict[str, float] = {}
         host_ms = reduced_ms = 0.0
+        group = ""
         for line in self.journal:
             what, *words = line.split()
             if what == "launch":
@@ -67,9 +97,17 @@ class _Rank:
                 if not name.startswith("c10d::"):
                     streams[stream] = start_ms + self.phase_ms.get(label, 0.0)
                     continue
-                yield label, start_ms
-                if "reduce" in name:
+                yield label, group, start_ms
+                group = ""
+                if name == "c10d::allreduce_":
                     reduced_ms = self.collective_ms
+            elif what == "group":
+                (group,) = words
+            elif what == "stage":
+                self._stages[words[1]] = int(words[0])
+            elif what == "ids":
+                self._seen["ids"] += 1
+                self._seen["ints"] = 0
             elif what == "issued":
                 events[words[0]] = self.collective_ms
             elif what == "record":
@@ -83,27 +121,28 @@ class _Rank:
 
 
 def replay(
-    journals: Sequence[Sequence[str]], phase_ms: Sequence[Mapping[str, float]]
+    journals: Sequence[Sequence[str]], phase_ms: Sequence[Mapping[Label, float]]
 ) -> float:
     """Return how long a batch takes in the steady state, by what ranks queued [ms].
 
-    Streams run what they hold in order, collectives run one by one on a stream of their
-    own and wait for all ranks, launches cost nothing, and the host waits where it did.
+    Streams run what they hold in order. Each process group runs its collectives one by
+    one on a stream of its own, and a collective waits for all ranks. Launches cost
+    nothing, and the host waits where it did.
 
     Args:
         journals: Of each rank.
-        phase_ms: Of each rank: what its launches of each phase take.
+        phase_ms: Of each rank: what its launches of each phase and stage take.
     """
     ranks = [_Rank(lines, ms) for lines, ms in zip(journals, phase_ms, strict=True)]
-    queue_ms = 0.0
+    queues: defaultdict[str, float] = defaultdict(float)
     ends: list[float] = []
     for steps in zip(*(rank.steps() for rank in ranks), strict=True):
-        (name,) = {name for name, _ in steps}
-        queue_ms = max(queue_ms, *(ready for _, ready in steps))
-        queue_ms += ranks[0].phase_ms.get(name, 0.0)
+        ((label, group),) = {step[:2] for step in steps}
+        start_ms = max(queues[group], *(ready for _, _, ready in steps))
+        queues[group] = start_ms + ranks[0].phase_ms.get(label, 0.0)
         for rank in ranks:
-            rank.collective_ms = queue_ms
-        if name == "bwd_comms":
-            ends.append(queue_ms)
+            rank.collective_ms = queues[group]
+        if label == ("all_reduce", 0):
+            ends.append(queues[group])
     # Two periods at the end: an iteration may return to its place after two batches.
     return (ends[-3] - ends[-3 - _PERIOD]) / _PERIOD

@@ -7,18 +7,29 @@ they launch: the model's lower layer ends in a sigmoid, its upper one in a tanh.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
 from torchrec.distributed.train_pipeline import train_pipelines as torchrec
-from torchrec.distributed.types import CacheParams
+from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -32,10 +43,20 @@ from tests.builders import (
     each,
     make_planner,
 )
+from tests.costs.iteration import Modules
 
 NUM_BATCHES = 24
 _BATCH, _WIDTH = 4, 8
-_TABLES = ("t0", "t1")
+
+ONE_TYPE: Modules = [["table_wise"]]
+_SHARDING: dict[str, Callable[[int], Any]] = {
+    "table_wise": lambda rank: table_wise(rank),
+    "column_wise": lambda rank: column_wise([1, 0]),  # TorchRec reorders the columns
+    "row_wise": lambda rank: row_wise(),
+    "table_row_wise": lambda rank: table_row_wise(0),
+    "data_parallel": lambda rank: data_parallel(),
+}
+"""Sharding type -> how the table with this rank among its type's two is sharded."""
 
 PIPELINES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "train_base": (torchrec.TrainPipelineBase, {}),
@@ -68,36 +89,46 @@ class _Batch(Pipelineable):
 class _Model(nn.Module):
     """Lookups after or before the layer that needs none of them, then one more."""
 
-    def __init__(self, device: torch.device, lookups_first: bool) -> None:
+    def __init__(
+        self, device: torch.device, lookups_first: bool, modules: Modules = ONE_TYPE
+    ) -> None:
         super().__init__()
-        self.embeddings = bags(*(bag_config(i, 1_000, _WIDTH) for i in range(2)))
-        tables = self.embeddings.parameters()
-        apply_optimizer_in_backward(RowWiseAdagrad, tables, {"lr": 0.1})
+        numbers = itertools.count()
+        self.embeddings = nn.ModuleList()
+        for types in modules:
+            kinds = [kind for kind in types for _ in range(2)]
+            tables = [bag_config(next(numbers), 1_000, _WIDTH) for _ in kinds]
+            module = bags(*tables)
+            for kind, table in zip(kinds, module.parameters(), strict=True):
+                if kind != "data_parallel":
+                    apply_optimizer_in_backward(RowWiseAdagrad, [table], {"lr": 0.1})
+            self.embeddings.append(module)
+        self.num_tables = next(numbers)
         torch.manual_seed(1)
         self.below = nn.Linear(3, _WIDTH).to(device)
-        self.above = nn.Linear(3 * _WIDTH, 1).to(device)
+        self.above = nn.Linear((self.num_tables + 1) * _WIDTH, 1).to(device)
         self.lookups_first = lookups_first
 
     def forward(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
         if self.lookups_first:
-            pooled = self.embeddings(batch.ids)
+            pooled = [module(batch.ids) for module in self.embeddings]
             below = torch.sigmoid(self.below(batch.dense))
         else:
             below = torch.sigmoid(self.below(batch.dense))
-            pooled = self.embeddings(batch.ids)
-        both = torch.cat([pooled.values(), below], dim=1)
+            pooled = [module(batch.ids) for module in self.embeddings]
+        both = torch.cat([*(p.values() for p in pooled), below], dim=1)
         loss = torch.tanh(self.above(both)).mean()
         return loss, loss.detach()
 
 
-def _batches(rank: int) -> Iterator[_Batch]:
+def _batches(rank: int, num_tables: int = 2) -> Iterator[_Batch]:
     generator = torch.Generator().manual_seed(rank)
     for _ in range(NUM_BATCHES):
-        lengths = torch.full((len(_TABLES) * _BATCH,), 2, dtype=torch.int64)
+        lengths = torch.full((num_tables * _BATCH,), 2, dtype=torch.int64)
         yield _Batch(
             torch.rand(_BATCH, 3, generator=generator),
             KeyedJaggedTensor(
-                keys=["f0", "f1"],
+                keys=[f"f{i}" for i in range(num_tables)],
                 values=torch.randint(1_000, (int(lengths.sum()),), generator=generator),
                 lengths=lengths,
             ),
@@ -110,8 +141,9 @@ def _pipeline(name: str, model: _Model, plan: Any, device: torch.device) -> Any:
         model, device=device, plan=plan, sharders=bag_sharders()
     )
     for table in sharded.module.embeddings.state_dict().values():
-        for part in table.local_shards():
-            nn.init.constant_(part.tensor, 0.1)
+        if isinstance(table, ShardedTensor):
+            for part in table.local_shards():
+                nn.init.constant_(part.tensor, 0.1)
     dense = [p for n, p in sharded.named_parameters() if "embeddings" not in n]
     return make(sharded, torch.optim.SGD(dense, lr=0.1), device, **options)
 
@@ -133,24 +165,80 @@ def losses_on(device: torch.device) -> list[float]:
     return [float(pipeline.progress(batches)) for _ in range(4)]
 
 
-def journal_of(name: str, device: torch.device, *, lookups_first: bool) -> list[str]:
+def _plan(model: _Model, modules: Modules, cached: bool) -> ShardingPlan:
+    plans = {}
+    for number, (module, types) in enumerate(
+        zip(model.embeddings, modules, strict=True)
+    ):
+        kinds = [_SHARDING[kind](rank) for kind in types for rank in range(2)]
+        names = [table.name for table in module.embedding_bag_configs()]
+        plan = construct_module_sharding_plan(
+            module, dict(zip(names, kinds, strict=True)), device_type="cuda"
+        )
+        for sharding in plan.values() if cached else ():
+            sharding.compute_kernel = "fused_uvm_caching"
+            sharding.cache_params = CacheParams(load_factor=0.2, prefetch_pipeline=True)
+        plans[f"embeddings.{number}"] = plan
+    return ShardingPlan(plans)
+
+
+def _note_stages(sharded: nn.Module) -> None:
+    """Note the stage of a thread's next launches: of all types of all modules."""
+    stages = itertools.count()
+    for module in sharded.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            for lookup, sent in zip(module._lookups, module._output_dists, strict=True):
+                _note_stage(next(stages), lookup, sent)
+
+
+def _note_stage(stage: int, lookup: nn.Module, sent: nn.Module) -> None:
+    def note(thread: str) -> None:
+        torch.ops.paper_cuda.note(f"stage {stage} {thread}")
+
+    def noted(output: torch.Tensor) -> torch.Tensor:
+        note("host")
+        output.register_hook(lambda gradient: note("engine"))
+        return output
+
+    def sending(_: nn.Module, __: Any, awaitable: Any) -> None:
+        reordering = awaitable.callbacks
+        reordering[:] = [noted, *reordering, noted]
+
+    lookup.register_forward_pre_hook(lambda *_: note("host"))
+    lookup.register_forward_hook(lambda _, __, output: noted(output))
+    sent.register_forward_hook(sending)
+
+
+@contextlib.contextmanager
+def _noted_ids() -> Iterator[None]:
+    """Note that the next exchanges of whole numbers are a stage's lengths and ids."""
+    original = KJTAllToAllTensorsAwaitable.__init__
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        torch.ops.paper_cuda.note("ids")
+        original(*args, **kwargs)
+
+    with mock.patch.object(KJTAllToAllTensorsAwaitable, "__init__", start):
+        yield
+
+
+def journal_of(
+    name: str,
+    device: torch.device,
+    *,
+    lookups_first: bool,
+    modules: Modules = ONE_TYPE,
+) -> list[str]:
     """Train a few batches by a pipeline; what it queued, in the host's order."""
-    model = _Model(device, lookups_first)
-    constraint = ParameterConstraints(sharding_types=["table_wise"])
-    if "prefetch" in name:
-        constraint.compute_kernels = ["fused_uvm_caching"]
-        constraint.cache_params = CacheParams(load_factor=0.2, prefetch_pipeline=True)
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(dist.get_world_size(), "cuda"),
-        constraints=dict.fromkeys(_TABLES, constraint),
-    )
-    plan = planner.collective_plan(model, bag_sharders(), dist.group.WORLD)
+    model = _Model(device, lookups_first, modules)
+    plan = _plan(model, modules, cached="prefetch" in name)
     pipeline = _pipeline(name, model, plan, device)
+    _note_stages(pipeline._model)
     ops: Any = torch.ops.paper_cuda
-    batches = _batches(dist.get_rank())
+    batches = _batches(dist.get_rank(), model.num_tables)
     start = len(ops.journal())
     ops.keep_journal(True)
-    with contextlib.suppress(StopIteration):
+    with contextlib.suppress(StopIteration), _noted_ids():
         while True:
             pipeline.progress(batches)
     ops.keep_journal(False)

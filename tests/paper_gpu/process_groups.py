@@ -120,6 +120,8 @@ def _strict(original: Callable[..., Any]) -> Callable[..., Any]:
                         raise RuntimeError(
                             "No backend type associated with device type cpu"
                         )
+        if groups and groups[0] is not c10d._get_default_group():
+            torch.ops.paper_cuda.note(f"group {groups[0].group_name}")
         work = original(*args, **kwargs)
         name = "none" if work is None else f"work{id(work)}"
         torch.ops.paper_cuda.note(f"issued {name}")

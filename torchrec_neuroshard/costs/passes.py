@@ -9,7 +9,6 @@ phases in the order of `TIMED`, `2` forward and backward.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -121,6 +120,8 @@ class Way:
     """Exchanges next to the kernels of their pass, whose stages overlap."""
     ordered: frozenset[str] = frozenset()
     """Exchanges next to dense phases. Columns are reordered in between."""
+    reorders: frozenset[str] = frozenset()
+    """Exchanges that are not on the way, but whose columns are reordered on it."""
 
 
 class Part(NamedTuple):
@@ -179,26 +180,32 @@ def sequential_ms(found: StagePhases) -> Floats:
     reduced_CS = np.where(found.replicated_CS, returned_CS, 0.0)
     returned_CS = returned_CS - reduced_CS
     total: Floats = index_C.sum(axis=1)
-    inside_CS2, num_ranks = found.inside_CS2, found.phases_CWS6.shape[1]
+    num_ranks, modules_S = found.phases_CWS6.shape[1], np.array(found.modules_S)
     node_size = min(found.node_size or num_ranks, num_ranks)
-    modules = np.flatnonzero(np.diff(found.modules_S, append=-1)) + 1
-    bounds = itertools.pairwise([0, *modules.tolist()])
-    each: list[tuple[int, str, slice, Floats, Floats | None]] = [
-        (0, "fwd_compute", slice(*ends), sent_CS, None) for ends in bounds
+    last = int(modules_S.max())
+    each: list[tuple[int, Bools | None, bool]] = [
+        (0, modules_S == module, module == last) for module in np.unique(modules_S)
     ]
-    each.append((1, "bwd_compute", slice(None), returned_CS, reduced_CS))
-    for n, compute, own, exchanges_CS, reductions_CS in each:
-        kernels_CWS = found.phases_CWS6[:, :, own, TIMED.index(compute)]
-        orders_CS = found.reorder_CS2[:, own, n]
-        inside = None if inside_CS2 is None else inside_CS2[:, own, n]
+    if len(each) == 1:
+        each = [(0, None, True)]
+    for n, held_S, ordered in (*each, (1, None, True)):
+        kernels_CWS = found.phases_CWS6[..., TIMED.index([*PASSES][n])]
+        exchanges_CS = (sent_CS, returned_CS)[n]
+        inside_CS = None if found.inside_CS2 is None else found.inside_CS2[..., n]
+        orders_CS = found.reorder_CS2[..., n] if ordered else None
+        reductions_CS = (None, reduced_CS)[n]
+        if held_S is not None:
+            kernels_CWS, exchanges_CS = kernels_CWS * held_S, exchanges_CS * held_S
+            inside_CS = None if inside_CS is None else inside_CS * held_S
         if found.overlaps:
-            waits = None if inside is None else Inside(inside, node_size)
-            exchanges = exchanges_CS[:, own], orders_CS, reductions_CS
-            total += chains(kernels_CWS, *exchanges, waits).ms
+            waits = None if inside_CS is None else Inside(inside_CS, node_size)
+            total += chains(
+                kernels_CWS, exchanges_CS, orders_CS, reductions_CS, waits
+            ).ms
             continue
-        total += kernels_CWS.sum(axis=2).max(axis=1) + exchanges_CS[:, own].sum(axis=1)
-        for more in (orders_CS, inside, reductions_CS):
-            total += 0.0 if more is None else more.sum(axis=1)
+        total += kernels_CWS.sum(axis=2).max(axis=1) + exchanges_CS.sum(axis=1)
+        for more_CS in (orders_CS, inside_CS, reductions_CS):
+            total += 0.0 if more_CS is None else more_CS.sum(axis=1)
     return total
 
 
@@ -235,6 +242,8 @@ class Passes:
     def way_ms(self, way: Way) -> Floats:
         """Return the time of a way without dense phases, `C` [ms]."""
         total = np.zeros(len(self._reduced_CS))
+        for name in way.reorders:
+            total = total + self._orders[name].sum(axis=1)
         for run in way.runs:
             ms = [sum((s.ms for s in row), 0 * total) for row in self._run(run, way)]
             total = total + np.max(ms, axis=0)
@@ -242,6 +251,9 @@ class Passes:
 
     def parts(self, way: Way) -> Iterator[Part]:
         """Yield the parts of the first candidate's longest chains on a way."""
+        for name in way.reorders:
+            for s, ms in enumerate(self._orders[name][0].tolist()):
+                yield self._slowest(name, s, ms)
         for run in way.runs:
             options = list(self._run(run, way))
             ms = [sum(float(s.ms[0]) for s in segments) for segments in options]
@@ -256,7 +268,10 @@ class Passes:
             return
         earlier: list[_Segment] = []
         if "fwd_compute" in run:
-            earlier = [self._pass("fwd_compute", way, own_S) for own_S in self._earlier]
+            earlier = [
+                self._pass("fwd_compute", own_S, ordered=False)
+                for own_S in self._earlier
+            ]
         own = [self._kernels(p, way) for p in run]
         joined = own[0]
         for segment in own[1:]:
@@ -266,7 +281,10 @@ class Passes:
             if self._overlaps and self._reduced_CS.any():
                 # All ranks meet in the all-reduce, the last part of the pass.
                 place = list(run).index("bwd_compute")
-                reduced = self._pass("bwd_compute", way, self._every, reduces=True)
+                ordered = "bwd_comms" in way.ordered
+                reduced = self._pass(
+                    "bwd_compute", self._every, ordered=ordered, reduces=True
+                )
                 others = [s for n, s in enumerate(own) if n != place]
                 for segment in others[1:]:
                     others[0] = others[0].then(segment)
@@ -274,76 +292,99 @@ class Passes:
 
     def _kernels(self, phase: str, way: Way) -> _Segment:
         """Return a phase of a run, with its exchanges if they are next to it."""
-        if PASSES.get(phase) in way.chained:
-            own_S = self._last_S if phase == "fwd_compute" else self._every
-            return self._pass(phase, way, own_S)
-        ms_CWS = self._ms[phase]
         own_S = self._last_S if phase == "fwd_compute" else self._every
+        exchange = PASSES.get(phase, "")
+        if exchange in way.chained:
+            return self._pass(phase, own_S, ordered=exchange in way.ordered)
+        ms_CWS = self._ms[phase] * np.isin(self._every, own_S)
+        kernels_CW1 = ms_CWS.sum(axis=2, keepdims=True)
+        inside: Inside | None = None
+        if exchange and self._inside[exchange].any():
+            inside_CS = self._inside[exchange] * np.isin(self._every, own_S)
+            inside = Inside(inside_CS, self._node_size)
+            kernels_CW1 = inside.after(ms_CWS)[1][..., -1:]
 
         def parts(_: int, rank: int) -> Iterator[Part]:
-            for s in own_S.tolist():
-                yield Part(phase, s, rank, float(ms_CWS[0, rank, s]))
+            yield from self._kernel_parts(phase, ms_CWS, inside, self._every, rank)
 
-        kernels_CW1 = ms_CWS[..., own_S].sum(axis=2, keepdims=True)
         return _Segment(kernels_CW1, np.zeros((len(ms_CWS), 1)), parts)
 
+    def _kernel_parts(
+        self,
+        phase: str,
+        ms_CWS: Floats,
+        inside: Inside | None,
+        some_S: Ints,
+        rank: int,
+    ) -> Iterator[Part]:
+        """Yield kernels of some stages up to a rank's last, with what it waits for."""
+        ends_WS = None if inside is None else inside.after(ms_CWS)[0][0]
+        for s in some_S[::-1].tolist():
+            if inside is not None and ends_WS is not None and inside.ms_S[0, s] > 0:
+                yield self._slowest(PASSES[phase], s, float(inside.ms_S[0, s]))
+                node = rank - rank % self._node_size
+                held = slice(node, node + self._node_size)
+                rank = node + int(ends_WS[held, s].argmax())
+            yield Part(phase, s, rank, float(ms_CWS[0, rank, s]))
+
     def _pass(
-        self, compute: str, way: Way, own_S: Ints, *, reduces: bool = False
+        self, compute: str, own_S: Ints, *, ordered: bool, reduces: bool = False
     ) -> _Segment:
         """Return the chains of a pass over some stages.
 
         Args:
             compute: "fwd_compute" or "bwd_compute".
-            way: Says whether reordering is on the chains.
-            own_S: The stages.
+            own_S: Stages whose kernels and exchanges are in the pass.
+            ordered: Whether columns are reordered, those of all stages.
             reduces: Whether chains end with an all-reduce of replicas.
         """
-        exchange, num_stages = PASSES[compute], len(own_S)
-        orders_CS = self._orders[exchange][:, own_S] * (exchange in way.ordered)
-        sent_CS = self._sent[exchange][:, own_S]
-        ms_CWS = self._ms[compute][..., own_S]
+        exchange, held_S = PASSES[compute], np.isin(self._every, own_S)
+        orders_CS = self._orders[exchange] * ordered
+        sent_CS = self._sent[exchange] * held_S
+        inside_CS = self._inside[exchange] * held_S
+        ms_CWS = self._ms[compute] * held_S
         if not self._overlaps:
-            return self._in_a_row(compute, own_S, orders_CS)
+            row = (sent_CS, orders_CS, inside_CS, self._reduced_CS)
+            return self._in_a_row(
+                compute, ms_CWS, row[: 3 + (compute != "fwd_compute")]
+            )
         reduced_CS = self._reduced_CS if reduces else None
-        inside = Inside(self._inside[exchange][:, own_S], self._node_size)
-        waits = inside if inside.ms_S.any() and not reduces else None
+        inside = Inside(inside_CS, self._node_size)
+        waits = inside if inside_CS.any() and not reduces else None
         found: Chains = chains(ms_CWS, sent_CS, orders_CS, reduced_CS, waits)
-        found = found.pick(slice(num_stages + 1, None) if reduces else slice(None))
+        count = len(self._every) + 1
+        found = found.pick(slice(count, None) if reduces else slice(None))
 
         def parts(chain: int, rank: int) -> Iterator[Part]:
             start, first = int(found.start_J[chain]), int(found.first_J[chain])
-            ends_WS = None if waits is None else inside.after(ms_CWS)[0][0]
-            for s in range(min(start, num_stages - 1), first - 1, -1):
-                if ends_WS is not None and inside.ms_S[0, s] > 0:
-                    yield self._slowest(
-                        exchange, int(own_S[s]), float(inside.ms_S[0, s])
-                    )
-                    node = rank - rank % self._node_size
-                    held = slice(node, node + self._node_size)
-                    rank = node + int(ends_WS[held, s].argmax())
-                yield Part(compute, int(own_S[s]), rank, float(ms_CWS[0, rank, s]))
+            some_S = self._every[first : start + 1]
+            yield from self._kernel_parts(compute, ms_CWS, waits, some_S, rank)
             for s, ms in steps_before(start, sent_CS[0], orders_CS[0]):
-                yield self._slowest(exchange, int(own_S[s]), ms)
+                yield self._slowest(exchange, s, ms)
             for s in range(int(found.reduced_J[chain])):
                 yield self._slowest(exchange, s, float(self._reduced_CS[0, s]))
 
         return _Segment(found.kernels_WJ, found.rest_J, parts)
 
-    def _in_a_row(self, compute: str, own_S: Ints, orders_CS: Floats) -> _Segment:
-        """Return a pass whose kernels do not run beside its exchanges."""
-        exchange, ms_CWS = PASSES[compute], self._ms[compute][..., own_S]
-        sent_CS = self._sent[exchange][:, own_S] + orders_CS
-        sent_CS = sent_CS + self._inside[exchange][:, own_S]
-        if compute == "bwd_compute":
-            sent_CS = sent_CS + self._reduced_CS
+    def _in_a_row(
+        self, compute: str, ms_CWS: Floats, row: Sequence[Floats]
+    ) -> _Segment:
+        """Return a pass whose kernels do not run beside its collectives.
+
+        Args:
+            compute: "fwd_compute" or "bwd_compute".
+            ms_CWS: Its kernels.
+            row: Its collectives and reordering, `C x S` each.
+        """
+        others_CS = np.sum(row, axis=0)
 
         def parts(_: int, rank: int) -> Iterator[Part]:
-            for n, s in enumerate(own_S.tolist()):
-                yield Part(compute, s, rank, float(ms_CWS[0, rank, n]))
-                yield self._slowest(exchange, s, float(sent_CS[0, n]))
+            for s in self._every.tolist():
+                yield Part(compute, s, rank, float(ms_CWS[0, rank, s]))
+                yield self._slowest(PASSES[compute], s, float(others_CS[0, s]))
 
         return _Segment(
-            ms_CWS.sum(axis=2, keepdims=True), sent_CS.sum(axis=1)[:, None], parts
+            ms_CWS.sum(axis=2, keepdims=True), others_CS.sum(axis=1)[:, None], parts
         )
 
     def _exchange(self, name: str, ordered: bool) -> _Segment:

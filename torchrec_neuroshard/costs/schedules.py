@@ -52,6 +52,8 @@ DENSE = (
 PREFETCHING = "train_prefetch_sparse_dist"
 """The pipeline that loads caches ahead of lookups."""
 _BARRIERS = {*COLLECTIVES, "all_reduce"}
+_USES = {"fwd_comms": "forward", "bwd_comms": "backward"}
+"""Exchange -> the dense phase beside which its columns are reordered."""
 
 _READS = (
     "index_comms fwd_compute fwd_comms forward backward bwd_comms bwd_compute",
@@ -261,8 +263,8 @@ def _ways(schedule: Schedule) -> tuple[Way, ...]:
     for start in order:
         for path, lag in walk((start,), 0):
             assert lag >= 1, f"{schedule.name}: {path} waits for itself"
-            way = _way(path, lag)
-            key = frozenset(path), lag, way.chained, way.ordered
+            way = _way(path, lag, used_apart(schedule))
+            key = frozenset(path), lag, way.chained, way.ordered, way.reorders
             found.setdefault(key, way)
     ways = list(found.values())
     return tuple(way for way in ways if not any(_covers(other, way) for other in ways))
@@ -280,12 +282,22 @@ def _covers(other: Way, way: Way) -> bool:
     return (
         phases <= of_other
         and way.num_batches >= other.num_batches
+        and way.ordered | way.reorders <= other.ordered | other.reorders
         and way.ordered <= other.ordered
         and not apart & other.chained
     )
 
 
-def _way(path: tuple[str, ...], num_batches: int) -> Way:
+def used_apart(schedule: Schedule) -> frozenset[str]:
+    """Return the exchanges that are waited for beside the upper layers alone.
+
+    Lower layers run between an exchange and its reordered columns, in either pass.
+    """
+    beside = {("fwd_comms", "lower_forward", 0), ("lower_backward", "bwd_comms", 0)}
+    return frozenset(PASSES.values()).difference(*(beside & edges(schedule)))
+
+
+def _way(path: tuple[str, ...], num_batches: int, apart: frozenset[str]) -> Way:
     """Split a cycle of phases into runs, from one collective to the next."""
     first = next((k for k, name in enumerate(path) if name in _BARRIERS), 0)
     runs: list[tuple[str, ...]] = []
@@ -310,6 +322,11 @@ def _way(path: tuple[str, ...], num_batches: int) -> Way:
         chained=frozenset(x for k, x, side in on_way if beside[x][side] == k),
         ordered=frozenset(
             x for _, x, side in on_way if beside[x][1 - side] not in _BARRIERS
+        ),
+        reorders=frozenset(
+            x
+            for _, x, side in sides
+            if x in apart and beside.get(_USES[x], (x, x))[side] != x
         ),
     )
 

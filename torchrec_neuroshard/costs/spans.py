@@ -24,7 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.costs.passes import COLLECTIVES, TIMED, StagePhases
-from torchrec_neuroshard.costs.schedules import DENSE, DenseMs, Schedule, edges
+from torchrec_neuroshard.costs.schedules import (
+    DENSE,
+    DenseMs,
+    Schedule,
+    edges,
+    used_apart,
+)
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -45,6 +51,8 @@ _ROUNDING = 1e-12
 """Times below this share of a batch's work are rounding errors."""
 _Name = tuple[str, int]
 """A piece of work: its kind, and its stage or -1."""
+_MEET: _Name = ("meet", -1)
+"""All ranks begin the updates of a pass together, as in `timeline`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,9 +170,7 @@ class _Graph:
         for before, after, lag in _phase_edges(schedule, found):
             self._after[number[after]].add((number[before], lag))
         own_NW = np.stack([_work_ms(name, dense, found) for name in self.names])
-        # All ranks begin the backward pass together, as in `timeline`.
-        meeting = {("bwd_reorder", len(found.modules_S) - 1)}
-        meeting |= {name for name in self.names if name[0] in (*_BARRIERS, _REDUCE)}
+        meeting = {_MEET} | {n for n in self.names if n[0] in (*_BARRIERS, _REDUCE)}
         self.meets_N = np.array([name in meeting for name in self.names])
         num_ranks = own_NW.shape[1]
         # Ranks of a node meet in the collectives inside it.
@@ -279,6 +285,8 @@ def _work_ms(name: _Name, dense: DenseMs, found: StagePhases) -> Floats:
     phases_WS6, reorder_S2 = found.phases_CWS6[0], found.reorder_CS2[0]
     if kind in DENSE:
         return np.full(len(phases_WS6), getattr(dense, kind))
+    if name == _MEET:
+        return np.zeros(len(phases_WS6))
     if kind in reorders:
         return np.full(len(phases_WS6), reorder_S2[stage, reorders.index(kind)])
     if kind == "bwd_comms" and found.replicated_CS[0, stage]:
@@ -311,14 +319,15 @@ def _stage_chains(schedule: Schedule, found: StagePhases) -> Iterator[list[_Name
         )
         looked_up = [_inside(name, found) or name for name in lookups]
         kernels = [n for pair in zip(lookups, looked_up, strict=True) for n in pair]
-        yield from (ids, [*dict.fromkeys(kernels)], sent, ordered)
+        yield from (ids, [*dict.fromkeys(kernels)], sent)
         yield [ids[-1], lookups[0]]
-        yield [looked_up[-1], ordered[0]]
         yield from each(looked_up, sent)
         yield from each(sent, ordered)
         if own[0]:  # a host waits for the module before
-            yield [("fwd_reorder", own[0] - 1), ids[0]]
+            yield [("fwd_comms", own[0] - 1), ids[0]]
     every = range(len(found.modules_S))
+    # Columns are reordered when outputs are used, after all lookups.
+    yield [looked_up[-1], *(("fwd_reorder", stage) for stage in every)]
     if schedule.prefetches:
         yield [("cache", stage) for stage in every]
     ordered, sent, updates, reduced = (
@@ -328,7 +337,7 @@ def _stage_chains(schedule: Schedule, found: StagePhases) -> Iterator[list[_Name
     reduced = [name for name in reduced if found.replicated_CS[0, name[1]]]
     begun = [_inside(name, found) or name for name in updates]
     kernels = [n for pair in zip(begun, updates, strict=True) for n in pair]
-    yield [*ordered, *dict.fromkeys(kernels)]
+    yield [*ordered, _MEET, *dict.fromkeys(kernels)]
     yield [*sent, *reduced]
     yield from each(ordered, sent)
     yield from each(sent, begun)
@@ -367,10 +376,12 @@ def _phase_edges(
     schedule: Schedule, found: StagePhases
 ) -> Iterator[tuple[_Name, _Name, int]]:
     """Yield dependencies between phases: work before, work after, batches between."""
-    last = len(found.modules_S) - 1
+    last, apart = len(found.modules_S) - 1, used_apart(schedule)
     reduced = [(_REDUCE, s) for s in range(last + 1) if found.replicated_CS[0, s]]
 
     def begin(phase: str, before: str) -> _Name:
+        if phase == "forward" and before != "fwd_comms" and "fwd_comms" in apart:
+            return "fwd_reorder", 0
         if phase in DENSE:
             return phase, -1
         if phase == "bwd_comms" and before not in _BARRIERS:
@@ -379,6 +390,8 @@ def _phase_edges(
         return _inside(name, found) or name if phase == "bwd_compute" else name
 
     def ends(phase: str, after: str) -> list[_Name]:
+        if phase == "backward" and after != "bwd_comms" and "bwd_comms" in apart:
+            return [("bwd_reorder", 0)]
         if phase in DENSE:
             return [(phase, -1)]
         if phase == "fwd_comms" and after not in _BARRIERS:
