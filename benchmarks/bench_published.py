@@ -50,10 +50,11 @@ from published.page import (
     kernel_table,
     link_table,
     overlap_table,
+    pass_table,
     set_table,
 )
 from published.rivals import stock_estimate
-from published.traces import overlaps, read_trace
+from published.traces import forward_passes, overlaps, read_trace
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.published_links import CollectiveConstants
 
@@ -221,7 +222,9 @@ def main() -> None:
     ]
     for path in args.trace:
         sections.append(f"## Kernels during collectives in {path.name}\n")
-        sections.append(f"{overlap_table(overlaps(read_trace(path)))}\n")
+        spans = read_trace(path)
+        sections.append(f"{overlap_table(overlaps(spans))}\n")
+        sections.append(f"{pass_table(forward_passes(spans))}\n")
     sections += ["## Constants\n", constants_md]
     args.out.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
     args.out.with_suffix(".md").write_text("\n".join(sections) + "\n")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from harness.pages import table
 from published.kernels import KernelRow, MeasuredSets, family
 from published.links import CollectiveRow
-from published.traces import Overlaps
+from published.traces import ForwardPass, Overlaps
 
 __all__ = ["card_table", "kernel_table", "link_table", "overlap_table", "set_table"]
 
@@ -126,6 +126,20 @@ def link_table(
         ]
         lines.append([name, str(len(some)), *cells])
     return table(["table", "sizes", *models], lines)
+
+
+def pass_table(found: Sequence[ForwardPass]) -> str:
+    """Return the table of forward passes of several stages; "" without any."""
+    rows = [
+        (
+            f"{f.measured:.0f}",
+            f"{f.timeline:.0f} ({f.timeline / f.measured:.3f})",
+            f"{f.waiting:.0f} ({f.waiting / f.measured:.3f})",
+        )
+        for f in found
+    ]
+    head = ("forward pass measured [us]", "TorchRec's order", "sum of all")
+    return table(head, rows) if rows else ""
 
 
 def overlap_table(found: Overlaps) -> str:

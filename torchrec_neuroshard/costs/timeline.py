@@ -176,12 +176,13 @@ def pass_ms(
     exchanges_S: Floats,
     orders_S: Floats | None = None,
     reductions_S: Floats | None = None,
+    inside: Inside | None = None,
 ) -> Floats:
     """Return how long a forward or a backward pass takes the last rank [ms].
 
     Args: see `chains`.
     """
-    return chains(kernels_WS, exchanges_S, orders_S, reductions_S).ms
+    return chains(kernels_WS, exchanges_S, orders_S, reductions_S, inside).ms
 
 
 def steps_before(
