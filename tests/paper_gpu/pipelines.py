@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torchrec import EmbeddingBagCollection
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.dist_data import KJTAllToAllTensorsAwaitable
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -171,6 +172,7 @@ def _plan(model: _Model, modules: Modules, cached: bool) -> ShardingPlan:
         zip(model.embeddings, modules, strict=True)
     ):
         kinds = [_SHARDING[kind](rank) for kind in types for rank in range(2)]
+        assert isinstance(module, EmbeddingBagCollection)
         names = [table.name for table in module.embedding_bag_configs()]
         plan = construct_module_sharding_plan(
             module, dict(zip(names, kinds, strict=True)), device_type="cuda"
@@ -195,7 +197,7 @@ def _note_stage(stage: int, lookup: nn.Module, sent: nn.Module) -> None:
     def note(thread: str) -> None:
         torch.ops.paper_cuda.note(f"stage {stage} {thread}")
 
-    def noted(output: torch.Tensor) -> torch.Tensor:
+    def noted(output: Any) -> Any:
         note("host")
         output.register_hook(lambda gradient: note("engine"))
         return output
