@@ -315,7 +315,7 @@ class Kernels:
                 plan.stages if plan else (),
                 strict=True,
             ):
-                stage["kernels"] = [self._numbers.get(k) for k in ran.kernels]
+                stage["kernels"] = [k and self._numbers.get(k) for k in ran.kernels]
 
     def close(self) -> None:
         """Write the file."""

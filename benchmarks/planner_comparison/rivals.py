@@ -92,7 +92,7 @@ _IN_NODE = "table_row_wise"
 sharding is never offered."""
 
 
-class Sharder(EmbeddingBagCollectionSharder):
+class Sharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
     """Sharder that offers the sharding types of GPUs on CPUs, too.
 
     The plans are for a GPU cluster, with CPU kernels in place of GPU kernels. On CPUs
@@ -102,7 +102,8 @@ class Sharder(EmbeddingBagCollectionSharder):
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the sharding types of GPUs; see `ModuleSharder`."""
         del compute_device_type
-        return super().sharding_types("cuda")
+        types: list[str] = super().sharding_types("cuda")
+        return types
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,8 +276,8 @@ def _faster_net(net: ComputeNet, faster: float) -> ComputeNet:
     last = net.head[-1]
     assert isinstance(last, torch.nn.Linear)
     with torch.no_grad():
-        last.weight /= faster
-        last.bias /= faster
+        last.weight.div_(faster)
+        last.bias.div_(faster)
     return net
 
 
