@@ -216,6 +216,8 @@ class ShardingTask:
         self._fill("group", self.num_groups, stages=(0,) * self.num_groups)
         names = tuple(f"stage {s}" for s in range(self.num_stages))
         one = (0,) * self.num_stages
+        if not any(self.modules):  # one module, whatever the number of stages was
+            self._set("modules", ())
         self._fill("stage", self.num_stages, stage_names=names, modules=one)
         for limits in ("memory_bytes", "host_memory_bytes"):
             if getattr(self, limits):
