@@ -786,6 +786,8 @@ class Simulator:
         modules_S = np.sort(self.task.modules)
         for module, ms in enumerate(self._join_M.tolist()):
             own = np.flatnonzero(modules_S == module)
+            if not len(own):
+                continue
             used = used_CS[:, own]
             # Counted from the end, the last used stage is the first.
             last = len(own) - 1 - used[:, ::-1].argmax(axis=1)
