@@ -19,6 +19,7 @@ import numpy as np
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 from planner_comparison.tasks import Task, held_bytes
+from torchrec_neuroshard.costs.encoder import ShardEncoder
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE, table_features
 from torchrec_neuroshard.tables.sharding_types import COLUMN_SHARDED_TYPES
@@ -274,15 +275,13 @@ def _column_order(
 def predict_kernels(
     kernels: Sequence[Kernel],
     cost_model: CostModel,
-    comms_model: CommsModel,
-    ranks: int,
 ) -> Times:
     """Return the predicted forward and backward of each kernel [ms]."""
     predicted = {}
     for kernel in kernels:
         if isinstance(kernel, ColumnOrder):
-            columns = np.array([float(sum(kernel.widths))])
-            found = comms_model.column_order(columns, kernel.batch_size * ranks)
+            size = OUTPUT_BYTES_PER_VALUE * sum(kernel.widths) * kernel.batch_size
+            found = ShardEncoder(cost_model).column_order(np.array([float(size)]))
         else:
             sums = cost_model.encode(table_features(kernel.shards, kernel.batch_size))
             found = cost_model.predict_sums(sums.sum(axis=0, keepdims=True))

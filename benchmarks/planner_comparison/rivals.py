@@ -49,7 +49,6 @@ from planner_comparison.paired import (
 )
 from planner_comparison.tasks import BATCH_SIZES, OPTIMIZERS, SEED_TABLES, Task
 from torchrec_neuroshard.bundles.find import (
-    load_comms_model,
     load_cost_model,
     physical_estimate,
 )
@@ -295,7 +294,7 @@ def _imitated(cluster: str, world_size: int) -> CommsNets:
 
     batch_sizes = tuple(sorted(set(BATCH_SIZES)))
     drawn = LabelConfig(batch_sizes=batch_sizes, num_samples=_COMMS_SAMPLES)
-    comms = _ClusterComms(CLUSTERS[cluster], world_size, None, 1.0)
+    comms = _ClusterComms(CLUSTERS[cluster], world_size)
     samples = label_placements(comms, world_size, drawn, columns)
     config = PaperTrainConfig(epochs=_COMMS_EPOCHS, batch_samples=_COMMS_BATCH)
     nets, _, _ = fit_comms(*samples, config)
@@ -546,6 +545,13 @@ class FasterKernels(AdjustedCostModel):
         alone = self.alone.stream_byte_ms
         return None if alone is None else alone / self._faster
 
+    def column_order(
+        self, bytes_N: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64] | None:
+        """See `CostModel.column_order`."""
+        alone = self.alone.column_order(bytes_N)
+        return None if alone is None else alone / self._faster
+
 
 def faster_on(card: str, cost_model: CostModel, tasks: Sequence[Task]) -> float:
     """Return how many times faster than the model's device a card runs the kernels.
@@ -572,15 +578,9 @@ def faster_on(card: str, cost_model: CostModel, tasks: Sequence[Task]) -> float:
 
 
 class _ClusterComms(PublishedCommsModel):
-    """Our estimate of a cluster's collectives, with the device's column reordering."""
+    """Our estimate of a cluster's collectives."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        world_size: int,
-        device: CommsModel | None,
-        faster: float,
-    ) -> None:
+    def __init__(self, cluster: Cluster, world_size: int) -> None:
         super().__init__(
             CollectiveConstants(
                 intra_gb_per_s=cluster.intra_gb_per_s,
@@ -589,15 +589,6 @@ class _ClusterComms(PublishedCommsModel):
             world_size=world_size,
             local_world_size=cluster.local_world_size(world_size),
         )
-        self._device, self._faster = device, faster
-
-    def column_order(
-        self, columns_C: npt.NDArray[np.float64], batch_size: int
-    ) -> npt.NDArray[np.float64]:
-        """Return the reordering's times; see `CommsModel.column_order`."""
-        if self._device is None:
-            return super().column_order(columns_C, batch_size)
-        return self._device.column_order(columns_C, batch_size) / self._faster
 
 
 @functools.cache
@@ -616,17 +607,7 @@ def load_costs(
         world_size: Number of ranks.
         faster: How many times faster kernels count.
     """
-    # Use only the device's column reordering, with one rank per node, so that other
-    # ranks do not slow it down. Without measurements it costs nothing.
-    order = load_comms_model(
-        cost_model,
-        device_type=device,
-        world_size=world_size,
-        local_world_size=1,
-        inter_gb_per_s=cluster.inter_gb_per_s,
-    )
-    comms = _ClusterComms(cluster, world_size, order, faster)
-    comms.compute_slowdown = (1.0, 1.0)
+    comms = _ClusterComms(cluster, world_size)
     kernels = FasterKernels.of(_kernels(cost_model, device), faster)
     return Costs(compute=kernels, comms=comms)
 

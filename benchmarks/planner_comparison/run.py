@@ -327,7 +327,7 @@ def judge(
     costs, ranks = planning.costs(task), task.world_size
     plans = [o.plan for o in outcomes.values() if o.plan is not None]
     collectives = {c for p in plans for c in p.collectives}
-    predicted = predict_kernels(kernels_of(plans), costs.compute, costs.comms, ranks)
+    predicted = predict_kernels(kernels_of(plans), costs.compute)
     expected = {c: predict_collective(c, costs.comms, ranks) for c in collectives}
     cluster = CLUSTERS[task.cluster]
     taken = {c: cluster.collective_ms(c) for c in collectives}

@@ -143,9 +143,7 @@ def test_a_search_s_plan_is_read_with_every_column_once_and_its_times_add_up() -
     again = halved.plan.again()  # is timed apart
     assert not set(again.kernels) & set(halved.plan.kernels)
     assert again.collectives == halved.plan.collectives
-    times = plans.predict_kernels(
-        halved.plan.kernels, AnalyticCostModel(), COMMS, RANKS
-    )
+    times = plans.predict_kernels(halved.plan.kernels, AnalyticCostModel())
     collectives = {
         c: plans.predict_collective(c, COMMS, RANKS) for c in halved.plan.collectives
     }

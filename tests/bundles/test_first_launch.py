@@ -187,12 +187,14 @@ def test_disturbed_sets_are_measured_again_later(
         return Measurement(passes, passes, quiet, ms, ms)
 
     timer = SimpleNamespace(reference_ms=1.0, measure=measure)
+    order_ms = {"1024": (1.0, 2.0)}
     monkeypatch.setattr(first_launch, "SetTimer", lambda *_, **__: timer)
+    monkeypatch.setattr(first_launch, "measure_column_order", lambda *_: order_ms)
     monkeypatch.setattr("time.monotonic", lambda: float(seen.total()))
-    kept, reference_ms = first_launch.measure_mine(
+    kept, ordered, reference_ms = first_launch.measure_mine(
         REQUEST, None, torch.device("cpu"), 60
     )
-    assert reference_ms == 1.0
+    assert (ordered, reference_ms) == (order_ms, 1.0)
     assert [r.index for r in kept if r.spread > 0.1] == [8]
     assert seen[3] == 2 and seen[5] == 3 and 3 < seen[8] < 10
     # Undisturbed sets are measured once, and all time is used.

@@ -8,9 +8,10 @@ import numpy.typing as npt
 import pytest
 
 from tests.builders import make_tables, make_task
+from torchrec_neuroshard.bundles.find import load_cost_model, pretrained_names
 from torchrec_neuroshard.costs.simulator import RankCosts, Simulator
 from torchrec_neuroshard.costs.task import KernelFactors, Placement, WireCodec
-from torchrec_neuroshard.hardware.cards import card_named
+from torchrec_neuroshard.hardware.cards import GPU_CARDS, card_named
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.published_links import published_comms_model
@@ -207,3 +208,16 @@ def test_parts_of_huge_tables_are_priced_as_their_own() -> None:
     halves = simulator.price(np.arange(10), np.full(10, 8), np.full(10, 2**59))
     lookups = halves.encoding_NE[:, 1]
     assert lookups.tolist() == pytest.approx([512 * p for p in pooling])
+
+
+@pytest.mark.parametrize("device", [*pretrained_names(), *GPU_CARDS, "unknown"])
+@pytest.mark.filterwarnings("ignore:no cost model was measured")
+def test_every_device_needs_time_to_reorder_columns(device: str) -> None:
+    kind = "cpu" if device.startswith(("cpu", "unknown")) else "cuda"
+    name = "measure" if device == "unknown" else device
+    model = load_cost_model(name, device_type=kind)
+    task = make_task(make_tables([64]), 4, BATCH)
+    simulator = Simulator(task, model, AnalyticCommsModel())
+    small, large = simulator.order_costs(np.array([[64.0], [64_000.0]]))[:, 0]
+    # The bytes are read and written at 8 TB/s or slower.
+    assert (small > 0).all() and (large > 2 * 64_000 * BATCH / 8e9).all()

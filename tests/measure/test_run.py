@@ -56,6 +56,9 @@ def test_command_measures_sampled_sets_and_continues(
     assert [r.index for r in records] == [0, 1, 2]
     assert not journal_path(path).exists()
     assert header.seed == 5 and header.reference_ms > 0
+    # A pass has four tensors: only the smallest size fits into 0.001 GiB.
+    assert list(header.column_order_ms) == [str(2**14)]
+    assert min(header.column_order_ms[str(2**14)]) > 0
     assert header.fingerprint == device_fingerprint(torch.device("cpu"), 1)
     assert header.sampling["max_lookups"] == 3_000
     assert header.sampling["workloads"] == ["mine"]

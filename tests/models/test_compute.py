@@ -74,6 +74,23 @@ def test_uncertainty_is_the_spread_of_the_members() -> None:
     np.testing.assert_allclose(spread, 0, atol=1e-5)
 
 
+def test_reordering_is_interpolated_between_measured_sizes() -> None:
+    known = {"2000": (2.0, 3.0), "1000": (1.5, 2.0)}
+    network = random_neural().network
+    model = NeuralCostModel(
+        network, name="m", hardware="none", ranges={}, column_order_ms=known
+    )
+    sizes = np.array([100.0, 1000.0, 1500.0, 4000.0])
+    expected = np.array([[0.15, 0.2], [1.5, 2.0], [1.75, 2.5], [4.0, 6.0]])
+    assert model.column_order(sizes) == pytest.approx(expected)
+    # The largest reads and writes 2000 bytes in 2.5 ms on average.
+    assert model.stream_byte_ms == pytest.approx(2.5 / 2000 / 2)
+    comms = AnalyticCommsModel()
+    comms.compute_slowdown = (1.5, 2.0)
+    slowed = ConcurrentCostModel.of(model, comms).column_order(sizes)
+    assert slowed == pytest.approx(expected * [1.5, 2.0])
+
+
 def test_concurrent_kernels_take_longer_both_ways() -> None:
     alone = random_neural()
     comms = AnalyticCommsModel()

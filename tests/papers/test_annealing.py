@@ -19,23 +19,27 @@ from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 from torchrec_neuroshard.testing.cases import sample_task
 from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
-MODELS = AnalyticCostModel(), AnalyticCommsModel(gb_per_s=1.0)
+
+class Ordering(AnalyticCostModel):
+    """Reordering split columns costs about what splits save, or nothing."""
+
+    def __init__(self, byte_ms: float) -> None:
+        super().__init__()
+        self.byte_ms = byte_ms
+
+    def column_order(self, bytes_N: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.repeat(bytes_N[..., None] * self.byte_ms, 2, axis=-1)
 
 
-class Ordering(AnalyticCommsModel):
-    """Return a model in which reordering split columns costs about what splits save."""
-
-    def column_order(
-        self, columns_N: npt.NDArray[np.float64], batch_size: int
-    ) -> npt.NDArray[np.float64]:
-        return np.repeat(columns_N[:, None] * 5e-4, 2, axis=1)
+MODELS = Ordering(0.0), AnalyticCommsModel(gb_per_s=1.0)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_more_steps_never_end_worse(seed: int) -> None:
     """If running costs drifted from the simulator's, a longer run could end worse."""
     task = sample_task(12, 3, seed=seed, groups=(0, 1, 2) * 4, stages=(0, 0, 1))
-    models = MODELS[0], Ordering(gb_per_s=1.0)
+    local_bytes = 4 * task.batch_size / task.world_size
+    models = Ordering(5e-4 / local_bytes), MODELS[1]
     # The temperature is constant, so all runs share their first steps.
     cold = AnnealingConfig(chains=1, hottest=1e-9, coldest=1e-9)
     paths = [CostGreedySearcher().search(task, *models).predicted.critical_path_ms]

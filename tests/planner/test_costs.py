@@ -191,31 +191,34 @@ def test_a_sequence_sends_one_row_per_id(kind: str, ids: int) -> None:
         assert rank[2:4] == pytest.approx([rows, rows])
 
 
-class SlowOrder(AnalyticCommsModel):
+class SlowOrder(AnalyticCostModel):
     """A microsecond per column and sample forward, two backward."""
 
-    def column_order(
-        self, columns_C: npt.NDArray[np.float64], batch_size: int
-    ) -> npt.NDArray[np.float64]:
-        ms: npt.NDArray[np.float64] = columns_C[:, None] * batch_size * [1e-3, 2e-3]
+    def __init__(self, ms: float) -> None:
+        super().__init__()
+        self.ms = ms
+
+    def column_order(self, bytes_N: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        ms: npt.NDArray[np.float64] = bytes_N[..., None] / 4 * [self.ms, 2 * self.ms]
         return ms
 
 
 @pytest.mark.parametrize(("kind", "columns"), [("grid_shard", 48), ("row_wise", 0)])
 def test_columns_of_a_grid_are_reordered(kind: str, columns: int) -> None:
     path_ms = []
-    for comms in (AnalyticCommsModel(), SlowOrder()):
+    for ms in (0.0, 1e-3):
         planner = make_planner(
             topology=gpus(4, 2),
             batch_size=4,
             constraints=by_table(sharding_types=[[kind]] * 2, min_partition=[16, None]),
-            comms_model=comms,
+            cost_model=SlowOrder(ms),
+            comms_model=AnalyticCommsModel(),
         )
         # One table in two column shards over both nodes, one in a single node.
         planner.plan(make_ebc([(100, 32), (100, 16)]), bag_sharders())
         path_ms.append(cost_of(planner))
-    # Sixteen samples over all ranks.
-    assert path_ms[1] - path_ms[0] == pytest.approx(columns * 16 * 3e-3, abs=1e-9)
+    # Four samples of each rank.
+    assert path_ms[1] - path_ms[0] == pytest.approx(columns * 4 * 3e-3, abs=1e-9)
 
 
 # --- whole plans ----------------------------------------------------------------

@@ -15,23 +15,21 @@ from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 TASK = make_task(make_tables([128, 64, 32] * 3, 10_000, [40.0, 5.0, 2.0] * 3), 4, 4096)
 
 
-class OrderCosts(AnalyticCommsModel):
+class OrderCosts(AnalyticCostModel):
     """Reordering takes a fixed time in each direction."""
 
     def __init__(self, ms: float) -> None:
         super().__init__()
         self.ms = ms
 
-    def column_order(
-        self, columns_C: npt.NDArray[np.float64], batch_size: int
-    ) -> npt.NDArray[np.float64]:
-        return np.full((len(columns_C), 2), self.ms)
+    def column_order(self, bytes_N: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.full((*bytes_N.shape, 2), self.ms)
 
 
 def placed(order_ms: float, task: ShardingTask = TASK) -> SearchResult:
-    config, comms = SearchConfig(bound="thorough"), OrderCosts(order_ms)
-    result = search(task, config, comms_model=comms)
-    again = Simulator(task, AnalyticCostModel(), comms).evaluate(result.placement)
+    config, kernels = SearchConfig(bound="thorough"), OrderCosts(order_ms)
+    result = search(task, config, cost_model=kernels)
+    again = Simulator(task, kernels, AnalyticCommsModel()).evaluate(result.placement)
     predicted_ms = result.predicted.critical_path_ms
     assert predicted_ms == pytest.approx(again.critical_path_ms)
     assert 0 < result.lower_bound_ms <= predicted_ms

@@ -268,7 +268,18 @@ def written_to(costs: Floats, arguments: Floats) -> Floats:
     return costs
 
 
+class FastLargeOrders(AnalyticCostModel):
+    """Reordering more columns takes less time."""
+
+    def column_order(self, bytes_N: Floats) -> Floats:
+        return np.repeat(1.0 / bytes_N[:, None], 2, axis=1)
+
+
 BROKEN_COST_MODELS: dict[str, tuple[type[CostModel], str]] = {
+    "test_more_columns_do_not_take_less_time_to_reorder": (
+        FastLargeOrders,
+        r"column_order of \[1",
+    ),
     "test_encodings_have_the_stated_shape": (
         broken_cost("encode", lambda sums, features: sums[:, :2]),
         "encode: shape",

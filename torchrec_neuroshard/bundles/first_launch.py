@@ -52,7 +52,7 @@ from torchrec_neuroshard.measure.records import (
     disturbance,
     steady_records,
 )
-from torchrec_neuroshard.measure.run import measure
+from torchrec_neuroshard.measure.run import measure, measure_column_order
 from torchrec_neuroshard.measure.run_collectives import CommsConfig, collect_comms
 from torchrec_neuroshard.measure.sets import STATE_BYTES, SampledSet, SamplingConfig
 from torchrec_neuroshard.measure.store import RecordStore, read_records
@@ -321,7 +321,7 @@ def measure_and_fit(request: LaunchRequest, folder: Path, begin: float) -> None:
     device = as_device(request.device_type) if ranks is None else ranks.device
     until = begin + _KERNEL_SHARE * request.seconds
     with torch_threads(1):
-        found, reference_ms = _measure_kernels(request, ranks, device, until)
+        found, order_ms, reference_ms = _measure_kernels(request, ranks, device, until)
     bundle = folder / _BUNDLE
     _say(begin, f"{len(found)} sets of your tables measured")
     is_first = ranks is None or ranks.rank == 0
@@ -332,6 +332,7 @@ def measure_and_fit(request: LaunchRequest, folder: Path, begin: float) -> None:
             bounds_check=BOUNDS_CHECK,
             seed=_SEED,
             sampling={"first_launch": True, "num_shards": len(request.shards)},
+            column_order_ms=order_ms,
         )
         with RecordStore(bundle / KERNELS_NAME, header) as store:
             for record in found:
@@ -385,8 +386,12 @@ def _measure_kernels(
     ranks: Ranks | None,
     device: torch.device,
     until: float,
-) -> tuple[list[CostRecord], float]:
-    """Measure this rank's sets; return all ranks' records and their time unit."""
+) -> tuple[list[CostRecord], dict[str, tuple[float, float]], float]:
+    """Measure this rank's sets.
+
+    Returns:
+        All ranks' records, the reordering as in `RunHeader`, and their time unit.
+    """
     if ranks is None:
         return measure_mine(request, None, device, until)
     turn, turns = ranks.turn() if device.type == "cpu" else (0, 1)
@@ -398,15 +403,17 @@ def _measure_kernels(
             measured = measure_mine(request, ranks, device, end)
     everyone = ranks.gather_objects(measured)
     # One unit for all: that of the rank whose reference was disturbed least.
-    unit_ms = min(ms for _, ms in everyone)
+    unit_ms = min(ms for *_, ms in everyone)
     found: list[CostRecord] = []
-    for records, ms in everyone:
+    found_order: dict[str, tuple[float, float]] = {}
+    for records, order_ms, ms in everyone:
         ratio = unit_ms / ms if ms else 1.0  # a GPU has no reference
+        found_order |= {n: (ratio * f, ratio * b) for n, (f, b) in order_ms.items()}
         found += (
             dataclasses.replace(r, fwd_ms=ratio * r.fwd_ms, bwd_ms=ratio * r.bwd_ms)
             for r in records
         )
-    return found, unit_ms
+    return found, found_order, unit_ms
 
 
 def measure_mine(
@@ -414,8 +421,11 @@ def measure_mine(
     ranks: Ranks | None,
     device: torch.device,
     until: float,
-) -> tuple[list[CostRecord], float]:
-    """Measure until a time, but at least this rank's part of the minimum of sets."""
+) -> tuple[list[CostRecord], dict[str, tuple[float, float]], float]:
+    """Measure until a time, but at least this rank's part of the minimum of sets.
+
+    The first rank also times the reordering of columns.
+    """
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     max_bytes = _free_bytes(device, request.local_world_size)
     each = None
@@ -423,6 +433,7 @@ def measure_mine(
         time_left = max(0.0, until - time.monotonic())
         each = min(_MOST_SET_SECONDS, time_left * size / _USUAL_SETS)
     timer = SetTimer(device, max_bytes, time_budget_seconds=each)
+    order_ms = {} if rank else measure_column_order(timer, max_bytes)
     kept: dict[int, CostRecord] = {}
     measure(
         (draw_launch_set(request, i, max_bytes) for i in itertools.count(rank, size)),
@@ -434,7 +445,7 @@ def measure_mine(
     )
     if not kept:
         raise RecordError("none of the sets of tables could be measured")
-    return list(kept.values()), timer.reference_ms
+    return list(kept.values()), order_ms, timer.reference_ms
 
 
 def _free_bytes(device: torch.device, num_ranks: int) -> int:

@@ -204,9 +204,19 @@ class BundleInfo:
     """Feature name -> smallest and largest value in training."""
     trained_on: Mapping[str, Any]
     """Records, seeds and commands behind the weights."""
+    column_order_ms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """See `RunHeader`."""
     feature_names: tuple[str, ...] = FEATURE_NAMES
     feature_version: int = FEATURE_VERSION
     bundle_version: int = BUNDLE_VERSION
+
+    def __post_init__(self) -> None:
+        for size, times in self.column_order_ms.items():
+            if not (size.isdecimal() and int(size) > 0 and min(times) > 0):
+                raise ValueError(
+                    f"column_order_ms of {size!r:.60} bytes is {times}; both must be "
+                    "above 0"
+                )
 
 
 def _check_compute(path: Path, data: Mapping[str, Any]) -> None:
@@ -244,6 +254,7 @@ def load_bundle(folder: str | Path) -> NeuralCostModel:
         hardware=info.fingerprint.device,
         ranges=info.ranges,
         reference_ms=info.reference_ms,
+        column_order_ms=info.column_order_ms,
     )
     model.measured_error = stated_error(info.trained_on)
     probe_NF = np.ones((1, len(FEATURE_NAMES)), dtype=np.float32)
@@ -284,16 +295,12 @@ class CommsBundleInfo:
     """Records, seeds and commands behind the weights."""
     compute_slowdown: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """See `CommsHeader`."""
-    column_order_ms_per_mb: Mapping[str, tuple[float, float]] = field(
-        default_factory=dict
-    )
-    """See `CommsHeader`."""
     compute_reference_ms: float = 0.0
     """See `CommsHeader`."""
     comms_version: int = COMMS_VERSION
 
     def __post_init__(self) -> None:
-        for ranks in (*self.compute_slowdown, *self.column_order_ms_per_mb):
+        for ranks in self.compute_slowdown:
             if not ranks.isdecimal() or int(ranks) < 1:
                 raise ValueError(f"{ranks!r:.60} is not a number of ranks")
         if not (self.world_sizes and self.intra_gb_per_s > 0 <= self.inter_gb_per_s):
@@ -381,10 +388,6 @@ def load_comms_bundle(
     time_scale = 1.0
     if compute is not None and compute.reference_ms and info.compute_reference_ms:
         time_scale = compute.reference_ms / info.compute_reference_ms
-    slowdowns, column_order = (
-        {int(ranks): times for ranks, times in by_ranks.items()}
-        for by_ranks in (info.compute_slowdown, info.column_order_ms_per_mb)
-    )
     model = MeasuredCommsModel(
         info.table(),
         time_scale=time_scale,
@@ -393,8 +396,7 @@ def load_comms_bundle(
         measured_gb_per_s=(info.intra_gb_per_s, info.inter_gb_per_s),
         intra_gb_per_s=intra_gb_per_s,
         inter_gb_per_s=inter_gb_per_s,
-        slowdowns=slowdowns,
-        column_order_ms_per_mb=column_order,
+        slowdowns={int(n): times for n, times in info.compute_slowdown.items()},
     )
     model.overlaps = info.backend != "gloo"
     if (error := stated_error(info.trained_on)) is not None:

@@ -108,6 +108,7 @@ def make_bundle(
         reference_ms=header.reference_ms,
         network=best.network.config,
         ranges=best.ranges,
+        column_order_ms=_merge([h.column_order_ms for h in headers]),
         trained_on={
             "num_training_sets": data.num_sets,
             "num_test_sets": test.num_sets,
@@ -184,7 +185,6 @@ def train_comms_bundle(
         world_sizes=tuple(sorted({r.world_size for r in training})),
         bytes_per_rank=(min(sums), max(sums)),
         compute_slowdown=_merge([h.compute_slowdown for h in headers]),
-        column_order_ms_per_mb=_merge([h.column_order_ms_per_mb for h in headers]),
         compute_reference_ms=_typical([h.compute_reference_ms for h in headers]),
         trained_on={
             "num_training": len(training),
@@ -235,7 +235,7 @@ def _card(template: str, **values: Any) -> str:
 def _merge(
     files: Sequence[Mapping[str, tuple[float, float]]],
 ) -> dict[str, tuple[float, float]]:
-    """Return the median over the files for each number of ranks."""
+    """Return the median over the files for each key, a number."""
     merged = {}
     for count in sorted({n for of_file in files for n in of_file}, key=int):
         values = [of_file[count] for of_file in files if count in of_file]

@@ -162,6 +162,21 @@ class ShardEncoder:
         known = self.cost_model.stream_byte_ms
         return self.byte_ms if known is None else known
 
+    def column_order(self, bytes_N: Floats) -> Floats:
+        """Return the time to reorder columns of outputs, `N x 2` [ms].
+
+        If the cost model does not know it, two sequential passes and a launch: that of
+        the forward or backward kernel, whichever is shorter.
+
+        Args:
+            bytes_N: Outputs of a rank's own samples.
+        """
+        known = self.cost_model.column_order(bytes_N)
+        if known is None:
+            ms_N = self.launch_ms.min() + 2.0 * self.stream_ms * bytes_N
+            known = np.stack([ms_N, ms_N], axis=-1)
+        return known
+
 
 def with_room(values_R: Any, num_rows: int) -> Any:
     """Return the array grown to at least `num_rows` rows; new rows are 0."""

@@ -662,9 +662,7 @@ class Simulator:
         if collective.name == "all_to_all":
             # Measured collectives include copies of uncoded values, about as many as
             # reordering the columns takes. A codec does not shrink them.
-            copies_C2 = self.comms_model.column_order(
-                columns_CW.sum(axis=1), self.task.batch_size
-            )
+            copies_C2 = self._order_ms(columns_CW.sum(axis=1))
             sent = np.array([there.wire_bytes, back.wire_bytes])
             coding += (copies_C2 * (1 - sent / OUTPUT_BYTES_PER_VALUE))[:, None]
         launches = np.array([there.launches, back.launches])
@@ -725,12 +723,12 @@ class Simulator:
         Returns:
             `C x S x 2` [ms]: forward and backward; 0 without columns.
         """
-        ms_N2 = self.comms_model.column_order(
-            columns_CS.reshape(-1), self.task.batch_size
-        )
-        return np.where(
-            columns_CS[..., None] > 0, ms_N2.reshape(*columns_CS.shape, 2), 0.0
-        )
+        return np.where(columns_CS[..., None] > 0, self._order_ms(columns_CS), 0.0)
+
+    def _order_ms(self, columns_X: Floats) -> Floats:
+        """Return the time to reorder columns of a rank's own samples, `X x 2`."""
+        samples = self.task.batch_size / self.task.world_size
+        return self.encoder.column_order(columns_X * (OUTPUT_BYTES_PER_VALUE * samples))
 
     def ordered_columns(self, num_shards_T: Ints, columns_T: Floats) -> Floats:
         """Count the output columns that TorchRec reorders.

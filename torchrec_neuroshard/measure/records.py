@@ -72,6 +72,10 @@ class RunHeader:
     `none` in older files."""
     failed: Mapping[str, str] = field(default_factory=dict)
     """Index of each sample that broke a GPU's process -> its error."""
+    column_order_ms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Bytes of pooled outputs -> time to reorder the parts of column-wise tables,
+    forward and backward [ms], in the unit of the records. Empty for collectives and in
+    older files."""
     schema_version: int = SCHEMA_VERSION
     kind: str = "compute"
     """Kind of records, as `neuroshard collect` calls it."""
@@ -125,12 +129,6 @@ class CommsHeader(RunHeader):
     compute_slowdown: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Number of ranks of a node that run kernels at once -> factor on the time of a
     forward and a backward, because they share memory and cores. Empty for GPUs."""
-    column_order_ms_per_mb: Mapping[str, tuple[float, float]] = field(
-        default_factory=dict
-    )
-    """Number of ranks of a node that work at once -> milliseconds per 2^20 bytes of
-    pooled outputs to reorder the parts of column-wise tables, forward and backward.
-    Empty for GPUs."""
     compute_reference_ms: float = 0.0
     """Forward + backward of the kernels' reference set on a single rank in this run; it
     relates the time units of kernels and collectives. 0 for GPUs."""

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,7 +29,11 @@ from torchrec_neuroshard.hardware.devices import (
     torch_threads,
 )
 from torchrec_neuroshard.measure.clock import SetTimer
-from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK, device_fingerprint
+from torchrec_neuroshard.measure.kernels import (
+    BOUNDS_CHECK,
+    column_permutation,
+    device_fingerprint,
+)
 from torchrec_neuroshard.measure.records import (
     CostRecord,
     RunHeader,
@@ -188,6 +193,42 @@ def measure_set(
     )
 
 
+_ORDERED_WIDTHS = [64] * 32
+_ORDERED_BYTES = (2**14, 2**20, 2**23, 2**26, 2**28)
+"""Sizes of pooled outputs whose columns are reordered. The smallest is a launch."""
+
+
+def measure_column_order(
+    timer: SetTimer, max_bytes: int
+) -> dict[str, tuple[float, float]]:
+    """Time the reordering of column-wise tables' parts.
+
+    Args:
+        timer: Times the passes.
+        max_bytes: Most bytes for a pass's four tensors.
+
+    Returns:
+        See `RunHeader.column_order_ms`.
+    """
+    found = {}
+    permute = column_permutation(_ORDERED_WIDTHS, timer.device)
+    for size in _ORDERED_BYTES:
+        if 4 * size > max_bytes:
+            break
+        shape = (size // 4 // sum(_ORDERED_WIDTHS), sum(_ORDERED_WIDTHS))
+        pooled = torch.ones(shape, device=timer.device, requires_grad=True)
+        grad = torch.ones(shape, device=timer.device)
+
+        def forward(pooled: torch.Tensor = pooled) -> torch.Tensor:
+            pooled.grad = None
+            return permute(pooled)
+
+        backward = partial(torch.autograd.backward, grad_tensors=grad)
+        measured = timer.measure_passes(itertools.repeat((forward, backward)))
+        found[str(size)] = measured.fwd_ms, measured.bwd_ms
+    return found
+
+
 # A file of records
 
 
@@ -265,6 +306,9 @@ def collect_compute(
         )
         sampler = SetSampler(config.sampling, config.seed, base, predict_ms)
         with RecordStore(path, header) as store:
+            if not store.header.column_order_ms:
+                order_ms = measure_column_order(timer, config.sampling.max_weight_bytes)
+                store.header = replace(store.header, column_order_ms=order_ms)
             _fill(config, store, timer, sampler, say)
     if timer.monitor is not None and timer.monitor.num_failures:
         say(f"reading the GPU's state failed {timer.monitor.num_failures} times")

@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RankFailureError
 from torchrec_neuroshard.hardware.devices import (
@@ -33,17 +32,13 @@ from torchrec_neuroshard.hardware.devices import (
     synchronize,
     torch_threads,
 )
-from torchrec_neuroshard.measure.clock import (
-    Reference,
-    keep_freed_memory,
-    time_on_host,
-)
+from torchrec_neuroshard.measure.clock import Reference, keep_freed_memory
 from torchrec_neuroshard.measure.collectives import (
     CollectiveRunner,
     SampledCollective,
     sample_collective,
 )
-from torchrec_neuroshard.measure.kernels import column_permutation, device_fingerprint
+from torchrec_neuroshard.measure.kernels import device_fingerprint
 from torchrec_neuroshard.measure.ranks import Ranks
 from torchrec_neuroshard.measure.records import (
     Collective,
@@ -68,8 +63,6 @@ _REFERENCE_QUANTILE = 0.25
 """Quantile of the reference's passes that measures the machine's speed. If threads
 share cores, passes differ by whole time slices, and a median jumps between values."""
 _KERNEL_PASSES = 40
-_ORDERED_ROWS, _ORDERED_WIDTHS, _ORDERED_MEGABYTES = 1024, [64] * 32, 8
-"""Pooled outputs of column-wise tables whose reordering is timed."""
 _START_MARGIN_S = 1e-3
 """Delay between agreeing on a start and starting, so that all ranks are ready."""
 _MEMORY_SHARE = 0.25
@@ -333,51 +326,28 @@ def _measure_links(
 
 
 def _time_kernels(ranks: Ranks, num_rounds: int) -> dict[str, Any]:
-    """Time kernels and copies on one rank, and on several ranks of a node at once.
+    """Time kernels on one rank, and on several ranks of a node at once.
 
     Returns:
         Fields of `CommsHeader`.
     """
     local = ranks.local_world_size
     counts = sorted({1, local, *(n for n in ranks.group_sizes.values() if n < local)})
-    works = (Reference().run_phases, _column_order(ranks.device))
+    reference = Reference()
     rounds: dict[int, list[npt.NDArray[np.float64]]] = {n: [] for n in counts}
     for count in counts * num_rounds:
-        mine = []
-        for work in works:
-            ranks.agree([0.0])
-            passes = np.ones((_KERNEL_PASSES, 2))
-            if ranks.rank < count:
-                passes = np.array([work() for _ in passes])
-            mine.append(np.median(passes, axis=0))
-        everyone = ranks.gather(np.concatenate(mine))[:, :count]
+        ranks.agree([0.0])
+        passes = np.ones((_KERNEL_PASSES, 2))
+        if ranks.rank < count:
+            passes = np.array([reference.run_phases() for _ in passes])
+        everyone = ranks.gather(np.median(passes, axis=0))[:, :count]
         rounds[count].append(everyone.mean(axis=1))
     times = {str(n): np.median(rounds[n], axis=0) for n in counts}
-    alone = times["1"][:2]
+    alone = times["1"]
     return {
-        "compute_slowdown": {n: (t[:2] / alone).tolist() for n, t in times.items()},
-        "column_order_ms_per_mb": {
-            n: (t[2:] / _ORDERED_MEGABYTES).tolist() for n, t in times.items()
-        },
+        "compute_slowdown": {n: (t / alone).tolist() for n, t in times.items()},
         "compute_reference_ms": float(alone.sum()),
     }
-
-
-def _column_order(device: torch.device) -> Callable[[], tuple[float, float]]:
-    """Return a function that times reordering column-wise parts, both ways [ms]."""
-    permute = column_permutation(_ORDERED_WIDTHS, device)
-    shape = (_ORDERED_ROWS, sum(_ORDERED_WIDTHS))
-    pooled = torch.ones(shape, device=device, requires_grad=True)
-    grad = torch.ones(shape, device=device)
-
-    def backward(output: torch.Tensor) -> None:
-        torch.autograd.backward(output, grad)
-
-    def run() -> tuple[float, float]:
-        pooled.grad = None
-        return time_on_host(lambda: permute(pooled), backward)()
-
-    return run
 
 
 def _memory_cap(ranks: Ranks) -> int:

@@ -36,6 +36,9 @@ _KINDS: Mapping[str, tuple[type[RunHeader], Any]] = {
 }
 """Kind of records in `neuroshard collect` -> types of header and records."""
 
+_RETIRED = "column_order_ms_per_mb"
+"""Field of older files of collectives; kernels' files hold the reordering now."""
+
 
 class RecordStore:
     """Appends the records of one run to a file; use it as a context manager."""
@@ -180,8 +183,16 @@ def read_records(
         start = 1 + max((r.index for r in records), default=-1)
         unit_ms = headers[0].reference_ms if headers else 0.0
         factor = unit_ms / header.reference_ms if unit_ms and header.reference_ms else 1
+        order_ms = {
+            size: (factor * forward, factor * backward)
+            for size, (forward, backward) in header.column_order_ms.items()
+        }
         headers.append(
-            dataclasses.replace(header, reference_ms=factor * header.reference_ms)
+            dataclasses.replace(
+                header,
+                reference_ms=factor * header.reference_ms,
+                column_order_ms=order_ms,
+            )
         )
         records += [
             dataclasses.replace(
@@ -267,6 +278,7 @@ def _header(data: dict[str, Any], path: Path) -> RunHeader:
             f"version reads {SCHEMA_VERSION}; measure again or install the matching "
             "version"
         )
+    data.pop(_RETIRED, None)
     return read_fields(_KINDS[kind][0], data, RecordError, "record header")
 
 

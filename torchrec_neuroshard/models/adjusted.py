@@ -74,6 +74,10 @@ class AdjustedCostModel(CostModel):
         """See `CostModel.stream_byte_ms`."""
         return self.alone.stream_byte_ms
 
+    def column_order(self, bytes_N: Floats) -> Floats | None:
+        """See `CostModel.column_order`."""
+        return self.alone.column_order(bytes_N)
+
     def relative_uncertainty(self, sums_SE: Floats) -> Floats:
         """See `CostModel.relative_uncertainty`."""
         return self.alone.relative_uncertainty(sums_SE)
@@ -94,6 +98,11 @@ class ConcurrentCostModel(AdjustedCostModel):
         if comms_model.compute_slowdown == (1.0, 1.0) or isinstance(alone, cls):
             return alone
         return cls(alone, np.diag(comms_model.compute_slowdown))
+
+    def column_order(self, bytes_N: Floats) -> Floats | None:
+        """See `CostModel.column_order`; all ranks reorder at once."""
+        alone = self.alone.column_order(bytes_N)
+        return None if alone is None else alone @ self._kernels_22
 
 
 def as_one_phase(alone: CostModel) -> CostModel:
@@ -134,10 +143,6 @@ class RelievedCommsModel(CommsModel):
     def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
         """See `CommsModel.all_to_all`."""
         return self._left(self.base.all_to_all(columns_CW, batch_size))
-
-    def column_order(self, columns_C: Floats, batch_size: int) -> Floats:
-        """See `CommsModel.column_order`; these kernels overlap with nothing."""
-        return self.base.column_order(columns_C, batch_size)
 
     def index_all_to_all(self, bytes_CW: Floats) -> Floats:
         """See `CommsModel.index_all_to_all`."""

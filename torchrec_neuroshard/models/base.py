@@ -172,6 +172,24 @@ class CostModel(ABC):
         """Time per byte of sequential memory access [ms]; None if unknown."""
         return None
 
+    def column_order(
+        self, bytes_N: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64] | None:
+        """Predict how long the device takes to reorder the parts of split tables.
+
+        If any table of a module is split, TorchRec reorders the columns of all outputs
+        of the module, from the order of the ranks to the order of the tables.
+
+        Args:
+            bytes_N: Outputs of a rank's own samples.
+
+        Returns:
+            `N x 2` [ms], forward and backward; None if it was not measured. Then
+            `ShardEncoder.column_order` estimates it.
+        """
+        del bytes_N
+        return None
+
     def range_warnings(
         self, features_NF: npt.NDArray[np.float32]
     ) -> Sequence[RangeWarning]:
@@ -208,24 +226,6 @@ class CommsModel(ABC):
         Returns:
             `C x W x 2` milliseconds, forward and backward.
         """
-
-    def column_order(
-        self, columns_C: npt.NDArray[np.float64], batch_size: int
-    ) -> npt.NDArray[np.float64]:
-        """Predict how long a rank takes to reorder the parts of split tables.
-
-        If any table of a module is split, TorchRec reorders the columns of all outputs
-        of the module, from the order of the ranks to the order of the tables.
-
-        Args:
-            columns_C: Output columns of all tables of the module.
-            batch_size: Samples over all ranks.
-
-        Returns:
-            `C x 2` milliseconds, forward and backward; 0 by default.
-        """
-        del batch_size
-        return np.zeros((len(columns_C), 2))
 
     # By default, the other collectives take as long as pooled all-to-alls of the same
     # bytes. Models that predict them better override these methods.

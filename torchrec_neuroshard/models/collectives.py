@@ -108,7 +108,6 @@ class MeasuredCommsModel(CommsModel):
         intra_gb_per_s: float | None = None,
         inter_gb_per_s: float | None = None,
         slowdowns: Mapping[int, tuple[float, ...]] | None = None,
-        column_order_ms_per_mb: Mapping[int, tuple[float, ...]] | None = None,
         time_scale: float = 1.0,
     ) -> None:
         """Set coefficients, ranks and bandwidths.
@@ -123,7 +122,6 @@ class MeasuredCommsModel(CommsModel):
                 measured bandwidth.
             inter_gb_per_s: The same between nodes.
             slowdowns: See `CommsHeader.compute_slowdown`; None for no slowdown.
-            column_order_ms_per_mb: See `CommsHeader`; None for no cost.
             time_scale: Factor on all times that converts them to the compute model's
                 unit.
 
@@ -144,8 +142,6 @@ class MeasuredCommsModel(CommsModel):
             )
         self._time_scale = time_scale
         self.compute_slowdown = _at(local_world_size, slowdowns or {1: (1.0, 1.0)})
-        order_ms = _at(local_world_size, column_order_ms_per_mb or {1: (0.0, 0.0)})
-        self._column_order_2 = np.array(order_ms) / 2**20
         self._world_size, self._local_world_size = world_size, local_world_size
         self._collectives = {
             name: CollectiveCurve(
@@ -192,14 +188,6 @@ class MeasuredCommsModel(CommsModel):
             for name in ("pooled_forward", "pooled_backward")
         ]
         return np.stack(both, axis=2)
-
-    def column_order(self, columns_C: Floats, batch_size: int) -> Floats:
-        """Predict the reordering of outputs; see `CommsModel.column_order`."""
-        local_bytes = columns_C * (
-            OUTPUT_BYTES_PER_VALUE * batch_size / self._world_size
-        )
-        ms: Floats = local_bytes[:, None] * self._column_order_2 * self._time_scale
-        return ms
 
     def index_all_to_all(self, bytes_CW: Floats) -> Floats:
         """Predict the index all-to-all; see `CommsModel.index_all_to_all`."""

@@ -43,6 +43,7 @@ class NeuralCostModel(CostModel):
         hardware: str,
         ranges: Mapping[str, tuple[float, float]],
         reference_ms: float = 0.0,
+        column_order_ms: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         """Wrap a trained network.
 
@@ -53,9 +54,12 @@ class NeuralCostModel(CostModel):
             ranges: Feature name -> smallest and largest value in training.
             reference_ms: Nominal time of the reference set in the model's unit; 0 for
                 devices without a reference.
+            column_order_ms: See `RunHeader`; None if it was not measured.
         """
         self.name, self.hardware = name, hardware
         self.ranges = dict(ranges)
+        rows = sorted((int(size), *ms) for size, ms in (column_order_ms or {}).items())
+        self._order_P3 = np.array(rows, dtype=np.float64).reshape(-1, 3)
         self.reference_ms = reference_ms
         self.network = network.eval()
         self._arrays = NetworkArrays(network)
@@ -91,6 +95,29 @@ class NeuralCostModel(CostModel):
             factor * totals.std(axis=1) / mean, np.where(sums_SE[:, 0] < 0.5, 0, least)
         )
         return both
+
+    def column_order(
+        self, bytes_N: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64] | None:
+        """Interpolate between the measured sizes; see `CostModel.column_order`.
+
+        Beyond the smallest and the largest size, times are proportional to the bytes.
+        """
+        if not len(self._order_P3):
+            return None
+        sizes, *ms_2P = self._order_P3.T
+        beyond_N = bytes_N / np.clip(bytes_N, sizes[0], sizes[-1])
+        inside = [np.interp(bytes_N, sizes, ms_P) for ms_P in ms_2P]
+        predicted: npt.NDArray[np.float64] = np.stack(inside, axis=-1)
+        return predicted * beyond_N[..., None]
+
+    @property
+    def stream_byte_ms(self) -> float | None:
+        """Half the time per byte of the largest reordering, which reads and writes."""
+        if not len(self._order_P3):
+            return None
+        size, forward, backward = map(float, self._order_P3[-1])
+        return (forward + backward) / 2 / size / 2
 
     def range_warnings(
         self, features_NF: npt.NDArray[np.float32]

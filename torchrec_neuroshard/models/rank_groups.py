@@ -50,10 +50,6 @@ class RankGroups(CommsModel):
         """See `CommsModel.all_to_all`."""
         return self.world.all_to_all(columns_CW, batch_size)
 
-    def column_order(self, columns_C: Floats, batch_size: int) -> Floats:
-        """See `CommsModel.column_order`."""
-        return self.world.column_order(columns_C, batch_size)
-
     def index_all_to_all(self, bytes_CW: Floats) -> Floats:
         """See `CommsModel.index_all_to_all`."""
         return self.world.index_all_to_all(bytes_CW)

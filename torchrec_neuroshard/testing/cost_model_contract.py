@@ -202,6 +202,18 @@ class CostModelContract(ABC):
             "shards have 10^9 rows, which nobody measured, but there is no warning"
         )
 
+    def test_more_columns_do_not_take_less_time_to_reorder(self) -> None:
+        """If known, times are `N x 2`, at least 0, and grow with the bytes."""
+        sizes_N: npt.NDArray[np.float64] = 4.0 ** np.arange(21, dtype=np.float64)
+        if (ms_N2 := self.make_cost_model().column_order(sizes_N)) is None:
+            return
+        assert ms_N2.shape == (len(sizes_N), 2), (
+            f"column_order: shape {ms_N2.shape}, not {(len(sizes_N), 2)}"
+        )
+        assert (ms_N2 >= 0).all() and (np.diff(ms_N2, axis=0) >= 0).all(), (
+            f"column_order of {sizes_N} bytes takes {ms_N2.tolist()} ms"
+        )
+
     def test_says_what_it_rests_on(self) -> None:
         """Name, hardware and source are not empty, since reports print them."""
         model = self.make_cost_model()
