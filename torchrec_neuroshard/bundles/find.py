@@ -31,7 +31,7 @@ from torchrec_neuroshard.hardware.devices import (
     current_device_name,
     is_accelerator,
 )
-from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.models.base import CPU_IDS, CommsModel, CostModel
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.estimate_error import EstimateError
@@ -384,7 +384,9 @@ def physical_estimate(
     absent = f"a {device_type} device that is not on this machine"
     shown = card.title if card else device or absent
     if not is_accelerator(device_type):
-        return PhysicalCostModel(_CPU_CONSTANTS, name="physical", hardware=shown)
+        estimate = PhysicalCostModel(_CPU_CONSTANTS, name="physical", hardware=shown)
+        estimate.ids = CPU_IDS
+        return estimate
     constants = card_constants(card) if card else PhysicalConstants()
     constants = dataclasses.replace(
         constants,

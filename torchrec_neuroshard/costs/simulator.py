@@ -15,7 +15,8 @@ phases of several batches run side by side, too (see `schedules`).
 Shards of every sharding type are priced the same way: an encoding for the fused
 kernel's time, extra milliseconds where the kernel is another one, and the amounts that
 collectives move (see `sharding_types`). Stages with split tables also reorder their
-output columns.
+output columns. Ids are prepared before a lookup, at a cost that is part of
+`fwd_compute`: split rows are bucketised by rank, received ids moved to their tables.
 
 Shapes: `T` tables, `N` shards, `E` encoding values, `W` ranks, `G` fusion groups, `S`
 stages, `C` candidates, `3` amounts (see `PricedShards.loads_N3`), `5` phases in the
@@ -342,11 +343,17 @@ class Simulator:
         """Output columns of whole tables."""
         weighted_T = np.array([t.weighted for t in task.tables])
         id_bytes_T = (_ID_BYTES + _LOOKUP_WEIGHT_BYTES * weighted_T) * ~replicated_T
-        self._id_bytes_T: Floats = self.encoder.num_lookups(self._whole_T) * id_bytes_T
+        self._num_lookups_T = self.encoder.num_lookups(self._whole_T)
+        self._id_bytes_T: Floats = self._num_lookups_T * id_bytes_T
         # Every rank gets all lengths, even if they are 0.
         self._length_bytes_T: Floats = self._columns_T * (
             _LENGTH_BYTES * task.batch_size
         )
+        self._splits_rows_T = np.array([k.splits_rows for k in kinds])
+        self._prepares_T = self._splits_rows_T & bool(cost_model.ids.bucketise_ns)
+        if not comms_model.has_copies and cost_model.ids.permute_bag_ns:
+            self._prepares_T |= ~replicated_T
+        self._prepares_T &= task.world_size > 1
         factors = [k or KernelFactors() for k in task.kernels]
         self._kernel_T3: Floats = np.array(
             [(k.forward - 1, k.backward - 1, k.passes) for k in factors]
@@ -440,7 +447,27 @@ class Simulator:
                 extra[:, 1] += weights * factors_N3[:, 2] * self.encoder.stream_ms
             host = self._host_ms(table_N, width_N, rows_N)
             extra += host
+        if self._prepares_T[table_N].any():
+            extra[:, 0] += self._id_ms(table_N, share_N)
         return PricedShards(table_N, encoding_RE, row_N, extra, host, loads)
+
+    def _id_ms(self, table_N: Ints, share_N: Floats) -> Floats:
+        """Predict the preparation of shards' ids, `N` [ms].
+
+        A rank bucketises the ids of its own samples, on average as many as a shard
+        gets. Received ids are moved from the order of the ranks to that of the tables;
+        measured collectives include that.
+        """
+        kernels = self.cost_model.ids
+        num_ids_N = self._num_lookups_T[table_N] * share_N
+        ms_N = self._splits_rows_T[table_N] * num_ids_N * kernels.bucketise_ns * 1e-6
+        if not self.comms_model.has_copies:
+            num_bags_N = self._length_bytes_T[table_N] / _LENGTH_BYTES
+            ms_N += np.maximum(
+                num_bags_N * kernels.permute_bag_ns * 1e-6,
+                num_ids_N * 2 * _ID_BYTES * self.encoder.stream_ms,
+            )
+        return np.where(self._prepares_T[table_N], ms_N, 0.0)
 
     def _numbered(self, table_N: Ints, rows_N: Ints) -> Ints:
         """Return the encoder's part number of some rows of each table."""
@@ -625,6 +652,8 @@ class Simulator:
             both[..., 1] = predict(columns_CW * fewer, batch_size)[..., 1]
         if forward.encode_bytes or backward.encode_bytes:
             both += self._coding(collective, columns_CW)
+        if not model.has_copies:
+            both += self._copies(collective, columns_CW)
         index = model.index_all_to_all(loads_CW3[..., 0])
         out = np.concatenate([index[..., None], both], axis=2)
         if collective.repeats > 1:
@@ -659,7 +688,7 @@ class Simulator:
         forward = there.encode_bytes * shards_CW + there.decode_bytes * samples_C1
         backward = back.encode_bytes * samples_C1 + back.decode_bytes * shards_CW
         coding = np.stack([forward, backward], axis=2) * self.encoder.stream_ms
-        if collective.name == "all_to_all":
+        if collective.name == "all_to_all" and self.comms_model.has_copies:
             # Measured collectives include copies of uncoded values, about as many as
             # reordering the columns takes. A codec does not shrink them.
             copies_C2 = self._order_ms(columns_CW.sum(axis=1))
@@ -668,6 +697,17 @@ class Simulator:
         launches = np.array([there.launches, back.launches])
         launches = launches * float(self.encoder.launch_ms[0])
         return np.where(samples_C1[..., None] > 0, coding + launches, 0.0)
+
+    def _copies(self, collective: _Collective, columns_CW: Floats) -> Floats:
+        """Predict the copies around an all-to-all of outputs, `C x 1 x 2` [ms].
+
+        Forward, a rank joins the columns of all ranks for its own samples; backward, it
+        takes the gradients apart. A reduce-scatter and an all-gather need no copy.
+        """
+        size, ranks = collective.num_summed, columns_CW.shape[1]
+        if ranks == 1 or (collective.name != "all_to_all" and size >= ranks):
+            return np.zeros((len(columns_CW), 1, 2))
+        return self._order_ms(columns_CW.sum(axis=1) / size)[:, None]
 
     def single_comms(
         self, table_N: Ints, loads_N3: Floats, rank_N: Ints, block_N: Ints

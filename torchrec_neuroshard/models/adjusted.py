@@ -34,7 +34,7 @@ class AdjustedCostModel(CostModel):
         self.name, self.hardware = alone.name, alone.hardware
         self.source, self.error = alone.source, alone.error
         self.measured_error = alone.measured_error
-        self.reference_ms = alone.reference_ms
+        self.reference_ms, self.ids = alone.reference_ms, alone.ids
         self._kernels_22 = kernels_22
         self._host_22 = np.eye(2) if host_22 is None else host_22
 
@@ -131,7 +131,7 @@ class RelievedCommsModel(CommsModel):
         """
         self.base = base
         self.even_is_fastest, self.source = base.even_is_fastest, base.source
-        self.overlaps = base.overlaps
+        self.overlaps, self.has_copies = base.overlaps, base.has_copies
         names = ("index_comms", "fwd_comms", "bwd_comms")
         reliefs = [reliefs_ms.get(name, 0.0) for name in names]
         self._relief_ms, self._relief_2 = reliefs[0], np.array(reliefs[1:])

@@ -25,6 +25,7 @@ class BandwidthCommsModel(CommsModel):
     """
 
     even_is_fastest = True
+    has_copies = False
 
     def __init__(
         self,

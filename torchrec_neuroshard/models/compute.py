@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.errors import FeatureSchemaError
-from torchrec_neuroshard.models.base import CostModel, RangeWarning
+from torchrec_neuroshard.models.base import CPU_IDS, CostModel, RangeWarning
 from torchrec_neuroshard.models.card_physics import PhysicalConstants, host_memory_ms
 from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.models.network import NetworkArrays, SetCostNetwork
@@ -61,6 +61,8 @@ class NeuralCostModel(CostModel):
         rows = sorted((int(size), *ms) for size, ms in (column_order_ms or {}).items())
         self._order_P3 = np.array(rows, dtype=np.float64).reshape(-1, 3)
         self.reference_ms = reference_ms
+        if reference_ms:
+            self.ids = CPU_IDS
         self.network = network.eval()
         self._arrays = NetworkArrays(network)
 

@@ -95,6 +95,7 @@ class PublishedCommsModel(CommsModel):
     """
 
     even_is_fastest = True
+    has_copies = False
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class RankGroups(CommsModel):
         every = (world, node, cross, *([] if job is None else [job]))
         self.even_is_fastest = all(model.even_is_fastest for model in every)
         self.compute_slowdown = (job or world).compute_slowdown
-        self.overlaps = world.overlaps
+        self.overlaps, self.has_copies = world.overlaps, world.has_copies
 
     def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
         """See `CommsModel.all_to_all`."""

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.errors import FeatureSchemaError
-from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.models.base import CommsModel, CostModel, IdKernels
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 
@@ -14,12 +14,13 @@ class AnalyticCostModel(CostModel):
     """Cost model with a fixed cost per launch, per lookup and per byte read.
 
     forward = launch_ms + lookup_ns * lookups + byte_ns * bytes. Backward takes twice as
-    long. Reordering columns takes no time.
+    long. Reordering columns and preparing ids takes no time.
     """
 
     name = "analytic"
     hardware = "none"
     source = "analytic"
+    ids = IdKernels(0.0, 0.0)
 
     def __init__(
         self, launch_ms: float = 0.01, lookup_ns: float = 1.0, byte_ns: float = 0.1
