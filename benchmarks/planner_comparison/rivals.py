@@ -578,7 +578,12 @@ def faster_on(card: str, cost_model: CostModel, tasks: Sequence[Task]) -> float:
 
 
 class _ClusterComms(PublishedCommsModel):
-    """Our estimate of a cluster's collectives."""
+    """Our estimate of a cluster's collectives.
+
+    It says that copies are included, since the comparison times no copies.
+    """
+
+    has_copies = True
 
     def __init__(self, cluster: Cluster, world_size: int) -> None:
         super().__init__(

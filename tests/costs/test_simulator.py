@@ -9,9 +9,10 @@ import pytest
 
 from tests.builders import make_tables, make_task
 from torchrec_neuroshard.bundles.find import load_cost_model, pretrained_names
-from torchrec_neuroshard.costs.simulator import RankCosts, Simulator
+from torchrec_neuroshard.costs.simulator import PHASES, RankCosts, Simulator
 from torchrec_neuroshard.costs.task import KernelFactors, Placement, WireCodec
 from torchrec_neuroshard.hardware.cards import GPU_CARDS, card_named
+from torchrec_neuroshard.models.base import IdKernels
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.published_links import published_comms_model
@@ -221,3 +222,44 @@ def test_every_device_needs_time_to_reorder_columns(device: str) -> None:
     small, large = simulator.order_costs(np.array([[64.0], [64_000.0]]))[:, 0]
     # The bytes are read and written at 8 TB/s or slower.
     assert (small > 0).all() and (large > 2 * 64_000 * BATCH / 8e9).all()
+
+
+class CountedKernels(AnalyticCostModel):
+    """A millisecond an id to bucketise, 3 a bag to move, 1e-3 a byte to reorder."""
+
+    ids = IdKernels(bucketise_ns=1e6, permute_bag_ns=3e6)
+
+    def column_order(self, bytes_N: Floats) -> Floats:
+        return np.stack([bytes_N * 1e-3, bytes_N * 2e-3], axis=-1)
+
+
+def test_kernels_beside_lookups_by_hand() -> None:
+    """One table of each kind; 64 samples, two features, four ids a sample."""
+    tables = make_tables([8] * 3, 100, [4.0] * 3, num_features=2)
+    kinds = ("row_wise", "table_wise", "data_parallel")
+    each = (0, 1, 2)
+    task = make_task(tables, 2, 64, groups=each, stages=each, sharding_types=kinds)
+    shards = [(0, 8, 0), (0, 8, 1), (1, 8, 1), (2, 8, 0), (2, 8, 1)]
+    placement = Placement.from_widths(2, shards, task)
+
+    def costs(model: AnalyticCostModel, *, has_copies: bool) -> Floats:
+        comms = AnalyticCommsModel()
+        comms.has_copies = has_copies
+        stages = Simulator(task, model, comms).evaluate(placement).stages
+        ranks = [[[getattr(r, p) for p in PHASES] for r in s.ranks] for s in stages]
+        return np.array(ranks)
+
+    free = costs(AnalyticCostModel(), has_copies=True)
+    measured = costs(CountedKernels(), has_copies=True) - free
+    # Each rank sorts half of 256 ids; nothing else is added.
+    bucketised = np.zeros((3, 2, 5))
+    bucketised[0, :, 1] = 128
+    assert measured == pytest.approx(bucketised)
+    # 128 bags arrive per shard; 32 samples of a rank have 16 columns.
+    copied = bucketised.copy()
+    copied[0, :, 1] += 3 * 128
+    copied[1, 1, 1] += 3 * 128
+    copied[1, :, 2] += 32 * 16 * 4 * 1e-3
+    copied[1, :, 3] += 32 * 16 * 4 * 2e-3
+    linked = costs(CountedKernels(), has_copies=False) - free
+    assert linked == pytest.approx(copied)
