@@ -2,7 +2,7 @@
 
 For GPUs without measurements, the planner uses a physical estimate. This script fits
 the estimate's constants to published timings of fused kernels on six GPUs and of
-collectives on two (`published/*.tsv`, each row with its source), and to table sets
+collectives on nine (`published/*.tsv`, each row with its source), and to table sets
 measured on an H200. Errors are those on cards and sources that were left out of the
 fit. TorchRec's estimate is shown, too.
 
@@ -45,6 +45,8 @@ from published.links import (
     read_links,
     table_left_out,
 )
+from published.nccl import SHARED, read_nccl, shipped_starts
+from published.nccl_page import evaluate, nccl_sections
 from published.page import (
     card_table,
     kernel_table,
@@ -150,8 +152,11 @@ def main() -> None:
         "ours": dict(zip(sizes, predict_links(sizes).tolist(), strict=True)),
         "table left out": table_left_out(sizes),
     }
+    nccl = evaluate(read_nccl())
     both = CollectiveConstants(intra_gb_per_s=1.0, inter_gb_per_s=1.0)
     shipped_links = {n: getattr(both, n) for n in linked if n != "library_us"}
+
+    shipped_nccl = {n: getattr(both, n) for n in SHARED} | shipped_starts()
 
     constants_md = table(
         ["constant", "fitted", "shipped"],
@@ -162,6 +167,10 @@ def main() -> None:
         + [
             [n, f"{v:.3g}", f"{shipped_links[n]:g}" if n in shipped_links else "23.6"]
             for n, v in linked.items()
+        ]
+        + [
+            [f"NCCL: {n}", f"{v:.3g}", f"{shipped_nccl[n]:g}"]
+            for n, v in nccl["fitted"].items()
         ],
     )
     left = models["- card left out"]
@@ -177,6 +186,7 @@ def main() -> None:
             for name, ms in set_models.items()
         },
         "spreads": spread,
+        "nccl": nccl,
         "constants": {"fitted": {**fitted, **linked}, "shipped": shipped},
     }
     sections = [
@@ -216,9 +226,11 @@ def main() -> None:
         link_table(sizes, link_models),
         "\nMedian error / median of predicted over measured. Bandwidths of links are "
         "the cards' published ones. For B200 and MI355X they come from the largest "
-        "sizes of these tables, so only latency and ramp-up are tested. Tables of "
-        "MI355X in one node "
+        "sizes of these tables, so only latency and ramp-up are tested. *Ours* of 8 "
+        "B200 is fitted to NVIDIA's tables below; *table left out* is the model of "
+        "several nodes and of RCCL. Tables of MI355X in one node "
         "differ from each other by a quarter at equal sizes.\n",
+        *nccl_sections(nccl),
     ]
     for path in args.trace:
         sections.append(f"## Kernels during collectives in {path.name}\n")

@@ -52,12 +52,12 @@ from torchrec_neuroshard.bundles.find import (
     load_cost_model,
     physical_estimate,
 )
-from torchrec_neuroshard.hardware.cards import find_card
+from torchrec_neuroshard.hardware.cards import GPU_CARDS, find_card
 from torchrec_neuroshard.models.adjusted import AdjustedCostModel
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.models.published_links import (
-    CollectiveConstants,
     PublishedCommsModel,
+    card_collectives,
 )
 from torchrec_neuroshard.papers.annealing import AnnealingConfig, AnnealingSearcher
 from torchrec_neuroshard.papers.autoshard import AutoShardSearcher
@@ -587,7 +587,9 @@ class _ClusterComms(PublishedCommsModel):
 
     def __init__(self, cluster: Cluster, world_size: int) -> None:
         super().__init__(
-            CollectiveConstants(
+            # The clusters' collectives are those of B200, with other bandwidths.
+            dataclasses.replace(
+                card_collectives(GPU_CARDS["b200"]),
                 intra_gb_per_s=cluster.intra_gb_per_s,
                 inter_gb_per_s=cluster.inter_gb_per_s,
             ),

@@ -1,4 +1,8 @@
-"""Published tables of collectives, and the fit of the model's constants to them."""
+"""Published tables of collectives, and the fit of the model's constants to them.
+
+The constants are those of several nodes and of libraries other than NCCL. Those of NCCL
+inside a node are fitted in `published.nccl`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from scipy import optimize
 from published.fitting import softened
 from torchrec_neuroshard.hardware.cards import card_named
 from torchrec_neuroshard.models.published_links import (
+    Collective,
     CollectiveConstants,
     PublishedCommsModel,
     card_collectives,
@@ -87,12 +92,13 @@ def _predict(row: CollectiveRow, shared: Mapping[str, float] | None) -> float:
     constants: CollectiveConstants = card_collectives(card_named(row.card))
     if shared is not None:
         other = shared["library_us"] if constants.library_us else 0.0
-        constants = dataclasses.replace(constants, **{**shared, "library_us": other})
+        fields = {**shared, "library_us": other}
+        constants = dataclasses.replace(constants, launch_us=None, **fields)
     model = PublishedCommsModel(
         constants, world_size=row.ranks, local_world_size=row.ranks // row.nodes
     )
-    num_bytes = np.array([row.num_bytes])
-    return float(model.collective_ms(num_bytes, ring=row.collective in _RINGS)[0])
+    kind: Collective = "ring" if row.collective in _RINGS else "all_to_all"
+    return float(model.collective_ms(np.array([row.num_bytes]), kind)[0])
 
 
 def fit_links(rows: Sequence[CollectiveRow]) -> dict[str, float]:

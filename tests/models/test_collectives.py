@@ -57,25 +57,49 @@ def test_other_collectives_move_the_bytes_of_an_all_to_all() -> None:
     np.testing.assert_allclose(ms, expected)
 
 
+def ms(start: float, moved: float, ramp: float) -> float:
+    """Return start, transfer and ramp [us] as milliseconds."""
+    return (start + moved + 2 * math.sqrt(ramp * moved)) / 1e3
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16])
+def test_published_tables_by_hand(ranks: int) -> None:
+    """NCCL inside a node of H100: launch, steps, transfer, ramp, plateau [us]."""
+    sent, columns = 1024 * 65536 * 4, np.full((1, ranks), 1024.0)
+    for bandwidth in (370.0, 185.0):
+        one = published_comms_model(
+            H100,
+            world_size=ranks,
+            local_world_size=ranks,
+            intra_gb_per_s=bandwidth,
+        )
+        moved = sent * (ranks - 1) / (ranks - 0.5) / (bandwidth * 1e3)
+        steps = 0.6 + min(math.log2(ranks), 3)
+        plateau = 3.1 * sent / (sent + ranks * 11.5 * 1024)
+        expected = ms(4.42 + steps * 0.84, moved / 1.045, 2.7) + plateau / 1e3
+        np.testing.assert_allclose(one.all_to_all(columns, 65536), expected)
+        steps = min(ranks - 1, 7)
+        expected = ms(4.42 + steps * 0.84, moved / 1.035, 2.7)
+        np.testing.assert_allclose(one.row_wise(columns, 65536), expected)
+        expected = ms(4.42 + 2 * steps * 0.84, 2 * moved / 1.175, 2.7)
+        reduced = one.all_reduce(np.full((1, ranks), sent))
+        np.testing.assert_allclose(reduced, expected)
+
+
 def test_published_links_by_hand() -> None:
-    """Start, transfer and ramp [us]."""
-    one, two = published(), published(16)
-    assert one.source == "published links of h100, not measured"
+    """RCCL, and several nodes: start, transfer and ramp [us]."""
+    two, amd = published(16), GPU_CARDS["mi300x"]
+    one = published_comms_model(amd, world_size=8, local_world_size=8)
+    assert two.source == "published links of h100, not measured"
+    assert published(intra_gb_per_s=1.0).source == "given links of h100, not measured"
     sent = 1024 * 65536 * 4
 
-    def ms(start: float, moved: float, ramp: float) -> float:
-        return (start + moved + 2 * math.sqrt(ramp * moved)) / 1e3
-
-    columns, moved = np.full((1, 8), 1024.0), sent * 7 / 8 / 370e3
-    expected = ms(11.6, moved, 2.7)
+    columns, moved = np.full((1, 8), 1024.0), sent * 7 / 8 / 336e3
+    expected = ms(11.6 + 23.6, moved, 2.7)
     np.testing.assert_allclose(one.all_to_all(columns, 65536), expected)
-    ring = ms(11.6 + 5.1, moved, 2.7)
+    ring = ms(11.6 + 23.6 + 5.1, moved, 2.7)
     np.testing.assert_allclose(one.row_wise(columns, 65536), ring)
     np.testing.assert_allclose(one.all_reduce(np.full((1, 8), sent)), 2 * ring)
-    given = published(intra_gb_per_s=185.0)
-    assert given.source == "given links of h100, not measured"
-    expected = ms(11.6, 2 * moved, 2.7)
-    np.testing.assert_allclose(given.all_to_all(columns, 65536), expected)
 
     # An all-to-all uses each rank's own share of the network, a ring all shares.
     columns, moved = np.full((1, 16), 1024.0), sent * 15 / 16

@@ -55,6 +55,11 @@ class GpuCard:
     inter_gb_per_s: Figure
     """Effective one-way bandwidth to other nodes, for one GPU's share of the NICs
     [GB/s]."""
+    collective_launch_us: Figure | None = None
+    """Start of a collective of NCCL inside a node, without its steps; None for cards
+    that run another library."""
+    collective_step_us: Figure | None = None
+    """Additional start of a collective for each step from rank to rank."""
     threads_per_ns: Figure | None = None
     """Issue rate of AMD cards: threads per ns, 64 per clock and compute unit. On AMD,
     FBGEMM's kernels cannot keep up with the memory; on NVIDIA, the memory's bandwidth
