@@ -21,7 +21,6 @@ from torchrec_neuroshard.files import (
     json_text,
     parse_json,
     read_fields,
-    to_fields,
     write_whole,
 )
 from torchrec_neuroshard.tables.profile import FeatureProfile, zipf_profile
@@ -76,7 +75,7 @@ def _read_text(path: str | Path) -> str:
 
 def save_profiles(profiles: Mapping[str, FeatureProfile], path: str | Path) -> None:
     """Write profiles to a JSON file, by feature name."""
-    write_whole(path, json_text({n: to_fields(p) for n, p in profiles.items()}))
+    write_whole(path, json_text({n: p.to_json() for n, p in profiles.items()}))
 
 
 def load_profiles(path: str | Path) -> dict[str, FeatureProfile]:

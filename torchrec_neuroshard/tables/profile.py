@@ -19,12 +19,14 @@ import numpy.typing as npt
 from scipy import special
 
 from torchrec_neuroshard.errors import ProfileError, check_number
+from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.tables.access import (
     COUNT_BIN_HIGH,
     COUNT_BIN_LOW,
     NUM_COUNT_BINS,
     AccessDistribution,
 )
+from torchrec_neuroshard.tables.hot_rows import HotRows
 
 _COUNTS = np.arange(1, 4096)
 _DIGITS = 60.0
@@ -56,6 +58,8 @@ class FeatureProfile:
     batch_share: float = 1.0
     """The feature's samples divided by those of the model's batch. Variable batches
     leave out repeated samples, so theirs is below 1."""
+    hot_rows: HotRows | None = None
+    """Which ids are looked up; None if unknown, which counts as evenly spread."""
 
     def __post_init__(self) -> None:
         size, bins = self.batch_size, self.access_histogram
@@ -82,6 +86,13 @@ class FeatureProfile:
                 f"{len(self.access_histogram)}; bin j counts the ids that occur "
                 "2**(j-1)+1 to 2**j times"
             )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary; `files.from_fields` reads it back."""
+        data = to_fields(self)
+        if self.hot_rows is None:
+            del data["hot_rows"]
+        return data
 
     @property
     def pooling_factor(self) -> float:
@@ -189,7 +200,12 @@ class FeatureProfile:
             pooling_factor=self.pooling_factor,
             num_embeddings=num_embeddings,
         )
-        return replace(assumed, pooling_std=self.pooling_std, weighted=self.weighted)
+        return replace(
+            assumed,
+            pooling_std=self.pooling_std,
+            weighted=self.weighted,
+            hot_rows=self.hot_rows,
+        )
 
     def distinct_in_parts(self, num_parts: int, num_embeddings: int) -> FeatureProfile:
         """Return the profile if each part of the batch looks up an id at most once.
@@ -206,9 +222,13 @@ class FeatureProfile:
         parts = float(num_parts)
         samples = max(1, round(self.batch_size / parts))
         lookups = parts * self.at_batch_size(samples, num_embeddings).num_distinct
-        counts = parts * -np.expm1(
-            self.bin_mean_counts() * np.log1p(-1 / max(parts, 1 + 1e-9))
-        )
+
+        def in_parts(counts: npt.ArrayLike) -> Floats:
+            chance = np.log1p(-1 / max(parts, 1 + 1e-9))
+            expected: Floats = parts * -np.expm1(np.asarray(counts) * chance)
+            return expected
+
+        counts = in_parts(self.bin_mean_counts())
         low = np.floor(counts)
         upper = counts - low
         ids = np.asarray(self.access_histogram)
@@ -217,11 +237,17 @@ class FeatureProfile:
             # Every id that occurs is in at least one part.
             bins = np.searchsorted(COUNT_BIN_HIGH, np.maximum(count, 1.0))
             np.add.at(histogram, bins, ids * share)
+        lookups = min(max(lookups, self.num_distinct), self.num_lookups)
+        hot = self.hot_rows
+        if hot is not None and lookups > 0:
+            top = [share * self.num_lookups for _, share in hot.top_ids]
+            hot = hot.with_top_shares((in_parts(top) / lookups).tolist())
         return replace(
             self,
-            num_lookups=min(max(lookups, self.num_distinct), self.num_lookups),
+            num_lookups=lookups,
             pooling_std=0.0,
             access_histogram=tuple(histogram.tolist()),
+            hot_rows=hot,
         )
 
 
@@ -425,6 +451,7 @@ def merge_profiles(profiles: Sequence[FeatureProfile]) -> FeatureProfile:
         pooling_std=math.sqrt(variance),
         access_histogram=tuple(float(sum(c)) for c in columns),
         weighted=any(p.weighted for p in profiles),
+        hot_rows=HotRows.merged((p.hot_rows, p.num_lookups) for p in profiles),
     )
 
 
@@ -509,11 +536,12 @@ def profile_ids(
         lengths: Number of ids of each sample; at least one sample.
         weighted: Whether lookups carry weights.
     """
-    _, counts = np.unique(ids, return_counts=True)
+    distinct, counts = np.unique(ids, return_counts=True)
     return FeatureProfile(
         batch_size=len(lengths),
         num_lookups=float(len(ids)),
         pooling_std=float(lengths.std()),
         access_histogram=count_histogram(counts),
         weighted=weighted,
+        hot_rows=HotRows.counted(distinct, counts),
     )

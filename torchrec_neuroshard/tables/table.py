@@ -10,8 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from torchrec_neuroshard.errors import TableError, is_number
 from torchrec_neuroshard.files import TOO_LARGE, read_fields, to_fields
+from torchrec_neuroshard.tables.access import COUNT_BIN_HIGH, NUM_COUNT_BINS
+from torchrec_neuroshard.tables.hot_rows import ROUNDING, HotRows
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
 COLUMN_MULTIPLE = 4
@@ -146,13 +151,33 @@ _with_repeats = functools.lru_cache(maxsize=2**17)(FeatureProfile.with_repeats)
 """Cached, since every part of a planner computes the same profiles."""
 
 
+def is_skewed(table: TableConfig, part_rows: int, batch_size: int) -> bool:
+    """Whether row shards of a table get unequal numbers of lookups, as far as known.
+
+    Args:
+        table: The whole table.
+        part_rows: Rows of each shard; the last one may have fewer.
+        batch_size: Samples that the kernel sees.
+    """
+    profile, rows = table.profile, table.num_embeddings
+    if profile is None or profile.hot_rows is None:
+        return False
+    lookups = profile.pooling_factor * batch_size
+    return profile.hot_rows.is_skewed(part_rows, rows, lookups)
+
+
 def row_shard(
-    table: TableConfig, rows: int, batch_size: int, *, pooled: bool = True
+    table: TableConfig,
+    rows: int,
+    batch_size: int,
+    *,
+    pooled: bool = True,
+    first: int | None = None,
 ) -> TableConfig:
     """Return a table that describes a row shard.
 
-    Ids are assumed to be spread evenly over the rows: a shard's lookups and its
-    distinct ids of each count are in proportion to its rows.
+    A shard's lookups and its distinct ids of each count follow the profile's
+    `hot_rows`. Without these, or without `first`, they are in proportion to its rows.
 
     Args:
         table: The whole table.
@@ -160,11 +185,16 @@ def row_shard(
         batch_size: Samples that the kernel sees.
         pooled: Whether every shard returns a partial sum for each bag; tables of
             sequences return only the rows that the shard holds.
+        first: First row of the shard; None means any shard of so many rows.
     """
     if rows >= table.num_embeddings:
         return table
     share = rows / table.num_embeddings
     whole = table.profile_at(batch_size)
+    histogram = tuple(n * share for n in whole.access_histogram)
+    if first is not None and whole.hot_rows is not None:
+        [share] = whole.hot_rows.shares([first], [rows], table.num_embeddings).tolist()
+        histogram = _histogram_of(whole, whole.hot_rows, share, first, rows)
     per_bag = whole.num_lookups / (batch_size * table.num_outputs)
     # Each id of a bag falls into the shard with probability `share`.
     variance = (share * whole.pooling_std) ** 2 + share * (1 - share) * per_bag
@@ -182,9 +212,38 @@ def row_shard(
             whole,
             num_lookups=whole.num_lookups * share,
             pooling_std=math.sqrt(variance),
-            access_histogram=tuple(n * share for n in whole.access_histogram),
+            access_histogram=histogram,
+            hot_rows=None,
         ),
     )
+
+
+def _histogram_of(
+    whole: FeatureProfile, hot: HotRows, share: float, first: int, rows: int
+) -> tuple[float, ...]:
+    """Return the access histogram of a row shard.
+
+    Frequent ids count in the shard that holds them. The other ids are in proportion to
+    the shard's other lookups, and at most its rows.
+    """
+    own = hot.top_within(first, rows)
+    every = [top for _, top in hot.top_ids]
+    lookups = whole.num_lookups
+    others = np.maximum(np.array(whole.access_histogram) - _binned(every, lookups), 0.0)
+    left = 1.0 - sum(every)
+    rest = max(share - sum(own), 0.0) / left if left > ROUNDING else 0.0
+    bins = others * rest + _binned(own, lookups)
+    most = min(lookups * share, float(rows))
+    bins *= min(1.0, most / max(float(bins.sum()), 1e-9))
+    return tuple(bins.tolist())
+
+
+def _binned(shares: Sequence[float], num_lookups: float) -> npt.NDArray[np.float64]:
+    """Return the access histogram of ids with known shares of the lookups."""
+    counts = np.array(shares) * num_lookups
+    bins = np.searchsorted(COUNT_BIN_HIGH, np.maximum(counts, 1.0))
+    weights = np.minimum(counts, 1.0)
+    return np.bincount(bins, weights, NUM_COUNT_BINS).astype(np.float64)
 
 
 def check_tables(tables: Sequence[TableConfig]) -> None:
