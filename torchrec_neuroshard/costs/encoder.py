@@ -43,12 +43,17 @@ class ShardEncoder:
             cost_model: Predicts fused kernels.
         """
         self.cost_model = cost_model
-        self._part_of: dict[tuple[int, int, int, bool], int] = {}
+        self._part_of: dict[tuple[int, int, int, bool, int | None], int] = {}
         self._tables: list[TableConfig] = []  # Kept alive, since id() is the key.
         self._featurizer = ShardFeaturizer([], 1)
         self._row_PU: Ints = np.zeros((0, 0), dtype=np.int64)
         self._used = 0
         self._encoding_RE: Floats = np.zeros((64, cost_model.encoding_dim))
+
+    @property
+    def num_parts(self) -> int:
+        """Parts that were asked for so far."""
+        return len(self._tables)
 
     def parts(
         self,
@@ -56,6 +61,7 @@ class ShardEncoder:
         rows: Sequence[int],
         batch_sizes: Sequence[int],
         pooled: Sequence[bool],
+        firsts: Sequence[int | None] | None = None,
     ) -> Ints:
         """Return the numbers of parts; new parts are added.
 
@@ -64,17 +70,24 @@ class ShardEncoder:
             rows: Rows of each part.
             batch_sizes: Batch that each part's kernel sees.
             pooled: See `row_shard`.
+            firsts: First row of each part; None if its place does not matter.
         """
         new: list[tuple[TableConfig, int]] = []
         found = []
-        for table, num, batch, pools in zip(
-            tables, rows, batch_sizes, pooled, strict=True
+        for table, num, batch, pools, first in zip(
+            tables,
+            rows,
+            batch_sizes,
+            pooled,
+            firsts or [None] * len(tables),
+            strict=True,
         ):
-            key = (id(table), num, batch, pools or num >= table.num_embeddings)
+            key = (id(table), num, batch, pools or num >= table.num_embeddings, first)
             part = self._part_of.setdefault(key, len(self._tables))
             if part == len(self._tables):
                 self._tables.append(table)
-                new.append((row_shard(table, num, batch, pooled=pools), batch))
+                part_of = row_shard(table, num, batch, pooled=pools, first=first)
+                new.append((part_of, batch))
             found.append(part)
         if new:
             self._featurizer.add([t for t, _ in new], [batch for _, batch in new])

@@ -45,7 +45,7 @@ from torchrec_neuroshard.costs.task import (
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE
 from torchrec_neuroshard.tables.sharding_types import ShardingType
-from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
+from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, is_skewed
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -64,6 +64,8 @@ fourth."""
 MOST_LOADS = 2**18
 """Limit of blocks times ranks in one prediction of collectives."""
 
+ANY_ROW = -1
+"""First row of a shard that stands for all shards of so many rows."""
 _ID_BYTES, _LENGTH_BYTES, _LOOKUP_WEIGHT_BYTES = 8, 8, 4
 """Ids and lengths of a KeyedJaggedTensor are int64, its weights fp32."""
 _SORTED_ID_BYTES = 8 * 32 + 48
@@ -333,6 +335,8 @@ class Simulator:
         )
         self._rows_T: Ints = np.array([t.num_embeddings for t in task.tables])
         self._whole_T = self._numbered(np.arange(len(kinds)), self._rows_T)
+        self.skewed_T: Bools = np.array([self._is_skewed(t) for t in range(len(kinds))])
+        """Whether some ranks of a table's blocks get more lookups than others."""
         self._value_bytes_T = np.array(
             [float(DATA_TYPE_BYTES[t.data_type]) for t in task.tables]
         )
@@ -413,8 +417,19 @@ class Simulator:
 
     # Shards.
 
+    def _is_skewed(self, table: int) -> bool:
+        kind, config = self.task.sharding_type(table), self.task.tables[table]
+        if not kind.splits_rows:
+            return False
+        part = kind.part_rows(config.num_embeddings, self.task.block_size(table))
+        return is_skewed(config, part, int(self._samples_T[table]))
+
     def price(
-        self, table_N: Ints, width_N: Ints, rows_N: Ints | None = None
+        self,
+        table_N: Ints,
+        width_N: Ints,
+        rows_N: Ints | None = None,
+        first_N: Ints | None = None,
     ) -> PricedShards:
         """Price shards.
 
@@ -422,8 +437,11 @@ class Simulator:
             table_N: Tables.
             width_N: Columns.
             rows_N: Rows; ALL_ROWS means all. None means all rows for every shard.
+            first_N: First row of each shard; ANY_ROW means the mean of all shards of so
+                many rows. None means ANY_ROW for every shard.
         """
-        part_N, share_N = self._parts(table_N, rows_N)
+        part_N, rows_share_N = self._parts(table_N, rows_N, first_N)
+        share_N = self._lookup_shares(table_N, rows_share_N, rows_N, first_N)
         rows, row_N = np.unique(self.encoder.rows(part_N, width_N), return_inverse=True)
         encoding_RE = self.encoder.encoding(rows)
         loads = np.zeros((len(table_N), 3))
@@ -432,7 +450,7 @@ class Simulator:
         )
         share = np.where(self.pooled_T[table_N], 1.0, share_N)
         loads[:, 1] = width_N * (self._columns_T[table_N] * share)
-        num_rows = self._rows_T[table_N] * share_N
+        num_rows = self._rows_T[table_N] * rows_share_N
         loads[:, 2] = self._gradient_bytes_T[table_N] * width_N * num_rows
         extra, host = np.zeros((2, len(table_N), 2))
         if self._estimated_T[table_N].any():
@@ -445,22 +463,29 @@ class Simulator:
             if factors_N3[:, 2].any():
                 weights = num_rows * width_N * self._value_bytes_T[table_N]
                 extra[:, 1] += weights * factors_N3[:, 2] * self.encoder.stream_ms
-            host = self._host_ms(table_N, width_N, rows_N)
+            host = self._host_ms(table_N, width_N, rows_N, first_N)
             extra += host
         if self._prepares_T[table_N].any():
-            extra[:, 0] += self._id_ms(table_N, share_N)
+            extra[:, 0] += self._id_ms(table_N, share_N, rows_share_N)
         return PricedShards(table_N, encoding_RE, row_N, extra, host, loads)
 
-    def _id_ms(self, table_N: Ints, share_N: Floats) -> Floats:
+    def _id_ms(self, table_N: Ints, share_N: Floats, rows_share_N: Floats) -> Floats:
         """Predict the preparation of shards' ids, `N` [ms].
 
         A rank bucketises the ids of its own samples, on average as many as a shard
         gets. Received ids are moved from the order of the ranks to that of the tables;
         measured collectives include that.
+
+        Args:
+            table_N: Tables.
+            share_N: Share of the table's lookups that each shard receives.
+            rows_share_N: Share of the table's rows, which a rank's own samples have of
+                the lookups.
         """
         kernels = self.cost_model.ids
-        num_ids_N = self._num_lookups_T[table_N] * share_N
-        ms_N = self._splits_rows_T[table_N] * num_ids_N * kernels.bucketise_ns * 1e-6
+        lookups_N = self._num_lookups_T[table_N]
+        own_N, num_ids_N = lookups_N * rows_share_N, lookups_N * share_N
+        ms_N = self._splits_rows_T[table_N] * own_N * kernels.bucketise_ns * 1e-6
         if not self.comms_model.has_copies:
             num_bags_N = self._length_bytes_T[table_N] / _LENGTH_BYTES
             ms_N += np.maximum(
@@ -469,7 +494,9 @@ class Simulator:
             )
         return np.where(self._prepares_T[table_N], ms_N, 0.0)
 
-    def _numbered(self, table_N: Ints, rows_N: Ints) -> Ints:
+    def _numbered(
+        self, table_N: Ints, rows_N: Ints, firsts: Sequence[int | None] | None = None
+    ) -> Ints:
         """Return the encoder's part number of some rows of each table."""
         tables = table_N.tolist()
         return self.encoder.parts(
@@ -477,23 +504,72 @@ class Simulator:
             rows_N.tolist(),
             self._samples_T[table_N].tolist(),
             [self.task.pooled[t] for t in tables],
+            firsts,
         )
 
-    def _parts(self, table_N: Ints, rows_N: Ints | None) -> tuple[Ints, Floats]:
+    def _parts(
+        self, table_N: Ints, rows_N: Ints | None, first_N: Ints | None
+    ) -> tuple[Ints, Floats]:
         """Return each shard's part of the encoder, and its share of the rows."""
         part_N, share_N = self._whole_T[table_N], np.ones(len(table_N))
         if rows_N is None:
             return part_N, share_N
         cut = np.flatnonzero((rows_N >= 0) & (rows_N < self._rows_T[table_N]))
-        # Numbers of distinct rows keep the keys small: a table may have 2**60 rows.
-        rows, number = np.unique(rows_N[cut], return_inverse=True)
-        size = max(1, len(rows))
-        keys, which = np.unique(table_N[cut] * size + number, return_inverse=True)
-        part_N[cut] = self._numbered(keys // size, rows[keys % size])[which]
         share_N[cut] = rows_N[cut] / self._rows_T[table_N[cut]]
+        placed_N = self._are_placed(table_N, rows_N, first_N)
+        even = cut[~placed_N[cut]]
+        # Numbers of distinct rows keep the keys small: a table may have 2**60 rows.
+        rows, number = np.unique(rows_N[even], return_inverse=True)
+        size = max(1, len(rows))
+        keys, which = np.unique(table_N[even] * size + number, return_inverse=True)
+        part_N[even] = self._numbered(keys // size, rows[keys % size])[which]
+        if first_N is not None and placed_N.any():
+            own = np.stack([table_N, first_N, rows_N])[:, placed_N]
+            [table, first, rows], which = np.unique(own, axis=1, return_inverse=True)
+            number = self._numbered(table, rows, first.tolist())
+            part_N[placed_N] = number[which.reshape(-1)]
         return part_N, share_N
 
-    def _host_ms(self, table_N: Ints, width_N: Ints, rows_N: Ints | None) -> Floats:
+    def _are_placed(self, table_N: Ints, rows_N: Ints, first_N: Ints | None) -> Bools:
+        """Whether the price of each shard depends on its place in the table."""
+        if first_N is None:
+            return np.zeros(len(table_N), dtype=np.bool_)
+        cut_N = (rows_N >= 0) & (rows_N < self._rows_T[table_N])
+        placed: Bools = cut_N & self.skewed_T[table_N] & (first_N != ANY_ROW)
+        return placed
+
+    def _lookup_shares(
+        self,
+        table_N: Ints,
+        share_N: Floats,
+        rows_N: Ints | None,
+        first_N: Ints | None,
+    ) -> Floats:
+        """Return each shard's share of its table's lookups, from that of the rows."""
+        if rows_N is None or first_N is None:
+            return share_N
+        placed = np.flatnonzero(self._are_placed(table_N, rows_N, first_N))
+        if not len(placed):
+            return share_N
+        share_N = share_N.copy()
+        for table in np.unique(table_N[placed]).tolist():
+            own = placed[table_N[placed] == table]
+            config = self.task.tables[table]
+            # The same profile as in `row_shard`.
+            hot = config.profile_at(int(self._samples_T[table])).hot_rows
+            if hot is not None:
+                share_N[own] = hot.shares(
+                    first_N[own], rows_N[own], config.num_embeddings
+                )
+        return share_N
+
+    def _host_ms(
+        self,
+        table_N: Ints,
+        width_N: Ints,
+        rows_N: Ints | None,
+        first_N: Ints | None,
+    ) -> Floats:
         """Return the extra time of rows in host memory, `N x 2` [ms]."""
         out = np.zeros((len(table_N), 2))
         gb_per_s_N, missed_N = self._host_T2[table_N].T
@@ -502,9 +578,11 @@ class Simulator:
                 ~np.isnan(gb_per_s_N) & (np.isnan(missed_N) != cached)
             )
             if len(held):
-                rows = None if rows_N is None else rows_N[held]
+                rows, first = (
+                    None if v is None else v[held] for v in (rows_N, first_N)
+                )
                 out[held] = self.cost_model.host_memory(
-                    self.shard_features(table_N[held], width_N[held], rows),
+                    self.shard_features(table_N[held], width_N[held], rows, first),
                     gb_per_s_N[held],
                     missed_N[held] if cached else None,
                 )
@@ -536,10 +614,14 @@ class Simulator:
         return _in_phases(compute + one.extra_CWS2[0], comms[0].max(axis=0))
 
     def shard_features(
-        self, table_N: Ints, width_N: Ints, rows_N: Ints | None = None
+        self,
+        table_N: Ints,
+        width_N: Ints,
+        rows_N: Ints | None = None,
+        first_N: Ints | None = None,
     ) -> npt.NDArray[np.float32]:
         """Return the features of shards, `N x F`; see `price`."""
-        return self.encoder.features(self._parts(table_N, rows_N)[0], width_N)
+        return self.encoder.features(self._parts(table_N, rows_N, first_N)[0], width_N)
 
     def single_compute(self, shards: PricedShards) -> Floats:
         """Predict the kernel of each shard alone on its rank.
@@ -578,8 +660,8 @@ class Simulator:
 
     def rank_loads(self, placement: Placement) -> RankLoads:
         """Return the loads of each rank under one placement (no axis `C`)."""
-        table_N, width_N, rank_N, rows_N = placed_arrays(placement)
-        return self.add_up(self.price(table_N, width_N, rows_N), rank_N)
+        table_N, width_N, rank_N, rows_N, first_N = placed_arrays(placement)
+        return self.add_up(self.price(table_N, width_N, rows_N, first_N), rank_N)
 
     def compute_costs(self, sums_CWGE: Floats) -> Floats:
         """Predict the fused kernels of rank sets.
@@ -991,14 +1073,17 @@ def _in_phases(compute_X2: Floats, comms_X3: Floats) -> Floats:
     return np.concatenate([index, forward, comms, backward], axis=-1)
 
 
-def placed_arrays(placement: Placement) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return table, width, rank and rows of each shard, `N` int64 each."""
-    table, width, rank, rows = (
+def placed_arrays(placement: Placement) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return table, width, rank, rows and first row of each shard, `N` int64 each."""
+    table, width, rank, rows, first = (
         np.array(
-            [(s.table, s.width, s.rank, s.rows) for s in placement.shards],
+            [
+                (s.table, s.width, s.rank, s.rows, s.row_offset)
+                for s in placement.shards
+            ],
             dtype=np.int64,
         )
-        .reshape(-1, 4)
+        .reshape(-1, 5)
         .T
     )
-    return table, width, rank, rows
+    return table, width, rank, rows, first

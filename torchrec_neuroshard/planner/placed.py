@@ -168,8 +168,8 @@ class PricedOptions:
     """Columns of each shard."""
     rows_N: Ints
     """Rows of each shard."""
-    is_first_N: npt.NDArray[np.bool_]
-    """Whether each shard starts at the first row."""
+    first_N: Ints
+    """First row of each shard."""
     rank_N: Ints
     """Rank of each shard, -1 if it has none. TorchRec's planning loop resets the ranks
     of options, so they are read at once."""
@@ -186,7 +186,9 @@ class PricedOptions:
         simulator = costs.simulator(task_of(options, costs.reader, places))
         counts = [len(o.shards) for o in options]
         size_N2 = np.array([s.size for o in options for s in o.shards], dtype=np.int64)
-        first_row = [s.offset[0] for o in options for s in o.shards]
+        first_N = np.array(
+            [s.offset[0] for o in options for s in o.shards], dtype=np.int64
+        )
         rank = [-1 if s.rank is None else s.rank for o in options for s in o.shards]
         table_N = np.repeat(np.arange(len(options)), counts)
         rows_N, width_N = size_N2.T
@@ -197,9 +199,9 @@ class PricedOptions:
             place_N=np.concatenate([np.arange(n) for n in counts]),
             width_N=width_N,
             rows_N=rows_N,
-            is_first_N=np.array(first_row) == 0,
+            first_N=first_N,
             rank_N=np.array(rank, dtype=np.int64),
-            prices=simulator.price(table_N, width_N, rows_N),
+            prices=simulator.price(table_N, width_N, rows_N, first_N),
         )
 
     @property
@@ -216,7 +218,7 @@ class PricedOptions:
     def num_shards_T(self) -> Ints:
         """Number of column parts of each option's table."""
         count: Ints = np.bincount(
-            self.table_N[self.is_first_N], minlength=len(self.options)
+            self.table_N[self.first_N == 0], minlength=len(self.options)
         )
         return count
 
@@ -369,7 +371,7 @@ class PlacedPlan:
         model = self._costs.cost_model
         outside: dict[int, list[RangeWarning]] = {}
         features = costed.simulator.shard_features(
-            costed.table_N, costed.width_N, costed.rows_N
+            costed.table_N, costed.width_N, costed.rows_N, costed.first_N
         )
         for warning in model.range_warnings(features):
             table = int(costed.table_N[warning.shard])

@@ -549,6 +549,8 @@ class TableReader:
             )
             if distinct:
                 profile = profile.distinct_in_parts(self.world_size, rows)
+            if any(self.facts(option).id_map_bytes):
+                profile = dataclasses.replace(profile, hot_rows=None)
             total = profile.pooling_factor
         num_features, outputs = len(features), None
         if not is_pooled(option):
@@ -661,4 +663,5 @@ class TableReader:
         known = self._profiles.get(feature)
         known = known or FeatureProfile(batch_size=1, num_lookups=pooling)
         found = known.with_repeats(max(1, round(batch_size * share)), rows)
-        return dataclasses.replace(found, batch_size=batch_size)
+        hot = found.hot_rows and found.hot_rows.within(rows)
+        return dataclasses.replace(found, batch_size=batch_size, hot_rows=hot)

@@ -40,9 +40,9 @@ def explain(
         At most `MAX_SPLITS` tables.
     """
     task, (schedule, dense) = simulator.task, (predicted.schedule, predicted.dense)
-    table_N, width_N, rank_N, rows_N = placed_arrays(placement)
+    table_N, width_N, rank_N, rows_N, first_N = placed_arrays(placement)
     group_N, num_shards_T = simulator.groups_T[table_N], simulator.num_shards(placement)
-    priced = simulator.price(table_N, width_N, rows_N)
+    priced = simulator.price(table_N, width_N, rows_N, first_N)
     loads = simulator.add_up(priced, rank_N)
     compute_WG2 = simulator.compute_costs(loads.sums_CWGE)
     memory_W = np.array(task.memory_bytes or (np.inf,) * task.world_size)

@@ -86,7 +86,10 @@ class Choices:
         share_M1 = ((bank.dims_T / piece_T / num_ranks)[table] * alike)[:, None]
         self._encoding_TE = sum_by(table, bank.encoding(rows) * share_M1, count)
         self._extra_T2 = sum_by(table, bank.extra(rows) * share_M1, count)
-        self._loads_T3 = sum_by(table, bank.loads_of(rows) * share_M1, count)
+        loads_M3 = bank.loads_of(rows) * share_M1
+        self._loads_T3 = sum_by(table, loads_M3, count)
+        skewed_T = bank.simulator.skewed_T
+        self._skew_TX = self._skew(table, rank, loads_M3) if skewed_T.any() else None
         self._bytes_MT: Floats = (
             bank.sizes(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )
@@ -97,6 +100,11 @@ class Choices:
         # The average rank holds a fraction of a shard, but some rank runs a kernel.
         alone = bank.predict(bank.encoding(rows)) + bank.extra(rows)
         self._floor_T2: Floats = np.maximum(alone, bank.simulator.encoder.launch_ms)
+        if skewed_T.any():
+            own = np.flatnonzero(skewed_T[table])
+            rows = bank.rows(table[own], narrow[table[own]], rank[own])
+            alone = bank.predict(bank.encoding(rows)) + bank.extra(rows)
+            np.maximum.at(self._floor_T2, table[own], alone)
         shard_MT = bank.sizes(np.arange(count), narrow)
         self._shard_bytes_T = bank.scarcest(shard_MT)
         self.fits_T = fitting(task)
@@ -109,6 +117,23 @@ class Choices:
         # A single rank can be filled completely.
         self.room_M: Floats = bank.caps_MW.sum(axis=1)
         self.room_M[:1] *= FILL if num_ranks > 1 else 1.0
+
+    def _skew(self, table_M: Ints, rank_M: Ints, loads_M3: Floats) -> Floats:
+        """Return what ranks get beyond the mean rank's loads, `T x (W * 3)`.
+
+        Only blocks with unequal lookups differ. If a block is a node, its place on the
+        nodes is open, so the same rank of each node gets an equal share.
+        """
+        bank, num_ranks = self.bank, self.bank.task.world_size
+        skew_TW3 = np.zeros((len(bank.dims_T), num_ranks, 3))
+        own = np.flatnonzero(bank.simulator.skewed_T[table_M])
+        for table, place, loads_3 in zip(
+            table_M[own].tolist(), rank_M[own].tolist(), loads_M3[own], strict=True
+        ):
+            size = int(bank.block_T[table])
+            skew_TW3[table, place::size] += loads_3 * size
+            skew_TW3[table] -= loads_3
+        return skew_TW3.reshape(len(skew_TW3), -1)
 
     def _pieces(self) -> Ints:
         """Return the columns of each way's shards, `T`.
@@ -315,6 +340,9 @@ class Choices:
         loads_CWS3 = np.broadcast_to(
             loads.reshape(count, 1, num_stages, 3), shape
         ).copy()
+        if self._skew_TX is not None:
+            skew = (staged @ self._skew_TX).reshape(count, num_stages, -1, 3)
+            loads_CWS3 += skew.swapaxes(1, 2)
         comms = bank.simulator.comms_costs(loads_CWS3).max(axis=1, keepdims=True)
         kernels = bank.simulator.stage_compute(compute.reshape(count, 1, num_groups, 2))
         placed_CT = np.zeros((count, len(bank.groups_T)), dtype=bool)

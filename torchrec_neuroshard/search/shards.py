@@ -9,10 +9,10 @@ most changes without calling the cost model.
 
 Shapes: `N` shards, `R` rows of the bank, `T` entries of the task (one for each way of a
 table), `W` ranks, `G` fusion groups, `S` stages, `E` encoding values, `Q` followers of
-one leader, `K` parts of a table with different numbers of rows, `U` widths in units of
-4 columns, `M` memories (the device's and, if it is limited, the host's), `3` loads of
-collectives (see `simulator.PricedShards`), `4` phases of a stage: forward, backward,
-exchange of ids, exchange of outputs and gradients.
+one leader, `P` parts of tables with different rows, `U` widths in units of 4 columns,
+`M` memories (the device's and, if it is limited, the host's), `3` loads of collectives
+(see `simulator.PricedShards`), `4` phases of a stage: forward, backward, exchange of
+ids, exchange of outputs and gradients.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.costs.encoder import with_room
-from torchrec_neuroshard.costs.simulator import Simulator
+from torchrec_neuroshard.costs.simulator import ANY_ROW, Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.search.rules import leaders, merged
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
@@ -83,7 +83,9 @@ class ShardBank:
     each (see `ShardingTask`).
 
     If a table is split by rows, the ranks of a block hold a full part, the smaller
-    rest, or nothing. Each of these has its own row.
+    rest, or nothing. Each of these has its own row. If the ranks get unequal lookups
+    (`Simulator.skewed_T`), each place of a block has its own row, too; the full part
+    then stands for their mean.
 
     With `merge`, tables that are kept together are searched as one (see `rules`). The
     leader has the memory and the estimated costs of the whole set. Tables of one fusion
@@ -140,26 +142,42 @@ class ShardBank:
         }
         """Table -> its other ways, if it has any."""
         self._cuts: dict[int, tuple[int, ...]] = {}
-        # Rows of each kind of part: full, rest, none.
+        # Rows of each part of a block: full, rest, none. A table whose ranks get
+        # unequal lookups also has a part for each place of a block.
         split_T = np.array([k.splits_rows for k in kinds])
         total_T = np.array([t.num_embeddings for t in task.tables])
         part_T = np.where(split_T, -(-total_T // self.block_T), total_T)
         self._full_T: Ints = np.where(split_T, total_T // part_T, self.block_T)
         rest_T = np.where(split_T, total_T % part_T, 0)
-        rows_TK = np.stack([part_T, rest_T, np.zeros_like(rest_T)], axis=1)
-        self._rows_TK = rows_TK[:, : 3 if split_T.any() else 1]
+        num_alike = 3 if split_T.any() else 1
+        self._places_T: Ints = np.where(simulator.skewed_T, self.block_T, 0)
+        count_T = num_alike + self._places_T
+        self._part_T: Ints = np.cumsum(count_T) - count_T
+        self._num_alike = num_alike
+        place_P = np.arange(int(count_T.sum())) - np.repeat(self._part_T, count_T)
+        self._table_P: Ints = np.repeat(np.arange(num_tables), count_T)
+        first_P = (place_P - num_alike) * part_T[self._table_P]
+        total_P = total_T[self._table_P]
+        self._first_P: Ints = np.where(
+            place_P < num_alike, ANY_ROW, np.minimum(first_P, total_P)
+        )
+        alike_TK = np.stack([part_T, rest_T, np.zeros_like(rest_T)], axis=1)
+        self._rows_P: Ints = np.where(
+            place_P < num_alike,
+            alike_TK[self._table_P, np.minimum(place_P, num_alike - 1)],
+            np.minimum(part_T[self._table_P], total_P - self._first_P),
+        )
         units = int(self.dims_T.max()) // COLUMN_MULTIPLE + 1
-        shape = (num_tables, units, self._rows_TK.shape[1])
-        self._row_TUK = np.full(shape, -1, dtype=np.int64)
+        self._row_PU = np.full((len(place_P), units), -1, dtype=np.int64)
         # Row 0 stands for no shard: width 0 and an encoding of zeros.
-        self._row_TUK[:, 0] = 0
+        self._row_PU[:, 0] = 0
         self._used = 1
         self._shard_R2: Ints = np.zeros((1, 2), dtype=np.int64)  # table, width
         self._encoding_RE: Floats = np.zeros((1, self.encoding_dim))
         self._extra_R2: Floats = np.zeros((1, 2))
         self._loads_R3: Floats = np.zeros((1, 3))
         self.has_extra = False
-        simulator.price(everything, self.dims_T, self._rows_TK[:, 0])  # in one batch
+        simulator.price(everything, self.dims_T, part_T)  # in one batch
         self.whole_T = self.rows(everything, self.dims_T)
         # The average rank holds an equal share of all tables, but at least the average
         # table.
@@ -196,13 +214,15 @@ class ShardBank:
             (simulator.splits_columns_T & (self.most_T > 1)).any()
         )
 
-    def _kinds(self, table_N: Ints, rank_N: Ints | None) -> Ints:
-        """Return which part of a table a rank holds: 0 full, 1 the rest, 2 nothing."""
-        if rank_N is None or self._rows_TK.shape[1] == 1:
-            return np.zeros(len(table_N), dtype=np.int64)
+    def _part_numbers(self, table_N: Ints, rank_N: Ints | None) -> Ints:
+        """Return which part of its table each rank holds; None means a full part."""
+        part_N: Ints = self._part_T[table_N]
+        if rank_N is None or self._num_alike == 1:
+            return part_N
         place_N = rank_N % self.block_T[table_N]
         kind_N: Ints = np.clip(place_N - self._full_T[table_N] + 1, 0, 2)
-        return kind_N
+        own_N = self._places_T[table_N] > 0
+        return part_N + np.where(own_N, self._num_alike + place_N, kind_N)
 
     def no_widths(self) -> Ints:
         """Return `T x W` widths of 0, in a small data type to save memory."""
@@ -219,11 +239,25 @@ class ShardBank:
             equal part.
         """
         size_N, full_N = self.block_T[table_N], self._full_T[table_N]
+        if (self._places_T[table_N] > 0).any():
+            return self._unequal_parts(table_N)
         rest_N = np.minimum(size_N - full_N, 1)
         count_N3 = np.stack([full_N, rest_N, size_N - full_N - rest_N], axis=1)
         rank_N3 = np.stack([np.zeros_like(full_N), full_N, full_N + 1], axis=1)
         place, kind = np.nonzero(count_N3)
         return place, rank_N3[place, kind], count_N3[place, kind]
+
+    def _unequal_parts(self, table_N: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return `parts` if some tables have a part for each place of a block."""
+        own_N = self._places_T[table_N] > 0
+        own, alike = np.flatnonzero(own_N), np.flatnonzero(~own_N)
+        place, rank, count = self.parts(table_N[alike])
+        sizes = self.block_T[table_N[own]]
+        places = np.concatenate([alike[place], np.repeat(own, sizes)])
+        ranks = np.concatenate([rank, *map(np.arange, sizes.tolist())])
+        counts = np.concatenate([count, np.ones(sizes.sum(), dtype=np.int64)])
+        order = np.argsort(places, kind="stable")
+        return places[order], ranks[order], counts[order]
 
     def _merge(self, own: ShardingTask) -> None:
         """Give the first table of each set and fusion group the costs of all."""
@@ -240,7 +274,10 @@ class ShardBank:
         self._encoding_RE[rows] = encodings
         self._extra_R2[rows], self._loads_R3[rows] = extra, loads
         # Tables kept together are not split: every width means the whole table.
-        self._row_TUK[member_Q, 1:] = rows[:, None, None]
+        row_T = np.zeros(len(leader_T), dtype=np.int64)
+        row_T[member_Q] = rows
+        whole_P = np.isin(self._table_P, member_Q)
+        self._row_PU[whole_P, 1:] = row_T[self._table_P[whole_P], None]
         colocated = np.setdiff1d(member_Q[first], np.flatnonzero(self.leads_T))
         count_T = np.bincount(leader_T[colocated], minlength=len(leader_T))
         self._colocated_TQ = np.full((len(leader_T), int(count_T.max())), -1)
@@ -443,29 +480,31 @@ class ShardBank:
         """
         table = np.asarray(table_N, dtype=np.int64)
         units = np.asarray(width_N, dtype=np.int64) // COLUMN_MULTIPLE
-        kind = self._kinds(table, rank_N)
-        rows: Ints = self._row_TUK[table, units, kind]
+        part = self._part_numbers(table, rank_N)
+        rows: Ints = self._row_PU[part, units]
         new = rows < 0
         if new.any():
-            self._add(table[new], units[new], kind[new])
-            rows = self._row_TUK[table, units, kind]
+            self._add(part[new], units[new])
+            rows = self._row_PU[part, units]
         return rows
 
-    def _add(self, table_N: Ints, units_N: Ints, kind_N: Ints) -> None:
+    def _add(self, part_N: Ints, units_N: Ints) -> None:
         """Price new shards. For few tables, price all their widths at once.
 
         A search that asks for one width of a table soon asks for the others.
         """
-        tables, place_N = np.unique(table_N, return_inverse=True)
-        known = self._row_TUK[tables] >= 0
+        parts, place_N = np.unique(part_N, return_inverse=True)
+        known, tables = self._row_PU[parts] >= 0, self._table_P[parts]
         wanted = np.zeros_like(known)
-        wanted[place_N, units_N, kind_N] = True
-        if len(tables) <= MAX_ENCODED_TABLES and self.moves_T[tables].all():
+        wanted[place_N, units_N] = True
+        if len(parts) <= MAX_ENCODED_TABLES and self.moves_T[tables].all():
             most = self.dims_T[tables, None] // COLUMN_MULTIPLE
-            wanted[:, :, 0] |= np.arange(wanted.shape[1]) <= most
-        place, units, kind = np.nonzero(wanted & ~known)
-        table, width = tables[place], units * COLUMN_MULTIPLE
-        priced = self.simulator.price(table, width, self._rows_TK[table, kind])
+            wanted |= np.arange(wanted.shape[1]) <= most
+        place, units = np.nonzero(wanted & ~known)
+        part, table, width = parts[place], tables[place], units * COLUMN_MULTIPLE
+        priced = self.simulator.price(
+            table, width, self._rows_P[part], self._first_P[part]
+        )
         new = np.arange(self._used, self._used + len(table))
         self._used += len(table)
         for name, values in (
@@ -478,7 +517,7 @@ class ShardBank:
             known[new] = values
             setattr(self, name, known)
         self.has_extra = self.has_extra or bool(priced.extra_N2.any())
-        self._row_TUK[table, units, kind] = new
+        self._row_PU[part, units] = new
 
     def price_as(self, table: int, width: int, parts: Sequence[int]) -> None:
         """From now on, price one width of a table as several shards on one rank.
