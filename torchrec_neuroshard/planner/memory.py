@@ -63,6 +63,7 @@ from torchrec_neuroshard.planner.reader import (
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.tables.sharding_types import NODE_TYPES
+from torchrec_neuroshard.tables.table import is_skewed
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -225,6 +226,8 @@ class _Shards:
     option: Ints
     rows: Ints
     width: Ints
+    skew: Floats
+    """Lookups of each shard as a multiple of the mean of its block."""
 
     @property
     def slots(self) -> Floats:
@@ -327,7 +330,11 @@ class MemoryModel:
                 sizes.append(tuple(sample_shards(option)[0].size))
                 share_T[number] *= option.num_shards
         shards = _Shards(
-            _Ways.of(known, self), np.arange(len(known)), *np.array(sizes).T
+            _Ways.of(known, self),
+            np.arange(len(known)),
+            rows=np.array(sizes)[:, 0],
+            width=np.array(sizes)[:, 1],
+            skew=np.ones(len(known)),
         )
         held_T6, passing_T6 = self._activations(shards, shards.ways.load_factor > 0)
         paths = sorted({o.path for o in known})
@@ -359,7 +366,7 @@ class MemoryModel:
         facts, table = self._reader.facts(option), self._reader.table(option)
         local, world = float(option.batch_size), 1 if dense else self._reader.world_size
         by_rows, by_node = kind in _BY_ROWS, kind in NODE_TYPES
-        parts = (self._reader.node_size if by_node else world) if by_rows else 1
+        parts = self._row_parts(option)
         offloaded = option.compute_kernel in OFFLOADED_KERNELS
         host_state = facts.state_bytes[0] if offloaded else 0
         if enforces_hbm(option):
@@ -387,6 +394,35 @@ class MemoryModel:
             by_node and not self._is_reduced_at_once(option),
         )
 
+    def _row_parts(self, option: ShardingOption) -> int:
+        """Return the ranks that share the rows of an option's table."""
+        reader, kind = self._reader, option.sharding_type
+        if kind in NODE_TYPES:
+            return reader.node_size
+        is_split = kind in _BY_ROWS and not is_dense(option)
+        return reader.world_size if is_split else 1
+
+    def _skews(self, option: ShardingOption, first_N: Ints, rows_N: Ints) -> Floats:
+        """Return the lookups of row shards as a multiple of the mean of their block.
+
+        1 for all shards if the profile of the option's table knows no hot rows.
+        """
+        parts = self._row_parts(option)
+        table, batch = self._reader.table(option), int(option.batch_size)
+        part_rows = -(-table.num_embeddings // parts)
+        hot = table.profile and table.profile.hot_rows
+        if not hot or not is_skewed(table, part_rows, batch * self._reader.world_size):
+            return np.ones(len(rows_N))
+        return hot.shares(first_N, rows_N, table.num_embeddings) * parts
+
+    def _most_skew(self, option: ShardingOption) -> float:
+        """Return the largest of `_skews` in a block of even rows."""
+        rows, parts = self._reader.table(option).num_embeddings, self._row_parts(option)
+        part_rows = -(-rows // parts)
+        first_N = np.minimum(np.arange(parts) * part_rows, rows)
+        rows_N = np.minimum(part_rows, rows - first_N)
+        return float(self._skews(option, first_N, rows_N).max())
+
     def shard_bytes(
         self,
         options: Sequence[ShardingOption],
@@ -401,14 +437,17 @@ class MemoryModel:
         Args:
             options: Options that the model `knows`.
             option_N: The option of each shard. A cache counts with the widest of these
-                shards that may share it.
+                shards that may share it. A row shard counts the lookups of the one in
+                its block that has most.
             rows_N: Rows of each shard.
             width_N: Columns of each shard.
 
         Returns:
             `N x 2`: bytes on the device and on the host.
         """
-        return self._shard_bytes(options, option_N, rows_N, width_N, self._peak)
+        skew_T = np.array([self._most_skew(option) for option in options])
+        skew_N = skew_T[np.asarray(option_N, dtype=np.int64)]
+        return self._shard_bytes(options, option_N, rows_N, width_N, skew_N, self._peak)
 
     def _shard_bytes(
         self,
@@ -416,11 +455,11 @@ class MemoryModel:
         option_N: npt.ArrayLike,
         rows_N: npt.ArrayLike,
         width_N: npt.ArrayLike,
+        skew_N: Floats,
         peak: _Peak | None,
     ) -> Floats:
-        shards = _Shards(
-            _Ways.of(options, self), *map(np.asarray, (option_N, rows_N, width_N))
-        )
+        option, rows, width = map(np.asarray, (option_N, rows_N, width_N))
+        shards = _Shards(_Ways.of(options, self), option, rows, width, skew_N)
         cached_N = shards.ways.load_factor[shards.option] > 0
         numbers: dict[tuple[str, int], int] = {}
         sharing_T = np.array(
@@ -546,13 +585,32 @@ class MemoryModel:
                 *shard.size,
                 shard.rank,
                 numbers.setdefault((shard.rank, keys[number]), len(numbers)),
+                int(shard.offset[0]),
             )
             for number, option in enumerate(plan)
             for shard in option.shards
             if shard.size[0] or option.sharding_type in _BY_ROWS
         ]
-        arrays = np.array(placed, dtype=np.int64).reshape(-1, 5).T
-        return _Shards(_Ways.of(plan, self), *arrays[:3]), arrays[3], arrays[4]
+        arrays = np.array(placed, dtype=np.int64).reshape(-1, 6).T
+        option_N, rows_N, width_N, rank_N, kernel_N, first_N = arrays
+        skew_N = self._placed_skews(plan, option_N, first_N, rows_N)
+        ways = _Ways.of(plan, self)
+        return _Shards(ways, option_N, rows_N, width_N, skew_N), rank_N, kernel_N
+
+    def _placed_skews(
+        self,
+        options: Sequence[ShardingOption],
+        option_N: Ints,
+        first_N: Ints,
+        rows_N: Ints,
+    ) -> Floats:
+        """Return `_skews` of placed shards, by their first rows."""
+        skew_N = np.ones(len(option_N))
+        for number, option in enumerate(options):
+            if option.sharding_type in _BY_ROWS:
+                own = np.flatnonzero(option_N == number)
+                skew_N[own] = self._skews(option, first_N[own], rows_N[own])
+        return skew_N
 
     def overflow(self, options: Sequence[ShardingOption], room: Topology) -> str | None:
         """Return a text on the rank that a plan overfills most; None if all ranks fit.
@@ -613,7 +671,11 @@ class MemoryModel:
         index_N, rank_N = np.array([(n, s.rank) for n, s in shards]).T
         size_N2 = np.array([s.size for _, s in shards])
         rows_N, width_N = size_N2.T
-        bounds_N = self._shard_bytes(known, index_N, rows_N, width_N, None)[:, 0]
+        first_N = np.array([s.offset[0] for _, s in shards])
+        skew_N = self._placed_skews(known, index_N, first_N, rows_N)
+        bounds_N = self._shard_bytes(known, index_N, rows_N, width_N, skew_N, None)[
+            :, 0
+        ]
         peak_W = np.array([memory.peak for memory in self.ranks(known)])
         sum_W = np.bincount(rank_N, weights=bounds_N, minlength=len(peak_W))
         scale_N = (peak_W / np.where(sum_W > 0, sum_W, np.inf))[rank_N]
@@ -631,6 +693,8 @@ class MemoryModel:
         """
         w, t = shards.ways, shards.option
         n, f, pooled, dense = w.lookups[t], w.bags[t], w.is_pooled[t], w.is_dense[t]
+        own = n * w.row_parts[t] / self._reader.world_size
+        n = n * shards.skew
         weight, parts = w.weight_bytes[t], w.row_parts[t]
         location = np.where(is_cached_N, _LOCATION, 0)
         saved = (_INDEX + weight + location) * n + _OFFSET * f
@@ -648,7 +712,7 @@ class MemoryModel:
         # Sequences keep received and returned lengths until the step ends. Row-sharded
         # ones also keep the origin of each id.
         extra = 2 * _LENGTH * f
-        extra += np.where(w.by_rows[t], _INDEX * n * parts / self._reader.world_size, 0)
+        extra += np.where(w.by_rows[t], _INDEX * own, 0)
         before = saved + np.where(sequence, extra, 0)
         after = before + np.where(dense, 0, gradient)
         held = np.repeat(after[:, None], len(INSTANTS), axis=1)
