@@ -20,6 +20,7 @@ NOTE_CODES: Mapping[str, str] = {
     "out-of-range": "tables are outside what the cost model measured",
     "stash": "tables have `stash_weights`: memory that the copies take and free",
     "optimizer": "tables have an optimizer whose state size is unknown",
+    "hot-rows": "one rank serves most lookups of a table that is split by rows",
     "unusual": "the plan looks unusual, and only an estimate recommends it",
     "constraints": "constraints do not match the model's tables",
     "unsharded": "tables are not sharded because no sharder takes their module, or "

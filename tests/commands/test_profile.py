@@ -86,3 +86,19 @@ def test_what_cannot_be_profiled_is_named(
         assert main(["profile", str(path), "--out", str(out), *options]) == 2
         assert says in capsys.readouterr().err
         assert not out.exists()
+
+
+def test_a_padding_id_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    item = [[0] * 62 + list(range(1, 39)), list(range(40, 140))]
+    plain = [[i, i + 1] for i in range(2)]
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"item": item, "plain": plain}), path)
+    out = tmp_path / "profiles.json"
+    assert main(["profile", str(path), "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "id 0 is 31% of 'item': padding? If its table is sharded row-wise" in shown
+    assert "'plain'" not in shown.replace("id 1 is 50% of 'plain'", "")
+    hot = load_profiles(out)["item"].hot_rows
+    assert hot is not None and hot.top_ids[0] == (0, 62 / 200)

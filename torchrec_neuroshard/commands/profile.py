@@ -8,6 +8,7 @@ from pathlib import Path
 from torchrec_neuroshard.commands.options import option, tell_written, whole
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.progress import phase
+from torchrec_neuroshard.tables.hot_rows import hot_id_text
 from torchrec_neuroshard.tables.id_files import profile_data
 from torchrec_neuroshard.tables.loaders import save_profiles
 
@@ -49,6 +50,13 @@ def run_profile(args: argparse.Namespace) -> int:
             f"{name:<{width}} {profile.batch_size:>9,} {profile.pooling_factor:>9.2f} "
             f"{distinct:>11,.0f} {profile.num_lookups / max(distinct, 1.0):>5.1f}"
         )
+    for name, profile in profiles.items():
+        if top := profile.hot_rows and profile.hot_rows.hot_id():
+            print(
+                f"{hot_id_text(name, top)} If its table is sharded row-wise, one rank "
+                "serves all its lookups. Drop padding from the inputs, or shard the "
+                "table column- or table-wise"
+            )
     if skipped and not args.features:
         print(f"not profiled: {', '.join(skipped)}")
     tell_written(args.out)

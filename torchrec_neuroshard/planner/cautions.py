@@ -1,4 +1,4 @@
-"""Notes on unusual GPU plans that only an estimate recommends."""
+"""Notes on plans: unusual ones, hot ranks of row-wise tables, unknown optimizers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.plan_costs import ESTIMATED_COLUMNS, PlanCosts
 from torchrec_neuroshard.planner.reader import TableReader
+from torchrec_neuroshard.tables.hot_rows import hot_id_text
+from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
+from torchrec_neuroshard.tables.table import is_skewed
 
 FULLEST = 3.0
 """Without a note, the fullest rank holds at most this multiple of the mean memory."""
 LEAST_FILLED = 0.05
 """No note if the fullest rank uses less than this share of its memory."""
+HOT_RANK = 1.5
+"""No note if no rank serves more than this multiple of the mean of a table's ranks."""
+MOST_HOT = 5
+"""Tables with a note of their own on their hot rank: those with most lookups on it."""
 
 
 def cautions(
@@ -56,6 +63,60 @@ def cautions(
             "the lowest estimated time, and the search does not balance memory"
         )
     return tuple(Note("unusual", text) for text in texts)
+
+
+def hot_row_notes(
+    plan: Iterable[ShardingOption], reader: TableReader
+) -> tuple[Note, ...]:
+    """Return notes on tables of which one rank serves most lookups.
+
+    Args:
+        plan: Placed options.
+        reader: Knows which ids are looked up.
+    """
+    found = [note for option in plan if (note := _hot_rank(option, reader))]
+    found.sort(key=lambda entry: -entry[0])
+    notes = [note for _, note in found[:MOST_HOT]]
+    if more := len(found) - len(notes):
+        text = f"{more} more tables have a rank that serves most of their lookups"
+        notes.append(Note("hot-rows", text))
+    return tuple(notes)
+
+
+def _hot_rank(option: ShardingOption, reader: TableReader) -> tuple[float, Note] | None:
+    """Return a table's lookups on its hot rank, and the note; None without one."""
+    kind = SHARDING_TYPES.get(str(option.sharding_type))
+    if kind is None or not kind.splits_rows or not reader.has_cost(option):
+        return None
+    table, batch = reader.table(option), int(option.batch_size) * reader.world_size
+    hot = table.profile and table.profile.hot_rows
+    size = kind.block_size(reader.world_size, reader.node_size)
+    rows, block = table.num_embeddings, option.shards[:size]
+    if not hot or not is_skewed(table, kind.part_rows(rows, size), batch):
+        return None
+    first_N, rows_N = (
+        [int(n[0]) for n in of]
+        for of in zip(*((s.offset, s.size) for s in block), strict=True)
+    )
+    share_N = hot.shares(first_N, rows_N, rows)
+    place = int(share_N.argmax())
+    rank, share = block[place].rank, float(share_N[place])
+    if share <= HOT_RANK / size:
+        return None
+    name = table_name(option)
+    serves = f"serves {share:.0%} of the table's lookups ({1 / size:.0%} if even)"
+    ways = "shard the table column- or table-wise"
+    if top := hot.hot_id(first_N[place], rows_N[place]):
+        text = (
+            f"{hot_id_text(name, top)} All its lookups are on rank {rank}, which "
+            f"{serves}. Drop padding from the inputs, or {ways}"
+        )
+    else:
+        text = (
+            f"the ids of '{name}' are not spread over its rows: rank {rank} {serves}. "
+            f"Permute or hash the ids, or {ways}"
+        )
+    return share * table.pooling_factor * batch, Note("hot-rows", text, name)
 
 
 def optimizer_notes(

@@ -16,7 +16,11 @@ from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.cautions import cautions, optimizer_notes
+from torchrec_neuroshard.planner.cautions import (
+    cautions,
+    hot_row_notes,
+    optimizer_notes,
+)
 from torchrec_neuroshard.planner.compat import is_stashed
 from torchrec_neuroshard.planner.greedy import memory_left
 from torchrec_neuroshard.planner.kernels import is_estimated
@@ -122,6 +126,7 @@ def describe_plan(
         known += best.result.notes if fallback is None else ()
     known += placed.range_notes()
     known += optimizer_notes(selected, costs.reader)
+    known += hot_row_notes(selected, costs.reader)
     known += stash_notes(costs, selected)
     if memory is not None and (full := memory.overflow(selected, room)):
         known.append(Note("memory", full, severity="error"))

@@ -25,6 +25,8 @@ from torchrec_neuroshard.errors import ProfileError, is_number
 
 MAX_RANGES = 256
 NUM_TOP_IDS = 16
+HOT_SHARE = 0.2
+"""An id with at least this share of a feature's lookups is worth a word."""
 MIN_SKEW = 0.1
 """A block of row shards counts as even unless one shard gets a larger excess."""
 _CHANCE = 4.0
@@ -33,6 +35,12 @@ ROUNDING = 1e-6
 """Shares that are known to be 1 may differ by this much."""
 
 Floats = npt.NDArray[np.float64]
+
+
+def hot_id_text(name: str, top: tuple[int, float]) -> str:
+    """Return words on an id with a large share of a feature's or table's lookups."""
+    row, share = top
+    return f"id {row} is {share:.0%} of '{name}': padding?"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +171,20 @@ class HotRows:
             others_K[row // self.range_size] -= share
         floored: Floats = np.maximum(others_K, 0.0)
         return floored
+
+    def hot_id(
+        self, first: int = 0, rows: int | None = None
+    ) -> tuple[int, float] | None:
+        """Return the most frequent id among some rows, if it has `HOT_SHARE`.
+
+        Args:
+            first: First row.
+            rows: Number of rows; None means all rows from there on.
+        """
+        end = math.inf if rows is None else first + rows
+        own = (top for top in self.top_ids if first <= top[0] < end)
+        found = next(own, None)
+        return found if found and found[1] >= HOT_SHARE else None
 
     def top_within(self, first: int, rows: int) -> list[float]:
         """Return the shares of those `top_ids` that are among some rows."""
