@@ -11,6 +11,7 @@ import pytest
 from tests.builders import make_task, search
 from torchrec_neuroshard.costs.simulator import ANY_ROW, Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
+from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.shards import ShardBank
 from torchrec_neuroshard.tables.profile import FeatureProfile, profile_ids
 from torchrec_neuroshard.tables.table import TableConfig
@@ -136,6 +137,43 @@ def test_the_bank_of_a_search_prices_each_rank_like_the_evaluator() -> None:
     mean = bank.loads_of(bank.rows([0], [16]))[0]
     each = bank.loads_of(bank.rows(np.zeros(RANKS), np.full(RANKS, 16), np.arange(4)))
     assert mean == pytest.approx(each.mean(axis=0))
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_choices_see_the_busiest_rank_of_a_row_wise_table(pooled: bool) -> None:
+    table = table_of(profile_of(0.62), num_features=1 if pooled else LENGTH)
+    task = row_wise(table, pooled=(pooled,))
+    made = simulator(task)
+    [cost] = Choices(ShardBank(made)).costs(np.array([[0]]))
+    expected = made.evaluate(on_every_rank(task)).critical_path_ms
+    assert cost == pytest.approx(expected)
+    even = simulator(row_wise(table_of(profile_of(0.0)), pooled=(pooled,)))
+    assert expected > 1.1 * even.evaluate(on_every_rank(task)).critical_path_ms
+
+
+def test_choices_spread_hot_places_over_the_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = row_wise(
+        table_of(profile_of(0.62)), sharding_types=("table_row_wise",), node_size=2
+    )
+    made = simulator(task)
+    choices = Choices(ShardBank(made))
+    seen: list[Any] = []
+
+    def comms_costs(loads_CWS3: Any) -> Any:
+        seen.append(loads_CWS3)
+        return np.zeros(loads_CWS3.shape)
+
+    monkeypatch.setattr(made, "comms_costs", comms_costs)
+    choices.costs(np.array([[0]]))
+    profile = task.tables[0].profile
+    assert profile is not None and profile.hot_rows is not None
+    half = ROWS // 2
+    first, second = profile.hot_rows.shares([0, half], [half, half], ROWS)
+    ids = 8 * LOOKUPS * np.array([first, second, first, second]) / 2
+    # The table is on one of two nodes.
+    assert seen[0][0, :, 0, 0] == pytest.approx(ids + 8 * BATCH / 2)
 
 
 def test_shards_of_no_place_are_priced_evenly() -> None:

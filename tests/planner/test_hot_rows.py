@@ -124,7 +124,7 @@ def test_memory_counts_the_lookups_of_each_rank() -> None:
 
 
 def test_ids_that_the_model_maps_to_rows_count_as_even() -> None:
-    outside = profile_of(0.62, hot=ROWS * 1_000)
+    outside = profile_of(0.62, rows=ROWS * 1_000)
     planner = planner_of({"f0": outside, "f1": profile_of(0.0)}, "row_wise")
     planner.plan(make_ebc([(ROWS, 64)] * 2), get_default_sharders())
     forward = [r.fwd_compute for r in last_result(planner).predicted.ranks]

@@ -7,11 +7,12 @@ A profile does not know the rows of its table. So ranges have a power of two of 
 such that at most `MAX_RANGES` hold all ids that were met. Ranges of two features can
 then be added up exactly.
 
-Shapes: `K` ranges, `N` row shards, `W` shards of a block.
+Shapes: `K` ranges, `N` row shards, `W` shards of a block, `X` frequent ids.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -151,7 +152,7 @@ class HotRows:
     def with_top_shares(self, shares: Iterable[float]) -> HotRows:
         """Return hot rows with other shares of `top_ids`; other ids share the rest."""
         top = tuple(zip((row for row, _ in self.top_ids), shares, strict=True))
-        others_K = self._others_K
+        others_K = self.others_K
         total, rest = sum(self.range_shares), float(others_K.sum())
         left = max(0.0, total - sum(share for _, share in top))
         shares_K = others_K * (left / rest) if rest > 0 else others_K
@@ -164,7 +165,7 @@ class HotRows:
         )
 
     @property
-    def _others_K(self) -> Floats:
+    def others_K(self) -> Floats:
         """Share of the lookups in each range, without `top_ids`, `K`."""
         others_K = np.array(self.range_shares)
         for row, share in self.top_ids:
@@ -205,16 +206,13 @@ class HotRows:
         """
         first_N = np.asarray(first_N, dtype=np.int64)
         end_N = first_N + np.asarray(rows_N, dtype=np.int64)
-        others_K = self._others_K
-        edges = np.arange(len(others_K) + 1, dtype=np.float64) * self.range_size
+        edges, below, rest, top_X, top_share_X = _as_arrays(self)
         edges = np.minimum(edges, num_embeddings)
-        below = np.concatenate([[0.0], np.cumsum(others_K)])
-        rest = max(0.0, 1.0 - sum(self.range_shares))
         share_N: Floats = np.interp(end_N, edges, below)
         share_N -= np.interp(first_N, edges, below)
         share_N += rest * (end_N - first_N) / num_embeddings
-        for row, share in self.top_ids:
-            share_N += share * ((first_N <= row) & (row < end_N))
+        own_NX = (first_N[:, None] <= top_X) & (top_X < end_N[:, None])
+        share_N += own_NX @ top_share_X
         return share_N
 
     def block_shares(self, part_rows: int, num_embeddings: int) -> Floats:
@@ -243,3 +241,24 @@ class HotRows:
             return False
         excess = self.block_shares(part_rows, num_embeddings).max() / even - 1
         return bool(excess > MIN_SKEW + _CHANCE / math.sqrt(even * num_lookups))
+
+
+@functools.lru_cache(maxsize=2**12)
+def _as_arrays(
+    hot: HotRows,
+) -> tuple[Floats, Floats, float, npt.NDArray[np.int64], Floats]:
+    """Return what all shards of a table need, cached.
+
+    Returns:
+        First id of each range, and the end of the last one, `K + 1`; share of the
+        lookups below these ids, without `top_ids`, `K + 1`; share of the lookups that
+        are even over all rows; `top_ids`, `X`; their shares, `X`.
+    """
+    others_K = hot.others_K
+    return (
+        np.arange(len(others_K) + 1, dtype=np.float64) * hot.range_size,
+        np.concatenate([[0.0], np.cumsum(others_K)]),
+        max(0.0, 1.0 - sum(hot.range_shares)),
+        np.array([row for row, _ in hot.top_ids], dtype=np.int64),
+        np.array([share for _, share in hot.top_ids], dtype=np.float64),
+    )

@@ -226,16 +226,25 @@ def _histogram_of(
     Frequent ids count in the shard that holds them. The other ids are in proportion to
     the shard's other lookups, and at most its rows.
     """
-    own = hot.top_within(first, rows)
-    every = [top for _, top in hot.top_ids]
-    lookups = whole.num_lookups
-    others = np.maximum(np.array(whole.access_histogram) - _binned(every, lookups), 0.0)
-    left = 1.0 - sum(every)
+    own, lookups = hot.top_within(first, rows), whole.num_lookups
+    others, left = _without_top_ids(whole)
     rest = max(share - sum(own), 0.0) / left if left > ROUNDING else 0.0
-    bins = others * rest + _binned(own, lookups)
+    bins = others * rest
+    if own:
+        bins += _binned(own, lookups)
     most = min(lookups * share, float(rows))
     bins *= min(1.0, most / max(float(bins.sum()), 1e-9))
     return tuple(bins.tolist())
+
+
+@functools.lru_cache(maxsize=2**12)
+def _without_top_ids(
+    profile: FeatureProfile,
+) -> tuple[npt.NDArray[np.float64], float]:
+    """Return the access histogram of all but the frequent ids, and their share."""
+    top = [share for _, share in profile.hot_rows.top_ids] if profile.hot_rows else []
+    bins = np.array(profile.access_histogram) - _binned(top, profile.num_lookups)
+    return np.maximum(bins, 0.0), 1.0 - sum(top)
 
 
 def _binned(shares: Sequence[float], num_lookups: float) -> npt.NDArray[np.float64]:
