@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torchrec import JaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.itep_embeddingbag import ITEPEmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embeddingbag import (
     ManagedCollisionEmbeddingBagCollectionSharder,
@@ -27,11 +29,13 @@ from tests.builders import (
     bag_config,
     bags,
     gpus,
+    last_result,
     make_planner,
     only,
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.compat import torchrec_release
+from torchrec_neuroshard.tables.profile import profile_ids
 
 pytestmark = [
     *ATTACHES_OPTIMIZERS,
@@ -187,3 +191,18 @@ def test_rows_of_unpruned_tables_are_counted(kind: str, parts: int) -> None:
     shards = {shard.rank for shard in options[0].shards}
     for rank, found in enumerate(planner.memory.ranks(options)):
         assert found.static.id_maps == held * (rank in shards)
+
+
+def test_ids_that_a_map_turns_into_rows_count_as_even() -> None:
+    ids, lengths = np.zeros(BATCH * 2 * 4, dtype=np.int64), np.full(BATCH * 2, 4)
+    profiles = {"f0": profile_ids(ids, lengths)}
+    found = []
+    for model, sharder in (
+        (managed(MAPS["LFU"][0]()), OnCpus()),
+        (bags(bag_config(rows=ROWS)), EmbeddingBagCollectionSharder()),
+    ):
+        planner = planner_of(gpus(2), "row_wise", profiles=profiles)
+        planner.plan(model, [sharder])
+        first, second = last_result(planner).predicted.ranks
+        found.append(first.fwd_compute == pytest.approx(second.fwd_compute))
+    assert found == [True, False]

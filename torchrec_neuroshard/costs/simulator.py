@@ -444,14 +444,8 @@ class Simulator:
         share_N = self._lookup_shares(table_N, rows_share_N, rows_N, first_N)
         rows, row_N = np.unique(self.encoder.rows(part_N, width_N), return_inverse=True)
         encoding_RE = self.encoder.encoding(rows)
-        loads = np.zeros((len(table_N), 3))
-        loads[:, 0] = (
-            self._id_bytes_T[table_N] * share_N + self._length_bytes_T[table_N]
-        )
-        share = np.where(self.pooled_T[table_N], 1.0, share_N)
-        loads[:, 1] = width_N * (self._columns_T[table_N] * share)
         num_rows = self._rows_T[table_N] * rows_share_N
-        loads[:, 2] = self._gradient_bytes_T[table_N] * width_N * num_rows
+        loads = self._loads(table_N, width_N, share_N, num_rows)
         extra, host = np.zeros((2, len(table_N), 2))
         if self._estimated_T[table_N].any():
             alone = self.cost_model.predict_sums(encoding_RE)
@@ -493,6 +487,34 @@ class Simulator:
                 num_ids_N * 2 * _ID_BYTES * self.encoder.stream_ms,
             )
         return np.where(self._prepares_T[table_N], ms_N, 0.0)
+
+    def _loads(
+        self, table_N: Ints, width_N: Ints, share_N: Floats, num_rows_N: Floats
+    ) -> Floats:
+        """Return `PricedShards.loads_N3` of shards with a share of the lookups."""
+        loads = np.zeros((len(table_N), 3))
+        loads[:, 0] = (
+            self._id_bytes_T[table_N] * share_N + self._length_bytes_T[table_N]
+        )
+        share = np.where(self.pooled_T[table_N], 1.0, share_N)
+        loads[:, 1] = width_N * (self._columns_T[table_N] * share)
+        loads[:, 2] = self._gradient_bytes_T[table_N] * width_N * num_rows_N
+        return loads
+
+    def loads_of_places(self, table: int, width: int) -> Floats:
+        """Return the loads of each rank of a table's block, `block size x 3`.
+
+        Args:
+            table: A table that is split by rows.
+            width: Columns of the block.
+        """
+        kind, size = self.task.sharding_type(table), self.task.block_size(table)
+        rows = int(self._rows_T[table])
+        parts = [kind.rows_at(place, rows, size) for place in range(size)]
+        first_N, rows_N = np.array(parts).T
+        table_N = np.full(size, table)
+        share_N = self._lookup_shares(table_N, rows_N / rows, rows_N, first_N)
+        return self._loads(table_N, np.full(size, width), share_N, rows_N)
 
     def _numbered(
         self, table_N: Ints, rows_N: Ints, firsts: Sequence[int | None] | None = None

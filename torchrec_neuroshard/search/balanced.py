@@ -128,12 +128,13 @@ class Options:
         return self.pick(np.sort(np.array(kept)))
 
 
-def list_options(bank: ShardBank, work: Work) -> Options:
+def list_options(bank: ShardBank, work: Work, *, alike: bool = False) -> Options:
     """Return the options of all tables whose shards fit an empty rank.
 
     Args:
         bank: The task's shards, not merged.
         work: The kernels' work.
+        alike: See `ShardBank.parts`.
     """
     task = bank.task
     counts = [(w, *c) for w in range(len(bank.dims_T)) for c in _counts(bank, w)]
@@ -143,8 +144,8 @@ def list_options(bank: ShardBank, work: Work) -> Options:
     fits_O = (bank.sizes(way_O, width_O) <= bank.caps_MW.max(axis=1)[:, None]).all(0)
     way_O, few_O, many_O, width_O = (v[fits_O] for v in (way_O, few_O, many_O, width_O))
     dim_O, size_O = bank.dims_T[way_O], bank.block_T[way_O]
-    place_N, rank_N, alike_N = bank.parts(way_O)
-    row_N = bank.rows(way_O[place_N], width_O[place_N], rank_N)
+    place_N, rank_N, alike_N = bank.parts(way_O, alike=alike)
+    row_N = bank.rows(way_O[place_N], width_O[place_N], rank_N, alike=alike)
     times_N1 = (alike_N * dim_O[place_N] / width_O[place_N])[:, None]
     work_OK, loads_O3 = (
         sum_by(place_N, values * times_N1, len(way_O))
@@ -155,7 +156,7 @@ def list_options(bank: ShardBank, work: Work) -> Options:
     first_O = np.flatnonzero(np.diff(place_N, prepend=-1))
     compute_O2, comms_O4 = (
         work.alone(row_N[first_O]),
-        _comms_alone(bank, way_O, width_O),
+        _comms_alone(bank, way_O, width_O, alike),
     )
     varied_O = few_O < dim_O / width_O
     for way in np.unique(way_O[varied_O]).tolist():
@@ -225,7 +226,7 @@ def _uneven(
     return total_OK, np.where(wide_ON1, work.alone(row_N), np.inf).min(axis=1)
 
 
-def _comms_alone(bank: ShardBank, way_O: Ints, width_O: Ints) -> Floats:
+def _comms_alone(bank: ShardBank, way_O: Ints, width_O: Ints, alike: bool) -> Floats:
     """Predict the collectives with only one shard, or block of ranks, of each option.
 
     Returns:
@@ -236,7 +237,7 @@ def _comms_alone(bank: ShardBank, way_O: Ints, width_O: Ints) -> Floats:
     )
     place_N = np.repeat(np.arange(len(way_O)), size_O)
     rank_N = np.arange(len(place_N)) - np.repeat(np.cumsum(size_O) - size_O, size_O)
-    row_N = bank.rows(way_O[place_N], width_O[place_N], rank_N)
+    row_N = bank.rows(way_O[place_N], width_O[place_N], rank_N, alike=alike)
     loads_N3 = bank.loads_of(row_N)
     ms_N3 = bank.simulator.single_comms(way_O[place_N], loads_N3, rank_N, place_N)
     most_O3 = np.zeros((len(way_O), 3))

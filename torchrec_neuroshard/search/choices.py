@@ -75,21 +75,20 @@ class Choices:
         filled = [(*w, *w[:1] * (max(num_ways) - len(w))) for w in self.ways]
         self._way_NK: Ints = np.array(filled)
         count = len(task.tables)
-        table, rank, alike = bank.parts(np.arange(count))
+        table, rank, alike = bank.parts(np.arange(count), alike=True)
         # The blocks of a grid are on different nodes.
         self.width_T: Ints = np.where(
             bank.moves_T, bank.dims_T, np.minimum(task.min_widths, bank.dims_T)
         )
         blocks_T = bank.dims_T / self.width_T
         piece_T = self._pieces()
-        rows = bank.rows(table, piece_T[table], rank)
+        rows = bank.rows(table, piece_T[table], rank, alike=True)
         share_M1 = ((bank.dims_T / piece_T / num_ranks)[table] * alike)[:, None]
         self._encoding_TE = sum_by(table, bank.encoding(rows) * share_M1, count)
         self._extra_T2 = sum_by(table, bank.extra(rows) * share_M1, count)
-        loads_M3 = bank.loads_of(rows) * share_M1
-        self._loads_T3 = sum_by(table, loads_M3, count)
-        skewed_T = bank.simulator.skewed_T
-        self._skew_TX = self._skew(table, rank, loads_M3) if skewed_T.any() else None
+        self._loads_T3 = sum_by(table, bank.loads_of(rows) * share_M1, count)
+        skewed = np.flatnonzero(bank.simulator.skewed_T)
+        self._skew_TX = self._skew(skewed, piece_T) if len(skewed) else None
         self._bytes_MT: Floats = (
             bank.sizes(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )
@@ -100,11 +99,11 @@ class Choices:
         # The average rank holds a fraction of a shard, but some rank runs a kernel.
         alone = bank.predict(bank.encoding(rows)) + bank.extra(rows)
         self._floor_T2: Floats = np.maximum(alone, bank.simulator.encoder.launch_ms)
-        if skewed_T.any():
-            own = np.flatnonzero(skewed_T[table])
-            rows = bank.rows(table[own], narrow[table[own]], rank[own])
+        if len(skewed):
+            busiest = np.array([self._busiest(t) for t in skewed.tolist()])
+            rows = bank.rows(skewed, narrow[skewed], busiest)
             alone = bank.predict(bank.encoding(rows)) + bank.extra(rows)
-            np.maximum.at(self._floor_T2, table[own], alone)
+            self._floor_T2[skewed] = np.maximum(self._floor_T2[skewed], alone)
         shard_MT = bank.sizes(np.arange(count), narrow)
         self._shard_bytes_T = bank.scarcest(shard_MT)
         self.fits_T = fitting(task)
@@ -118,21 +117,29 @@ class Choices:
         self.room_M: Floats = bank.caps_MW.sum(axis=1)
         self.room_M[:1] *= FILL if num_ranks > 1 else 1.0
 
-    def _skew(self, table_M: Ints, rank_M: Ints, loads_M3: Floats) -> Floats:
+    def _busiest(self, table: int) -> int:
+        """Return the rank of a block that gets most ids."""
+        simulator = self.bank.simulator
+        return int(simulator.loads_of_places(table, COLUMN_MULTIPLE)[:, 0].argmax())
+
+    def _skew(self, skewed: Ints, width_T: Ints) -> Floats:
         """Return what ranks get beyond the mean rank's loads, `T x (W * 3)`.
 
         Only blocks with unequal lookups differ. If a block is a node, its place on the
         nodes is open, so the same rank of each node gets an equal share.
+
+        Args:
+            skewed: Tables with unequal lookups.
+            width_T: Columns of each table's shards.
         """
         bank, num_ranks = self.bank, self.bank.task.world_size
         skew_TW3 = np.zeros((len(bank.dims_T), num_ranks, 3))
-        own = np.flatnonzero(bank.simulator.skewed_T[table_M])
-        for table, place, loads_3 in zip(
-            table_M[own].tolist(), rank_M[own].tolist(), loads_M3[own], strict=True
-        ):
-            size = int(bank.block_T[table])
-            skew_TW3[table, place::size] += loads_3 * size
-            skew_TW3[table] -= loads_3
+        for table in skewed.tolist():
+            width, size = int(width_T[table]), int(bank.block_T[table])
+            loads_P3 = bank.simulator.loads_of_places(table, width)
+            beyond_P3 = loads_P3 - loads_P3.mean(axis=0)
+            blocks = bank.dims_T[table] / width * size / num_ranks
+            skew_TW3[table] = blocks * np.tile(beyond_P3, (num_ranks // size, 1))
         return skew_TW3.reshape(len(skew_TW3), -1)
 
     def _pieces(self) -> Ints:

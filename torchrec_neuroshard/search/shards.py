@@ -214,14 +214,14 @@ class ShardBank:
             (simulator.splits_columns_T & (self.most_T > 1)).any()
         )
 
-    def _part_numbers(self, table_N: Ints, rank_N: Ints | None) -> Ints:
+    def _part_numbers(self, table_N: Ints, rank_N: Ints | None, alike: bool) -> Ints:
         """Return which part of its table each rank holds; None means a full part."""
         part_N: Ints = self._part_T[table_N]
         if rank_N is None or self._num_alike == 1:
             return part_N
         place_N = rank_N % self.block_T[table_N]
         kind_N: Ints = np.clip(place_N - self._full_T[table_N] + 1, 0, 2)
-        own_N = self._places_T[table_N] > 0
+        own_N = (self._places_T[table_N] > 0) & (not alike)
         return part_N + np.where(own_N, self._num_alike + place_N, kind_N)
 
     def no_widths(self) -> Ints:
@@ -230,8 +230,13 @@ class ShardBank:
         shape = (len(self.dims_T), self.task.world_size)
         return np.zeros(shape, dtype=np.int16 if small else np.int64)
 
-    def parts(self, table_N: Ints) -> tuple[Ints, Ints, Ints]:
+    def parts(self, table_N: Ints, *, alike: bool = False) -> tuple[Ints, Ints, Ints]:
         """Return each distinct part of each table's block once.
+
+        Args:
+            table_N: Tables.
+            alike: Whether parts with equally many rows count as equal, although the
+                ranks of some tables get unequal lookups.
 
         Returns:
             Three arrays, one entry for each part: index into `table_N`; a rank of the
@@ -239,7 +244,7 @@ class ShardBank:
             equal part.
         """
         size_N, full_N = self.block_T[table_N], self._full_T[table_N]
-        if (self._places_T[table_N] > 0).any():
+        if not alike and (self._places_T[table_N] > 0).any():
             return self._unequal_parts(table_N)
         rest_N = np.minimum(size_N - full_N, 1)
         count_N3 = np.stack([full_N, rest_N, size_N - full_N - rest_N], axis=1)
@@ -467,6 +472,8 @@ class ShardBank:
         table_N: npt.ArrayLike,
         width_N: npt.ArrayLike,
         rank_N: Ints | None = None,
+        *,
+        alike: bool = False,
     ) -> Ints:
         """Return the row of each shard; price the shards that are new.
 
@@ -477,10 +484,11 @@ class ShardBank:
             width_N: Columns.
             rank_N: Ranks; they decide which part of a table that is split by rows is
                 meant. None means a full part.
+            alike: See `parts`.
         """
         table = np.asarray(table_N, dtype=np.int64)
         units = np.asarray(width_N, dtype=np.int64) // COLUMN_MULTIPLE
-        part = self._part_numbers(table, rank_N)
+        part = self._part_numbers(table, rank_N, alike)
         rows: Ints = self._row_PU[part, units]
         new = rows < 0
         if new.any():
