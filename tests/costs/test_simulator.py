@@ -16,6 +16,8 @@ from torchrec_neuroshard.models.base import IdKernels
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.published_links import published_comms_model
+from torchrec_neuroshard.tables.hot_rows import HotRows
+from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
 
 Floats = npt.NDArray[np.float64]
@@ -227,7 +229,7 @@ def test_every_device_needs_time_to_reorder_columns(device: str) -> None:
 class CountedKernels(AnalyticCostModel):
     """A millisecond an id to bucketise, 3 a bag to move, 1e-3 a byte to reorder."""
 
-    ids = IdKernels(bucketise_ns=1e6, permute_bag_ns=3e6)
+    ids = IdKernels(pooled_ns=1e6, sequence_ns=5e6, permute_bag_ns=3e6)
 
     def column_order(self, bytes_N: Floats) -> Floats:
         return np.stack([bytes_N * 1e-3, bytes_N * 2e-3], axis=-1)
@@ -263,3 +265,24 @@ def test_kernels_beside_lookups_by_hand() -> None:
     copied[1, :, 3] += 32 * 16 * 4 * 2e-3
     linked = costs(CountedKernels(), has_copies=False) - free
     assert linked == pytest.approx(copied)
+
+
+def test_ids_of_sequences_and_of_hot_rows_by_hand() -> None:
+    """Half of the rows get 90 % of the lookups, but all ranks have as many samples."""
+    hot = HotRows(range_size=64, range_shares=(0.9, 0.1))
+    profile = FeatureProfile(
+        batch_size=64, num_lookups=256, access_histogram=(*[10.0] * 5, *[0.0] * 12)
+    )
+    profile = dataclasses.replace(profile, hot_rows=hot)
+    [table] = make_tables([8], 128, [4.0], num_features=4, profile=profile)
+    comms = AnalyticCommsModel()
+    comms.has_copies = False
+    for pooled, sorted_ms in ((True, 1), (False, 5)):
+        task = make_task([table], 2, 64, sharding_types=("row_wise",), pooled=(pooled,))
+        placement = Placement.from_widths(2, [(0, 8, 0), (0, 8, 1)], task)
+        sums = []
+        for model in (CountedKernels(), AnalyticCostModel()):
+            [stage] = Simulator(task, model, comms).evaluate(placement).stages
+            sums.append(np.array([r.fwd_compute for r in stage.ranks]))
+        # 128 own ids, and 256 bags that arrive.
+        assert sums[0] - sums[1] == pytest.approx([sorted_ms * 128 + 3 * 256] * 2)

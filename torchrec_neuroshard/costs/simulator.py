@@ -353,9 +353,12 @@ class Simulator:
         self._length_bytes_T: Floats = self._columns_T * (
             _LENGTH_BYTES * task.batch_size
         )
-        self._splits_rows_T = np.array([k.splits_rows for k in kinds])
-        self._prepares_T = self._splits_rows_T & bool(cost_model.ids.bucketise_ns)
-        if not comms_model.has_copies and cost_model.ids.permute_bag_ns:
+        splits_rows_T = np.array([k.splits_rows for k in kinds])
+        ids = cost_model.ids
+        bucketise_ns_T = np.where(self.pooled_T, ids.pooled_ns, ids.sequence_ns)
+        self._bucketise_ms_T = 1e-6 * bucketise_ns_T * splits_rows_T
+        self._prepares_T = self._bucketise_ms_T > 0
+        if not comms_model.has_copies and ids.permute_bag_ns:
             self._prepares_T |= ~replicated_T
         self._prepares_T &= task.world_size > 1
         factors = [k or KernelFactors() for k in task.kernels]
@@ -476,14 +479,13 @@ class Simulator:
             rows_share_N: Share of the table's rows, which a rank's own samples have of
                 the lookups.
         """
-        kernels = self.cost_model.ids
         lookups_N = self._num_lookups_T[table_N]
         own_N, num_ids_N = lookups_N * rows_share_N, lookups_N * share_N
-        ms_N = self._splits_rows_T[table_N] * own_N * kernels.bucketise_ns * 1e-6
+        ms_N = own_N * self._bucketise_ms_T[table_N]
         if not self.comms_model.has_copies:
             num_bags_N = self._length_bytes_T[table_N] / _LENGTH_BYTES
             ms_N += np.maximum(
-                num_bags_N * kernels.permute_bag_ns * 1e-6,
+                num_bags_N * self.cost_model.ids.permute_bag_ns * 1e-6,
                 num_ids_N * 2 * _ID_BYTES * self.encoder.stream_ms,
             )
         return np.where(self._prepares_T[table_N], ms_N, 0.0)

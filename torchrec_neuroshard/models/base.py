@@ -47,19 +47,22 @@ class RangeWarning:
 class IdKernels:
     """Times of the kernels that prepare ids for an exchange or a lookup."""
 
-    bucketise_ns: float
-    """Finding the rank that holds one id of a row-wise table, and sorting the ids by
-    rank."""
+    pooled_ns: float
+    """Finding the rank that holds one id of a row-wise table, and sorting the ids of a
+    bag by rank."""
+    sequence_ns: float
+    """The same if ids of one rank stay in their order, for tables of sequences."""
     permute_bag_ns: float
     """Moving one bag of received ids to its table's place; moving its ids takes two
     sequential passes, if that is longer."""
 
 
-GPU_IDS = IdKernels(0.67, 0.39)
-"""Of an A100 in two published traces: `block_bucketize_sparse_features` of 689,144 ids
-takes 465 us, `permute_2D_sparse_data` of 1.0 million bags with 15.8 million ids 388
-us."""
-CPU_IDS = IdKernels(22.0, 5.0)
+GPU_IDS = IdKernels(0.103, 0.79, 0.39)
+"""Published timings. FBGEMM's pull request 2346 has `block_bucketize_sparse_features`
+of 49 million ids on an unnamed GPU of 2024: 5.08 ms for bags, 38.9 with the kernel that
+sequences still use. In a profile of an A100, `permute_2D_sparse_data` of 1.0 million
+bags with 15.8 million ids takes 388 us."""
+CPU_IDS = IdKernels(22.0, 22.0, 5.0)
 """Of one core of an EPYC (25/1): 20 to 27 ns an id, 4 to 9 ns a bag."""
 
 
