@@ -14,18 +14,21 @@ from torch import nn
 
 from tests.builders import costed, draw_records, make_header, write_records
 from torchrec_neuroshard.bundles.fit import (
+    Evaluation,
     TrainConfig,
     as_cost_model,
     evaluate,
+    fit_model,
     physics_network,
     train,
 )
 from torchrec_neuroshard.bundles.fit_physics import fit_physics, fitted_kinds
 from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, load_bundle
-from torchrec_neuroshard.bundles.set_data import build_sets
+from torchrec_neuroshard.bundles.set_data import MIN_SETS, SetData, build_sets
 from torchrec_neuroshard.bundles.training_loop import fit, seeded
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.measure.records import CostRecord
 from torchrec_neuroshard.models.physical import (
     WORKS,
     Physics,
@@ -154,19 +157,25 @@ def test_a_start_decides_where_there_are_no_sets() -> None:
     assert error(fit_physics(doubled, there)) < 0.5 * error(fit_physics(doubled))
 
 
-@pytest.mark.parametrize(("num_sets", "share"), [(300, 0.3), (20, 0.05)])
-def test_members_see_different_sets_and_their_spread_matches_errors(
-    num_sets: int, share: float
-) -> None:
-    training = build_sets(draw_records(num_sets, 0))
-    noise = np.random.default_rng(0).lognormal(0.0, 0.1, (num_sets, 1))
-    noisy = dataclasses.replace(training, costs_S2=training.costs_S2 * noise)
-    test = build_sets(draw_records(200, 1))
-    noise = np.random.default_rng(1).lognormal(0.0, 0.1, (200, 1))
-    test = dataclasses.replace(test, costs_S2=test.costs_S2 * noise)
-    config = dataclasses.replace(QUICK, validation_share=share)
-    model = as_cost_model(train(noisy, config), noisy, "x")
-    assert 0.8 < evaluate("x", model, test).inside < 0.98
+def noisy(records: Sequence[CostRecord], seed: int) -> SetData:
+    """Return the sets of records, with 10 % of noise on their times."""
+    data = build_sets(records)
+    noise = np.random.default_rng(seed).lognormal(0.0, 0.1, (data.num_sets, 1))
+    return dataclasses.replace(data, costs_S2=data.costs_S2 * noise)
+
+
+@pytest.mark.parametrize("num_sets", [300, 60])
+def test_every_candidate_knows_its_uncertainty(num_sets: int) -> None:
+    training, test = noisy(draw_records(num_sets, 0), 0), noisy(draw_records(200, 1), 1)
+    config = dataclasses.replace(QUICK, tuning_steps=20)
+    other = noisy(draw_records(300, 5), 5)
+    start = as_cost_model(train(other, QUICK), other, "start")
+    before = start.network.spread_2.clone()
+    for started in (None, start):
+        found = fit_model(training, test, config, start=started)
+        for name, candidate in found.candidates.items():
+            assert 0.75 < candidate.evaluation.inside < 1.0, name
+    assert torch.equal(start.network.spread_2, before)
 
 
 def test_devices_are_learned_together() -> None:
@@ -180,24 +189,70 @@ def test_devices_are_learned_together() -> None:
     assert together.total_mape < alone.total_mape
 
 
-def test_validation_takes_tables_that_are_in_no_other_set() -> None:
-    records = draw_records(100, 0)
+@pytest.mark.parametrize(
+    ("num_sets", "drawn", "left_out"),
+    [
+        (300, 0, [60]),
+        (300, 9, [60]),
+        (300, 30, [30]),
+        (50, 9, [10] * 5),
+        (3, 0, [1] * 3),
+    ],
+)
+def test_left_out_sets_judge(num_sets: int, drawn: int, left_out: list[int]) -> None:
+    records = draw_records(num_sets, 0)
+    data = build_sets(
+        [dataclasses.replace(r, validation=r.index < drawn) for r in records]
+    )
+    splits = data.splits(np.random.default_rng(0), 0.2)
+    assert [judged.num_sets for _, judged in splits] == left_out
+    for training, judged in splits:
+        times = [*training.costs_S2[:, 0], *judged.costs_S2[:, 0]]
+        assert sorted(times) == sorted(data.costs_S2[:, 0])
+    if len(splits) > 1:
+        every = np.concatenate([judged.costs_S2 for _, judged in splits])
+        assert sorted(every[:, 0]) == sorted(data.costs_S2[:, 0])
+    elif drawn >= MIN_SETS:
+        assert splits[0][1].for_validation_S.all()
+
+
+def test_choice_does_not_favour_low_predictions() -> None:
+    """Half and twice the time are equally wrong, though 50 % is less than 100 %."""
+    data = build_sets(draw_records(40, 0))
+    physics = fit_physics(data)
+
+    def error(factor: float) -> Evaluation:
+        scaled = dataclasses.replace(
+            physics,
+            constants_K2=factor * physics.constants_K2,
+            set_constants_G2=factor * physics.set_constants_G2,
+        )
+        return evaluate("x", as_cost_model(physics_network(scaled), data, "x"), data)
+
+    low, high = error(1e-3), error(1e3)
+    assert low.log_error == pytest.approx(high.log_error, rel=0.05)
+    assert low.total_mape < 1 < high.total_mape
+
+
+def test_errors_are_told_by_workload() -> None:
+    records = draw_records(40, 0)
     named = [
-        r
-        if r.index % 2
-        else dataclasses.replace(
-            r, tables=tuple(dataclasses.replace(t, name="again") for t in r.tables)
+        dataclasses.replace(
+            r,
+            tables=tuple(
+                dataclasses.replace(t, name=f"{'ab'[r.index < 10]}/{i}#{i}")
+                for i, t in enumerate(r.tables)
+            ),
         )
         for r in records
     ]
     data = build_sets(named)
-    assert not data.is_new_S[::2].any() and data.is_new_S[1::2].all()
-    training, validation = data.split(np.random.default_rng(0), 0.2)
-    assert validation.num_sets == 20 and validation.is_new_S.all()
-    assert training.num_sets == 80
-    drawn = [dataclasses.replace(r, validation=r.index < 30) for r in named]
-    _, validation = build_sets(drawn).split(np.random.default_rng(0), 0.2)
-    assert validation.num_sets == 30 and validation.validates_S.all()
+    wrong = np.where(data.workload_S == "b", 2.0, 1.0)[:, None]
+    model = as_cost_model(physics_network(fit_physics(data)), data, "x")
+    judged = dataclasses.replace(data, costs_S2=data.costs_S2 * wrong)
+    found = evaluate("x", model, judged).workloads
+    assert {name: count for name, (count, _) in found.items()} == {"a": 30, "b": 10}
+    assert found["b"][1] > found["a"][1] + 0.2
 
 
 def test_bad_input_is_named() -> None:
@@ -208,7 +263,8 @@ def test_bad_input_is_named() -> None:
         ([record], "1 sets are too few"),
     ):
         with pytest.raises(RecordError, match=message):
-            train(build_sets(records), QUICK)
+            data = build_sets(records)
+            fit_model(data, data, QUICK)
     with pytest.raises(ConfigError, match="at least 1, got 0, 8 and 500"):
         TrainConfig(epochs=0)
 

@@ -114,7 +114,7 @@ def test_a_collective_without_records(training: CommsData) -> None:
 def test_too_little_to_train_on() -> None:
     few = data((2,), count=10)
     with pytest.raises(RecordError, match="10 records are too few to train on"):
-        fit_collectives.make_candidates(few, few)
+        fit_collectives.make_candidates(few)
     crossing = dataclasses.replace(measure(2, 1, 0)[0], local_world_size=1)
     for records, message in (([], "no records"), ([crossing], "2.0 inside a node and")):
         with pytest.raises(RecordError, match=message):
@@ -123,11 +123,9 @@ def test_too_little_to_train_on() -> None:
 
 def test_another_machines_model_is_a_start(training: CommsData) -> None:
     source = fit_collectives.fit_coefficients(training)
-    few, test = data((2, 4), count=15, seed=20), data((2, 4), count=60, seed=60)
-    few, test = (
-        dataclasses.replace(d, transfer_NW=d.transfer_NW * 2.5) for d in (few, test)
-    )
-    found = fit_collectives.make_candidates(few, test, source)
+    few = data((2, 4), count=15, seed=20)
+    few = dataclasses.replace(few, transfer_NW=few.transfer_NW * 2.5)
+    found = fit_collectives.make_candidates(few, source)
     assert list(found.candidates) == ["before", "scaled", "tuned", "linear"]
     assert found.errors["scaled"] < 0.1 < found.errors["before"]
     assert found.errors["tuned"] < found.errors["linear"]

@@ -14,9 +14,16 @@ from torchrec_neuroshard.models.compute import NeuralCostModel
 from torchrec_neuroshard.models.network import (
     NetworkArrays,
     SetCostNetwork,
+    set_inputs,
     shard_inputs,
 )
-from torchrec_neuroshard.models.physical import SET_VALUES, SET_WORKS, WORKS, Physics
+from torchrec_neuroshard.models.physical import (
+    SET_VALUES,
+    SET_WORKS,
+    WORKS,
+    Physics,
+    set_works,
+)
 from torchrec_neuroshard.tables.features import table_features
 from torchrec_neuroshard.testing import AnalyticCommsModel
 
@@ -56,8 +63,10 @@ def test_arrays_predict_like_the_network(count: int) -> None:
     sums = members.astype(np.float32) @ encoded
     with torch.inference_mode():
         values = sums[:, : len(SET_VALUES)]
-        sets = torch.from_numpy(network.physics.sets_ms(values)).float()
-        predicted = network.predict(torch.from_numpy(sums), sets, torch.zeros(count, 0))
+        works = set_works(values, network.physics.least_threads)
+        sets = torch.from_numpy(network.physics.sets_ms(works)).float()
+        known = torch.from_numpy(set_inputs(works, values))
+        predicted = network.predict(torch.from_numpy(sums), sets, known)
     close(arrays.predict(sums), predicted.numpy())
     assert arrays.encode(features[:0]).shape == (0, encoded.shape[1])
     assert arrays.predict(sums[:0]).shape == (0, 3, 2)

@@ -225,8 +225,8 @@ def judge(bundle: Path, estimate: CostModel) -> LaunchVerdict | None:
     return LaunchVerdict(
         num_sets=len(records),
         num_disturbed=sum(disturbance(r, usual_ms) > 1.0 for r in records),
-        error=evaluate("bundle", load_bundle(bundle), data).score,
-        estimate_error=evaluate("estimate", estimate, data).score,
+        error=evaluate("bundle", load_bundle(bundle), data).log_error,
+        estimate_error=evaluate("estimate", estimate, data).log_error,
     )
 
 
@@ -499,8 +499,7 @@ def _nearest(request: LaunchRequest, records: Path) -> Path | None:
         model = load_bundle(folder)
         predicted = model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
         factors = list(map(best_factor, predicted.T, data.costs_S2.T))
-        shares = np.abs(predicted * factors / data.costs_S2 - 1)
-        return float(shares.mean())
+        return float(np.abs(np.log(predicted * factors / data.costs_S2)).mean())
 
     alike = [
         folder

@@ -3,7 +3,7 @@
 First the physics is fitted: constants per kind of work (`models.physical`), by least
 squares of relative errors. Then a network that corrects the physics is trained on the
 same sets. Both may start from a model of another device: its constants are refitted,
-its network is fine-tuned. Validation sets decide between the candidates. The test sets
+its network is fine-tuned. Left-out sets decide between the candidates. The test sets
 hold tables that no candidate has seen; their errors are only reported.
 
 Shapes: see `models.network` and `models.physical`.
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +30,17 @@ from torchrec_neuroshard.bundles.training_loop import fit, seeded, shuffled_batc
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.models.compute import NeuralCostModel
-from torchrec_neuroshard.models.network import SetCostNetwork, ShardInputs, shard_inputs
-from torchrec_neuroshard.models.physical import Physics, set_values
+from torchrec_neuroshard.models.network import (
+    SetCostNetwork,
+    ShardInputs,
+    set_inputs,
+    shard_inputs,
+)
+from torchrec_neuroshard.models.physical import Physics, set_values, set_works
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 Floats = npt.NDArray[np.float64]
 
-_FEW_SETS = 30
-"""With fewer validation sets, training sets also calibrate the uncertainty."""
 _INSIDE, _DEVIATIONS = 0.9, 1.645
 """90 % of normally distributed errors are within 1.645 standard deviations."""
 
@@ -56,8 +61,8 @@ class TrainConfig:
     latent: int = 16
     head_hidden: int = 32
     validation_share: float = 0.1
-    """Share of the training sets used to pick each member's best epoch and the best
-    candidate."""
+    """Share of many training sets that is left out to choose the candidate, unless
+    sets were drawn for that."""
     tuning_steps: int = 500
     """Steps of fine-tuning, in batches of at most 64 sets."""
     tuning_rate: float = 3e-3
@@ -101,7 +106,8 @@ class _Prepared:
     set_ids_N: npt.NDArray[np.int64]
     sets_S2: torch.Tensor
     """`Physics.sets_ms`."""
-    device_SD: torch.Tensor
+    y_SY: torch.Tensor
+    """`set_inputs`; with several devices, it holds the device, too."""
     costs_S3: torch.Tensor
     """Forward, backward and total."""
 
@@ -111,17 +117,21 @@ class _Prepared:
     ) -> _Prepared:
         """Prepare the sets of several devices; `parts[d]` are of device `d`."""
         inputs: list[ShardInputs] = []
-        ids, sets, device, start = [], [], [], 0
+        ids, sets, ys, start = [], [], [], 0
         for d, (data, physics) in enumerate(parts):
             made = shard_inputs(data.features_NF, physics)
             one_hot = np.eye(max(num_devices, 1), dtype=np.float32)[d, :num_devices]
-            shown = np.tile(one_hot, (len(made.x_NX), 1))
-            x_NX = np.concatenate([made.x_NX, shown], axis=1)
-            inputs.append(made._replace(x_NX=x_NX))
+
+            def show(x: npt.NDArray[np.float32], one_hot: Any = one_hot) -> Any:
+                return np.concatenate([x, np.tile(one_hot, (len(x), 1))], axis=1)
+
+            inputs.append(made._replace(x_NX=show(made.x_NX)))
             ids.append(data.set_ids_N + start)
             values_NV = set_values(data.features_NF, physics.least_threads)
-            sets.append(physics.sets_ms(data.sum_shards(values_NV)))
-            device.append(np.tile(one_hot, (data.num_sets, 1)))
+            values_SV = data.sum_shards(values_NV)
+            works_SG = set_works(values_SV, physics.least_threads)
+            sets.append(physics.sets_ms(works_SG))
+            ys.append(show(set_inputs(works_SG, values_SV)))
             start += data.num_sets
         costs = np.concatenate([data.costs_S2 for data, _ in parts])
         return cls(
@@ -130,7 +140,7 @@ class _Prepared:
             ),
             np.concatenate(ids),
             torch.from_numpy(np.concatenate(sets)).float(),
-            torch.from_numpy(np.concatenate(device)),
+            torch.from_numpy(np.concatenate(ys)),
             torch.from_numpy(np.c_[costs, costs.sum(axis=1)]).float(),
         )
 
@@ -144,7 +154,7 @@ class _Prepared:
         encoded = network.encode(*(v[rows] for v in self.inputs))
         sums = torch.zeros(len(sets), encoded.shape[1])
         sums = sums.index_add(0, torch.from_numpy(ids), encoded)
-        out = network.predict(sums, self.sets_S2[sets], self.device_SD[sets])
+        out = network.predict(sums, self.sets_S2[sets], self.y_SY[sets])
         with_total = torch.cat([out, out.sum(2, keepdim=True)], dim=2)
         return with_total.log() - self.costs_S3[sets].log()[:, None]
 
@@ -156,15 +166,14 @@ def train(
     init: SetCostNetwork | None = None,
     others: Sequence[SetData] = (),
 ) -> SetCostNetwork:
-    """Train an ensemble.
+    """Train an ensemble on all sets.
 
-    With M members, each leaves out a different M-th of the sets, and keeps the weights
-    of its best epoch on the validation sets. The members' spread is scaled to match the
-    errors on the validation sets. If there are few of these, training sets are used as
-    well, each predicted by the member that left it out.
+    With M members, each leaves out a different M-th of the sets, so that the members
+    differ. All keep their last weights: the learning rate ends at 0, and choosing an
+    epoch by left-out sets gains nothing.
 
     Args:
-        data: Sets to train on; a part becomes the validation sets.
+        data: Sets to train on.
         config: Sizes and rates.
         init: Network to fine-tune, with its physics. None starts from random weights
             and a physics fitted to the sets.
@@ -173,23 +182,10 @@ def train(
             on `data`.
     """
     rng = np.random.default_rng(config.seed)
-    training, validation = data.split(rng, config.validation_share)
-    return _train(training, validation, config, rng, init, others)
-
-
-def _train(
-    training: SetData,
-    validation: SetData,
-    config: TrainConfig,
-    rng: np.random.Generator,
-    init: SetCostNetwork | None = None,
-    others: Sequence[SetData] = (),
-) -> SetCostNetwork:
-    physics = fit_physics(training) if init is None else init.physics
-    parts = [(training, physics), *((o, fit_physics(o)) for o in others)]
+    physics = fit_physics(data) if init is None else init.physics
+    parts = [(data, physics), *((o, fit_physics(o)) for o in others)]
     devices = len(parts) if others else 0
     prepared = _Prepared.of(parts, devices)
-    judged = _Prepared.of([(validation, physics)], devices)
     with seeded(config.seed):
         if init is None:
             network = SetCostNetwork(
@@ -199,39 +195,30 @@ def _train(
                 config.head_hidden,
                 devices,
             )
-            x_NX = prepared.inputs[0][:, : network.num_inputs]
-            network.input_mean_X.copy_(x_NX.mean(dim=0))
-            network.input_std_X.copy_(x_NX.std(dim=0).clamp_min(1e-2))
+            for values, mean, std in (
+                (prepared.inputs[0], network.input_mean_X, network.input_std_X),
+                (prepared.y_SY, network.set_mean_Y, network.set_std_Y),
+            ):
+                known = values[:, : len(mean)]
+                mean.copy_(known.mean(dim=0))
+                std.copy_(known.std(dim=0, correction=0).clamp_min(1e-2))
         else:
             network = copy.deepcopy(init)
         network.physics = physics
-        left_out_S = _fit(network, prepared, judged, config, rng)
+        _fit(network, prepared, config, rng)
         if others:
             network = network.of_device(0)
-            prepared, judged = (
-                _Prepared.of([(d, physics)], 0) for d in (training, validation)
-            )
-            tuning = config.tuning(training.num_sets)
-            left_out_S = _fit(network, prepared, judged, tuning, rng)
-    ratios_SM = _ratios(network, judged)
-    mean_S, std_S = ratios_SM.mean(axis=1), ratios_SM.std(axis=1)
-    if len(mean_S) < _FEW_SETS:
-        ratios_SM = _ratios(network, prepared)
-        unseen_S = ratios_SM[np.arange(len(ratios_SM)), left_out_S]
-        mean_S = np.concatenate([mean_S, unseen_S])
-        std_S = np.concatenate([std_S, ratios_SM.std(axis=1)])
-    _scale_spread(network, mean_S, std_S)
+            prepared = _Prepared.of(parts[:1], 0)
+            _fit(network, prepared, config.tuning(data.num_sets), rng)
     return network.eval()
 
 
 def _fit(
     network: SetCostNetwork,
     training: _Prepared,
-    validation: _Prepared,
     config: TrainConfig,
     rng: np.random.Generator,
-) -> npt.NDArray[np.int64]:
-    """Train, and return for each training set the member that left it out."""
+) -> None:
     num_sets = len(training.costs_S3)
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
@@ -244,10 +231,10 @@ def _fit(
     )
     weight = torch.tensor([0.5, 0.5, 1.0])
     members = network.num_members
-    left_out_S = rng.permutation(num_sets) % members
     seen_SM = torch.ones(num_sets, members)
     if members > 1:
-        seen_SM[torch.arange(num_sets), torch.from_numpy(left_out_S)] = 0.0
+        left_out_S = torch.from_numpy(rng.permutation(num_sets) % members)
+        seen_SM[torch.arange(num_sets), left_out_S] = 0.0
 
     def loss(sets: npt.NDArray[np.int64]) -> torch.Tensor:
         error = training.error(network, sets) * weight
@@ -261,42 +248,32 @@ def _fit(
         optimizer,
         shuffled_batches(rng, num_sets, config.batch_sets, config.epochs),
         loss,
-        lambda: (validation.error(network).exp() - 1).abs().mean(dim=(0, 2)),
         max_grad_norm=10.0,
         schedule=schedule,
     )
-    return left_out_S
 
 
-def _ratios(network: SetCostNetwork, sets: _Prepared) -> Floats:
-    """Return each member's predicted total over the measured total, `S x M`."""
-    with torch.no_grad():
-        ratios_SM: Floats = sets.error(network)[..., 2].exp().double().numpy()
-    return ratios_SM
+def _scaled_spread(ratio_S: Floats, spread_S: Floats) -> tuple[float, float]:
+    """Return a factor on the members' spread, and a minimum of the uncertainty.
 
-
-def _scale_spread(network: SetCostNetwork, mean_S: Floats, std_S: Floats) -> None:
-    """Scale the members' spread such that 90 % of sets are inside the 90 % interval.
-
-    The scaling is a factor and a minimum uncertainty; of the pairs that reach 90 %, the
-    likeliest is taken.
+    With them, 90 % of left-out sets are inside the 90 % interval. Of the pairs that
+    reach 90 %, the likeliest is taken.
 
     Args:
-        network: The network to scale.
-        mean_S: Predicted over measured totals of sets that were not trained on.
-        std_S: Standard deviation between the members on these sets.
+        ratio_S: Predicted over measured totals of left-out sets.
+        spread_S: Relative standard deviation between the members on these sets.
     """
-    error, spread = np.abs(mean_S - 1.0) / mean_S, std_S / mean_S
-    best, likeliest = (1.0, 0.0), -np.inf
+    error = np.abs(ratio_S - 1.0) / ratio_S
+    best, likeliest = (1.0, float(np.quantile(error, _INSIDE)) / _DEVIATIONS), -np.inf
     for least in np.arange(0.0, 0.2, 0.005):
         for factor in np.arange(0.0, 4.1, 0.1):
-            std = np.hypot(factor * spread, least) + 1e-6
+            std = np.hypot(factor * spread_S, least) + 1e-6
             if (error <= _DEVIATIONS * std).mean() < _INSIDE:
                 continue
             likely = float((-np.log(std) - 0.5 * (error / std) ** 2).mean())
             if likely > likeliest:
                 best, likeliest = (float(factor), float(least)), likely
-    network.spread_2.copy_(torch.tensor(best))
+    return best
 
 
 def as_cost_model(network: SetCostNetwork, data: SetData, name: str) -> NeuralCostModel:
@@ -335,11 +312,11 @@ class Evaluation:
     """Share of the sets inside the model's 90 % interval."""
     kendall_tau: float
     """Kendall's tau of predicted and measured totals."""
-
-    @property
-    def score(self) -> float:
-        """Mean error of forward, backward and total, which ranks the candidates."""
-        return (self.fwd_mape + self.bwd_mape + self.total_mape) / 3
+    log_error: float
+    """Mean of |log(predicted / measured)| over forward, backward and total. It ranks
+    candidates, because it does not favour low predictions."""
+    workloads: Mapping[str, tuple[int, float]]
+    """Workload -> sets with most tables from it, and their `total_mape`."""
 
     def line(self) -> str:
         """Return the errors as a line of text."""
@@ -359,6 +336,8 @@ def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
     total_error = np.abs(total / measured - 1)
     cheap = measured <= np.quantile(measured, 0.1)
     interval = _DEVIATIONS * model.relative_uncertainty(sums) * total
+    logs_S3 = np.log(np.c_[predicted, total] / np.c_[data.costs_S2, measured])
+    of_workload = {str(w): data.workload_S == w for w in np.unique(data.workload_S)}
     return Evaluation(
         name=name,
         fwd_mape=float(error[:, 0].mean()),
@@ -369,6 +348,11 @@ def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
         bias=float((total / measured - 1).mean()),
         inside=float((np.abs(total - measured) <= interval).mean()),
         kendall_tau=float(stats.kendalltau(total, measured).statistic),
+        log_error=float(np.abs(logs_S3).mean()),
+        workloads={
+            workload: (int(mine.sum()), float(total_error[mine].mean()))
+            for workload, mine in of_workload.items()
+        },
     )
 
 
@@ -391,10 +375,13 @@ def fit_model(
     start: NeuralCostModel | None = None,
     others: Sequence[SetData] = (),
 ) -> Choice[Candidate]:
-    """Make the candidates for a device and choose by their validation errors.
+    """Make the candidates for a device and choose by their errors on left-out sets.
+
+    With few sets, all candidates are made once per fold without its sets, to be judged,
+    and in the end from all sets.
 
     Args:
-        data: The device's training sets; a part becomes the validation sets.
+        data: The device's training sets; see `SetData.splits`.
         test: The device's sets of held-out tables, for the reported errors.
         config: Sizes and rates.
         start: A model of another device to start from.
@@ -404,36 +391,64 @@ def fit_model(
         Candidates `physics` and `learned`; with `start`, candidates `before`,
         `physics`, `refitted` and `tuned`.
     """
-    rng = np.random.default_rng(config.seed)
-    training, validation = data.split(rng, config.validation_share)
+    splits = data.splits(np.random.default_rng(config.seed), config.validation_share)
+    judged = defaultdict[str, list[tuple[float, Floats, Floats]]](list)
+    for training, left_out in splits:
+        made = _make_networks(training, config, start, others)
+        for name, network in made.items():
+            judged[name].append(_judge(network, left_out))
+    if len(splits) > 1:
+        made = _make_networks(data, config, start, others)
     ranges = training_ranges(data)
-    if start is None:
-        learned = _train(training, validation, config, rng, others=others)
-        made = {
-            "physics": (physics_network(learned.physics), ranges),
-            "learned": (learned, ranges),
-        }
-    else:
-        both = {
+    seen = {"physics": ranges, "learned": ranges}
+    if start is not None:
+        seen["before"] = dict(start.ranges)
+        seen["refitted"] = seen["tuned"] = {
             name: (min(start.ranges[name][0], low), max(start.ranges[name][1], high))
             for name, (low, high) in ranges.items()
         }
-        refitted = copy.deepcopy(start.network)
-        refitted.physics = fit_physics(training, start.network.physics)
-        tuning = config.tuning(training.num_sets)
-        tuned = _train(training, validation, tuning, rng, refitted)
-        made = {
-            "before": (start.network, start.ranges),
-            "physics": (physics_network(refitted.physics), ranges),
-            "refitted": (refitted, both),
-            "tuned": (tuned, both),
-        }
     candidates: dict[str, Candidate] = {}
     errors: dict[str, float] = {}
-    for name, (network, seen) in made.items():
-        model = as_cost_model(network, data, name)
-        errors[name] = evaluate(name, model, validation).score
-        candidates[name] = Candidate(network, seen, evaluate(name, model, test))
-    return Choice(
-        candidates, errors, "mean error over forward, backward and total in validation"
-    )
+    for name, network in made.items():
+        found, ratios, spreads = zip(*judged[name], strict=True)
+        weights = [len(ratio_S) for ratio_S in ratios]
+        errors[name] = float(np.average(found, weights=weights))
+        scaled = _scaled_spread(np.concatenate(ratios), np.concatenate(spreads))
+        network.spread_2.copy_(torch.tensor(scaled))
+        evaluation = evaluate(name, as_cost_model(network, data, name), test)
+        candidates[name] = Candidate(network, seen[name], evaluation)
+    return Choice(candidates, errors, "mean |log ratio| on left-out sets")
+
+
+def _make_networks(
+    data: SetData,
+    config: TrainConfig,
+    start: NeuralCostModel | None,
+    others: Sequence[SetData],
+) -> dict[str, SetCostNetwork]:
+    """Return the network of each candidate; see `fit_model`."""
+    if start is None:
+        learned = train(data, config, others=others)
+        return {"physics": physics_network(learned.physics), "learned": learned}
+    refitted = copy.deepcopy(start.network)
+    refitted.physics = fit_physics(data, start.network.physics)
+    return {
+        "before": copy.deepcopy(start.network),
+        "physics": physics_network(refitted.physics),
+        "refitted": refitted,
+        "tuned": train(data, config.tuning(data.num_sets), init=refitted),
+    }
+
+
+def _judge(network: SetCostNetwork, data: SetData) -> tuple[float, Floats, Floats]:
+    """Return the `log_error` on sets, each total's ratio, and the members' spread.
+
+    The ratio is predicted over measured, the spread relative to the prediction.
+    """
+    with torch.no_grad():
+        prepared = _Prepared.of([(data, network.physics)], 0)
+        ratios_SM3 = prepared.error(network).exp().double().numpy()
+    ratio_S3 = ratios_SM3.mean(axis=1)
+    total_SM = ratios_SM3[..., 2]
+    spread_S = total_SM.std(axis=1) / total_SM.mean(axis=1)
+    return float(np.abs(np.log(ratio_S3)).mean()), ratio_S3[:, 2], spread_S

@@ -2,13 +2,14 @@
 
 The candidates are another machine's coefficients (as they are, rescaled, or refitted
 with a pull toward the rescaled ones) and a fit to these records alone. The candidate
-with the lowest error on other records is kept.
+with the lowest error in cross-validation is kept.
 
 Shapes: `N` records, `W` ranks padded to the largest world, `K` terms, `L` collectives.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from scipy import stats
 
 from torchrec_neuroshard.bundles.choice import Choice
 from torchrec_neuroshard.bundles.fit_physics import fit_constants
+from torchrec_neuroshard.bundles.set_data import NUM_FOLDS
 from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.measure.records import CommsRecord
 from torchrec_neuroshard.models.base import COLLECTIVES
@@ -45,6 +47,16 @@ class CommsData:
     world_size_N: npt.NDArray[np.int64]
     transfer_NW: Floats
     """Measured times [ms]; 0 for padding."""
+
+    def select(self, records_N: npt.NDArray[np.bool_]) -> CommsData:
+        """Return the data of some records."""
+        return CommsData(
+            self.terms_NWK[records_N],
+            self.present_NW[records_N],
+            self.collective_N[records_N],
+            self.world_size_N[records_N],
+            self.transfer_NW[records_N],
+        )
 
     def slowest_ms(self) -> Floats:
         """Return the time of each record's slowest rank, `N`."""
@@ -159,13 +171,12 @@ def _rescaled(coefficients_LK: Floats, data: CommsData) -> Floats:
 
 
 def make_candidates(
-    training: CommsData, test: CommsData, source_LK: Floats | None = None
+    training: CommsData, source_LK: Floats | None = None
 ) -> Choice[Floats]:
-    """Make the candidates for collectives and choose by the median test error.
+    """Make the candidates for collectives and choose by cross-validation.
 
     Args:
         training: Records to fit to.
-        test: Records that decide which candidate is kept.
         source_LK: Another machine's coefficients for this backend, to start from.
 
     Returns:
@@ -178,18 +189,27 @@ def make_candidates(
     count = len(training.collective_N)
     if count < _FEWEST_RECORDS:
         raise RecordError(f"{count} records are too few to train on; measure more")
+    fold_N = np.random.default_rng(0).permutation(count) % NUM_FOLDS
+    logs = defaultdict[str, list[Floats]](list)
+    for fold in range(NUM_FOLDS):
+        left_out = training.select(fold_N == fold)
+        fitted = _coefficients(training.select(fold_N != fold), source_LK)
+        for name, found_LK in fitted.items():
+            predicted = predict_comms(found_LK, left_out).clip(_LEAST_MS)
+            logs[name].append(np.abs(np.log(predicted / left_out.slowest_ms())))
+    errors = {name: float(np.median(np.concatenate(e))) for name, e in logs.items()}
+    made = _coefficients(training, source_LK)
+    return Choice(made, errors, "median |log ratio| in cross-validation")
+
+
+def _coefficients(data: CommsData, source_LK: Floats | None) -> dict[str, Floats]:
+    """Return the coefficients of each candidate; see `make_candidates`."""
     made: dict[str, Floats] = {}
     if source_LK is not None:
         made["before"] = source_LK
-        made["scaled"] = _rescaled(source_LK, training)
-        made["tuned"] = fit_coefficients(training, made["scaled"])
-    made["linear"] = fit_coefficients(training)
-    measured = test.slowest_ms()
-    errors = {
-        name: float(np.median(np.abs(predict_comms(c, test) / measured - 1)))
-        for name, c in made.items()
-    }
-    return Choice(made, errors, "median error")
+        made["scaled"] = _rescaled(source_LK, data)
+        made["tuned"] = fit_coefficients(data, made["scaled"])
+    return {**made, "linear": fit_coefficients(data)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

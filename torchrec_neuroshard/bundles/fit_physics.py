@@ -67,11 +67,8 @@ _ACCELERATORS_ALONE = (
 
 
 def best_factor(predicted_S: Floats, measured_S: Floats) -> float:
-    """Return the factor on the predictions with the lowest mean relative error."""
-    # Least sum of |f * p / y - 1| is the median of y / p, weighted by p / y.
-    ratio = np.sort(measured_S / predicted_S)
-    weight = np.cumsum(1.0 / ratio)
-    return float(ratio[np.searchsorted(weight, weight[-1] / 2)])
+    """Return the factor on the predictions that leaves no bias: the median ratio."""
+    return float(np.median(measured_S / predicted_S))
 
 
 def fit_constants(
@@ -158,7 +155,11 @@ def fit_physics(data: SetData, start: Physics | None = None) -> Physics:
                 None if near_K is None else near_K[kinds],
                 robust=_ROBUST,
             )
-        error = float(np.abs(works @ constants / data.costs_S2 - 1.0).mean())
+        predicted = np.maximum(works @ constants, 1e-9)
+        factors = list(map(best_factor, predicted.T, data.costs_S2.T))
+        # Least squares of relative errors favours low predictions.
+        constants *= factors
+        error = float(np.abs(np.log(predicted * factors / data.costs_S2)).mean())
         if error < least:
             shards, sets = np.split(constants, [len(WORKS)])
             sets[0] = np.maximum(sets[0], 1e-4)

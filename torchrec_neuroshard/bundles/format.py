@@ -45,7 +45,7 @@ from torchrec_neuroshard.tables.features import (
     check_schema,
 )
 
-BUNDLE_VERSION, COMMS_VERSION = 3, 2
+BUNDLE_VERSION, COMMS_VERSION = 4, 2
 """Versions of the file layouts; other versions are refused."""
 _WEIGHTS_NAME = "weights.safetensors"
 

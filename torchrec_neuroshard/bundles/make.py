@@ -58,8 +58,8 @@ def make_bundle(
     """Fit a cost model of kernels to one device's records and write a bundle.
 
     Records that other work disturbed are left out. The candidate with the lowest error
-    in validation is kept; the card shows its errors on held-out tables. `start`'s model
-    of collectives is not copied, because it was measured on the other device.
+    on left-out sets is kept; the card shows its errors on held-out tables. `start`'s
+    model of collectives is not copied, because it was measured on the other device.
 
     Args:
         records: Parquet files of one machine.
@@ -121,6 +121,7 @@ def make_bundle(
             "started_from": from_bundle and from_bundle.name,
             "kept": fitted.kept,
             "errors": fitted.errors,
+            "left_out": data.left_out_text(),
         },
     )
     noise = repeatability_line(repeatability(kept), "set")
@@ -140,9 +141,9 @@ def train_comms_bundle(
 ) -> list[CommsEvaluation]:
     """Fit a model of collectives to records and write it into a bundle.
 
-    Some records are kept for the test. The candidate with the lowest error on them is
-    kept: a fit to the training records alone or, with `before`, that bundle's model as
-    it is, rescaled or refitted.
+    Some records are kept for the test, whose errors are only reported. The candidate
+    with the lowest error in cross-validation is kept: a fit to the training records
+    alone or, with `before`, that bundle's model as it is, rescaled or refitted.
 
     Args:
         records: Files of one machine and backend. World sizes may come from separate
@@ -172,7 +173,7 @@ def train_comms_bundle(
 
     start = COMMS_BUNDLE.read_info(before) if before else None
     start_LK = start.table() if start else None
-    found = make_candidates(training_data, test_data, start_LK)
+    found = make_candidates(training_data, start_LK)
     evaluations = evaluate_comms(found.best, training_data, test_data)
     sums = [float(sum(r.bytes_per_peer)) for r in training]
     info = CommsBundleInfo(

@@ -20,6 +20,8 @@ Floats = npt.NDArray[np.float64]
 
 MIN_SETS = 10
 """Fewest training sets, and fewest test sets of held-out tables."""
+FEW_SETS, NUM_FOLDS = 200, 5
+"""With fewer training sets, cross-validation in this many folds chooses the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,10 @@ class SetData:
     """Set of each shard; sorted."""
     costs_S2: Floats
     """Measured forward and backward [ms]."""
-    is_new_S: npt.NDArray[np.bool_]
-    """Whether a set's tables are in no other set."""
-    validates_S: npt.NDArray[np.bool_]
+    for_validation_S: npt.NDArray[np.bool_]
     """Whether a set was drawn for validation; always False in older records."""
+    workload_S: npt.NDArray[np.str_]
+    """Workload of most of a set's tables: their names up to the first slash."""
 
     @property
     def num_sets(self) -> int:
@@ -56,30 +58,51 @@ class SetData:
             self.features_NF[rows],
             ids,
             self.costs_S2[sets],
-            self.is_new_S[sets],
-            self.validates_S[sets],
+            self.for_validation_S[sets],
+            self.workload_S[sets],
         )
 
-    def split(self, rng: np.random.Generator, share: float) -> tuple[SetData, SetData]:
-        """Return training and validation sets.
+    @property
+    def has_validation(self) -> bool:
+        """Whether enough sets were drawn for validation."""
+        return int(self.for_validation_S.sum()) >= MIN_SETS
 
-        Like the test, validation should use tables that training has not seen. It gets
-        the sets that were drawn for it, else sets whose tables are in no other set. If
-        there are too few of both, it gets random sets.
+    def left_out_text(self) -> str:
+        """Return which sets `splits` leaves out, in words."""
+        if self.has_validation:
+            return "sets of other tables, drawn for validation"
+        if self.num_sets < FEW_SETS:
+            return f"each training set once ({NUM_FOLDS}-fold cross-validation)"
+        return "random training sets, which were left out"
+
+    def splits(
+        self, rng: np.random.Generator, share: float
+    ) -> list[tuple[SetData, SetData]]:
+        """Return pairs of sets to train on and left-out sets to judge by.
+
+        Sets that were drawn for validation are left out, because no training set has
+        tables of their kinds. Without them, random sets are left out: a share of many
+        sets, or each of fewer than `FEW_SETS` once.
+
+        Raises:
+            RecordError: There are too few sets.
         """
-        count = max(1, int(self.num_sets * share))
-        held_out = rng.permutation(self.num_sets)[:count]
-        new = rng.permutation(np.flatnonzero(self.is_new_S))
-        if len(new) >= count:
-            held_out = new[:count]
-        if self.validates_S.sum() >= MIN_SETS:
-            held_out = np.flatnonzero(self.validates_S)
-        others = np.setdiff1d(np.arange(self.num_sets), held_out)
-        if not len(others):
+        random = rng.permutation(self.num_sets)
+        if self.has_validation:
+            left_out = [np.flatnonzero(self.for_validation_S)]
+        elif self.num_sets < FEW_SETS:
+            left_out = np.array_split(random, min(NUM_FOLDS, self.num_sets))
+        else:
+            left_out = [random[: max(1, int(self.num_sets * share))]]
+        if any(len(sets) == self.num_sets for sets in left_out):
             raise RecordError(
                 f"{self.num_sets} sets are too few to train on; measure more"
             )
-        return self.select(others), self.select(held_out)
+        every = np.arange(self.num_sets)
+        return [
+            (self.select(np.setdiff1d(every, sets)), self.select(np.sort(sets)))
+            for sets in left_out
+        ]
 
 
 def rows_of(
@@ -109,15 +132,14 @@ def build_sets(records: Sequence[CostRecord], device_type: str = "cpu") -> SetDa
                 f"record {record.index} has times {record.fwd_ms}, {record.bwd_ms} ms; "
                 "times must be above 0"
             )
-    tables = [{t.name.partition("#")[0] for t in r.tables} for r in records]
-    uses = Counter(name for names in tables for name in names)
+    names = [[t.name.partition("/")[0] for t in r.tables] for r in records]
     return SetData(
         device_type,
         np.concatenate([table_features(r.tables, r.batch_size) for r in records]),
         np.repeat(np.arange(len(records)), [len(r.tables) for r in records]),
         np.array([[r.fwd_ms, r.bwd_ms] for r in records]),
-        np.array([max(uses[name] for name in names) == 1 for names in tables]),
         np.array([r.validation for r in records]),
+        np.array([Counter(of_set).most_common(1)[0][0] for of_set in names]),
     )
 
 

@@ -49,12 +49,12 @@ def fit(
     optimizer: torch.optim.Optimizer,
     epochs: Iterable[Iterable[_Batch]],
     loss: Callable[[_Batch], torch.Tensor],
-    validate: Callable[[], torch.Tensor | float],
+    validate: Callable[[], torch.Tensor | float] | None = None,
     *,
     max_grad_norm: float | None = None,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> torch.Tensor:
-    """Train a network and leave it with the weights of its best epoch.
+    """Train a network and leave it with the weights of its best or last epoch.
 
     Args:
         network: The network. In an ensemble, `validate` returns one error per member
@@ -64,13 +64,13 @@ def fit(
         epochs: The batches of each epoch.
         loss: Loss of a batch.
         validate: Called after each epoch, without gradients; returns the error that
-            decides which epoch is best.
+            decides which epoch is best. Without it, the last epoch's weights stay.
         max_grad_norm: Gradients are scaled down to this norm.
         schedule: Learning-rate schedule, stepped after every batch.
 
     Returns:
         The best epoch, counted from 1, of the network or of each member; 0 if no
-        epoch's error was a number.
+        epoch's error was a number, or without `validate`.
     """
     parameters = dict(network.named_parameters())
     kept = {name: p.detach().clone() for name, p in parameters.items()}
@@ -85,6 +85,8 @@ def fit(
             optimizer.step()
             if schedule is not None:
                 schedule.step()
+        if validate is None:
+            continue
         with torch.no_grad():
             error = torch.as_tensor(validate(), dtype=torch.float64)
             improved = error < least
@@ -94,7 +96,8 @@ def fit(
                 rest = (1,) * (parameter.dim() - improved.dim())
                 chosen = improved.view(improved.shape + rest)
                 kept[name] = torch.where(chosen, parameter, kept[name])
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(kept[name])
+    if validate is not None:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(kept[name])
     return best_epoch

@@ -1,7 +1,8 @@
 """The learned model of sets: shard encoder, sum and head, as an ensemble.
 
-Shapes: `N` shards, `S` sets, `M` ensemble members, `F` features, `X` net inputs, `V`
-set values, `E` encoding values, `L` latent values, `K` and `G` kinds of work.
+Shapes: `N` shards, `S` sets, `M` ensemble members, `F` features, `X` inputs of the
+encoder, `Y` inputs of the head on a set's work, `V` set values, `E` encoding values,
+`L` latent values, `K` and `G` kinds of work.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from torchrec_neuroshard.models.physical import (
     WORKS,
     Physics,
     set_values,
+    set_works,
 )
 from torchrec_neuroshard.tables.features import FEATURE_NAMES, NUM_TOTALS
 
 _NUM_VALUES = len(SET_VALUES)
-_NUM_TOTALS = SET_VALUES.index("output_bytes") + 1
-"""Number of set values whose sums are inputs of the head; the first of them."""
+NUM_SET_INPUTS = _NUM_VALUES + len(SET_WORKS) - 1  # every set has one launch
 NUM_INPUTS = len(FEATURE_NAMES) - 1 + 4  # num_tables is 1 for every shard
 _MAX_CORRECTION = 3.0
 """Bound on the log correction of a shard or set: the network corrects the physics, it
@@ -63,11 +64,26 @@ def shard_inputs(features_NF: Array, physics: Physics) -> ShardInputs:
     return ShardInputs(x, physical, values)
 
 
+def set_inputs(
+    works_SG: npt.NDArray[np.floating], values_SV: npt.NDArray[np.floating]
+) -> Array:
+    """Return what the head knows of sets' work, `S x Y`, not standardised.
+
+    Args:
+        works_SG: `physical.set_works`.
+        values_SV: Sums of the shards' `physical.set_values`.
+    """
+    values = np.concatenate([values_SV, works_SG[:, 1:]], axis=1, dtype=np.float32)
+    logs: Array = np.log1p(np.maximum(values, 0.0))
+    return logs
+
+
 class SetCostNetwork(nn.Module):
     """Encoder and head of every ensemble member.
 
     A shard's encoding holds an additive cost (the physics' time, corrected by the
-    encoder) and latent values weighted by this cost. The head corrects a set's sum.
+    encoder) and latent values weighted by this cost. The head corrects a set's sum; it
+    also sees the set's work: totals, longest bag, widest table, passes of the sort.
     """
 
     constants_K2: torch.Tensor
@@ -76,6 +92,8 @@ class SetCostNetwork(nn.Module):
     least_threads: torch.Tensor
     input_mean_X: torch.Tensor
     input_std_X: torch.Tensor
+    set_mean_Y: torch.Tensor
+    set_std_Y: torch.Tensor
     spread_2: torch.Tensor
 
     def __init__(
@@ -104,11 +122,13 @@ class SetCostNetwork(nn.Module):
             ("least_threads", torch.ones((), dtype=torch.float64)),
             ("input_mean_X", torch.zeros(NUM_INPUTS)),
             ("input_std_X", torch.ones(NUM_INPUTS)),
+            ("set_mean_Y", torch.zeros(NUM_SET_INPUTS)),
+            ("set_std_Y", torch.ones(NUM_SET_INPUTS)),
             # Factor on the members' spread, and smallest relative uncertainty.
             ("spread_2", torch.tensor([1.0, 0.0])),
         ):
             self.register_buffer(name, start)
-        head_inputs = 2 + _NUM_TOTALS + latent + num_devices
+        head_inputs = 2 + NUM_SET_INPUTS + latent + num_devices
         self.encoder = nn.ParameterList(
             _layers(num_members, [NUM_INPUTS + num_devices, hidden, hidden, 2 + latent])
         )
@@ -153,10 +173,7 @@ class SetCostNetwork(nn.Module):
         self, x_NX: torch.Tensor, physical_N2: torch.Tensor, values_NV: torch.Tensor
     ) -> torch.Tensor:
         """Encode shards from their `ShardInputs`, `N x E`."""
-        device = x_NX[:, NUM_INPUTS:]
-        x = (x_NX[:, :NUM_INPUTS] - self.input_mean_X) / self.input_std_X
-        x = x.clamp(-_MAX_STANDARDISED, _MAX_STANDARDISED)
-        x = torch.cat([x, device], dim=1)
+        x = _standardise(x_NX, self.input_mean_X, self.input_std_X)
         out = _run(self.encoder, x.expand(self.num_members, -1, -1))
         bend = _MAX_CORRECTION * torch.tanh(out[..., :2] / _MAX_CORRECTION)
         cost = physical_N2 * torch.exp(bend)
@@ -166,16 +183,17 @@ class SetCostNetwork(nn.Module):
         return torch.cat([values_NV, flat], dim=1)
 
     def predict(
-        self, sums_SE: torch.Tensor, sets_S2: torch.Tensor, device_SD: torch.Tensor
+        self, sums_SE: torch.Tensor, sets_S2: torch.Tensor, y_SY: torch.Tensor
     ) -> torch.Tensor:
         """Predict every member's milliseconds, `S x M x 2`.
 
         Args:
             sums_SE: Sums of encodings.
             sets_S2: `Physics.sets_ms`.
-            device_SD: One column per device, 1 for the set's device, else 0.
+            y_SY: `set_inputs`. With several devices, one more column per device: 1 for
+                the set's device, else 0.
         """
-        totals = torch.log1p(sums_SE[:, :_NUM_TOTALS]) / 10.0
+        y_SY = _standardise(y_SY, self.set_mean_Y, self.set_std_Y)
         rest = sums_SE[:, _NUM_VALUES:].reshape(len(sums_SE), self.num_members, -1)
         rest = rest.permute(1, 0, 2)  # M x S x (2 + L)
         cost = rest[..., :2]
@@ -183,9 +201,8 @@ class SetCostNetwork(nn.Module):
         x = torch.cat(
             [
                 torch.log(cost.clamp_min(1e-6)) / 3.0,
-                totals.expand(self.num_members, -1, -1),
                 mean_latent,
-                device_SD.expand(self.num_members, -1, -1),
+                y_SY.expand(self.num_members, -1, -1),
             ],
             dim=2,
         )
@@ -228,6 +245,8 @@ class NetworkArrays:
         self._physics = copy.deepcopy(network.physics)
         self._input_mean_X = network.input_mean_X.numpy().copy()
         self._input_std_X = network.input_std_X.numpy().copy()
+        self._set_mean_Y = network.set_mean_Y.numpy().copy()
+        self._set_std_Y = network.set_std_Y.numpy().copy()
         self._encoder = [p.detach().numpy().copy() for p in network.encoder]
         self._head = [p.detach().numpy().copy() for p in network.head]
         set_factor_M2 = torch.exp(network.launch_scale_M2)
@@ -259,14 +278,28 @@ class NetworkArrays:
         rest = rest.transpose(1, 0, 2)  # M x S x (2 + L)
         cost = np.ascontiguousarray(rest[..., :2])
         total = np.maximum(cost[..., :1] + cost[..., 1:], 1e-6)
-        x = np.empty((*rest.shape[:2], size + _NUM_TOTALS), dtype=np.float32)
+        values_SV = sums_SE[:, :_NUM_VALUES]
+        works_SG = set_works(values_SV, self._physics.least_threads)
+        y = (set_inputs(works_SG, values_SV) - self._set_mean_Y) / self._set_std_Y
+        x = np.empty((*rest.shape[:2], size + NUM_SET_INPUTS), dtype=np.float32)
         x[..., :2] = np.log(np.maximum(cost, 1e-6)) / 3.0
-        x[..., 2 : 2 + _NUM_TOTALS] = np.log1p(sums_SE[:, :_NUM_TOTALS]) / 10.0
-        np.divide(rest[..., 2:], total, out=x[..., 2 + _NUM_TOTALS :])
-        sets_S2 = self._physics.sets_ms(sums_SE[:, :_NUM_VALUES]).astype(np.float32)
+        np.divide(rest[..., 2:], total, out=x[..., 2:size])
+        np.clip(y, -_MAX_STANDARDISED, _MAX_STANDARDISED, out=x[0, :, size:])
+        x[1:, :, size:] = x[0, :, size:]
+        sets_S2 = self._physics.sets_ms(works_SG).astype(np.float32)
         milliseconds: Array = cost + sets_S2 * self._set_factor_M12
         milliseconds *= np.exp(_bend(_run_arrays(self._head, x)))
         return milliseconds.transpose(1, 0, 2)
+
+
+def _standardise(
+    x_NX: torch.Tensor, mean_X: torch.Tensor, std_X: torch.Tensor
+) -> torch.Tensor:
+    """Standardise the inputs and clip them; columns of devices stay."""
+    known = len(mean_X)
+    x = (x_NX[:, :known] - mean_X) / std_X
+    x = x.clamp(-_MAX_STANDARDISED, _MAX_STANDARDISED)
+    return torch.cat([x, x_NX[:, known:]], dim=1)
 
 
 def _by_chunks(

@@ -142,15 +142,13 @@ class Physics:
         times: Floats = works_NK @ self.constants_K2
         return times
 
-    def sets_ms(self, values_SV: npt.NDArray[np.floating]) -> Floats:
+    def sets_ms(self, works_SG: Floats) -> Floats:
         """Return the time of sets beyond their shards', `S x 2`, including the launch.
 
         Args:
-            values_SV: Sums of the shards' `set_values`.
+            works_SG: Result of `set_works`.
         """
-        if not self.set_constants_G2[1:].any():
-            return np.tile(self.set_constants_G2[0], (len(values_SV), 1))
-        times: Floats = set_works(values_SV, self.least_threads) @ self.set_constants_G2
+        times: Floats = works_SG @ self.set_constants_G2
         return times
 
 
