@@ -68,6 +68,7 @@ def describe_run(
 
 
 def _shown(argument: str) -> str:
-    """Return an argument without this machine's folders."""
-    path = Path(argument)
-    return path.name if path.is_absolute() else argument
+    """Return an argument, or NAME=PATH, without this machine's folders."""
+    name, equals, value = argument.rpartition("=")
+    path = Path(value)
+    return f"{name}{equals}{path.name}" if path.is_absolute() else argument
