@@ -50,7 +50,6 @@ PAGES = {COMPARISON: PICTURES, EXPECTED: None}
 DOCUMENTS = (
     "README.md",
     "docs/comparison.md",
-    "docs/calibration.md",
     "docs/how_it_works.md",
     "benchmarks/gpu/STATUS.md",
 )
@@ -95,19 +94,6 @@ def over_rivals() -> str:
         rows.append([title, *(over.text() if over else "-" for over in both)])
     heads = [f"{v.title}, {len(v.tasks)} tasks" for v in views]
     return table(["rival", *heads], rows)
-
-
-def calibrated_plans() -> str:
-    """Return how well the kernels of plans were predicted by a calibrated bundle."""
-    tasks = read_results(RESULTS / "calibrated_plans_202611")["tasks"]
-    ratios = paired.prediction_ratios(tasks, paired.OURS, paired.KERNELS)
-    error = statistics.fmean(abs(r - 1) for r in ratios)
-    bias, most = statistics.fmean(ratios) - 1, max(abs(r - 1) for r in ratios)
-    return (
-        f"With the calibrated bundle of the EPYC 25/1, the kernels of {len(ratios)} "
-        f"plans were\npredicted within {100 * error:.1f} % on average, "
-        f"{100 * most:.1f} % at most, with a bias of {100 * bias:+.1f} %"
-    )
 
 
 @functools.cache
@@ -278,7 +264,6 @@ def rows_of(name: str, column: str) -> list[dict[str, str]]:
 PARTS: Mapping[str, Callable[[], str]] = {
     "planners": planners,
     "over-rivals": over_rivals,
-    "calibrated-plans": calibrated_plans,
     "h200-errors": h200_errors,
     "expected-plans": expected_plans,
     "planning-time": planning_time,
