@@ -93,10 +93,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def draw_tasks(options: argparse.Namespace) -> Iterator[tuple[str, Task]]:
-    """Yield each task with the name of its group: its seed and its batch size."""
-    for seed, batch in itertools.product(options.seeds, options.batch_sizes):
+    """Yield each task with the name of its group: its seed and its batch size.
+
+    Each seed goes on in the list of tasks where the one before ended, so that the
+    seeds have other tables and other numbers of ranks.
+    """
+    many = options.num_tasks
+    seeds = enumerate(options.seeds)
+    for (number, seed), batch in itertools.product(seeds, options.batch_sizes):
         drawn = TaskSettings(batch_size=batch, max_rows=options.max_rows, seed=seed)
-        for task in make_tasks(options.tables, drawn)[: options.num_tasks]:
+        tasks = itertools.cycle(make_tasks(options.tables, drawn))
+        for task in itertools.islice(tasks, number * many, (number + 1) * many):
             cluster = cluster_of(task.world_size).name
             name = f"seed {seed}, batch {batch:,}"
             yield name, dataclasses.replace(task, cluster=cluster)
