@@ -13,7 +13,7 @@ import pytest
 
 import bench_calibration as bench
 from harness.provenance import describe_run
-from planner_comparison.plans import ColumnOrder, KernelSet, RunPlan, Stage
+from planner_comparison.plans import ColumnOrder, KernelSet, RunPlan, Stage, Times
 from planner_comparison.tasks import make_tasks
 from tests.builders import ATTACHES_OPTIMIZERS, make_tables
 from torchrec_neuroshard.measure.clock import Reference
@@ -45,7 +45,7 @@ def test_a_rank_has_its_kernels_and_the_reordering_of_all() -> None:
         Stage(sharding_type="row_wise", kernels=(None, one)),
     )
     plan = RunPlan(stages=stages, rank_bytes=(0, 0), num_shards=3, num_split=1)
-    times = {one: (1.0, 2.0), both: (10.0, 20.0), order: (0.25, 0.5)}
+    times: Times = {one: (1.0, 2.0), both: (10.0, 20.0), order: (0.25, 0.5)}
     assert bench.rank_ms(plan, times) == [3.75, 33.75]
     traits = dict(zip(bench.TRAITS, np.array(bench.rank_traits(plan)).T, strict=True))
     lookups = [t.profile_at(4).num_lookups for t in tables]
@@ -89,10 +89,25 @@ def test_the_shorter_of_torchrecs_plans_counts_and_losses_are_counted() -> None:
     assert bench.over_torchrec(won, "a") == pytest.approx(0.515)
     assert math.isnan(bench.over_torchrec(won, "b"))
     data = {"reference_ms": 2.0, "bundles": {"a": {"reference_ms": 1.0}}}
-    row = bench._row(data, [lost, won], "a")
+    level = task_of(ours[0], a=ours, first=ours, second=long)
+    level["plans"][FIRST] = {**level["plans"][FIRST], "measured_ms": [10.2, 2.0]}
+    assert 1 < bench.over_torchrec(level, "a") < bench.LOST
+    row = bench._row(data, [lost, won, level], "a")
     assert row[-1] == "1" and row[-2] == "0.515, 1.030"
     # 9 of 10.3 ms, on a machine whose reference takes twice as long.
     assert row[5] == f"{2 * 9.0 / 10.3:.3f} (0.0%)"
+
+
+def test_each_seed_has_other_tasks_and_each_batch_size_the_same() -> None:
+    given = ["--out", "none", "--bundles", "a=cpu", "--num-tasks", "2"]
+    given += ["--seeds", "3", "4", "--batch-sizes", "64", "128"]
+    groups: dict[str, list[str]] = {}
+    for group, task in bench.draw_tasks(bench.parse_arguments(given)):
+        groups.setdefault(group, []).append(task.name.rpartition("-")[0])
+    first, *others = groups.values()
+    assert list(groups)[:2] == ["seed 3, batch 64", "seed 3, batch 128"]
+    assert [len(names) for names in groups.values()] == [2] * 4
+    assert first == others[0] and not set(first) & set(others[1])
 
 
 @pytest.mark.parametrize("bundle", ["mine", "=cpu", "mine="])
