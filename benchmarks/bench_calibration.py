@@ -323,13 +323,12 @@ def _first(task: Data) -> Data:
 
 
 def _noise_text(tasks: Sequence[Data]) -> str:
-    pairs = [(t["again_ms"], _first(t)["measured_ms"]) for t in tasks]
-    logs = [math.log(max(again) / max(once)) for again, once in pairs]
-    sd = math.sqrt(statistics.fmean(v * v for v in logs))
+    sd = noise_sd(tasks)
+    # A ratio has the noise of two ranks.
+    least = POWER * math.sqrt(2 / len(tasks)) * sd
     return (
-        f"The noise of a\n  rank is {noise_sd(tasks):.1%}. The busiest ranks of both "
-        f"timings differ by {sd:.1%}, so a mean over {len(tasks)}\n  tasks shows "
-        f"differences above {POWER * sd / math.sqrt(len(tasks)):.1%}."
+        f"The noise of a\n  rank's time is {sd:.1%}. A mean ratio of busiest ranks "
+        f"over {len(tasks)} tasks shows differences\n  above {least:.1%}."
     )
 
 
