@@ -39,13 +39,15 @@ from torchrec_neuroshard.planner import first_launch as launches
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.first_launch import FirstLaunch
 from torchrec_neuroshard.planner.topology import topology_for
-from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
+from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, row_shard
 
 SHARDS = make_tables([16, 8, 16, 64, 32], rows=[500, 500, 900, 10**8, 100])
 REQUEST = first_launch.LaunchRequest(
     shards=SHARDS,
     kernels=(0, 0, 0, 1, 1),
     tables=(0, 0, 1, 2, 3),
+    row_kernels=(),
+    plan_ranks=2,
     batch_size=128,
     device_type="cpu",
     world_size=2,
@@ -65,7 +67,10 @@ def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
         names = [t.name.partition("#")[0] for t in drawn.tables]
         places = [[s.name for s in SHARDS].index(n) for n in names]
         assert len({request.kernels[p] for p in places}) == 1
-        assert len({request.tables[p] for p in places}) == len(places) > 0
+        # Column parts of a table may share a rank in plans.
+        halves = sum(SHARDS[p].embedding_dim == 8 for p in places)
+        assert len({request.tables[p] for p in places}) >= len(places) - (halves == 2)
+        assert 0 < len(places)
         held = sum(
             t.num_embeddings * t.embedding_dim * DATA_TYPE_BYTES[t.data_type]
             for t in drawn.tables
@@ -81,6 +86,38 @@ def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
                 assert table.num_embeddings == most // 4 // (64 * 4)
         seen.update(names)
     assert seen == {t.name for t in SHARDS}
+
+
+def test_sets_of_plans_are_balanced_and_have_all_row_shards() -> None:
+    """Tables that are in no other kernel are in every plan."""
+    whole = make_tables([64] * 12, rows=[1_000 * (i + 1) for i in range(12)])
+    halves = [t.with_width(32) for t in whole]
+    by_rows = [row_shard(t, t.num_embeddings // 4, 512) for t in whole[:4]]
+    request = dataclasses.replace(
+        REQUEST,
+        shards=(*whole, *halves, *by_rows),
+        kernels=(0,) * 24 + (1,) * 4,
+        tables=(*range(12), *range(12), *range(4)),
+        row_kernels=(1,),
+        plan_ranks=4,
+        batch_size=512,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_launch, "PLAN_SHARE", 1.0)
+        sets = [first_launch.draw_launch_set(request, i, 2**30) for i in range(200)]
+    by_kernel: dict[bool, list[SampledSet]] = {True: [], False: []}
+    for drawn in sets:
+        kinds = {t.profile is not None and t.pooling_factor < 1 for t in drawn.tables}
+        (is_row_wise,) = kinds
+        by_kernel[is_row_wise].append(drawn)
+    rows, columns = by_kernel[True], by_kernel[False]
+    assert len(rows) > 10 < len(columns)
+    assert {len(s.tables) for s in rows} == {1, 2, 3, 4}
+    # 64 columns each of 8 to 12 tables, on 4 ranks.
+    widths = [sum(t.embedding_dim for t in s.tables) for s in columns]
+    assert 2 * 64 <= np.mean(widths) <= 3 * 64
+    assert 64 <= min(widths) and max(widths) <= 6 * 64
+    assert {t.embedding_dim for s in columns for t in s.tables} == {32, 64}
 
 
 def test_drawn_shards_are_the_searchs_options() -> None:
@@ -110,6 +147,8 @@ def test_drawn_shards_are_the_searchs_options() -> None:
     whole = np.array([t.num_embeddings == 1000 for t in request.shards])
     kernels = np.array(request.kernels)
     assert not set(kernels[whole]) & set(kernels[~whole])
+    assert set(request.row_kernels) == set(kernels[~whole])
+    assert request.plan_ranks == 2
 
 
 def test_without_measuring_the_estimate_is_used_with_a_warning() -> None:

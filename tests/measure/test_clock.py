@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchrec_neuroshard.bundles.find import physical_estimate
 from torchrec_neuroshard.measure.clock import (
     DeviceClock,
     PassCounts,
@@ -26,7 +27,7 @@ THREE = PassCounts(min_passes=3, max_passes=3, time_budget_seconds=0.0, num_batc
 
 def test_time_is_the_median_ratio_times_the_nominal() -> None:
     timer = SetTimer(CPU, 1 << 22, reference_ms=7.0, counts=THREE)
-    sampled = SetSampler(SMALL, 0, []).sample(1)
+    sampled = SetSampler(SMALL, 0, [], physical_estimate("cpu")).sample(1)
     found = timer.measure(sampled)
     assert len(found.fwd_raw_ms) == len(found.bwd_raw_ms) == len(found.ref_raw_ms) == 3
     assert min(*found.fwd_raw_ms, *found.bwd_raw_ms, *found.ref_raw_ms) > 0
@@ -126,7 +127,7 @@ def test_events_enclose_only_the_pass_after_a_long_enough_flush(
 def test_the_next_set_is_drawn_while_the_device_works(queue: Queue) -> None:
     timer = SetTimer(CPU, 1 << 20, reference_ms=1.0, counts=THREE)
     timer.reference, timer.clock = None, DeviceClock(CPU)
-    sampled = SetSampler(SMALL, 0, []).sample(1)
+    sampled = SetSampler(SMALL, 0, [], physical_estimate("cpu")).sample(1)
     timer.measure(sampled, lambda: queue.append("drawn"))
     at = queue.index("drawn")
     assert queue[:at].count("event") == 12 and "wait" not in queue[:at]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.builders import make_record
+from torchrec_neuroshard.bundles.find import physical_estimate
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.commands.measure import predicted_ms
 from torchrec_neuroshard.errors import DeviceFailureError
 from torchrec_neuroshard.measure import clock, run
 from torchrec_neuroshard.measure.clock import CPU_PASSES, Reference
@@ -20,6 +20,8 @@ from torchrec_neuroshard.measure.kernels import device_fingerprint
 from torchrec_neuroshard.measure.records import CostRecord
 from torchrec_neuroshard.measure.sets import SamplingConfig, SetSampler
 from torchrec_neuroshard.measure.store import journal_path, read_records
+from torchrec_neuroshard.models.card_physics import PhysicalConstants
+from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.tables.loaders import load_json
 
 SAMPLING = SamplingConfig(
@@ -28,6 +30,7 @@ SAMPLING = SamplingConfig(
     max_weight_bytes=int(0.001 * 2**30),
     batch_sizes=(64, 128),
 )
+ESTIMATE = physical_estimate("cpu")
 
 
 def test_command_measures_sampled_sets_and_continues(
@@ -40,7 +43,7 @@ def test_command_measures_sampled_sets_and_continues(
     monitor = SimpleNamespace(state=lambda: state, num_failures=0)
     monkeypatch.setattr(clock, "find_gpu_monitor", lambda _: monitor)
     tables = tmp_path / "tables.json"
-    workload = {"name": "mine", "rows": [500] * 30, "pooling": [2.0] * 30}
+    workload = {"name": "mine", "rows": [*range(500, 530)], "pooling": [2.0] * 30}
     tables.write_text(json.dumps({"workloads": [workload]}))
 
     def collect(num_sets: int, *options: str) -> int:
@@ -65,8 +68,7 @@ def test_command_measures_sampled_sets_and_continues(
     assert header.sampling["num_base_tables"] == 30
     names = {t.name.split("/")[0] for r in records for t in r.tables}
     assert "mine" in names
-    predict_ms = predicted_ms("cpu")
-    sampler = SetSampler(SAMPLING, 5, load_json(tables)["mine"], predict_ms)
+    sampler = SetSampler(SAMPLING, 5, load_json(tables)["mine"], ESTIMATE)
     for record in records:
         found = record.sm_clock_mhz, record.memory_clock_mhz, record.temperature_c
         assert found == (1_980.0, 3_201.0, 60.0)
@@ -89,6 +91,15 @@ def test_command_measures_sampled_sets_and_continues(
         assert collect(9, *options) == 2
         assert message in capsys.readouterr().err
         assert path.read_bytes() == written
+    # Another version's estimate would draw other sets under the same indices.
+    other = PhysicalCostModel(PhysicalConstants(), name="other", hardware="any")
+    with monkeypatch.context() as upgrade:
+        upgrade.setattr(
+            "torchrec_neuroshard.commands.measure.physical_estimate", lambda _: other
+        )
+        assert collect(9) == 2
+    assert "first_sets" in capsys.readouterr().err
+    assert path.read_bytes() == written
     assert collect(4) == 0
     (again,), more = read_records([path])
     assert again == header and more[:3] == records
@@ -104,7 +115,7 @@ def test_command_measures_sampled_sets_and_continues(
 
 
 def timed(index: int, ms: float = 1.0, **changes: Any) -> CostRecord:
-    tables = SetSampler(SAMPLING, 0, []).sample(0).tables
+    tables = SetSampler(SAMPLING, 0, [], ESTIMATE).sample(0).tables
     known = {"index": index, "spread": 0.01, "reference_ms": 1.0}
     return make_record(tables, ms, ms, **{**known, **changes})
 
@@ -131,7 +142,7 @@ def collect_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Collect:
         )
         path, told = tmp_path / "r.parquet", list[str]()
         config = run.CollectConfig(out=path, num_sets=num_sets, sampling=SAMPLING)
-        run.collect_compute(config, told.append)
+        run.collect_compute(config, ESTIMATE, told.append)
         return read_records([path])[1], "\n".join(told)
 
     return collect

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchrec_neuroshard.bundles.find import shipped
+from torchrec_neuroshard.bundles.find import physical_estimate, shipped
 from torchrec_neuroshard.bundles.fit import TrainConfig, evaluate
 from torchrec_neuroshard.bundles.fit_physics import best_factor
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE, load_bundle
@@ -45,6 +47,7 @@ from torchrec_neuroshard.hardware.devices import (
 )
 from torchrec_neuroshard.measure.clock import SetTimer
 from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK, device_fingerprint
+from torchrec_neuroshard.measure.placing import Room, place_shards, row_bytes
 from torchrec_neuroshard.measure.ranks import Ranks
 from torchrec_neuroshard.measure.records import (
     CostRecord,
@@ -54,12 +57,12 @@ from torchrec_neuroshard.measure.records import (
 )
 from torchrec_neuroshard.measure.run import measure, measure_column_order
 from torchrec_neuroshard.measure.run_collectives import CommsConfig, collect_comms
-from torchrec_neuroshard.measure.sets import STATE_BYTES, SampledSet, SamplingConfig
+from torchrec_neuroshard.measure.sets import PLAN_SHARE, SampledSet, SamplingConfig
 from torchrec_neuroshard.measure.store import RecordStore, read_records
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.progress import clear, shown
 from torchrec_neuroshard.tables.access import AccessDistribution
-from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, TableConfig
+from torchrec_neuroshard.tables.table import TableConfig
 
 KERNELS_NAME, COMMS_NAME = "kernels.parquet", "collectives.parquet"
 """Files of the measured records, in the bundle's folder."""
@@ -95,6 +98,10 @@ class LaunchRequest:
     """Kernel of each shard."""
     tables: tuple[int, ...]
     """Table of each shard."""
+    row_kernels: tuple[int, ...]
+    """Kernels of row shards; every rank has one of each of their tables."""
+    plan_ranks: int
+    """Ranks of the job's plans; `world_size` unless one rank measures alone."""
     batch_size: int
     """Samples that a kernel sees."""
     device_type: str
@@ -259,28 +266,18 @@ def draw_launch_set(request: LaunchRequest, index: int, max_bytes: int) -> Sampl
         max_bytes: Most bytes of a set; larger tables lose rows.
     """
     rng = np.random.default_rng([_SEED, index])
-    kernels = np.array(request.kernels)
     # A kernel's probability is in proportion to its shards.
-    kernel = request.kernels[int(rng.integers(len(kernels)))]
-    mine = np.flatnonzero(kernels == kernel)
-    tables = np.unique(np.array(request.tables)[mine])
-    usual = len(tables) / request.world_size
-    # From one table to twice a rank's average, plus two for split tables.
-    most = max(1.0, min(len(tables), 2 * usual + 2))
-    count = round(float(np.exp(rng.uniform(0, np.log(most)))))
+    kernel = request.kernels[int(rng.integers(len(request.kernels)))]
+    is_plan = rng.random() < PLAN_SHARE
+    shards = (_plan_shards if is_plan else _any_shards)(request, kernel, rng)
     drawn: list[TableConfig] = []
-    free = max_bytes
-    for table in rng.permutation(tables)[:count]:
-        ways = [i for i in mine if request.tables[i] == table]
-        shard = request.shards[ways[int(rng.integers(len(ways)))]]
-        value_bytes = DATA_TYPE_BYTES[shard.data_type]
-        value_bytes += STATE_BYTES.get(shard.optimizer, 0)
-        row_bytes = shard.embedding_dim * value_bytes
-        rows = min(shard.num_embeddings, max(1, max_bytes // _SCALE_ROWS // row_bytes))
-        if rows * row_bytes > free and drawn:
-            continue
-        free -= rows * row_bytes
-        drawn.append(_with_rows(shard, rows, request.batch_size, len(drawn)))
+    room = Room(math.inf, max_bytes, math.inf)
+    for shard in shards:
+        most_rows = max(1, max_bytes // _SCALE_ROWS // row_bytes(shard))
+        rows = min(shard.num_embeddings, most_rows)
+        shard = _with_rows(shard, rows, request.batch_size, len(drawn))
+        if room.take(shard, request.batch_size):
+            drawn.append(shard)
     return SampledSet(
         index=index,
         seed=(_SEED, index),
@@ -289,6 +286,59 @@ def draw_launch_set(request: LaunchRequest, index: int, max_bytes: int) -> Sampl
         batch_size=request.batch_size,
         tables=tuple(drawn),
     )
+
+
+def _ways(request: LaunchRequest, kernel: int) -> dict[int, list[TableConfig]]:
+    """Return table -> its shards in a kernel, the widest first."""
+    ways: dict[int, list[TableConfig]] = {}
+    for shard, own, table in zip(
+        request.shards, request.kernels, request.tables, strict=True
+    ):
+        if own == kernel:
+            ways.setdefault(table, []).append(shard)
+    return {t: sorted(w, key=lambda s: -s.embedding_dim) for t, w in ways.items()}
+
+
+def _any_shards(
+    request: LaunchRequest, kernel: int, rng: np.random.Generator
+) -> list[TableConfig]:
+    """Draw one shard each of some of a kernel's tables."""
+    ways = list(_ways(request, kernel).values())
+    usual = len(ways) / request.plan_ranks
+    # From one table to twice a rank's average, plus two for split tables.
+    most = max(1.0, min(len(ways), 2 * usual + 2))
+    count = round(float(np.exp(rng.uniform(0, np.log(most)))))
+    chosen = (ways[i] for i in rng.permutation(len(ways))[:count])
+    return [shards[int(rng.integers(len(shards)))] for shards in chosen]
+
+
+_estimate = functools.cache(physical_estimate)
+
+
+def _plan_shards(
+    request: LaunchRequest, kernel: int, rng: np.random.Generator
+) -> list[TableConfig]:
+    """Draw a plan of a kernel's tables, and return the shards of one rank.
+
+    Every rank has one row shard of each row-wise table.
+    """
+    ways = _ways(request, kernel)
+    pairs = zip(request.kernels, request.tables, strict=True)
+    elsewhere = {table for own, table in pairs if own != kernel}
+    share = rng.random()  # of the tables that may be in another kernel
+    chosen = [w for t, w in ways.items() if t not in elsewhere or rng.random() < share]
+    chosen = chosen or list(ways.values())
+    shards: list[TableConfig] = []
+    for widest, *narrow in chosen:
+        shard = (widest, *narrow)[int(rng.integers(1 + len(narrow)))]
+        parts = widest.embedding_dim // shard.embedding_dim
+        shards += [shard] * parts
+    if kernel in request.row_kernels:
+        return list(dict.fromkeys(shards))
+    estimate = _estimate(request.device_type)
+    ranks = place_shards(shards, request.batch_size, request.plan_ranks, estimate)
+    filled = [rank for rank in ranks if rank]
+    return filled[int(rng.integers(len(filled)))]
 
 
 def _with_rows(

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from torchrec_neuroshard.bundles.find import physical_estimate
 from torchrec_neuroshard.commands.options import (
@@ -33,9 +30,8 @@ from torchrec_neuroshard.measure.run_collectives import (
     collect_comms,
     default_backend,
 )
-from torchrec_neuroshard.measure.sets import SampledSet, SamplingConfig
+from torchrec_neuroshard.measure.sets import SamplingConfig
 from torchrec_neuroshard.progress import phase
-from torchrec_neuroshard.tables.features import ShardFeaturizer
 
 
 def add_collect(parser: argparse.ArgumentParser) -> None:
@@ -130,20 +126,5 @@ def measure_kernels(args: argparse.Namespace, out: Path) -> None:
                     SamplingConfig.for_device(as_device(device)), **changes
                 ),
             ),
-            predict_ms=predicted_ms(as_device(device).type),
+            physical_estimate(as_device(device).type),
         )
-
-
-def predicted_ms(device_type: str) -> Callable[[SampledSet], float]:
-    """Return the physical estimate of a set's milliseconds on this machine."""
-    estimate = physical_estimate(device_type)
-
-    def predict(sampled: SampledSet) -> float:
-        count = len(sampled.tables)
-        features = ShardFeaturizer(sampled.tables, sampled.batch_size).features(
-            np.arange(count), np.array([t.embedding_dim for t in sampled.tables])
-        )
-        ids = np.zeros(count, dtype=np.int64)
-        return float(estimate.predict_sets(features, ids, 1).sum())
-
-    return predict

@@ -12,6 +12,7 @@ import itertools
 import math
 import statistics
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -45,6 +46,7 @@ from torchrec_neuroshard.measure.records import (
 )
 from torchrec_neuroshard.measure.sets import SampledSet, SamplingConfig, SetSampler
 from torchrec_neuroshard.measure.store import RecordStore, read_header
+from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.tables.loaders import load_json
 from torchrec_neuroshard.tables.table import TableConfig
@@ -55,6 +57,8 @@ MAX_TRIES = 4
 """Most measurements of a set that other work disturbs."""
 _RECENT_SETS = 101
 """The reference set's usual time is its median over this many recent sets."""
+_CHECKED_SETS = 20
+"""A continued run must draw these first sets as before."""
 
 
 # The loop
@@ -260,8 +264,8 @@ class CollectConfig:
 
 def collect_compute(
     config: CollectConfig,
+    estimate: CostModel,
     say: Callable[[str], object] = print,
-    predict_ms: Callable[[SampledSet], float] = lambda drawn: 1.0,
 ) -> None:
     """Measure until the file holds `config.num_sets` records or the time is over.
 
@@ -270,8 +274,8 @@ def collect_compute(
 
     Args:
         config: Settings of the run.
+        estimate: Rough cost model, for drawing sets; see `SetSampler`.
         say: Gets the messages.
-        predict_ms: Rough cost of a set, for drawing sets; see `SetSampler`.
 
     Raises:
         RecordMismatchError: The file holds records of another machine or run.
@@ -281,6 +285,7 @@ def collect_compute(
     device, path, base = as_device(config.device), config.out, list[TableConfig]()
     for file in config.tables:
         base.extend(itertools.chain.from_iterable(load_json(file).values()))
+    sampler = SetSampler(config.sampling, config.seed, base, estimate)
     known = read_header(path)
     with torch_threads(1):  # a rank on a CPU has one core
         timer = SetTimer(
@@ -301,10 +306,11 @@ def collect_compute(
                 **to_fields(config.sampling),
                 "workloads": sorted({t.name.rsplit("/", 1)[0] for t in base}),
                 "num_base_tables": len(base),
+                # Other tables, estimates and versions draw other sets.
+                "first_sets": _checksum(map(sampler.sample, range(_CHECKED_SETS))),
             },
             bounds_check=BOUNDS_CHECK,
         )
-        sampler = SetSampler(config.sampling, config.seed, base, predict_ms)
         with RecordStore(path, header) as store:
             if not store.header.column_order_ms:
                 order_ms = measure_column_order(timer, config.sampling.max_weight_bytes)
@@ -315,6 +321,10 @@ def collect_compute(
     for index, why in store.header.failed.items():
         say(f"set {index} ended an earlier run and is left out: {why}")
     say(_summary(path, store.header, store.records))
+
+
+def _checksum(sets: Iterable[SampledSet]) -> int:
+    return zlib.crc32(repr(list(sets)).encode())
 
 
 def _fill(

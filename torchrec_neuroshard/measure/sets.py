@@ -6,24 +6,61 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware.devices import device_bytes
+from torchrec_neuroshard.measure.draws import (
+    RealTables,
+    column_range,
+    draw_batch_size,
+    draw_kernel,
+    generate,
+    generate_workload,
+    kind_of,
+    log_uniform_int,
+    vary,
+    width_rule,
+    with_ids,
+)
+from torchrec_neuroshard.measure.placing import (
+    Room,
+    place_shards,
+    predict_alone_ms,
+    row_bytes,
+    split_columns,
+)
 from torchrec_neuroshard.measure.records import TableSet
+from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.tables.access import AccessDistribution
-from torchrec_neuroshard.tables.profile import FeatureProfile
-from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, OPTIMIZERS, TableConfig
+from torchrec_neuroshard.tables.features import table_features
+from torchrec_neuroshard.tables.table import (
+    OPTIMIZERS,
+    TableConfig,
+    row_shard,
+)
 
-STATE_BYTES = {"adam": 8, "adagrad": 4}
-"""Bytes of optimizer state per weight, without row-wise Adagrad's 4 bytes per row."""
+PLAN_SHARE = 1 / 3
+"""Share of the sets that are drawn as plans have them."""
 
-_USUAL_WIDTHS = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+_PLAN_TABLES, _PLAN_RANKS, _CHECK_RANKS = (10, 60), (4, 16), (4, 8)
+"""Fewest and most tables and ranks of a drawn plan, and ranks of a plan that is
+measured on all ranks."""
+_ROW_WISE_PLANS, _ROW_SETS = 0.6, 1 / 3
+"""Share of the plans with row-wise tables, and share of these that give the set of the
+row-wise kernel."""
+_MOST_PARTS = 4
+"""Most column parts of a table."""
+_ROOM, _CHECK_ROOM = 1 / 4, 1 / 32
+"""Lookups of a plan, as a share of the most that its ranks' sets may have: column parts
+repeat lookups, and a plan that is measured on all ranks should take a few seconds."""
+_CHECK_INDEX = 10**9
+"""Index of the first plan that is measured on all ranks, beyond any run's sets."""
 _GIB = 2**30
 _WEIGHT_SHARE = 0.7
 """Share of a GPU's memory for weights; ids, outputs and the driver need the rest."""
@@ -49,6 +86,8 @@ class SamplingConfig:
     max_weight_bytes: int = 4 * 2**30
     """Most weight bytes of a set, the arena's size. They include the state of
     Adagrad, as large as fp32 weights, and of Adam, twice as large."""
+    plan_share: float = PLAN_SHARE
+    """Share of sets that are one rank's tables of a plan."""
     real_share: float = 0.6
     """Share of sets drawn from real tables, if any are given."""
     held_out_share: float = 0.2
@@ -132,35 +171,48 @@ def repeated_index(index: int, every: int, lag: int) -> int | None:
     return earlier if earlier >= 0 else None
 
 
+class _Plan(NamedTuple):
+    """Shards of a plan."""
+
+    batch_size: int
+    ranks: list[list[TableConfig]]
+    """Whole tables and column parts of each rank."""
+    row_wise: list[TableConfig]
+    """Row shards; every rank has the same."""
+
+
 class SetSampler:
-    """Draws the table sets of one run; equal seeds give equal sets."""
+    """Draws the table sets of one run; equal arguments give equal sets."""
 
     def __init__(
         self,
         config: SamplingConfig,
         seed: int,
         base_tables: Sequence[TableConfig],
-        predict_ms: Callable[[SampledSet], float] = lambda drawn: 1.0,
+        estimate: CostModel,
     ) -> None:
         """Split the real tables into training, validation and test tables.
+
+        Tables that differ only by name are on one side, that of the first one's name.
 
         Args:
             config: Ranges to draw from.
             seed: The run's seed.
-            base_tables: Real tables, each with a profile; may be empty.
-            predict_ms: Rough cost of a set; it makes cheap sets as frequent as
-                expensive ones.
+            base_tables: Real tables, each with a profile, named "workload/table"; may
+                be empty.
+            estimate: Rough cost model. It makes cheap sets as frequent as expensive
+                ones, and places the shards of plans.
         """
-        self._config, self._seed = config, seed
-        self._any_given = bool(base_tables)
-        self._predict_ms = predict_ms
-        self._pools = defaultdict[str, list[TableConfig]](list)
+        self._config, self._seed, self._estimate = config, seed, estimate
         shares = config.held_out_share, config.validation_share
+        first_names: dict[TableConfig, str] = {}
+        parts = defaultdict[str, list[TableConfig]](list)
         for table in base_tables:
             looked_up = table.profile is not None and table.profile.num_lookups > 0
             if looked_up and table.num_embeddings <= config.rows[1]:
-                part = part_of(_draw_by_name(table.name), shares)
-                self._pools[part].append(table)
+                name = first_names.setdefault(kind_of(table), table.name)
+                parts[part_of(_draw_by_name(name), shares)].append(table)
+        self._real = {part: RealTables(tables) for part, tables in parts.items()}
 
     def sample(self, index: int) -> SampledSet:
         """Return set number `index` of the run."""
@@ -170,6 +222,47 @@ class SetSampler:
         draw = np.random.default_rng([self._seed, source]).random()
         part = part_of(draw, (config.held_out_sets, config.validation_sets))
         rng = np.random.default_rng([self._seed, source, 1])
+        found = None
+        if rng.random() < config.plan_share:
+            found = self._of_plan(source, part, rng)
+        if found is None:
+            found = self._closest(source, part, rng)
+        return dataclasses.replace(found, index=index, repeat_of=repeat_of)
+
+    def plan_sets(self, number: int) -> list[SampledSet]:
+        """Return the sets of all ranks of a plan of test tables, whole or column-wise.
+
+        The sets' indices are in no run. Row-wise tables are left out: they take equally
+        long on all ranks.
+        """
+        source = _CHECK_INDEX + number * _CHECK_RANKS[1]
+        rng = np.random.default_rng([self._seed, source, 1])
+        ranks = int(rng.integers(*_CHECK_RANKS, endpoint=True))
+        real = self._real.get("test")
+        plan = self._plan(source, real, rng, ranks, _CHECK_ROOM, with_rows=False)
+        sets = (
+            self._fitting(source + i, "test", plan.batch_size, shards)
+            for i, shards in enumerate(plan.ranks)
+        )
+        return [found for found in sets if found is not None]
+
+    def _of_plan(
+        self, source: int, part: str, rng: np.random.Generator
+    ) -> SampledSet | None:
+        """Draw a plan and return a set of one of its ranks, if any table fits."""
+        ranks = log_uniform_int(rng, *_PLAN_RANKS)
+        with_rows = bool(rng.random() < _ROW_WISE_PLANS)
+        real = self._real_tables(part, rng)
+        plan = self._plan(source, real, rng, ranks, _ROOM, with_rows=with_rows)
+        filled = [shards for shards in plan.ranks if shards]
+        chosen = filled[int(rng.integers(len(filled)))]
+        if plan.row_wise and rng.random() < _ROW_SETS:
+            chosen = plan.row_wise
+        return self._fitting(source, part, plan.batch_size, chosen)
+
+    def _closest(self, source: int, part: str, rng: np.random.Generator) -> SampledSet:
+        """Draw sets and return the one that is closest to a drawn cost."""
+        config = self._config
         low, high = map(math.log, config.cost_range_ms)
         target, best, most = rng.uniform(low, high), math.inf, None
         for _ in range(config.num_candidates):
@@ -180,7 +273,12 @@ class SetSampler:
             # Scale the next candidate's lookups by the ratio of wanted to found cost.
             lookups = drawn.batch_size * sum(t.pooling_factor for t in drawn.tables)
             most = min(lookups * math.exp(target) / ms, config.max_lookups)
-        return dataclasses.replace(found, index=index, repeat_of=repeat_of)
+        return found
+
+    def _predict_ms(self, drawn: SampledSet) -> float:
+        features_NF = table_features(drawn.tables, drawn.batch_size)
+        one_set_N = np.zeros(len(drawn.tables), dtype=np.int64)
+        return float(self._estimate.predict_sets(features_NF, one_set_N, 1).sum())
 
     def _draw(
         self,
@@ -194,83 +292,195 @@ class SetSampler:
         # Many lookups need many tables and samples.
         reach = math.sqrt((max_lookups or 0.0) / config.max_lookups)
         fewest, most = config.batch_sizes
-        fewest = max(fewest, int(reach * most))
-        batch_size = _log_uniform_int(rng, fewest, most)
-        if rng.random() < 0.5:  # half of the sets have a power of two
-            usual_size: int = 2 ** round(math.log2(batch_size))
-            low, high = config.batch_sizes
-            batch_size = min(max(usual_size, low), high)
+        batch_size = draw_batch_size(rng, max(fewest, int(reach * most)), most)
         least = max(1, int(reach * config.max_shards))
-        num_shards = _log_uniform_int(rng, least, config.max_shards)
+        num_shards = log_uniform_int(rng, least, config.max_shards)
         lookup_budget = config.max_lookups * math.exp(-rng.exponential(1.2))
         if max_lookups is not None:
             lookup_budget = max_lookups
-        pool = self._pools[part]
-        real = self._any_given and bool(rng.random() < config.real_share)
-        optimizer = str(rng.choice(config.optimizers))
-        weighted = bool(rng.random() < config.weighted_share)
-        data_type = "fp16" if rng.random() < config.fp16_share else "fp32"
-        if optimizer == "adam":  # FBGEMM's kernel takes no other weights
-            data_type = "fp32"
-        value_bytes = DATA_TYPE_BYTES[data_type] + STATE_BYTES.get(optimizer, 0)
-        draw_width = _width_rule(rng, config)
+        real = self._real_tables(part, rng)
+        kernel = draw_kernel(rng, config)
+        rule = rng.choice(["one", "usual", "any"], p=[0.3, 0.3, 0.4])
+        draw_width = width_rule(rng, config, str(rule))
 
         tables: list[TableConfig] = []
         access: list[AccessDistribution] = []
-        free_bytes = config.max_weight_bytes
-        free_lookups = lookup_budget
+        room = Room(lookup_budget, config.max_weight_bytes, num_shards)
         for number in range(4 * num_shards):
-            if len(tables) == num_shards:
+            if not room.shards:
                 break
-            base, exponent = None, 0.0
-            if real and pool:
-                base = pool[rng.integers(len(pool))]
-                rows, pooling = _vary(rng, base, config)
+            exponent = 1.0
+            if real is None:
+                name = f"generated/{source}/{number}"
+                base, exponent = generate(rng, config, name)
             else:
-                rows, pooling, exponent = _generate(rng, config)
-            name = base.name if base else f"generated/{source}/{number}"
-            spread = float(rng.choice([0.0, 1.0, 2.0]))
+                kinds = real.workload(rng)
+                base = vary(rng, kinds[int(rng.integers(len(kinds)))], config)
             num_features = 1 if rng.random() < 0.95 else int(rng.integers(2, 5))
-            width = draw_width(rng)
-            fits = (
-                batch_size * pooling <= free_lookups
-                and rows * width * value_bytes <= free_bytes
+            base = dataclasses.replace(
+                base,
+                name=f"{base.name}#{len(tables)}",
+                embedding_dim=draw_width(base),
+                num_features=num_features,
+                **kernel,
             )
-            if not fits:
+            if not room.take(base, batch_size):
                 if tables or number < 3 * num_shards:
                     continue
                 # Last resort: a small table, so that no set is empty.
-                rows, base, exponent = min(rows, 1000), None, 1.0
-                pooling = min(pooling, lookup_budget / batch_size)
-            free_bytes -= rows * width * value_bytes
-            free_lookups -= batch_size * pooling
-            if base is not None and base.profile is not None:
-                distribution = AccessDistribution.from_profile(base.profile, rows)
-            else:
-                distribution = AccessDistribution.power_law(rows, exponent)
-            std = spread * math.sqrt(pooling / num_features)
-            histogram = distribution.histogram(batch_size * pooling)
-            pooling, std, *bins = _short_numbers((pooling, std, *histogram))
-            profile = FeatureProfile(
-                batch_size=batch_size,
-                num_lookups=batch_size * pooling,
-                pooling_std=std,
-                access_histogram=tuple(bins),
-                weighted=weighted,
-            )
-            table = TableConfig(
-                name=f"{name}#{len(tables)}",
-                num_embeddings=rows,
-                embedding_dim=width,
-                pooling_factor=pooling,
-                num_features=num_features,
-                profile=profile,
-                weighted=weighted,
-                data_type=data_type,
-                optimizer=optimizer,
-            )
+                pooling = min(base.pooling_factor, lookup_budget / batch_size)
+                base = dataclasses.replace(
+                    base,
+                    num_embeddings=min(base.num_embeddings, 1000),
+                    pooling_factor=pooling,
+                    profile=None,
+                )
+                room.shards, exponent = 0, 1.0
+            table, distribution = with_ids(rng, base, exponent, batch_size)
             tables.append(table)
             access.append(distribution)
+        return self._set(source, part, batch_size, tables, access)
+
+    def _plan(
+        self,
+        source: int,
+        real: RealTables | None,
+        rng: np.random.Generator,
+        num_ranks: int,
+        room_share: float,
+        *,
+        with_rows: bool,
+    ) -> _Plan:
+        """Draw the tables of a workload and place them.
+
+        Args:
+            source: Number of the draw.
+            real: Real tables to draw from; None generates tables.
+            rng: Draws the plan.
+            num_ranks: Ranks of the plan.
+            room_share: Lookups of the tables, as a share of the most that the ranks'
+                sets may have.
+            with_rows: Whether to split some tables by rows.
+        """
+        config = self._config
+        most = max(1, num_ranks * config.max_shards // 2)
+        count = min(int(rng.integers(*_PLAN_TABLES, endpoint=True)), most)
+        bases, exponents = self._workload(source, real, rng, count)
+        # Jobs of many ranks have large batches.
+        fewest, most = math.isqrt(math.prod(config.batch_sizes)), config.batch_sizes[1]
+        pooling = sum(base.pooling_factor for base in bases)
+        enough = room_share * config.max_lookups * num_ranks / pooling
+        most = max(config.batch_sizes[0], min(most, int(enough)))
+        batch_size = draw_batch_size(rng, min(fewest, most), most)
+        tables = [
+            with_ids(rng, table, exponent, batch_size)[0]
+            for table, exponent in zip(
+                self._shrunk(bases, batch_size, num_ranks), exponents, strict=True
+            )
+        ]
+        row_wise = set[TableConfig]()
+        if with_rows:
+            row_wise = _draw_row_wise(rng, tables, num_ranks, config.rows[0])
+        others = [table for table in tables if table not in row_wise]
+        shards = self._column_parts(rng, others, batch_size, num_ranks)
+        return _Plan(
+            batch_size,
+            place_shards(shards, batch_size, num_ranks, self._estimate),
+            [
+                row_shard(table, -(-table.num_embeddings // num_ranks), batch_size)
+                for table in tables
+                if table in row_wise
+            ],
+        )
+
+    def _workload(
+        self,
+        source: int,
+        real: RealTables | None,
+        rng: np.random.Generator,
+        count: int,
+    ) -> tuple[list[TableConfig], list[float]]:
+        """Draw tables of one workload, and the exponents of generated ones."""
+        config, exponents = self._config, [1.0] * count
+        if real is None:
+            names = [f"generated/{source}/{i}" for i in range(count)]
+            bases, exponents = generate_workload(rng, config, names)
+            rule = rng.choice(["one", "few"])
+        else:
+            kinds = real.workload(rng)
+            numbers = rng.integers(len(kinds), size=count).tolist()
+            bases = [vary(rng, kinds[i], config) for i in numbers]
+            rule = rng.choice(["own", "one", "few"])
+        draw_width = width_rule(rng, config, str(rule))
+        kernel = draw_kernel(rng, config)
+        bases = [
+            dataclasses.replace(base, embedding_dim=draw_width(base), **kernel)
+            for base in bases
+        ]
+        return bases, exponents
+
+    def _shrunk(
+        self, tables: Sequence[TableConfig], batch_size: int, num_ranks: int
+    ) -> Iterator[TableConfig]:
+        """Yield a plan's tables with so few rows and lookups that most sets have room.
+
+        All tables together take up to half of the ranks' memory, and each up to a
+        quarter of one rank's.
+        """
+        config, most_bytes = self._config, self._config.max_weight_bytes
+        held = sum(row_bytes(table) * table.num_embeddings for table in tables)
+        shrink = min(1.0, most_bytes * num_ranks / 2 / held)
+        most_lookups = config.max_lookups / batch_size
+        for table in tables:
+            rows = int(shrink * table.num_embeddings)
+            rows = min(rows, most_bytes // 4 // row_bytes(table))
+            yield dataclasses.replace(
+                table,
+                num_embeddings=max(rows, config.rows[0]),
+                pooling_factor=min(table.pooling_factor, most_lookups),
+            )
+
+    def _column_parts(
+        self,
+        rng: np.random.Generator,
+        tables: Sequence[TableConfig],
+        batch_size: int,
+        num_ranks: int,
+    ) -> list[TableConfig]:
+        """Split tables by columns, more often and into more parts if they cost more."""
+        alone_ms_T = predict_alone_ms(tables, batch_size, self._estimate)
+        # Parts of one rank's fair share of the cost, times a factor.
+        fair_ms = alone_ms_T.sum() / num_ranks * math.exp(rng.uniform(-1.0, 1.0))
+        wanted_T = alone_ms_T / fair_ms * np.exp(rng.normal(0.0, 0.5, len(tables)))
+        narrowest = column_range(self._config.widths)[0]
+        shards = []
+        for table, wanted in zip(tables, wanted_T, strict=True):
+            parts = min(math.ceil(wanted), _MOST_PARTS)
+            widths = split_columns(table.embedding_dim, parts, narrowest)
+            shards += [table.with_width(width) for width in widths]
+        return shards
+
+    def _fitting(
+        self, source: int, part: str, batch_size: int, shards: Sequence[TableConfig]
+    ) -> SampledSet | None:
+        """Return a set of the shards that fit into it; None without shards."""
+        config = self._config
+        room = Room(config.max_lookups, config.max_weight_bytes, config.max_shards)
+        kept = [shard for shard in shards if room.take(shard, batch_size)]
+        tables = [
+            dataclasses.replace(table, name=f"{table.name}#{i}")
+            for i, table in enumerate(kept)
+        ]
+        return self._set(source, part, batch_size, tables) if tables else None
+
+    def _set(
+        self,
+        source: int,
+        part: str,
+        batch_size: int,
+        tables: Sequence[TableConfig],
+        access: Sequence[AccessDistribution] | None = None,
+    ) -> SampledSet:
         return SampledSet(
             index=source,
             seed=(self._seed, source),
@@ -278,21 +488,27 @@ class SetSampler:
             validation=part == "validation",
             batch_size=batch_size,
             tables=tuple(tables),
-            access=tuple(access),
+            access=None if access is None else tuple(access),
         )
 
-
-def _short_numbers(values: Sequence[float]) -> list[float]:
-    """Round to 11 significant bits: errors up to 0.05 %, files half as large."""
-    bits = np.asarray(values, dtype=np.float32).view(np.uint32)
-    kept = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFF_E000)
-    rounded: list[float] = kept.view(np.float32).tolist()
-    return rounded
+    def _real_tables(self, part: str, rng: np.random.Generator) -> RealTables | None:
+        """Return a part's real tables, or None to generate tables."""
+        is_real = bool(rng.random() < self._config.real_share)
+        return self._real.get(part) if is_real else None
 
 
-def _log_uniform_int(rng: np.random.Generator, low: int, high: int) -> int:
-    value = math.exp(rng.uniform(math.log(low), math.log(high + 1)))
-    return min(high, max(low, int(value)))
+def _draw_row_wise(
+    rng: np.random.Generator,
+    tables: Sequence[TableConfig],
+    num_ranks: int,
+    least_rows: int,
+) -> set[TableConfig]:
+    """Draw up to a third of the tables, large ones more often than small ones."""
+    rows_T = np.array([table.num_embeddings for table in tables])
+    order = np.argsort(-rng.random(len(tables)) * np.log(rows_T + 1), kind="stable")
+    able = order[rows_T[order] >= num_ranks * least_rows]
+    count = int(rng.integers(len(tables) // 3, endpoint=True))
+    return {tables[i] for i in able[:count].tolist()}
 
 
 def part_of(draw: float, shares: tuple[float, float]) -> str:
@@ -309,9 +525,9 @@ def part_of(draw: float, shares: tuple[float, float]) -> str:
 
 
 def is_held_out_table(name: str, share: float) -> bool:
-    """Whether a table is among the tables held out of all cost models' training.
+    """Whether a table's name is among those held out, equally in every run and process.
 
-    Tables are split by name, equally in every run and process.
+    `SetSampler` holds out a table and all its twins by the name of the first.
     """
     return _draw_by_name(name) < share
 
@@ -323,40 +539,3 @@ def _draw_by_name(name: str) -> float:
     for byte in name.encode():
         digest = (digest * 257 + byte) % 2_147_483_647
     return float(np.random.default_rng(digest).random())
-
-
-def _width_rule(
-    rng: np.random.Generator, config: SamplingConfig
-) -> Callable[[np.random.Generator], int]:
-    """Return the function that draws the widths of one set."""
-    low, high = config.widths
-    kind = rng.choice(["one", "usual", "any"], p=[0.3, 0.3, 0.4])
-    usual = [w for w in _USUAL_WIDTHS if low <= w <= high] or [low]
-    if kind == "any":
-        widest = range(low, high + 1, 4)[-1]
-        logs = math.log(low), math.log(widest)
-        return lambda rng: max(low, round(math.exp(rng.uniform(*logs)) / 4) * 4)
-    if kind == "one":
-        usual = [int(rng.choice(usual))]
-    return lambda rng: usual[rng.integers(len(usual))]
-
-
-def _vary(
-    rng: np.random.Generator, base: TableConfig, config: SamplingConfig
-) -> tuple[int, float]:
-    """Draw rows and pooling factor of a variant of a real table."""
-    rows = int(base.num_embeddings * math.exp(rng.normal(0.0, 0.3)))
-    pooling = base.pooling_factor * math.exp(rng.normal(0.0, 0.3))
-    return min(max(rows, config.rows[0]), config.rows[1]), pooling
-
-
-def _generate(
-    rng: np.random.Generator, config: SamplingConfig
-) -> tuple[int, float, float]:
-    """Draw rows, pooling factor and power-law exponent of a generated table."""
-    rows = _log_uniform_int(rng, *config.rows)
-    pooling = math.exp(rng.uniform(math.log(0.2), math.log(200.0)))
-    if rng.random() < 0.4:
-        pooling = 1.0
-    exponent = 0.0 if rng.random() < 0.15 else float(rng.uniform(0.5, 1.4))
-    return rows, pooling, exponent

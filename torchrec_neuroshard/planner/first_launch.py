@@ -248,12 +248,16 @@ class FirstLaunch:
 
     def _shards(
         self, options: Sequence[ShardingOption]
-    ) -> dict[TableConfig, tuple[int, int]]:
-        """Return shard that the search may place -> numbers of its kernel and table."""
+    ) -> dict[TableConfig, tuple[int, int, bool]]:
+        """Return the shards that the search may place.
+
+        Returns:
+            Shard -> numbers of its kernel and table, and whether it has all rows.
+        """
         topology, reader = self._costs.topology, self._costs.reader
         kernels: dict[tuple[object, ...], int] = {}
         tables: dict[str, int] = {}
-        found: dict[TableConfig, tuple[int, int]] = {}
+        found: dict[TableConfig, tuple[int, int, bool]] = {}
         for option in options:
             if is_dense(option) or not is_placeable(option, reader):
                 continue
@@ -271,6 +275,7 @@ class FirstLaunch:
             place = (
                 kernels.setdefault((*kernel, table.weighted), len(kernels)),
                 tables.setdefault(table_name(option), len(tables)),
+                is_whole,
             )
             widest = part.embedding_dim if is_whole else columns
             for parts in range(1, _MOST_PARTS + 1):
@@ -295,11 +300,14 @@ class FirstLaunch:
         shards = self._shards(options)
         if not shards:
             raise ConfigError("no table has a kernel that can be measured")
-        kernels, tables = zip(*shards.values(), strict=True)
+        kernels, tables, are_whole = zip(*shards.values(), strict=True)
+        by_rows = {k for k, whole in zip(kernels, are_whole, strict=True) if not whole}
         return LaunchRequest(
             shards=tuple(shards),
             kernels=kernels,
             tables=tables,
+            row_kernels=tuple(sorted(by_rows)),
+            plan_ranks=int(topology.world_size),
             batch_size=int(options[0].batch_size) * int(topology.world_size),
             device_type=topology.compute_device,
             world_size=ranks,
