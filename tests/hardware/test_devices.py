@@ -12,6 +12,7 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware import devices
 from torchrec_neuroshard.hardware.devices import (
     as_device,
+    cpu_name_in,
     find_gpu_monitor,
     torch_threads,
 )
@@ -65,3 +66,44 @@ def test_threads_are_as_before_even_after_a_failure() -> None:
 def test_an_unknown_device_is_named() -> None:
     with pytest.raises(ConfigError, match="torch knows no device 'tpu'; use cpu or"):
         as_device("tpu")
+
+
+GRACE = """processor\t: 0
+BogoMIPS\t: 2000.00
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x0
+CPU part\t: 0xd4f
+CPU revision\t: 0
+
+processor\t: 1
+"""
+EPYC = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 17
+model name\t: AMD EPYC 9354
+
+processor\t: 1
+cpu family\t: 26
+"""
+
+
+def test_arm_cpus_have_names() -> None:
+    """Each core, and each revision of it, has another name."""
+    assert cpu_name_in(GRACE) == "Neoverse-V2 (0x41/0xd4f r0p0)"
+    others = [
+        GRACE.replace("revision\t: 0", "revision\t: 1"),
+        GRACE.replace("0xd4f", "0xd40"),
+        GRACE.replace("0x41", "0xc0").replace("0xd4f", "0xac3"),
+        GRACE.replace("0xd4f", "0xfff"),
+    ]
+    names = [cpu_name_in(text) for text in others]
+    assert names[:3] == [
+        "Neoverse-V2 (0x41/0xd4f r0p1)",
+        "Neoverse-V1 (0x41/0xd40 r0p0)",
+        "Ampere-1 (0xc0/0xac3 r0p0)",
+    ]
+    assert names[3].endswith(" (0x41/0xfff r0p0)")
+    # Names of shipped bundles stay as they are.
+    assert cpu_name_in(EPYC) == "AMD EPYC 9354 (25/17)"

@@ -68,10 +68,43 @@ def free_cached_memory(device: torch.device) -> None:
         accelerator(device.type).empty_cache()
 
 
+_ARM_CORES = {
+    ("0x41", "0xd08"): "Cortex-A72",
+    ("0x41", "0xd0c"): "Neoverse-N1",
+    ("0x41", "0xd40"): "Neoverse-V1",
+    ("0x41", "0xd49"): "Neoverse-N2",
+    ("0x41", "0xd4f"): "Neoverse-V2",
+    ("0x41", "0xd84"): "Neoverse-V3",
+    ("0x41", "0xd8e"): "Neoverse-N3",
+    ("0x43", "0x0af"): "ThunderX2",
+    ("0x46", "0x001"): "A64FX",
+    ("0x48", "0xd01"): "TaiShan-v110",
+    ("0xc0", "0xac3"): "Ampere-1",
+    ("0xc0", "0xac4"): "Ampere-1a",
+}
+"""Implementer and part of an ARM core of a server -> its name. Source: util-linux,
+lscpu-arm.c."""
+
+
 def cpu_name() -> str:
-    """Return the model name of this machine's CPU, with family and model number."""
-    first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+    """Return the model name of this machine's CPU, with its numbers."""
+    return cpu_name_in(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+
+
+def cpu_name_in(cpuinfo: str) -> str:
+    """Return the name of the first CPU in a text like `/proc/cpuinfo`.
+
+    An x86 CPU has family and model number. An ARM CPU has implementer, part and
+    revision: two makers that use the same core often use another revision of it.
+    """
+    first = cpuinfo.split("\n\n")[0]
     fields = dict(re.findall(r"^(.+?)\s*: (.*?)\s*$", first, re.MULTILINE))
+    if "CPU part" in fields:
+        core = fields.get("CPU implementer", "?"), fields["CPU part"]
+        variant = fields.get("CPU variant", "?").removeprefix("0x")
+        revision = f"r{variant}p{fields.get('CPU revision', '?')}"
+        name = fields.get("model name") or _ARM_CORES.get(core, platform.machine())
+        return f"{name} ({'/'.join(core)} {revision})"
     name = fields.get("model name", platform.machine())
     return f"{name} ({fields.get('cpu family', '?')}/{fields.get('model', '?')})"
 
