@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from torchrec_neuroshard.hardware.devices import (
     as_device,
     cpu_name_in,
     find_gpu_monitor,
+    free_host_bytes,
     torch_threads,
 )
 
@@ -107,3 +110,62 @@ def test_arm_cpus_have_names() -> None:
     assert names[3].endswith(" (0x41/0xfff r0p0)")
     # Names of shipped bundles stay as they are.
     assert cpu_name_in(EPYC) == "AMD EPYC 9354 (25/17)"
+
+
+GIB = 2**30
+NO_LIMIT_V1 = 9223372036854771712
+
+
+def write_group(folder: Path, version: int, limit: int | str, used: int) -> None:
+    """Write a group's files; 1 GiB of its usage is cache of files."""
+    names = {
+        1: ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"),
+        2: ("max", "current", "inactive_file"),
+    }[version]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
+    (folder / f"memory.{names[1]}").write_text(f"{used}\n")
+    stat = f"anon {used - GIB}\n{names[2]} {GIB}\n"
+    (folder / "memory.stat").write_text(stat)
+
+
+@pytest.mark.parametrize(
+    ("mine", "version", "groups", "left_gib"),
+    [
+        # A container of Docker or Kubernetes, which sees its group as the root.
+        ("0::/", 2, {"": (8 * GIB, 3 * GIB)}, 6),
+        # A job of SLURM: the group has no limit, but its parent has.
+        ("0::/slurm/step", 2, {"slurm": (9 * GIB, 2 * GIB), "slurm/step": "max"}, 8),
+        # The host's groups are not mounted, only the container's own.
+        ("0::/docker/ab", 2, {"": (4 * GIB, 2 * GIB)}, 3),
+        ("0::/../../x", 2, {"": (4 * GIB, 2 * GIB)}, 3),
+        ("0::/", 2, {"": "max"}, 64),
+        ("0::/", 2, {"": (99 * GIB, 2 * GIB)}, 64),
+        ("0::/", 2, {"": (2 * GIB, 5 * GIB)}, 0),
+        ("5:cpu:/a\n4:memory:/a\n0::/", 1, {"memory/a": (8 * GIB, 3 * GIB)}, 6),
+        ("4:cpu,memory:/a", 1, {"memory/a": (NO_LIMIT_V1, 3 * GIB)}, 64),
+        ("", 1, {}, 64),
+    ],
+)
+def test_memory_limits_of_a_container_count(
+    tmp_path: Path,
+    mine: str,
+    version: int,
+    groups: Mapping[str, tuple[int, int] | str],
+    left_gib: int,
+) -> None:
+    """The host has 64 GiB available."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    meminfo = f"MemTotal: 9 kB\nMemAvailable:   {64 * GIB // 1024} kB\n"
+    (tmp_path / "proc/meminfo").write_text(meminfo)
+    (tmp_path / "proc/self/cgroup").write_text(mine)
+    for name, found in groups.items():
+        limit, used = ("max", GIB) if isinstance(found, str) else found
+        write_group(tmp_path / "sys/fs/cgroup" / name, version, limit, used)
+    assert free_host_bytes(tmp_path) == left_gib * GIB
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert free_host_bytes(tmp_path) == 64 * GIB
+
+
+def test_the_free_memory_of_this_host() -> None:
+    assert 0 < free_host_bytes() < 2**50

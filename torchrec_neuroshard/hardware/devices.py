@@ -179,11 +179,59 @@ def plain_torch() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def free_host_bytes() -> int:
-    """Return the host memory that Linux reports as available [bytes]."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    sizes = dict(line.split(":", 1) for line in lines)
-    return int(sizes["MemAvailable"].split()[0]) * 1024
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Return the host memory that this process can still take [bytes].
+
+    It is what Linux reports as available, or what a memory limit of the process's
+    control groups leaves, if that is less. A container has such limits.
+
+    Args:
+        root: The root of the file system.
+    """
+    sizes = _numbers(root / "proc/meminfo")
+    return min([1024 * sizes["MemAvailable"], *_bytes_left_in_groups(root)])
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the first number of each line, by the name before it."""
+    pattern = r"^(\w+):?\s+(\d+)"
+    text = path.read_text(encoding="utf-8")
+    return {name: int(n) for name, n in re.findall(pattern, text, re.MULTILINE)}
+
+
+_GROUP_FILES = {
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": (
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+"""Controller in `/proc/self/cgroup` (none in version 2) -> its folder, the files of a
+group's limit and usage, and the field of `memory.stat` with the cache of files that
+Linux would free first."""
+
+
+def _bytes_left_in_groups(root: Path) -> Iterator[int]:
+    """Yield what each limit leaves to this process: its groups' and their parents'."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        for controller in {*controllers.split(",")} & _GROUP_FILES.keys():
+            mount, limit, usage, cache = _GROUP_FILES[controller]
+            base = root / "sys/fs/cgroup" / mount
+            # A container may see its own group as the root, and no others.
+            names = [n for n in path.split("/") if n not in ("", "..")]
+            for depth in range(len(names) + 1):
+                group = base.joinpath(*names[:depth])
+                with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+                    most, used = (int((group / n).read_text()) for n in (limit, usage))
+                    stat = _numbers(group / "memory.stat")
+                    yield max(0, most - used + stat.get(cache, 0))
 
 
 @contextlib.contextmanager
