@@ -29,12 +29,17 @@ from tests.builders import (
     write_records,
 )
 from torchrec_neuroshard.bundles import cache, first_launch
-from torchrec_neuroshard.bundles.find import PRETRAINED, physical_estimate
+from torchrec_neuroshard.bundles.find import (
+    PRETRAINED,
+    load_cost_model,
+    physical_estimate,
+)
 from torchrec_neuroshard.bundles.format import load_bundle
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.measure.clock import Measurement
 from torchrec_neuroshard.measure.sets import SampledSet
+from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.planner import first_launch as launches
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.first_launch import FirstLaunch
@@ -168,6 +173,14 @@ def test_without_measuring_the_estimate_is_used_with_a_warning() -> None:
         with pytest.raises(ConfigError, match=message):
             FirstLaunch(planner.costs, cost_model, calibrate)
     assert FirstLaunch(planner.costs, "auto", 0).seconds == 0.0
+
+
+def test_the_estimate_before_measuring_has_the_topologys_bandwidths() -> None:
+    rates = {"hbm_gb_per_s": 1_000.0, "host_gb_per_s": 7.0}
+    model = load_cost_model("measure", device_type="cuda", **rates)
+    assert isinstance(model, PhysicalCostModel)
+    found = model.constants
+    assert (found.memory_gb_per_s, found.host_gb_per_s) == (1_000.0, 7.0)
 
 
 @pytest.mark.filterwarnings("ignore:no cost model was measured")

@@ -184,7 +184,9 @@ def load_cost_model(
         check_kind("card", card, GpuCard)
     named = find_named_card(cost_model, device_type)
     if str(cost_model) == "measure":
-        return physical_estimate(device_type, hbm_gb_per_s, card)
+        return physical_estimate(
+            device_type, hbm_gb_per_s, card, host_gb_per_s=host_gb_per_s
+        )
     sold = card.hbm_gb_per_s.value if card else None
     is_altered = bool(sold and not math.isclose(hbm_gb_per_s or sold, sold))
     is_auto = str(cost_model) == "auto"
