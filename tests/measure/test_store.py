@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
+import multiprocessing
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +83,66 @@ def test_records_are_readable_before_the_end(tmp_path: Path) -> None:
     assert read_records([path])[1] == [record(0), record(5)]
     write(path, 1)
     assert read_records([path])[1] == [record(0), record(1), record(5)]
+
+
+def _write_and_wait(path: Path, pipe: Connection) -> None:
+    with RecordStore(path, HEADER) as store:
+        store.append(record(0))
+        pipe.send("open")
+        pipe.recv()
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_one_process_at_a_time_writes(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "r.parquet"
+    here, there = multiprocessing.Pipe()
+    context = multiprocessing.get_context("fork")
+    other = context.Process(target=_write_and_wait, args=(path, there))
+    other.start()
+    assert here.recv() == "open"
+    for _ in range(2):
+        with pytest.raises(RecordError, match=r"is writing to .*r\.parquet; wait"):
+            RecordStore(path, HEADER)
+        assert read_records([path])[1] == [record(0)]
+    if end == "kill":
+        other.kill()
+    else:
+        here.send("close")
+    other.join()
+    write(path, 1)
+    assert read_records([path])[1] == [record(0), record(1)]
+    assert [p.name for p in tmp_path.iterdir()] == ["r.parquet"]
+
+
+def test_a_journal_that_its_owner_deletes_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner ends between the opening of the journal and its locking."""
+    path, lock = tmp_path / "r.parquet", fcntl.flock
+    owner, locked = RecordStore(path, HEADER), []
+    owner.append(record(0))
+
+    def end_first(file: Any, operation: int) -> None:
+        owner.close()
+        locked.append(file)
+        lock(file, operation)
+
+    monkeypatch.setattr("fcntl.flock", end_first)
+    with RecordStore(path, HEADER) as store:
+        assert len(locked) == 2
+        store.append(record(1))
+        assert read_records([path])[1] == [record(0), record(1)]
+
+
+def test_without_locks_records_are_written_nevertheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    write(tmp_path / "r.parquet", 0)
+    assert read_records([tmp_path / "r.parquet"])[1] == [record(0)]
 
 
 def test_torn_last_line_is_dropped(tmp_path: Path) -> None:

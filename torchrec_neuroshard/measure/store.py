@@ -3,18 +3,20 @@
 During a run, each record is appended to `<file>.journal` as one line of JSON before the
 next sample starts. The end of the run merges the journal into the Parquet file, which
 is replaced atomically. After a crash, the start of the next run does so. Readers
-combine both files.
+combine both files. A run locks the journal, so that no other run writes to it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import io
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -53,20 +55,28 @@ class RecordStore:
 
         Raises:
             RecordMismatchError: The file holds another run.
-            RecordError: The file or its journal cannot be read.
+            RecordError: The file or its journal cannot be read, or another process
+                writes to them.
         """
         self._path, self._journal = Path(path), journal_path(Path(path))
-        known, records = _read(self._path)
-        if known is not None:
-            known.check_same_run(header, str(self._path))
-        self.header: RunHeader = known or header
-        self._records: dict[int, Any] = {r.index: r for r in records}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Merge a journal that a crash left behind, perhaps truncated.
-        if self._journal.exists():
-            self.close()
-            self._journal.unlink(missing_ok=True)
-        self._write(self.header)
+        self._locked = _lock(self._journal)
+        try:
+            known, records = _read(self._path)
+            if known is not None:
+                known.check_same_run(header, str(self._path))
+            self.header: RunHeader = known or header
+            self._records: dict[int, Any] = {r.index: r for r in records}
+            # Merge a journal that a crash left behind, perhaps truncated.
+            if self._journal.stat().st_size:
+                self._merge()
+                os.truncate(self._journal, 0)
+            self._write(self.header)
+        except BaseException:
+            with self._locked, contextlib.suppress(FileNotFoundError):
+                if not self._journal.stat().st_size:
+                    self._journal.unlink()
+            raise
 
     @property
     def records(self) -> Sequence[Any]:
@@ -97,9 +107,17 @@ class RecordStore:
             file.write(json.dumps(to_fields(line)).encode() + b"\n")
 
     def close(self) -> None:
-        """Merge the journal into the Parquet file."""
-        if not self._records and not self.header.failed:
+        """Merge the journal into the Parquet file and let other processes write."""
+        if self._locked.closed:
             return
+        with self._locked:
+            if self._merge():
+                self._journal.unlink(missing_ok=True)
+
+    def _merge(self) -> bool:
+        """Write the Parquet file, if there is anything to write."""
+        if not self._records and not self.header.failed:
+            return False
         rows = [to_fields(self._records[i]) for i in sorted(self._records)]
         header = json.dumps(to_fields(self.header)).encode()
         table = pa.Table.from_pylist(rows).replace_schema_metadata(
@@ -116,7 +134,7 @@ class RecordStore:
             write_page_checksum=True,
         )
         write_whole(self._path, file.getvalue())
-        self._journal.unlink(missing_ok=True)
+        return True
 
     def __enter__(self) -> Self:
         """Return the store."""
@@ -125,6 +143,31 @@ class RecordStore:
     def __exit__(self, *_: object) -> None:
         """Merge the journal, also after an interruption."""
         self.close()
+
+
+def _lock(journal: Path) -> BinaryIO:
+    """Return the open journal, locked until it is closed or the process ends.
+
+    Raises:
+        RecordError: Another process has locked it.
+    """
+    while True:
+        file = journal.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            path = journal.with_suffix("")
+            raise RecordError(
+                f"another process is writing to {path}; wait until it ends, or write "
+                "to another file"
+            ) from None
+        except OSError:  # the file system has no locks
+            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), journal.stat()):
+                return file
+        file.close()  # its owner has merged and deleted it
 
 
 def journal_path(path: Path) -> Path:
