@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
+import os
 import shutil
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -252,6 +255,31 @@ def test_disturbed_sets_are_measured_again_later(
     # Undisturbed sets are measured once, and all time is used.
     assert {seen[r.index] for r in kept} - {2, 3, seen[8]} == {1}
     assert seen.total() == 60 and len(kept) > 50
+
+
+def _take_part(folder: Path, stderr: int) -> None:
+    os.dup2(stderr, 2)
+    alone = {"world_size": 1, "local_world_size": 1}
+    request = dataclasses.replace(REQUEST, **alone, seconds=30.0)
+    first_launch.take_part(
+        request, first_launch.Member(rank=0, address="", port=0), folder
+    )
+
+
+def test_the_process_ends_with_its_job(tmp_path: Path) -> None:
+    """It holds the other end of the pipe as long as it lives."""
+    told, stderr = os.pipe()
+    context = multiprocessing.get_context("fork")
+    job = context.Process(target=_take_part, args=(tmp_path, stderr))
+    job.start()
+    os.close(stderr)
+    with open(told, encoding="utf-8") as lines:
+        assert "first launch on this device" in next(lines)
+        job.kill()
+        job.join()
+        begin = time.monotonic()
+        lines.read()
+    assert time.monotonic() - begin < 10.0
 
 
 SHIPPED = PRETRAINED / "cpu_epyc"

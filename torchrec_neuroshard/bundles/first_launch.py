@@ -11,15 +11,16 @@ has the lowest error on the sets.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -86,6 +87,8 @@ _STEPS, _STEPS_PER_S = 300, 10
 """Training steps; short budgets get fewer, but at least a fifth."""
 _MIN_COLLECTIVES = 40
 _SEED = 0
+_PR_SET_PDEATHSIG = 1
+"""Source: Linux, prctl.h."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +155,7 @@ def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | No
     (folder / _REQUEST).write_text(text, encoding="utf-8")
     try:
         process = subprocess.run(
-            [sys.executable, *PROGRAM, str(folder)],
+            [sys.executable, *PROGRAM, str(folder), str(os.getpid())],
             timeout=request.limit_seconds,
             env=_environment(request, member),
             stdin=subprocess.DEVNULL,
@@ -559,8 +562,16 @@ def _nearest(request: LaunchRequest, records: Path) -> Path | None:
     return min(alike, key=error, default=None)
 
 
-def _main(folder: Path) -> int:
+def _end_with(parent: int) -> None:
+    """Let Linux kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(3)
+
+
+def _main(folder: Path, parent: int) -> int:
     begin = time.monotonic()
+    _end_with(parent)
     data = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
     request = from_fields(LaunchRequest, data)
     warnings.simplefilter("ignore")
@@ -568,10 +579,6 @@ def _main(folder: Path) -> int:
         f"neuroshard: first launch on this device: measuring for about "
         f"{request.seconds:.0f} s; later launches use the cached result"
     )
-    # The job that started this process may have ended.
-    timer = threading.Timer(request.limit_seconds, lambda: os._exit(3))
-    timer.daemon = True
-    timer.start()
     try:
         with shown():
             measure_and_fit(request, folder, begin)
@@ -584,4 +591,4 @@ def _main(folder: Path) -> int:
 
 if __name__ == "__main__":
     # Not `sys.exit`: if ranks of the group died, its threads may never end.
-    os._exit(_main(Path(sys.argv[1])))
+    os._exit(_main(Path(sys.argv[1]), int(sys.argv[2])))
