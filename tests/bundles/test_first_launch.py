@@ -9,6 +9,7 @@ import shutil
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,9 +39,11 @@ from torchrec_neuroshard.bundles.find import (
     physical_estimate,
 )
 from torchrec_neuroshard.bundles.format import load_bundle
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.files import from_fields, to_fields
+from torchrec_neuroshard.hardware import devices
 from torchrec_neuroshard.measure.clock import Measurement
+from torchrec_neuroshard.measure.ranks import served_store
 from torchrec_neuroshard.measure.sets import SampledSet
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.planner import first_launch as launches
@@ -257,13 +260,95 @@ def test_disturbed_sets_are_measured_again_later(
     assert seen.total() == 60 and len(kept) > 50
 
 
+SLEEPS = "import time; time.sleep(600)"
+
+
+def ends_of_ranks(folder: Path, request: first_launch.LaunchRequest) -> list[str]:
+    """Let two ranks take part; return how each ended, within the time limit."""
+
+    def end(rank: int, port: int) -> str:
+        mine = folder / f"{rank}"
+        mine.mkdir()
+        member = first_launch.Member(rank=rank, address="127.0.0.1", port=port)
+        try:
+            first_launch.take_part(request, member, mine)
+        except NeuroShardError as error:
+            return str(error)
+        return "done"
+
+    begin = time.monotonic()
+    with served_store("127.0.0.1") as port, ThreadPoolExecutor(2) as ranks:
+        ends = list(ranks.map(end, range(2), [port] * 2))
+    assert time.monotonic() - begin < request.limit_seconds / 2
+    return ends
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_if_one_rank_fails_all_end(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = f"""
+import os, sys
+if os.environ["RANK"] == "{failing}":
+    sys.exit(7)
+{SLEEPS}"""
+    monkeypatch.setattr(first_launch, "PROGRAM", ("-c", fails))
+    reason = "its process exited with code 7"
+    wanted = [f"rank {failing} failed: {reason}"] * 2
+    wanted[failing] = reason
+    assert ends_of_ranks(tmp_path, REQUEST) == wanted
+
+
+def test_a_rank_without_a_device_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def own_device(device_type: str, local_rank: int) -> torch.device:
+        if local_rank == 0:
+            return torch.device("cuda", 0)
+        raise ConfigError("local rank 1 has no CUDA device")
+
+    monkeypatch.setattr(first_launch, "own_device", own_device)
+    monkeypatch.setattr(first_launch, "PROGRAM", ("-c", SLEEPS))
+    request = dataclasses.replace(REQUEST, device_type="cuda")
+    reason = "local rank 1 has no CUDA device"
+    assert ends_of_ranks(tmp_path, request) == [f"rank 1 failed: {reason}", reason]
+
+
+def test_each_process_measures_its_ranks_own_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's process may see its own device alone, or have made it current."""
+    told = "import os; open(os.environ['LOCAL_RANK'], 'w').close()"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(first_launch, "PROGRAM", ("-c", told))
+    sizes = {"world_size": 4, "local_world_size": 4}
+    request = dataclasses.replace(REQUEST, device_type="cuda", **sizes)
+    for count, current, rank, local_rank, own in (
+        (1, 0, 3, None, 0),
+        (4, 2, 1, None, 2),
+        (4, 0, 1, None, 1),
+        (4, 0, 1, "3", 3),
+    ):
+        module = SimpleNamespace(
+            is_available=lambda: True,
+            device_count=lambda count=count: count,
+            current_device=lambda current=current: current,
+        )
+        monkeypatch.setattr(devices, "accelerator", lambda _, module=module: module)
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        if local_rank is not None:
+            monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with served_store("127.0.0.1") as port:
+            member = first_launch.Member(rank=rank, address="127.0.0.1", port=port)
+            first_launch.take_part(request, member, tmp_path)
+        Path(str(own)).unlink()
+
+
 def _take_part(folder: Path, stderr: int) -> None:
     os.dup2(stderr, 2)
     alone = {"world_size": 1, "local_world_size": 1}
     request = dataclasses.replace(REQUEST, **alone, seconds=30.0)
-    first_launch.take_part(
-        request, first_launch.Member(rank=0, address="", port=0), folder
-    )
+    first_launch.take_part(request, first_launch.Member(rank=0), folder)
 
 
 def test_the_process_ends_with_its_job(tmp_path: Path) -> None:

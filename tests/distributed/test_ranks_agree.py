@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -144,7 +145,8 @@ class OfFirst:
 def odd_offer(at: Rank) -> Any:
     """The first rank's wish to measure is one that the others cannot read."""
     at.patch.setattr(
-        f"{PACKAGE}.planner.first_launch.meeting_place", lambda _: OfFirst()
+        f"{PACKAGE}.planner.first_launch.meeting_place",
+        lambda _: contextlib.nullcontext(OfFirst()),
     )
     return at.plan(**MEASURES)
 

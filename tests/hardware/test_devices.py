@@ -17,6 +17,7 @@ from torchrec_neuroshard.hardware.devices import (
     cpu_name_in,
     find_gpu_monitor,
     free_host_bytes,
+    own_device,
     torch_threads,
 )
 
@@ -169,3 +170,15 @@ def test_memory_limits_of_a_container_count(
 
 def test_the_free_memory_of_this_host() -> None:
     assert 0 < free_host_bytes() < 2**50
+
+
+def test_a_rank_beyond_the_devices_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    module = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 2, current_device=lambda: 0
+    )
+    monkeypatch.setattr(devices, "accelerator", lambda _: module)
+    assert own_device("cuda", 1) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match=r"rank 3 has no CUDA device: .* sees 2"):
+        own_device("cuda", 3)
+    assert own_device("cpu", 3) == torch.device("cpu")

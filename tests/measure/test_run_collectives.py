@@ -157,7 +157,7 @@ def test_bad_values_are_refused(kind: Any, change: Any, value: str) -> None:
         ({"RANK": ""}, "gloo", "RANK is not set.*torchrun --nproc-per-node"),
         ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "gloo", "got 1"),
         ({"LOCAL_WORLD_SIZE": "4"}, "gloo", r"local_world_size \(4\)"),
-        ({}, "nccl", "0 for 3 ranks"),
+        ({}, "nccl", "rank 0 has no CUDA device: torch sees 0"),
     ],
 )
 def test_bad_ranks_are_refused(

@@ -2,10 +2,11 @@
 
 Each rank starts a separate process that measures. The job gets all memory back when the
 process ends, and survives whatever kills the process: a kernel, the system or the time
-limit. The processes form their own group. They measure different sets of the user's
-tables (taking turns if they share a CPU) and then collectives. Rank 0's process fits a
-bundle. The fit starts from the shipped bundle of this device type that, times a factor,
-has the lowest error on the sets.
+limit. If one of the processes fails, all end at once. The processes form their own
+group. They measure different sets of the user's tables (taking turns if they share a
+CPU) and then collectives. Rank 0's process fits a bundle. The fit starts from the
+shipped bundle of this device type that, times a factor, has the lowest error on the
+sets.
 """
 
 from __future__ import annotations
@@ -40,16 +41,21 @@ from torchrec_neuroshard.errors import RankFailureError, RecordError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.hardware.devices import (
     accelerator,
-    as_device,
     backend_of,
     free_host_bytes,
     is_accelerator,
+    own_device,
     torch_threads,
 )
 from torchrec_neuroshard.measure.clock import SetTimer
 from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK, device_fingerprint
 from torchrec_neuroshard.measure.placing import Room, place_shards, row_bytes
-from torchrec_neuroshard.measure.ranks import Ranks
+from torchrec_neuroshard.measure.ranks import (
+    POLL_S,
+    Failure,
+    Ranks,
+    telling_failures,
+)
 from torchrec_neuroshard.measure.records import (
     CostRecord,
     RunHeader,
@@ -128,9 +134,9 @@ class Member:
     """One rank of the group that measures."""
 
     rank: int
-    address: str
-    """Where rank 0's process listens."""
-    port: int
+    address: str = ""
+    """Where rank 0 serves a store, in which the ranks meet; unused by a single rank."""
+    port: int = 0
 
 
 # In the job's own process.
@@ -148,35 +154,59 @@ def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | No
         The bundle's folder on rank 0; None on other ranks.
 
     Raises:
-        RankFailureError: The process failed or took too long.
+        RankFailureError: The process, or another rank's, failed or took too long.
+        ConfigError: This rank has no device.
         OSError: The process could not be started.
     """
     text = json.dumps(to_fields(request))
     (folder / _REQUEST).write_text(text, encoding="utf-8")
-    try:
-        process = subprocess.run(
-            [sys.executable, *PROGRAM, str(folder), str(os.getpid())],
-            timeout=request.limit_seconds,
-            env=_environment(request, member),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            # Progress is shown on rank 0 alone.
-            stderr=None if member.rank == 0 else subprocess.DEVNULL,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as late:
-        reason = f"it had not finished after {late.timeout:.0f} s"
-        raise RankFailureError(reason) from None
-    if code := process.returncode:
-        reason = f"its process exited with code {code}"
-        with contextlib.suppress(OSError):
-            reason = (folder / _REASON).read_text(encoding="utf-8")
-        raise RankFailureError(reason)
+    if request.world_size == 1:
+        _run(request, member, folder, lambda: None)
+    else:
+        with telling_failures(member.rank, member.address, member.port) as failure:
+            _run(request, member, folder, failure)
     if member.rank:
         return None
     if not COMPUTE_BUNDLE.is_in(folder / _BUNDLE):
         raise RankFailureError("its process wrote no bundle")
     return folder / _BUNDLE
+
+
+def _run(
+    request: LaunchRequest, member: Member, folder: Path, failure: Failure
+) -> None:
+    """Run the process that measures, until it or another rank's process fails."""
+    end = time.monotonic() + request.limit_seconds
+    with subprocess.Popen(
+        [sys.executable, *PROGRAM, str(folder), str(os.getpid())],
+        env=_environment(request, member),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        # Progress is shown on rank 0 alone.
+        stderr=None if member.rank == 0 else subprocess.DEVNULL,
+    ) as process:
+        try:
+            while (code := _code_after(process, POLL_S)) is None:
+                if (reason := failure()) is not None:
+                    raise RankFailureError(reason)
+                if time.monotonic() > end:
+                    limit_s = request.limit_seconds
+                    raise RankFailureError(f"it had not finished after {limit_s:.0f} s")
+        finally:
+            process.kill()
+    if code:
+        reason = f"its process exited with code {code}"
+        with contextlib.suppress(OSError):
+            reason = (folder / _REASON).read_text(encoding="utf-8")
+        raise RankFailureError(reason)
+
+
+def _code_after(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Wait for a process; return its exit code, or None if it still runs."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,14 +271,22 @@ def judge(bundle: Path, estimate: CostModel) -> LaunchVerdict | None:
 
 
 def _environment(request: LaunchRequest, member: Member) -> dict[str, str]:
-    """Return the environment of the measuring process, for torch.distributed."""
+    """Return the environment of the measuring process, for torch.distributed.
+
+    Raises:
+        ConfigError: This rank has no device.
+    """
+    local_rank = member.rank % request.local_world_size
+    device = own_device(request.device_type, local_rank)
     mine = dict(
         RANK=str(member.rank),
         WORLD_SIZE=str(request.world_size),
         LOCAL_WORLD_SIZE=str(request.local_world_size),
-        LOCAL_RANK=str(member.rank % request.local_world_size),
+        # Both processes see the same devices.
+        LOCAL_RANK=str(local_rank if device.index is None else device.index),
         MASTER_ADDR=member.address,
         MASTER_PORT=str(member.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 of the job serves the store
         PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
     )
     if request.device_type == "cpu":
@@ -371,7 +409,7 @@ def measure_and_fit(request: LaunchRequest, folder: Path, begin: float) -> None:
     backend = backend_of(request.device_type)
     patience = request.seconds + request.grace_seconds
     ranks = Ranks(backend, patience) if request.world_size > 1 else None
-    device = as_device(request.device_type) if ranks is None else ranks.device
+    device = own_device(request.device_type, 0) if ranks is None else ranks.device
     until = begin + _KERNEL_SHARE * request.seconds
     with torch_threads(1):
         found, order_ms, reference_ms = _measure_kernels(request, ranks, device, until)
@@ -583,6 +621,9 @@ def _main(folder: Path, parent: int) -> int:
         with shown():
             measure_and_fit(request, folder, begin)
     except Exception as error:
+        if isinstance(error, RuntimeError | RankFailureError):
+            # Perhaps another rank failed first: let it say why, and end this process.
+            time.sleep(4 * POLL_S)
         text = f"{type(error).__name__}: {error}"
         (folder / _REASON).write_text(text.splitlines()[0], "utf-8")
         return 1

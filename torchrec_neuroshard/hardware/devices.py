@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import platform
 import re
 from collections.abc import Iterator
@@ -151,6 +152,34 @@ def as_device(name: str) -> torch.device:
             "--device cpu or run 'neuroshard doctor'"
         )
     return device
+
+
+def own_device(device_type: str, local_rank: int) -> torch.device:
+    """Return the device of this process, one of a node's ranks.
+
+    If torch sees several devices, it is the current one, or, while that is the first,
+    the one numbered like the rank. Some jobs show each rank its own device alone.
+
+    Args:
+        device_type: Type of the device.
+        local_rank: Number of the rank in its node. torchrun's `LOCAL_RANK` replaces it.
+
+    Raises:
+        ConfigError: This rank has no device.
+    """
+    if not is_accelerator(device_type):
+        return torch.device(device_type)
+    module = accelerator(device_type)
+    count = module.device_count() if module.is_available() else 0
+    index = int(module.current_device()) if count else 0
+    if count > 1 and not index:
+        index = int(os.environ.get("LOCAL_RANK", local_rank))
+    if index >= count:
+        raise ConfigError(
+            f"local rank {index or local_rank} has no {device_type.upper()} device: "
+            f"torch sees {count}. Show it all devices of the node, or its own alone"
+        )
+    return torch.device(device_type, index)
 
 
 def device_bytes(device: torch.device) -> int | None:

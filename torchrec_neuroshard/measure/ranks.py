@@ -1,4 +1,4 @@
-"""The ranks that measure collectives together: groups, common clock, exchange."""
+"""The ranks that measure together: groups, common clock, exchange, failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -22,12 +22,21 @@ from torchrec_neuroshard.hardware.devices import (
     accelerator,
     device_type_of,
     is_accelerator,
+    own_device,
     synchronize,
 )
 
 _BANDWIDTH_BYTES = 16 * 2**20
 _LAUNCH = "torchrun --nproc-per-node 4 -m torchrec_neuroshard collect comms"
 
+POLL_S = 0.25
+"""How often a rank looks whether another rank has failed."""
+_FAILED = "failed"
+"""Key of the store: why a rank failed, once one has."""
+_CONNECT_SECONDS = 30.0
+"""Longest time to connect to the store."""
+
+_TCP_STORE = cast(Any, dist).TCPStore
 
 T = TypeVar("T")
 
@@ -89,17 +98,9 @@ class Ranks:
                 "--nproc-per-node on every node"
             )
         kind = device_type_of(backend)
-        self.device = torch.device(kind)
+        self.device = own_device(kind, self.rank % self.local_world_size)
         if is_accelerator(kind):
-            local_rank, there = self.rank % self.local_world_size, accelerator(kind)
-            if there.device_count() <= local_rank:
-                raise ConfigError(
-                    f"backend '{backend}' needs one {kind.upper()} device per rank; "
-                    f"this node has {there.device_count()} for "
-                    f"{self.local_world_size} ranks"
-                )
-            self.device = torch.device(kind, local_rank)
-            there.set_device(self.device)
+            accelerator(kind).set_device(self.device)
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self._is_guest = dist.is_initialized()
         if not self._is_guest:
@@ -242,3 +243,54 @@ class Ranks:
         thread = threading.Thread(target=leave, daemon=True)
         thread.start()
         thread.join(self._timeout.total_seconds())
+
+
+Failure = Callable[[], str | None]
+"""Returns why another rank failed; None if no rank has."""
+
+
+@contextlib.contextmanager
+def served_store(address: str) -> Iterator[int]:
+    """Serve a store in which ranks meet, and yield its port.
+
+    Args:
+        address: Where other ranks reach this process.
+    """
+    store = _TCP_STORE(address, 0, is_master=True, wait_for_workers=False)
+    try:
+        yield int(store.port)
+    except BaseException:
+        time.sleep(4 * POLL_S)  # all ranks read why it failed
+        raise
+
+
+@contextlib.contextmanager
+def telling_failures(rank: int, address: str, port: int) -> Iterator[Failure]:
+    """Tell other ranks of an error inside, and yield what they have told.
+
+    Args:
+        rank: This rank.
+        address: Where the store is served.
+        port: Its port.
+
+    Raises:
+        RuntimeError: There is no such store.
+    """
+    patience = datetime.timedelta(seconds=_CONNECT_SECONDS)
+    store = _TCP_STORE(address, port, wait_for_workers=False, timeout=patience)
+
+    def failure() -> str | None:
+        # The store is taken away when rank 0 has a result.
+        with contextlib.suppress(RuntimeError):
+            if store.check([_FAILED]):
+                return str(store.get(_FAILED).decode())
+        return None
+
+    try:
+        yield failure
+    except BaseException as error:
+        if failure() is None:
+            text = str(error) or type(error).__name__
+            with contextlib.suppress(RuntimeError):
+                store.set(_FAILED, f"rank {rank} failed: {text}")
+        raise

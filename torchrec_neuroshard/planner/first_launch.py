@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -32,6 +32,7 @@ from torchrec_neuroshard.errors import (
     is_number,
 )
 from torchrec_neuroshard.hardware.devices import current_device_name, is_accelerator
+from torchrec_neuroshard.measure.ranks import served_store
 from torchrec_neuroshard.measure.records import utc_now
 from torchrec_neuroshard.models.adjusted import ConcurrentCostModel
 from torchrec_neuroshard.models.base import CostModel
@@ -143,9 +144,11 @@ class FirstLaunch:
                 raise ConfigError(
                     "calibrate='never' forbids measuring, and the cache has no bundle"
                 )
+            from torchrec_neuroshard.bundles.first_launch import Member
+
+            alone = Offer(self.request(options(), ranks=1), Member(rank=0))
             topology = self._costs.topology
-            offer = Offer(self.request(options(), ranks=1), meeting_place(topology))
-            self._measure(offer, stores=int(topology.world_size) == 1)
+            self._measure(alone, stores=int(topology.world_size) == 1)
         except Exception as error:
             self._warn(error)
 
@@ -166,7 +169,8 @@ class FirstLaunch:
             with contextlib.ExitStack() as locked:
                 request = self._wanted(options, pg, locked)
                 if request is not None:
-                    offer = Offer(request, meeting_place(topology))
+                    first = locked.enter_context(meeting_place(topology))
+                    offer = Offer(request, first)
                     from_first(offer, pg, "looked for measured costs")
                     self._measure(offer, stores=True)
         except ExchangeError:
@@ -378,16 +382,16 @@ def _text_of(error: Exception) -> str:
     return kind + (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def meeting_place(topology: Topology) -> Member:
-    """Return rank 0 of the measuring group, with an address and a free port."""
+@contextlib.contextmanager
+def meeting_place(topology: Topology) -> Iterator[Member]:
+    """Serve a store in which the ranks that measure meet; yield rank 0."""
     from torchrec_neuroshard.bundles.first_launch import Member
 
     address = "127.0.0.1"
     if int(topology.local_world_size) < int(topology.world_size):
         address = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return Member(rank=0, address=address, port=int(probe.getsockname()[1]))
+    with served_store(address) as port:
+        yield Member(rank=0, address=address, port=port)
 
 
 class ExchangeError(RankFailureError):
