@@ -7,17 +7,20 @@ import importlib.metadata
 import multiprocessing
 import os
 import signal
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.builders import make_tables
 from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.cache import CacheKey
 from torchrec_neuroshard.bundles.find import PRETRAINED
 from torchrec_neuroshard.bundles.format import load_bundle
 from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.tables.features import table_features
 
 BUNDLE = PRETRAINED / "cpu_epyc"
 """A bundle with models of kernels and collectives."""
@@ -89,6 +92,36 @@ def test_keys_cover_subsets(
         assert not key.covers(make_key())
 
 
+def test_keys_know_the_shards() -> None:
+    """Sizes may be off by a factor of two; then shards count as covered."""
+    tables = make_tables([16, 64], rows=[1_000, 4_000])
+    key = make_key(ranges=cache.compared_ranges(table_features(tables, 64)))
+    store(key)
+    lone = store(make_key(ranges=cache.compared_ranges(table_features(tables[:1], 64))))
+
+    def found(
+        widths: Sequence[int], rows: Sequence[int], batch_size: int = 64, **kind: Any
+    ) -> str | None:
+        shards = make_tables(widths, rows=rows, **kind)
+        entry = cache.find(make_key(), table_features(shards, batch_size))
+        return None if entry is None else entry.folder.name
+
+    assert found([16, 64], [1_000, 4_000]) == key.name()
+    assert found([16], [1_000]) in (lone.name, key.name())
+    assert found([8, 128], [500, 8_000], 128) == key.name()
+    for widths, rows, batch_size in (
+        ([4, 132], [1_000, 4_000], 64),
+        ([16, 64], [499, 8_001], 64),
+        ([16, 64], [1_000, 4_000], 129),
+        ([16, 64], [1_000, 4_000], 31),
+    ):
+        assert found(widths, rows, batch_size) is None
+    assert found([16, 64], [1_000, 4_000], weighted=True) is None
+    # Half of the shards suffice.
+    assert found([64, 512], [4_000, 4_000]) == key.name()
+    assert found([64, 512, 512], [4_000, 4_000, 4_000]) is None
+
+
 def test_damaged_bundles_are_replaced() -> None:
     for name in ("key.json", "bundle.json"):
         folder = store(make_key())
@@ -144,11 +177,26 @@ def test_a_cache_that_cannot_be_written(
         store(make_key())
 
 
-def test_command_lists_and_clears(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lists_and_clears(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["cache"]) == 0
     folder = store(make_key())
     store(make_key(world_size=4))
     assert main(["cache", "list"]) == 0
     assert f"{folder.name}: 2 x A CPU (1/2)" in capsys.readouterr().out
+    wrong: dict[str, Any] = {"reason": "too noisy", "created": CREATED, "seconds": 55.0}
+    cache.reject(make_key(world_size=8), **wrong)
+    assert len(cache.entries()) == 2 and len(cache.rejections()) == 1
+    assert main(["cache", "list"]) == 0
+    assert f"{CREATED}, 55 s; no bundle: too noisy" in capsys.readouterr().out
+    # Of another version, which this one cannot read; and what is not ours.
+    older = store(make_key(world_size=16))
+    (older / "key.json").write_text("{}")
+    others = root / "my_bundle", root / "notes.json"
+    others[0].mkdir()
+    others[1].touch()
     assert main(["cache", "clear"]) == 0
-    assert cache.entries() == []
+    assert "deleted 4 measurements" in capsys.readouterr().out
+    assert cache.entries() == [] and cache.rejections() == []
+    assert {*root.iterdir()} == {*others}

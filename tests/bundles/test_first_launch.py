@@ -9,10 +9,12 @@ import shutil
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from tests.builders import (
     bags,
     costed,
     draw_records,
+    each,
     make_header,
     make_planner,
     make_tables,
@@ -182,8 +185,9 @@ def test_without_measuring_the_estimate_is_used_with_a_warning() -> None:
 
 
 def test_the_estimate_before_measuring_has_the_topologys_bandwidths() -> None:
-    rates = {"hbm_gb_per_s": 1_000.0, "host_gb_per_s": 7.0}
-    model = load_cost_model("measure", device_type="cuda", **rates)
+    model = load_cost_model(
+        "measure", device_type="cuda", hbm_gb_per_s=1_000.0, host_gb_per_s=7.0
+    )
     assert isinstance(model, PhysicalCostModel)
     found = model.constants
     assert (found.memory_gb_per_s, found.host_gb_per_s) == (1_000.0, 7.0)
@@ -321,7 +325,7 @@ def test_each_process_measures_its_ranks_own_device(
     told = "import os; open(os.environ['LOCAL_RANK'], 'w').close()"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(first_launch, "PROGRAM", ("-c", told))
-    sizes = {"world_size": 4, "local_world_size": 4}
+    sizes: dict[str, Any] = {"world_size": 4, "local_world_size": 4}
     request = dataclasses.replace(REQUEST, device_type="cuda", **sizes)
     for count, current, rank, local_rank, own in (
         (1, 0, 3, None, 0),
@@ -346,7 +350,7 @@ def test_each_process_measures_its_ranks_own_device(
 
 def _take_part(folder: Path, stderr: int) -> None:
     os.dup2(stderr, 2)
-    alone = {"world_size": 1, "local_world_size": 1}
+    alone: dict[str, Any] = {"world_size": 1, "local_world_size": 1}
     request = dataclasses.replace(REQUEST, **alone, seconds=30.0)
     first_launch.take_part(request, first_launch.Member(rank=0), folder)
 
@@ -375,6 +379,10 @@ with open(sys.argv[2] + ".count", "a") as file:
     file.write("x")
 """
 """Replaces the measurement."""
+COPIES_SHIPPED = f"""
+import shutil, sys
+shutil.copytree({str(SHIPPED)!r}, sys.argv[1] + "/bundle")
+"""
 
 
 @pytest.mark.parametrize(
@@ -420,5 +428,159 @@ def test_bad_measurements_are_not_kept(
         (text,) = texts
         assert measured == launch + 1 and not cache.entries()
         assert said in text and "The next launch measures again" in text
+        (entry,) = cache.rejections()
+        assert said in entry.reason
         # Both errors on held-out sets.
         assert text.count("%") == 2 and text in planner.last_result.warnings
+
+
+GPU_NAME = "Unheard-of GPU"
+
+
+class Launches:
+    """Launches of one rank with a GPU, whose measuring copies a shipped bundle."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        patch.setenv("NEUROSHARD_CACHE", str(folder / "cache"))
+        names = {"cpu": "one", "cuda": GPU_NAME}
+        patch.setattr(launches, "current_device_name", names.get)
+        patch.setattr(launches, "group_timeout_seconds", lambda _: 1e6)
+        patch.setattr(first_launch, "own_device", lambda *_: torch.device("cuda", 0))
+        self.plans = True
+        """Whether launches plan; planning takes most of the time."""
+        self._counted, self._patch = folder / "count", patch
+        self._counted.write_text("")
+        self.measure_by(COPIES_SHIPPED)
+
+    def measure_by(self, program: str) -> None:
+        """Replace the measuring process."""
+        count = f"open({str(self._counted)!r}, 'a').write('x')\n"
+        self._patch.setattr(first_launch, "PROGRAM", ("-c", count + program))
+
+    def launch(
+        self, tables: Sequence[Any], calibrate: Any = "auto", batch_size: int = 64
+    ) -> Launched:
+        """Launch as a new job would; return what it measured, used and told."""
+        topology = Topology(1, "cuda", hbm_cap=2**40)
+        before = len(self._counted.read_text())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            planner = make_planner(
+                topology=topology,
+                cost_model="auto",
+                comms_model=None,
+                calibrate=calibrate,
+                batch_size=batch_size,
+                constraints=each(6, "table_wise", compute_kernels=["fused"]),
+            )
+            model, sharders = bags(*tables, device=META), bag_sharders()
+            pg: Any = SimpleNamespace(size=lambda: 1)
+            options = partial(planner.enumerator.enumerate, model, sharders)
+            FirstLaunch(planner.costs, "auto", calibrate).on_all_ranks(options, pg)
+            result = None
+            if self.plans:
+                planner.plan(model, sharders)
+                result = planner.last_result
+        return Launched(
+            measured=len(self._counted.read_text()) - before,
+            is_estimated="not measured" in planner.costs.cost_model.source,
+            told=[t for t in map(str, (w.message for w in caught)) if "launch" in t],
+            outside=[
+                note.text
+                for note in (result.notes if result else ())
+                if note.code == "out-of-range"
+            ],
+        )
+
+
+class Launched(NamedTuple):
+    """What came of a launch."""
+
+    measured: int
+    is_estimated: bool
+    told: list[str]
+    outside: list[str]
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return Launches(tmp_path, monkeypatch)
+
+
+TABLES = [bag_config(i, 10_000 * 2**i, 64) for i in range(5)]
+
+
+def test_the_cache_knows_the_tables(gpu: Launches) -> None:
+    first, again = gpu.launch(TABLES), gpu.launch(TABLES)
+    assert (first.measured, again.measured) == (1, 0)
+    for launched in (first, again, gpu.launch(TABLES[1:])):
+        assert not launched.is_estimated and not launched.told
+        assert launched.outside == []
+    # A small change is no reason to measure, but the plan says so.
+    for launched in (
+        gpu.launch([*TABLES, bag_config(5, 10_000_000, 64)]),
+        gpu.launch(TABLES, batch_size=128),
+    ):
+        assert not launched.measured and not launched.is_estimated
+        (text,) = launched.outside
+        assert "outside what the cost model measured" in text
+    # Another model is measured, and both stay.
+    other = [bag_config(i, 100 + i, 8) for i in range(5)]
+    assert [gpu.launch(other).measured, gpu.launch(other).measured] == [1, 0]
+    assert gpu.launch(TABLES).measured == 0 and len(cache.entries()) == 2
+
+
+@pytest.mark.parametrize(
+    "program", ["import sys; sys.exit(7)", "disturbed"], ids=["fails", "disturbed"]
+)
+def test_what_failed_is_not_measured_at_every_launch(
+    program: str, gpu: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "its process exited with code 7"
+    if program == "disturbed":
+        verdict = first_launch.LaunchVerdict(
+            num_sets=40, num_disturbed=20, error=0.1, estimate_error=0.2
+        )
+        monkeypatch.setattr(first_launch, "judge", lambda *_: verdict)
+        why = "other work disturbed 20 of 40 sets"
+    else:
+        gpu.measure_by(program)
+    gpu.plans = False
+    first = gpu.launch(TABLES)
+    assert first.measured == 1 and why in " ".join(first.told)
+    (entry,) = cache.rejections()
+    assert why in entry.reason and entry.key.device == GPU_NAME
+    for _ in range(2):
+        later = gpu.launch(TABLES)
+        assert later.measured == 0 and later.is_estimated
+        (text,) = later.told
+        assert why in text and entry.created in text
+        assert "'neuroshard cache clear'" in text and "calibrate=60" in text
+    # Of another model, nothing is known.
+    assert gpu.launch([bag_config(0, 100, 8)]).measured == 1
+    # The ways to measure again.
+    assert gpu.launch(TABLES, calibrate=1.0).measured == 1
+    assert cache.clear() == 2
+    assert gpu.launch(TABLES).measured == 1
+    (entry,) = cache.rejections()
+    cache.reject(entry.key, reason="long ago", created="2026-01-01", seconds=1.0)
+    assert gpu.launch(TABLES).measured == 1
+    # A bundle counts more than an earlier failure.
+    gpu.measure_by(COPIES_SHIPPED)
+    monkeypatch.setattr(first_launch, "judge", lambda *_: None)
+    assert gpu.launch(TABLES, calibrate=1.0).measured == 1
+    last = gpu.launch(TABLES)
+    assert last.measured == 0 and not last.is_estimated and not last.told
+
+
+@pytest.mark.filterwarnings("ignore:no cost model was measured")
+def test_a_bundle_of_one_rank_of_several_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "cache"))
+    program = COPIES_SHIPPED
+    monkeypatch.setattr(first_launch, "PROGRAM", ("-c", program))
+    planner = make_planner(2, cost_model="measure", comms_model=None, calibrate=1.0)
+    with pytest.warns(UserWarning, match=r"measures on one rank alone. collective_p"):
+        planner.plan(bags(bag_config(0, 100, 16), device=META), bag_sharders())
+    assert not cache.entries()

@@ -163,7 +163,7 @@ def test_no_failure_reaches_the_job(results: OfJob) -> None:
 def test_what_cannot_be_kept_serves_this_launch(results: OfJob) -> None:
     first, second = results("unwritable")
     (text,) = first["warnings"]
-    assert "the measured bundle could not be stored" in text
+    assert "the bundle measured at the first launch could not be stored" in text
     assert first["kernels"] == "measured"
     assert first["loss"] > 0 and second["loss"] > 0
 

@@ -2,7 +2,8 @@
 
 The cache is a folder: `$NEUROSHARD_CACHE`, or `torchrec-neuroshard` in the user's cache
 folder. It holds a bundle's folder per key; the key lists everything that the times
-depend on. A new bundle appears with a single rename, so jobs on several machines can
+depend on. A measurement that gave no bundle to keep leaves a file with the reason
+instead. A new bundle appears with a single rename, so jobs on several machines can
 share the cache.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import hashlib
 import importlib.metadata
@@ -20,17 +22,33 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
-from torchrec_neuroshard.tables.features import FEATURE_VERSION
+from torchrec_neuroshard.tables.features import FEATURE_NAMES, FEATURE_VERSION
 
-_KEY_NAME = "key.json"
+_KEY_NAME, _REJECTED = "key.json", ".rejected.json"
+_OUR_NAME = re.compile(rf"[a-z0-9-]*-\d+x-[0-9a-f]{{12}}({re.escape(_REJECTED)})?")
+"""Names in the cache, of any version of this package."""
+REJECTED_DAYS = 7
+"""A rejection counts for so long: machines get quiet, and faults are mended."""
+COMPARED = (
+    *("log2_rows", "log2_width", "log2_pooling", "log2_batch"),
+    *(name for name in FEATURE_NAMES if name.startswith("is_")),
+)
+"""Features that tell models apart: sizes and kinds of shards."""
+_SLACK = 1.0
+"""Powers of 2 by which a shard's sizes may be outside those of measured shards."""
+_LEAST_SHARE = 0.5
+"""Share of a model's shards that a bundle must cover."""
 _HIDDEN_AGE_S = 86_400.0
 """Unfinished bundles older than this were left behind by jobs that ended early."""
 
@@ -78,6 +96,8 @@ class CacheKey:
     """FBGEMM's feature gates in the environment: NAME=value, sorted."""
     feature_version: int = FEATURE_VERSION
     """Version of the features that the bundle's network takes."""
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Feature of `COMPARED` -> smallest and largest value of the shards to measure."""
 
     def name(self) -> str:
         """Return the folder's name: the device, and a digest of the whole key."""
@@ -89,7 +109,10 @@ class CacheKey:
     def covers(self, wanted: CacheKey) -> bool:
         """Whether a bundle measured under this key can be used for another key."""
         same = dataclasses.replace(
-            wanted, optimizers=self.optimizers, data_types=self.data_types
+            wanted,
+            optimizers=self.optimizers,
+            data_types=self.data_types,
+            ranges=self.ranges,
         )
         return (
             same == self
@@ -97,50 +120,137 @@ class CacheKey:
             and set(wanted.data_types) <= set(self.data_types)
         )
 
+    def share_of(self, features_NF: npt.NDArray[np.float32]) -> float:
+        """Return the share of shards that are like the measured ones, or almost.
+
+        Sizes may be half the smallest, or twice the largest, that was measured.
+        """
+        if not len(features_NF):
+            return 1.0
+        is_near_N = np.ones(len(features_NF), dtype=bool)
+        for name, (low, high) in self.ranges.items():
+            slack = _SLACK if name.startswith("log2_") else 0.0
+            values_N = features_NF[:, FEATURE_NAMES.index(name)]
+            is_near_N &= (values_N >= low - slack) & (values_N <= high + slack)
+        return float(is_near_N.mean())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheEntry:
-    """One bundle in the cache."""
+    """One measurement in the cache."""
 
     folder: Path
+    """The bundle; the file with the reason if there is none."""
     key: CacheKey
     created: str
     """UTC, ISO 8601."""
     seconds: float
     """Time that measuring and fitting took."""
+    reason: str = ""
+    """Why there is no bundle; empty if there is one."""
 
 
-def _read(folder: Path) -> CacheEntry | None:
+def compared_ranges(
+    features_NF: npt.NDArray[np.float32],
+) -> dict[str, tuple[float, float]]:
+    """Return `CacheKey.ranges` of shards."""
+    columns = {name: features_NF[:, FEATURE_NAMES.index(name)] for name in COMPARED}
+    return {n: (float(v.min()), float(v.max())) for n, v in columns.items()}
+
+
+def _read(path: Path) -> CacheEntry | None:
     try:
-        COMPUTE_BUNDLE.read_info(folder)
-        COMMS_BUNDLE.find_info(folder)
-        data = read_json(folder / _KEY_NAME)
+        if path.name.endswith(_REJECTED):
+            data = read_json(path)
+        else:
+            COMPUTE_BUNDLE.read_info(path)
+            COMMS_BUNDLE.find_info(path)
+            data = read_json(path / _KEY_NAME)
         key = from_fields(CacheKey, data["key"])
-        if key.name() != folder.name:
+        if key.name() != path.name.removesuffix(_REJECTED):
             return None  # an older key, without some of the fields
         return CacheEntry(
-            folder=folder,
+            folder=path,
             key=key,
             created=str(data["created"]),
             seconds=float(data["seconds"]),
+            reason=str(data.get("reason", "")),
         )
     except (OSError, ValueError, LookupError, TypeError, OverflowError):
         return None  # of another version, or being deleted
 
 
-def entries() -> list[CacheEntry]:
-    """Return all bundles in the cache, newest first; none if it cannot be read."""
+def _all_entries() -> list[CacheEntry]:
+    """Return all measurements, newest first; none if the cache cannot be read."""
     try:
-        folders = [p for p in cache_folder().iterdir() if not p.name.startswith(".")]
+        paths = [p for p in cache_folder().iterdir() if not p.name.startswith(".")]
     except OSError:
         return []
-    found = [e for e in map(_read, folders) if e is not None]
+    found = [e for e in map(_read, paths) if e is not None]
     return sorted(found, key=lambda e: (e.created, e.folder.name), reverse=True)
 
 
-def find(wanted: CacheKey) -> CacheEntry | None:
-    """Return the newest bundle that can be used for a key, or None."""
-    return next((e for e in entries() if e.key.covers(wanted)), None)
+def entries() -> list[CacheEntry]:
+    """Return all bundles in the cache, newest first; none if it cannot be read."""
+    return [e for e in _all_entries() if not e.reason]
+
+
+def rejections() -> list[CacheEntry]:
+    """Return all measurements that gave no bundle to keep, newest first."""
+    return [e for e in _all_entries() if e.reason]
+
+
+def find(
+    wanted: CacheKey, features_NF: npt.NDArray[np.float32] | None = None
+) -> CacheEntry | None:
+    """Return the bundle to use for a key: of those that cover most shards, the newest.
+
+    Args:
+        wanted: The key.
+        features_NF: Features of the model's shards; None: any model's.
+
+    Returns:
+        The bundle; None if there is none that covers at least half of the shards.
+    """
+    return _best(entries(), wanted, features_NF)
+
+
+def find_rejection(
+    wanted: CacheKey, features_NF: npt.NDArray[np.float32]
+) -> CacheEntry | None:
+    """Return a recent measurement that gave no bundle to keep; see `find`."""
+    oldest = datetime.datetime.now(datetime.UTC) - datetime.timedelta(REJECTED_DAYS)
+    recent = [e for e in rejections() if e.created >= oldest.isoformat()]
+    return _best(recent, wanted, features_NF)
+
+
+def _best(
+    found: Sequence[CacheEntry],
+    wanted: CacheKey,
+    features_NF: npt.NDArray[np.float32] | None,
+) -> CacheEntry | None:
+    usable = [e for e in found if e.key.covers(wanted)]
+    if features_NF is None:
+        return next(iter(usable), None)
+    shares = [e.key.share_of(features_NF) for e in usable]
+    if max(shares, default=0.0) < _LEAST_SHARE:
+        return None
+    return usable[shares.index(max(shares))]
+
+
+def reject(key: CacheKey, *, created: str, seconds: float, reason: str) -> None:
+    """Note that a measurement gave no bundle to keep, and why.
+
+    Raises:
+        OSError: The cache cannot be written.
+    """
+    path = cache_folder() / f"{key.name()}{_REJECTED}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json_text(_facts(key, created, seconds) | {"reason": reason}))
+
+
+def _facts(key: CacheKey, created: str, seconds: float) -> dict[str, Any]:
+    return {"key": dataclasses.asdict(key), "created": created, "seconds": seconds}
 
 
 def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
@@ -160,8 +270,7 @@ def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
     final = root / key.name()
     with tempfile.TemporaryDirectory(prefix=".new-", dir=root) as scratch:
         beside = shutil.copytree(bundle, Path(scratch) / "bundle")
-        data = {"key": dataclasses.asdict(key), "created": created, "seconds": seconds}
-        write_whole(beside / _KEY_NAME, json_text(data))
+        write_whole(beside / _KEY_NAME, json_text(_facts(key, created, seconds)))
         try:
             beside.rename(final)
         except OSError:
@@ -186,10 +295,16 @@ def _sweep(root: Path) -> None:
 
 
 def clear() -> int:
-    """Delete all bundles and return their number."""
-    found = entries()
-    for entry in found:
-        _remove(entry.folder)
+    """Delete all measurements, also of other versions, and return their number."""
+    try:
+        found = [p for p in cache_folder().iterdir() if _OUR_NAME.fullmatch(p.name)]
+    except OSError:
+        return 0
+    for path in found:
+        if path.is_dir():
+            _remove(path)
+        else:
+            path.unlink(missing_ok=True)
     return len(found)
 
 

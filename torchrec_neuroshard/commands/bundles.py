@@ -118,20 +118,22 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cache(args: argparse.Namespace) -> int:
-    """List or delete the bundles that first launches made."""
+    """List or delete what first launches measured."""
     folder = cache.cache_folder()
     if args.action == "clear":
-        print(f"deleted {cache.clear()} bundles from {folder}")
+        print(f"deleted {cache.clear()} measurements from {folder}")
         return 0
-    for entry in (entries := cache.entries()):
+    for entry in (entries := [*cache.entries(), *cache.rejections()]):
         key = entry.key
+        result = f"cost_model='{entry.folder}'"
+        if entry.reason:
+            result = f"no bundle: {entry.reason}"
         print(
             f"{entry.folder.name}: {key.world_size} x {key.device} "
             f"({key.local_world_size} a node), {', '.join(key.optimizers)}, "
             f"{', '.join(key.data_types)}; torch {key.torch}, fbgemm {key.fbgemm}, "
-            f"torchrec {key.torchrec}; {entry.created}, {entry.seconds:.0f} s; "
-            f"cost_model='{entry.folder}'"
+            f"torchrec {key.torchrec}; {entry.created}, {entry.seconds:.0f} s; {result}"
         )
     if not entries:
-        print(f"{folder} holds no bundles")
+        print(f"{folder} holds no measurements")
     return 0

@@ -16,10 +16,12 @@ import socket
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
@@ -36,7 +38,7 @@ from torchrec_neuroshard.measure.ranks import served_store
 from torchrec_neuroshard.measure.records import utc_now
 from torchrec_neuroshard.models.adjusted import ConcurrentCostModel
 from torchrec_neuroshard.models.base import CostModel
-from torchrec_neuroshard.models.compute import PhysicalCostModel
+from torchrec_neuroshard.models.compute import NeuralCostModel, PhysicalCostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import group_timeout_seconds
 from torchrec_neuroshard.planner.option_facts import (
@@ -48,6 +50,10 @@ from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import whole_nodes
 from torchrec_neuroshard.planner.ways import is_placeable, narrowest_shard
+from torchrec_neuroshard.tables.features import (
+    FEATURE_NAMES,
+    table_features,
+)
 from torchrec_neuroshard.tables.table import (
     COLUMN_MULTIPLE,
     MEASURED_TYPES,
@@ -68,6 +74,12 @@ _MOST_PARTS = 4
 GRACE_S = 60.0
 """Measuring processes are stopped this long after twice the budget. Starting processes
 takes long on a busy machine."""
+_MOST_COMPARED = 500
+"""Shards of a model that are compared with a bundle's."""
+_AGAIN = (
+    f"Launches measure again after {cache.REJECTED_DAYS} days, after 'neuroshard cache "
+    "clear', or with a number such as calibrate=60; best on a quiet machine"
+)
 _PATIENCE_SHARE = 0.5
 """Most time for measuring, as a share of the group's timeout. Planning comes after."""
 
@@ -123,6 +135,8 @@ class FirstLaunch:
                 f"{cost_model!r}; leave one of them out"
             )
         self.seconds = float(seconds)
+        self._insists = self._must or not isinstance(calibrate, str)
+        """Whether to measure again where an earlier measurement was rejected."""
         self._is_done = not self._must and (name != "auto" or calibrate == "never")
 
     def on_one_rank(self, options: Options) -> None:
@@ -198,6 +212,8 @@ class FirstLaunch:
         is_estimated = isinstance(self._alone(), PhysicalCostModel)
         if self._find(options) or not (self._must or is_estimated):
             return None
+        if self._was_rejected(options):
+            return None
         request = self.request(options(), ranks=pg.size())
         limit_s = request.limit_seconds
         timeout_s = group_timeout_seconds(pg)
@@ -208,13 +224,15 @@ class FirstLaunch:
                 f"a timeout of {limit_s / _PATIENCE_SHARE:.0f} s"
             )
         try:
-            locked.enter_context(cache.lock(self._key(request.shards), limit_s))
+            locked.enter_context(cache.lock(self._key(), limit_s))
         except TimeoutError:
             raise RankFailureError(
                 f"another job has been measuring this device for {limit_s:.0f} s "
                 "without a result"
             ) from None
-        return None if self._find(options) else request
+        if self._find(options) or self._was_rejected(options):
+            return None
+        return request
 
     def _alone(self) -> CostModel:
         """Return the cost model of kernels that run alone, as they are measured."""
@@ -223,20 +241,58 @@ class FirstLaunch:
 
     def _find(self, options: Options) -> bool:
         """Use a bundle from the cache if one fits these tables and this device."""
-        if cache.find(self._key([])) is None:  # none for this device
+        if cache.find(self._key()) is None:  # none for this device
             return False
-        entry = cache.find(self._key(list(self._shards(options()))))
+        entry = cache.find(*self._wanted_costs(options()))
         if entry is None:
             return False
-        self._costs.use(entry.folder)
+        self._use(entry.folder, entry.key)
         self._is_done = True
         return True
+
+    def _use(self, bundle: Path, key: CacheKey) -> None:
+        """Use a bundle; tables unlike those that it measured get notes."""
+        self._costs.use(bundle)
+        if isinstance(model := self._alone(), NeuralCostModel):
+            model.ranges |= key.ranges
+
+    def _was_rejected(self, options: Options) -> bool:
+        """Whether an earlier launch measured this in vain; tell why."""
+        if self._insists or not cache.rejections():
+            return False
+        entry = cache.find_rejection(*self._wanted_costs(options()))
+        if entry is None:
+            return False
+        self._tell(
+            f"an earlier launch measured for {entry.seconds:.0f} s on {entry.created}, "
+            f"and its result was not kept: {entry.reason}. Costs are "
+            f"'{self._costs.cost_model.source}'. {_AGAIN}"
+        )
+        return True
+
+    def _wanted_costs(
+        self, options: Sequence[ShardingOption]
+    ) -> tuple[CacheKey, npt.NDArray[np.float32]]:
+        """Return the key of a model's costs, and features of some of its shards."""
+        shards = list(self._shards(options))
+        some = shards[:: -(-len(shards) // _MOST_COMPARED) or 1]
+        if not some:
+            return self._key(), np.zeros((0, len(FEATURE_NAMES)), np.float32)
+        return self._key(shards), table_features(some, self._batch_size(options))
+
+    def _batch_size(self, options: Sequence[ShardingOption]) -> int:
+        """Return the samples that a kernel sees."""
+        return int(options[0].batch_size) * int(self._costs.topology.world_size)
 
     def _device(self) -> str | None:
         """Return the name of this machine's device; None if it has none."""
         return current_device_name(self._costs.topology.compute_device)
 
-    def _key(self, shards: Sequence[TableConfig]) -> CacheKey:
+    def _key(
+        self,
+        shards: Sequence[TableConfig] = (),
+        ranges: Mapping[str, tuple[float, float]] | None = None,
+    ) -> CacheKey:
         topology, device = self._costs.topology, self._device()
         if device is None:
             raise ConfigError(f"this machine has no {topology.compute_device} device")
@@ -248,6 +304,7 @@ class FirstLaunch:
             local_world_size=whole_nodes(world_size, topology.local_world_size),
             optimizers=tuple(sorted({t.optimizer for t in shards})),
             data_types=tuple(sorted({t.data_type for t in shards})),
+            ranges=ranges or {},
         )
 
     def _shards(
@@ -312,7 +369,7 @@ class FirstLaunch:
             tables=tables,
             row_kernels=tuple(sorted(by_rows)),
             plan_ranks=int(topology.world_size),
-            batch_size=int(options[0].batch_size) * int(topology.world_size),
+            batch_size=self._batch_size(options),
             device_type=topology.compute_device,
             world_size=ranks,
             local_world_size=whole_nodes(ranks, topology.local_world_size),
@@ -321,33 +378,61 @@ class FirstLaunch:
         )
 
     def _measure(self, offer: Offer, *, stores: bool) -> None:
-        """Measure as rank 0 together with the other ranks; use and store the bundle."""
+        """Measure as rank 0 together with the other ranks; use the bundle.
+
+        Args:
+            offer: What to measure.
+            stores: Whether the cache keeps the bundle, or else the reason why not.
+        """
         from torchrec_neuroshard.bundles.first_launch import judge, take_part
 
-        begin = time.monotonic()
+        begin, request = time.monotonic(), offer.request
+        ranges = cache.compared_ranges(
+            table_features(request.shards, request.batch_size)
+        )
+        key = self._key(request.shards, ranges)
+
+        def facts() -> dict[str, Any]:
+            return {"created": utc_now(), "seconds": time.monotonic() - begin}
+
+        def reject(reason: str) -> None:
+            if stores:
+                with contextlib.suppress(OSError):
+                    cache.reject(key, reason=reason, **facts())
+
         with tempfile.TemporaryDirectory(prefix="neuroshard-") as scratch:
-            bundle = take_part(*offer, Path(scratch))
-            assert bundle is not None, "rank 0 gets one"
-            verdict = judge(bundle, self._alone())
+            try:
+                bundle = take_part(*offer, Path(scratch))
+                assert bundle is not None, "rank 0 gets one"
+                verdict = judge(bundle, self._alone())
+            except Exception as error:
+                reject(_text_of(error))
+                raise
             is_sound = verdict is None or verdict.is_sound
-            if stores and is_sound:
-                key, seconds = self._key(offer.request.shards), time.monotonic() - begin
+            trouble = ""
+            if not is_sound:
+                reject(str(verdict))
+                again = "The next launch measures again" if self._insists else _AGAIN
+                trouble = f"is not stored: {verdict}. {again}"
+            elif not stores:
+                trouble = (
+                    "is not stored: plan() measures on one rank alone. "
+                    "collective_plan() measures on all ranks and stores the result"
+                )
+            else:
                 try:
-                    bundle = cache.store(
-                        bundle, key, created=utc_now(), seconds=seconds
-                    )
+                    bundle = cache.store(bundle, key, **facts())
                 except OSError as error:
-                    self._tell(
-                        f"the measured bundle could not be stored ({error}); set "
-                        "NEUROSHARD_CACHE to another folder"
+                    trouble = (
+                        f"could not be stored ({error}); set NEUROSHARD_CACHE to "
+                        "another folder"
                     )
             if verdict is None or not verdict.is_worse:
-                self._costs.use(bundle)
-            if not is_sound:
+                self._use(bundle, key)
+            if trouble:
                 self._tell(
-                    f"the bundle measured at the first launch is not stored: {verdict}."
-                    f" Costs are '{self._costs.cost_model.source}'. The next launch "
-                    "measures again, unless calibrate='never'"
+                    f"the bundle measured at the first launch {trouble}. Costs are "
+                    f"'{self._costs.cost_model.source}'"
                 )
 
     def _warn(self, error: Exception) -> None:

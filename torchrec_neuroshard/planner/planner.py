@@ -180,7 +180,7 @@ class NeuroShardPlanner(DescribesPlans):
             shipped bundle knows. The ranks of `collective_plan` then measure the
             model's own tables for that time, and later launches reuse the bundle.
             "auto" measures for 60 s on GPUs, and on CPUs only with
-            cost_model="measure".
+            cost_model="measure"; not if a launch in the last week measured in vain.
         pipeline_type: TorchRec's `PipelineType` of the training loop, or
             "train_semi_sync" or "train_fused_sparse_dist". Phases that the pipeline
             overlaps with longer ones cost nothing. What the pipeline keeps on the
