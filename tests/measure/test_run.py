@@ -191,6 +191,22 @@ def test_a_set_is_retried_when_memory_runs_out(collect_as: Collect) -> None:
     assert "set 1 was" not in printed
 
 
+def test_a_measured_set_is_kept_when_its_repeat_runs_out_of_memory(
+    collect_as: Collect,
+) -> None:
+    tried: list[int] = []
+
+    def measure(index: int) -> CostRecord:
+        tried.append(index)
+        if tried.count(1) > 1 and index == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return timed(index, spread=0.9 if index == 1 else 0.01)
+
+    records, printed = collect_as(measure, 10)
+    assert [r.index for r in records] == list(range(10)) and tried.count(1) == 3
+    assert "left out" not in printed
+
+
 def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
     collect_as: Collect, tmp_path: Path
 ) -> None:

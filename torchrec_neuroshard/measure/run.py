@@ -135,7 +135,8 @@ def measure(
             try:
                 new = _measure_if_it_fits(sampled, timer, draw)
             except torch.OutOfMemoryError as error:
-                left_out[sampled.index] = str(error).splitlines()[0]
+                if sampled.index not in records:
+                    left_out[sampled.index] = str(error).splitlines()[0]
                 continue
             old = records.get(sampled.index)
             recent.append(new.reference_ms or 1.0)
