@@ -8,6 +8,7 @@ from tests.builders import make_record, make_tables
 from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.measure.records import (
     CostRecord,
+    command_line,
     relative_spread,
     steady_records,
 )
@@ -21,6 +22,21 @@ def test_total_and_spread_by_hand() -> None:
     assert record().total_ms == 3.5
     # 4, 4, 2, 5 deviate from 4 by 0, 0, 2, 1.
     assert relative_spread([4, 4, 2, 5]) == 0.5 / 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/usr/bin/neuroshard", "train", "a b"], "neuroshard train 'a b'"),
+        (["/x/torchrec_neuroshard/__main__.py", "train"], "neuroshard train"),
+        (["/home/me/make.py", "--fast"], "make.py --fast"),
+    ],
+)
+def test_the_command_of_a_file(
+    argv: list[str], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", argv)
+    assert command_line() == command
 
 
 def test_bad_records_are_refused() -> None:

@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,9 @@ class Fingerprint:
 
 def command_line() -> str:
     """Return the running command, for the provenance of a file."""
-    return " ".join(map(shlex.quote, ["neuroshard", *sys.argv[1:]]))
+    name = Path(sys.argv[0]).name
+    ours = name in ("neuroshard", "__main__.py")
+    return shlex.join(["neuroshard" if ours else name, *sys.argv[1:]])
 
 
 def utc_now() -> str:
