@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -23,6 +24,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from tests.builders import (
+    CPU,
     META,
     bag_config,
     bag_sharders,
@@ -262,6 +264,58 @@ def test_disturbed_sets_are_measured_again_later(
     # Undisturbed sets are measured once, and all time is used.
     assert {seen[r.index] for r in kept} - {2, 3, seen[8]} == {1}
     assert seen.total() == 60 and len(kept) > 50
+
+
+def test_a_ranks_sets_are_compared_with_its_own_usual_reference(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 1 has a slow host and far memory, and disturbs one of its sets."""
+    usual_ms = {0: 1.04, 1: 2.6}
+    nominal_ms = {0: 1.0, 1: 1.5}
+    found: dict[int, Any] = {}
+    for rank in range(2):
+
+        def measured(sampled: SampledSet, _: Any, rank: int = rank) -> Measurement:
+            slow = 2.0 if sampled.index == 9 else 1.0
+            reference = (usual_ms[rank] * slow,) * 3
+            return Measurement((1.0,) * 3, (1.0,) * 3, reference, 1.0, 1.0)
+
+        timer = SimpleNamespace(reference_ms=nominal_ms[rank], measure=measured)
+        monkeypatch.setattr(first_launch, "SetTimer", lambda *_, t=timer, **__: t)
+        monkeypatch.setattr(first_launch, "measure_column_order", lambda *_: {})
+        ranks: Any = SimpleNamespace(rank=rank, world_size=2)
+        found[rank] = first_launch.measure_mine(REQUEST, ranks, CPU, 0.0)
+    both: Any = SimpleNamespace(
+        turn=lambda: (0, 1),
+        agree=lambda values: values,
+        gather_objects=lambda mine: [found[0], found[1]],
+        rank=0,
+        world_size=2,
+    )
+    records, _, unit_ms = first_launch._measure_kernels(REQUEST, both, CPU, 0.0)
+    assert {r.index for r in records} == set(range(20)) and unit_ms == 1.0
+    bundle = shutil.copytree(SHIPPED, tmp_path / "found")
+    header = make_header(reference_ms=unit_ms)
+    write_records(bundle / first_launch.KERNELS_NAME, header, records)
+    verdict = first_launch.judge(bundle, physical_estimate("cpu"))
+    assert verdict is not None
+    assert (verdict.num_sets, verdict.num_disturbed) == (20, 1)
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_each_rank_measures_sets_of_both_kinds(size: int) -> None:
+    drawn = [
+        list(itertools.islice(first_launch.rank_indices(rank, size), 30))
+        for rank in range(size)
+    ]
+    assert sorted(itertools.chain(*drawn)) == list(range(30 * size))
+    # Together, the fewest sets of each rank are the first ones.
+    least = -(-20 // size)
+    firsts = {index for mine in drawn for index in mine[:least]}
+    assert firsts == set(range(least * size))
+    for mine in drawn:
+        for divisor in (2, 5):  # of held-out sets
+            assert {index % divisor == 0 for index in mine} == {True, False}
 
 
 SLEEPS = "import time; time.sleep(600)"

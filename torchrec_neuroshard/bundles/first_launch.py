@@ -20,11 +20,12 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -501,7 +502,12 @@ def _measure_kernels(
         ratio = unit_ms / ms if ms else 1.0  # a GPU has no reference
         found_order |= {n: (ratio * f, ratio * b) for n, (f, b) in order_ms.items()}
         found += (
-            dataclasses.replace(r, fwd_ms=ratio * r.fwd_ms, bwd_ms=ratio * r.bwd_ms)
+            dataclasses.replace(
+                r,
+                fwd_ms=ratio * r.fwd_ms,
+                bwd_ms=ratio * r.bwd_ms,
+                reference_ms=ratio * r.reference_ms,
+            )
             for r in records
         )
     return found, found_order, unit_ms
@@ -516,6 +522,11 @@ def measure_mine(
     """Measure until a time, but at least this rank's part of the minimum of sets.
 
     The first rank also times the reordering of columns.
+
+    Returns:
+        The records, the reordering as in `RunHeader`, and this rank's time unit. The
+        median of the records' reference times is the unit, so that a rank on a slower
+        host or far memory does not count as disturbed.
     """
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     max_bytes = _free_bytes(device, request.local_world_size)
@@ -527,7 +538,7 @@ def measure_mine(
     order_ms = {} if rank else measure_column_order(timer, max_bytes)
     kept: dict[int, CostRecord] = {}
     measure(
-        (draw_launch_set(request, i, max_bytes) for i in itertools.count(rank, size)),
+        (draw_launch_set(request, i, max_bytes) for i in rank_indices(rank, size)),
         timer,
         lambda record: kept.update({record.index: record}),
         until=until,
@@ -536,7 +547,22 @@ def measure_mine(
     )
     if not kept:
         raise RecordError("none of the sets of tables could be measured")
-    return list(kept.values()), order_ms, timer.reference_ms
+    usual_ms = statistics.median(r.reference_ms for r in kept.values())
+    ratio = timer.reference_ms / usual_ms if usual_ms else 1.0  # none on a GPU
+    records = [
+        dataclasses.replace(r, reference_ms=ratio * r.reference_ms)
+        for r in kept.values()
+    ]
+    return records, order_ms, timer.reference_ms
+
+
+def rank_indices(rank: int, size: int) -> Iterator[int]:
+    """Yield the numbers of a rank's sets: one of every `size`, each time the next.
+
+    So each rank measures sets to train on and sets to test on. The latter have even
+    numbers.
+    """
+    return (row * size + (rank + row) % size for row in itertools.count())
 
 
 def _free_bytes(device: torch.device, num_ranks: int) -> int:
@@ -610,6 +636,7 @@ def _end_with(parent: int) -> None:
 def _main(folder: Path, parent: int) -> int:
     begin = time.monotonic()
     _end_with(parent)
+    del sys.argv[1:]  # `command_line` is for bundle cards
     data = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
     request = from_fields(LaunchRequest, data)
     warnings.simplefilter("ignore")
