@@ -34,7 +34,6 @@ import torch
 
 from torchrec_neuroshard.bundles.find import physical_estimate, shipped
 from torchrec_neuroshard.bundles.fit import TrainConfig, evaluate
-from torchrec_neuroshard.bundles.fit_physics import best_factor
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE, load_bundle
 from torchrec_neuroshard.bundles.make import make_bundle, train_comms_bundle
 from torchrec_neuroshard.bundles.set_data import MIN_SETS, build_sets, split_records
@@ -582,7 +581,7 @@ def _fit(request: LaunchRequest, bundle: Path) -> None:
         bundle,
         "first launch",
         TrainConfig(tuning_steps=steps, seed=_SEED),
-        start=_nearest(request, records),
+        start="nearest",
         select=_steady_enough,
     )
     collectives = bundle / COMMS_NAME
@@ -604,26 +603,6 @@ def _steady_enough(records: Sequence[CostRecord]) -> list[CostRecord]:
     held_out = sum(r.held_out for r in steady)
     enough = min(held_out, len(steady) - held_out) >= MIN_SETS
     return steady if enough else list(records)
-
-
-def _nearest(request: LaunchRequest, records: Path) -> Path | None:
-    """Return the shipped bundle of this device type that fits best, times a factor."""
-    _, measured = read_records([records])
-    training, _ = split_records(_steady_enough(measured))
-    data = build_sets(training, request.device_type)
-
-    def error(folder: Path) -> float:
-        model = load_bundle(folder)
-        predicted = model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
-        factors = list(map(best_factor, predicted.T, data.costs_S2.T))
-        return float(np.abs(np.log(predicted * factors / data.costs_S2)).mean())
-
-    alike = [
-        folder
-        for folder, info in shipped(COMPUTE_BUNDLE)
-        if info.fingerprint.device_type == request.device_type
-    ]
-    return min(alike, key=error, default=None)
 
 
 def _end_with(parent: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -356,6 +357,54 @@ def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanErrors:
+    """Errors of a model on plans of which all ranks were measured."""
+
+    num_plans: int
+    num_sets: int
+    """Ranks of all plans."""
+    busiest: float
+    """Predicted over measured time of the busiest rank, geometric mean of the plans."""
+    spread: float
+    """Standard deviation of log(measured / predicted) among the ranks of one plan. The
+    search balances predictions, so this is the imbalance that it cannot see."""
+
+    def __str__(self) -> str:
+        """Return the errors as part of a sentence."""
+        return (
+            f"the busiest rank is predicted at {self.busiest:.3f} of its time, and "
+            f"errors differ by {self.spread:.1%} among the ranks of a plan (standard "
+            "deviation)"
+        )
+
+
+def plan_errors(model: CostModel, data: SetData) -> PlanErrors | None:
+    """Return a model's errors on the plans in the data; None if there are none."""
+    found = []
+    for plan in np.unique(data.plan_S[data.plan_S >= 0]):
+        ranks = data.select(np.flatnonzero(data.plan_S == plan))
+        if ranks.num_sets > 1:
+            predicted_W = model.predict_sets(
+                ranks.features_NF, ranks.set_ids_N, ranks.num_sets
+            ).sum(axis=1)
+            found.append((predicted_W, ranks.costs_S2.sum(axis=1)))
+    if not found:
+        return None
+    logs = [np.log(measured_W / predicted_W) for predicted_W, measured_W in found]
+    squares = sum(float(((log_W - log_W.mean()) ** 2).sum()) for log_W in logs)
+    busiest = [
+        np.log(predicted.max() / measured.max()) for predicted, measured in found
+    ]
+    num_sets = sum(map(len, logs))
+    return PlanErrors(
+        num_plans=len(found),
+        num_sets=num_sets,
+        busiest=float(np.exp(np.mean(busiest))),
+        spread=math.sqrt(squares / (num_sets - len(found))),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One candidate model for a device."""
@@ -365,6 +414,8 @@ class Candidate:
     """Feature name -> smallest and largest value in training."""
     evaluation: Evaluation
     """Errors on the test sets of held-out tables; its name is the candidate's."""
+    plans: PlanErrors | None
+    """Errors on the plans among the test sets, if there are any."""
 
 
 def fit_model(
@@ -415,8 +466,10 @@ def fit_model(
         errors[name] = float(np.average(found, weights=weights))
         scaled = _scaled_spread(np.concatenate(ratios), np.concatenate(spreads))
         network.spread_2.copy_(torch.tensor(scaled))
-        evaluation = evaluate(name, as_cost_model(network, data, name), test)
-        candidates[name] = Candidate(network, seen[name], evaluation)
+        model = as_cost_model(network, data, name)
+        candidates[name] = Candidate(
+            network, seen[name], evaluate(name, model, test), plan_errors(model, test)
+        )
     return Choice(candidates, errors, "mean |log ratio| on left-out sets")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import numpy as np
 
 from torchrec_neuroshard.bundles.choice import Choice, poor_fit
-from torchrec_neuroshard.bundles.find import bundle_folder, pretrained_names
+from torchrec_neuroshard.bundles.find import bundle_folder, pretrained_names, shipped
 from torchrec_neuroshard.bundles.fit import Candidate, TrainConfig, fit_model
 from torchrec_neuroshard.bundles.fit_collectives import (
     CommsEvaluation,
@@ -19,6 +19,7 @@ from torchrec_neuroshard.bundles.fit_collectives import (
     make_candidates,
     named_coefficients,
 )
+from torchrec_neuroshard.bundles.fit_physics import best_factor
 from torchrec_neuroshard.bundles.format import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
@@ -27,7 +28,7 @@ from torchrec_neuroshard.bundles.format import (
     load_bundle,
     save_comms_bundle,
 )
-from torchrec_neuroshard.bundles.set_data import build_sets, split_records
+from torchrec_neuroshard.bundles.set_data import SetData, build_sets, split_records
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.measure.records import (
     CommsHeader,
@@ -51,7 +52,7 @@ def make_bundle(
     name: str,
     config: TrainConfig,
     *,
-    start: Path | None = None,
+    start: Path | Literal["nearest"] | None = None,
     others: Sequence[Sequence[Path]] = (),
     select: Callable[[Sequence[CostRecord]], list[CostRecord]] = steady_records,
 ) -> Choice[Candidate]:
@@ -66,7 +67,9 @@ def make_bundle(
         out: Folder of the bundle.
         name: Name of the bundle.
         config: Sizes and rates.
-        start: Folder of another device's bundle to start from.
+        start: Folder of another device's bundle to start from, or "nearest": the
+            shipped bundle of this device type that, times a factor, has the lowest
+            error on the training sets.
         others: Files of other devices of this type, device by device, to learn from as
             well; only without `start`.
         select: Function that leaves out unwanted records.
@@ -77,7 +80,7 @@ def make_bundle(
         RecordMismatchError: The files of one device are of different machines.
         BundleCorruptError: `start` is damaged.
     """
-    if start is not None and out.resolve() == start.resolve():
+    if isinstance(start, Path) and out.resolve() == start.resolve():
         raise ConfigError(
             f"{out} is the bundle to start from; name another folder for the new one"
         )
@@ -97,6 +100,8 @@ def make_bundle(
             build_sets(split_records(select(read_records(f)[1]))[0], device_type)
             for f in others
         ]
+    if start == "nearest":
+        start = _nearest(data)
     before = None if start is None else load_bundle(start)
     with phase("fitting"):
         fitted = fit_model(data, test, config, start=before, others=shared)
@@ -128,6 +133,27 @@ def make_bundle(
     card = _card("card", info=info, noise=noise, fitted=fitted, start=from_bundle)
     COMPUTE_BUNDLE.save(out, best.network, info, card)
     return fitted
+
+
+def _nearest(data: SetData) -> Path | None:
+    """Return the shipped bundle of a device type that fits sets best, times a factor.
+
+    Returns:
+        The bundle's folder; None if no bundle is of this type.
+    """
+
+    def error(folder: Path) -> float:
+        model = load_bundle(folder)
+        predicted = model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+        factors = list(map(best_factor, predicted.T, data.costs_S2.T))
+        return float(np.abs(np.log(predicted * factors / data.costs_S2)).mean())
+
+    alike = [
+        folder
+        for folder, info in shipped(COMPUTE_BUNDLE)
+        if info.fingerprint.device_type == data.device_type
+    ]
+    return min(alike, key=error, default=None)
 
 
 def train_comms_bundle(

@@ -38,6 +38,8 @@ class SetData:
     """Whether a set was drawn for validation; always False in older records."""
     workload_S: npt.NDArray[np.str_]
     """Workload of most of a set's tables: their names up to the first slash."""
+    plan_S: npt.NDArray[np.int64]
+    """Plan of which a set is one rank's; -1 for other sets."""
 
     @property
     def num_sets(self) -> int:
@@ -60,6 +62,7 @@ class SetData:
             self.costs_S2[sets],
             self.for_validation_S[sets],
             self.workload_S[sets],
+            self.plan_S[sets],
         )
 
     @property
@@ -140,6 +143,7 @@ def build_sets(records: Sequence[CostRecord], device_type: str = "cpu") -> SetDa
         np.array([[r.fwd_ms, r.bwd_ms] for r in records]),
         np.array([r.validation for r in records]),
         np.array([Counter(of_set).most_common(1)[0][0] for of_set in names]),
+        np.array([-1 if r.plan is None else r.plan for r in records]),
     )
 
 

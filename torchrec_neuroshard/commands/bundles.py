@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Literal
 
 from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.choice import Choice, poor_fit
 from torchrec_neuroshard.bundles.fit import Candidate, TrainConfig
-from torchrec_neuroshard.bundles.format import COMMS_BUNDLE
+from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.bundles.make import (
     make_bundle,
     source_folder,
@@ -29,6 +30,8 @@ from torchrec_neuroshard.measure.store import record_kind
 RECORDS_NAME = "calibration.parquet"
 """File of measured sets in the bundle's folder. The same command continues it."""
 _NUM_SETS, _FEWEST_SETS = 300, 5 * MIN_SETS
+_NUM_PLANS = 3
+"""Plans of 4 to 8 ranks that check a calibration."""
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +76,11 @@ def _tell(fitted: Choice[Candidate], out: Path) -> None:
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard calibrate`."""
-    text = "bundle to start from: the name of a shipped one, or a folder"
-    option(parser, "--from", str, text, "cpu", dest="source", metavar="BUNDLE")
+    text = (
+        "bundle to start from: a shipped one's name, or a folder (default: the shipped "
+        "one of this device type that is nearest to the measured times)"
+    )
+    option(parser, "--from", str, text, dest="source", metavar="BUNDLE")
     add_bundle(parser)
     known = TrainConfig().tuning_steps
     text = "training steps"
@@ -92,7 +98,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
             f"model, and the test needs {MIN_SETS}; give {_FEWEST_SETS} or more"
         )
     check_folder(args.out)
-    source = source_folder(args.source)
+    start: Path | Literal["nearest"] = "nearest"
+    if args.source is not None:
+        start = source_folder(args.source)
     config = from_options(TrainConfig, args)
     records = args.records
     if not records:
@@ -100,14 +108,34 @@ def run_calibrate(args: argparse.Namespace) -> int:
         from torchrec_neuroshard.commands.measure import measure_kernels
 
         records = [args.out / RECORDS_NAME]
-        measure_kernels(args, records[0])
-    _tell(make_bundle(records, args.out, args.out.name, config, start=source), args.out)
+        measure_kernels(args, records[0], num_plans=_NUM_PLANS)
+    fitted = make_bundle(records, args.out, args.out.name, config, start=start)
+    _tell(fitted, args.out)
+    _tell_gain(fitted, args.out)
     if not COMMS_BUNDLE.is_in(args.out):
         print(
-            "The bundle has no collectives: plans will use published bandwidths. "
-            "'neuroshard collect comms' and 'neuroshard train' add them"
+            "The bundle has no collectives: plans will use published bandwidths or, on "
+            "a CPU, collectives of another CPU. 'neuroshard collect comms' and "
+            "'neuroshard train' add them"
         )
     return 0
+
+
+def _tell_gain(fitted: Choice[Candidate], out: Path) -> None:
+    """Print what calibrating gained over the bundle that it started from."""
+    info = COMPUTE_BUNDLE.read_info(out)
+    if (before := fitted.candidates.get("before")) is None:
+        print(
+            f"no shipped bundle is of type {info.fingerprint.device_type} to start from"
+        )
+        return
+    name, best = info.trained_on["started_from"], fitted.best
+    if best is before:
+        print(f"calibrating gained nothing over '{name}': the bundle holds that model")
+    for label, found in {f"'{name}' unchanged": before, "calibrated": best}.items():
+        errors = found.evaluation
+        on_plans = f"; in plans, {found.plans}" if found.plans else ""
+        print(f"{label}: {errors.total_mape:.1%} off on held-out sets{on_plans}")
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

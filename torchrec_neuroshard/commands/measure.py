@@ -103,8 +103,14 @@ def run_collect(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure_kernels(args: argparse.Namespace, out: Path) -> None:
-    """Measure sets of tables into a file, by the options of `add_measuring`."""
+def measure_kernels(args: argparse.Namespace, out: Path, num_plans: int = 0) -> None:
+    """Measure sets of tables into a file, by the options of `add_measuring`.
+
+    Args:
+        args: Parsed options.
+        out: The file.
+        num_plans: See `CollectConfig`.
+    """
     device = args.device or default_device_type()
     changes: dict[str, Any] = {
         name: value
@@ -122,6 +128,7 @@ def measure_kernels(args: argparse.Namespace, out: Path) -> None:
                 args,
                 out=out,
                 device=device,
+                num_plans=num_plans,
                 sampling=dataclasses.replace(
                     SamplingConfig.for_device(as_device(device)), **changes
                 ),

@@ -150,6 +150,9 @@ class TableSet:
     """Whether all tables are held out to test trained models."""
     validation: bool = False
     """Whether all tables are held out for validation; False in older files."""
+    plan: int | None = None
+    """Number of the plan of which this is one rank's set; None for other sets. All
+    ranks' sets of the plan are measured."""
     batch_size: int
     """Samples of one pass."""
     tables: tuple[TableConfig, ...]

@@ -51,6 +51,8 @@ from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.tables.loaders import load_json
 from torchrec_neuroshard.tables.table import TableConfig
 
+_PLANS_TIME_SHARE = 0.2
+"""Share of a time budget that is kept for measuring plans."""
 NUM_ANCHORS = 25
 """Earlier sets that a resumed run measures again, to continue in the same time unit."""
 MAX_TRIES = 4
@@ -257,6 +259,8 @@ class CollectConfig:
     set_seconds: float | None = None
     """Time for repeating a set, beyond its fewest passes (`PassCounts`); None takes the
     device's. A shorter time gives more sets, each less precise."""
+    num_plans: int = 0
+    """Plans to measure in addition, all ranks of each; see `SetSampler.plan_sets`."""
 
     def __post_init__(self) -> None:
         if self.num_sets < 1:
@@ -335,13 +339,20 @@ def _fill(
     sampler: SetSampler,
     say: Callable[[str], object],
 ) -> None:
-    """Measure the sets that a file lacks."""
-    until = math.inf
+    """Measure the sets that a file lacks, then the plans."""
+    until = plans_until = math.inf
     if config.time_budget_seconds is not None:
         begin = time.monotonic() if config.started is None else config.started
-        until = begin + config.time_budget_seconds
-    numbers, done, failed = range(config.num_sets), store.done, store.header.failed
-    todo = [i for i in numbers if i not in done and str(i) not in failed]
+        plans_until = begin + config.time_budget_seconds
+        share = 1.0 - _PLANS_TIME_SHARE if config.num_plans else 1.0
+        until = begin + share * config.time_budget_seconds
+    done, failed = store.done, store.header.failed
+    known = done | set(map(int, failed))
+    todo = [i for i in range(config.num_sets) if i not in known]
+    plan_sets = itertools.chain.from_iterable(
+        map(sampler.plan_sets, range(config.num_plans))
+    )
+    of_plans = [sampled for sampled in plan_sets if sampled.index not in known]
     firsts = [r for r in store.records if r.repeat_of is None]
     earlier = firsts[:: max(1, len(firsts) // NUM_ANCHORS)][:NUM_ANCHORS]
     if todo and timer.reference_ms and earlier:
@@ -360,6 +371,14 @@ def _fill(
             until=until,
             title=f"measuring {len(todo)} sets",
         )
+        num_missing = len(set(todo) - store.done) - len(left_out)
+        left_out |= measure(
+            of_plans,
+            timer,
+            store.append,
+            until=plans_until,
+            title=f"measuring the ranks of {config.num_plans} plans",
+        )
     except DeviceFailureError as error:
         text, index = error.args
         store.note_failure(index, text)
@@ -368,7 +387,7 @@ def _fill(
             f"any more; {config.out} keeps the measured records, and the same command "
             "continues without this set"
         ) from error
-    if len(store.done) + len(left_out) + len(failed) < config.num_sets:
+    if num_missing > 0:
         say(f"stopped at the time limit of {config.time_budget_seconds:g} s")
     for index, why in left_out.items():
         say(f"set {index} was left out: {why}")

@@ -244,7 +244,11 @@ class SetSampler:
             self._fitting(source + i, "test", plan.batch_size, shards)
             for i, shards in enumerate(plan.ranks)
         )
-        return [found for found in sets if found is not None]
+        return [
+            dataclasses.replace(found, plan=number)
+            for found in sets
+            if found is not None
+        ]
 
     def _of_plan(
         self, source: int, part: str, rng: np.random.Generator

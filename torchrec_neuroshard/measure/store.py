@@ -244,6 +244,7 @@ def read_records(
                 repeat_of=None
                 if record.repeat_of is None
                 else start + record.repeat_of,
+                plan=None if record.plan is None else start + record.plan,
                 fwd_ms=factor * record.fwd_ms,
                 bwd_ms=factor * record.bwd_ms,
             )
