@@ -10,11 +10,13 @@ import pytest
 
 from tests.builders import (
     ONE_PASS,
+    costed,
     draw_records,
     make_fingerprint,
     make_header,
     write_records,
 )
+from torchrec_neuroshard.bundles.find import PRETRAINED
 from torchrec_neuroshard.bundles.fit import (
     TrainConfig,
     as_cost_model,
@@ -184,12 +186,35 @@ def test_measures_and_trains(
     assert main(limited) == 2
     assert "measure more sets" in capsys.readouterr().err
     assert main([*arguments, "--num-sets", "60"]) == 0
-    (header,), records = read_records([out / RECORDS_NAME])
+    said = capsys.readouterr().out
+    (header,), every = read_records([out / RECORDS_NAME])
+    records = [r for r in every if r.plan is None]
     assert len(records) == 60
+    of_plans = [r for r in every if r.plan is not None]
+    assert {r.plan for r in of_plans} == {0, 1, 2} and len(of_plans) >= 6
+    assert all(r.held_out for r in of_plans)
     assert MIN_SETS <= sum(r.held_out for r in records) <= 60 - MIN_SETS
     assert header.sampling["max_weight_bytes"] == int(0.001 * 2**30)
     info = COMPUTE_BUNDLE.read_info(out)
     assert load_bundle(out).name == "mine"
     assert info.fingerprint.device == cpu_name()
-    assert info.trained_on["started_from"] == "cpu"
-    assert f"Kept `{info.trained_on['kept']}`" in capsys.readouterr().out
+    assert info.trained_on["started_from"] in ("cpu", "cpu_epyc", "cpu_epyc_zen5")
+    assert f"Kept `{info.trained_on['kept']}`" in said
+    started = info.trained_on["started_from"]
+    assert f"'{started}' unchanged: " in said and "calibrated: " in said
+    card = (out / "CARD.md").read_text()
+    assert f"{len(of_plans)} ranks of 3 plans of held-out tables" in card
+
+
+def test_calibration_starts_from_the_nearest_bundle(tmp_path: Path) -> None:
+    """Times of a shipped bundle, on a device that takes three times as long."""
+    cost, path = load_bundle(PRETRAINED / "cpu_epyc"), tmp_path / "r.parquet"
+    records = costed(make_records(60, 3), cost)
+    slow = [
+        dataclasses.replace(r, fwd_ms=3 * r.fwd_ms, bwd_ms=3 * r.bwd_ms)
+        for r in records
+    ]
+    write_records(path, make_header("here"), slow)
+    make_bundle([path], tmp_path / "out", "mine", QUICK, start="nearest")
+    trained_on = COMPUTE_BUNDLE.read_info(tmp_path / "out").trained_on
+    assert trained_on["started_from"] == "cpu_epyc"

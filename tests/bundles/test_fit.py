@@ -20,6 +20,7 @@ from torchrec_neuroshard.bundles.fit import (
     evaluate,
     fit_model,
     physics_network,
+    plan_errors,
     train,
 )
 from torchrec_neuroshard.bundles.fit_physics import fit_physics, fitted_kinds
@@ -253,6 +254,28 @@ def test_errors_are_told_by_workload() -> None:
     found = evaluate("x", model, judged).workloads
     assert {name: count for name, (count, _) in found.items()} == {"a": 30, "b": 10}
     assert found["b"][1] > found["a"][1] + 0.2
+
+
+def test_plans_show_what_the_search_cannot_balance() -> None:
+    """Plan 0 has errors of +-10 %, plan 1 a common factor; other sets do not count."""
+    records = draw_records(9, 0)
+    plans = [0] * 4 + [1] * 3 + [None] * 2
+    data = build_sets(
+        [dataclasses.replace(r, plan=p) for r, p in zip(records, plans, strict=True)]
+    )
+    model = as_cost_model(physics_network(fit_physics(data)), data, "x")
+    predicted = model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+    factors = np.array([1.1, 1 / 1.1, 1.1, 1 / 1.1, 2, 2, 2, 9, 9])[:, None]
+    measured = dataclasses.replace(data, costs_S2=predicted * factors)
+    found = plan_errors(model, measured)
+    assert found is not None and (found.num_plans, found.num_sets) == (2, 7)
+    assert found.spread == pytest.approx(math.log(1.1) * math.sqrt(4 / 5))
+    busiest = [
+        predicted[rows].sum(axis=1).max() / measured.costs_S2[rows].sum(axis=1).max()
+        for rows in (slice(4), slice(4, 7))
+    ]
+    assert found.busiest == pytest.approx(math.sqrt(math.prod(busiest)))
+    assert plan_errors(model, data.select(np.array([7, 8]))) is None
 
 
 def test_bad_input_is_named() -> None:

@@ -47,7 +47,7 @@ from torchrec_neuroshard.hardware.devices import (
     own_device,
     torch_threads,
 )
-from torchrec_neuroshard.measure.clock import SetTimer
+from torchrec_neuroshard.measure.clock import MOST_SET_SECONDS, SetTimer
 from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK, device_fingerprint
 from torchrec_neuroshard.measure.placing import Room, place_shards, row_bytes
 from torchrec_neuroshard.measure.ranks import (
@@ -80,9 +80,8 @@ _KERNEL_SHARE, _COMMS_SHARE = 0.5, 0.75
 PROGRAM = ("-m", "torchrec_neuroshard.bundles.first_launch")
 _FREE_SHARE = 0.5
 """Share of the free memory that the sets of all ranks may take."""
-_MOST_SET_SECONDS, _USUAL_SETS = 0.2, 60
-"""Longest time to repeat a set on a CPU. It is shorter if the budget is too short for
-this many sets: a model learns more from many noisy sets than from few precise ones."""
+_USUAL_SETS = 60
+"""A set is repeated for a shorter time if the budget is too short for this many."""
 _MOST_COMMS_SECONDS, _USUAL_COLLECTIVES = 0.05, 100
 """The same limits for collectives."""
 _SCALE_ROWS = 4
@@ -532,7 +531,7 @@ def measure_mine(
     each = None
     if device.type == "cpu":
         time_left = max(0.0, until - time.monotonic())
-        each = min(_MOST_SET_SECONDS, time_left * size / _USUAL_SETS)
+        each = min(MOST_SET_SECONDS, time_left * size / _USUAL_SETS)
     timer = SetTimer(device, max_bytes, time_budget_seconds=each)
     order_ms = {} if rank else measure_column_order(timer, max_bytes)
     kept: dict[int, CostRecord] = {}

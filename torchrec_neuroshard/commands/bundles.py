@@ -25,6 +25,7 @@ from torchrec_neuroshard.commands.options import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_folder, from_options
+from torchrec_neuroshard.measure.clock import MOST_SET_SECONDS
 from torchrec_neuroshard.measure.store import record_kind
 
 RECORDS_NAME = "calibration.parquet"
@@ -108,7 +109,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
         from torchrec_neuroshard.commands.measure import measure_kernels
 
         records = [args.out / RECORDS_NAME]
-        measure_kernels(args, records[0], num_plans=_NUM_PLANS)
+        measure_kernels(
+            args, records[0], num_plans=_NUM_PLANS, set_seconds=MOST_SET_SECONDS
+        )
     fitted = make_bundle(records, args.out, args.out.name, config, start=start)
     _tell(fitted, args.out)
     _tell_gain(fitted, args.out)

@@ -103,13 +103,13 @@ def run_collect(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure_kernels(args: argparse.Namespace, out: Path, num_plans: int = 0) -> None:
+def measure_kernels(args: argparse.Namespace, out: Path, **settings: Any) -> None:
     """Measure sets of tables into a file, by the options of `add_measuring`.
 
     Args:
         args: Parsed options.
         out: The file.
-        num_plans: See `CollectConfig`.
+        settings: Further settings of `CollectConfig`.
     """
     device = args.device or default_device_type()
     changes: dict[str, Any] = {
@@ -128,7 +128,7 @@ def measure_kernels(args: argparse.Namespace, out: Path, num_plans: int = 0) -> 
                 args,
                 out=out,
                 device=device,
-                num_plans=num_plans,
+                **settings,
                 sampling=dataclasses.replace(
                     SamplingConfig.for_device(as_device(device)), **changes
                 ),

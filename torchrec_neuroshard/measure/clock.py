@@ -72,6 +72,9 @@ CPU_PASSES = PassCounts(
     min_passes=5, max_passes=19, time_budget_seconds=0.6, num_batches=19
 )
 """Every pass has a new input, as in training, where no batch occurs twice."""
+MOST_SET_SECONDS = 0.2
+"""Longest time to repeat a set of a calibration on a CPU: a model learns more from many
+noisy sets than from few precise ones."""
 CUDA_PASSES = PassCounts(
     min_passes=7, max_passes=7, time_budget_seconds=0.0, num_batches=2
 )

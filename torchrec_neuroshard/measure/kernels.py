@@ -57,6 +57,8 @@ _LEARNING_RATE = 1e-6
 """Small, so that weights stay in their usual range over thousands of timed steps."""
 _WEIGHT_BOUND = 0.05
 """Weights are drawn between minus and plus this: no denormals, no overflow."""
+_DRAWN_WEIGHTS = 2**22
+"""Drawn weights of a CPU; the others repeat them."""
 BOUNDS_CHECK = "warning"
 """How each forward checks ids: FBGEMM's default, which TorchRec keeps."""
 _TAKES_HOST_BUFFERS = (
@@ -139,11 +141,19 @@ class Arena:
         if num_filled < numel:
             fresh = values[num_filled:]
             if role == "weights":
-                fresh.uniform_(-_WEIGHT_BOUND, _WEIGHT_BOUND)
+                _fill_with_weights(fresh)
             else:
                 fresh.fill_(0.1)
         self._filled[role] = (dtype, max(num_filled, numel))
         return values
+
+
+def _fill_with_weights(values: torch.Tensor) -> None:
+    """Fill with random weights, repeated: copying is ten times as fast as drawing."""
+    drawn = values[:_DRAWN_WEIGHTS].uniform_(-_WEIGHT_BOUND, _WEIGHT_BOUND)
+    for start in range(_DRAWN_WEIGHTS, len(values), _DRAWN_WEIGHTS):
+        part = values[start : start + _DRAWN_WEIGHTS]
+        part.copy_(drawn[: len(part)])
 
 
 def reserve_memory(device: torch.device, num_bytes: int) -> None:
