@@ -107,22 +107,16 @@ def width_rule(
         rule: "own" keeps a table's width; "one", "few" and "usual" draw among usual
             widths; "any" draws any width.
     """
-    low, high = column_range(config.widths)
+    low, high = config.widths
     if rule == "own":
         return lambda table: min(max(table.embedding_dim, low), high)
     if rule == "any":
         logs = math.log(low), math.log(high)
         return lambda table: max(low, round(math.exp(rng.uniform(*logs)) / 4) * 4)
-    usual = [w for w in _USUAL_WIDTHS if low <= w <= high] or [low]
+    usual = [w for w in _USUAL_WIDTHS if low <= w <= high]
     if rule != "usual":
         usual = rng.choice(usual, 1 if rule == "one" else 3).tolist()
     return lambda table: usual[rng.integers(len(usual))]
-
-
-def column_range(widths: tuple[int, int]) -> tuple[int, int]:
-    """Return the fewest and most columns that FBGEMM's kernels take."""
-    low, high = widths
-    return -(-low // COLUMN_MULTIPLE) * COLUMN_MULTIPLE, high - high % COLUMN_MULTIPLE
 
 
 def draw_kernel(rng: np.random.Generator, config: SamplingConfig) -> dict[str, Any]:

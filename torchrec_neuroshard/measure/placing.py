@@ -85,12 +85,7 @@ def place_shards(
     lowest predicted cost so far.
     """
     ranks: list[list[TableConfig]] = [[] for _ in range(num_ranks)]
-    if not shards:
-        return ranks
-    # Equal shards have equal features.
-    numbers = {shard: i for i, shard in enumerate(dict.fromkeys(shards))}
-    encoded_NE = estimate.encode(table_features(list(numbers), batch_size))
-    encoded_NE = encoded_NE[[numbers[shard] for shard in shards]]
+    encoded_NE = estimate.encode(table_features(shards, batch_size))
     alone_ms_N = estimate.predict_sums(encoded_NE).sum(axis=1)
     sums_WE = np.zeros((num_ranks, encoded_NE.shape[1]))
     cost_ms_W = np.zeros(num_ranks)

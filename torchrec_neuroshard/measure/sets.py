@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware.devices import device_bytes
 from torchrec_neuroshard.measure.draws import (
     RealTables,
-    column_range,
     draw_batch_size,
     draw_kernel,
     generate,
@@ -39,11 +38,7 @@ from torchrec_neuroshard.measure.records import TableSet
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.features import table_features
-from torchrec_neuroshard.tables.table import (
-    OPTIMIZERS,
-    TableConfig,
-    row_shard,
-)
+from torchrec_neuroshard.tables.table import OPTIMIZERS, TableConfig, row_shard
 
 PLAN_SHARE = 1 / 3
 """Share of the sets that are drawn as plans have them."""
@@ -76,7 +71,7 @@ class SamplingConfig:
     max_shards: int = 40
     """Most shards in a set."""
     widths: tuple[int, int] = (4, 256)
-    """Fewest and most columns of a shard."""
+    """Fewest and most columns of a shard, multiples of 4."""
     batch_sizes: tuple[int, int] = (512, 8_192)
     """Fewest and most samples of a pass."""
     rows: tuple[int, int] = (10, 10_000_000)
@@ -171,16 +166,6 @@ def repeated_index(index: int, every: int, lag: int) -> int | None:
     return earlier if earlier >= 0 else None
 
 
-class _Plan(NamedTuple):
-    """Shards of a plan."""
-
-    batch_size: int
-    ranks: list[list[TableConfig]]
-    """Whole tables and column parts of each rank."""
-    row_wise: list[TableConfig]
-    """Row shards; every rank has the same."""
-
-
 class SetSampler:
     """Draws the table sets of one run; equal arguments give equal sets."""
 
@@ -222,11 +207,8 @@ class SetSampler:
         draw = np.random.default_rng([self._seed, source]).random()
         part = part_of(draw, (config.held_out_sets, config.validation_sets))
         rng = np.random.default_rng([self._seed, source, 1])
-        found = None
-        if rng.random() < config.plan_share:
-            found = self._of_plan(source, part, rng)
-        if found is None:
-            found = self._closest(source, part, rng)
+        is_plan = rng.random() < config.plan_share
+        found = (self._of_plan if is_plan else self._closest)(source, part, rng)
         return dataclasses.replace(found, index=index, repeat_of=repeat_of)
 
     def plan_sets(self, number: int) -> list[SampledSet]:
@@ -239,30 +221,33 @@ class SetSampler:
         rng = np.random.default_rng([self._seed, source, 1])
         ranks = int(rng.integers(*_CHECK_RANKS, endpoint=True))
         real = self._real.get("test")
-        plan = self._plan(source, real, rng, ranks, _CHECK_ROOM, with_rows=False)
-        sets = (
-            self._fitting(source + i, "test", plan.batch_size, shards)
-            for i, shards in enumerate(plan.ranks)
-        )
-        return [
-            dataclasses.replace(found, plan=number)
-            for found in sets
-            if found is not None
+        batch_size, tables = self._plan_tables(source, real, rng, ranks, _CHECK_ROOM)
+        sets = [
+            self._of_rank(source + i, "test", batch_size, shards)
+            for i, shards in enumerate(self._place(rng, tables, batch_size, ranks))
+            if shards
         ]
+        return [dataclasses.replace(found, plan=number) for found in sets]
 
-    def _of_plan(
-        self, source: int, part: str, rng: np.random.Generator
-    ) -> SampledSet | None:
-        """Draw a plan and return a set of one of its ranks, if any table fits."""
+    def _of_plan(self, source: int, part: str, rng: np.random.Generator) -> SampledSet:
+        """Draw a plan and return a set of one of its ranks."""
         ranks = log_uniform_int(rng, *_PLAN_RANKS)
-        with_rows = bool(rng.random() < _ROW_WISE_PLANS)
+        with_rows = rng.random() < _ROW_WISE_PLANS
         real = self._real_tables(part, rng)
-        plan = self._plan(source, real, rng, ranks, _ROOM, with_rows=with_rows)
-        filled = [shards for shards in plan.ranks if shards]
+        batch_size, tables = self._plan_tables(source, real, rng, ranks, _ROOM)
+        by_rows = set[TableConfig]()
+        if with_rows:
+            by_rows = _draw_row_wise(rng, tables, ranks, self._config.rows[0])
+        others = [table for table in tables if table not in by_rows]
+        filled = [s for s in self._place(rng, others, batch_size, ranks) if s]
         chosen = filled[int(rng.integers(len(filled)))]
-        if plan.row_wise and rng.random() < _ROW_SETS:
-            chosen = plan.row_wise
-        return self._fitting(source, part, plan.batch_size, chosen)
+        if by_rows and rng.random() < _ROW_SETS:
+            chosen = [
+                row_shard(table, -(-table.num_embeddings // ranks), batch_size)
+                for table in tables
+                if table in by_rows
+            ]
+        return self._of_rank(source, part, batch_size, chosen)
 
     def _closest(self, source: int, part: str, rng: np.random.Generator) -> SampledSet:
         """Draw sets and return the one that is closest to a drawn cost."""
@@ -323,7 +308,6 @@ class SetSampler:
             num_features = 1 if rng.random() < 0.95 else int(rng.integers(2, 5))
             base = dataclasses.replace(
                 base,
-                name=f"{base.name}#{len(tables)}",
                 embedding_dim=draw_width(base),
                 num_features=num_features,
                 **kernel,
@@ -345,17 +329,15 @@ class SetSampler:
             access.append(distribution)
         return self._set(source, part, batch_size, tables, access)
 
-    def _plan(
+    def _plan_tables(
         self,
         source: int,
         real: RealTables | None,
         rng: np.random.Generator,
         num_ranks: int,
         room_share: float,
-        *,
-        with_rows: bool,
-    ) -> _Plan:
-        """Draw the tables of a workload and place them.
+    ) -> tuple[int, list[TableConfig]]:
+        """Draw a plan's batch size and tables, of one workload.
 
         Args:
             source: Number of the draw.
@@ -364,38 +346,32 @@ class SetSampler:
             num_ranks: Ranks of the plan.
             room_share: Lookups of the tables, as a share of the most that the ranks'
                 sets may have.
-            with_rows: Whether to split some tables by rows.
         """
         config = self._config
         most = max(1, num_ranks * config.max_shards // 2)
         count = min(int(rng.integers(*_PLAN_TABLES, endpoint=True)), most)
         bases, exponents = self._workload(source, real, rng, count)
         # Jobs of many ranks have large batches.
-        fewest, most = math.isqrt(math.prod(config.batch_sizes)), config.batch_sizes[1]
+        low, high = config.batch_sizes
         pooling = sum(base.pooling_factor for base in bases)
         enough = room_share * config.max_lookups * num_ranks / pooling
-        most = max(config.batch_sizes[0], min(most, int(enough)))
-        batch_size = draw_batch_size(rng, min(fewest, most), most)
-        tables = [
-            with_ids(rng, table, exponent, batch_size)[0]
-            for table, exponent in zip(
-                self._shrunk(bases, batch_size, num_ranks), exponents, strict=True
+        most = max(low, min(high, int(enough)))
+        batch_size = draw_batch_size(rng, min(math.isqrt(low * high), most), most)
+        # So few rows that most sets have room: all tables take up to half of the ranks'
+        # memory, and each up to a quarter of one rank's.
+        most_bytes = config.max_weight_bytes
+        held = sum(row_bytes(base) * base.num_embeddings for base in bases)
+        shrink = min(1.0, most_bytes * num_ranks / 2 / held)
+        tables = []
+        for base, exponent in zip(bases, exponents, strict=True):
+            rows = int(shrink * base.num_embeddings)
+            rows = min(rows, most_bytes // 4 // row_bytes(base))
+            pooling = min(base.pooling_factor, config.max_lookups / batch_size)
+            base = dataclasses.replace(
+                base, num_embeddings=max(rows, config.rows[0]), pooling_factor=pooling
             )
-        ]
-        row_wise = set[TableConfig]()
-        if with_rows:
-            row_wise = _draw_row_wise(rng, tables, num_ranks, config.rows[0])
-        others = [table for table in tables if table not in row_wise]
-        shards = self._column_parts(rng, others, batch_size, num_ranks)
-        return _Plan(
-            batch_size,
-            place_shards(shards, batch_size, num_ranks, self._estimate),
-            [
-                row_shard(table, -(-table.num_embeddings // num_ranks), batch_size)
-                for table in tables
-                if table in row_wise
-            ],
-        )
+            tables.append(with_ids(rng, base, exponent, batch_size)[0])
+        return batch_size, tables
 
     def _workload(
         self,
@@ -423,59 +399,36 @@ class SetSampler:
         ]
         return bases, exponents
 
-    def _shrunk(
-        self, tables: Sequence[TableConfig], batch_size: int, num_ranks: int
-    ) -> Iterator[TableConfig]:
-        """Yield a plan's tables with so few rows and lookups that most sets have room.
-
-        All tables together take up to half of the ranks' memory, and each up to a
-        quarter of one rank's.
-        """
-        config, most_bytes = self._config, self._config.max_weight_bytes
-        held = sum(row_bytes(table) * table.num_embeddings for table in tables)
-        shrink = min(1.0, most_bytes * num_ranks / 2 / held)
-        most_lookups = config.max_lookups / batch_size
-        for table in tables:
-            rows = int(shrink * table.num_embeddings)
-            rows = min(rows, most_bytes // 4 // row_bytes(table))
-            yield dataclasses.replace(
-                table,
-                num_embeddings=max(rows, config.rows[0]),
-                pooling_factor=min(table.pooling_factor, most_lookups),
-            )
-
-    def _column_parts(
+    def _place(
         self,
         rng: np.random.Generator,
         tables: Sequence[TableConfig],
         batch_size: int,
         num_ranks: int,
-    ) -> list[TableConfig]:
-        """Split tables by columns, more often and into more parts if they cost more."""
+    ) -> list[list[TableConfig]]:
+        """Return the shards of each rank.
+
+        Tables are split by columns, more often and into more parts if they cost more.
+        """
         alone_ms_T = predict_alone_ms(tables, batch_size, self._estimate)
         # Parts of one rank's fair share of the cost, times a factor.
         fair_ms = alone_ms_T.sum() / num_ranks * math.exp(rng.uniform(-1.0, 1.0))
         wanted_T = alone_ms_T / fair_ms * np.exp(rng.normal(0.0, 0.5, len(tables)))
-        narrowest = column_range(self._config.widths)[0]
         shards = []
         for table, wanted in zip(tables, wanted_T, strict=True):
             parts = min(math.ceil(wanted), _MOST_PARTS)
-            widths = split_columns(table.embedding_dim, parts, narrowest)
+            widths = split_columns(table.embedding_dim, parts, self._config.widths[0])
             shards += [table.with_width(width) for width in widths]
-        return shards
+        return place_shards(shards, batch_size, num_ranks, self._estimate)
 
-    def _fitting(
+    def _of_rank(
         self, source: int, part: str, batch_size: int, shards: Sequence[TableConfig]
-    ) -> SampledSet | None:
-        """Return a set of the shards that fit into it; None without shards."""
+    ) -> SampledSet:
+        """Return a set of the shards that fit into it, at least of the first one."""
         config = self._config
         room = Room(config.max_lookups, config.max_weight_bytes, config.max_shards)
         kept = [shard for shard in shards if room.take(shard, batch_size)]
-        tables = [
-            dataclasses.replace(table, name=f"{table.name}#{i}")
-            for i, table in enumerate(kept)
-        ]
-        return self._set(source, part, batch_size, tables) if tables else None
+        return self._set(source, part, batch_size, kept or shards[:1])
 
     def _set(
         self,
@@ -491,7 +444,10 @@ class SetSampler:
             held_out=part == "test",
             validation=part == "validation",
             batch_size=batch_size,
-            tables=tuple(tables),
+            tables=tuple(
+                dataclasses.replace(table, name=f"{table.name}#{i}")
+                for i, table in enumerate(tables)
+            ),
             access=None if access is None else tuple(access),
         )
 
