@@ -87,6 +87,8 @@ def test_command_measures_sampled_sets_and_continues(
     for options, message in (
         (["--seed", "6"], "seed: 5 against 6"),
         (["--max-shards", "4"], "sampling: "),
+        (["--plan-share", "0.5"], "plan_share"),
+        (["--plan-share", "33"], "plan_share needs 0 to 1, got 33.0"),
     ):
         assert collect(9, *options) == 2
         assert message in capsys.readouterr().err

@@ -263,7 +263,10 @@ def test_a_gpu_gets_all_kinds_and_large_sets(
     # FBGEMM's Adam kernel takes no fp16 weights.
     kinds = {(o, d) for o in OPTIMIZERS for d in ("fp32", "fp16")} - {("adam", "fp16")}
     assert {(t.optimizer, t.data_type) for t in tables} == kinds
-    assert max(s.batch_size for s in sets) > 40_000
+    assert 40_000 < max(s.batch_size for s in sets if s.access) <= 65_536
+    # A plan's batch is that of all ranks.
+    of_plans = [s.batch_size for s in sets if not s.access]
+    assert 200_000 < max(of_plans) <= 524_288 and min(of_plans) < 50_000
     assert max(len(s.tables) for s in sets) > 70
     assert max(t.num_embeddings for t in tables) > 30_000_000
     lookups = [sum(t.profile.num_lookups for t in s.tables if t.profile) for s in sets]

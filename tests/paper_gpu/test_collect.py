@@ -42,7 +42,8 @@ def test_a_gpu_by_number_is_the_one_that_is_timed_with_all_kinds_of_sets(
 
     monkeypatch.setattr(torch.cuda, "Event", Noted)
     before, path = ops.launches(0), tmp_path / "r.parquet"
-    arguments = ["--out", str(path), "--num-sets", "24", *SMALL, "--device", "cuda:5"]
+    arguments = ["--out", str(path), "--num-sets", "24", *SMALL]
+    arguments += ["--device", "cuda:5", "--plan-share", "0.5"]
     assert main(["collect", "compute", *arguments]) == 0
     assert {e.device for e in made} == {torch.device("cuda", 5)}
     assert ops.launches(0) == before
@@ -51,6 +52,8 @@ def test_a_gpu_by_number_is_the_one_that_is_timed_with_all_kinds_of_sets(
     (header,), records = read_records([path])
     assert (header.fingerprint.device, header.fingerprint.device_type) == (NAME, "cuda")
     assert header.reference_ms == 0
+    assert header.sampling["plan_share"] == 0.5
+    assert max(r.batch_size for r in records) <= 128  # plans' sets, too
     assert [r.index for r in records] == list(range(24))  # no set is left out
     assert {t.optimizer for r in records for t in r.tables} == set(OPTIMIZERS)
     assert {t.data_type for r in records for t in r.tables} == {"fp32", "fp16"}
@@ -64,6 +67,7 @@ def test_calibrate_finds_and_measures_the_gpu(
         SamplingConfig.for_device(torch.device("cuda")),
         max_lookups=2_000,
         batch_sizes=(64, 128),
+        max_plan_batch=None,
         max_shards=3,
     )
     monkeypatch.setattr(SamplingConfig, "for_device", lambda device: tiny)

@@ -52,6 +52,8 @@ def _add_compute(parser: argparse.ArgumentParser) -> None:
     option(parser, "--tables", Path, text, [], action="append", metavar="FILE")
     text = "seconds to repeat a set (default: 0.6 on a CPU)"
     option(parser, "--set-seconds", number(zero=True), text, metavar="SECONDS")
+    text = "share of sets that are one rank's tables of a plan (default: a third)"
+    option(parser, "--plan-share", number(zero=True), text, metavar="SHARE")
     text = "Defaults depend on the device: GPUs get larger sets."
     ranges = parser.add_argument_group("sizes of the sets", text)
     option(ranges, "--max-shards", whole(), "most shards in a set", metavar="N")
@@ -114,13 +116,15 @@ def measure_kernels(args: argparse.Namespace, out: Path, **settings: Any) -> Non
     device = args.device or default_device_type()
     changes: dict[str, Any] = {
         name: value
-        for name in ("max_shards", "max_lookups", "batch_sizes")
+        for name in ("max_shards", "max_lookups", "batch_sizes", "plan_share")
         if (value := getattr(args, name, None)) is not None
     }
     if args.max_gib is not None:
         changes["max_weight_bytes"] = int(args.max_gib * 2**30)
     if "batch_sizes" in changes:
+        # The option holds for plans, too.
         changes["batch_sizes"] = tuple(changes["batch_sizes"])
+        changes["max_plan_batch"] = None
     with phase("measuring"):
         collect_compute(
             from_options(

@@ -83,6 +83,8 @@ class SamplingConfig:
     Adagrad, as large as fp32 weights, and of Adam, twice as large."""
     plan_share: float = PLAN_SHARE
     """Share of sets that are one rank's tables of a plan."""
+    max_plan_batch: int | None = None
+    """Most samples of a plan, over all ranks; None takes the most of `batch_sizes`."""
     real_share: float = 0.6
     """Share of sets drawn from real tables, if any are given."""
     held_out_share: float = 0.2
@@ -112,6 +114,8 @@ class SamplingConfig:
         low, high = self.batch_sizes
         if not 0 < low <= high:
             raise ConfigError(f"batch_sizes need 0 < low <= high, got ({low}, {high})")
+        if not 0 <= self.plan_share <= 1:
+            raise ConfigError(f"plan_share needs 0 to 1, got {self.plan_share}")
         if self.max_shards < 1 or self.max_lookups < 1:
             raise ConfigError(
                 "max_shards and max_lookups must be at least 1, got "
@@ -133,6 +137,7 @@ class SamplingConfig:
         return cls(
             max_shards=100,
             batch_sizes=(512, 65_536),
+            max_plan_batch=524_288,  # 8,192 samples each of 64 ranks
             rows=(10, 100_000_000),
             max_lookups=min(100_000_000, max(memory_bytes // _BYTES_PER_LOOKUP, 1)),
             max_weight_bytes=min(100 * 10**9, max(room, 1)),
@@ -353,6 +358,7 @@ class SetSampler:
         bases, exponents = self._workload(source, real, rng, count)
         # Jobs of many ranks have large batches.
         low, high = config.batch_sizes
+        high = config.max_plan_batch or high
         pooling = sum(base.pooling_factor for base in bases)
         enough = room_share * config.max_lookups * num_ranks / pooling
         most = max(low, min(high, int(enough)))
