@@ -42,11 +42,13 @@ export OMP_NUM_THREADS=1 PYTHONHASHSEED=0
 exec > >(tee -a "$WORK/$phase.log") 2>&1
 
 # Seconds that are kept: for the last save, for a step to end after it was told to, for
-# its last task, for sets.py to write its file.
+# its last task, for the file of sets to be written.
 SAVING=8 ENDING=10 LAST=5 FOLDING=10
 # Most seconds of steps; plans come first, and sets get what is left.
 KERNELS=100 HOST_MEMORY=60 TWO_RANKS=60
-DEVICE_FAILED=3 # a script's exit code: only a new process can use the device
+# Exit codes of a script and of neuroshard: only a new process can use the device.
+# neuroshard's 2 is also bad input, which fails again at once.
+DEVICE_FAILED=3 COLLECT_FAILED=2
 
 say() { echo "== $SECONDS s: $*"; }
 left() { echo $((LIMIT - SAVING - SECONDS)); }
@@ -131,14 +133,15 @@ find_fbgemm() { # Unpack one form of FBGEMM after another until a copy works.
 
 script() { # Name, most seconds, kept seconds, script with options.
     # It ends by itself. If the device failed, a new process continues its files.
-    local end=$((SECONDS + $2)) seconds code try
+    local end=$((SECONDS + $2)) seconds budget code try
     for try in 1 2 3; do
         seconds=$(left)
         [ "$seconds" -lt $((end - SECONDS)) ] || seconds=$((end - SECONDS))
+        budget=$((seconds - ENDING - $3))
         step "$1" "$seconds" "$PYTHON" "${@:4}" --device "$DEVICE" \
-            --seconds $((seconds - ENDING - $3))
+            --seconds $((budget > 0 ? budget : 1))
         code=$?
-        [ "$code" = "$DEVICE_FAILED" ] || return $code
+        case $code in "$DEVICE_FAILED" | "$COLLECT_FAILED") ;; *) return $code ;; esac
         say "$1: the device failed in try $try"
     done
     return $code
@@ -163,7 +166,11 @@ if [ "$phase" = one ]; then
 fi
 tables=$GPU/real_tables.json
 [ -e "$tables" ] || tables=
-script sets "$(left)" "$FOLDING" benchmarks/gpu/sets.py $quick --seed "$SEED" \
-    --out "$WORK/sets.parquet" ${tables:+--tables "$tables"} \
-    ${NUM:+--num-sets "$NUM"} || failed=1
+# Sets of plans draw their batches from the upper half: 65,536 to 1,048,576 samples.
+sizes="--batch-sizes 4096 1048576 --max-gib 24"
+[ -z "$QUICK" ] ||
+    sizes="--batch-sizes 64 256 --max-gib 0.002 --max-lookups 3000 --set-seconds 0"
+script sets "$(left)" "$FOLDING" -m torchrec_neuroshard collect compute --plan-share 1 \
+    $sizes --seed "$SEED" --num-sets "${NUM:-20000}" --out "$WORK/sets.parquet" \
+    ${tables:+--tables "$tables"} || failed=1
 exit $failed

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -15,13 +15,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from gpu.sets import PlanRanges, PlanSets, load_workloads
 from planner_comparison.results import read_results
-from planner_comparison.tasks import held_bytes
-from torchrec_neuroshard.bundles.find import load_cost_model
-from torchrec_neuroshard.measure.sets import SampledSet, is_held_out_table
 from torchrec_neuroshard.measure.store import read_records
-from torchrec_neuroshard.tables.table import TableConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -39,7 +34,7 @@ case "$*" in
 *"plans.py time"*) {plans} ;;
 *"--kinds uvm"*) {uvm} ;;
 *"kernels.py"*) {kernels} ;;
-*"sets.py"*) {sets} ;;
+*"collect compute"*) {sets} ;;
 esac
 """
 NOTHING = {"plans": ":", "kernels": ":", "uvm": ":", "sets": ":"}
@@ -99,9 +94,9 @@ def fake_python(folder: Path, **steps: str) -> Path:
 
 
 def calls_of(folder: Path) -> list[str]:
-    """Return the script and options of each call."""
+    """Return the script, or neuroshard's subcommand, and the options of each call."""
     lines = (folder / "calls").read_text().splitlines()
-    return [line.split("gpu/", 1)[1] for line in lines]
+    return [re.sub(r"^(-m torchrec_neuroshard |\S*gpu/)", "", line) for line in lines]
 
 
 def limit_of(call: str) -> int:
@@ -132,7 +127,7 @@ def test_the_form_of_fbgemm_that_works_is_taken_and_results_come_back(
     assert (back / "how").read_text().strip() == "moved"
     # Plans come before everything else, and a failed device gets a new process.
     steps = [c for c in calls_of(tmp_path) if "_fbgemm.py" not in c]
-    scripts = ["plans.py", *3 * ["kernels.py"], "two_ranks.py", "sets.py"]
+    scripts = ["plans.py", *3 * ["kernels.py"], "two_ranks.py", "collect"]
     assert [c.split()[0] for c in steps] == scripts
     assert "--kinds uvm" in steps[3]
     assert 150 < limit_of(steps[0]) < 200
@@ -162,12 +157,12 @@ def test_the_second_command_takes_new_plans_and_then_sets(tmp_path: Path) -> Non
     work = tmp_path / "work"
     (work / "one").mkdir(parents=True)
     (work / "one" / "passes.pkl").write_text("of other plans")
-    journal = f"echo one >{work}/two/sets.parquet.journal; exit 3"
+    journal = f"echo one >{work}/two/sets.parquet.journal; exit 2"
     python = fake_python(tmp_path, sets=journal)
     ended = run(tmp_path, "two", python, NUM="7")
     assert ended.returncode == 1
     steps = calls_of(tmp_path)
-    assert [c.split()[0] for c in steps] == ["plans.py"] + 3 * ["sets.py"]
+    assert [c.split()[0] for c in steps] == ["plans.py"] + 3 * ["collect"]
     assert 80 < limit_of(steps[0]) < 110
     assert 150 < limit_of(steps[1]) < 220
     assert "--num-sets 7" in steps[1] and "--seed 2" in steps[1]
@@ -228,75 +223,6 @@ def test_kernels_are_timed_and_those_that_fail_say_why(tmp_path: Path) -> None:
     # The file has these kinds, and there is no time for another one.
     assert "the time is up in 'codecs'" in call("codecs", "--seconds", "0")
     assert rows_of(out) == rows
-
-
-# --- sets.py ---
-
-
-@pytest.fixture(scope="module")
-def plan_sets() -> tuple[PlanSets, list[SampledSet]]:
-    model = load_cost_model("h200", device_type="cuda")
-    drawn = PlanSets(load_workloads(None), model, PlanRanges())
-    return drawn, list(itertools.islice(drawn, 240))
-
-
-def test_sets_are_kernels_of_plans(
-    plan_sets: tuple[PlanSets, list[SampledSet]],
-) -> None:
-    _, sets = plan_sets
-    ranges = PlanRanges()
-    assert [s.index for s in sets] == list(range(len(sets)))
-    batches = {s.batch_size for s in sets}
-    assert batches <= {2**power for power in range(16, 21)} and len(batches) >= 4
-    assert {t.optimizer for s in sets for t in s.tables} == {"sgd", "rowwise_adagrad"}
-    half = [s for s in sets if s.tables[0].data_type == "fp16"]
-    assert 0 < len(half) < len(sets) / 3
-    for one in sets:
-        assert len({(t.optimizer, t.data_type) for t in one.tables}) == 1
-        assert sum(map(held_bytes, one.tables)) <= ranges.max_bytes
-        lookups = one.batch_size * sum(t.pooling_factor for t in one.tables)
-        assert lookups <= ranges.max_lookups
-        parts = {is_held_out_table(t.name.split("#")[0], 0.2) for t in one.tables}
-        assert parts == {one.held_out}
-    usual = sum(2 <= len(s.tables) <= 8 for s in sets)
-    assert usual > len(sets) / 2
-    repeats = [s for s in sets if s.repeat_of is not None]
-    assert repeats
-    for again in repeats:
-        assert again.repeat_of is not None
-        first = sets[again.repeat_of]
-        assert (again.tables, again.seed) == (first.tables, first.seed)
-
-
-def test_sets_have_row_shards_and_column_shards(
-    plan_sets: tuple[PlanSets, list[SampledSet]],
-) -> None:
-    _, sets = plan_sets
-    whole = {t.name: t for own in load_workloads(None).values() for t in own}
-
-    def share(table: TableConfig) -> float:
-        return table.pooling_factor / whole[table.name.split("#")[0]].pooling_factor
-
-    largest = [max(map(share, s.tables)) for s in sets]
-    assert max(largest) <= 1.000001
-    by_rows = sum(most < 0.3 for most in largest)
-    assert 0.08 < by_rows / len(sets) < 0.4
-    one_kernel_twice = sum(
-        len({t.name.split("#")[0] for t in s.tables}) < len(s.tables) for s in sets
-    )
-    assert one_kernel_twice > 0  # two column shards of a table on one rank
-
-
-def test_the_same_plan_gives_the_same_sets(
-    plan_sets: tuple[PlanSets, list[SampledSet]],
-) -> None:
-    model = load_cost_model("h200", device_type="cuda")
-    again = PlanSets(load_workloads(None), model, PlanRanges())
-    drawn, sets = plan_sets
-    assert list(itertools.islice(again, 20)) == sets[:20]
-    assert drawn.draw_plan(3) == again.draw_plan(3) != again.draw_plan(4)
-    other = PlanSets(load_workloads(None), model, PlanRanges(), seed=1)
-    assert drawn.draw_plan(3) != other.draw_plan(3)
 
 
 # --- loan.sh for real, on a CPU ---

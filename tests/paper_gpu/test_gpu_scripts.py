@@ -10,8 +10,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from torchrec_neuroshard.measure.store import read_records
-
 pytestmark = pytest.mark.nightly
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
@@ -47,11 +45,3 @@ def test_all_kinds_of_kernels_run_but_weights_that_cuda_cannot_train(
     assert {r["flushes"] for r in rows if not r["error"]} == {16}
     cached = [json.loads(r["notes"])["misses"] for r in rows if r["notes"]]
     assert cached and all(c["cache_rows"] > 0 < c["distinct"] for c in cached)
-
-
-def test_sets_of_plans_are_measured(tmp_path: Path) -> None:
-    out = tmp_path / "sets.parquet"
-    run("sets.py", out, "--quick", "--num-sets", "20")
-    (header,), records = read_records([out])
-    assert header.fingerprint.device_type == "cuda" and not header.reference_ms
-    assert [r.index for r in records] == list(range(20))
