@@ -229,7 +229,7 @@ def rank_traits(plan: RunPlan) -> list[list[float]]:
             if (kernel := stage.kernels[rank])
             for shard in kernel.shards
         ]
-        lookups_N, rows_N, width_N, in_rows_N = np.array(held or [(1, 1, 1, 0)]).T
+        lookups_N, rows_N, width_N, in_rows_N = np.array(held or [(1, 1, 1, False)]).T
         total = lookups_N.sum()
         shares_N = lookups_N / total
         logs = np.log([len(rows_N), total, rows_N.mean(), shares_N @ width_N])
@@ -241,7 +241,8 @@ def rank_traits(plan: RunPlan) -> list[list[float]]:
 def centred_logs(above: Sequence[float], below: Sequence[float]) -> Floats:
     """Return the log of each rank's ratio, less the mean of all ranks."""
     logs: Floats = np.log(np.asarray(above) / np.asarray(below))
-    return logs - logs.mean()
+    centred: Floats = logs - logs.mean()
+    return centred
 
 
 def errors(plan: Data, bundle: str) -> Floats:
@@ -268,7 +269,7 @@ def over_torchrec(task: Data, bundle: str) -> float:
     """
     busiest = {n: max(plan["measured_ms"]) for n, plan in task["plans"].items()}
     theirs = min((busiest[n] for n in TORCHREC if n in busiest), default=math.nan)
-    return busiest.get(bundle, math.nan) / theirs
+    return float(busiest.get(bundle, math.nan) / theirs)
 
 
 def page_text(data: Data) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.builders import make_record
+from tests.builders import ONE_PASS, make_record
 from torchrec_neuroshard.bundles.find import physical_estimate
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.errors import DeviceFailureError
@@ -18,6 +18,7 @@ from torchrec_neuroshard.measure import clock, run
 from torchrec_neuroshard.measure.clock import CPU_PASSES, Reference
 from torchrec_neuroshard.measure.kernels import device_fingerprint
 from torchrec_neuroshard.measure.records import CostRecord
+from torchrec_neuroshard.measure.run import CollectConfig, collect_compute
 from torchrec_neuroshard.measure.sets import SamplingConfig, SetSampler
 from torchrec_neuroshard.measure.store import journal_path, read_records
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
@@ -114,6 +115,30 @@ def test_command_measures_sampled_sets_and_continues(
     assert collect(9, "--time-limit", "50") == 0
     assert read_records([path])[1] == more
     assert "stopped at the time limit of 50 s" in capsys.readouterr().out
+
+
+def test_whole_plans_are_measured_and_are_no_anchors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "CPU_PASSES", ONE_PASS)
+    path, said = tmp_path / "r.parquet", list[str]()
+
+    def collect(num_sets: int, **changes: Any) -> list[CostRecord]:
+        settings = {"out": path, "sampling": SAMPLING, "num_plans": 2, **changes}
+        config = CollectConfig(num_sets=num_sets, **settings)
+        collect_compute(config, ESTIMATE, said.append)
+        return read_records([path])[1]
+
+    sampler = SetSampler(SAMPLING, 0, [], ESTIMATE)
+    wanted = [s.index for n in range(2) for s in sampler.plan_sets(n)]
+    assert not [r for r in collect(2, time_budget_seconds=1e-3) if r.plan is not None]
+    records = collect(2)
+    assert [r.index for r in records] == [0, 1, *wanted]
+    assert [r.plan for r in records[2:]] == sorted(r.plan or 0 for r in records[2:])
+    more = collect(3)
+    assert [r.index for r in more] == [0, 1, 2, *wanted]
+    assert more[3:] == records[2:]
+    assert sum("2 sets measured again after the restart" in text for text in said) == 1
 
 
 def timed(index: int, ms: float = 1.0, **changes: Any) -> CostRecord:

@@ -349,11 +349,7 @@ def _fill(
     done, failed = store.done, store.header.failed
     known = done | set(map(int, failed))
     todo = [i for i in range(config.num_sets) if i not in known]
-    plan_sets = itertools.chain.from_iterable(
-        map(sampler.plan_sets, range(config.num_plans))
-    )
-    of_plans = [sampled for sampled in plan_sets if sampled.index not in known]
-    firsts = [r for r in store.records if r.repeat_of is None]
+    firsts = [r for r in store.records if r.repeat_of is None and r.plan is None]
     earlier = firsts[:: max(1, len(firsts) // NUM_ANCHORS)][:NUM_ANCHORS]
     if todo and timer.reference_ms and earlier:
         again = [measure_set(sampler.sample(r.index), timer) for r in earlier]
@@ -372,13 +368,12 @@ def _fill(
             title=f"measuring {len(todo)} sets",
         )
         num_missing = len(set(todo) - store.done) - len(left_out)
-        left_out |= measure(
-            of_plans,
-            timer,
-            store.append,
-            until=plans_until,
-            title=f"measuring the ranks of {config.num_plans} plans",
-        )
+        for number in range(config.num_plans):
+            if time.monotonic() >= plans_until:
+                break
+            sets = [s for s in sampler.plan_sets(number) if s.index not in known]
+            title = f"measuring the ranks of plan {number + 1} of {config.num_plans}"
+            left_out |= measure(sets, timer, store.append, title=title)
     except DeviceFailureError as error:
         text, index = error.args
         store.note_failure(index, text)
