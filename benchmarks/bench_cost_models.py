@@ -105,6 +105,13 @@ def without_head(data: SetData, config: TrainConfig) -> SetCostNetwork:
     return train(data, config, init=network)
 
 
+def without_set_work(data: SetData, config: TrainConfig) -> SetCostNetwork:
+    """Return a net whose head does not see the set's work."""
+    network = train(data, dataclasses.replace(config, epochs=1))
+    network.set_std_Y.fill_(1e9)
+    return train(data, config, init=network)
+
+
 RESIDUALS: Mapping[str, Callable[[], Any]] = {
     "+ ridge": lambda: make_pipeline(
         StandardScaler(), RidgeCV(10.0 ** np.arange(-1.0, 4.5, 0.5))
@@ -124,6 +131,7 @@ def alone_errors(data: SetData, test: SetData) -> dict[str, float]:
         **{n: residual_error(network, m, data, test) for n, m in RESIDUALS.items()},
         "+ net": error_of(train(data, config), test),
         "+ net, no head": error_of(without_head(data, config), test),
+        "+ net, no set work": error_of(without_set_work(data, config), test),
     }
 
 

@@ -93,7 +93,8 @@ def test_prices_of_a_net_are_near_the_plan_and_do_not_depend_on_the_clock() -> N
     for shard in result.placement.shards:
         width_TW[shard.table, shard.rank] = shard.width
     again = lower_bound(bank, width_TW, result.predicted.critical_path_ms)
-    assert again.ms == pytest.approx(result.lower_bound_ms, rel=1e-12)
+    # A net's float32 rounding depends on how many sets it prices at once.
+    assert again.ms == pytest.approx(result.lower_bound_ms, rel=1e-6)
 
 
 def test_there_is_a_bound_even_after_the_deadline() -> None:
