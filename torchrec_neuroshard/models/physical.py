@@ -113,6 +113,8 @@ _ROW_IDS = 3.0
 _HOT_ROW_LOOKUPS = 32.0
 _WIDTHS = (32, 64, 128, 256)
 _VALUES_PER_THREAD = 4.0
+_WIDEST_THREADS = np.array([0.0, *(2.0 * w / _VALUES_PER_THREAD for w in _WIDTHS)])
+"""Threads that read a row, by the number of `_WIDTHS` that the widest table exceeds."""
 _STEP_POWER = 4.0
 _SORT_TILE_IDS, _DIGIT_BITS = 3_000.0, 8.0
 _INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
@@ -268,21 +270,22 @@ def set_works(
     Returns:
         `S x G`, columns in SET_WORKS order.
     """
-    value = {n: np.maximum(values_SV[:, i], 0.0) for n, i in _AT.items()}
-    threads = np.full(len(values_SV), least_threads)
-    for width in _WIDTHS:
-        wider = value[f"wider_than_{width}"] > 0.5
-        threads[wider] = max(least_threads, 2.0 * width / _VALUES_PER_THREAD)
+    known_SV = np.maximum(values_SV, 0.0)
+    value = {n: known_SV[:, i] for n, i in _AT.items()}
+    num_narrower = (known_SV[:, -len(_WIDTHS) :] > 0.5).sum(axis=1)
+    threads = np.maximum(least_threads, _WIDEST_THREADS)[num_narrower]
     ids = value["num_lookups"].astype(np.float64)
     passes = np.ceil(np.log2(value["num_rows"] + 1.0) / _DIGIT_BITS)
-    made = {
-        "launch": np.ones(len(values_SV)),
-        "longest_bag": value["bag_steps"] ** (1.0 / _STEP_POWER),
-        "widened_lookups": np.maximum(threads * ids - value["lookup_threads"], 0.0),
-        "widened_updates": np.maximum(
-            threads * value["update_ids"] - value["update_threads"], 0.0
-        ),
-        "sort_passes": passes * ids**2 / (ids**2 + _SORT_TILE_IDS**2),
-        "weighted_sets": (value["weighted_tables"] > 0.5).astype(np.float64),
-    }
-    return np.stack([made[n] for n in SET_WORKS], axis=1)
+    works_SG = np.empty((len(known_SV), len(SET_WORKS)))
+    for i, work in enumerate(
+        (
+            1.0,
+            value["bag_steps"] ** (1.0 / _STEP_POWER),
+            np.maximum(threads * ids - value["lookup_threads"], 0.0),
+            np.maximum(threads * value["update_ids"] - value["update_threads"], 0.0),
+            passes * ids**2 / (ids**2 + _SORT_TILE_IDS**2),
+            value["weighted_tables"] > 0.5,
+        )
+    ):
+        works_SG[:, i] = work
+    return works_SG
