@@ -32,6 +32,17 @@ def use_command(
     monkeypatch.setattr(cli, "COMMANDS", commands)
 
 
+def test_bundles_are_trained_and_listed_without_fbgemm() -> None:
+    code = (
+        "import sys, torchrec_neuroshard.commands.bundles\n"
+        "print('fbgemm_gpu' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"
+
+
 def test_help_lists_every_command_and_loads_none() -> None:
     code = (
         "import sys\n"

@@ -25,7 +25,6 @@ from torchrec_neuroshard.commands.options import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_folder, from_options
-from torchrec_neuroshard.measure.clock import MOST_SET_SECONDS
 from torchrec_neuroshard.measure.store import record_kind
 
 RECORDS_NAME = "calibration.parquet"
@@ -107,6 +106,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     if not records:
         # Imported here: with --records, no fbgemm is needed.
         from torchrec_neuroshard.commands.measure import measure_kernels
+        from torchrec_neuroshard.measure.clock import MOST_SET_SECONDS
 
         records = [args.out / RECORDS_NAME]
         measure_kernels(
