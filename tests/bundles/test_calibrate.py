@@ -22,7 +22,6 @@ from torchrec_neuroshard.bundles.fit import (
     as_cost_model,
     fit_model,
     train,
-    training_ranges,
 )
 from torchrec_neuroshard.bundles.fit_physics import best_factor
 from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, BundleInfo, load_bundle
@@ -41,6 +40,7 @@ from torchrec_neuroshard.measure.records import CostRecord
 from torchrec_neuroshard.measure.store import read_records
 from torchrec_neuroshard.models.compute import NeuralCostModel
 from torchrec_neuroshard.models.network import SetCostNetwork
+from torchrec_neuroshard.tables.features import feature_ranges
 from torchrec_neuroshard.tables.table import TableConfig
 
 SIZES = {"num_members": 2, "hidden": 24, "latent": 4, "head_hidden": 12}
@@ -136,7 +136,7 @@ def test_bundle_and_card_tell_what_was_done(
     assert info.trained_on["kept"] == found.kept == "tuned"
     training, test = split(read_records([path])[1])  # as stored
     ranges = {n: c.ranges for n, c in found.candidates.items()}
-    first, new = source.ranges, training_ranges(training)
+    first, new = source.ranges, feature_ranges(training.features_NF)
     assert ranges["before"] == first and ranges["physics"] == new
     assert first["log2_width"][1] < ranges["tuned"]["log2_width"][1] == 7
     assert ranges["tuned"]["log2_width"][0] == 2

@@ -33,7 +33,11 @@ from filelock import FileLock, Timeout
 
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
-from torchrec_neuroshard.tables.features import FEATURE_NAMES, FEATURE_VERSION
+from torchrec_neuroshard.tables.features import (
+    FEATURE_NAMES,
+    FEATURE_VERSION,
+    feature_ranges,
+)
 
 _KEY_NAME, _REJECTED = "key.json", ".rejected.json"
 _OUR_NAME = re.compile(rf"[a-z0-9-]*-\d+x-[0-9a-f]{{12}}({re.escape(_REJECTED)})?")
@@ -154,8 +158,8 @@ def compared_ranges(
     features_NF: npt.NDArray[np.float32],
 ) -> dict[str, tuple[float, float]]:
     """Return `CacheKey.ranges` of shards."""
-    columns = {name: features_NF[:, FEATURE_NAMES.index(name)] for name in COMPARED}
-    return {n: (float(v.min()), float(v.max())) for n, v in columns.items()}
+    ranges = feature_ranges(features_NF)
+    return {name: ranges[name] for name in COMPARED}
 
 
 def _read(path: Path) -> CacheEntry | None:

@@ -17,7 +17,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ from torchrec_neuroshard.models.network import (
     shard_inputs,
 )
 from torchrec_neuroshard.models.physical import Physics, set_values, set_works
-from torchrec_neuroshard.tables.features import FEATURE_NAMES
+from torchrec_neuroshard.tables.features import feature_ranges
 
 Floats = npt.NDArray[np.float64]
 
@@ -98,6 +97,13 @@ def physics_network(physics: Physics) -> SetCostNetwork:
 # The network.
 
 
+def _with_columns(
+    rows_NX: npt.NDArray[np.float32], values: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """Append the same values to each row."""
+    return np.concatenate([rows_NX, np.tile(values, (len(rows_NX), 1))], axis=1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """Sets of one or more devices as the network's inputs."""
@@ -122,17 +128,13 @@ class _Prepared:
         for d, (data, physics) in enumerate(parts):
             made = shard_inputs(data.features_NF, physics)
             one_hot = np.eye(max(num_devices, 1), dtype=np.float32)[d, :num_devices]
-
-            def show(x: npt.NDArray[np.float32], one_hot: Any = one_hot) -> Any:
-                return np.concatenate([x, np.tile(one_hot, (len(x), 1))], axis=1)
-
-            inputs.append(made._replace(x_NX=show(made.x_NX)))
+            inputs.append(made._replace(x_NX=_with_columns(made.x_NX, one_hot)))
             ids.append(data.set_ids_N + start)
             values_NV = set_values(data.features_NF, physics.least_threads)
             values_SV = data.sum_shards(values_NV)
             works_SG = set_works(values_SV, physics.least_threads)
             sets.append(physics.sets_ms(works_SG))
-            ys.append(show(set_inputs(works_SG, values_SV)))
+            ys.append(_with_columns(set_inputs(works_SG, values_SV), one_hot))
             start += data.num_sets
         costs = np.concatenate([data.costs_S2 for data, _ in parts])
         return cls(
@@ -280,16 +282,8 @@ def _scaled_spread(ratio_S: Floats, spread_S: Floats) -> tuple[float, float]:
 def as_cost_model(network: SetCostNetwork, data: SetData, name: str) -> NeuralCostModel:
     """Return a network trained on `data` as a cost model, to evaluate it unsaved."""
     return NeuralCostModel(
-        network, name=name, hardware="", ranges=training_ranges(data)
+        network, name=name, hardware="", ranges=feature_ranges(data.features_NF)
     )
-
-
-def training_ranges(data: SetData) -> dict[str, tuple[float, float]]:
-    """Return the smallest and largest value of each per-shard feature."""
-    low, high = data.features_NF.min(axis=0), data.features_NF.max(axis=0)
-    return {
-        name: (float(low[i]), float(high[i])) for i, name in enumerate(FEATURE_NAMES)
-    }
 
 
 # Evaluation and choice.
@@ -450,7 +444,7 @@ def fit_model(
             judged[name].append(_judge(network, left_out))
     if len(splits) > 1:
         made = _make_networks(data, config, start, others)
-    ranges = training_ranges(data)
+    ranges = feature_ranges(data.features_NF)
     seen = {"physics": ranges, "learned": ranges}
     if start is not None:
         seen["before"] = dict(start.ranges)

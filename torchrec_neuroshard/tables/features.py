@@ -163,3 +163,12 @@ def table_features(
     featurizer = ShardFeaturizer(tables, batch_size)
     widths = [t.embedding_dim for t in tables]
     return featurizer.features(np.arange(len(tables)), widths)
+
+
+def feature_ranges(
+    features_NF: npt.NDArray[np.float32],
+) -> dict[str, tuple[float, float]]:
+    """Return the smallest and largest value of each feature of shards."""
+    low_F, high_F = features_NF.min(axis=0), features_NF.max(axis=0)
+    pairs = zip(low_F.tolist(), high_F.tolist(), strict=True)
+    return dict(zip(FEATURE_NAMES, pairs, strict=True))
