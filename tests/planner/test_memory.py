@@ -39,6 +39,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.proposer import NeuroShardProposer
+from torchrec_neuroshard.planner.ways import ways_of
 
 CLASSES = [
     torch.optim.SGD,
@@ -90,7 +91,9 @@ def test_shards_add_up_to_ranks_and_the_search_counts_no_less(
     held: list[list[float]] = [[] for _ in bounds]
     shards = [(n, s) for n, o in enumerate(options) for s in o.shards]
     bytes_N2 = memory.shard_bytes(
-        options, [n for n, _ in shards], *zip(*(s.size for _, s in shards), strict=True)
+        ways_of(options),
+        [n for n, _ in shards],
+        *zip(*(s.size for _, s in shards), strict=True),
     )
     for (_, shard), bound in zip(shards, bytes_N2[:, 0].tolist(), strict=True):
         held[shard.rank].append(shard.storage.hbm)

@@ -428,7 +428,7 @@ def test_a_proposal_is_searched_and_left_as_it_was() -> None:
     assert task.min_widths == (64, 32, 4)
     assert task.groups == (0, 1, 1)
     assert enumerator.memory is not None
-    with enumerator.memory.at_peak([[o] for o in proposal]):
+    with enumerator.memory.at_peak(proposal):
         common = math.ceil(enumerator.memory.common_bytes(proposal))
     assert task.memory_bytes == (10**9 - common,) * 2
     assert not task.uneven
@@ -517,7 +517,7 @@ def test_a_plan_that_overfills_a_rank_is_repaired_with_less_of_that_memory(
     partitioner = NeuroShardPartitioner(gpus(), enumerator=enumerator, **analytic())
     given: list[int] = []
 
-    def overfull(_proposal: Any, _ways: Any, less: Topology, *_others: Any) -> Any:
+    def overfull(_proposal: Any, _ways: Any, _rows: Any, less: Any, *_: Any) -> Any:
         given.append(getattr(less.devices[0].storage, tier))
         plan = copy.deepcopy(proposal)
         for shard in plan[0].shards:

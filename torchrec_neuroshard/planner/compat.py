@@ -38,6 +38,7 @@ from torchrec.distributed.planner.types import (
     PlannerError,
     PlannerErrorType,
     Shard,
+    ShardEstimator,
     ShardingOption,
     Storage,
     StorageReservation,
@@ -193,6 +194,8 @@ class EnumeratorByModule(EmbeddingEnumerator):
     _constraints: ModuleConstraints
     _path = ""
     """Path of the module whose tables are being listed."""
+    _parameters: Mapping[str, nn.Parameter] = MappingProxyType({})
+    """Table of that module -> its weights."""
     _paths: Mapping[nn.Module, Sequence[str]] = MappingProxyType({})
     """The paths of each module with a sharder, the first of them first."""
 
@@ -208,7 +211,7 @@ class EnumeratorByModule(EmbeddingEnumerator):
 
             def shardable_parameters(listed: nn.Module) -> dict[str, nn.Parameter]:
                 found: dict[str, nn.Parameter] = sharder.shardable_parameters(listed)
-                self._path = self._paths[listed][0]
+                self._path, self._parameters = self._paths[listed][0], found
                 self._constraints.enter(self._path, found)
                 return found
 
@@ -273,6 +276,7 @@ class HookedEnumerator(EnumeratorByModule):
     """
 
     _world_size: int
+    _estimators: list[ShardEstimator]
     _listed: list[ShardingOption] | None = None
     """Options listed so far. None: `enumerate` is not running."""
     _has_buckets = False
@@ -282,7 +286,7 @@ class HookedEnumerator(EnumeratorByModule):
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
         """Return the options of every table, with estimates, like TorchRec's."""
-        self._has_buckets = any(map(_may_have_buckets, module.modules()))
+        self._has_buckets = any(map(may_have_buckets, module.modules()))
         self._true_world_size = self._world_size
         options: list[ShardingOption] = []
         self._listed = options
@@ -339,13 +343,27 @@ class HookedEnumerator(EnumeratorByModule):
         found: int | None = super()._get_num_buckets(parameter, module)
         return found
 
+    def listed_like(self, table: str) -> tuple[str, str] | None:
+        """Return the one sharding type and kernel to list; None: list all of them."""
+        raise NotImplementedError
+
+    def note_listed(self, table: str, sharding_type: str, kernels: list[str]) -> None:
+        """Note which kernels TorchRec lists for a sharding type of a table."""
+        raise NotImplementedError
+
     def _filter_sharding_types(self, name: str, *given: Any) -> list[str]:
+        if (one := self.listed_like(name)) is not None:
+            return [one[0]]
         return self.narrowed_types(name, super()._filter_sharding_types(name, *given))
 
     def _filter_compute_kernels(self, name: str, *given: Any) -> list[str]:
-        return self.narrowed_kernels(
+        if (one := self.listed_like(name)) is not None:
+            return [one[1]]
+        kernels = self.narrowed_kernels(
             name, super()._filter_compute_kernels(name, *given)
         )
+        self.note_listed(name, str(given[-1]), kernels)
+        return kernels
 
 
 def no_options_reason(error: RuntimeError) -> str | None:
@@ -359,7 +377,7 @@ def no_options_reason(error: RuntimeError) -> str | None:
     return text.partition(". Module:")[0]
 
 
-def _may_have_buckets(module: nn.Module) -> bool:
+def may_have_buckets(module: nn.Module) -> bool:
     """Whether TorchRec may split rows of a module's tables by buckets."""
     configs: Sequence[Any] = ()
     if isinstance(module, EmbeddingBagCollection):

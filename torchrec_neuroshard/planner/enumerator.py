@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
 from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.errors import ConfigError
@@ -27,9 +28,11 @@ from torchrec_neuroshard.planner.checks import (
     check_constraints,
     table_paths,
 )
+from torchrec_neuroshard.planner.classes import TableClasses
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
     enumerator_constraints,
+    may_have_buckets,
     pipeline_name,
     sharders_by_type,
 )
@@ -45,7 +48,6 @@ from torchrec_neuroshard.planner.option_facts import (
     device_tier,
     has_cache,
     is_modelled_config,
-    is_pooled,
     note_sharders,
     table_name,
 )
@@ -57,20 +59,18 @@ from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,
     without_estimates,
 )
-from torchrec_neuroshard.planner.stored_options import with_chosen
+from torchrec_neuroshard.planner.stored_options import unplaced, with_chosen
 from torchrec_neuroshard.planner.table_keys import (
     ModuleConstraints,
     constraint_on,
     table_keys,
 )
-from torchrec_neuroshard.planner.ways import is_placeable, useful_ways
+from torchrec_neuroshard.planner.ways import Ways, useful_options
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.sharding_types import (
-    COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
     NODE_TYPES,
     TABLE_COLUMN_WISE,
-    TABLE_WISE,
 )
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
@@ -195,6 +195,10 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._withheld: dict[tuple[str, str], frozenset[str]] = {}
         self._placement = PlacementConstraints.of(placement)
         self._for_search = for_search
+        self._by_class = False
+        self._classes: TableClasses | None = None
+        self._ways: Ways | None = None
+        self._stand_ins: list[ShardingOption] = []
         self.listed: Sequence[ShardingOption] = ()
         self.first_listed: Sequence[ShardingOption] = ()
         self.chosen: Sequence[ShardingOption] = ()
@@ -202,6 +206,8 @@ class NeuroShardEnumerator(HookedEnumerator):
     @property
     def last_stored_search_space(self) -> list[ShardingOption] | None:
         """The options listed last, and those of the plan chosen from them."""
+        if self._ways is not None:
+            return [unplaced(option) for option in self.chosen] or None
         return with_chosen(self.listed, self.chosen) if self.listed else None
 
     def enumerate(
@@ -221,11 +227,13 @@ class NeuroShardEnumerator(HookedEnumerator):
         known: dict[str, bool] = {}
         self._wide = set()
         sizes: dict[tuple[str, str], int] = {}
+        configs: dict[tuple[str, str], BaseEmbeddingConfig] = {}
         for path, config in table_paths(module, sharders):
             constraint = constraint_on(self._constraints.given, path, config.name)
             group = constraint.device_group if constraint else None
             if group and group != self._compute_device:
                 continue  # the constraint keeps the table on other devices
+            configs[path, config.name] = config
             modelled = is_modelled_config(config)
             known[config.name] = known.get(config.name, True) and modelled
             sizes[path, config.name] = 4 * config.num_embeddings * config.embedding_dim
@@ -235,12 +243,22 @@ class NeuroShardEnumerator(HookedEnumerator):
                 self._wide.add(config.name)
         self._modelled = {name for name, modelled in known.items() if modelled}
         self._offloadable = self._short_of_memory(sizes) if self._on_gpus else set()
-        options: list[ShardingOption] = super().enumerate(module, sharders)
         has = sum(d.storage.hbm + d.storage.ddr for d in self._topology.devices)
-        if sum(sizes.values()) <= 4 * has:  # else they never fit anyway
+        may_fit = sum(sizes.values()) <= 4 * has
+        is_first = self.memory is None or not self.memory.is_lenient
+        self.listed, self._ways = (), None
+        if is_first:
+            self.first_listed = ()
+        if self._by_class and may_fit and all(known.values()):
+            self._ways = self._list_ways(module, sharders, configs)
+            if self._ways is not None:
+                self._stand_ins = _first_of_tables(self._ways)
+                return list(self._stand_ins)
+        options: list[ShardingOption] = super().enumerate(module, sharders)
+        if may_fit:
             options = self._that_run(options, known)
         self.listed = options
-        if self.memory is None or not self.memory.is_lenient:
+        if is_first:
             self.first_listed = options
         return list(options)
 
@@ -293,8 +311,9 @@ class NeuroShardEnumerator(HookedEnumerator):
         """
         # TorchRec tells estimators less about sharders.
         note_sharders(sharding_options, self._sharders)
-        if self._for_search and self._listed is not None:
-            sharding_options[:] = self._useful(sharding_options)
+        if self._for_search and self._listed is not None and self._classes is None:
+            self._reader.share_facts(sharding_options)
+            sharding_options[:] = useful_options(sharding_options, self._reader)
         for option in filter(has_cache, sharding_options if self._prefetches else ()):
             # TorchRec leaves this flag to the caller; without it rows are wrong.
             option.cache_params = dataclasses.replace(
@@ -302,22 +321,72 @@ class NeuroShardEnumerator(HookedEnumerator):
             )
         super().populate_estimates(sharding_options)
 
-    def _useful(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
-        """Leave out options that other options include for the search."""
-        self._reader.share_facts(options)
-        tables: dict[tuple[str, str], list[ShardingOption]] = {}
-        # Column-wise options of sequence tables get other shards before the search.
-        for option in filter(is_pooled, options):
-            # Column-wise options already cover table-wise ones.
-            if option.sharding_type == TABLE_WISE or (
-                option.sharding_type in COLUMN_SHARDED_TYPES
-                and is_placeable(option, self._reader)
-            ):
-                tables.setdefault((option.path, option.name), []).append(option)
-        useful = useful_ways([*tables.values()])
-        left_out = {id(o) for ways in tables.values() for o in ways}
-        left_out -= {id(o) for ways in useful for o in ways}
-        return [o for o in options if id(o) not in left_out]
+    @contextlib.contextmanager
+    def by_class(self) -> Iterator[None]:
+        """List only the first table of each class in full, where the search allows it.
+
+        Within the context, `enumerate` returns one option for each table, without
+        estimates; `ways_in` returns the ways that they stand for. It lists everything
+        as usual if a search cannot place all tables, or if the memory of shards has to
+        be estimated by TorchRec.
+        """
+        memory = self.memory
+        self._by_class = (
+            self._for_search
+            and memory is not None
+            and not memory.is_lenient
+            and self._on_gpus
+            and self._device_memory_sizes is None
+        )
+        try:
+            yield
+        finally:
+            self._by_class = False
+
+    def ways_in(self, options: Sequence[ShardingOption]) -> Ways | None:
+        """Return the ways listed last, if these options stand for them."""
+        if self._ways is None or len(options) != len(self._stand_ins):
+            return None
+        same = zip(options, self._stand_ins, strict=True)
+        return self._ways if all(a is b for a, b in same) else None
+
+    def _list_ways(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+        configs: Mapping[tuple[str, str], BaseEmbeddingConfig],
+    ) -> Ways | None:
+        """List the ways of all tables by class; None if that is not possible."""
+        if any(map(may_have_buckets, module.modules())):
+            return None
+        classes = TableClasses(configs, self._constraints.given)
+        self._classes, estimators, self._estimators = classes, self._estimators, []
+        try:
+            options = super().enumerate(module, sharders)
+        finally:
+            self._classes, self._estimators = None, estimators
+        for table, key in classes.class_of.items():
+            if (kernels := self._withheld.get(classes.first[key])) is not None:
+                self._withheld[table] = kernels
+        assert self.memory is not None, "ways are listed with our count of memory"
+        return classes.ways(options, self._reader, self.memory)
+
+    def listed_like(self, table: str) -> tuple[str, str] | None:
+        """Return the one sharding type and kernel to list; None: list all of them."""
+        if self._classes is None:
+            return None
+        treatment = (
+            table in self._modelled,
+            table in self._wide,
+            table in self._offloadable,
+        )
+        parameter = self._parameters[table]
+        return self._classes.one_of((self._path, table), parameter, treatment)
+
+    def note_listed(self, table: str, sharding_type: str, kernels: list[str]) -> None:
+        """Note which kernels TorchRec lists for a sharding type of a table."""
+        if self._classes is not None:
+            self._classes.note((self._path, table), sharding_type, kernels)
 
     def withheld(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Return the options with kernels that `enumerate` left out.
@@ -392,3 +461,9 @@ class NeuroShardEnumerator(HookedEnumerator):
             return [_FUSED]
         kept = set(kernels) if asked else OFFLOADED_KERNELS | {_FUSED}
         return [k for k in kernels if k in kept]
+
+
+def _first_of_tables(ways: Ways) -> list[ShardingOption]:
+    """Return one option of each table."""
+    tables = {(o.path, o.name): o for o in reversed(ways.tables)}
+    return [*reversed(tables.values())]

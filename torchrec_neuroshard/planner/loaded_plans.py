@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from torch import nn
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import Enumerator, PlanLoader, ShardingOption
+from torchrec.distributed.types import ModuleSharder
 
 from torchrec_neuroshard.planner.compat import planner_part, set_planner_part
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
@@ -34,6 +36,11 @@ class LoadsPlans(EmbeddingShardingPlanner):
     _loaded: Mapping[str, ShardingOption] = {}
     """Full table name -> its option in the plan that was loaded, if one was."""
 
+    @property
+    def last_model(self) -> tuple[nn.Module, list[ModuleSharder[Any]]] | None:
+        """The model planned last, without weights, and its sharders."""
+        raise NotImplementedError
+
     def hash_planner_context_inputs(self) -> int:
         """Return a hash of what plans depend on; see `EmbeddingShardingPlanner`."""
         with self._hashing_the_listing():
@@ -52,9 +59,11 @@ class LoadsPlans(EmbeddingShardingPlanner):
         ranks, and memory by TorchRec's count must not change the hash.
         """
         enumerator = planner_part(self, "enumerator")
-        if isinstance(enumerator, NeuroShardEnumerator) and enumerator.listed:
+        if isinstance(enumerator, NeuroShardEnumerator):
+            if not enumerator.first_listed and self.last_model is not None:
+                enumerator.enumerate(*self.last_model)  # the search listed less
             listed = [*map(unplaced, enumerator.first_listed or enumerator.listed)]
-            stand_in = SimpleNamespace(last_stored_search_space=listed)
+            stand_in = SimpleNamespace(last_stored_search_space=listed or None)
             set_planner_part(self, "enumerator", stand_in)
         try:
             yield

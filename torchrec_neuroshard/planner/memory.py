@@ -62,6 +62,7 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
+from torchrec_neuroshard.planner.ways import Ways, ways_of
 from torchrec_neuroshard.tables.sharding_types import NODE_TYPES
 from torchrec_neuroshard.tables.table import is_skewed
 
@@ -211,11 +212,20 @@ class _Ways:
     """Whether ranks of a node sum their outputs before sending them to other nodes."""
 
     @classmethod
-    def of(cls, options: Sequence[ShardingOption], model: MemoryModel) -> _Ways:
-        """Return the figures of options that the model `knows`."""
-        rows = [model.way(option) for option in options]
-        columns = np.array(rows, dtype=np.float64).reshape(-1, 19).T
-        return cls(*columns[:12], *(columns[12:] > 0))
+    def of(cls, ways: Ways, model: MemoryModel) -> _Ways:
+        """Return the figures of ways that the model `knows`."""
+        used, kind_R = np.unique(ways.kind_R, return_inverse=True)
+        rows = [model.way(ways.kinds[k]) for k in used.tolist()]
+        columns = np.array(rows, dtype=np.float64).reshape(-1, 19)[kind_R].T
+        found = cls(*columns[:12].copy(), *(columns[12:] > 0))
+        inputs_R6 = model.inputs(ways, found.is_dense)
+        lookups = inputs_R6[:, 0] * inputs_R6[:, 1] * inputs_R6[:, 2]
+        lookups /= found.row_parts
+        found.lookups[:] = lookups
+        found.bags[:] = inputs_R6[:, 3] * inputs_R6[:, 1] * inputs_R6[:, 2]
+        found.row_map_bytes[:] = inputs_R6[:, 4]
+        found.id_map_bytes[:] = inputs_R6[:, 5] * lookups
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +310,7 @@ class MemoryModel:
         self._peak: _Peak | None = None
 
     @contextlib.contextmanager
-    def at_peak(self, tables: Sequence[Sequence[ShardingOption]]) -> Iterator[None]:
+    def at_peak(self, options: Sequence[ShardingOption]) -> Iterator[None]:
         """Count what shards need at the expected peak of plans of these tables.
 
         Bounds add up to more than any rank allocates: they count each shard when it
@@ -308,9 +318,9 @@ class MemoryModel:
         context are estimates, which a plan may exceed.
 
         Args:
-            tables: The ways of each table; the first way stands for all.
+            options: One for each table, which stands for all its ways.
         """
-        self._peak = self._expected_peak([ways[0] for ways in tables])
+        self._peak = self._expected_peak(options)
         try:
             yield
         finally:
@@ -330,7 +340,7 @@ class MemoryModel:
                 sizes.append(tuple(sample_shards(option)[0].size))
                 share_T[number] *= option.num_shards
         shards = _Shards(
-            _Ways.of(known, self),
+            _Ways.of(ways_of(known), self),
             np.arange(len(known)),
             rows=np.array(sizes)[:, 0],
             width=np.array(sizes)[:, 1],
@@ -360,29 +370,53 @@ class MemoryModel:
         known = is_fused(option) or is_dense(option)
         return counted and known and self._reader.has_cost(option)
 
+    def inputs(self, ways: Ways, is_dense_R: Bools) -> Floats:
+        """Return what a way's memory needs to know of its table's inputs.
+
+        Returns:
+            `R x 6`: ids per sample, samples per rank, ranks whose samples a kernel
+            sees, bags per sample, and bytes of the map from ids to rows, per row and
+            per id.
+        """
+        reader = self._reader
+        used, table_R = np.unique(ways.table_R, return_inverse=True)
+        rows = [
+            (
+                reader.table(option).pooling_factor,
+                float(option.batch_size),
+                reader.world_size,
+                reader.facts(option).bags,
+                *reader.facts(option).id_map_bytes,
+            )
+            for option in (ways.tables[t] for t in used.tolist())
+        ]
+        inputs_R6: Floats = np.array(rows, dtype=np.float64).reshape(-1, 6)[table_R]
+        inputs_R6[is_dense_R, 2] = 1
+        return inputs_R6
+
     def way(self, option: ShardingOption) -> tuple[float, ...]:
-        """Return the fields of `_Ways` for an option that the model `knows`."""
+        """Return the fields of `_Ways` for an option that the model `knows`.
+
+        Those on inputs are 0; see `inputs`.
+        """
         kind, dense = option.sharding_type, is_dense(option)
         facts, table = self._reader.facts(option), self._reader.table(option)
-        local, world = float(option.batch_size), 1 if dense else self._reader.world_size
         by_rows, by_node = kind in _BY_ROWS, kind in NODE_TYPES
         parts = self._row_parts(option)
         offloaded = option.compute_kernel in OFFLOADED_KERNELS
         host_state = facts.state_bytes[0] if offloaded else 0
         if enforces_hbm(option):
             host_state = STATE_BYTES * (facts.optimizer in MANAGED_OPTIMIZERS)
-        lookups = table.pooling_factor * local * world / parts
-        per_row, per_id = facts.id_map_bytes
         return (
-            lookups,
-            facts.bags * local * world,
+            0.0,
+            0.0,
             _WEIGHT if table.weighted else 0,
             output_bytes(option),
             option.tensor.element_size(),
             *facts.state_bytes,
             host_state,
-            per_row,
-            per_id * lookups,
+            0.0,
+            0.0,
             parts,
             load_factor(option) if has_cache(option) else 0.0,
             is_pooled(option),
@@ -415,18 +449,33 @@ class MemoryModel:
             return np.ones(len(rows_N))
         return hot.shares(first_N, rows_N, table.num_embeddings) * parts
 
-    def _most_skew(self, option: ShardingOption) -> float:
-        """Return the largest of `_skews` in a block of even rows."""
-        rows, parts = self._reader.table(option).num_embeddings, self._row_parts(option)
-        part_rows = -(-rows // parts)
-        first_N = np.minimum(np.arange(parts) * part_rows, rows)
-        rows_N = np.minimum(part_rows, rows - first_N)
-        return float(self._skews(option, first_N, rows_N).max())
+    def _most_skews(self, ways: Ways) -> Floats:
+        """Return the largest of `_skews` in a block of even rows, `R`."""
+        skew_R = np.ones(ways.num_rows)
+        known: dict[tuple[int, int], float] = {}
+        for number, kind in enumerate(ways.kinds):
+            if (parts := self._row_parts(kind)) == 1:
+                continue
+            for row in np.flatnonzero(ways.kind_R == number).tolist():
+                option = ways.tables[ways.table_R[row]]
+                table = self._reader.table(option)
+                if table.profile is None or table.profile.hot_rows is None:
+                    continue
+                key = id(table), parts
+                if key not in known:
+                    rows = table.num_embeddings
+                    part_rows = -(-rows // parts)
+                    first_N = np.minimum(np.arange(parts) * part_rows, rows)
+                    rows_N = np.minimum(part_rows, rows - first_N)
+                    skews = self._skews(ways.option(row), first_N, rows_N)
+                    known[key] = float(skews.max())
+                skew_R[row] = known[key]
+        return skew_R
 
     def shard_bytes(
         self,
-        options: Sequence[ShardingOption],
-        option_N: npt.ArrayLike,
+        ways: Ways,
+        row_N: npt.ArrayLike,
         rows_N: npt.ArrayLike,
         width_N: npt.ArrayLike,
     ) -> Floats:
@@ -435,47 +484,47 @@ class MemoryModel:
         Within `at_peak`, return an estimate instead.
 
         Args:
-            options: Options that the model `knows`.
-            option_N: The option of each shard. A cache counts with the widest of these
-                shards that may share it. A row shard counts the lookups of the one in
-                its block that has most.
+            ways: Ways that the model `knows`.
+            row_N: The way of each shard. A cache counts with the widest of these shards
+                that may share it. A row shard counts the lookups of the one in its
+                block that has most.
             rows_N: Rows of each shard.
             width_N: Columns of each shard.
 
         Returns:
             `N x 2`: bytes on the device and on the host.
         """
-        skew_T = np.array([self._most_skew(option) for option in options])
-        skew_N = skew_T[np.asarray(option_N, dtype=np.int64)]
-        return self._shard_bytes(options, option_N, rows_N, width_N, skew_N, self._peak)
+        skew_N = self._most_skews(ways)[np.asarray(row_N, dtype=np.int64)]
+        return self._shard_bytes(ways, row_N, rows_N, width_N, skew_N, self._peak)
 
     def _shard_bytes(
         self,
-        options: Sequence[ShardingOption],
-        option_N: npt.ArrayLike,
+        ways: Ways,
+        row_N: npt.ArrayLike,
         rows_N: npt.ArrayLike,
         width_N: npt.ArrayLike,
         skew_N: Floats,
         peak: _Peak | None,
     ) -> Floats:
-        option, rows, width = map(np.asarray, (option_N, rows_N, width_N))
-        shards = _Shards(_Ways.of(options, self), option, rows, width, skew_N)
+        option, rows, width = map(np.asarray, (row_N, rows_N, width_N))
+        shards = _Shards(_Ways.of(ways, self), option, rows, width, skew_N)
         cached_N = shards.ways.load_factor[shards.option] > 0
         numbers: dict[tuple[str, int], int] = {}
-        sharing_T = np.array(
+        sharing_K = np.array(
             [
                 numbers.setdefault((o.path, o.tensor.element_size()), len(numbers))
-                for o in options
+                for o in ways.kinds
             ]
         )
-        width_N = _widest(sharing_T[shards.option], shards.width, cached_N)
+        kind_N = ways.kind_R[shards.option]
+        width_N = _widest(sharing_K[kind_N], shards.width, cached_N)
         held_N6, passing_N6 = self._activations(shards, cached_N)
         at_rest_N = shards.static(width_N).sum(axis=1)
         if peak is None:
             most_N = (held_N6 + passing_N6).max(axis=1)
         else:
-            runs_T = np.array([o.path == peak.path for o in options])
-            passing_N = passing_N6[:, peak.instant] * runs_T[shards.option]
+            runs_K = np.array([o.path == peak.path for o in ways.kinds])
+            passing_N = passing_N6[:, peak.instant] * runs_K[kind_N]
             most_N = held_N6[:, peak.instant] + passing_N
         device_N = at_rest_N + most_N
         return np.stack([device_N, shards.host_bytes()], axis=1)
@@ -487,7 +536,7 @@ class MemoryModel:
             return
         index_N = [n for n, _ in shards]
         size_N2 = np.array([s.size for _, s in shards])
-        bytes_N2 = np.ceil(self.shard_bytes(options, index_N, *size_N2.T))
+        bytes_N2 = np.ceil(self.shard_bytes(ways_of(options), index_N, *size_N2.T))
         for (_, shard), (device, host) in zip(
             shards, bytes_N2.astype(np.int64).tolist(), strict=True
         ):
@@ -594,7 +643,7 @@ class MemoryModel:
         arrays = np.array(placed, dtype=np.int64).reshape(-1, 6).T
         option_N, rows_N, width_N, rank_N, kernel_N, first_N = arrays
         skew_N = self._placed_skews(plan, option_N, first_N, rows_N)
-        ways = _Ways.of(plan, self)
+        ways = _Ways.of(ways_of(plan), self)
         return _Shards(ways, option_N, rows_N, width_N, skew_N), rank_N, kernel_N
 
     def _placed_skews(
@@ -673,9 +722,9 @@ class MemoryModel:
         rows_N, width_N = size_N2.T
         first_N = np.array([s.offset[0] for _, s in shards])
         skew_N = self._placed_skews(known, index_N, first_N, rows_N)
-        bounds_N = self._shard_bytes(known, index_N, rows_N, width_N, skew_N, None)[
-            :, 0
-        ]
+        bounds_N = self._shard_bytes(
+            ways_of(known), index_N, rows_N, width_N, skew_N, None
+        )[:, 0]
         peak_W = np.array([memory.peak for memory in self.ranks(known)])
         sum_W = np.bincount(rank_N, weights=bounds_N, minlength=len(peak_W))
         scale_N = (peak_W / np.where(sum_W > 0, sum_W, np.inf))[rank_N]

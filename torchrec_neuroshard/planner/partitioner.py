@@ -56,7 +56,12 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.planner.search_space import SearchSpace
 from torchrec_neuroshard.planner.unsearched import place_unsearched
-from torchrec_neuroshard.planner.ways import FreeOption, is_placeable
+from torchrec_neuroshard.planner.ways import (
+    FreeOption,
+    Ways,
+    is_placeable,
+    joint_ways,
+)
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choosing import ChoosingSearcher
@@ -220,22 +225,25 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 placement constraints cannot be satisfied with any amount of memory.
         """
         self._log_proposal(proposal, storage_constraint)
-        for option in proposal:
-            note_sharders((option, *FreeOption.ways_of(option)), self._sharders)
+        if not isinstance(self._enumerator, NeuroShardEnumerator):
+            for option in proposal:
+                note_sharders((option, *FreeOption.ways_of(option)), self._sharders)
         rules, room = self.rules(proposal), storage_constraint
-        ways = [
-            own if is_placeable(own[0], self.costs.reader) else ()
-            for own in map(FreeOption.ways_of, proposal)
+        ways, rows = joint_ways(proposal)
+        tables = [
+            own if is_placeable(first, self.costs.reader) else []
+            for own, first in zip(rows, ways.kinds_of(r[0] for r in rows), strict=True)
         ]
         try:
             plan: list[ShardingOption] | None = None
             if self.log.num_proposals > MOST_SEARCHED:
-                greedy = self._planned(proposal, [()] * len(ways), room, rules)
+                nothing: list[list[int]] = [[] for _ in tables]
+                greedy = self._planned(proposal, ways, nothing, room, rules)
                 if self._path_ms(greedy) >= self.log.best_ms:
                     plan = greedy
-            plan = plan or self._planned(proposal, ways, room, rules)
+            plan = plan or self._planned(proposal, ways, tables, room, rules)
         except PlannerError as error:
-            num_ways = sum(map(len, ways))
+            num_ways = sum(map(len, tables))
             if self.log.infeasible is None or num_ways > self.log.num_ways:
                 self.log.infeasible, self.log.num_ways = str(error), num_ways
             raise
@@ -245,7 +253,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     def _planned(
         self,
         proposal: list[ShardingOption],
-        ways: list[tuple[ShardingOption, ...]],
+        ways: Ways,
+        tables: list[list[int]],
         room: Topology,
         rules: PlacementRules,
     ) -> list[ShardingOption]:
@@ -253,7 +262,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
 
         Args:
             proposal: One option per table.
-            ways: The ways of each table to search.
+            ways: Ways to shard tables.
+            tables: The ways of each table to search.
             room: The devices, with the memory left for shards.
             rules: Which ranks tables may use.
 
@@ -262,19 +272,24 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         """
         memory = self._memory
         if memory is None:
-            return self._fitted(proposal, ways, room, room, rules)
+            return self._fitted(proposal, ways, tables, room, room, rules)
+        first = [
+            ways.option(rows[0]) if rows else option
+            for option, rows in zip(proposal, tables, strict=True)
+        ]
         # Bounds would leave out plans that fit, so estimates come first.
-        with memory.at_peak([w or (o,) for o, w in zip(proposal, ways, strict=True)]):
-            plan = self._repaired(proposal, ways, room, rules, memory)
+        with memory.at_peak(first):
+            plan = self._repaired(proposal, ways, tables, room, rules, memory)
         if full_rank(room, plan) is not None:
-            plan = self._repaired(proposal, ways, room, rules, memory)
+            plan = self._repaired(proposal, ways, tables, room, rules, memory)
         check_memory(room, plan, "the search's plan")
         return plan
 
     def _repaired(
         self,
         proposal: list[ShardingOption],
-        ways: list[tuple[ShardingOption, ...]],
+        ways: Ways,
+        tables: list[list[int]],
         room: Topology,
         rules: PlacementRules,
         memory: MemoryModel,
@@ -290,7 +305,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         common, host = memory.common_bytes(proposal), 0.0
         less = without(room, common)
         self._check_room(proposal, less, room)
-        plan = self._fitted(proposal, ways, less, room, rules)
+        plan = self._fitted(proposal, ways, tables, less, room, rules)
         for _ in range(MOST_REPAIRS):
             if full_rank(room, plan) is None:
                 break
@@ -302,7 +317,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 break
             less = without(room, common, host)
             try:
-                plan = self._fitted(proposal, ways, less, room, rules)
+                plan = self._fitted(proposal, ways, tables, less, room, rules)
             except PlannerError:
                 break
         return plan
@@ -313,13 +328,14 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     def _fitted(
         self,
         proposal: list[ShardingOption],
-        ways: list[tuple[ShardingOption, ...]],
+        ways: Ways,
+        tables: list[list[int]],
         storage_constraint: Topology,
         room: Topology,
         rules: PlacementRules,
     ) -> list[ShardingOption]:
         """Return a plan with sized caches; place again if a disk is full."""
-        plan = self._place(proposal, ways, storage_constraint, rules)
+        plan = self._place(proposal, ways, tables, storage_constraint, rules)
         if not is_even(plan):
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
@@ -333,13 +349,16 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 chosen if out else option
                 for option, chosen, out in zip(proposal, plan, offloaded, strict=True)
             ]
-            ways = [() if out else w for w, out in zip(ways, offloaded, strict=True)]
+            searched = [
+                [] if out else rows for rows, out in zip(tables, offloaded, strict=True)
+            ]
             self.costs.attribute(plan)
-            plan = self._place(_without_ranks(again), ways, storage_constraint, rules)
+            again = _without_ranks(again)
+            plan = self._place(again, ways, searched, storage_constraint, rules)
         if self._memory is not None:
             sized = [
                 has_cache(chosen)
-                and any(map(has_open_cache, FreeOption.ways_of(option)))
+                and any(map(has_open_cache, FreeOption.kinds_of(option)))
                 for option, chosen in zip(proposal, plan, strict=True)
             ]
             plan = size_caches(plan, sized, self.costs, self._memory, room)
@@ -382,24 +401,27 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     def _place(
         self,
         proposal: Sequence[ShardingOption],
-        ways: Sequence[tuple[ShardingOption, ...]],
+        ways: Ways,
+        tables: Sequence[list[int]],
         storage_constraint: Topology,
         rules: PlacementRules,
     ) -> list[ShardingOption]:
         """Place tables without ways, then search for the others."""
         # Sort by name: among equal plans, the model's order of tables must not decide.
         order = sorted(range(len(proposal)), key=lambda n: table_name(proposal[n]))
-        both = [(proposal[n], ways[n]) for n in order]
-        searched = [w for _, w in both if w]
-        paths = {w[0].path for w in searched}
-        given = [_unsearched_options(o, paths) for o, w in both if not w]
+        searched = [tables[n] for n in order if tables[n]]
+        paths = {proposal[n].path for n in order if tables[n]}
+        given = [
+            _unsearched_options(proposal[n], paths) for n in order if not tables[n]
+        ]
         others = place_unsearched(given, storage_constraint, rules, self.costs)
         self.costs.share_launches(others)
         chosen: list[ShardingOption] = []
         if searched:
             chosen = self._search(
+                ways,
                 searched,
-                [n for n in order if ways[n]],
+                [n for n in order if tables[n]],
                 memory_left(storage_constraint, others),
                 rules.restricted(ranks_by_table(others, rules)) if rules else rules,
             )
@@ -418,12 +440,14 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
 
     def _search(
         self,
-        tables: Sequence[Sequence[ShardingOption]],
+        ways: Ways,
+        tables: Sequence[Sequence[int]],
         places: Sequence[int],
         memory: Sequence[Storage],
         rules: PlacementRules,
     ) -> list[ShardingOption]:
         space = SearchSpace.of(
+            ways,
             tables,
             reader=self.costs.reader,
             enumerator=self._enumerator,
@@ -443,7 +467,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             searched = self.costs.searched_task(task)
             result = searcher.search(searched, cost_model, comms_model)
         except InfeasibleError as error:
-            odd = optimizer_notes(space.options, self.costs.reader)
+            every = space.ways.options(range(space.ways.num_rows))
+            odd = optimizer_notes(every, self.costs.reader)
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
                 message="\n".join(

@@ -53,6 +53,7 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.topology import whole_nodes
+from torchrec_neuroshard.planner.ways import Ways, ways_of
 from torchrec_neuroshard.report.parts import Bottleneck, HostTable
 
 if TYPE_CHECKING:
@@ -105,52 +106,76 @@ def stage_name(path: str, sharding_type: str) -> str:
 
 
 def task_of(
-    options: Sequence[ShardingOption],
-    reader: TableReader,
-    places: Sequence[int] | None = None,
+    ways: Ways, reader: TableReader, places: Sequence[int] | None = None
 ) -> ShardingTask:
-    """Return a task whose ways to shard are these options, with or without ranks.
+    """Return a task of these ways to shard tables.
 
-    Groups and stages are numbered in the order of options. A module's tables of one
+    Groups and stages are numbered in the order of rows. A module's tables of one
     sharding type share a stage. The task has no limits on memory or ranks.
 
     Args:
-        options: Options with a cost; several may be of one table.
+        ways: Ways with a cost; several may be of one table.
         reader: Describes their tables and the devices.
-        places: Place of each option's table in the model. None: their order.
+        places: Place of each row's table in the model. None: the order of rows.
     """
-    places = places or range(len(options))
-    in_order = np.argsort(places, kind="stable").tolist()
-    paths = dict.fromkeys(options[n].path for n in in_order)
+    places = places or range(ways.num_rows)
+    in_order = ways.take(np.argsort(places, kind="stable"))
+    paths = dict.fromkeys(ways.kinds[k].path for k in _in_order(in_order.kind_R))
     modules = {path: number for number, path in enumerate(paths)}
     groups: dict[tuple[Any, ...], int] = {}
     stages: dict[tuple[Any, ...], int] = {}
-    ways: dict[str, list[int]] = {}
-    group_T = []
-    for index, option in enumerate(options):
-        key = fusion_key(option, reader, option.sharding_type)
-        group_T.append(groups.setdefault(key, len(groups)))
+    group_K, facts_K = {}, {}
+    for number in _in_order(ways.kind_R):
+        kind = ways.kinds[number]
+        key = fusion_key(kind, reader, kind.sharding_type)
+        group_K[number] = groups.setdefault(key, len(groups))
         stages.setdefault(key[:2], len(stages))
-        ways.setdefault(table_name(option), []).append(index)
+        cached = has_cache(kind)
+        facts_K[number] = (
+            kind.sharding_type,
+            is_pooled(kind),
+            priced_codecs(kind, reader),
+            None if cached else kernel_factors(kind, reader),
+            cached,
+        )
+    kind_R, table_R = ways.kind_R.tolist(), ways.table_R.tolist()
+    tables_T = {t: reader.table(ways.tables[t]) for t in set(table_R)}
+    repeats_T = {t: reader.repeats(ways.tables[t]) for t in tables_T}
+    rows: dict[str, list[int]] = {}
+    for row, table in enumerate(table_R):
+        rows.setdefault(tables_T[table].name, []).append(row)
+    types, pooled, codecs, kernels, cached_R = zip(
+        *(facts_K[kind] for kind in kind_R), strict=True
+    )
+    if any(cached_R):  # a cache's misses depend on the table
+        kernels = tuple(
+            kernel_factors(ways.option(row), reader) if cached else kernel
+            for row, (kernel, cached) in enumerate(zip(kernels, cached_R, strict=True))
+        )
     world_size, local_size = reader.world_size, reader.topology.local_world_size
     return ShardingTask(
-        tables=tuple(reader.table(o) for o in options),
+        tables=tuple(tables_T[t] for t in table_R),
         world_size=world_size,
-        batch_size=int(options[0].batch_size) * world_size,
+        batch_size=int(ways.tables[table_R[0]].batch_size) * world_size,
         local_world_size=whole_nodes(world_size, local_size),
         node_size=reader.node_size,
-        groups=tuple(group_T),
+        groups=tuple(group_K[kind] for kind in kind_R),
         stages=tuple(stages[key[:2]] for key in groups),
         stage_names=tuple(stage_name(path, kind) for path, kind in stages),
         modules=tuple(modules[path] for path, _ in stages),
         places=tuple(places),
-        alternatives=tuple(map(tuple, ways.values())),
-        sharding_types=tuple(o.sharding_type for o in options),
-        pooled=tuple(is_pooled(o) for o in options),
-        codecs=tuple(priced_codecs(o, reader) for o in options),
-        repeats=tuple(reader.repeats(o) for o in options),
-        kernels=tuple(kernel_factors(o, reader) for o in options),
+        alternatives=tuple(map(tuple, rows.values())),
+        sharding_types=types,
+        pooled=pooled,
+        codecs=codecs,
+        repeats=tuple(repeats_T[t] for t in table_R),
+        kernels=kernels,
     )
+
+
+def _in_order(numbers: Ints) -> list[int]:
+    """Return the different numbers, in the order in which they first appear."""
+    return list(dict.fromkeys(numbers.tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +208,7 @@ class PricedOptions:
         places: Sequence[int] | None = None,
     ) -> PricedOptions:
         """Price options, with or without ranks."""
-        simulator = costs.simulator(task_of(options, costs.reader, places))
+        simulator = costs.simulator(task_of(ways_of(options), costs.reader, places))
         counts = [len(o.shards) for o in options]
         size_N2 = np.array([s.size for o in options for s in o.shards], dtype=np.int64)
         first_N = np.array(
@@ -314,7 +339,9 @@ class PlacedPlan:
             return None
         if self._num_columns == len(self.costed.options):
             return self.costed.task
-        return task_of(self.costed.options[: self._num_columns], self._costs.reader)
+        return task_of(
+            ways_of(self.costed.options[: self._num_columns]), self._costs.reader
+        )
 
     @functools.cached_property
     def placement(self) -> Placement:

@@ -574,9 +574,17 @@ class NeuroShardPlanner(DescribesPlans):
             report_full(planner_part(self, "storage_reservation")),
             replaced_parts(self, stats=stats, timeout_seconds=self._timeout()),
             self._loading(),
+            self._listing_by_class(),
         ):
             plan = super().plan(module, sharders)
         return _FoundPlan(plan=plan, options=self._selected, records=self._log.records)
+
+    def _listing_by_class(self) -> contextlib.AbstractContextManager[None]:
+        """Let the enumerator list only what the search needs; a loader needs all."""
+        own = self.enumerator
+        if self.plan_loader is None and isinstance(own, NeuroShardEnumerator):
+            return own.by_class()
+        return contextlib.nullcontext()
 
     def _start_clock(self) -> None:
         seconds = self._arguments["timeout_seconds"]

@@ -50,6 +50,8 @@ from torchrec_neuroshard.planner.spread_options import (
     without_estimates,
 )
 from torchrec_neuroshard.planner.ways import (
+    Ints,
+    Ways,
     narrowest_shard,
     node_ranks,
     searched_type,
@@ -122,19 +124,19 @@ class _ShardBytes:
         """Return the memory of some of the options."""
         return _ShardBytes(self.fixed_T3[options], self.column_T3[options])
 
-    def largest(self, tier: str, widths: Sequence[int]) -> Floats:
+    def largest(self, tier: str, width_T: Ints) -> Floats:
         """Return the bytes of shards of these widths in one kind of memory, `T`."""
-        place, width_T = _TIERS.index(tier), np.array(widths)
+        place = _TIERS.index(tier)
         found: Floats = self.fixed_T3[:, place] + self.column_T3[:, place] * width_T
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """A task for a search, and the option of each of its indices."""
+    """A task for a search, and the way of each of its indices."""
 
-    options: tuple[ShardingOption, ...]
-    """The option of each index in the task."""
+    ways: Ways
+    """The way of each index in the task, as a row."""
     task: ShardingTask
     _bytes: _ShardBytes
     _may_be_table_wise: tuple[bool, ...]
@@ -142,7 +144,8 @@ class SearchSpace:
     @classmethod
     def of(
         cls,
-        tables: Sequence[Sequence[ShardingOption]],
+        ways: Ways,
+        tables: Sequence[Sequence[int]],
         *,
         reader: TableReader,
         enumerator: Enumerator | None,
@@ -154,7 +157,8 @@ class SearchSpace:
         """Return the search space of tables and their ways to be sharded.
 
         Args:
-            tables: The ways of each table, all placeable.
+            ways: Ways to shard tables.
+            tables: The rows of each table, all placeable.
             reader: Describes tables, devices and constraints.
             enumerator: Knows the memory of a split. None: every shard counts all memory
                 that its table needs beside its weights.
@@ -166,42 +170,52 @@ class SearchSpace:
         Raises:
             PlannerError: A table has no rank, or too few ranks for any of its ways.
         """
-        tables = [_permitted(ways, rules, reader) for ways in useful_ways(tables)]
-        listed = [option for ways in tables for option in ways]
+        tables = [
+            _permitted(ways, rows, rules, reader) for rows in useful_ways(ways, tables)
+        ]
+        ways = ways.take([row for rows in tables for row in rows])
+        ends = np.cumsum([len(rows) for rows in tables]).tolist()
+        tables = [
+            range(end - len(rows), end) for rows, end in zip(tables, ends, strict=True)
+        ]
         tier = device_tier(reader.topology)
-        known = _shard_bytes(listed, reader, enumerator, tier)
+        shard_bytes = _shard_bytes(ways, reader, enumerator, tier)
         if rules.together:
-            width = [int(o.tensor.shape[1]) for o in listed]
-            size = np.ceil(known.largest(tier, width)).tolist()
-            sizes = {id(o): size for o, size in zip(listed, size, strict=True)}
-            tables = _joint_ways(
-                tables, sizes, rules, [getattr(m, tier) for m in memory]
-            )
-        number = {id(option): n for n, option in enumerate(listed)}
-        options = [option for ways in tables for option in ways]
-        shard_bytes = known.of([number[id(option)] for option in options])
+            width_R = ways.embedding_R()[:, 1]
+            size_R = np.ceil(shard_bytes.largest(tier, width_R))
+            left = [getattr(m, tier) for m in memory]
+            tables = _joint_ways(ways, tables, size_R, rules, left, enumerator)
+            kept = [row for rows in tables for row in rows]
+            ways, shard_bytes = ways.take(kept), shard_bytes.of(kept)
         places = places or range(len(tables))
-        counts = [len(ways) for ways in tables]
-        task = task_of(options, reader, np.repeat(places, counts).tolist())
-        most = [1 if o.sharding_type == TABLE_WISE else len(memory) for o in options]
+        counts = [len(rows) for rows in tables]
+        task = task_of(ways, reader, np.repeat(places, counts).tolist())
+        facts_K = {
+            k: (
+                narrowest_shard(kind, reader, least_columns),
+                1 if kind.sharding_type == TABLE_WISE else len(memory),
+                searched_type(kind),
+                _may_be_table_wise(reader.constraint(kind)),
+            )
+            for k, kind in enumerate(ways.kinds)
+        }
+        min_widths, most, types, may_be_table_wise = zip(
+            *(facts_K[k] for k in ways.kind_R.tolist()), strict=True
+        )
         return cls(
-            options=tuple(options),
+            ways=ways,
             task=dataclasses.replace(
                 task,
                 **_memory_fields(tier, shard_bytes, memory),
-                **_host_fields(tier, tables, shard_bytes, memory),
-                min_widths=tuple(
-                    narrowest_shard(o, reader, least_columns) for o in options
-                ),
-                max_shards=tuple(most),
-                sharding_types=tuple(map(searched_type, options)),
+                **_host_fields(tier, ways, counts, shard_bytes, memory),
+                min_widths=min_widths,
+                max_shards=most,
+                sharding_types=types,
                 uneven=not reader.on_gpu,
-                **_placement_fields(options, rules, reader),
+                **_placement_fields(ways, rules, reader),
             ),
             _bytes=shard_bytes,
-            _may_be_table_wise=tuple(
-                _may_be_table_wise(reader.constraint(o)) for o in options
-            ),
+            _may_be_table_wise=may_be_table_wise,
         )
 
     def over_hosts(self, placement: Placement) -> Placement:
@@ -243,16 +257,17 @@ class SearchSpace:
         held: dict[int, list[ColumnShard]] = {}
         for shard in placement.shards:
             held.setdefault(shard.table, []).append(shard)
+        chosen = dict(zip(held, self.ways.options(held), strict=True))
         column_wise = {
-            self.options[way].path
+            chosen[way].path
             for way, shards in held.items()
-            if self.options[way].sharding_type == COLUMN_WISE
+            if chosen[way].sharding_type == COLUMN_WISE
             and (len(shards) > 1 or not self._may_be_table_wise[way])
         }
-        chosen = []
+        plan = []
         for ways in self.task.ways:
             way = next(w for w in ways if w in held)
-            option = copy.copy(self.options[way])
+            option = copy.copy(chosen[way])
             if searched_type(option) not in COLUMN_SHARDED_TYPES:
                 storage = self._bytes.at(way, 0)
                 option.shards = _with_ranks(option, held[way], storage)
@@ -272,8 +287,8 @@ class SearchSpace:
                     )
                     for s in held[way]
                 ]
-            chosen.append(option)
-        return chosen
+            plan.append(option)
+        return plan
 
 
 def _with_ranks(
@@ -316,29 +331,34 @@ def _may_be_table_wise(constraint: ParameterConstraints | None) -> bool:
 
 
 def _permitted(
-    ways: Sequence[ShardingOption], rules: PlacementRules, reader: TableReader
-) -> list[ShardingOption]:
-    """Return the ways for which the rules leave enough ranks."""
-    kept = [o for o in ways if permits(rules, o, reader)] if rules else list(ways)
+    ways: Ways, rows: Sequence[int], rules: PlacementRules, reader: TableReader
+) -> list[int]:
+    """Return the rows of a table for which the rules leave enough ranks."""
+    if not rules:
+        return list(rows)
+    options = dict(zip(rows, ways.options(rows), strict=True))
+    kept = [row for row, option in options.items() if permits(rules, option, reader)]
     if not kept:
         raise PlannerError(
             error_type=PlannerErrorType.PARTITION,
-            message=too_few_ranks(ways, "is proposed"),
+            message=too_few_ranks([*options.values()], "is proposed"),
         )
-    if rules and len(rules.colocated_with(rules.index[table_name(ways[0])])) > 1:
+    if len(rules.colocated_with(rules.index[table_name(options[kept[0]])])) > 1:
         # Tables that go together move as one, so they need column shards.
-        alone = [o for o in kept if searched_type(o) in COLUMN_SHARDED_TYPES]
+        alone = [r for r in kept if searched_type(options[r]) in COLUMN_SHARDED_TYPES]
         kept = alone or kept[:1]
     return kept
 
 
 def _joint_ways(
-    tables: Sequence[Sequence[ShardingOption]],
-    size: Mapping[int, float],
+    ways: Ways,
+    tables: Sequence[Sequence[int]],
+    size_R: Floats,
     rules: PlacementRules,
     memory: Sequence[int],
-) -> list[list[ShardingOption]]:
-    """Return the ways of each table; tables that go together get joint ways.
+    enumerator: Enumerator | None,
+) -> list[list[int]]:
+    """Return the rows of each table; tables that go together get joint ways.
 
     The n-th ways of tables that go together belong to each other. The first joint way
     has the fastest way of each table. Then one table at a time takes a way with less
@@ -346,125 +366,122 @@ def _joint_ways(
     the last, and the first that fits each of `_JOINT_SHARES`.
 
     Args:
-        tables: The ways of each table.
-        size: `id` of a way -> bytes of its largest shard.
+        ways: Ways to shard tables.
+        tables: The rows of each table.
+        size_R: Bytes of the largest shard of each way.
         rules: Which tables go together.
         memory: Bytes left on each rank.
+        enumerator: Estimates the time of ways without an estimate.
     """
-    found = [list(ways) for ways in tables]
-    place = {rules.index[table_name(ways[0])]: n for n, ways in enumerate(tables)}
+    found = [list(rows) for rows in tables]
+    name = [table_name(ways.option(rows[0])) for rows in tables]
+    place = {rules.index[table]: n for n, table in enumerate(name)}
+    size = size_R.tolist()
     for members in rules.together:
         own = [place[table] for table in members if table in place]
+        options = {r: ways.option(r) for n in own for r in found[n]}
+        unpriced = [o for o in options.values() if sample_shards(o)[0].perf is None]
+        if unpriced and enumerator is not None:
+            enumerator.populate_estimates(unpriced)
+        cost = {row: option.total_perf for row, option in options.items()}
         now = [
-            min(found[n], key=lambda o: (is_estimated(o), o.total_perf)) for n in own
+            min(found[n], key=lambda r: (is_estimated(options[r]), cost[r]))
+            for n in own
         ]
         steps = [
-            (loss, n, option)
+            (loss, n, row)
             for n, first in enumerate(now)
-            for loss, option in _smaller_ways(first, found[own[n]], size)
+            for loss, row in _smaller_ways(first, found[own[n]], size, cost)
         ]
-        left = sum(size[id(option)] for option in now)
+        left = sum(size[row] for row in now)
         room = max(memory[r] for r in rules.ranks(members[0]))
         fitting = [room * share for share in _JOINT_SHARES if room * share < left]
         joint = [list(now)]
-        for count, (_, n, option) in enumerate(sorted(steps, key=lambda s: s[:2]), 1):
-            left += size[id(option)] - size[id(now[n])]
-            now[n] = option
+        for count, (_, n, row) in enumerate(sorted(steps, key=lambda s: s[:2]), 1):
+            left += size[row] - size[now[n]]
+            now[n] = row
             if count == len(steps) or (fitting and left <= fitting[0]):
                 joint.append(list(now))
             fitting = [part for part in fitting if part < left]
-        for n, ways in zip(own, zip(*joint, strict=True), strict=True):
-            found[n] = list(ways)
+        for n, rows in zip(own, zip(*joint, strict=True), strict=True):
+            found[n] = list(rows)
     return found
 
 
 def _smaller_ways(
-    option: ShardingOption, ways: Sequence[ShardingOption], size: Mapping[int, float]
-) -> Iterator[tuple[float, ShardingOption]]:
+    row: int, rows: Sequence[int], size: Sequence[float], cost: Mapping[int, float]
+) -> Iterator[tuple[float, int]]:
     """Yield ways of decreasing memory, each with the time lost per byte."""
-    cost = {id(way): way.total_perf for way in ways}
 
-    def loss(way: ShardingOption) -> float:
-        freed = size[id(option)] - size[id(way)]
-        return float((cost[id(way)] - cost[id(option)]) / freed)
+    def loss(way: int) -> float:
+        return (cost[way] - cost[row]) / (size[row] - size[way])
 
-    while smaller := [way for way in ways if size[id(way)] < size[id(option)]]:
+    while smaller := [way for way in rows if size[way] < size[row]]:
         way = min(smaller, key=loss)
         yield loss(way), way
-        option = way
+        row = way
 
 
 def _shard_bytes(
-    options: Sequence[ShardingOption],
-    reader: TableReader,
-    enumerator: Enumerator | None,
-    tier: str,
+    ways: Ways, reader: TableReader, enumerator: Enumerator | None, tier: str
 ) -> _ShardBytes:
-    """Return the memory of each option's shards as a function of their width."""
-    fixed_T3 = np.zeros((len(options), len(_TIERS)))
-    column_T3 = np.zeros_like(fixed_T3)
+    """Return the memory of each way's shards as a function of their width."""
+    fixed_R3 = np.zeros((ways.num_rows, len(_TIERS)))
+    column_R3 = np.zeros_like(fixed_R3)
     counts_all = isinstance(enumerator, NeuroShardEnumerator)
     memory = enumerator.memory if isinstance(enumerator, NeuroShardEnumerator) else None
-    known, probed, fixed = [], [], []
-    for index, option in enumerate(options):
-        if searched_type(option) not in COLUMN_SHARDED_TYPES:
-            fixed_T3[index] = _largest_bytes(sample_shards(option))
-            if memory is not None and memory.knows(option):
-                fixed.append(index)
-        elif memory is not None and memory.knows(option):
-            known.append(index)
-        elif enumerator is not None:
-            probed.append(index)
-        else:
-            fixed_T3[index], column_T3[index] = _bounded_bytes(option)
-    if fixed:
-        assert memory is not None, "it knows them"
-        sizes = [max(s.size for s in sample_shards(options[n])) for n in fixed]
-        found = memory.shard_bytes(
-            [options[n] for n in fixed], range(len(fixed)), *np.array(sizes).T
-        )
-        fixed_T3[fixed, :2] = np.ceil(found)
-    some = np.array([*known, *probed], dtype=np.int64)
-    rows_N, whole_N = np.array([options[n].tensor.shape for n in some]).reshape(-1, 2).T
+    knows_K = np.array([memory is not None and memory.knows(o) for o in ways.kinds])
+    moves_K = np.array([searched_type(o) in COLUMN_SHARDED_TYPES for o in ways.kinds])
+    knows_R, moves_R = knows_K[ways.kind_R], moves_K[ways.kind_R]
+    for row in np.flatnonzero(~moves_R & ~knows_R).tolist():
+        kind = ways.kinds[ways.kind_R[row]]
+        fixed_R3[row] = _largest_bytes(sample_shards(kind))
+    size_R2 = ways.embedding_R()
     # A table of four columns cannot be split.
-    widths_N2 = np.stack(
+    widths_R2 = np.stack(
         [
-            np.full_like(whole_N, COLUMN_MULTIPLE),
-            np.maximum(whole_N, 2 * COLUMN_MULTIPLE),
+            np.full(ways.num_rows, COLUMN_MULTIPLE),
+            np.maximum(size_R2[:, 1], 2 * COLUMN_MULTIPLE),
         ],
         axis=1,
     )
-    bytes_N23 = np.zeros((len(some), 2, len(_TIERS)))
-    if known:
-        assert memory is not None, "it knows them"
-        first, count = [options[n] for n in known], len(known)
-        found = memory.shard_bytes(
-            first,
-            np.repeat(np.arange(count), 2),
-            np.repeat(rows_N[:count], 2),
-            widths_N2[:count].ravel(),
-        )
-        bytes_N23[:count, :, :2] = np.ceil(found).reshape(count, 2, 2)
-    if probed:
-        assert enumerator is not None, "it is asked"
-        probes = [copy.copy(options[n]) for n in probed]
-        for probe, rows, widths in zip(
-            probes,
-            rows_N[len(known) :].tolist(),
-            widths_N2[len(known) :].tolist(),
-            strict=True,
-        ):
+    bytes_R23 = np.zeros((ways.num_rows, 2, len(_TIERS)))
+    if memory is not None:
+        fixed = np.flatnonzero(~moves_R & knows_R)
+        if len(fixed):
+            some = ways.take(fixed)
+            largest_N2 = some.largest_R2(reader.world_size, reader.node_size)
+            found = memory.shard_bytes(some, np.arange(len(fixed)), *largest_N2.T)
+            fixed_R3[fixed, :2] = np.ceil(found)
+        known = np.flatnonzero(moves_R & knows_R)
+        if len(known):
+            found = memory.shard_bytes(
+                ways.take(known),
+                np.repeat(np.arange(len(known)), 2),
+                np.repeat(size_R2[known, 0], 2),
+                widths_R2[known].ravel(),
+            )
+            bytes_R23[known, :, :2] = np.ceil(found).reshape(len(known), 2, 2)
+    probed = np.flatnonzero(moves_R & ~knows_R).tolist()
+    if probed and enumerator is not None:
+        probes = list(map(copy.copy, ways.options(probed)))
+        for probe, widths in zip(probes, widths_R2[probed].tolist(), strict=True):
+            rows = int(probe.tensor.shape[0])
             probe.sharding_type = COLUMN_WISE
             probe.shards = [Shard(size=[rows, w], offset=[0, 0]) for w in widths]
         enumerator.populate_estimates(probes)
-        bytes_N23[len(known) :] = [
-            [_bytes_3(s) for s in probe.shards] for probe in probes
-        ]
-    slope_N3 = (bytes_N23[:, 1] - bytes_N23[:, 0]) / np.diff(widths_N2)
-    column_T3[some] = slope_N3
-    fixed_T3[some] = np.maximum(0.0, bytes_N23[:, 0] - slope_N3 * widths_N2[:, :1])
-    for index in probed:
-        option = options[index]
+        bytes_R23[probed] = [[_bytes_3(s) for s in probe.shards] for probe in probes]
+    split = np.flatnonzero(moves_R)
+    slope_N3 = (bytes_R23[split, 1] - bytes_R23[split, 0]) / np.diff(widths_R2[split])
+    column_R3[split] = slope_N3
+    fixed_R3[split] = np.maximum(
+        0.0, bytes_R23[split, 0] - slope_N3 * widths_R2[split, :1]
+    )
+    for row in probed:
+        option = ways.option(row)
+        if enumerator is None:
+            fixed_R3[row], column_R3[row] = _bounded_bytes(option)
+            continue
         counted = has_own_optimizer(option) or counts_all
         if not is_fused(option) or (memory is not None and memory.is_lenient):
             counted = False  # already counted per shard, or the rows are on disk
@@ -473,9 +490,9 @@ def _shard_bytes(
             # keeps its own.
             where = "ddr" if option.compute_kernel in OFFLOADED_KERNELS else tier
             rows, width = (int(n) for n in option.tensor.shape)
-            fixed_T3[index, _TIERS.index(where)] += 4.0 * rows
-            column_T3[index, _TIERS.index(where)] -= 4.0 * rows / width
-    return _ShardBytes(fixed_T3, column_T3)
+            fixed_R3[row, _TIERS.index(where)] += 4.0 * rows
+            column_R3[row, _TIERS.index(where)] -= 4.0 * rows / width
+    return _ShardBytes(fixed_R3, column_R3)
 
 
 def _bytes_3(shard: Shard) -> list[float]:
@@ -511,30 +528,40 @@ def _memory_fields(
 
 def _host_fields(
     tier: str,
-    tables: Sequence[Sequence[ShardingOption]],
+    ways: Ways,
+    counts: Sequence[int],
     shards: _ShardBytes,
     memory: Sequence[Storage],
 ) -> dict[str, Any]:
-    """Return a task's fields on host memory; {} if tables cannot fill it."""
+    """Return a task's fields on host memory; {} if tables cannot fill it.
+
+    Args:
+        tier: Memory of fused tables on devices.
+        ways: Ways to shard tables, table by table.
+        counts: Ways of each table.
+        shards: Memory of the ways' shards.
+        memory: Memory left on each rank.
+    """
     if tier == "ddr":
         return {}
-    width_T = [int(ways[0].tensor.shape[1]) for ways in tables for _ in ways]
-    starts = np.cumsum([0, *map(len, tables[:-1])])
-    most_T = np.maximum.reduceat(shards.largest("ddr", width_T), starts)
-    if most_T.sum() <= min(m.ddr for m in memory):
+    starts = np.cumsum([0, *counts[:-1]])
+    bytes_R = shards.largest("ddr", ways.embedding_R()[:, 1])
+    if np.maximum.reduceat(bytes_R, starts).sum() <= min(m.ddr for m in memory):
         return {}
     fields = _memory_fields("ddr", shards, memory)
     return {f"host_{name}": value for name, value in fields.items()}
 
 
 def _placement_fields(
-    options: Sequence[ShardingOption], rules: PlacementRules, reader: TableReader
+    ways: Ways, rules: PlacementRules, reader: TableReader
 ) -> dict[str, Any]:
     """Return a task's fields on allowed ranks and on tables together or apart."""
-    nodes = [node_ranks(o, reader) for o in options]
+    nodes_K = [node_ranks(o, reader) for o in ways.kinds]
+    nodes = [nodes_K[k] for k in ways.kind_R.tolist()]
     if not rules:
         return {"allowed_ranks": tuple(tuple(node or ()) for node in nodes)}
-    tables = [rules.index[table_name(o)] for o in options]
+    names_T = [rules.index.get(table_name(o), -1) for o in ways.tables]
+    tables = [names_T[t] for t in ways.table_R.tolist()]
     ranks_T = tuple(
         rules.allowed.get(table)
         if node is None
@@ -548,16 +575,16 @@ def _placement_fields(
                 message=f"table '{rules.names[table]}': tables that the search does "
                 "not place already use the last rank that placement_constraints allow",
             )
-    ways: dict[int, list[int]] = {}
+    rows: dict[int, list[int]] = {}
     for index, table in enumerate(tables):
-        ways.setdefault(table, []).append(index)
+        rows.setdefault(table, []).append(index)
     together = tuple(
         joint
         for members in rules.together
-        for joint in zip(*(ways[t] for t in members if t in ways), strict=True)
+        for joint in zip(*(rows[t] for t in members if t in rows), strict=True)
     )
     apart = tuple(
-        tuple(i for t in members if t in ways for i in ways[t])
+        tuple(i for t in members if t in rows for i in rows[t])
         for members in rules.apart
     )
     return {

@@ -73,7 +73,7 @@ class SequenceSplits:
         """
         modules: dict[str, dict[str, list[ShardingOption]]] = {}
         for table, own in by_table.items():
-            if given := [o for o in own if self._is_splittable(o)]:
+            if given := [o for o in own if self.is_splittable(o)]:
                 splits = [s for o in given for s in self._splits(o, is_free(o))]
                 modules.setdefault(own[0].path, {})[table] = splits
         enumerator.populate_estimates(
@@ -92,13 +92,13 @@ class SequenceSplits:
                 kept = [
                     option
                     for option in by_table[table]
-                    if not self._is_splittable(option)
+                    if not self.is_splittable(option)
                     and not (option.sharding_type == TABLE_WISE and table in split)
                 ]
                 kept += [s for s in splits if _width(s) == width]
                 by_table[table] = kept or by_table[table]
 
-    def _is_splittable(self, option: ShardingOption) -> bool:
+    def is_splittable(self, option: ShardingOption) -> bool:
         """Whether an option is of a column-wise sequence table with a cost."""
         return (
             option.sharding_type == COLUMN_WISE

@@ -57,7 +57,7 @@ def untrained_fault(
         on_gpu: Whether the devices are GPUs.
     """
     kind = str(option.sharding_type)
-    if kind == _GRID and _is_mean(config):
+    if kind == _GRID and is_mean(config):
         return (
             "grid_shard returns sums where pooling is MEAN. Allow other sharding types"
         )
@@ -151,7 +151,7 @@ def mixed_means(options: Sequence[ShardingOption], room: float) -> dict[int, str
         modules.setdefault(option.path, []).append(option)
     found: dict[int, str] = {}
     for listed in modules.values():
-        means = {c.name for c in table_configs(listed[0].module[1]) if _is_mean(c)}
+        means = {c.name for c in table_configs(listed[0].module[1]) if is_mean(c)}
         by_rows = {id(option) for option in listed if option.sharding_type in _ROWS}
         others = [option for option in listed if id(option) not in by_rows]
         tables = {option.name for option in listed}
@@ -187,7 +187,8 @@ def mixed_means(options: Sequence[ShardingOption], room: float) -> dict[int, str
     return found
 
 
-def _is_mean(config: BaseEmbeddingConfig | None) -> bool:
+def is_mean(config: BaseEmbeddingConfig | None) -> bool:
+    """Whether a table pools the mean of its rows."""
     return isinstance(config, EmbeddingBagConfig) and (
         config.pooling == PoolingType.MEAN
     )

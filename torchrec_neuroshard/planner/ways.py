@@ -1,15 +1,27 @@
-"""The ways to shard a table: TorchRec's options and additional ones."""
+"""The ways to shard tables: a row for each table, type, kernel, cache, block and node.
+
+Tables of a module that differ only in their rows and inputs are a *class*. Rows of one
+class, sharding type and kernel share a *kind*: an option that answers whatever does not
+depend on the table's rows and inputs. `NeuroShardEnumerator.list_ways` lists rows by
+class. `ways_of` makes rows of any options; each then is a kind of its own.
+
+Shapes: `R` rows, `K` kinds, `T` tables.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torchrec.distributed.planner.types import Shard, ShardingOption
 
 from torchrec_neuroshard.planner.option_facts import (
+    has_open_cache,
     is_pooled,
     option_codecs,
 )
@@ -36,6 +48,131 @@ _NODE = "_neuroshard_node"
 """Attribute of a table-column-wise option: the node of its shards."""
 _EQUAL = "_neuroshard_equal"
 """Attribute of the column-wise options of `equal_columns`."""
+_LAZY = frozenset(("samples", "_world_size", "_price"))
+"""Attributes of a `SpreadOption` that others lack."""
+
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ways:
+    """Ways to shard tables, a row each."""
+
+    tables: tuple[ShardingOption, ...]
+    """Options that describe the table of a row, whatever its sharding type."""
+    kinds: tuple[ShardingOption, ...]
+    """Options with the sharding type, kernel and settings of a row."""
+    table_R: Ints
+    """Each row's place in `tables`. Rows with replicas have another place than others
+    of the same table, since dense kernels ignore a sharder's parameters."""
+    kind_R: Ints
+    """Each row's place in `kinds`."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of ways, over all tables."""
+        return len(self.kind_R)
+
+    def take(self, rows: npt.ArrayLike) -> Ways:
+        """Return some of the rows, in this order."""
+        index = np.asarray(rows, dtype=np.int64)
+        return Ways(self.tables, self.kinds, self.table_R[index], self.kind_R[index])
+
+    def joined(self, others: Ways) -> Ways:
+        """Return these rows, and after them those of others."""
+        return Ways(
+            (*self.tables, *others.tables),
+            (*self.kinds, *others.kinds),
+            np.concatenate([self.table_R, others.table_R + len(self.tables)]),
+            np.concatenate([self.kind_R, others.kind_R + len(self.kinds)]),
+        )
+
+    def option(self, row: int) -> ShardingOption:
+        """Return a row as TorchRec's option."""
+        table = self.tables[self.table_R[row]]
+        kind = self.kinds[self.kind_R[row]]
+        return table if table is kind else _like(table, kind)
+
+    def options(self, rows: Iterable[int]) -> list[ShardingOption]:
+        """Return rows as TorchRec's options."""
+        return [self.option(row) for row in rows]
+
+    def kinds_of(self, rows: Iterable[int]) -> list[ShardingOption]:
+        """Return the kind of each of these rows."""
+        return [self.kinds[k] for k in self.kind_R[list(rows)].tolist()]
+
+    def embedding_R(self) -> Ints:
+        """Return the rows and columns of each row's table, `R x 2`."""
+        shape_T2 = np.array([tuple(o.tensor.shape) for o in self.tables])
+        size_R2: Ints = shape_T2.reshape(-1, 2)[self.table_R]
+        return size_R2
+
+    def largest_R2(self, world_size: int, node_size: int) -> Ints:
+        """Return rows and columns of the largest shard that each row lists, `R x 2`.
+
+        Args:
+            world_size: Number of ranks.
+            node_size: Ranks that share the rows of a table-row-wise table.
+        """
+        size_R2 = self.embedding_R().copy()
+        for number, option in enumerate(self.kinds):
+            rows = np.flatnonzero(self.kind_R == number)
+            if not len(rows):
+                continue
+            largest = max(s.size for s in sample_shards(option))
+            if len(rows) == 1 and self.tables[self.table_R[rows[0]]] is option:
+                size_R2[rows] = largest
+                continue
+            kind = SHARDING_TYPES[option.sharding_type]
+            if kind.splits_rows:
+                block = kind.block_size(world_size, node_size)
+                size_R2[rows, 0] = -(-size_R2[rows, 0] // block)
+            size_R2[rows, 1] = int(largest[1])
+        return size_R2
+
+
+def ways_of(options: Sequence[ShardingOption]) -> Ways:
+    """Return options as ways, a row each."""
+    row_R = np.arange(len(options))
+    return Ways(tuple(options), tuple(options), row_R, row_R)
+
+
+def _like(table: ShardingOption, kind: ShardingOption) -> ShardingOption:
+    """Return an option of a table with a kind's sharding type, kernel and settings."""
+    if isinstance(kind, SpreadOption):
+        return SpreadOption.spread(_with_settings(table, kind), kind.num_shards)
+    rows = int(table.tensor.shape[0])
+    new = _with_settings(table, kind)
+    whole = int(kind.tensor.shape[0])
+    if rows == whole or kind.sharding_type in COLUMN_SHARDED_TYPES:
+        sizes = [
+            ([rows, int(s.size[1])], [0, int(s.offset[1])])
+            if int(s.size[0]) == whole
+            else (list(s.size), list(s.offset))
+            for s in kind.shards
+        ]
+    else:
+        size = sum(int(s.offset[1]) == 0 for s in kind.shards)
+        part = SHARDING_TYPES[kind.sharding_type].rows_at
+        sizes = []
+        for number, s in enumerate(kind.shards):
+            first, count = part(number % size, rows, size)
+            sizes.append(([count, int(s.size[1])], [first, int(s.offset[1])]))
+    new.shards = [Shard(size=size, offset=offset) for size, offset in sizes]
+    return new
+
+
+def _with_settings(table: ShardingOption, kind: ShardingOption) -> ShardingOption:
+    """Return a copy of a table's option with a kind's sharding type and settings."""
+    new = ShardingOption.__new__(ShardingOption)
+    vars(new).update(vars(table), shards=[])
+    for name in vars(new).keys() & _LAZY:
+        del vars(new)[name]
+    new.sharding_type, new.compute_kernel = kind.sharding_type, kind.compute_kernel
+    new.partition_by, new.cache_params = kind.partition_by, kind.cache_params
+    return new
 
 
 class FreeOption(ShardingOption):
@@ -44,15 +181,20 @@ class FreeOption(ShardingOption):
     For TorchRec's parts it is the option that it was made from.
 
     Attributes:
-        ways: The options to choose from, including this one. A search can place all of
-            them or none.
+        ways: The ways of all tables.
+        rows: The rows of this table among them. A search can place all or none.
+
+    Args:
+        option: The option that others see.
+        ways: The ways of all tables.
+        rows: The rows of this table.
     """
 
-    def __init__(self, option: ShardingOption, ways: Sequence[ShardingOption]) -> None:
+    def __init__(self, option: ShardingOption, ways: Ways, rows: Sequence[int]) -> None:
         option = copy.copy(option)  # reading its shards below lists them
         self.__dict__.update(vars(option))
         self._option, self.shards = option, option.shards
-        self.ways = tuple(ways)
+        self.ways, self.rows = ways, tuple(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingOption:
         """Return a copy of the single option, without the other ways."""
@@ -61,12 +203,35 @@ class FreeOption(ShardingOption):
 
     def __hash__(self) -> int:
         """Hash what differs between proposals, which TorchRec compares by hash."""
-        return hash((self.fqn, len(self.ways), self.sharding_type, self.compute_kernel))
+        return hash((self.fqn, len(self.rows), self.sharding_type, self.compute_kernel))
 
     @staticmethod
     def ways_of(option: ShardingOption) -> tuple[ShardingOption, ...]:
-        """Return the ways that a proposed option stands for."""
-        return option.ways if isinstance(option, FreeOption) else (option,)
+        """Return the ways that a proposed option stands for, as options."""
+        if not isinstance(option, FreeOption):
+            return (option,)
+        return tuple(option.ways.options(option.rows))
+
+    @staticmethod
+    def kinds_of(option: ShardingOption) -> list[ShardingOption]:
+        """Return the kinds of the ways that a proposed option stands for."""
+        is_free = isinstance(option, FreeOption)
+        return option.ways.kinds_of(option.rows) if is_free else [option]
+
+
+def joint_ways(proposal: Sequence[ShardingOption]) -> tuple[Ways, list[list[int]]]:
+    """Return the ways that the options of a proposal stand for, and each one's rows."""
+    first = proposal[0]
+    if isinstance(first, FreeOption) and all(
+        isinstance(o, FreeOption) and o.ways is first.ways for o in proposal
+    ):
+        return first.ways, [list(o.rows) for o in proposal]
+    tables = [FreeOption.ways_of(option) for option in proposal]
+    ends = np.cumsum([len(own) for own in tables]).tolist()
+    rows = [
+        list(range(end - len(own), end)) for own, end in zip(tables, ends, strict=True)
+    ]
+    return ways_of([option for own in tables for option in own]), rows
 
 
 def searched_type(option: ShardingOption) -> str:
@@ -112,54 +277,97 @@ def is_placeable(option: ShardingOption, reader: TableReader) -> bool:
     return block * (count // size) == [int(s.size[0]) for s in shards]
 
 
-def useful_ways(
-    tables: Sequence[Sequence[ShardingOption]],
-) -> list[list[ShardingOption]]:
+def useful_ways(ways: Ways, tables: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return each table's ways without those that its other ways include.
 
-    A column-wise table may stay whole. So its table-wise option is useful only if
-    another table of the module can only be table-wise, and both can share a kernel. The
-    same holds for the table-column-wise option of a table that may be column-wise.
-    The column-wise option of a sequence table has fixed shards, so the table keeps its
-    table-wise option. If it is one shard, it is useful only if another table of the
-    module can only be column-wise.
+    The search may leave a column-wise table whole, which is table-wise. So a table-wise
+    way is useful only if another table of the module can only be table-wise, and both
+    can share a kernel. The same holds for the table-column-wise way of a table that may
+    be column-wise. The column-wise way of a sequence table has fixed shards, so the
+    table keeps its table-wise way. If it is one shard, it is useful only if another
+    table of the module can only be column-wise.
 
     Args:
-        tables: The ways of each table, all placeable.
+        ways: Ways to shard tables.
+        tables: The rows of each table, all placeable.
     """
-    kinds = [(ways[0].path, {o.sharding_type for o in ways}) for ways in tables if ways]
+    kinds_T = [tuple(ways.kind_R[list(rows)].tolist()) for rows in tables]
+    listed = {own: [ways.kinds[k] for k in own] for own in dict.fromkeys(kinds_T)}
+    sets = [(o[0].path, {w.sharding_type for w in o}) for o in listed.values() if o]
     whole_modules = {
-        path for path, own in kinds if own & COLUMN_SHARDED_TYPES == {TABLE_WISE}
+        path for path, own in sets if own & COLUMN_SHARDED_TYPES == {TABLE_WISE}
     }
     column_modules = {
-        path for path, own in kinds if own & {TABLE_WISE, COLUMN_WISE} == {COLUMN_WISE}
+        path for path, own in sets if own & {TABLE_WISE, COLUMN_WISE} == {COLUMN_WISE}
     }
     node_modules = {
         path
-        for path, own in kinds
+        for path, own in sets
         if TABLE_COLUMN_WISE in own and COLUMN_WISE not in own
     }
-    found = []
-    for ways in tables:
-        columns = {o.compute_kernel for o in ways if searched_type(o) == COLUMN_WISE}
-        whole = {o.compute_kernel for o in ways if o.sharding_type == TABLE_WISE}
+    is_useful: dict[tuple[int, ...], list[bool]] = {}
+    for own, kinds in listed.items():
+        columns = {o.compute_kernel for o in kinds if searched_type(o) == COLUMN_WISE}
+        whole = {o.compute_kernel for o in kinds if o.sharding_type == TABLE_WISE}
         included = {TABLE_COLUMN_WISE: columns, TABLE_WISE: columns}
-        if ways and not is_pooled(ways[0]):
+        if kinds and not is_pooled(kinds[0]):
             included = {TABLE_COLUMN_WISE: columns, COLUMN_WISE: whole}
-            if ways[0].path in column_modules:
+            if kinds[0].path in column_modules:
                 included.pop(COLUMN_WISE)
-        elif ways and ways[0].path in whole_modules:
+        elif kinds and kinds[0].path in whole_modules:
             included.pop(TABLE_WISE)
-        if ways and ways[0].path in node_modules:
+        if kinds and kinds[0].path in node_modules:
             included.pop(TABLE_COLUMN_WISE)
-        found.append(
-            [
-                o
-                for o in ways
-                if o.compute_kernel not in included.get(searched_type(o), ())
-            ]
-        )
-    return found
+        is_useful[own] = [
+            o.compute_kernel not in included.get(searched_type(o), ()) for o in kinds
+        ]
+    return [
+        [row for row, useful in zip(rows, is_useful[own], strict=True) if useful]
+        for rows, own in zip(tables, kinds_T, strict=True)
+    ]
+
+
+def useful_options(
+    options: Sequence[ShardingOption], reader: TableReader
+) -> list[ShardingOption]:
+    """Leave out options that other options of a table include for the search.
+
+    Column-wise options of sequence tables stay, since they get other shards before the
+    search.
+
+    Args:
+        options: All options of some tables.
+        reader: Knows the devices.
+    """
+    tables: dict[tuple[str, str], list[int]] = {}
+    for row, option in enumerate(options):
+        # Column-wise options already cover table-wise ones.
+        if is_pooled(option) and (
+            option.sharding_type == TABLE_WISE
+            or (
+                option.sharding_type in COLUMN_SHARDED_TYPES
+                and is_placeable(option, reader)
+            )
+        ):
+            tables.setdefault((option.path, option.name), []).append(row)
+    left_out = {row for rows in tables.values() for row in rows}
+    for rows in useful_ways(ways_of(options), [*tables.values()]):
+        left_out.difference_update(rows)
+    return [o for row, o in enumerate(options) if row not in left_out]
+
+
+def may_vary(option: ShardingOption, reader: TableReader) -> bool:
+    """Whether the functions below may return variants of a kind's options."""
+    kind = SHARDING_TYPES.get(option.sharding_type)
+    if kind is None:
+        return False
+    splits_wide = option.sharding_type == COLUMN_WISE and int(
+        option.tensor.shape[1]
+    ) > reader.most_columns(in_fused_bags=True)
+    is_grid = kind.splits_columns and not kind.in_columns
+    is_uneven = kind.splits_rows and not isinstance(option, SpreadOption)
+    on_node = option.sharding_type == TABLE_COLUMN_WISE
+    return splits_wide or is_grid or is_uneven or on_node or has_open_cache(option)
 
 
 def on_nodes(

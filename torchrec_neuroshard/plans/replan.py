@@ -62,7 +62,7 @@ from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.search_space import SearchSpace
-from torchrec_neuroshard.planner.ways import is_placeable
+from torchrec_neuroshard.planner.ways import is_placeable, ways_of
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.shards import ShardBank
@@ -259,7 +259,8 @@ class _Job:
             together=(),
         )
         return SearchSpace.of(
-            [[option] for option in self.options],
+            ways_of(self.options),
+            [[row] for row in range(len(self.options))],
             reader=self.costs.reader,
             enumerator=planner.enumerator,
             memory=memory,

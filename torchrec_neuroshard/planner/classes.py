@@ -1,0 +1,186 @@
+"""Classes of tables: those of one module that differ only in rows and inputs.
+
+TorchRec lists all options of the first table of a class, and one option of each other
+table. The others are sharded in the same ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+
+from torchrec_neuroshard.planner.compat import optimizer_arguments, optimizer_classes
+from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.option_facts import is_dense, is_pooled
+from torchrec_neuroshard.planner.reader import TableReader
+from torchrec_neuroshard.planner.spread_options import without_estimates
+from torchrec_neuroshard.planner.table_keys import constraint_on
+from torchrec_neuroshard.planner.untrained import is_mean
+from torchrec_neuroshard.planner.ways import Ways, is_placeable, useful_options
+from torchrec_neuroshard.tables.sharding_types import (
+    COLUMN_WISE,
+)
+
+_INPUTS = ("pooling_factors", "num_poolings", "batch_sizes", "feature_names")
+"""Constraints that only say what a table's inputs are."""
+
+Table = tuple[str, str]
+"""Path of a table's module, and the table's name."""
+
+
+class TableClasses:
+    """The classes of a model's tables, while TorchRec lists the model.
+
+    Attributes:
+        class_of: Table -> its class.
+        first: Class -> its first table.
+
+    Args:
+        configs: Table -> TorchRec's configuration.
+        constraints: Table name -> TorchRec's constraints.
+    """
+
+    def __init__(
+        self,
+        configs: Mapping[Table, BaseEmbeddingConfig],
+        constraints: Mapping[str, ParameterConstraints],
+    ) -> None:
+        self._configs, self._constraints = configs, constraints
+        self._settings: dict[int, tuple[Any, ...]] = {}
+        self._one: dict[Hashable, tuple[str, str]] = {}
+        self.class_of: dict[Table, Hashable] = {}
+        self.first: dict[Hashable, Table] = {}
+
+    def one_of(
+        self, table: Table, parameter: nn.Parameter, treatment: Hashable
+    ) -> tuple[str, str] | None:
+        """Return the only sharding type and kernel to list; None: list all of them.
+
+        Args:
+            table: The table that TorchRec is about to list.
+            parameter: Its weights.
+            treatment: What else the enumerator's choice of options depends on.
+        """
+        key = self.class_of.get(table)
+        if key is None:
+            key = self.class_of[table] = self._class(table, parameter, treatment)
+        return None if self.first.setdefault(key, table) == table else self._one[key]
+
+    def note(self, table: Table, sharding_type: str, kernels: Sequence[str]) -> None:
+        """Note what TorchRec lists of a class's first table."""
+        key = self.class_of[table]
+        if kernels and self.first[key] == table:
+            self._one.setdefault(key, (sharding_type, kernels[0]))
+
+    def _class(
+        self, table: Table, parameter: nn.Parameter, treatment: Hashable
+    ) -> Hashable:
+        config = self._configs.get(table)
+        constraint = constraint_on(self._constraints, *table)
+        types = (constraint.sharding_types if constraint else None) or ()
+        return (
+            table[0],
+            treatment,
+            # Whether a grid can run depends on the rows.
+            tuple(parameter.shape) if "grid_shard" in types else parameter.shape[1:],
+            parameter.dtype,
+            optimizer_classes(parameter),
+            repr(optimizer_arguments(parameter)),
+            config and config.data_type,
+            getattr(config, "pooling", None),
+            self._limits(constraint),
+        )
+
+    def _limits(self, constraint: ParameterConstraints | None) -> tuple[Any, ...]:
+        """Return what constraints say beside a table's inputs."""
+        if constraint is None:
+            return ()
+        key = id(constraint)
+        if key not in self._settings:
+            self._settings[key] = tuple(
+                (name, repr(value))
+                for name, value in vars(constraint).items()
+                if name not in _INPUTS
+            )
+        return self._settings[key]
+
+    def ways(
+        self,
+        options: Sequence[ShardingOption],
+        reader: TableReader,
+        memory: MemoryModel,
+    ) -> Ways | None:
+        """Return the ways of all tables, in the order of tables.
+
+        Args:
+            options: All options of each class's first table, and one of each other.
+            reader: Describes tables and devices.
+            memory: Predicts what ranks allocate.
+
+        Returns:
+            None if a search cannot place all tables, or if tables of a class differ.
+        """
+        kinds: dict[Hashable, list[ShardingOption]] = {}
+        templates: dict[Table, ShardingOption] = {}
+        for option in options:
+            table = option.path, option.name
+            templates.setdefault(table, option)
+            if self.first[self.class_of[table]] == table:
+                kinds.setdefault(self.class_of[table], []).append(option)
+        if any(is_mean(config) for config in self._configs.values()):
+            return None
+        for key, own in kinds.items():
+            kinds[key] = [o for o in own if not reader.run_fault(o)]
+            if not all(_is_plain(o, reader, memory) for o in kinds[key]):
+                return None
+            if not any(is_placeable(o, reader) for o in kinds[key]):
+                return None
+            if not is_pooled(own[0]) and any(
+                o.sharding_type == COLUMN_WISE for o in own
+            ):
+                return None  # `sequence_splits` chooses a width for the whole module
+        every = tuple(
+            useful_options([o for own in kinds.values() for o in own], reader)
+        )
+        firsts = {key: reader.facts(own[0]).kernel for key, own in kinds.items()}
+        tables: list[ShardingOption] = []
+        number = {id(option): n for n, option in enumerate(every)}
+        kinds = {k: [o for o in own if id(o) in number] for k, own in kinds.items()}
+        table_R: list[int] = []
+        kind_R: list[int] = []
+        for table, template in templates.items():
+            key = self.class_of[table]
+            if reader.facts(template).kernel != firsts[key]:
+                return None
+            places: dict[bool, int] = {}
+            for kind in kinds[key]:
+                dense = is_dense(kind)
+                if dense not in places:
+                    places[dense] = len(tables)
+                    tables.append(_described(template, kind))
+                table_R.append(places[dense])
+                kind_R.append(number[id(kind)])
+        return Ways(tuple(tables), every, np.array(table_R), np.array(kind_R))
+
+
+def _described(template: ShardingOption, kind: ShardingOption) -> ShardingOption:
+    """Return an option that describes a table for a kernel of this kind."""
+    if is_dense(template) == is_dense(kind):
+        return template
+    other = without_estimates(template)
+    other.compute_kernel = kind.compute_kernel
+    return other
+
+
+def _is_plain(option: ShardingOption, reader: TableReader, memory: MemoryModel) -> bool:
+    """Whether an option needs nothing that depends on its table alone."""
+    return (
+        option.dependency is None
+        and memory.knows(option)
+        and not any(reader.facts(option).id_map_bytes)
+    )
