@@ -13,6 +13,7 @@ from torchrec_neuroshard.errors import NeuroShardError
 
 if TYPE_CHECKING:
     from torchrec_neuroshard.bundles.find import load_cost_model
+    from torchrec_neuroshard.contrib.provider import NeuroShardPlannerProvider
     from torchrec_neuroshard.costs.schedules import DenseMs
     from torchrec_neuroshard.costs.task import Placement
     from torchrec_neuroshard.monitor import PlanMonitor
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.phase_timer import PhaseTimer
     from torchrec_neuroshard.planner.constraints import PlacementConstraints
     from torchrec_neuroshard.planner.planner import NeuroShardPlanner
-    from torchrec_neuroshard.planner.provider import NeuroShardPlannerProvider
     from torchrec_neuroshard.planner.topology import group_topology, topology_for
     from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
     from torchrec_neuroshard.plans.rehearse import rehearse
@@ -73,7 +73,7 @@ _LOCATIONS = {
     "JsonLinesReporter": "torchrec_neuroshard.reporters",
     "MLflowReporter": "torchrec_neuroshard.reporters",
     "NeuroShardPlanner": "torchrec_neuroshard.planner.planner",
-    "NeuroShardPlannerProvider": "torchrec_neuroshard.planner.provider",
+    "NeuroShardPlannerProvider": "torchrec_neuroshard.contrib.provider",
     "PaperSearcher": "torchrec_neuroshard.papers.neuroshard",
     "PhaseTimer": "torchrec_neuroshard.phase_timer",
     "Placement": "torchrec_neuroshard.costs.task",

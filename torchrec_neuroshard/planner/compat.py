@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import gc
 import inspect
 import math
@@ -74,7 +73,7 @@ _KERNEL_SETTINGS = (
 )
 
 PlannerProviderBase: type[Any] = DefaultPlannerProvider
-"""TorchRec's planner provider; `object` before 1.9. See `has_planning_api`."""
+"""TorchRec's planner provider; `object` before 1.9."""
 
 
 def torchrec_version() -> str:
@@ -85,35 +84,6 @@ def torchrec_version() -> str:
 def torchrec_release() -> tuple[int, ...]:
     """Return the first two numbers of TorchRec's release."""
     return tuple(int(part) for part in torchrec_version().split(".")[:2])
-
-
-def has_planning_api() -> bool:
-    """Whether TorchRec has planner providers: since 1.9."""
-    return DefaultPlannerProvider is not object
-
-
-def requested_parts(provider: Any, request: Any, topology: Topology) -> dict[str, Any]:
-    """Return argument -> the part of TorchRec that a request asks for.
-
-    Only private methods of `DefaultPlannerProvider` create these parts.
-    """
-    config = request.planner_config
-    found = {
-        "proposer": provider._build_proposer(config, request.local_world_size),
-        "partitioner": provider._build_partitioner(config),
-        "performance_model": provider._build_performance_model(config, topology),
-    }
-    return {name: part for name, part in found.items() if part is not None}
-
-
-def sku_overrides(request: Any, sku: str) -> dict[str, float]:
-    """Return field -> a dry run's value for one SKU; {} for other requests.
-
-    Memory has the request's field names, links those of `Topology` (in GB/s).
-    """
-    override = (getattr(request, "per_sku_overrides", None) or {}).get(sku)
-    given = dataclasses.asdict(override) if override else {}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def pipeline_name(pipeline_type: Any) -> str:

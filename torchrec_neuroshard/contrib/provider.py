@@ -23,9 +23,6 @@ from torchrec_neuroshard.hardware.devices import GPU
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.planner.compat import (
     PlannerProviderBase,
-    has_planning_api,
-    requested_parts,
-    sku_overrides,
     torchrec_version,
     with_bandwidths,
 )
@@ -59,7 +56,7 @@ class NeuroShardPlannerProvider(PlannerProviderBase):
         cost_models: Mapping[str, str | Path | CostModel] | None = None,
         **arguments: Any,
     ) -> None:
-        if not has_planning_api():
+        if PlannerProviderBase is object:
             raise ConfigError(
                 f"torchrec {torchrec_version()} has no PlannerProvider (since 1.9): "
                 "install torchrec 1.9.2, or call NeuroShardPlanner with the values of "
@@ -77,7 +74,7 @@ class NeuroShardPlannerProvider(PlannerProviderBase):
             request: TorchRec's `ShardingPlanRequest`.
             ctx: TorchRec's `PlannerSessionContext`.
         """
-        memory = sku_overrides(request, sku)
+        memory = _overrides(request, sku)
         links_gb_per_s = {n: memory.pop(n) for n in [*memory] if n.endswith("_bw")}
         request = dataclasses.replace(request, **memory)
         topology: Topology = super().build_topology(sku, request, ctx)
@@ -124,7 +121,7 @@ class NeuroShardPlannerProvider(PlannerProviderBase):
                 "timeout_seconds": config.timeout_seconds,
                 "pipeline_type": config.pipeline_type,
                 "cost_model": card.name if card else "auto",
-                **requested_parts(self, request, topology),
+                **self._requested_parts(config, request, topology),
                 **self._arguments,
                 **self._cost_models.get(sku, {}),
             }
@@ -132,3 +129,24 @@ class NeuroShardPlannerProvider(PlannerProviderBase):
         figures = planner.costs.devices.figures.values()
         ctx.hw_source[sku] = "; ".join(f"{f.name} {f} ({f.basis})" for f in figures)
         return planner
+
+    def _requested_parts(
+        self, config: Any, request: Any, topology: Topology
+    ) -> dict[str, Any]:
+        """Return argument -> the part of TorchRec that a request asks for."""
+        parts = {
+            "proposer": self._build_proposer(config, request.local_world_size),
+            "partitioner": self._build_partitioner(config),
+            "performance_model": self._build_performance_model(config, topology),
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def _overrides(request: Any, sku: str) -> dict[str, float]:
+    """Return field -> a dry run's value for one SKU; {} for other requests.
+
+    Memory has the request's field names, links those of `Topology` (in GB/s).
+    """
+    override = (getattr(request, "per_sku_overrides", None) or {}).get(sku)
+    values = dataclasses.asdict(override) if override else {}
+    return {name: value for name, value in values.items() if value is not None}
