@@ -40,7 +40,6 @@ from torchrec_neuroshard.planner.given_plans import (
     model_tables,
     placed_options,
     planned_once,
-    table_moves,
 )
 from torchrec_neuroshard.planner.loaded_plans import LoadsPlans
 from torchrec_neuroshard.planner.memory import MemoryModel
@@ -49,6 +48,7 @@ from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.report import PlanComparison, PlanReport
+from torchrec_neuroshard.report.plan_tables import table_moves
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.tables.profile import FeatureProfile
 

@@ -55,13 +55,9 @@ from torchrec_neuroshard.planner.compat import (
     torchrec_version,
 )
 from torchrec_neuroshard.planner.given_plans import (
-    PlanTable,
     check_plan,
     model_tables,
-    plan_entries,
-    plan_tables,
     planned_once,
-    table_moves,
     with_other_paths,
 )
 from torchrec_neuroshard.planner.option_facts import device_tier
@@ -72,6 +68,12 @@ from torchrec_neuroshard.planner.topology import ShardingGroup, sharding_group
 from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.parts import TableReport, rank_reports
+from torchrec_neuroshard.report.plan_tables import (
+    PlanTable,
+    plan_entries,
+    plan_tables,
+    table_moves,
+)
 
 PLAN_SCHEMA_VERSION = 1
 """Version of the file format. Files of other versions are refused."""

@@ -61,7 +61,6 @@ from torchrec_neuroshard.planner.given_plans import (
     copied,
     model_tables,
     placed_options,
-    plan_entries,
 )
 from torchrec_neuroshard.planner.memory import RankMemory
 from torchrec_neuroshard.planner.option_facts import (
@@ -76,6 +75,7 @@ from torchrec_neuroshard.planner.table_keys import ModuleConstraints
 from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.plans.one_rank import is_of_this_machine, one_rank
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal
+from torchrec_neuroshard.report.plan_tables import plan_entries
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
 _BUILDABLE = frozenset({"fused", "fused_uvm", "fused_uvm_caching", "dense"})

@@ -1,0 +1,220 @@
+"""The tables of a TorchRec plan: their shards, their moves, and what is missing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchrec_neuroshard.errors import PlanFileError
+from torchrec_neuroshard.report.comparison import TableMove
+from torchrec_neuroshard.report.parts import ShardReport, TableReport
+from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES
+
+if TYPE_CHECKING:
+    from torchrec.distributed.types import ParameterSharding, ShardingPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class PlanTable:
+    """The properties of a table that a plan depends on."""
+
+    path: str
+    """The module's path in the plan; "" is the model itself."""
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    data_type: str
+    pooling: str
+    """"sum", "mean", or "none" for sequences."""
+    feature_names: tuple[str, ...]
+
+    @property
+    def full_name(self) -> str:
+        """Path and name, which are unique in a model."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one weight."""
+        return DATA_TYPE_BYTES.get(self.data_type, 4)
+
+
+def plan_entries(plan: ShardingPlan) -> Iterator[tuple[str, str, ParameterSharding]]:
+    """Yield path, table and sharding of every entry in a plan."""
+    for path, module_plan in plan.plan.items():
+        for name, sharding in module_plan.items():
+            yield path, name, sharding
+
+
+def check_shards(
+    plan: ShardingPlan, tables: Iterable[PlanTable], world_size: int
+) -> None:
+    """Check that a plan has exactly these tables, with every row and column once.
+
+    Raises:
+        PlanFileError: It has not, or a rank does not exist.
+    """
+    by_name = {(t.path, t.name): t for t in tables}
+    planned = {(path, name) for path, name, _ in plan_entries(plan)}
+    for path, name in sorted(planned ^ by_name.keys()):
+        where = "plan" if (path, name) in planned else "model"
+        raise PlanFileError(
+            f"table '{name}' of module '{path}' is only in the {where}; pass the model "
+            "that the plan was made for, before DistributedModelParallel wraps it"
+        )
+    for path, name, sharding in plan_entries(plan):
+        _check_sharding(by_name[path, name], sharding, world_size)
+
+
+def _check_sharding(
+    table: PlanTable, sharding: ParameterSharding, world_size: int
+) -> None:
+    where = f"table '{table.full_name}'"
+    wrong = [r for r in sharding.ranks or () if not 0 <= r < world_size]
+    if wrong:
+        raise PlanFileError(f"{where}: rank {wrong[0]} is not in 0 to {world_size - 1}")
+    if sharding.sharding_spec is None:
+        return
+    places = [m.placement.rank() for m in sharding.sharding_spec.shards if m.placement]
+    if len(places) == len(sharding.ranks) and places != sharding.ranks:
+        raise PlanFileError(
+            f"{where}: sharding_spec places its shards on ranks {places}, but ranks is "
+            f"{sharding.ranks}"
+        )
+    whole = _Box(0, 0, table.num_embeddings, table.embedding_dim)
+    boxes = [box for _, box in _boxes(table, sharding, world_size)]
+    corners: set[tuple[int, int]] = set()
+    for box in boxes:
+        corners ^= box.corners
+    # The remaining corners are those of the whole table only if an odd number of shards
+    # covers each value inside, and an even number each value outside. If the shards
+    # also have as many values as the table, that odd number is one.
+    if corners != whole.corners or sum(box.size for box in boxes) != whole.size:
+        raise PlanFileError(
+            f"{where}: its shards do not cover each of {table.num_embeddings} rows and "
+            f"{table.embedding_dim} columns exactly once"
+        )
+
+
+def plan_tables(
+    plan: ShardingPlan, tables: Iterable[PlanTable], world_size: int
+) -> tuple[TableReport, ...]:
+    """Return a report of each table in a plan: its shards and weight bytes."""
+    by_key = {(t.path, t.name): t for t in tables}
+    return tuple(
+        _table_report(by_key[path, name], sharding, world_size)
+        for path, name, sharding in plan_entries(plan)
+    )
+
+
+def _table_report(
+    table: PlanTable, sharding: ParameterSharding, world_size: int
+) -> TableReport:
+    return TableReport(
+        table=table.full_name,
+        sharding_type=sharding.sharding_type,
+        compute_kernel=sharding.compute_kernel,
+        num_embeddings=table.num_embeddings,
+        embedding_dim=table.embedding_dim,
+        shards=tuple(
+            ShardReport(
+                rank=rank,
+                num_embeddings=box.bottom - box.top,
+                embedding_dim=box.right - box.left,
+                used_bytes=float(box.size * table.value_bytes),
+            )
+            for rank, box in _boxes(table, sharding, world_size)
+        ),
+    )
+
+
+def table_moves(
+    first: ShardingPlan,
+    second: ShardingPlan,
+    tables: Collection[PlanTable],
+    world_sizes: tuple[int, int],
+) -> tuple[TableMove, ...]:
+    """Return the tables that a second plan places differently, most bytes first.
+
+    Args:
+        first: A plan.
+        second: Another plan of the same model.
+        tables: The tables of both plans.
+        world_sizes: Number of ranks of each plan.
+
+    Raises:
+        PlanFileError: A plan has other tables.
+    """
+    moves = []
+    plans = [*zip((first, second), world_sizes, strict=True)]
+    for plan, world_size in plans:
+        check_shards(plan, tables, world_size)
+    for table in sorted(tables):
+        entries = [(plan.plan[table.path][table.name], size) for plan, size in plans]
+        before, after = (_table_report(table, *entry).place for entry in entries)
+        held, wanted = (_boxes(table, *entry) for entry in entries)
+        if before == after and set(held) == set(wanted):
+            continue
+        at_rank: dict[int, list[_Box]] = defaultdict(list)
+        for rank, box in held:
+            at_rank[rank].append(box)
+        fetched = sum(
+            box.size - sum(map(box.common, at_rank[rank])) for rank, box in wanted
+        )
+        moved_bytes = float(fetched * table.value_bytes)
+        moves.append(
+            TableMove(
+                table=table.full_name,
+                before=before,
+                after=after,
+                moved_bytes=moved_bytes,
+            )
+        )
+    return tuple(sorted(moves, key=lambda move: -move.moved_bytes))
+
+
+class _Box(NamedTuple):
+    """Rows and columns of a shard."""
+
+    top: int
+    left: int
+    bottom: int
+    right: int
+
+    @property
+    def size(self) -> int:
+        """Number of values in the box."""
+        return max(self.bottom - self.top, 0) * max(self.right - self.left, 0)
+
+    @property
+    def corners(self) -> set[tuple[int, int]]:
+        """The four corners: row, column."""
+        rows, columns = (self.top, self.bottom), (self.left, self.right)
+        return {(row, column) for row in rows for column in columns}
+
+    def common(self, other: _Box) -> int:
+        """Return the number of values in both boxes."""
+        return _Box(
+            max(self.top, other.top),
+            max(self.left, other.left),
+            min(self.bottom, other.bottom),
+            min(self.right, other.right),
+        ).size
+
+
+def _boxes(
+    table: PlanTable, sharding: ParameterSharding, world_size: int
+) -> list[tuple[int, _Box]]:
+    """Return the non-empty shards of a table, with their ranks."""
+    if sharding.sharding_spec is None:  # replicas
+        whole = _Box(0, 0, table.num_embeddings, table.embedding_dim)
+        return [(rank, whole) for rank in sharding.ranks or range(world_size)]
+    found = []
+    for meta, rank in zip(sharding.sharding_spec.shards, sharding.ranks, strict=True):
+        (top, left), (rows, columns) = meta.shard_offsets, meta.shard_sizes
+        box = _Box(int(top), int(left), int(top + rows), int(left + columns))
+        if box.size:
+            found.append((int(rank), box))
+    return found
