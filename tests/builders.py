@@ -201,9 +201,20 @@ def search(
     comms_model: CommsModel | None = None,
 ) -> SearchResult:
     """What the default search finds."""
-    return NeuroShardSearcher(config).search(
+    return run_search(NeuroShardSearcher(config), task, cost_model, comms_model)
+
+
+def run_search(
+    searcher: Searcher,
+    task: ShardingTask,
+    cost_model: CostModel | None = None,
+    comms_model: CommsModel | None = None,
+) -> SearchResult:
+    """What a search finds with these models, by default the analytic ones."""
+    simulator = Simulator(
         task, cost_model or AnalyticCostModel(), comms_model or AnalyticCommsModel()
     )
+    return searcher.search(task, simulator)
 
 
 def analytic() -> dict[str, Any]:
@@ -212,13 +223,13 @@ def analytic() -> dict[str, Any]:
 
 
 def result_of(
-    task: ShardingTask, triples: Triples, cost_model: CostModel, comms_model: CommsModel
+    task: ShardingTask, triples: Triples, simulator: Simulator
 ) -> SearchResult:
     """What a search returns that knows this placement alone."""
     placement = Placement.from_widths(task.world_size, triples, task)
     return SearchResult(
         placement=placement,
-        predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
+        predicted=simulator.evaluate(placement),
         lower_bound_ms=0.0,
         gap=math.inf,
         search_seconds=0.0,
@@ -235,12 +246,10 @@ class FixedSearcher(Searcher):
         self.triples = triples
         self.tasks: list[ShardingTask] = []
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         self.tasks.append(task)
         triples = self.triples(task) if callable(self.triples) else self.triples
-        found = result_of(task, triples, cost_model, comms_model)
+        found = result_of(task, triples, simulator)
         return dataclasses.replace(
             found,
             lower_bound_ms=0.5 * found.predicted.critical_path_ms,

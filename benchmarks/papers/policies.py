@@ -84,11 +84,15 @@ class SimulatedPlans:
 
     def __call__(self, task: ShardingTask, placement: Placement) -> PredictedCosts:
         """Return the predicted costs of a plan."""
+        return self.simulator(task).evaluate(placement)
+
+    def simulator(self, task: ShardingTask) -> Simulator:
+        """Return the simulator of a task."""
         # The simulator keeps its task alive, so no other task gets the same id.
         if id(task) not in self._simulators:
             comms_model = self.comms_for(task.world_size)
             self._simulators[id(task)] = Simulator(task, self.cost_model, comms_model)
-        return self._simulators[id(task)].evaluate(placement)
+        return self._simulators[id(task)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -499,9 +503,8 @@ def _iteration_ms(
     searcher: Searcher, task: ShardingTask, costs: SimulatedPlans
 ) -> float | None:
     """Return the predicted time of a search's plan; None without a plan."""
-    comms_model = costs.comms_for(task.world_size)
     try:
-        found = searcher.search(task, costs.cost_model, comms_model)
+        found = searcher.search(task, costs.simulator(task))
     except InfeasibleError:
         return None
     return found.predicted.critical_path_ms

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.papers.common import finish
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.search.base import Searcher
@@ -38,16 +37,13 @@ class HottestSplitSearcher(Searcher):
 
     name = "embark"
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         """Return the best placement of the loop.
 
         Raises:
             InfeasibleError: No placement fits, however far tables are split.
         """
         start = time.monotonic()
-        simulator = Simulator(task, cost_model, comms_model)
         shards = [(i, t.embedding_dim) for i, t in enumerate(task.tables)]
         best: tuple[float, Placement] | None = None
         left, tried = PATIENCE, 0

@@ -16,6 +16,7 @@ from torchrec.distributed.planner.constants import HBM_MEM_BW
 from gpu.plans import PLANNERS as GPU_PLANNERS
 from harness.dlrm_tables import generate_dlrm_tables
 from tests.builders import ATTACHES_OPTIMIZERS, result_of
+from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.measure.kernels import InputBatch
@@ -102,20 +103,18 @@ class Halves(Searcher):
 
     name = "halves"
 
-    def search(
-        self, task: ShardingTask, cost_model: Any, comms_model: Any
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         triples = []
         for i, table in enumerate(task.tables):
             half = table.embedding_dim // 8 * 4
             if half:
                 triples.append((i, half, i % task.world_size))
             triples.append((i, table.embedding_dim - half, (i + 1) % task.world_size))
-        return result_of(task, triples, cost_model, comms_model)
+        return result_of(task, triples, simulator)
 
 
 class Nothing(Halves):
-    def search(self, *given: Any) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         raise InfeasibleError("nothing fits anywhere")
 
 

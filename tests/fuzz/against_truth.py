@@ -218,14 +218,14 @@ def examine(case: Case, *, all_bounds: bool) -> tuple[Outcome, dict[str, float]]
     costs = models(case["models"])
     best: SearchResult | None = None
     try:
-        best = ExhaustiveSearcher(MOST_PLACEMENTS).search(task, *costs)
+        best = ExhaustiveSearcher(MOST_PLACEMENTS).search(task, Simulator(task, *costs))
     except InfeasibleError:
         pass
     except ConfigError as error:
         return f"not solved: {error}", {}
     try:
         with limited(HANG_SECONDS):
-            found = NeuroShardSearcher(SEARCH).search(task, *costs)
+            found = NeuroShardSearcher(SEARCH).search(task, Simulator(task, *costs))
         found.placement.check(task)
     except HangError:
         return "failure, hangs", {}

@@ -41,6 +41,7 @@ from harness.tasks import (
     power_of_two_widths,
     sample_tasks,
 )
+from tests.builders import run_search
 from torchrec_neuroshard import (
     NeuroShardPlanner,
     PlacementConstraints,
@@ -309,9 +310,7 @@ class NoPlan(Searcher):
 
     name = "no plan"
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         raise InfeasibleError("nothing fits")
 
 
@@ -697,11 +696,9 @@ def library_searches() -> dict[str, Record]:
         "greedy-cost": (plain, "greedy-cost"),
         "neuroshard": (plain, "neuroshard"),
     }
-    cost_model = load_cost_model(EPYC)
+    models = load_cost_model(EPYC), epyc_collectives()
     return {
-        name: record_search(
-            task, make_searcher(given).search(task, cost_model, epyc_collectives())
-        )
+        name: record_search(task, run_search(make_searcher(given), task, *models))
         for name, (task, given) in cases.items()
     }
 

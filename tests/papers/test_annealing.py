@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.builders import run_search
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.papers.annealing import (
     AnnealingConfig,
@@ -42,10 +43,10 @@ def test_more_steps_never_end_worse(seed: int) -> None:
     models = Ordering(5e-4 / local_bytes), MODELS[1]
     # The temperature is constant, so all runs share their first steps.
     cold = AnnealingConfig(chains=1, hottest=1e-9, coldest=1e-9)
-    paths = [CostGreedySearcher().search(task, *models).predicted.critical_path_ms]
+    paths = [run_search(CostGreedySearcher(), task, *models).predicted.critical_path_ms]
     for steps in (1, 2, 5, 10, 20, 50, 100, 200):
         searcher = AnnealingSearcher(dataclasses.replace(cold, steps=steps))
-        found = searcher.search(task, *models)
+        found = run_search(searcher, task, *models)
         paths.append(found.predicted.critical_path_ms)
     assert all(late <= early * (1 + 1e-9) for early, late in pairwise(paths))
     assert paths[-1] < paths[1]
@@ -54,16 +55,18 @@ def test_more_steps_never_end_worse(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_tiny_tasks_are_solved(seed: int) -> None:
     task = sample_task(4, 3, seed=seed)
-    best = ExhaustiveSearcher().search(task, *MODELS).predicted.critical_path_ms
+    best = run_search(ExhaustiveSearcher(), task, *MODELS).predicted.critical_path_ms
     config = AnnealingConfig(chains=8, steps=1000)
-    found = AnnealingSearcher(config).search(task, *MODELS)
+    found = run_search(AnnealingSearcher(config), task, *MODELS)
     # Shards are nearly equal, so the best placement may be out of reach.
     assert found.predicted.critical_path_ms <= 1.02 * best
 
 
 def test_a_short_time_budget_is_noted_and_bad_settings_are_errors() -> None:
     config = AnnealingConfig(chains=4, steps=300, time_budget_seconds=1e-9)
-    (warning,) = AnnealingSearcher(config).search(sample_task(20, 4), *MODELS).warnings
+    (warning,) = run_search(
+        AnnealingSearcher(config), sample_task(20, 4), *MODELS
+    ).warnings
     assert "ended after 0 of 300 steps, before the annealing cooled" in warning
     with pytest.raises(ConfigError, match="chains and steps must be at least 1, got 0"):
         AnnealingConfig(chains=0)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.builders import run_search
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.search import SEARCHES, make_searcher
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -28,7 +29,7 @@ def test_rules_on_ranks_are_kept_or_refused(name: str, rules: dict[str, Any]) ->
     )
     models = AnalyticCostModel(), AnalyticCommsModel()
     try:
-        placement = make_searcher(name).search(task, *models).placement
+        placement = run_search(make_searcher(name), task, *models).placement
     except ConfigError as error:
         text = f"search '{name}' does not support placement rules ({named})"
         assert text in str(error)

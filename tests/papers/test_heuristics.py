@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.builders import make_tables, make_task
+from tests.builders import make_tables, make_task, run_search
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.papers.heuristics import (
@@ -16,7 +16,7 @@ MODELS = AnalyticCostModel(), AnalyticCommsModel()
 
 
 def ranks_of(searcher: Searcher, problem: ShardingTask) -> list[int]:
-    placement = searcher.search(problem, *MODELS).placement
+    placement = run_search(searcher, problem, *MODELS).placement
     assert len(placement.shards) == len(problem.tables)  # whole tables only
     return [s.rank for s in placement.shards]
 

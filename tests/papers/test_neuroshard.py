@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.builders import make_fingerprint, make_tables, make_task
+from tests.builders import make_fingerprint, make_tables, make_task, run_search
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.papers.common import PAPER_BATCH_SIZE
@@ -60,7 +60,7 @@ def make_loops(
 
 
 def paper_search(task: ShardingTask, config: NeuroShardConfig = QUICK) -> SearchResult:
-    return PaperSearcher(config).search(task, COMPUTE, COMMS)
+    return run_search(PaperSearcher(config), task, COMPUTE, COMMS)
 
 
 def whole(task: ShardingTask) -> list[Shard]:
@@ -216,7 +216,7 @@ def test_the_given_model_replaces_nets_for_other_numbers_of_ranks(
 ) -> None:
     task = random_task(0, 2)
     searcher = PaperSearcher(NeuroShardConfig(max_rounds=1), models=models)
-    (warning,) = searcher.search(task, COMPUTE, COMMS).warnings
+    (warning,) = run_search(searcher, task, COMPUTE, COMMS).warnings
     assert "trained for 3 ranks, not for 2" in warning and COMMS.source in warning
     load = np.array([1.0, 5.0]), np.array([64.0, 8.0])
     found = OwnCosts(task, models, COMMS).comms_ms(*load)
@@ -228,15 +228,15 @@ def test_the_device_selects_the_shipped_nets() -> None:
     task, config = random_task(0, 2), NeuroShardConfig(max_rounds=1)
     of_a_device = AnalyticCostModel()
     of_a_device.hardware = "AMD EPYC (26/2)"
-    result = PaperSearcher(config).search(task, of_a_device, COMMS)
+    result = run_search(PaperSearcher(config), task, of_a_device, COMMS)
     assert not result.warnings
     assert shipped_models("no such cpu") is None
     given = PaperSearcher(config, models=shipped_models(of_a_device.hardware))
     # With the device's nets, the given cost model does not change the plan.
-    expected = given.search(task, AnalyticCostModel(launch_ms=9.0), COMMS)
+    expected = run_search(given, task, AnalyticCostModel(launch_ms=9.0), COMMS)
     assert result.placement == expected.placement
     # Without nets for the device, the search uses the given cost model.
-    without = PaperSearcher(config).search(task, COMPUTE, COMMS)
+    without = run_search(PaperSearcher(config), task, COMPUTE, COMMS)
     (warning,) = without.warnings
     assert "this package has no nets of NeuroShard for none" in warning
     shared = paper_search(task, dataclasses.replace(config, costs="shared"))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.builders import make_tables, make_task
+from tests.builders import make_tables, make_task, run_search
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.errors import (
     BundleCorruptError,
@@ -58,7 +58,7 @@ def untrained(
 
 
 def placed(searcher: PolicySearcher, task: ShardingTask) -> Placement:
-    placement = searcher.search(task, *MODELS).placement
+    placement = run_search(searcher, task, *MODELS).placement
     placement.check(task)
     return placement
 
@@ -138,24 +138,24 @@ def test_largest_tables_first_if_costliest_first_leaves_no_room(
     # 600 + 400 | 600 + 400.
     task = paper_task([400, 600, 400, 600], 1000)
     searcher = untrained(DreamShardSearcher, [task])
-    result = searcher.search(task, *MODELS)
+    result = run_search(searcher, task, *MODELS)
     assert [s.rank for s in result.placement.shards] == [0, 0, 1, 1]
     assert any("placed the largest tables first" in w for w in result.warnings)
-    roomy = searcher.search(paper_task([400, 600, 400, 600], 2000), *MODELS)
+    roomy = run_search(searcher, paper_task([400, 600, 400, 600], 2000), *MODELS)
     assert not any("placed the largest tables first" in w for w in roomy.warnings)
     with pytest.raises(InfeasibleError, match="'t2'"):
-        searcher.search(paper_task([600, 600, 500, 300], 1000), *MODELS)
+        run_search(searcher, paper_task([600, 600, 500, 300], 1000), *MODELS)
 
 
 def test_warnings_outside_the_training_range(
     training_tasks: Tasks, other_tasks: Tasks
 ) -> None:
     searcher, task = untrained(DreamShardSearcher, training_tasks), other_tasks[0]
-    assert searcher.search(task, *MODELS).warnings == ()
+    assert run_search(searcher, task, *MODELS).warnings == ()
     another = AnalyticCostModel()
     another.hardware = "another"
     wider = dataclasses.replace(task, batch_size=1024)
-    found = searcher.search(wider, another, MODELS[1]).warnings
+    found = run_search(searcher, wider, another, MODELS[1]).warnings
     assert len(found) == 2
     assert any("batch_size 512 to 512, but the task has 1024" in w for w in found)
     assert any("costs of none, but the task is for another" in w for w in found)

@@ -48,7 +48,7 @@ from tests.builders import (
     stock_planner,
 )
 from torchrec_neuroshard.costs.simulator import Simulator
-from torchrec_neuroshard.costs.task import Placement
+from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     NeuroShardEstimator,
@@ -443,9 +443,9 @@ class Noting(NeuroShardSearcher):
 
     efforts: list[float]
 
-    def search(self, *given: Any) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         self.efforts.append(self.config.effort)
-        return super().search(*given)
+        return super().search(task, simulator)
 
 
 def noting() -> Noting:

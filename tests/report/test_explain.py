@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.builders import FixedSearcher, Triples, analytic, make_tables, make_task
+from tests.builders import (
+    FixedSearcher,
+    Triples,
+    analytic,
+    make_tables,
+    make_task,
+    run_search,
+)
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.report import PlanReport, explain
@@ -47,7 +54,7 @@ def simulator_of(task: ShardingTask) -> Simulator:
 def explained(
     triples: Triples, task: ShardingTask, tables: Sequence[TableReport] = ()
 ) -> PlanReport:
-    result = FixedSearcher(triples).search(task, **analytic())
+    result = run_search(FixedSearcher(triples), task, **analytic())
     report = PlanReport.of(result, tables, [2**31] * task.world_size)
     splits = explain(simulator_of(task), result.placement, result.predicted)
     return dataclasses.replace(report, splits=splits)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.builders import make_tables, make_task
+from tests.builders import make_tables, make_task, run_search
 from tests.fuzz.against_truth import build, models
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.costs.simulator import Simulator
@@ -99,5 +99,7 @@ def test_a_table_that_no_rank_can_hold_whole_is_priced_in_column_shards() -> Non
     models = AnalyticCostModel(), AnalyticCommsModel(1e9)
     choices = Choices(ShardBank(Simulator(task, *models)))
     [balanced_ms] = choices.costs(np.arange(9)[None])
-    found_ms = NeuroShardSearcher().search(task, *models).predicted.critical_path_ms
+    found_ms = run_search(
+        NeuroShardSearcher(), task, *models
+    ).predicted.critical_path_ms
     assert balanced_ms == pytest.approx(found_ms)

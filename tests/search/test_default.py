@@ -16,9 +16,11 @@ from tests.builders import (
 )
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,
     SearchConfig,
+    SearchResult,
     default,
     make_searcher,
 )
@@ -124,3 +126,23 @@ def test_make_searcher() -> None:
     assert make_searcher(made) is made
     with pytest.raises(ConfigError, match=r"unknown search 'best'; one of .*default"):
         make_searcher("best")
+
+
+class TakesModels(NeuroShardSearcher):
+    """A search with the parameters that `Searcher.search` once had."""
+
+    name = "takes models"
+
+    def search(  # type: ignore[override]
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        raise AssertionError("called")
+
+
+def test_a_search_with_other_parameters_is_refused() -> None:
+    wanted = (
+        r"search .takes models. takes other arguments than \(task, simulator\): "
+        r"declare TakesModels\.search\(self, task, simulator\)"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        make_searcher(TakesModels())

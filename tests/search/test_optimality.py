@@ -9,7 +9,14 @@ import math
 import numpy as np
 import pytest
 
-from tests.builders import draw_memory, draw_tables, make_tables, make_task, search
+from tests.builders import (
+    draw_memory,
+    draw_tables,
+    make_tables,
+    make_task,
+    run_search,
+    search,
+)
 from tests.fuzz import against_truth
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.costs.simulator import Simulator
@@ -64,7 +71,7 @@ def test_the_search_finds_the_best_placement_and_no_bound_is_above_it(
     for seed in seeds:
         task = tiny_task(seed)
         try:
-            best = ExhaustiveSearcher().search(task, model, COMMS)
+            best = run_search(ExhaustiveSearcher(), task, model, COMMS)
         except NOTHING_FITS:
             with pytest.raises(NOTHING_FITS):
                 search(task, BOUNDED, model, COMMS)
@@ -109,9 +116,9 @@ def test_exhaustive_search_tries_every_placement() -> None:
         found.append(len(costs))
         if not costs:
             with pytest.raises(NOTHING_FITS):
-                ExhaustiveSearcher().search(task, *models)
+                run_search(ExhaustiveSearcher(), task, *models)
             continue
-        best = ExhaustiveSearcher().search(task, *models)
+        best = run_search(ExhaustiveSearcher(), task, *models)
         assert best.predicted.critical_path_ms == pytest.approx(min(costs))
     assert min(found) == 0 and sum(count > 10 for count in found) > 3, found
 
@@ -119,9 +126,7 @@ def test_exhaustive_search_tries_every_placement() -> None:
 def test_exhaustive_search_by_hand() -> None:
     # 100, 60 and 40 lookups per sample at width 4: best is {100} and {60, 40}.
     task = make_task(make_tables([4] * 3, pooling=[100.0, 60.0, 40.0]), 2, 1000)
-    result = ExhaustiveSearcher().search(
-        task, AnalyticCostModel(), AnalyticCommsModel()
-    )
+    result = run_search(ExhaustiveSearcher(), task)
     rank = [s.rank for s in result.placement.shards]
     assert rank[0] != rank[1] == rank[2]
     # 0.01 + 1e5 lookups x (1 ns + 16 bytes x 0.1 ns) forward, twice that backward;

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.builders import draw_tables, make_tables, make_task, search
+from tests.builders import draw_tables, make_tables, make_task, run_search, search
+from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import HostRows, KernelFactors, ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.search import SearchConfig, Searcher, SearchResult
@@ -100,7 +101,7 @@ def test_packing_finds_a_placement_that_greedy_placement_misses() -> None:
 class FindsNothing(Searcher):
     name = "nothing"
 
-    def search(self, task: ShardingTask, *models: Any) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         raise InfeasibleError("nothing found")
 
 
@@ -121,7 +122,7 @@ def packed_task() -> ShardingTask:
 def test_packing_keeps_tables_together() -> None:
     task = packed_task()
     models = AnalyticCostModel(), AnalyticCommsModel()
-    found = ChoosingSearcher(FindsNothing()).search(task, *models)
+    found = run_search(ChoosingSearcher(FindsNothing()), task, *models)
     found.placement.check(task)
 
 

@@ -431,12 +431,10 @@ class BrokenSearcher(GreedySearcher):
         super().__init__("lookup")
         self.spoil, self.name = spoil, name
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         free = dataclasses.replace(task, memory_bytes=())
-        result = super().search(free, cost_model, comms_model)
-        return self.spoil(result, Simulator(task, cost_model, comms_model))
+        result = super().search(free, simulator.for_task(free))
+        return self.spoil(result, simulator)
 
 
 def other_shards(
@@ -466,8 +464,7 @@ def forgets_empty_ranks(result: SearchResult, simulator: Simulator) -> SearchRes
 
 
 def placed(simulator: Simulator, triples: list[tuple[int, int, int]]) -> SearchResult:
-    models = simulator.cost_model, simulator.comms_model
-    return result_of(simulator.task, triples, *models)
+    return result_of(simulator.task, triples, simulator)
 
 
 def splits_evenly(result: SearchResult, simulator: Simulator) -> SearchResult:

@@ -418,6 +418,10 @@ class Simulator:
             stages.setdefault(collective, []).append(stage)
         return [(collective, np.array(used)) for collective, used in stages.items()]
 
+    def for_task(self, task: ShardingTask) -> Simulator:
+        """Return a simulator of another task, with the same models and encodings."""
+        return Simulator(task, self.cost_model, self.comms_model, self.encoder)
+
     # Shards.
 
     def _is_skewed(self, table: int) -> bool:

@@ -29,7 +29,6 @@ import numpy.typing as npt
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.papers.common import finish, whole_widths
 from torchrec_neuroshard.papers.heuristics import place_by_cost
 from torchrec_neuroshard.search.base import BudgetedSearcher, SearchResult
@@ -276,9 +275,7 @@ class AnnealingSearcher(BudgetedSearcher[AnnealingConfig]):
         """Take the settings. None: the defaults."""
         super().__init__(config or AnnealingConfig())
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         """Return the best placement of all chains.
 
         Raises:
@@ -288,7 +285,6 @@ class AnnealingSearcher(BudgetedSearcher[AnnealingConfig]):
         start = time.monotonic()
         require_unconstrained(task, self.name)
         check_memory(task)
-        simulator = Simulator(task, cost_model, comms_model)
         num_cells = len(task.tables) * task.world_size
         num_chains = max(1, min(self.config.chains, _MOST_CELLS // num_cells))
         chains = _Chains(simulator, _first(simulator), num_chains)

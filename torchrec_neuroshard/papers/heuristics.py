@@ -18,7 +18,6 @@ import numpy as np
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask, format_bytes
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.papers.common import (
     finish,
     whole_bytes,
@@ -77,9 +76,7 @@ def place_by_cost(simulator: Simulator) -> Ints:
 class _WholeTableSearcher(Searcher):
     """Places whole tables in one pass, without pricing any placement."""
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         """Return a placement of whole tables; the models predict its costs.
 
         Raises:
@@ -88,7 +85,6 @@ class _WholeTableSearcher(Searcher):
         """
         start = time.monotonic()
         require_unconstrained(task, self.name)
-        simulator = Simulator(task, cost_model, comms_model)
         placement = whole_placement(task, self._place(simulator))
         placement.check(task)
         return finish(placement, simulator, start, task.world_size)

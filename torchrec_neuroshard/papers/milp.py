@@ -28,7 +28,6 @@ from scipy import optimize, sparse
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.papers.common import finish, whole_widths
 from torchrec_neuroshard.papers.heuristics import place_greedily
 from torchrec_neuroshard.search.base import BudgetedSearcher, SearchResult
@@ -176,9 +175,7 @@ class MilpSearcher(BudgetedSearcher[MilpConfig]):
         """Take the limits. None: the defaults."""
         super().__init__(config or MilpConfig())
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         """Return the plan of HiGHS, or a fallback that the result names.
 
         Raises:
@@ -188,7 +185,6 @@ class MilpSearcher(BudgetedSearcher[MilpConfig]):
         start = time.monotonic()
         require_unconstrained(task, self.name)
         check_memory(task)
-        simulator = Simulator(task, cost_model, comms_model)
         options = _options(simulator)
         program = _Program(task, options)
         found, message = program.solve(self.config)

@@ -407,9 +407,9 @@ class NeuroShardLoops:
 class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
     """NeuroShard's search as published, with the exceptions in the module's docstring.
 
-    `SearchResult.predicted` always comes from the models that `search` is given, even
-    if the loops used the paper's nets. There is no bound. `num_evaluated` counts the
-    predictions of compute.
+    `SearchResult.predicted` always comes from the simulator that `search` is given,
+    even if the loops used the paper's nets. There is no bound. `num_evaluated` counts
+    the predictions of compute.
     """
 
     name = "neuroshard"
@@ -441,13 +441,11 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
             )
         self.models = load_models(models) if isinstance(models, str | Path) else models
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         """Return the best placement of the two loops.
 
-        If the paper's nets were not trained for the number of ranks, `comms_model`
-        predicts the collectives, and a note says so.
+        If the paper's nets were not trained for the number of ranks, the simulator's
+        model predicts the collectives, and a note says so.
 
         Raises:
             InfeasibleError: The tables cannot fit, or the loops find no placement.
@@ -456,7 +454,7 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
         start = time.monotonic()
         require_unconstrained(task, self.name)
         check_memory(task)
-        costs, warnings = self._costs(task, cost_model, comms_model)
+        costs, warnings = self._costs(task, simulator)
         loops = NeuroShardLoops(task, costs, self.config)
         _, ranks = loops.run(start + self.config.time_budget_seconds)
         if ranks is None:
@@ -471,13 +469,13 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
             [(t, w, rank) for rank, shards in enumerate(ranks) for t, w in shards],
         )
         placement.check(task)
-        simulator = Simulator(task, cost_model, comms_model)
         evaluated = loops.num_predictions
         return finish(placement, simulator, start, evaluated, warnings=warnings)
 
     def _costs(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+        self, task: ShardingTask, simulator: Simulator
     ) -> tuple[PaperCosts, list[str]]:
+        cost_model, comms_model = simulator.cost_model, simulator.comms_model
         shared = SharedCosts(task, cost_model, comms_model)
         if self.config.costs == "shared":
             return shared, []

@@ -37,7 +37,7 @@ from torchrec_neuroshard.errors import (
     ConfigError,
     InfeasibleError,
 )
-from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.papers.common import (
     PAPER_BATCH_SIZE,
     finish,
@@ -433,9 +433,7 @@ class PolicySearcher(Searcher):
     def make_net() -> PolicyNet:
         """Return an untrained net."""
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         """Return the policy's placement; the models only predict its costs.
 
         Raises:
@@ -447,8 +445,7 @@ class PolicySearcher(Searcher):
         ranks, warnings = self._place(task, view_task(task))
         placement = whole_placement(task, ranks)
         placement.check(task)
-        warnings += self._out_of_range(task, cost_model)
-        simulator = Simulator(task, cost_model, comms_model)
+        warnings += self._out_of_range(task, simulator.cost_model)
         evaluated = len(task.tables) * task.world_size
         return finish(placement, simulator, start, evaluated, warnings=warnings)
 

@@ -462,10 +462,12 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if not searcher.takes_choices and (task.has_choices or task.host_memory_bytes):
             searcher = ChoosingSearcher(searcher)
         self.costs.check_model(task)
+        simulator, const_ms = self.costs.searched_simulator(task)
+        simulator = Simulator(
+            simulator.task, simulator.cost_model, simulator.comms_model
+        )
         try:
-            cost_model, comms_model, const_ms = self.costs.searched_models(task)
-            searched = self.costs.searched_task(task)
-            result = searcher.search(searched, cost_model, comms_model)
+            result = searcher.search(simulator.task, simulator)
         except InfeasibleError as error:
             every = space.ways.options(range(space.ways.num_rows))
             odd = optimizer_notes(every, self.costs.reader)
@@ -487,7 +489,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if spread != result.placement:
             with contextlib.suppress(InfeasibleError, PlacementError):
                 spread.check(task)
-                same = Simulator(searched, cost_model, comms_model).evaluate(spread)
+                same = simulator.evaluate(spread)
                 now_ms = result.predicted.critical_path_ms
                 if same.critical_path_ms <= now_ms * (1 + 1e-9):
                     result = dataclasses.replace(

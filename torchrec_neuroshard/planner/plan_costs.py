@@ -240,8 +240,8 @@ class PlanCosts:
 
         Args:
             task: The task of the search.
-            result: The result in terms of `searched_models`.
-            const_ms: The third value of `searched_models`.
+            result: The result in terms of `searched_simulator`.
+            const_ms: The second value of `searched_simulator`.
         """
         if not self.schedule.hides(self.dense) and not self.dense.total_ms:
             return result
@@ -259,10 +259,8 @@ class PlanCosts:
             bound_is_proven=result.bound_is_proven and bound_ms > 0,
         )
 
-    def searched_models(
-        self, task: ShardingTask
-    ) -> tuple[CostModel, CommsModel, float | None]:
-        """Return models whose path without a pipeline is the one of the schedule.
+    def searched_simulator(self, task: ShardingTask) -> tuple[Simulator, float | None]:
+        """Return a simulator whose path without a pipeline is the one of the schedule.
 
         It is exact for one stage under `train_sparse_dist`. Otherwise it is close as
         long as phases take about as long as on balanced ranks.
@@ -271,9 +269,20 @@ class PlanCosts:
             task: The task to search.
 
         Returns:
-            The cost model; the comms model; and the milliseconds that turn a lower
-            bound of the sum into one of the path. None: there is no such bound.
+            The simulator; its task has the modules that add up under the schedule. And
+            the milliseconds that turn a lower bound of the sum into one of the path.
+            None: there is no such bound.
         """
+        cost_model, comms_model, const_ms = self._searched_models(task)
+        if not self.schedule.adds_up:
+            task = replace(task, modules=())
+        is_own = cost_model is self.cost_model
+        encoder = self.encoder if is_own else None
+        return Simulator(task, cost_model, comms_model, encoder), const_ms
+
+    def _searched_models(
+        self, task: ShardingTask
+    ) -> tuple[CostModel, CommsModel, float | None]:
         schedule, dense = self.schedule, self.dense
         if not schedule.hides(dense):
             return self.cost_model, self.comms_model, dense.total_ms
@@ -293,17 +302,6 @@ class PlanCosts:
             RelievedCommsModel(self.comms_model, reliefs_ms),
             dense.total_ms if is_bound else None,
         )
-
-    def searched_task(self, task: ShardingTask) -> ShardingTask:
-        """Return the task with the modules that add up under the schedule."""
-        return task if self.schedule.adds_up else replace(task, modules=())
-
-    def searched_simulator(self, task: ShardingTask) -> Simulator:
-        """Return a simulator that uses `searched_models` and `searched_task`."""
-        cost_model, comms_model, _ = self.searched_models(task)
-        task = self.searched_task(task)
-        own = cost_model is self.cost_model
-        return Simulator(task, cost_model, comms_model, self.encoder if own else None)
 
     def _scheduled(self, predicted: PredictedCosts) -> PredictedCosts:
         return replace(predicted, schedule=self.schedule, dense=self.dense)

@@ -401,7 +401,8 @@ class _Job:
 def _improve(job: _Job, budget_bytes: int, config: SearchConfig) -> dict[int, Shards]:
     """Return changed table -> its new shards."""
     budget = job.budget(budget_bytes)
-    bank = ShardBank(job.costs.searched_simulator(job.task))
+    simulator, _ = job.costs.searched_simulator(job.task)
+    bank = ShardBank(simulator)
     for shared in budget.doubled():
         bank.price_as(*shared)
     # A rank that is already over its limit may stay as full as it is.

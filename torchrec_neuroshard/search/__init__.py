@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
@@ -38,9 +39,18 @@ def make_searcher(search: str | SearchConfig | Searcher) -> Searcher:
     """Return the search for a name, for settings, or a given search itself.
 
     Raises:
-        ConfigError: The name is unknown.
+        ConfigError: The name is unknown, or the search takes other arguments than
+            `Searcher.search`.
     """
     if isinstance(search, Searcher):
+        try:
+            inspect.signature(search.search).bind(None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"search '{search.name}' takes other arguments than (task, simulator): "
+                f"declare {type(search).__name__}.search(self, task, simulator). "
+                "simulator.cost_model and simulator.comms_model are the models"
+            ) from error
         return search
     if isinstance(search, SearchConfig):
         return NeuroShardSearcher(search)

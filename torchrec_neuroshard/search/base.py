@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from torchrec_neuroshard.costs.simulator import PredictedCosts
+from torchrec_neuroshard.costs.simulator import PredictedCosts, Simulator
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.errors import ConfigError, check_number
-from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 
 BOUNDS = ("none", "quick", "thorough")
@@ -121,13 +120,16 @@ class Searcher(ABC):
         return self
 
     @abstractmethod
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         """Find a placement within the task's memory and placement rules.
 
         A search without support for placement rules must refuse a task that has some:
         see `rules.require_unconstrained`.
+
+        Args:
+            task: The sharding task.
+            simulator: Predicts costs of the task's shards and placements. Its `task`
+                is this task; it also has the cost model and the model of collectives.
 
         Raises:
             InfeasibleError: The tables do not fit; names the table or the total, and

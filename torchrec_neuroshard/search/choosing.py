@@ -20,7 +20,6 @@ import numpy as np
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import construct, placed
@@ -47,9 +46,7 @@ class ChoosingSearcher(Searcher):
         self._searcher = searcher
         self.name = searcher.name
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         """Find a placement.
 
         Raises:
@@ -57,7 +54,6 @@ class ChoosingSearcher(Searcher):
             ConfigError: The search for column shards does not support the task.
         """
         start = time.monotonic()
-        simulator = Simulator(task, cost_model, comms_model)
         bank = ShardBank(simulator, merge=True)
         choices = Choices(bank)
         width_TW, found = self._first_that_fits(bank, choices)
@@ -128,7 +124,7 @@ class ChoosingSearcher(Searcher):
         held, rank = np.nonzero(width_TW)
         free_MW = bank.caps_MW - bank.sizes_of_ranks(held, width_TW[held, rank], rank)
         task = _column_task(simulator.task, tables, free_MW, width_TW)
-        found = self._searcher.search(task, simulator.cost_model, simulator.comms_model)
+        found = self._searcher.search(task, simulator.for_task(task))
         placement = found.placement
         if task.host_memory_bytes:
             try:

@@ -23,7 +23,6 @@ import numpy as np
 
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
-from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.progress import phase, shown
 from torchrec_neuroshard.search.base import (
     BudgetedSearcher,
@@ -104,9 +103,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         other.config = dataclasses.replace(other.config, effort=less)
         return other
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         """Find a placement.
 
         Raises:
@@ -114,7 +111,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
                 names the table or the total, and the way out.
             ConfigError: Placement rules contradict each other.
         """
-        simulator, start = Simulator(task, cost_model, comms_model), time.monotonic()
+        start = time.monotonic()
         deadline = start + self.config.time_budget_seconds
         check_constraints(task)
         check_memory(task)

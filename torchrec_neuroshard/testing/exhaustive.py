@@ -16,7 +16,6 @@ import numpy.typing as npt
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask, format_bytes
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.feasibility import describe, way_out
 from torchrec_neuroshard.search.lanes import Lanes
@@ -42,9 +41,7 @@ class ExhaustiveSearcher(Searcher):
         """Take the maximum number of placements of a task."""
         self.max_placements = max_placements
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
+    def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         """Return the best of all placements.
 
         Raises:
@@ -60,10 +57,9 @@ class ExhaustiveSearcher(Searcher):
             )
         check_constraints(task)
         if task.has_choices:
-            return _try_choices(Simulator(task, cost_model, comms_model), start)
+            return _try_choices(simulator, start)
         options = [_options(task, t) for t in range(len(task.tables))]
         count = math.prod(len(o) for o in options)
-        simulator = Simulator(task, cost_model, comms_model)
         radix = np.cumprod([1, *(t.embedding_dim // 4 + 1 for t in task.tables)])
         sets = _RankSets(simulator, radix)
         best, best_ms = -1, np.inf

@@ -58,10 +58,11 @@ class SearcherContract(ABC):
         del task
         return AnalyticCommsModel()
 
+    def _simulator(self, task: ShardingTask) -> Simulator:
+        return Simulator(task, self.make_cost_model(), self.make_comms_model(task))
+
     def _search(self, task: ShardingTask, seed: int = 0) -> SearchResult:
-        return self.make_searcher(seed).search(
-            task, self.make_cost_model(), self.make_comms_model(task)
-        )
+        return self.make_searcher(seed).search(task, self._simulator(task))
 
     def _placed(self, task: ShardingTask) -> Placement:
         """Return the placement found, after checking that it is valid."""
@@ -196,11 +197,11 @@ class SearcherContract(ABC):
         free = AnalyticCostModel(0.0, 0.0, 0.0), AnalyticCommsModel(math.inf)
         for seed in range(24):
             task = random_task(seed)
-            models = self.make_cost_model(), self.make_comms_model(task)
+            simulator = self._simulator(task)
             if seed % 4 == 0:
-                models = free
+                simulator = Simulator(task, *free)
             try:
-                placement = self.make_searcher(0).search(task, *models).placement
+                placement = self.make_searcher(0).search(task, simulator).placement
             except ConfigError:
                 assert task.rules, f"random_task({seed}) has no rules on ranks"
                 continue
@@ -215,10 +216,8 @@ class SearcherContract(ABC):
     def test_result_agrees_with_the_simulator(self) -> None:
         """Predicted costs are the simulator's for the placement and the models."""
         for task in self._tasks():
-            cost_model = self.make_cost_model()
-            comms_model = self.make_comms_model(task)
-            result = self.make_searcher(0).search(task, cost_model, comms_model)
-            wanted = Simulator(task, cost_model, comms_model).evaluate(result.placement)
+            result = self._search(task)
+            wanted = self._simulator(task).evaluate(result.placement)
             expect_close(
                 [[getattr(r, p) for p in PHASES] for r in result.predicted.ranks],
                 [[getattr(r, p) for p in PHASES] for r in wanted.ranks],
@@ -255,9 +254,7 @@ class SearcherContract(ABC):
         """The bound is at most the cost of the best of all plans."""
         for seed in range(4):
             task = sample_task(3, 3, seed=seed)
-            best = ExhaustiveSearcher().search(
-                task, self.make_cost_model(), self.make_comms_model(task)
-            )
+            best = ExhaustiveSearcher().search(task, self._simulator(task))
             optimum = best.predicted.critical_path_ms
             result = self._search(task)
             path = result.predicted.critical_path_ms
