@@ -168,7 +168,7 @@ def _compared(
         theirs = stock_plan(
             given.module,
             given.sharders,
-            planner.enumerator.last_stored_search_space or (),
+            planner.enumerator.all_options(given.module, given.sharders),
             timeout_seconds=seconds,
             debug=False,
             stats=[],

@@ -343,6 +343,12 @@ class NeuroShardEnumerator(HookedEnumerator):
         finally:
             self._by_class = False
 
+    def all_options(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> list[ShardingOption]:
+        """Return all options listed last; list them if the search needed fewer."""
+        return list(self.listed) or self.enumerate(module, sharders)
+
     def ways_in(self, options: Sequence[ShardingOption]) -> Ways | None:
         """Return the ways listed last, if these options stand for them."""
         if self._ways is None or len(options) != len(self._stand_ins):

@@ -156,7 +156,7 @@ def last_resort(
         ],
     }
     is_own = arguments["enumerator"] is None
-    listed = (enumerator.last_stored_search_space or ()) if is_own else ()
+    listed = enumerator.all_options(module, sharders) if is_own else ()
     try:
         plan = stock_plan(module, sharders, listed, **given)
     except Exception as error:

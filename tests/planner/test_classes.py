@@ -1,0 +1,147 @@
+"""Tables of one class are listed once; plans are the same as if all were listed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import CacheParams, ShardingPlan
+from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.optim import Adam, RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from tests.builders import (
+    ATTACHES_OPTIMIZERS,
+    bag_sharders,
+    each,
+    gpus,
+    last_result,
+    make_ebc,
+    make_planner,
+)
+from torchrec_neuroshard.planner.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
+
+GIB = 2**30
+pytestmark = ATTACHES_OPTIMIZERS
+KINDS = [
+    None,
+    ["table_wise", "column_wise"],
+    ["row_wise", "table_wise"],
+    ["table_column_wise", "table_row_wise"],
+    ["grid_shard", "column_wise"],
+    ["data_parallel", "row_wise", "column_wise"],
+]
+KERNELS = [None, None, ["fused"], ["fused", "fused_uvm_caching"], ["fused_uvm"]]
+
+
+def drawn(seed: int) -> tuple[Any, dict[str, Any]]:
+    """Return a model, and the arguments of its planner."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(2, 15))
+    sizes = [
+        (int(10 ** rng.uniform(2, 6)), int(rng.choice([8, 32, 128, 2048])))
+        for _ in range(count)
+    ]
+    types = {i: DataType.FP16 for i in range(count) if rng.random() < 0.3}
+    ebc = make_ebc(sizes, data_types=types, weighted=bool(rng.random() < 0.3))
+    for number, parameter in enumerate(ebc.parameters()):
+        optimizer = Adam if (seed + number) % 5 == 0 else RowWiseAdagrad
+        apply_optimizer_in_backward(optimizer, [parameter], {"lr": 0.1})
+    constraints = {
+        f"t{i}": ParameterConstraints(
+            sharding_types=KINDS[rng.integers(len(KINDS))],
+            compute_kernels=KERNELS[rng.integers(len(KERNELS))],
+            min_partition=[None, 16, 32][rng.integers(3)],
+            pooling_factors=[float(rng.integers(1, 40))],
+            cache_params=[None, CacheParams(load_factor=0.3)][rng.integers(2)],
+        )
+        for i in range(count)
+        if rng.random() < 0.8
+    }
+    arguments: dict[str, Any] = {
+        "topology": gpus(8, [8, 4][seed % 2], hbm_cap=GIB * [80, 1][seed % 3 == 0]),
+        "batch_size": [64, 512][seed % 2],
+        "constraints": constraints,
+    }
+    if seed % 4 == 1:
+        together = [["t0", "t1"]] if rng.random() < 0.5 else []
+        arguments["placement_constraints"] = PlacementConstraints(
+            pin={f"t{count - 1}": [0, 1, 2, 3]}, together=together
+        )
+    return ebc, arguments
+
+
+def outcome(ebc: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """Return whether ways were listed by class, and the plan with its costs."""
+    planner = make_planner(**arguments)
+    try:
+        plan: ShardingPlan = planner.plan(ebc, bag_sharders())
+    except Exception as error:
+        return None, type(error), str(error)
+    by_class = not planner.enumerator.listed
+    return by_class, str(plan), last_result(planner).predicted.phases_WS6.tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_plans_are_the_same_as_if_all_options_were_listed(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ebc, arguments = drawn(seed)
+    _, *short = outcome(ebc, arguments)
+    monkeypatch.setattr(
+        NeuroShardEnumerator, "by_class", lambda _: contextlib.nullcontext()
+    )
+    in_full, *long = outcome(ebc, arguments)
+    assert short == long
+    assert not in_full
+
+
+def test_most_drawn_models_are_listed_by_class() -> None:
+    """Otherwise the test above compares nothing."""
+    listed = [outcome(*drawn(seed))[0] for seed in range(8)]
+    assert listed.count(True) >= 4
+
+
+def test_torchrecs_filters_run_once_for_each_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    narrowed = NeuroShardEnumerator.narrowed_types
+
+    def count(self: Any, table: str, types: list[str]) -> list[str]:
+        asked.append(table)
+        return narrowed(self, table, types)
+
+    monkeypatch.setattr(NeuroShardEnumerator, "narrowed_types", count)
+    sizes = [(100 + i, 32 if i % 2 else 64) for i in range(20)]
+    limits = each(20, "table_wise", "row_wise")
+    for i in range(20):  # inputs do not make a class
+        limits[f"t{i}"] = dataclasses.replace(limits[f"t{i}"], pooling_factors=[i + 1])
+    limits["t7"] = dataclasses.replace(limits["t7"], sharding_types=["row_wise"])
+    planner = make_planner(topology=gpus(4), constraints=limits)
+    planner.plan(make_ebc(sizes), bag_sharders())
+    assert asked == ["t0", "t1", "t7"]
+
+
+def test_the_search_space_holds_the_options_of_the_plan() -> None:
+    planner = make_planner(topology=gpus(2))
+    planner.plan(make_ebc([(1000, 64)] * 3), bag_sharders())
+    stored = planner.enumerator.last_stored_search_space
+    chosen = planner.get_selected_options()
+    assert [o.storage_hash() for o in stored] == [o.storage_hash() for o in chosen]
+    assert all(shard.rank is None for o in stored for shard in o.shards)
+    every = planner.enumerator.all_options(make_ebc([(1000, 64)] * 3), bag_sharders())
+    assert len(every) > len(stored)
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+def test_modules_with_means_are_listed_in_full(pooling: PoolingType) -> None:
+    """Whether a row-wise table can run depends on the other tables of its module."""
+    planner = make_planner(topology=gpus(2))
+    planner.plan(make_ebc([(1000, 64)] * 2, poolings={1: pooling}), bag_sharders())
+    assert bool(planner.enumerator.listed) == (pooling == PoolingType.MEAN)
