@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import (
@@ -114,6 +115,17 @@ def _what_lacks(options: Sequence[ShardingOption], topology: Topology) -> str:
     )
 
 
+class PlanOptions(list[ShardingOption]):
+    """A plan's options; TorchRec copies them deeply, with all that they have in common.
+
+    These copies share whatever a plan does not change.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanOptions:
+        """Return the plan with copies of its options and of their shards."""
+        return PlanOptions(option_copies(self))
+
+
 def option_copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
     """Return copies of options that do not share shards."""
     copies = []
@@ -126,11 +138,17 @@ def option_copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
 
 def memory_left(topology: Topology, placed: Sequence[ShardingOption]) -> list[Storage]:
     """Return the memory left on each rank by placed options."""
-    left = [d.storage for d in topology.devices]
+    used_W3 = [[0, 0, 0] for _ in topology.devices]
     for option in placed:
         for shard in option.shards:
-            left[shard.rank] = left[shard.rank] - shard.storage
-    return left
+            used, storage = used_W3[shard.rank], shard.storage
+            used[0] += storage.hbm
+            used[1] += storage.ddr
+            used[2] += storage.ssd
+    return [
+        device.storage - Storage(*used)
+        for device, used in zip(topology.devices, used_W3, strict=True)
+    ]
 
 
 def full_rank(topology: Topology, plan: Sequence[ShardingOption]) -> int | None:

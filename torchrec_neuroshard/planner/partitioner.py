@@ -35,6 +35,7 @@ from torchrec_neuroshard.planner.constraints import (
 )
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.greedy import (
+    PlanOptions,
     check_memory,
     full_rank,
     memory_left,
@@ -248,7 +249,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 self.log.infeasible, self.log.num_ways = str(error), num_ways
             raise
         self.log.best_ms = min(self.log.best_ms, self._path_ms(plan))
-        return plan
+        return PlanOptions(plan)
 
     def _planned(
         self,
