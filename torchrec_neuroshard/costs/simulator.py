@@ -967,23 +967,27 @@ class Simulator:
             order_CS: See `stage_order`.
             loads_CWS3: See `RankLoads`; used for collectives inside nodes.
         """
-        phases_CWS6 = np.pad(phases_CWS5, (*[(0, 0)] * 3, (0, 1)))
-        count = len(phases_CWS6)
+        count, num_ranks, num_stages, _ = phases_CWS5.shape
+        order_CS = np.broadcast_to(order_CS, (count, num_stages))
+        phases_CWS6 = np.zeros((count, num_ranks, num_stages, len(TIMED)))
+        phases_CWS6[..., :-1] = phases_CWS5
         inside_CS2: Floats | None = None
         if len(self._inside_S):
             inside_CS2 = self.inside_costs(loads_CWS3)
             inside_CS2 = np.minimum(inside_CS2, phases_CWS6[..., 2:4].max(axis=1))
             phases_CWS6[..., 2:4] -= inside_CS2[:, None]
             np.maximum(phases_CWS6, 0.0, out=phases_CWS6)
-        order_CS = np.broadcast_to(order_CS, (count, order_CS.shape[1]))
-        if inside_CS2 is not None:
-            inside_CS2 = np.take_along_axis(inside_CS2, order_CS[..., None], axis=1)
-        reorder_CS2 = np.broadcast_to(reorder_CS2, (count, *reorder_CS2.shape[1:]))
-        phases_CWS6 = np.take_along_axis(
-            phases_CWS6, order_CS[:, None, :, None], axis=2
-        )
-        reorder_CS2 = np.take_along_axis(reorder_CS2, order_CS[..., None], axis=1)
-        if order_CS.shape[1] > 1:
+        reorder_CS2 = np.broadcast_to(reorder_CS2, (count, num_stages, 2))
+        line_C1 = np.arange(count)[:, None]
+        if num_stages == 1:
+            reorder_CS2 = reorder_CS2.copy()
+        else:
+            if inside_CS2 is not None:
+                inside_CS2 = inside_CS2[line_C1, order_CS]
+            row_CWS = np.arange(count * num_ranks).reshape(count, num_ranks, 1)
+            row_CWS = row_CWS * num_stages + order_CS[:, None]
+            phases_CWS6 = phases_CWS6.reshape(-1, len(TIMED))[row_CWS]
+            reorder_CS2 = reorder_CS2[line_C1, order_CS]
             used_CS = phases_CWS6[..., 1].max(axis=1) > 0
             reorder_CS2[..., 0] += self.joined_costs(used_CS)
         return StagePhases(

@@ -175,25 +175,9 @@ class Draft:
             noise_QW: Factors on the ranks' loads; None means 1.
             skew_Q: Columns of the first shard beyond an even share; None means 0.
         """
-        if skew_Q is None:
-            skew_Q = np.zeros(len(lane_Q), dtype=np.int64)
-        for size in np.unique(self.bank.block_T[table_Q]).tolist():
-            own = np.flatnonzero(self.bank.block_T[table_Q] == size)
-            noise = None if noise_QW is None else noise_QW[own]
-            some = lane_Q[own], table_Q[own], count_Q[own], skew_Q[own]
-            self._place(*some, size, noise)
-
-    def _place(
-        self,
-        lane_Q: Ints,
-        table_Q: Ints,
-        count_Q: Ints,
-        skew_Q: Ints,
-        size: int,
-        noise_QW: Floats | None,
-    ) -> None:
-        """Place tables whose blocks have the same size."""
         bank = self.bank
+        if skew_Q is None:
+            skew_Q = np.zeros_like(lane_Q)
         moves_Q = bank.moves_T[table_Q]
         count_Q = np.where(moves_Q, count_Q, bank.num_blocks_T[table_Q])
         units_Q = (bank.dims_T[table_Q] - skew_Q) // COLUMN_MULTIPLE
@@ -207,8 +191,13 @@ class Draft:
         else:
             price = self._prices(lane_Q, table_Q, width_Q, noise_QW)
         price = np.where(self._open(lane_Q, table_Q, width_Q), price, np.inf)
-        if size > 1:
-            price = price.reshape(len(lane_Q), -1, size).max(axis=2)
+        size_Q = bank.block_T[table_Q]
+        for size in {*size_Q.tolist()} - {1}:
+            # The first rank of a block stands for it, at the price of the dearest rank.
+            own = np.flatnonzero(size_Q == size)
+            block_price = price[own].reshape(len(own), -1, size).max(axis=2)
+            price[own] = np.inf
+            price[own, ::size] = block_price
         odd = np.flatnonzero(skew_Q)
         if len(odd):
             # The wider first shard goes to the cheapest rank that has room for it.
@@ -226,23 +215,22 @@ class Draft:
         else:
             chosen = np.argsort(price, axis=1, kind="stable")[:, :most]
         line_N, nth_N = spread_out(count_Q)
-        block_N = chosen[line_N, np.minimum(nth_N, chosen.shape[1] - 1)]
-        failed = (nth_N >= chosen.shape[1]) | ~np.isfinite(price[line_N, block_N])
+        rank_N = chosen[line_N, np.minimum(nth_N, chosen.shape[1] - 1)]
+        failed = (nth_N >= chosen.shape[1]) | ~np.isfinite(price[line_N, rank_N])
         if failed.any():
             bad = np.unique(line_N[failed])
             placed = ~np.isin(line_N, bad)
-            line_N, nth_N, block_N = line_N[placed], nth_N[placed], block_N[placed]
+            line_N, nth_N, rank_N = line_N[placed], nth_N[placed], rank_N[placed]
             more = bank.enough_splits(table_Q[bad], count_Q[bad] + 1)
             again = (more > count_Q[bad]) & self.fits_L[lane_Q[bad]] & self._splits_on
             self.fits_L[lane_Q[bad[~again]]] = False
             bad, more = bad[again], more[again]
             if len(bad):
                 noise = None if noise_QW is None else noise_QW[bad]
-                even = np.zeros_like(bad)
-                self._place(lane_Q[bad], table_Q[bad], more, even, size, noise)
+                self.place(lane_Q[bad], table_Q[bad], more, noise)
         width_N = narrow_Q[line_N] + COLUMN_MULTIPLE * (nth_N < num_wide_Q[line_N])
         width_N += skew_Q[line_N] * (nth_N == 0)
-        pieces = lane_Q[line_N], table_Q[line_N], block_N * size, width_N
+        pieces = lane_Q[line_N], table_Q[line_N], rank_N, width_N
         self._add(*pieces, sign=1)
         self._placed.append(pieces)
 

@@ -132,12 +132,19 @@ def descend(
         step: The step; None means moves, and layouts if no move helps.
     """
     step = step or functools.partial(_move_or_lay_out, deadline=effort.deadline)
-    active = np.arange(lanes.num_lanes)
+    every, place = lanes, np.arange(lanes.num_lanes)
+    active = place
     is_large = len(lanes.bank.task.ways) > LARGE_TASK
     for number in range(MOST_STEPS):
         if not len(active) or effort.is_over:
             break
-        before_L = lanes.score_L
+        if 2 * len(active) <= lanes.num_lanes:
+            # Go on with the active lanes alone, since steps compute all lanes.
+            if lanes is not every:
+                every.put(lanes, place)
+            place, lanes = place[active], lanes.take(active, lanes.num_changes)
+            active = np.arange(lanes.num_lanes)
+        before_L = lanes.score_L.copy()
         gained = step(lanes, active, number)
         effort.see(lanes)
         # Collectives are exact only now, and may cancel the gain of a change.
@@ -150,6 +157,8 @@ def descend(
         if is_large and (number + 1) % RACE_STEPS == 0:
             better = np.argsort(lanes.score_L[active], kind="stable")
             active = np.sort(active[better[: -(-len(active) // 2)]])
+    if lanes is not every:
+        every.put(lanes, place)
 
 
 def _move_or_lay_out(
@@ -277,33 +286,36 @@ def _apply_best(lanes: Lanes, changes: Changes, deadline: float) -> Ints:
     Returns:
         The lanes that changed.
     """
-    gain_K = lanes.score_L[changes.lane_K] - lanes.evaluate(changes, deadline)
-    pays = gain_K > MIN_GAIN * lanes.score_L[changes.lane_K]
-    used: set[tuple[int, int]] = set()
+    bank, lane_K = lanes.bank, changes.lane_K
+    gain_K = lanes.score_L[lane_K] - lanes.evaluate(changes, deadline)
+    pays = np.flatnonzero(gain_K > MIN_GAIN * lanes.score_L[lane_K])
+    pays = pays[np.argsort(-gain_K[pays], kind="stable")]
+    place, offset = spread_out(bank.block_T[changes.table_N])
+    rank_X = changes.rank_N[place] + offset
+    rank_X += lane_K[changes.cand_N[place]] * bank.task.world_size
+    ends = np.searchsorted(changes.cand_N, [pays, pays + 1])
+    ends_X = np.searchsorted(place, ends)
+    used: set[int] = set()
     spare: dict[tuple[int, int], int] = {}  # shards that changed tables may still get
     chosen = []
-    for k in np.argsort(-gain_K, kind="stable").tolist():
-        if not pays[k]:
+    ranks, rows = rank_X.tolist(), np.column_stack([pays, *ends, *ends_X])
+    for k, first, last, first_X, last_X in rows.tolist():
+        if not used.isdisjoint(ranks[first_X:last_X]):
             continue
-        own = slice(*np.searchsorted(changes.cand_N, [k, k + 1]))
-        lane, table_N = int(changes.lane_K[k]), changes.table_N[own]
-        place, offset = spread_out(lanes.bank.block_T[table_N])
-        touched = {(lane, r) for r in (changes.rank_N[own][place] + offset).tolist()}
-        if used & touched:
-            continue
-        more: Counter[tuple[int, int]] = Counter()
-        for table, sign in zip(table_N.tolist(), changes.sign_N[own], strict=True):
-            more[lane, table] += int(sign)
+        lane, more = int(lane_K[k]), Counter[tuple[int, int]]()
+        own = changes.table_N[first:last], changes.sign_N[first:last]
+        for table, sign in zip(*(values.tolist() for values in own), strict=True):
+            more[lane, table] += sign
         if any(n > spare.get(at, n) for at, n in more.items()):
             continue
-        used |= touched
+        used.update(ranks[first_X:last_X])
         for at, n in more.items():
-            left = spare.get(at, int(lanes.bank.most_T[at[1]] - lanes.pieces_LT[at]))
+            left = spare.get(at, int(bank.most_T[at[1]] - lanes.pieces_LT[at]))
             spare[at] = left - n
         chosen.append(k)
     if chosen:
         lanes.apply(changes.pick(np.array(chosen)))
-    return np.unique(changes.lane_K[chosen])
+    return np.unique(lane_K[chosen])
 
 
 def changed(lanes: Lanes, changes: Changes) -> Lanes:

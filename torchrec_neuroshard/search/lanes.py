@@ -27,6 +27,7 @@ of tables that must be apart, `C` kernels and `R` ranks that candidates change.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -226,9 +227,10 @@ class Lanes:
             setattr(other, name, np.concatenate([getattr(p, name) for p in parts]))
         return other
 
-    def take(self, index_L: Ints) -> Lanes:
+    def take(self, index_L: Ints, num_changes: int = 0) -> Lanes:
         """Return copies of some lanes, in the order of `index_L`."""
         other = Lanes(self.bank, 0, self.power)
+        other.num_changes = num_changes
         for name, value in vars(self).items():
             if name.split("_")[-1].startswith("L"):
                 setattr(other, name, value[index_L].copy())
@@ -242,6 +244,19 @@ class Lanes:
         other.table_N, other.rank_N = self.table_N[held], self.rank_N[held]
         other.width_N = self.width_N[held]
         return other
+
+    def put(self, lanes: Lanes, index_L: Ints) -> None:
+        """Replace some lanes, given by `index_L`, by all lanes of another object."""
+        for name, value in vars(lanes).items():
+            if name.split("_")[-1].startswith("L"):
+                getattr(self, name)[index_L] = value
+        self.bytes_MLW[:, index_L] = lanes.bytes_MLW
+        self.num_changes = max(self.num_changes, lanes.num_changes)
+        kept = np.flatnonzero(~np.isin(self.lane_N, index_L))
+        self.lane_N = np.concatenate([self.lane_N[kept], index_L[lanes.lane_N]])
+        for name in ("table_N", "rank_N", "width_N"):
+            own = getattr(self, name)[kept]
+            setattr(self, name, np.concatenate([own, getattr(lanes, name)]))
 
     # Sums.
 
@@ -396,8 +411,9 @@ class Lanes:
         """
         num_lines, num_ranks, num_stages, _ = phases_KWS4.shape
         if num_stages > 1:
-            order_K1S1 = self.stages_LS[lane_K][:, None, :, None]
-            phases_KWS4 = np.take_along_axis(phases_KWS4, order_K1S1, axis=2)
+            row_KWS = np.arange(num_lines * num_ranks).reshape(num_lines, num_ranks, 1)
+            row_KWS = row_KWS * num_stages + self.stages_LS[lane_K][:, None]
+            phases_KWS4 = phases_KWS4.reshape(-1, 4)[row_KWS]
             phases_KWS4[..., 1] = phases_KWS4[..., 1].cumsum(axis=2)
             for some in self.bank.modules:
                 phases_KWS4[:, :, some, 0] = phases_KWS4[:, :, some, 0].cumsum(axis=2)
@@ -451,8 +467,8 @@ class Lanes:
         backward = [backward_KS + left_KS]
         if self.reduced_LS.any():
             # The kernels before an all-reduce are those of its place and after it.
-            before_LS = self.updated_LS[:, :-1]
-            before_LS = np.pad(before_LS, ((0, 0), (1, 0)))
+            before_LS = np.zeros_like(self.updated_LS)
+            before_LS[:, 1:] = self.updated_LS[:, :-1]
             ends_KS = backward_KS[:, -1:] - before_LS[lane_K]
             ends_KS = ends_KS + reduced_KS.cumsum(axis=1)
             backward.append(ends_KS * self.reduced_LS[lane_K])
@@ -583,7 +599,10 @@ class Lanes:
             deadline: `time.monotonic()` after which no more candidates are evaluated.
                 The scores of the others are infinite.
         """
-        size_K = np.bincount(c.cand_N, self.bank.block_T[c.table_N], len(c))
+        size_N = self.bank.block_T[c.table_N]
+        if size_N.sum() < MOST_ENTRIES:
+            return self._evaluate(c)
+        size_K = np.bincount(c.cand_N, size_N, len(c))
         ends_K = np.cumsum(size_K) // MOST_ENTRIES
         score_K: Floats = np.full(len(c), np.inf)
         for some in np.split(np.arange(len(c)), np.flatnonzero(np.diff(ends_K)) + 1):
@@ -644,6 +663,14 @@ class Lanes:
 
     def apply(self, c: Changes) -> None:
         """Apply changes in place. The pieces that they remove must exist."""
+        changed = np.unique(c.lane_K)
+        if 2 * len(changed) <= self.num_lanes:
+            # Sums of unchanged lanes need no update.
+            part = self.take(changed, self.num_changes)
+            lane_K = np.searchsorted(changed, c.lane_K)
+            part.apply(dataclasses.replace(c, lane_K=lane_K))
+            self.put(part, changed)
+            return
         num_tables, num_ranks = len(self.bank.dims_T), self.bank.task.world_size
         lane = c.lane_K[c.cand_N]
         self.num_changes += 1
@@ -673,8 +700,10 @@ def spread_out(count_N: Ints) -> tuple[Ints, Ints]:
     Returns:
         `X` indices, and for each its number among equal ones, from 0.
     """
-    place = np.repeat(np.arange(len(count_N)), count_N)
-    starts = np.cumsum(count_N) - count_N
+    place = np.arange(len(count_N)).repeat(count_N)
+    if len(place) == len(count_N) and (count_N == 1).all():
+        return place, np.zeros_like(place)
+    starts = count_N.cumsum() - count_N
     return place, np.arange(len(place)) - starts[place]
 
 

@@ -390,10 +390,10 @@ class Moves:
             (at_s, two, target, others, -1),
             (at_s, two, source, others, 1),
         ]
-        cand, table, rank, width, sign = (
-            np.concatenate([np.broadcast_to(row[n], len(row[0])) for row in rows])
-            for n in range(5)
+        cand, table, rank, width = (
+            np.concatenate([row[n] for row in rows]) for n in range(4)
         )
+        sign = np.repeat([row[4] for row in rows], [len(row[0]) for row in rows])
         order = np.argsort(cand, kind="stable")
         return Changes(
             cand[order],
