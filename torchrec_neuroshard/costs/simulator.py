@@ -334,6 +334,12 @@ class Simulator:
             replicated_T, task.batch_size // task.world_size, task.batch_size
         )
         self._rows_T: Ints = np.array([t.num_embeddings for t in task.tables])
+        self._part_rows_T = np.array(
+            [
+                kind.part_rows(table.num_embeddings, task.block_size(t))
+                for t, (kind, table) in enumerate(zip(kinds, task.tables, strict=True))
+            ]
+        )
         self._whole_T = self._numbered(np.arange(len(kinds)), self._rows_T)
         self.skewed_T: Bools = np.array([self._is_skewed(t) for t in range(len(kinds))])
         """Whether some ranks of a table's blocks get more lookups than others."""
@@ -469,6 +475,10 @@ class Simulator:
         if self._prepares_T[table_N].any():
             extra[:, 0] += self._id_ms(table_N, share_N, rows_share_N)
         return PricedShards(table_N, encoding_RE, row_N, extra, host, loads)
+
+    def widest(self) -> PricedShards:
+        """Price the widest shard of each table: whole, or its largest part of rows."""
+        return self.price(np.arange(len(self.dims_T)), self.dims_T, self._part_rows_T)
 
     def _id_ms(self, table_N: Ints, share_N: Floats, rows_share_N: Floats) -> Floats:
         """Predict the preparation of shards' ids, `N` [ms].

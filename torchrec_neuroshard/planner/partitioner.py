@@ -23,7 +23,6 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder
 
 from torchrec_neuroshard.costs.placement_rules import PlacementRules
-from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
 from torchrec_neuroshard.planner.caches import size_caches
@@ -462,11 +461,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         task = space.task
         if not searcher.takes_choices and (task.has_choices or task.host_memory_bytes):
             searcher = ChoosingSearcher(searcher)
-        self.costs.check_model(task)
         simulator, const_ms = self.costs.searched_simulator(task)
-        simulator = Simulator(
-            simulator.task, simulator.cost_model, simulator.comms_model
-        )
+        self.costs.check_model(simulator)
         try:
             result = searcher.search(simulator.task, simulator)
         except InfeasibleError as error:

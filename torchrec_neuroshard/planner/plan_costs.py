@@ -365,23 +365,14 @@ class PlanCosts:
         perfs = iter(priced.single_perfs())
         return [[next(perfs) for _ in option.shards] for option in options]
 
-    def check_model(self, task: ShardingTask) -> None:
+    def check_model(self, simulator: Simulator) -> None:
         """Check the cost model's prediction for each table alone.
 
         Raises:
             ConfigError: The cost model predicts something that is not a time.
         """
-        firsts = [ways[0] for ways in task.ways]
-        tables = [task.tables[t] for t in firsts]
-        part_T = self.encoder.parts(
-            tables,
-            [table.num_embeddings for table in tables],
-            [task.batch_size] * len(tables),
-            [task.pooled[t] for t in firsts],
-        )
-        width_T = np.array([table.embedding_dim for table in tables])
-        encodings = self.encoder.encoding(self.encoder.rows(part_T, width_T))
-        alone = self.cost_model.predict_sums(encodings)
+        tables = simulator.task.tables
+        alone = self.cost_model.predict_sums(simulator.widest().encoding_NE)
         self._check_times(alone, [table.name for table in tables])
 
     def _check_times(self, ms_N2: Floats, names: Sequence[str]) -> None:

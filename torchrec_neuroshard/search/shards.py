@@ -177,7 +177,7 @@ class ShardBank:
         self._extra_R2: Floats = np.zeros((1, 2))
         self._loads_R3: Floats = np.zeros((1, 3))
         self.has_extra = False
-        simulator.price(everything, self.dims_T, part_T)  # in one batch
+        simulator.widest()  # encodes all tables in one batch
         self.whole_T = self.rows(everything, self.dims_T)
         # The average rank holds an equal share of all tables, but at least the average
         # table.
