@@ -27,7 +27,7 @@ from torchrec_neuroshard.costs.schedules import DENSE, SCHEDULES
 from torchrec_neuroshard.costs.task import Placement
 from torchrec_neuroshard.errors import ConfigError, StalePlanWarning
 from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
-from torchrec_neuroshard.search.balanced import MIP_GAP
+from torchrec_neuroshard.search.bounds import MIP_GAP
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 TABLES = ((128, 50.0), (256, 200.0), (128, 200.0))

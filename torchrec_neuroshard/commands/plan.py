@@ -73,7 +73,10 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     text = f"search method: {', '.join(searches)}"
     kind = one_of(searches, "searches")
     option(parser, "--search", kind, text, "default", metavar="NAME")
-    text = f"effort for a lower bound on the time of every plan: {', '.join(BOUNDS)}"
+    text = (
+        "effort for a lower bound on the time of every plan, which estimates of cards "
+        f"have: {', '.join(BOUNDS)}"
+    )
     kind = one_of(BOUNDS, "efforts")
     option(parser, "--bound", kind, text, default.bound, metavar="EFFORT")
     flag(parser, "--compare", "compare with the plan of TorchRec's planner")

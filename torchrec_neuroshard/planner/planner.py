@@ -209,7 +209,8 @@ class NeuroShardPlanner(DescribesPlans):
             place, over all sharding types, splits, kernels and ranks that the
             constraints allow. It covers grids of even blocks, at most one per node,
             and the cache sizes that the search considered (0, unknown, if the plan's
-            are better). Other tables add nothing to it. The bound is proven if
+            are better). Other tables add nothing to it. It is 0 without a bound:
+            costs of a measured machine have none. The bound is proven if
             `bound_is_proven` says so, otherwise estimated.
         last_task: The tables of `last_result.placement`, in its order. None if there
             are none.

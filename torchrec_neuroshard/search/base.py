@@ -31,8 +31,9 @@ class SearchConfig:
     time_budget_seconds: float = 20.0
     """After this the best plan so far is returned."""
     bound: str = "none"
-    """Whether to compute a lower bound on all plans: "none" does not; "quick" takes
-    about a fifth of the search's time; "thorough" takes the rest of the budget."""
+    """Whether to compute a lower bound on all plans: "none" does not; "quick" solves a
+    simpler program for large tasks; "thorough" takes at most the rest of the budget.
+    Costs of a measured machine have no bound (see `bounds`), whatever is asked for."""
     seed: int = 0
     """Seed of the restarts."""
     progress: Callable[[float], None] | None = None
@@ -65,8 +66,8 @@ class SearchResult:
     gap: float
     """`predicted.critical_path_ms / lower_bound_ms - 1`; infinite without a bound."""
     bound_is_proven: bool = False
-    """Whether the bound is a proof. Otherwise it is an estimate, since cheaper sets of
-    shards may have been missed."""
+    """Whether the bound is a proof, as the default search's always is. A search of your
+    own may return an estimate."""
     search_seconds: float
     num_evaluated: int
     """Number of sets of shards that were priced."""

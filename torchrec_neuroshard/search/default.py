@@ -3,7 +3,7 @@
 1. `choices` picks the way (sharding type and kernel) of each table on balanced ranks.
 2. `construct` places the tables greedily, in many variants (lanes) at once.
 3. `descent` improves the lanes by local search and restarts.
-4. `bounds` computes a lower bound if one was asked for.
+4. `bounds` computes a lower bound if one was asked for and the models have one.
 
 If greedy placement finds no room, an integer program packs the tables (`feasibility`).
 """
@@ -29,7 +29,7 @@ from torchrec_neuroshard.search.base import (
     SearchConfig,
     SearchResult,
 )
-from torchrec_neuroshard.search.bounds import Bound, lower_bound
+from torchrec_neuroshard.search.bounds import lower_bound
 from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import Draft, construct, placed, starts
 from torchrec_neuroshard.search.descent import (
@@ -53,8 +53,6 @@ MAX_REPAIRS = 8
 """Most times that a choice which does not fit is changed to use less memory."""
 LEAST_PACK_SECONDS = 0.5
 """Time for exact packing if greedy placement has used up the budget."""
-BOUND_SHARE = 0.2
-"""Time for a quick bound, as a share of the search before it."""
 
 
 @contextlib.contextmanager
@@ -121,9 +119,8 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             lanes = self._placed(bank, effort)
             if self.config.effort > 0:
                 improve(lanes, self.config, effort)
-        best, best_ms = effort.best_TW, effort.best_ms
-        bound = self._bound(bank, best, best_ms, start, deadline)
-        return finish_result(bank, best, bound, start)
+        bound_ms = self._bound(bank, deadline)
+        return finish_result(bank, effort.best_TW, bound_ms, start)
 
     def _placed(self, bank: ShardBank, effort: Effort) -> Lanes:
         """Return the most promising greedy placements of all tables, the best first.
@@ -199,32 +196,20 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
                 chosen = following
         return draft
 
-    def _bound(
-        self,
-        bank: ShardBank,
-        width_TW: Ints,
-        best_ms: float,
-        start: float,
-        deadline: float,
-    ) -> Bound:
-        """Compute the bound that the settings ask for.
+    def _bound(self, bank: ShardBank, deadline: float) -> float:
+        """Compute the bound that the settings ask for [ms].
 
         Tables kept together are bounded one by one.
         """
         if self.config.bound == "none":
-            return Bound(0.0, False)
-        now = time.monotonic()
+            return 0.0
         if self.config.bound == "quick":
-            deadline = min(deadline, now + BOUND_SHARE * (now - start))
-        task, each, plan_TW = bank.simulator.task, bank, width_TW
-        if task.together:
-            each = ShardBank(bank.simulator)
-            plan_TW = follow(task, width_TW.copy())
-        quick = self.config.bound == "quick"
-        bound = lower_bound(each, plan_TW, best_ms, deadline=deadline, quick=quick)
+            deadline = time.monotonic()
+        each = ShardBank(bank.simulator) if bank.simulator.task.together else bank
+        bound_ms = lower_bound(each, deadline)
         if each is not bank:
             bank.num_evaluated += each.num_evaluated
-        return bound
+        return bound_ms
 
 
 def _by_choice(lanes: Lanes) -> Ints:
@@ -239,27 +224,27 @@ def _by_choice(lanes: Lanes) -> Ints:
 
 
 def finish_result(
-    bank: ShardBank, width_TW: Ints, bound: Bound, start: float
+    bank: ShardBank, width_TW: Ints, bound_ms: float, start: float
 ) -> SearchResult:
     """Check and evaluate the placement that was found, and return the result.
 
     Args:
         bank: The task's shards.
         width_TW: Columns of each table on each rank, without followers (see `rules`).
-        bound: Lower bound of the critical path.
+        bound_ms: Lower bound of the critical path; 0 without one.
         start: `time.monotonic()` when the search began.
     """
     task = bank.simulator.task
     placement = placement_from_widths(follow(task, width_TW.copy()), task)
     placement.check(task)
     predicted = bank.simulator.evaluate(placement)
-    bound_ms = min(bound.ms, predicted.critical_path_ms)
+    bound_ms = min(bound_ms, predicted.critical_path_ms)
     gap = predicted.critical_path_ms / bound_ms - 1 if bound_ms > 0 else math.inf
     return SearchResult(
         placement=placement,
         predicted=predicted,
         lower_bound_ms=bound_ms,
-        bound_is_proven=bound.is_proven,
+        bound_is_proven=bound_ms > 0,
         gap=gap,
         search_seconds=time.monotonic() - start,
         num_evaluated=bank.num_evaluated + bank.task.world_size,
