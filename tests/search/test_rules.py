@@ -14,8 +14,8 @@ from tests.builders import draw_tables, make_tables, make_task, run_search, sear
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import HostRows, KernelFactors, ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.papers.choosing import ChoosingSearcher
 from torchrec_neuroshard.search import SearchConfig, Searcher, SearchResult
-from torchrec_neuroshard.search.choosing import ChoosingSearcher
 from torchrec_neuroshard.search.feasibility import pack
 from torchrec_neuroshard.search.shards import placement_from_widths
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel

@@ -25,6 +25,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_neuroshard.costs.placement_rules import PlacementRules
 from torchrec_neuroshard.costs.task import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
+from torchrec_neuroshard.papers.choosing import ChoosingSearcher
 from torchrec_neuroshard.planner.caches import size_caches
 from torchrec_neuroshard.planner.cautions import optimizer_notes
 from torchrec_neuroshard.planner.compat import sharders_by_type
@@ -64,7 +65,6 @@ from torchrec_neuroshard.planner.ways import (
 )
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
-from torchrec_neuroshard.search.choosing import ChoosingSearcher
 from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE
 
 LATER_EFFORT = 0.3
