@@ -26,6 +26,7 @@ from tests.builders import (
     MIB,
     bag_config,
     cost_of,
+    each,
     entries_of,
     gpus,
     make_planner,
@@ -99,6 +100,23 @@ def test_host_memory_is_used_only_where_devices_are_full() -> None:
     plan = planner.plan(module, SHARDERS)
     kernels = [entry.compute_kernel for entry in entries_of(plan).values()]
     assert 0 < sum(kernel == "quant" for kernel in kernels) < 5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ([(600_000, 32)], r"a shard of table 't0' \(.*\) needs .*the freest rank has"),
+        ([(200_000, 32)] * 4, "'t0', .* together need .*all ranks have 0.02 GiB"),
+    ],
+)
+def test_the_error_names_what_does_not_fit(
+    sizes: list[tuple[int, int]], text: str
+) -> None:
+    topology = gpus(2, hbm_cap=12 * MIB, ddr_cap=0)
+    kinds = each(len(sizes), "table_wise", compute_kernels=["quant"])
+    planner = make_planner(topology=topology, batch_size=64, constraints=kinds)
+    with pytest.raises(PlannerError, match=text):
+        planner.plan(quantised(sizes), SHARDERS)
 
 
 def test_the_order_of_tables_does_not_matter() -> None:

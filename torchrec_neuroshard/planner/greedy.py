@@ -78,40 +78,30 @@ def place_greedily(
 
 
 def _what_lacks(options: Sequence[ShardingOption], topology: Topology) -> str:
-    """Return an error text: a table that fits no rank, or what all tables lack."""
+    """Return an error text: a table of which a shard fits no rank, or all tables."""
+    rooms = [d.storage for d in topology.devices]
+    left = {tier: [max(0, getattr(r, tier)) for r in rooms] for tier in _TIERS}
     for option in options:
-        shard = max((s.storage for s in option.shards), key=lambda s: (s.hbm, s.ddr))
-        if any(shard.fits_in(d.storage) for d in topology.devices):
-            continue
-        rows, width = option.tensor.shape
-        lack = [
-            f"{format_bytes(getattr(shard, tier))} of {where} (ranks have at most "
-            f"{format_bytes(max(0, most))})"
-            for tier, where in _TIERS.items()
-            if getattr(shard, tier)
-            > (most := max(getattr(d.storage, tier) for d in topology.devices))
-        ]
-        return (
-            f"table '{table_name(option)}' (num_embeddings={rows}, "
-            f"embedding_dim={width}) fits no rank: as {option.sharding_type} with "
-            f"kernel {option.compute_kernel}, a shard needs "
-            f"{' and '.join(lack) or 'more memory than any rank has'}. Allow "
-            "other sharding types or kernels for it, give the topology more memory, "
-            f"or use more ranks than {topology.world_size}"
-        )
-    need = sum((s.storage for o in options for s in o.shards), Storage(0, 0))
-    has = {
-        t: sum(max(0, getattr(d.storage, t)) for d in topology.devices) for t in _TIERS
-    }
+        need = max((s.storage for s in option.shards), key=lambda s: (s.hbm, s.ddr))
+        if not any(need.fits_in(room) for room in rooms):
+            kind = f"{option.sharding_type}, kernel {option.compute_kernel}"
+            who = f"a shard of table '{table_name(option)}' ({kind}) needs"
+            whose, has = "the freest rank has", {t: max(n) for t, n in left.items()}
+            break
+    else:
+        need = sum((s.storage for o in options for s in o.shards), Storage(0, 0))
+        names = quoted(list(map(table_name, options)))
+        who = f"tables {names}, which the search does not place, together need"
+        whose, has = "all ranks have", {t: sum(n) for t, n in left.items()}
     lack = [
-        f"{format_bytes(getattr(need, tier))} of {where} (all ranks have "
+        f"{format_bytes(getattr(need, tier))} of {where} ({whose} "
         f"{format_bytes(has[tier])})"
         for tier, where in _TIERS.items()
         if getattr(need, tier)
     ]
     return (
-        f"tables {quoted(list(map(table_name, options)))}, which the search does not "
-        f"place, do not fit: together they need {' and '.join(lack)}"
+        f"{who} {' and '.join(lack)}. Allow other sharding types or kernels, give the "
+        f"topology more memory, or use more ranks than {topology.world_size}."
     )
 
 
