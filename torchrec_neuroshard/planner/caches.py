@@ -100,17 +100,6 @@ class _Caches:
         used_W = np.array([r.peak for r in memory.ranks(plan)])
         self._room_W = caps_W - used_W + self._of_ranks(slots_N, len(caps_W))
 
-    def _loads(self, log_batches_T: Floats) -> Floats:
-        """Return the load factors of caches of this many batches, `T`."""
-        place = np.interp(
-            log_batches_T, self._log_batches, np.arange(len(self._log_batches))
-        )
-        low = np.minimum(place.astype(int), len(self._log_batches) - 2)
-        table = np.arange(len(place))
-        first, second = self._loads_TK[table, low], self._loads_TK[table, low + 1]
-        loads_T: Floats = first + (second - first) * (place - low)
-        return loads_T
-
     def _of_ranks(self, slots_N: Floats, num_ranks: int) -> Floats:
         """Return the bytes of each rank for these slots per shard, `W`."""
         bytes_W: Floats = np.bincount(
@@ -118,32 +107,29 @@ class _Caches:
         ).astype(np.float64)
         return bytes_W
 
-    def _full(self, log_batches_T: Floats) -> npt.NDArray[np.bool_]:
-        """Return which ranks lack memory for caches of this many batches, `W`."""
-        slots_N = self._rows_N * self._loads(log_batches_T)[self._table_N]
-        slots_N = np.ceil(slots_N / ASSOCIATIVITY + 1e-3) * ASSOCIATIVITY
-        over: npt.NDArray[np.bool_] = (
-            self._of_ranks(slots_N, len(self._room_W)) > self._room_W
-        )
-        return over
+    def _load(self, table: int, log_batches: float) -> float:
+        """Return the load factor of a table's cache of this many batches."""
+        return float(np.interp(log_batches, self._log_batches, self._loads_TK[table]))
 
     def fill(self) -> Floats:
-        """Return load factors, `T`: each cache grows until one of its ranks is full."""
-        count = len(self._loads_TK)
-        log_T = np.zeros(count)
-        growing_T = np.ones(count, dtype=bool)
-        if self._full(log_T).any():
-            return self._loads(log_T)
-        while growing_T.any():
-            low, high = float(log_T[growing_T].min()), float(self._log_batches[-1])
-            for _ in range(_STEPS):
-                middle = (low + high) / 2
-                fits = not self._full(np.where(growing_T, middle, log_T)).any()
-                low, high = (middle, high) if fits else (low, middle)
-            full_W = self._full(np.where(growing_T, high, log_T))
-            log_T = np.where(growing_T, low, log_T)
-            stuck = full_W[self._rank_N] & growing_T[self._table_N]
-            if not stuck.any():  # all caches have their largest size
-                break
-            growing_T[self._table_N[stuck]] = False
-        return self._loads(log_T)
+        """Return load factors, `T`: as many batches as the fullest of its ranks holds.
+
+        The shards of a rank get the same number of batches.
+        """
+        num_ranks = len(self._room_W)
+        low_W, high_W = np.zeros(num_ranks), np.full(num_ranks, np.log(MOST_BATCHES))
+        for _ in range(_STEPS):
+            middle_W = (low_W + high_W) / 2
+            loads_N = np.array(
+                [*map(self._load, self._table_N, middle_W[self._rank_N])]
+            )
+            slots_N = self._rows_N * loads_N
+            slots_N = np.ceil(slots_N / ASSOCIATIVITY + 1e-3) * ASSOCIATIVITY
+            fits_W = self._of_ranks(slots_N, num_ranks) <= self._room_W
+            low_W, high_W = (
+                np.where(fits_W, middle_W, low_W),
+                np.where(fits_W, high_W, middle_W),
+            )
+        log_T = np.full(len(self._loads_TK), np.inf)
+        np.minimum.at(log_T, self._table_N, low_W[self._rank_N])
+        return np.array([*map(self._load, range(len(log_T)), log_T)])
