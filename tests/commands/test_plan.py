@@ -612,7 +612,7 @@ def test_half_the_bytes_take_the_time_of_half_the_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Coding aside; where bytes bound, that is half the time."""
-    monkeypatch.setattr(kernels, "_priced", lambda codec, _: codec)
+    monkeypatch.setattr(kernels, "_priced", lambda codec: codec)
 
     def exchange_ms(codec: str, batch_size: int) -> float:
         planner = make_planner(

@@ -11,8 +11,8 @@ Three kinds of kernels are estimated:
   its launch, times TorchRec's ratio of the two kernels.
 
 Codecs of quantised collectives are kernels as well. Codecs and the optimizer's pass
-read memory in order. On GPUs they run at the memory bandwidth times the share that
-kernels reach; on CPUs they are measured, relative to the fused kernel's bandwidth.
+read memory in order: on GPUs at the memory bandwidth times the share that kernels
+reach, on CPUs at the fused kernel's bandwidth.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from torchrec_neuroshard.planner.option_facts import (
     has_cache,
     is_dense,
     is_lfu,
-    is_summed,
     loads_ahead,
     option_codecs,
     table_name,
@@ -63,25 +62,10 @@ _FLOAT, _FUSED = 4.0, EmbeddingComputeKernel.FUSED.value
 _known_bandwidth = lru_cache(kernel_bw_lookup)
 _CLAMPED = ("fp16", "bf16")
 """Codecs that clamp the values in a separate pass before the cast."""
-_MEASURED_CODING: Mapping[tuple[str, str], tuple[float, float]] = {
-    ("cpu", "fp16"): (9.1, 3.7),
-    ("cpu", "bf16"): (9.4, 3.4),
-    ("cpu", "int8"): (8.1, 6.1),
-    ("cpu", "mx4"): (430.0, 84.0),
-}
-"""Device type and codec -> bytes of memory traffic that take as long as encoding and
-decoding a value. Measured on one AMD EPYC (Zen 5) core; another run found 0.66 to 1.04
-times these values (`benchmarks/results/qcomms_gloo2_202611.md`)."""
-_MEASURED_SUMS: Mapping[tuple[str, str], float] = {
-    ("cpu", "fp16"): 19.0,
-    ("cpu", "bf16"): 4.0,
-}
-"""The same for summing a value, beyond the time of as many bytes of floats. Measured as
-CPU time of two gloo ranks; another run found 16 to 20 and 2 to 3
-(`benchmarks/results/qcomms_kernels_202611.md`)."""
 _CODING_LAUNCHES = 0.5
 """Time of encoding and decoding few values, as a share of the fused forward kernel's
-launch. Measured in the same run; the other run found 0.56 to 0.69."""
+launch. Measured on one AMD EPYC (Zen 5) core
+(`benchmarks/results/qcomms_gloo2_202611.md`)."""
 MAX_KNOWN_CURVES = 2**14
 """Number of tables whose miss curves are cached."""
 
@@ -130,39 +114,28 @@ def kernel_factors(option: ShardingOption, reader: TableReader) -> KernelFactors
     return None
 
 
-def priced_codecs(
-    option: ShardingOption, reader: TableReader
-) -> tuple[WireCodec, WireCodec]:
+def priced_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
     """Return an option's codecs, forward and backward, with their kernels' cost.
 
     Args:
         option: An option after `note_sharders`.
-        reader: Knows the devices.
     """
-    device = str(reader.topology.compute_device)
-    forward, backward = (_priced(c, device) for c in option_codecs(option))
-    if is_summed(option):
-        sums = _MEASURED_SUMS.get((device, forward.name), 0.0)
-        forward = replace(forward, encode_bytes=forward.encode_bytes + sums)
-    return forward, backward
+    forward, backward = option_codecs(option)
+    return _priced(forward), _priced(backward)
 
 
 @lru_cache
-def _priced(codec: WireCodec, device_type: str) -> WireCodec:
-    known = _MEASURED_CODING.get((device_type, codec.name))
-    if known is None:
-        sent = codec.wire_bytes
-        if sent == _FLOAT or codec.name == WireCodec().name:  # not coded
-            return codec
-        # Clamping reads and writes a float. Rows are read twice, once for their scale.
-        first = 2 * _FLOAT if codec.name in _CLAMPED else 0.0
-        first += _FLOAT if codec.row_values > 1 else 0.0
-        known = first + _FLOAT + sent, sent + _FLOAT
-    encode, decode = known
+def _priced(codec: WireCodec) -> WireCodec:
+    sent = codec.wire_bytes
+    if sent == _FLOAT or codec.name == WireCodec().name:  # not coded
+        return codec
+    # Clamping reads and writes a float. Rows are read twice, once for their scale.
+    first = 2 * _FLOAT if codec.name in _CLAMPED else 0.0
+    first += _FLOAT if codec.row_values > 1 else 0.0
     return replace(
         codec,
-        encode_bytes=encode,
-        decode_bytes=decode,
+        encode_bytes=first + _FLOAT + sent,
+        decode_bytes=sent + _FLOAT,
         launches=_CODING_LAUNCHES,
     )
 

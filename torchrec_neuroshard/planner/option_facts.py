@@ -267,11 +267,6 @@ def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
     return forward, backward
 
 
-def is_summed(option: ShardingOption) -> bool:
-    """Whether a collective with codecs sums an option's outputs."""
-    return _SCATTER in _used_codecs(option)
-
-
 def is_even(options: Sequence[ShardingOption]) -> bool:
     """Whether all column shards of sequence tables in a module have the same width."""
     widths: dict[str, set[int]] = {}

@@ -134,7 +134,7 @@ def task_of(
         facts_K[number] = (
             kind.sharding_type,
             is_pooled(kind),
-            priced_codecs(kind, reader),
+            priced_codecs(kind),
             None if cached else kernel_factors(kind, reader),
             cached,
         )
