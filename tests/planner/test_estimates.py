@@ -16,7 +16,7 @@ from tests.builders import (
     make_planner,
     shards_of,
 )
-from torchrec_neuroshard import NeuroShardPlanner, PlacementConstraints, topology_for
+from torchrec_neuroshard import NeuroShardPlanner, topology_for
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.report import html_report
@@ -56,18 +56,6 @@ def test_estimates_split_no_table_below_32_columns_unless_told(
     assert narrowest == 32 if least is None else 8 <= narrowest < 32
     cautioned = [n for n in last_result(planner).notes if n.code == "unusual"]
     assert len(cautioned) == (narrowest < 32)
-
-
-def test_a_rank_much_fuller_than_others_is_noted() -> None:
-    rules = PlacementConstraints(pin={"t0": [1]})
-    planner = estimated(
-        topology_for("h100", num_nodes=2, ranks_per_node=2, memory_gb=4),
-        placement_constraints=rules,
-        constraints=each(1, "table_wise"),
-    )
-    planner.plan(make_ebc([(10_000_000, 64), (1_000, 64)]), bag_sharders())
-    [found] = [n.text for n in last_result(planner).notes if n.code == "unusual"]
-    assert found.startswith("rank 1 holds 2.") and "4.0 times the mean" in found
 
 
 def test_the_plan_shows_the_error_of_an_estimate() -> None:

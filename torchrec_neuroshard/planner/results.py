@@ -130,7 +130,7 @@ def describe_plan(
     known += stash_notes(costs, selected)
     if memory is not None and (full := memory.overflow(selected, room)):
         known.append(Note("memory", full, severity="error"))
-    known += cautions(costs, selected, room)
+    known += cautions(costs, selected)
     known += notes
     result = SearchResult(
         placement=placed.placement,
