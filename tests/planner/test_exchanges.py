@@ -30,6 +30,7 @@ from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import Placement, WireCodec
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.tables.profile import count_histogram, zipf_profile
+from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 BATCH = 512
@@ -102,6 +103,17 @@ def test_a_codec_changes_the_plan(
         comms_model = AnalyticCommsModel(gb_per_s)
         _, plan = planned(make_ebc([(rows, 128)]), sharder, comms_model=comms_model)
         assert plan.plan[""]["t0"].sharding_type.startswith(expected)
+
+
+def test_every_collective_with_codecs_has_torchrecs_name() -> None:
+    ops = {
+        op
+        for kind in SHARDING_TYPES.values()
+        for pooled in (True, False)
+        for op in kind.comm_ops(pooled=pooled)
+    }
+    assert ops == {op.name for op in CommOp}
+    assert not SHARDING_TYPES["data_parallel"].comm_ops(pooled=False)
 
 
 def test_codecs_that_cannot_be_summed_are_refused() -> None:

@@ -24,6 +24,7 @@ from torchrec_neuroshard.planner.untrained import is_mean
 from torchrec_neuroshard.planner.ways import Ways, is_placeable, useful_options
 from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_WISE,
+    MISCOUNTED_TYPES,
 )
 
 _INPUTS = ("pooling_factors", "num_poolings", "batch_sizes", "feature_names")
@@ -86,8 +87,8 @@ class TableClasses:
         return (
             table[0],
             treatment,
-            # Whether a grid can run depends on the rows.
-            tuple(parameter.shape) if "grid_shard" in types else parameter.shape[1:],
+            # Whether a type that miscounts row states can run depends on the rows.
+            parameter.shape[MISCOUNTED_TYPES.isdisjoint(types) :],
             parameter.dtype,
             optimizer_classes(parameter),
             repr(optimizer_arguments(parameter)),

@@ -44,7 +44,6 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
-from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.types import ModuleSharder, PipelineType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
@@ -58,6 +57,7 @@ from torchrec_neuroshard.costs.schedules import DenseMs, find_schedule
 from torchrec_neuroshard.costs.task import WireCodec
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.table_keys import ModuleConstraints, paths_of
+from torchrec_neuroshard.tables.sharding_types import WORLD_TYPES
 
 try:
     from torchrec.distributed.planner.provider import DefaultPlannerProvider
@@ -285,7 +285,7 @@ class HookedEnumerator(EnumeratorByModule):
             self._world_size = self._true_world_size
             sharding_options[:] = [
                 self.spread(o, self._world_size)
-                if o.sharding_type in ("row_wise", "data_parallel")
+                if o.sharding_type in WORLD_TYPES
                 else o
                 for o in sharding_options
             ]
@@ -598,12 +598,6 @@ def with_codecs(sharder: ModuleSharder[Any], registry: Any) -> ModuleSharder[Any
 def is_sharder(given: Any) -> bool:
     """Whether an object is a sharder, not its data in TorchRec's estimators."""
     return hasattr(given, "module_type")
-
-
-def grids_vary_batches() -> bool:
-    """Whether grids support a batch size per feature: since 1.9."""
-    part = "_preprocess_batch_size_per_rank_per_feature"
-    return hasattr(GridPooledEmbeddingDist, part)
 
 
 def cuts_wide_bags() -> bool:

@@ -16,7 +16,7 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingType
+from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
 from torchrec_neuroshard.costs.schedules import PREFETCHING
@@ -44,7 +44,6 @@ from torchrec_neuroshard.planner.estimators import (
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
-    SPLITTING_TYPES,
     device_tier,
     has_cache,
     is_modelled_config,
@@ -68,13 +67,11 @@ from torchrec_neuroshard.planner.table_keys import (
 from torchrec_neuroshard.planner.ways import Ways, useful_options
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.sharding_types import (
-    COLUMN_WISE,
-    NODE_TYPES,
-    TABLE_COLUMN_WISE,
+    SHARDING_TYPES,
+    SPLITTING_TYPES,
 )
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
-_ROW_WISE = ShardingType.ROW_WISE.value
 
 _NEARLY_ALL = 0.9
 """If tables with optimizer state fill less than this share of all device memory, small
@@ -188,7 +185,10 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._wide: set[str] = set()
         asked = [c.sharding_types or () for c in (constraints or {}).values()]
         self._some_by_node = any(
-            TABLE_COLUMN_WISE in types and COLUMN_WISE not in types for types in asked
+            kind.keeps_to_node and kind.included_in not in types
+            for types in asked
+            for kind in map(SHARDING_TYPES.get, types)
+            if kind is not None
         )
         self._one_node = topology.intra_group_size >= topology.world_size
         self._offloadable: set[str] = set()
@@ -424,11 +424,17 @@ class NeuroShardEnumerator(HookedEnumerator):
             return types
         if table in self._wide:
             types = [t for t in types if t in SPLITTING_TYPES] or types
-        if COLUMN_WISE in types and not self._some_by_node:
-            types = [t for t in types if t != TABLE_COLUMN_WISE]
-        if _ROW_WISE in types and self._one_node:
-            types = [t for t in types if t not in NODE_TYPES]
-        return types
+        return [t for t in types if not self._is_listed_as_another(t, types)]
+
+    def _is_listed_as_another(self, name: str, types: Collection[str]) -> bool:
+        """Whether a table's other types to list include this one."""
+        kind = SHARDING_TYPES.get(name)
+        if kind is None:
+            return False
+        if self._one_node and kind.same_in_one_node in types:
+            return True
+        is_free = kind.keeps_to_node and not self._some_by_node
+        return is_free and kind.included_in in types
 
     def _that_run(
         self, options: Sequence[ShardingOption], tables: Collection[str]

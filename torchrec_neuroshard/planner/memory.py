@@ -36,7 +36,6 @@ from torchrec.distributed.planner.types import (
     Storage,
     Topology,
 )
-from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.costs.task import format_bytes
@@ -63,7 +62,10 @@ from torchrec_neuroshard.planner.reader import (
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.ways import Ways, ways_of
-from torchrec_neuroshard.tables.sharding_types import NODE_TYPES
+from torchrec_neuroshard.tables.sharding_types import (
+    COLUMN_SHARDED_TYPES,
+    SHARDING_TYPES,
+)
 from torchrec_neuroshard.tables.table import is_skewed
 
 Floats = npt.NDArray[np.float64]
@@ -72,13 +74,6 @@ Bools = npt.NDArray[np.bool_]
 
 INSTANTS = ("forward", "arrival", "outputs", "exchange", "kernel", "replicas")
 """Instants of a step at which memory may peak, in order."""
-
-_BY_ROWS = (*NODE_TYPES, ShardingType.ROW_WISE.value)
-_BY_COLUMNS = (
-    ShardingType.TABLE_WISE.value,
-    ShardingType.COLUMN_WISE.value,
-    ShardingType.TABLE_COLUMN_WISE.value,
-)
 
 _INDEX, _LENGTH, _OFFSET, _WEIGHT, _LOCATION = 8, 4, 8, 4, 4
 """Bytes of an index, a bag's length and offset, a lookup's weight and its location in
@@ -334,7 +329,7 @@ class MemoryModel:
         world_size = self._reader.world_size
         sizes, share_T = [], np.full(len(known), 1 / world_size)
         for number, option in enumerate(known):
-            if option.sharding_type in _BY_COLUMNS:
+            if option.sharding_type in COLUMN_SHARDED_TYPES:
                 sizes.append(tuple(option.tensor.shape))
             else:
                 sizes.append(tuple(sample_shards(option)[0].size))
@@ -399,9 +394,8 @@ class MemoryModel:
 
         Those on inputs are 0; see `inputs`.
         """
-        kind, dense = option.sharding_type, is_dense(option)
+        kind, dense = SHARDING_TYPES[option.sharding_type], is_dense(option)
         facts, table = self._reader.facts(option), self._reader.table(option)
-        by_rows, by_node = kind in _BY_ROWS, kind in NODE_TYPES
         parts = self._row_parts(option)
         offloaded = option.compute_kernel in OFFLOADED_KERNELS
         host_state = facts.state_bytes[0] if offloaded else 0
@@ -423,18 +417,17 @@ class MemoryModel:
             dense,
             reads_host(option),
             offloaded and is_lfu(option),
-            by_rows,
-            kind in _BY_COLUMNS,
-            by_node and not self._is_reduced_at_once(option),
+            kind.splits_rows,
+            kind.in_columns,
+            kind.splits_rows and not self._is_reduced_at_once(option),
         )
 
     def _row_parts(self, option: ShardingOption) -> int:
         """Return the ranks that share the rows of an option's table."""
-        reader, kind = self._reader, option.sharding_type
-        if kind in NODE_TYPES:
-            return reader.node_size
-        is_split = kind in _BY_ROWS and not is_dense(option)
-        return reader.world_size if is_split else 1
+        kind = SHARDING_TYPES[option.sharding_type]
+        if not kind.splits_rows or is_dense(option):
+            return 1
+        return kind.block_size(self._reader.world_size, self._reader.node_size)
 
     def _skews(self, option: ShardingOption, first_N: Ints, rows_N: Ints) -> Floats:
         """Return the lookups of row shards as a multiple of the mean of their block.
@@ -638,7 +631,7 @@ class MemoryModel:
             )
             for number, option in enumerate(plan)
             for shard in option.shards
-            if shard.size[0] or option.sharding_type in _BY_ROWS
+            if shard.size[0] or SHARDING_TYPES[option.sharding_type].splits_rows
         ]
         arrays = np.array(placed, dtype=np.int64).reshape(-1, 6).T
         option_N, rows_N, width_N, rank_N, kernel_N, first_N = arrays
@@ -656,7 +649,7 @@ class MemoryModel:
         """Return `_skews` of placed shards, by their first rows."""
         skew_N = np.ones(len(option_N))
         for number, option in enumerate(options):
-            if option.sharding_type in _BY_ROWS:
+            if SHARDING_TYPES[option.sharding_type].splits_rows:
                 own = np.flatnonzero(option_N == number)
                 skew_N[own] = self._skews(option, first_N[own], rows_N[own])
         return skew_N
@@ -810,7 +803,7 @@ class MemoryModel:
             if self._is_pipelined:
                 ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * lookups
                 copies, pieces = self._num_pieces(option)
-                if not as_listed and option.sharding_type in _BY_COLUMNS:
+                if not as_listed and option.sharding_type in COLUMN_SHARDED_TYPES:
                     copies = pieces = 1
                 held[_ALWAYS] += _NUM_CAME * (ids + _LENGTH * bags)
                 num_sent = _ALWAYS if is_dense(option) else self._num_sent
@@ -822,11 +815,10 @@ class MemoryModel:
 
     def _is_reduced_at_once(self, option: ShardingOption) -> bool:
         """Whether a single reduce-scatter returns the outputs."""
-        kind = option.sharding_type
-        within = (
-            kind in NODE_TYPES and self._reader.world_size <= self._reader.node_size
-        )
-        return within or kind == ShardingType.ROW_WISE.value
+        kind = SHARDING_TYPES[option.sharding_type]
+        world_size = self._reader.world_size
+        block = kind.block_size(world_size, self._reader.node_size)
+        return kind.splits_rows and block >= world_size
 
     def _num_pieces(self, option: ShardingOption) -> tuple[int, int]:
         """Return how often a table's features are copied and into how many pieces.
@@ -834,11 +826,9 @@ class MemoryModel:
         Column shards get copies of all ids; row shards get a part each.
         """
         columns = len({int(s.offset[1]) for s in option.shards})
-        if option.sharding_type == ShardingType.ROW_WISE.value:
-            return 1, self._reader.world_size
-        if option.sharding_type in NODE_TYPES:
-            return columns, columns * self._reader.node_size
-        return columns, columns
+        kind = SHARDING_TYPES[option.sharding_type]
+        block = kind.block_size(self._reader.world_size, self._reader.node_size)
+        return columns, columns * (block if kind.splits_rows else 1)
 
     def _of_modules(self, options: Sequence[ShardingOption]) -> Floats:
         """Return the extra memory of modules with several sharding types [bytes]."""
@@ -875,7 +865,7 @@ class MemoryModel:
                 copies * local * (ids + _LENGTH * self._reader.bags_per_sample(option))
             )
             there = 2 if self._is_pipelined else 1
-            is_sent = option.sharding_type in _BY_COLUMNS
+            is_sent = option.sharding_type in COLUMN_SHARDED_TYPES
             found += one * (there - np.array(self._num_sent) * is_sent)
         return found
 

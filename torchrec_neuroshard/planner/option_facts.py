@@ -18,7 +18,6 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import CommOp, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -35,26 +34,18 @@ from torchrec_neuroshard.planner.compat import (
     wire_codecs,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
-from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE, SHARDING_TYPES
+from torchrec_neuroshard.tables.sharding_types import (
+    COLUMN_WISE,
+    REDUCE_SCATTER,
+    SHARDING_TYPES,
+)
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, DATA_TYPE_BYTES
 
 _SUMMABLE = ("", "fp32", "fp16", "bf16")
 """Codecs whose values can be summed; "" is an unknown codec."""
-_A2A = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name
-_SCATTER = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name
-_SEQUENCES = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name
-_COMM_OPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "all_to_all": ((_A2A,), (_SEQUENCES,)),
-    "row_wise": ((_SCATTER,), (_SEQUENCES,)),
-    "node_row_wise": ((_SCATTER, _A2A), (_SEQUENCES,)),
-}
-"""Collective of `sharding_types` -> TorchRec's names, of pooled and sequence tables."""
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _DENSE = EmbeddingComputeKernel.DENSE.value
-_GRID = ShardingType.GRID_SHARD.value
-SPLITTING_TYPES = ("column_wise", "table_column_wise", _GRID)
-"""Sharding types that may split a table's columns."""
 
 OFFLOADED_KERNELS: frozenset[str] = frozenset(
     {EmbeddingComputeKernel.FUSED_UVM.value, _CACHING}
@@ -209,7 +200,7 @@ def codec_fault(option: ShardingOption) -> str | None:
     for collective, codecs in _used_codecs(option).items():
         for codec in codecs:
             told = f"codec '{codec.name}' of {collective}"
-            if collective == _SCATTER and codec.name not in _SUMMABLE:
+            if collective == REDUCE_SCATTER and codec.name not in _SUMMABLE:
                 return (
                     f"{told}: its values cannot be summed, as "
                     f"{option.sharding_type} sharding needs. Quantise this collective "
@@ -234,10 +225,9 @@ def _used_codecs(
     """Return quantised collective of an option's outputs -> its codecs."""
     kind = SHARDING_TYPES.get(option.sharding_type)
     known = vars(option).get(_CODECS, {})
-    if kind is None or kind.is_replicated or not known:
+    if kind is None or not known:
         return {}
-    name = kind.pooled if is_pooled(option) else kind.sequences
-    ops = _COMM_OPS[name][0 if is_pooled(option) else 1]
+    ops = kind.comm_ops(pooled=is_pooled(option))
     return {op: known.get(op, _uncoded(output_bytes(option))) for op in ops}
 
 

@@ -26,7 +26,6 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     EmbeddingBagConfig,
@@ -76,6 +75,7 @@ from torchrec_neuroshard.tables.profile import (
 )
 from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_SHARDED_TYPES,
+    MISCOUNTED_TYPES,
     NODE_TYPES,
     SHARDING_TYPES,
 )
@@ -87,8 +87,6 @@ from torchrec_neuroshard.tables.table import (
 )
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
-
-_GRID = ShardingType.GRID_SHARD.value
 
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Source of the inputs of features without profile and constraints."""
@@ -357,11 +355,13 @@ class TableReader:
             return fault
         if option.sharding_type in NODE_TYPES and self._pod_fault:
             return self._pod_fault
-        if option.sharding_type == _GRID and (fault := self._grid_fault(option)):
+        if option.sharding_type in MISCOUNTED_TYPES and (
+            fault := self._row_state_fault(option)
+        ):
             return fault
         return codec_fault(option)
 
-    def _grid_fault(self, option: ShardingOption) -> str | None:
+    def _row_state_fault(self, option: ShardingOption) -> str | None:
         """Return why TorchRec cannot build the optimizer state of a grid.
 
         TorchRec counts the blocks of a grid by the ranks of a node, and takes a shard

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     EmbeddingBagConfig,
@@ -22,7 +21,7 @@ from torchrec.modules.itep_embedding_modules import (
     ITEPEmbeddingCollection,
 )
 
-from torchrec_neuroshard.planner.compat import grids_vary_batches
+from torchrec_neuroshard.planner.compat import torchrec_release
 from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
     is_dense,
@@ -31,14 +30,12 @@ from torchrec_neuroshard.planner.option_facts import (
     table_configs,
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
-from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
+from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES, ShardingType
 
 _CPU_TYPES = ("FP32", "FP16")
 _GPU_TYPES = (*_CPU_TYPES, "NFP8")
 """Data types that FBGEMM's lookups train."""
 _CUSTOM = "customized_kernel"
-_GRID = ShardingType.GRID_SHARD.value
-_ROWS = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value)
 
 
 def untrained_fault(
@@ -56,11 +53,10 @@ def untrained_fault(
             the option's.
         on_gpu: Whether the devices are GPUs.
     """
-    kind = str(option.sharding_type)
-    if kind == _GRID and is_mean(config):
-        return (
-            "grid_shard returns sums where pooling is MEAN. Allow other sharding types"
-        )
+    name = str(option.sharding_type)
+    kind = SHARDING_TYPES.get(name, ShardingType(name=name))
+    if kind.divides_means == "nobody" and is_mean(config):
+        return f"{name} returns sums where pooling is MEAN. Allow other sharding types"
     if is_dense(option) and isinstance(option.module[1], FusedEmbeddingBagCollection):
         return (
             "TorchRec reduces gradients of data_parallel tables of a "
@@ -68,10 +64,11 @@ def untrained_fault(
             "sharding types other than data_parallel"
         )
     varied = f"{min(batch_sizes, default=0):g} beside {option.batch_size}"
-    if batch_sizes and kind == _GRID and not grids_vary_batches():
+    if batch_sizes and torchrec_release() < kind.varies_batches_since:
+        release = ".".join(map(str, kind.varies_batches_since))
         return (
-            "before torchrec 1.9 grid_shard takes one batch size for all features of "
-            f"a module; it has {varied}. Allow other sharding types"
+            f"before torchrec {release} {name} takes one batch size for all features "
+            f"of a module; it has {varied}. Allow other sharding types"
         )
     if is_quantised(option) or option.compute_kernel == _CUSTOM:
         return None
@@ -152,7 +149,12 @@ def mixed_means(options: Sequence[ShardingOption], room: float) -> dict[int, str
     found: dict[int, str] = {}
     for listed in modules.values():
         means = {c.name for c in table_configs(listed[0].module[1]) if is_mean(c)}
-        by_rows = {id(option) for option in listed if option.sharding_type in _ROWS}
+        by_rows = {
+            id(option)
+            for option in listed
+            if (kind := SHARDING_TYPES.get(option.sharding_type))
+            and kind.divides_means == "module"
+        }
         others = [option for option in listed if id(option) not in by_rows]
         tables = {option.name for option in listed}
         if len(tables) == 1 or not (means and by_rows and others):

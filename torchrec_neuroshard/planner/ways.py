@@ -37,7 +37,6 @@ from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_WISE,
     EQUAL_COLUMNS,
     SHARDING_TYPES,
-    TABLE_COLUMN_WISE,
     TABLE_WISE,
 )
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
@@ -260,8 +259,7 @@ def is_placeable(option: ShardingOption, reader: TableReader) -> bool:
         return False
     if kind.in_columns:  # a search may leave the table whole
         whole = int(option.tensor.shape[1])
-        anywhere = option.sharding_type != TABLE_COLUMN_WISE
-        is_free = anywhere or node_ranks(option, reader) is not None
+        is_free = not kind.keeps_to_node or node_ranks(option, reader) is not None
         return is_free and whole <= reader.most_columns(in_fused_bags=is_pooled(option))
     size = kind.block_size(reader.world_size, reader.node_size)
     # Buckets and unequal memory of ranks lead to other splits of rows.
@@ -293,38 +291,35 @@ def useful_ways(ways: Ways, tables: Sequence[Sequence[int]]) -> list[list[int]]:
     """
     kinds_T = [tuple(ways.kind_R[list(rows)].tolist()) for rows in tables]
     listed = {own: [ways.kinds[k] for k in own] for own in dict.fromkeys(kinds_T)}
-    sets = [(o[0].path, {w.sharding_type for w in o}) for o in listed.values() if o]
-    whole_modules = {
-        path for path, own in sets if own & COLUMN_SHARDED_TYPES == {TABLE_WISE}
-    }
-    column_modules = {
-        path for path, own in sets if own & {TABLE_WISE, COLUMN_WISE} == {COLUMN_WISE}
-    }
-    node_modules = {
-        path
-        for path, own in sets
-        if TABLE_COLUMN_WISE in own and COLUMN_WISE not in own
-    }
+    needed: set[tuple[str, str]] = set()
+    for kinds in listed.values():
+        names = {o.sharding_type for o in kinds}
+        needed |= {
+            (o.path, o.sharding_type)
+            for o in kinds
+            if _includer(o, o.sharding_type) not in names
+        }
     is_useful: dict[tuple[int, ...], list[bool]] = {}
     for own, kinds in listed.items():
-        columns = {o.compute_kernel for o in kinds if searched_type(o) == COLUMN_WISE}
-        whole = {o.compute_kernel for o in kinds if o.sharding_type == TABLE_WISE}
-        included = {TABLE_COLUMN_WISE: columns, TABLE_WISE: columns}
-        if kinds and not is_pooled(kinds[0]):
-            included = {TABLE_COLUMN_WISE: columns, COLUMN_WISE: whole}
-            if kinds[0].path in column_modules:
-                included.pop(COLUMN_WISE)
-        elif kinds and kinds[0].path in whole_modules:
-            included.pop(TABLE_WISE)
-        if kinds and kinds[0].path in node_modules:
-            included.pop(TABLE_COLUMN_WISE)
+        kernels: dict[str, set[str]] = {}
+        types = [searched_type(o) for o in kinds]
+        for option, name in zip(kinds, types, strict=True):
+            kernels.setdefault(name, set()).add(option.compute_kernel)
         is_useful[own] = [
-            o.compute_kernel not in included.get(searched_type(o), ()) for o in kinds
+            (o.path, name) in needed
+            or o.compute_kernel not in kernels.get(_includer(o, name), ())
+            for o, name in zip(kinds, types, strict=True)
         ]
     return [
         [row for row, useful in zip(rows, is_useful[own], strict=True) if useful]
         for rows, own in zip(tables, kinds_T, strict=True)
     ]
+
+
+def _includer(option: ShardingOption, sharding_type: str) -> str:
+    """Return the type that a search may turn into an option's; "" without one."""
+    kind = SHARDING_TYPES[sharding_type]
+    return kind.includer(pooled=is_pooled(option)) or ""
 
 
 def useful_options(
@@ -366,8 +361,8 @@ def may_vary(option: ShardingOption, reader: TableReader) -> bool:
     ) > reader.most_columns(in_fused_bags=True)
     is_grid = kind.splits_columns and not kind.in_columns
     is_uneven = kind.splits_rows and not isinstance(option, SpreadOption)
-    on_node = option.sharding_type == TABLE_COLUMN_WISE
-    return splits_wide or is_grid or is_uneven or on_node or has_open_cache(option)
+    varies = splits_wide or is_grid or is_uneven or kind.keeps_to_node
+    return varies or has_open_cache(option)
 
 
 def on_nodes(
@@ -383,7 +378,8 @@ def on_nodes(
             `MOST_NODES` from there.
     """
     num_nodes = reader.world_size // reader.node_size
-    if option.sharding_type != TABLE_COLUMN_WISE or num_nodes == 1:
+    kind = SHARDING_TYPES.get(option.sharding_type)
+    if kind is None or not kind.keeps_to_node or num_nodes == 1:
         return []
     found = []
     for place in range(min(num_nodes, MOST_NODES)):

@@ -35,7 +35,6 @@ from torchrec.distributed.types import (
     ModuleSharder,
     ShardingEnv,
     ShardingPlan,
-    ShardingType,
 )
 from torchrec.modules.itep_modules import GenericITEPModule
 
@@ -77,10 +76,10 @@ from torchrec_neuroshard.plans.one_rank import is_of_this_machine, one_rank
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal
 from torchrec_neuroshard.report.plan_tables import plan_entries
 from torchrec_neuroshard.tables.profile import FeatureProfile
+from torchrec_neuroshard.tables.sharding_types import WORLD_TYPES
 
 _BUILDABLE = frozenset({"fused", "fused_uvm", "fused_uvm_caching", "dense"})
 """Kernels that can be built on "meta"."""
-_ON_ALL_RANKS = (ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value)
 
 
 def rehearse(
@@ -240,7 +239,7 @@ def _other_devices(plan: ShardingPlan, topology: Topology) -> Iterator[str]:
     for path, name, sharding in plan_entries(plan):
         table = f"table '{path}.{name}'" if path else f"table '{name}'"
         ranks, spec = sharding.ranks or (), sharding.sharding_spec
-        if ranks and len(ranks) != world and sharding.sharding_type in _ON_ALL_RANKS:
+        if ranks and len(ranks) != world and sharding.sharding_type in WORLD_TYPES:
             yield (
                 f"{table} is {sharding.sharding_type} on {len(ranks)} ranks, but the "
                 f"topology has {world}"

@@ -67,7 +67,7 @@ from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.shards import ShardBank
 from torchrec_neuroshard.search.within import improve_within
-from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE, TABLE_WISE
+from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
@@ -328,7 +328,7 @@ class _Job:
             return f"TorchRec does not reshard {type(module).__name__}"
         for name, sharding in self._plan.plan[path].items():
             table = f"table '{name}' of the same module"
-            if sharding.sharding_type not in (TABLE_WISE, COLUMN_WISE):
+            if not SHARDING_TYPES[sharding.sharding_type].can_be_moved:
                 # After a move, replicas would diverge, and row-wise tables would
                 # average over the wrong features.
                 return (
