@@ -28,7 +28,7 @@ def test_every_public_error_is_in_one_place() -> None:
         and {getattr(base, "id", "") for base in node.bases} & {*vars(errors)} - {"Any"}
     }
     assert {name for name, file in found.items() if file != "errors.py"} == {
-        "ExchangeError"  # raised and caught in one module
+        "ExchangeError"  # between exchange and the planner
     }
     assert errors.__doc__ is not None
     for name in vars(errors):

@@ -30,13 +30,13 @@ from torchrec_neuroshard.errors import (
     check_kind,
     check_number,
 )
+from torchrec_neuroshard.exchange import from_first, portable
 from torchrec_neuroshard.phase_timer import (
     InputSampler,
     PhaseTimer,
     PhaseTimes,
     critical_times,
 )
-from torchrec_neuroshard.planner.first_launch import from_first, portable
 from torchrec_neuroshard.planner.given_plans import copied
 from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.placed import stage_name

@@ -35,7 +35,7 @@ from torchrec_neuroshard.hardware.devices import (
     is_accelerator,
     synchronize,
 )
-from torchrec_neuroshard.planner.compat import lookups, wait_through
+from torchrec_neuroshard.sharded_model import lookups, wait_through
 from torchrec_neuroshard.tables.profile import FeatureProfile, profile_ids
 
 _KERNEL = "SplitTableBatchedEmbeddingBagsCodegen"

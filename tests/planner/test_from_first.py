@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.builders import bag_sharders, bags, gpus, make_planner, only
 from torchrec_neuroshard.errors import ConfigError, RankFailureError
+from torchrec_neuroshard.exchange import from_first
 from torchrec_neuroshard.planner.compat import POD_VARIABLES
-from torchrec_neuroshard.planner.first_launch import from_first
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

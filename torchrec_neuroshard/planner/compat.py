@@ -1,8 +1,8 @@
 """TorchRec's private attributes and the differences between releases 1.6 to 1.9.
 
-Only this module reads private attributes of TorchRec, or checks its release or names;
-`plans.one_rank` replaces some. A function that mentions no release is needed with all
-of them.
+Only this module checks TorchRec's release or names. `sharded_model` reads private
+attributes of models that train, and `plans.one_rank` replaces some. A function that
+mentions no release is needed with all of them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ import contextlib
 import copy
 import gc
 import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchrec
 from torch import nn
-from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed import comm as torchrec_comm
 from torchrec.distributed.embedding import (
     EmbeddingCollectionSharder,
@@ -639,49 +635,3 @@ def nothing_collected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def can_reshard(sharder: ModuleSharder[Any]) -> bool:
-    """Whether TorchRec can move tables of a sharder's modules."""
-    return hasattr(sharder, "reshard")
-
-
-def is_wrapped_by_ddp(model: DistributedModelParallel) -> bool:
-    """Whether DistributedDataParallel wraps the dense part, as `reshard` expects."""
-    return hasattr(model._dmp_wrapped_module, "module")
-
-
-def permute_features_again(sharded: Any) -> None:
-    """Make a resharded module sort its features by its tables.
-
-    TorchRec sets `_has_features_permute` only once. If the first plan needed no
-    permutation, it would stay False, and tables would get the wrong features.
-    """
-    sharded._has_features_permute = True
-
-
-def lookups(sharded: Any) -> list[nn.Module]:
-    """Return the parts of a sharded module with its kernels."""
-    return list(sharded._lookups)
-
-
-def is_over_gloo(pg: dist.ProcessGroup) -> bool:
-    """Whether a group communicates over gloo, whatever its backend's name."""
-    cpu = torch.device("cpu")
-    return cpu in pg._device_types and pg._get_backend(cpu).name() == "gloo"
-
-
-def group_timeout_seconds(pg: dist.ProcessGroup) -> float:
-    """Return the shortest timeout of a group's backends; infinite if unknown."""
-    known = [math.inf]
-    for device in pg._device_types:
-        with contextlib.suppress(RuntimeError, AttributeError):
-            timeout = pg._get_backend(device).options._timeout
-            known.append(float(timeout.total_seconds()))
-    return min(known)
-
-
-def wait_through(awaitable: Any, around: Callable[[Callable[[], Any]], Any]) -> None:
-    """Make an awaitable wait through `around(wait)`; awaitables have no hooks."""
-    # Plain setattr would forward the attribute to the output.
-    object.__setattr__(awaitable, "_wait_impl", partial(around, awaitable._wait_impl))

@@ -2,7 +2,7 @@
 
 `bundles.first_launch` does the measuring. This module decides when to measure, collects
 the shards that the search may place on a rank, and keeps failures away from the job.
-The first rank decides alone, and `from_first` tells the other ranks.
+The first rank decides alone, and `exchange.from_first` tells the other ranks.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import contextlib
 import dataclasses
 import functools
 import os
-import pickle
 import socket
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +32,11 @@ from torchrec_neuroshard.errors import (
     RankFailureError,
     is_number,
 )
+from torchrec_neuroshard.exchange import (
+    ExchangeError,
+    from_first,
+    group_timeout_seconds,
+)
 from torchrec_neuroshard.hardware.devices import current_device_name, is_accelerator
 from torchrec_neuroshard.measure.ranks import served_store
 from torchrec_neuroshard.measure.records import utc_now
@@ -40,7 +44,6 @@ from torchrec_neuroshard.models.adjusted import ConcurrentCostModel
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.models.compute import NeuralCostModel, PhysicalCostModel
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.compat import group_timeout_seconds
 from torchrec_neuroshard.planner.option_facts import (
     is_dense,
     is_pooled,
@@ -63,9 +66,6 @@ from torchrec_neuroshard.tables.table import (
 
 if TYPE_CHECKING:  # it loads FBGEMM and pyarrow, which only measuring needs
     from torchrec_neuroshard.bundles.first_launch import LaunchRequest, Member
-
-T = TypeVar("T")
-E = TypeVar("E", bound=BaseException)
 
 _USUAL_SECONDS = 60.0
 """Default time budget."""
@@ -477,93 +477,3 @@ def meeting_place(topology: Topology) -> Iterator[Member]:
         address = os.environ.get("MASTER_ADDR") or socket.gethostname()
     with served_store(address) as port:
         yield Member(rank=0, address=address, port=port)
-
-
-class ExchangeError(RankFailureError):
-    """A rank is gone or cannot read the first rank's message.
-
-    All remaining ranks raise it, so that no rank waits for another.
-    """
-
-
-def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
-    """Return the first rank's value on every rank of a group; all ranks call it.
-
-    Args:
-        value: The first rank's value; ignored on other ranks.
-        pg: The group.
-        doing: What the first rank did before, for error messages.
-
-    Raises:
-        ExchangeError: A rank died or did not answer before the group's timeout. Or the
-            value cannot be sent, or a rank cannot read it. All ranks raise it.
-    """
-    if pg.size() == 1:
-        return value
-    root = dist.get_global_rank(pg, 0)
-    sent: list[Any] = [None]
-    failure: Exception | None = None
-    if pg.rank() == 0:
-        sent[0], failure = _attempt(pickle.dumps, value)
-    told: list[str | None] = [None] * pg.size()
-    try:
-        dist.broadcast_object_list(sent, root, group=pg)
-        if pg.rank() and sent[0] is not None:
-            value, failure = _attempt(pickle.loads, sent[0])
-        text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        dist.all_gather_object(told, text, group=pg)
-    except RuntimeError as error:
-        raise ExchangeError(
-            f"a rank died or timed out after rank {root} {doing}, maybe rank {root} "
-            f"itself; restart the job: {' '.join(str(error).split()):.300}"
-        ) from error
-    for rank, said in enumerate(told):
-        if said is not None:
-            verb, where = "read" if rank else "send", dist.get_global_rank(pg, rank)
-            raise ExchangeError(
-                f"rank {root} {doing}, but rank {where} cannot {verb} the result: "
-                f"{said}"
-            )
-    return value
-
-
-def from_all(value: T, pg: dist.ProcessGroup, doing: str) -> list[T]:
-    """Return every rank's value on every rank of a group; all ranks call it.
-
-    Args:
-        value: This rank's value.
-        pg: The group.
-        doing: What the ranks do, for the error message.
-
-    Raises:
-        ExchangeError: A rank died or did not answer before the group's timeout.
-    """
-    found: list[Any] = [value] * pg.size()
-    try:
-        if pg.size() > 1:
-            dist.all_gather_object(found, value, group=pg)
-    except RuntimeError as error:
-        raise ExchangeError(
-            f"a rank died or timed out while ranks {doing}; restart the job: "
-            f"{' '.join(str(error).split()):.300}"
-        ) from error
-    return found
-
-
-def _attempt(function: Any, argument: Any) -> tuple[Any, Exception | None]:
-    try:
-        return function(argument), None
-    except Exception as error:
-        return None, error
-
-
-def portable(error: E | None) -> E | NeuroShardError | RuntimeError | None:
-    """Return the first rank's error in a form that can be sent to other ranks."""
-    if error is None:
-        return None
-    with contextlib.suppress(Exception):
-        copied = pickle.loads(pickle.dumps(error))
-        if type(copied) is type(error) and str(copied) == str(error):
-            return error
-    kind = NeuroShardError if isinstance(error, NeuroShardError) else RuntimeError
-    return kind(f"planning failed on rank 0: {type(error).__name__}: {error}")

@@ -44,6 +44,12 @@ from torchrec_neuroshard.errors import (
     check_number,
     suggestion,
 )
+from torchrec_neuroshard.exchange import (
+    ExchangeError,
+    from_all,
+    from_first,
+    portable,
+)
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import check_batch_size
@@ -62,13 +68,9 @@ from torchrec_neuroshard.planner.constraints import (
 from torchrec_neuroshard.planner.describes_plans import DescribesPlans, LastPlan
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.first_launch import (
-    ExchangeError,
     FirstLaunch,
     Offer,
-    from_all,
-    from_first,
     help_measure,
-    portable,
 )
 from torchrec_neuroshard.planner.given_plans import (
     copied,

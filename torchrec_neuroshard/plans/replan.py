@@ -46,17 +46,13 @@ from torchrec_neuroshard.costs.task import (
     format_bytes,
 )
 from torchrec_neuroshard.errors import ConfigError, check_kind, check_number
+from torchrec_neuroshard.exchange import from_first, is_over_gloo
 from torchrec_neuroshard.hardware.devices import backend_of, is_accelerator
 from torchrec_neuroshard.planner.checks import check_profiles
 from torchrec_neuroshard.planner.compat import (
-    can_reshard,
-    is_over_gloo,
-    is_wrapped_by_ddp,
-    permute_features_again,
     sharders_by_type,
 )
 from torchrec_neuroshard.planner.constraints import ranks_by_table
-from torchrec_neuroshard.planner.first_launch import from_first
 from torchrec_neuroshard.planner.given_plans import copied, planned_paths
 from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
@@ -67,6 +63,11 @@ from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.shards import ShardBank
 from torchrec_neuroshard.search.within import improve_within
+from torchrec_neuroshard.sharded_model import (
+    can_reshard,
+    is_wrapped_by_ddp,
+    permute_features_again,
+)
 from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
