@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.papers.neuroshard import PaperSearcher
     from torchrec_neuroshard.phase_timer import PhaseTimer
     from torchrec_neuroshard.planner.constraints import PlacementConstraints
+    from torchrec_neuroshard.planner.groups import group_topology
     from torchrec_neuroshard.planner.planner import NeuroShardPlanner
-    from torchrec_neuroshard.planner.topology import group_topology, topology_for
+    from torchrec_neuroshard.planner.topology import topology_for
     from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
     from torchrec_neuroshard.plans.rehearse import rehearse
     from torchrec_neuroshard.plans.replan import apply_moves, replan
@@ -84,7 +85,7 @@ _LOCATIONS = {
     "TableConfig": "torchrec_neuroshard.tables.table",
     "TensorBoardReporter": "torchrec_neuroshard.reporters",
     "apply_moves": "torchrec_neuroshard.plans.replan",
-    "group_topology": "torchrec_neuroshard.planner.topology",
+    "group_topology": "torchrec_neuroshard.planner.groups",
     "load_cost_model": "torchrec_neuroshard.bundles.find",
     "load_plan": "torchrec_neuroshard.plans.plan_files",
     "profile_inputs": "torchrec_neuroshard.tables.profile",

@@ -61,7 +61,7 @@ from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.checks import check_profiles
 from torchrec_neuroshard.planner.compat import POD_VARIABLES
-from torchrec_neuroshard.planner.topology import check_pods
+from torchrec_neuroshard.planner.groups import check_pods
 from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.tables.profile import FeatureProfile

@@ -26,7 +26,7 @@ from tests.builders import (
 from torchrec_neuroshard import group_topology
 from torchrec_neuroshard.errors import ConfigError, PlanMismatchError, StalePlanWarning
 from torchrec_neuroshard.models.rank_groups import RankGroups
-from torchrec_neuroshard.planner.topology import sharding_group
+from torchrec_neuroshard.planner.groups import sharding_group
 from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
 from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.report import html_report

@@ -44,8 +44,8 @@ from torchrec_neuroshard.commands.options import (
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import write_whole
 from torchrec_neuroshard.notes import Note
+from torchrec_neuroshard.planner.groups import group_topology
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.topology import group_topology
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.plans.plan_files import save_plan
 from torchrec_neuroshard.plans.rehearse import rehearse

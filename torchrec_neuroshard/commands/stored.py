@@ -21,7 +21,7 @@ from torchrec_neuroshard.commands.options import (
     write_outputs,
 )
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.topology import with_sharding_group
+from torchrec_neuroshard.planner.groups import with_sharding_group
 from torchrec_neuroshard.plans.plan_files import PlanFingerprint, read_plan
 from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.progress import phase

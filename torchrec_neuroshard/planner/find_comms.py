@@ -17,13 +17,8 @@ from torchrec_neuroshard.models.adjusted import RelievedCommsModel
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.models.collectives import BandwidthCommsModel
 from torchrec_neuroshard.models.rank_groups import RankGroups
-from torchrec_neuroshard.planner.topology import (
-    GB_PER_S,
-    PlannedDevices,
-    node_size,
-    sharding_group,
-    whole_nodes,
-)
+from torchrec_neuroshard.planner.groups import node_size, sharding_group, whole_nodes
+from torchrec_neuroshard.planner.topology import GB_PER_S, PlannedDevices
 
 
 def find_rank_groups(

@@ -44,6 +44,7 @@ from torchrec_neuroshard.models.adjusted import ConcurrentCostModel
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.models.compute import NeuralCostModel, PhysicalCostModel
 from torchrec_neuroshard.notes import Note
+from torchrec_neuroshard.planner.groups import whole_nodes
 from torchrec_neuroshard.planner.option_facts import (
     is_dense,
     is_pooled,
@@ -51,7 +52,6 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.spread_options import sample_shards
-from torchrec_neuroshard.planner.topology import whole_nodes
 from torchrec_neuroshard.planner.ways import is_placeable, narrowest_shard
 from torchrec_neuroshard.tables.features import (
     FEATURE_NAMES,

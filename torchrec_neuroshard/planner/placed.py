@@ -36,6 +36,7 @@ from torchrec_neuroshard.planner.coverage import (
     describe_source,
     extrapolation_notes,
 )
+from torchrec_neuroshard.planner.groups import whole_nodes
 from torchrec_neuroshard.planner.kernels import (
     kernel_factors,
     load_factor,
@@ -52,7 +53,6 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
-from torchrec_neuroshard.planner.topology import whole_nodes
 from torchrec_neuroshard.planner.ways import Ways, ways_of
 from torchrec_neuroshard.report.parts import Bottleneck, HostTable
 

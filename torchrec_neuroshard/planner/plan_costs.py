@@ -45,6 +45,7 @@ from torchrec_neuroshard.planner.find_comms import (
     find_comms_model,
     find_rank_groups,
 )
+from torchrec_neuroshard.planner.groups import sharding_group
 from torchrec_neuroshard.planner.option_facts import (
     is_quantised,
     table_name,
@@ -57,11 +58,7 @@ from torchrec_neuroshard.planner.placed import (
 from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
-from torchrec_neuroshard.planner.topology import (
-    GB_PER_S,
-    PlannedDevices,
-    sharding_group,
-)
+from torchrec_neuroshard.planner.topology import GB_PER_S, PlannedDevices
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE

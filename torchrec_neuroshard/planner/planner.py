@@ -76,6 +76,7 @@ from torchrec_neuroshard.planner.given_plans import (
     copied,
 )
 from torchrec_neuroshard.planner.greedy import check_memory, without
+from torchrec_neuroshard.planner.groups import check_pods, enough_ranks
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
     table_name,
@@ -98,11 +99,7 @@ from torchrec_neuroshard.planner.stashing import (
     stash_enough,
 )
 from torchrec_neuroshard.planner.table_keys import with_bare_names
-from torchrec_neuroshard.planner.topology import (
-    check_pods,
-    default_topology,
-    enough_ranks,
-)
+from torchrec_neuroshard.planner.topology import default_topology
 from torchrec_neuroshard.planner.torchrec_plan import last_resort
 from torchrec_neuroshard.search.base import SearchConfig, Searcher
 from torchrec_neuroshard.tables.profile import FeatureProfile

@@ -46,6 +46,7 @@ from torchrec_neuroshard.planner.compat import (
     optimizer_arguments,
     optimizer_classes,
 )
+from torchrec_neuroshard.planner.groups import node_size, pod_fault, sharding_group
 from torchrec_neuroshard.planner.option_facts import (
     DISTINCT,
     FACTS,
@@ -67,7 +68,6 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_keys import constraint_on
-from torchrec_neuroshard.planner.topology import node_size, pod_fault, sharding_group
 from torchrec_neuroshard.planner.untrained import mixed_means, untrained_fault
 from torchrec_neuroshard.tables.profile import (
     FeatureProfile,

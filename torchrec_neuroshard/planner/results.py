@@ -23,6 +23,7 @@ from torchrec_neuroshard.planner.cautions import (
 )
 from torchrec_neuroshard.planner.compat import is_stashed
 from torchrec_neuroshard.planner.greedy import memory_left
+from torchrec_neuroshard.planner.groups import sharding_group, whole_nodes
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
@@ -39,7 +40,6 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.stashing import stash_notes
-from torchrec_neuroshard.planner.topology import sharding_group, whole_nodes
 from torchrec_neuroshard.planner.ways import searched_type
 from torchrec_neuroshard.report import PlanReport, explain
 from torchrec_neuroshard.report.parts import (

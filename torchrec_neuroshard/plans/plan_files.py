@@ -60,11 +60,11 @@ from torchrec_neuroshard.planner.given_plans import (
     planned_once,
     with_other_paths,
 )
+from torchrec_neuroshard.planner.groups import ShardingGroup, sharding_group
 from torchrec_neuroshard.planner.option_facts import device_tier
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.table_keys import constraint_on
-from torchrec_neuroshard.planner.topology import ShardingGroup, sharding_group
 from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.parts import TableReport, rank_reports

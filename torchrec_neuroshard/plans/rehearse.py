@@ -61,6 +61,7 @@ from torchrec_neuroshard.planner.given_plans import (
     model_tables,
     placed_options,
 )
+from torchrec_neuroshard.planner.groups import sharding_group
 from torchrec_neuroshard.planner.memory import RankMemory
 from torchrec_neuroshard.planner.option_facts import (
     device_tier,
@@ -71,7 +72,6 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.table_keys import ModuleConstraints
-from torchrec_neuroshard.planner.topology import sharding_group
 from torchrec_neuroshard.plans.one_rank import is_of_this_machine, one_rank
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal
 from torchrec_neuroshard.report.plan_tables import plan_entries
