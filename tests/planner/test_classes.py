@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import Adam, RowWiseAdagrad
@@ -22,6 +24,7 @@ from tests.builders import (
     last_result,
     make_ebc,
     make_planner,
+    sequences,
 )
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
@@ -63,6 +66,16 @@ def drawn(seed: int) -> tuple[Any, dict[str, Any]]:
         for i in range(count)
         if rng.random() < 0.8
     }
+    model: nn.Module = ebc
+    if seed % 2:
+        dims = [int(rng.choice([16, 64, 128]))] * 3
+        limits = {"sharding_types": ["column_wise", "table_wise", "row_wise"]}
+        constraints |= {
+            f"s{i}": ParameterConstraints(pooling_factors=[20.0 * i + 1], **limits)
+            for i in range(3)
+        }
+        rows = int(10 ** rng.uniform(2, 6))
+        model = nn.ModuleList([ebc, sequences(*dims, rows=rows)])
     arguments: dict[str, Any] = {
         "topology": gpus(8, [8, 4][seed % 2], hbm_cap=GIB * [80, 1][seed % 3 == 0]),
         "batch_size": [64, 512][seed % 2],
@@ -73,14 +86,14 @@ def drawn(seed: int) -> tuple[Any, dict[str, Any]]:
         arguments["placement_constraints"] = PlacementConstraints(
             pin={f"t{count - 1}": [0, 1, 2, 3]}, together=together
         )
-    return ebc, arguments
+    return model, arguments
 
 
-def outcome(ebc: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
+def outcome(model: nn.Module, arguments: dict[str, Any]) -> tuple[Any, ...]:
     """Return whether ways were listed by class, and the plan with its costs."""
     planner = make_planner(**arguments)
     try:
-        plan: ShardingPlan = planner.plan(ebc, bag_sharders())
+        plan: ShardingPlan = planner.plan(model, get_default_sharders())
     except Exception as error:
         return None, type(error), str(error)
     by_class = not planner.enumerator.listed
@@ -91,12 +104,12 @@ def outcome(ebc: Any, arguments: dict[str, Any]) -> tuple[Any, ...]:
 def test_plans_are_the_same_as_if_all_options_were_listed(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ebc, arguments = drawn(seed)
-    _, *short = outcome(ebc, arguments)
+    model, arguments = drawn(seed)
+    _, *short = outcome(model, arguments)
     monkeypatch.setattr(
         NeuroShardEnumerator, "by_class", lambda _: contextlib.nullcontext()
     )
-    in_full, *long = outcome(ebc, arguments)
+    in_full, *long = outcome(model, arguments)
     assert short == long
     assert not in_full
 

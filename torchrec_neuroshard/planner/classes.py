@@ -16,14 +16,13 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_neuroshard.planner.compat import optimizer_arguments, optimizer_classes
 from torchrec_neuroshard.planner.memory import MemoryModel
-from torchrec_neuroshard.planner.option_facts import is_dense, is_pooled
+from torchrec_neuroshard.planner.option_facts import is_dense
 from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.spread_options import without_estimates
 from torchrec_neuroshard.planner.table_keys import constraint_on
 from torchrec_neuroshard.planner.untrained import is_mean
 from torchrec_neuroshard.planner.ways import Ways, is_placeable, useful_options
 from torchrec_neuroshard.tables.sharding_types import (
-    COLUMN_WISE,
     MISCOUNTED_TYPES,
 )
 
@@ -141,10 +140,6 @@ class TableClasses:
                 return None
             if not any(is_placeable(o, reader) for o in kinds[key]):
                 return None
-            if not is_pooled(own[0]) and any(
-                o.sharding_type == COLUMN_WISE for o in own
-            ):
-                return None  # `sequence_splits` chooses a width for the whole module
         every = tuple(
             useful_options([o for own in kinds.values() for o in own], reader)
         )

@@ -47,7 +47,11 @@ from torchrec_neuroshard.planner.ways import (
     other_grids,
     ways_of,
 )
-from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE, TABLE_WISE
+from torchrec_neuroshard.tables.sharding_types import (
+    COLUMN_SHARDED_TYPES,
+    COLUMN_WISE,
+    TABLE_WISE,
+)
 
 Floats = npt.NDArray[np.float64]
 
@@ -188,6 +192,14 @@ class NeuroShardProposer(CostedPart, Proposer):
             for table, rows in rows_of.items()
             if self._table(rows).path in paths
         }
+        columns = [
+            option
+            for own in by_table.values()
+            for option in own
+            if option.sharding_type in COLUMN_SHARDED_TYPES
+            and sample_shards(option)[0].perf is None
+        ]
+        self._enumerator.populate_estimates(columns)
         row = {
             id(option): r
             for table, options in by_table.items()
