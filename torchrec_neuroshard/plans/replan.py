@@ -289,7 +289,6 @@ class _Job:
             shard_bytes=shard_bytes,
             stay=stuck | odd | self.obstacles.keys(),
             together=[tables for tables in sets if len(tables) > 1],
-            equal_widths=True,
             # TorchRec cannot move the optimizer state of a part of a shard.
             keep_cuts=[
                 t

@@ -3,9 +3,9 @@
 A job already runs one plan, the *current plan*. A search may change it, but switching
 to the new plan sends weights between ranks, and a budget limits these bytes.
 
-The search only decides how many columns of a table each rank holds. This module decides
-which columns: each rank gets one contiguous shard, in the order that moves the fewest
-bytes from the current plan.
+The search only decides how many columns of a table each rank holds: equally many, as
+TorchRec requires of a table that moves. This module decides which columns: each rank gets
+one contiguous shard, in the order that moves the fewest bytes from the current plan.
 
 Shapes: `N` layouts of one table each, `T` tables, `W` ranks, `K` ranks of one table,
 `U` units of 4 columns.
@@ -52,7 +52,6 @@ class MoveBudget:
         shard_bytes: Sequence[int],
         stay: Collection[int] = (),
         together: Sequence[Sequence[int]] = (),
-        equal_widths: bool = False,
         keep_cuts: Collection[int] = (),
         all_leave: bool = False,
         min_gain: float = 0.0,
@@ -67,8 +66,7 @@ class MoveBudget:
             shard_bytes: Per table: bytes that move with each shard or part of a shard.
             stay: Tables that must not change.
             together: Sets of tables that move to one rank together.
-            equal_widths: Whether all shards of a changed table must be equally wide.
-            keep_cuts: With `equal_widths`: tables that keep their number of shards.
+            keep_cuts: Tables that keep their number of shards.
             all_leave: Whether every column of a changed table must leave its rank.
             min_gain: Relative gain that is too small to move anything for.
         """
@@ -78,9 +76,7 @@ class MoveBudget:
         self.together = [list(tables) for tables in together]
         self.min_gain = min_gain
         self._at_work = list(at_work)
-        self._equal_widths = equal_widths
         self._all_leave = all_leave
-        self._uneven = task.uneven
         self._known: dict[tuple[int, bytes], float] = {}
         self._unit_bytes_T = np.array(column_bytes, dtype=np.float64) * COLUMN_MULTIPLE
         self._shard_bytes_T = np.array(shard_bytes, dtype=np.float64)
@@ -93,15 +89,12 @@ class MoveBudget:
         self._first_TU: Bools = np.zeros((num_tables, units), dtype=bool)
         self.width_TW: Ints = np.zeros((num_tables, num_ranks), dtype=np.int64)
         self._count_T: Ints = np.array([len(shards) for shards in at_work])
-        self._cuts_TW: Ints = np.zeros((num_tables, num_ranks), dtype=np.int64)
         for table, shards in enumerate(at_work):
             for offset, width, rank in shards:
                 start, end = offset // COLUMN_MULTIPLE, offset + width
                 self._rank_TU[table, start : end // COLUMN_MULTIPLE] = rank
                 self._first_TU[table, start] = True
                 self.width_TW[table, rank] += width
-            widths = sorted(width for _, width, _ in shards)[-num_ranks:]
-            self._cuts_TW[table, num_ranks - len(widths) :] = widths
 
     def colocated_with(self, table: int) -> list[int]:
         """Return the tables that move together with this one, including it."""
@@ -177,13 +170,8 @@ class MoveBudget:
         """Return whether tables may have these widths, `N`; bytes are not checked."""
         count = np.count_nonzero(row_NW, axis=1)
         fine: Bools = ~self._stays_T[table_N]
-        even = count * row_NW.max(axis=1) == row_NW.sum(axis=1)
-        if self._equal_widths:
-            fine &= even & (~self._keeps_T[table_N] | (count == self._count_T[table_N]))
-        elif not self._uneven:
-            cut = count == self._count_T[table_N]
-            cut &= (np.sort(row_NW, axis=1) == self._cuts_TW[table_N]).all(axis=1)
-            fine &= even | cut
+        fine &= count * row_NW.max(axis=1) == row_NW.sum(axis=1)
+        fine &= ~self._keeps_T[table_N] | (count == self._count_T[table_N])
         return fine
 
     def _arrange(self, table_N: Ints, row_NW: Ints) -> tuple[Floats, list[int]]:
