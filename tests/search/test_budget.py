@@ -112,9 +112,7 @@ def test_shards_are_ordered_to_move_the_fewest_bytes(all_leave: bool) -> None:
 def test_forbidden_changes_cost_infinite_bytes() -> None:
     task = task_of([16, 16, 16], 3)
     at_work = [in_order([8, 8], [0, 1])] * 3
-    budget = budget_of(
-        task, at_work, np.inf, stay=[0], keep_cuts=[1]
-    )
+    budget = budget_of(task, at_work, np.inf, stay=[0], keep_cuts=[1])
     rows = np.array([[8, 8, 0], [8, 0, 8], [16, 0, 0], [12, 4, 0]])
     prices = [budget.bytes(np.full(4, t), rows).tolist() for t in range(3)]
     shard, inf = 4 * ROWS * 9, np.inf

@@ -4,8 +4,9 @@ A job already runs one plan, the *current plan*. A search may change it, but swi
 to the new plan sends weights between ranks, and a budget limits these bytes.
 
 The search only decides how many columns of a table each rank holds: equally many, as
-TorchRec requires of a table that moves. This module decides which columns: each rank gets
-one contiguous shard, in the order that moves the fewest bytes from the current plan.
+TorchRec requires of a table that moves. This module decides which columns: each rank
+gets one contiguous shard, in the order that moves the fewest bytes from the current
+plan.
 
 Shapes: `N` layouts of one table each, `T` tables, `W` ranks, `K` ranks of one table,
 `U` units of 4 columns.

@@ -24,6 +24,15 @@ import numpy as np
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget
 from torchrec_neuroshard.search.descent import (
+    FINAL_POWER,
+    HALF,
+    HOPELESS,
+    MIN_GAIN,
+    MORE_ROUNDS,
+    NUM_EXACT,
+    NUM_FINAL,
+    ROUND_GAIN,
+    SMALL_TASK,
     Effort,
     changed,
     descend,
@@ -37,30 +46,15 @@ from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes, most_lanes
 from torchrec_neuroshard.search.moves import Moves, best_of
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank, split_widths
 
-NUM_EXACT, NUM_LAYOUTS = 8, 8
-"""Moves per hot rank, and layouts per lane, that are evaluated exactly."""
-HOPELESS = 0.02
-"""Moves that lose more than this share of the score by the additive estimate are
-skipped."""
+NUM_LAYOUTS = 8
+"""Layouts per lane that are evaluated exactly."""
 NUM_TABLES, NUM_TARGETS, NUM_HOT = 6, 8, 3
 """Costly tables per lane that a step tries to split differently, cold ranks that may
 take tables, and hot ranks that sets of tables may leave."""
-MIN_GAIN = 1e-7
-"""Relative gain below which a change does not count."""
-ROUND_GAIN = 1e-3
-"""Least relative gain of a round that counts."""
 MOST_LANES, LANE_TABLES = 8, 1_600
 """Most lanes side by side, and most tables of all lanes together."""
-SMALL_TASK, MORE_ROUNDS = 32, 3
-"""Below `SMALL_TASK` tables, up to `MORE_ROUNDS` times as many rounds may fail to gain.
-"""
 TAKEN_BACK = 0.4
 """Probability that a disturbance undoes changes instead of moving tables."""
-HALF = 0.5
-"""Probability that such a disturbance undoes a given change, and that a lane counts
-gains per byte."""
-FINAL_POWER, NUM_FINAL = 64, 3
-"""Power of the norm in the last descent, and the number of plans in it."""
 
 Layout = tuple[int, Mapping[int, Ints]]
 """A lane, and for some of its tables their new columns on each rank."""
@@ -153,7 +147,7 @@ def _search(first: Lanes, found: _Found, config: SearchConfig) -> None:
         many = lanes.take(np.resize(np.arange(lanes.num_lanes), size))
         trial = _disturbed(many, budget, rng)
         found.see(trial)
-        per_byte_L = rng.random(trial.num_lanes) < HALF
+        per_byte_L = rng.random(trial.num_lanes) < HALF  # the others count plain gains
         parts = []
         for per_byte in (True, False):
             parts.append(trial.take(np.flatnonzero(per_byte_L == per_byte)))
