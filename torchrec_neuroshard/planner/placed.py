@@ -30,14 +30,9 @@ from torchrec_neuroshard.costs.task import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.models.base import RangeWarning
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import kernel_settings
-from torchrec_neuroshard.planner.coverage import (
-    UNCOSTED,
-    Reason,
-    describe_source,
-    extrapolation_notes,
-)
 from torchrec_neuroshard.planner.groups import whole_nodes
 from torchrec_neuroshard.planner.kernels import (
+    is_estimated,
     kernel_factors,
     load_factor,
     priced_codecs,
@@ -54,6 +49,12 @@ from torchrec_neuroshard.planner.reader import (
     TableReader,
 )
 from torchrec_neuroshard.planner.ways import Ways, ways_of
+from torchrec_neuroshard.report.coverage import (
+    UNCOSTED,
+    Reason,
+    describe_source,
+    extrapolation_notes,
+)
 from torchrec_neuroshard.report.parts import Bottleneck, HostTable
 
 if TYPE_CHECKING:
@@ -404,7 +405,13 @@ class PlacedPlan:
             table = int(costed.table_N[warning.shard])
             outside.setdefault(table, []).append(warning)
         found = (
-            Reason.of(option, table, outside.get(place, ()), model.source)
+            Reason.of(
+                table,
+                outside.get(place, ()),
+                model.source,
+                kernel=option.compute_kernel if is_estimated(option) else None,
+                pooled=is_pooled(option),
+            )
             for place, (option, table) in enumerate(
                 zip(costed.options, costed.task.tables, strict=True)
             )
@@ -534,7 +541,8 @@ class PlacedPlan:
         work_N2 = np.maximum(alone_N2 - self._costs.launch_ms(), 0.0)
         ms_T = np.zeros(len(costed.options))
         np.add.at(ms_T, costed.table_N, work_N2.sum(axis=1))
-        return extrapolation_notes(costed.options, self._reasons, ms_T)
+        names = [*map(table_name, costed.options)]
+        return extrapolation_notes(names, self._reasons, ms_T)
 
 
 def _perfs(compute_N2: Floats, comms_N3: Floats) -> list[Perf]:

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_neuroshard.models.base import CostModel, RangeWarning
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.kernels import is_estimated
-from torchrec_neuroshard.planner.option_facts import is_pooled, table_name
 from torchrec_neuroshard.tables.features import FEATURE_NAMES, NUM_TOTALS
 from torchrec_neuroshard.tables.table import TableConfig
 
@@ -65,24 +62,27 @@ class Reason:
     @classmethod
     def of(
         cls,
-        option: ShardingOption,
         table: TableConfig,
         outside: Iterable[RangeWarning],
         source: str,
+        *,
+        kernel: str | None,
+        pooled: bool,
     ) -> Reason | None:
         """Return why measurements do not cover a table; None if they do.
 
         No bundle holds measurements of sequences.
 
         Args:
-            option: An option with a cost.
-            table: The option's table.
+            table: A table with a cost.
             outside: The features of its shards that are outside their ranges.
             source: The cost model's source.
+            kernel: Its kernel, if another one was measured; None: it was measured.
+            pooled: Whether its bags are pooled.
         """
-        if is_estimated(option):
-            return cls(_ESTIMATED, f"kernel {option.compute_kernel}")
-        if source == _MEASURED and not is_pooled(option):
+        if kernel is not None:
+            return cls(_ESTIMATED, f"kernel {kernel}")
+        if source == _MEASURED and not pooled:
             return cls(_ESTIMATED, "sequences")
         first = min(outside, key=_order, default=None)
         if first is None:
@@ -134,7 +134,7 @@ def describe_source(model: CostModel, reasons: Sequence[Reason | None]) -> str:
 
 
 def extrapolation_notes(
-    options: Sequence[ShardingOption],
+    tables: Sequence[str],
     reasons: Sequence[Reason | None],
     ms_T: npt.NDArray[np.float64],
 ) -> tuple[Note, ...]:
@@ -143,9 +143,9 @@ def extrapolation_notes(
     Tables smaller than all measured ones, for example of 3 rows, count in no note.
 
     Args:
-        options: The plan's options.
-        reasons: For each option, as in `describe_source`.
-        ms_T: Kernel time of each option, without launches.
+        tables: The plan's tables with a cost.
+        reasons: For each table, as in `describe_source`.
+        ms_T: Kernel time of each table, without launches.
     """
     groups: dict[tuple[str, bool], dict[int, RangeWarning | None]] = {}
     for place, reason in enumerate(reasons):
@@ -163,7 +163,7 @@ def extrapolation_notes(
             f"{len(places)} of {len(reasons)} tables {verb} outside what the cost "
             f"model measured: {told}; predictions there are extrapolated"
         )
-        name = table_name(options[places[0]]) if len(places) == 1 else None
+        name = tables[places[0]] if len(places) == 1 else None
         notes.append(Note("out-of-range", text, name))
     return tuple(notes)
 
