@@ -30,7 +30,6 @@ from torchrec_neuroshard.planner.option_facts import (
     note_sharders,
     table_configs,
 )
-from torchrec_neuroshard.planner.table_keys import paths_of
 from torchrec_neuroshard.report.plan_tables import (
     PlanTable,
     check_shards,
@@ -138,22 +137,6 @@ def planned_once(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
     check_kind("model", model, nn.Module)
     others = {p for _, *rest in planned_paths(plan, model).values() for p in rest}
     return ShardingPlan({p: own for p, own in plan.plan.items() if p not in others})
-
-
-def with_other_paths(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
-    """Return a plan of `planned_once` with all paths under which a model has modules.
-
-    Entries that the plan has stay as they are.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    planned = {modules[path]: own for path, own in plan.plan.items()}
-    others = {
-        path: EmbeddingModuleShardingPlan(planned[module])
-        for module, paths in paths_of(model, planned.__contains__).items()
-        for path in paths
-        if path not in plan.plan
-    }
-    return ShardingPlan({**plan.plan, **others})
 
 
 def _stored_columns(module: nn.Module, config: Any) -> int:

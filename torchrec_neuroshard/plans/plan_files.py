@@ -27,7 +27,11 @@ from torch import nn
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ShardingPlan,
+)
 
 from torchrec_neuroshard import __version__
 from torchrec_neuroshard.costs.placement_rules import quoted
@@ -58,13 +62,12 @@ from torchrec_neuroshard.planner.given_plans import (
     check_plan,
     model_tables,
     planned_once,
-    with_other_paths,
 )
 from torchrec_neuroshard.planner.groups import ShardingGroup, sharding_group
 from torchrec_neuroshard.planner.option_facts import device_tier
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.reader import TableReader
-from torchrec_neuroshard.planner.table_keys import constraint_on
+from torchrec_neuroshard.planner.table_keys import constraint_on, paths_of
 from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.parts import TableReport, rank_reports
@@ -420,7 +423,7 @@ def load_plan(
             StalePlanWarning,
             stacklevel=2,
         )
-    plan = with_other_paths(plan, model)
+    plan = _with_other_paths(plan, model)
     if ours is not None:
         ours.adopt(plan, model, sharders)
     return plan
@@ -531,3 +534,19 @@ def read_plan(path: str | Path) -> StoredPlan:
             "from save_plan or 'neuroshard plan --out', or make a new plan"
         ) from error
     return StoredPlan(plan=plan, fingerprint=fingerprint, shown=data.get("report"))
+
+
+def _with_other_paths(plan: ShardingPlan, model: nn.Module) -> ShardingPlan:
+    """Return a plan of `planned_once` with all paths under which a model has modules.
+
+    Entries that the plan has stay as they are.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    planned = {modules[path]: own for path, own in plan.plan.items()}
+    others = {
+        path: EmbeddingModuleShardingPlan(planned[module])
+        for module, paths in paths_of(model, planned.__contains__).items()
+        for path in paths
+        if path not in plan.plan
+    }
+    return ShardingPlan({**plan.plan, **others})
