@@ -53,7 +53,8 @@ def test_new_kernels_are_searched_priced_noted_saved_and_rehearsed(
     assert found == {"t0": "fused", "t1": kernel, "t2": kernel}
     source = planner.last_result.predicted.compute_source
     assert source == f"analytic; of 3 tables, 2 estimated (kernel {kernel})"
-    assert planner.last_result.gap < 0.01  # all tables are part of the bound
+    result = planner.last_result
+    assert 0 < result.lower_bound_ms < result.predicted.critical_path_ms
     save_plan(plan, path, model=model, planner=planner)
     assert load_plan(path, model=model, planner=planner, sharders=sharders) == plan
     report = rehearse(model, plan, planner.topology, sharders, batch_size=64)
