@@ -158,3 +158,27 @@ def test_modules_with_means_are_listed_in_full(pooling: PoolingType) -> None:
     planner = make_planner(topology=gpus(2))
     planner.plan(make_ebc([(1000, 64)] * 2, poolings={1: pooling}), bag_sharders())
     assert bool(planner.enumerator.listed) == (pooling == PoolingType.MEAN)
+
+
+def test_fields_of_later_releases_follow_the_sharding_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TorchRec may add a field to options that depends on the sharding type."""
+    populate = NeuroShardEnumerator.populate_estimates
+
+    def newer(self: Any, options: list[Any]) -> None:
+        for option in options:
+            option.num_nodes = 2 if option.sharding_type == "table_row_wise" else None
+        populate(self, options)
+
+    monkeypatch.setattr(NeuroShardEnumerator, "populate_estimates", newer)
+    planner = make_planner(topology=gpus(8, 4))
+    enumerator, model = planner.enumerator, make_ebc([(1000 + i, 64) for i in range(4)])
+    with enumerator.by_class():
+        stand_ins = enumerator.enumerate(model, bag_sharders())
+    ways = enumerator.ways_in(stand_ins)
+    for option in ways.options(range(ways.num_rows)):
+        expected = 2 if option.sharding_type == "table_row_wise" else None
+        assert option.num_nodes == expected
+    names = {option.name for option in ways.options(range(ways.num_rows))}
+    assert names == {"t0", "t1", "t2", "t3"}

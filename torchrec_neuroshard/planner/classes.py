@@ -125,6 +125,28 @@ class TableClasses:
         Returns:
             None if a search cannot place all tables, or if tables of a class differ.
         """
+        kinds, templates = self._by_class(options)
+        if any(is_mean(config) for config in self._configs.values()):
+            return None  # a row-wise table may then depend on others of its module
+        for key, own in kinds.items():
+            kinds[key] = [o for o in own if not reader.run_fault(o)]
+            if not all(_is_plain(o, reader, memory) for o in kinds[key]):
+                return None
+            if not any(is_placeable(o, reader) for o in kinds[key]):
+                return None
+        kernel_of = {key: reader.facts(own[0]).kernel for key, own in kinds.items()}
+        if any(
+            reader.facts(option).kernel != kernel_of[self.class_of[table]]
+            for table, option in templates.items()
+        ):
+            return None
+        listed = [option for own in kinds.values() for option in own]
+        return self._rows(useful_options(listed, reader), templates)
+
+    def _by_class(
+        self, options: Sequence[ShardingOption]
+    ) -> tuple[dict[Hashable, list[ShardingOption]], dict[Table, ShardingOption]]:
+        """Return all options of each class's first table, and one of each table."""
         kinds: dict[Hashable, list[ShardingOption]] = {}
         templates: dict[Table, ShardingOption] = {}
         for option in options:
@@ -132,36 +154,31 @@ class TableClasses:
             templates.setdefault(table, option)
             if self.first[self.class_of[table]] == table:
                 kinds.setdefault(self.class_of[table], []).append(option)
-        if any(is_mean(config) for config in self._configs.values()):
-            return None
-        for key, own in kinds.items():
-            kinds[key] = [o for o in own if not reader.run_fault(o)]
-            if not all(_is_plain(o, reader, memory) for o in kinds[key]):
-                return None
-            if not any(is_placeable(o, reader) for o in kinds[key]):
-                return None
-        every = tuple(
-            useful_options([o for own in kinds.values() for o in own], reader)
-        )
-        firsts = {key: reader.facts(own[0]).kernel for key, own in kinds.items()}
+        return kinds, templates
+
+    def _rows(
+        self,
+        kinds: Sequence[ShardingOption],
+        templates: Mapping[Table, ShardingOption],
+    ) -> Ways:
+        """Return a row for each table and each kind of its class."""
+        kinds_of: dict[Hashable, list[int]] = {}
+        for number, kind in enumerate(kinds):
+            key = self.class_of[kind.path, kind.name]
+            kinds_of.setdefault(key, []).append(number)
         tables: list[ShardingOption] = []
-        number = {id(option): n for n, option in enumerate(every)}
-        kinds = {k: [o for o in own if id(o) in number] for k, own in kinds.items()}
         table_R: list[int] = []
         kind_R: list[int] = []
         for table, template in templates.items():
-            key = self.class_of[table]
-            if reader.facts(template).kernel != firsts[key]:
-                return None
             places: dict[bool, int] = {}
-            for kind in kinds[key]:
-                dense = is_dense(kind)
+            for number in kinds_of[self.class_of[table]]:
+                dense = is_dense(kinds[number])
                 if dense not in places:
                     places[dense] = len(tables)
-                    tables.append(_described(template, kind))
+                    tables.append(_described(template, kinds[number]))
                 table_R.append(places[dense])
-                kind_R.append(number[id(kind)])
-        return Ways(tuple(tables), every, np.array(table_R), np.array(kind_R))
+                kind_R.append(number)
+        return Ways(tuple(tables), tuple(kinds), np.array(table_R), np.array(kind_R))
 
 
 def _described(template: ShardingOption, kind: ShardingOption) -> ShardingOption:

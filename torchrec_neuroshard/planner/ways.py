@@ -2,8 +2,8 @@
 
 Tables of a module that differ only in their rows and inputs are a *class*. Rows of one
 class, sharding type and kernel share a *kind*: an option that answers whatever does not
-depend on the table's rows and inputs. `NeuroShardEnumerator.list_ways` lists rows by
-class. `ways_of` makes rows of any options; each then is a kind of its own.
+depend on the table's rows and inputs. `classes` lists rows by class. `ways_of` makes
+rows of any options; each then is a kind of its own.
 
 Shapes: `R` rows, `K` kinds, `T` tables.
 """
@@ -21,6 +21,8 @@ import numpy.typing as npt
 from torchrec.distributed.planner.types import Shard, ShardingOption
 
 from torchrec_neuroshard.planner.option_facts import (
+    FACTS,
+    VERDICT,
     has_open_cache,
     is_pooled,
     option_codecs,
@@ -47,8 +49,20 @@ _NODE = "_neuroshard_node"
 """Attribute of a table-column-wise option: the node of its shards."""
 _EQUAL = "_neuroshard_equal"
 """Attribute of the column-wise options of `equal_columns`."""
-_LAZY = frozenset(("samples", "_world_size", "_price"))
-"""Attributes of a `SpreadOption` that others lack."""
+_OF_TABLE = frozenset(
+    (
+        "name",
+        "_tensor",
+        "_module",
+        "input_lengths",
+        "num_poolings",
+        "feature_names",
+        FACTS,
+    )
+)
+"""Fields of an option that differ between tables of one class."""
+_NOT_SHARED = frozenset((FACTS, VERDICT, "samples", "_world_size", "_price"))
+"""Fields of a kind that its tables' options do not get: caches, and lazy shards."""
 
 
 Ints = npt.NDArray[np.int64]
@@ -164,13 +178,14 @@ def _like(table: ShardingOption, kind: ShardingOption) -> ShardingOption:
 
 
 def _with_settings(table: ShardingOption, kind: ShardingOption) -> ShardingOption:
-    """Return a copy of a table's option with a kind's sharding type and settings."""
+    """Return an option of a table with a kind's sharding type and settings.
+
+    Fields of later releases that are not named here come from the kind.
+    """
     new = ShardingOption.__new__(ShardingOption)
-    vars(new).update(vars(table), shards=[])
-    for name in vars(new).keys() & _LAZY:
-        del vars(new)[name]
-    new.sharding_type, new.compute_kernel = kind.sharding_type, kind.compute_kernel
-    new.partition_by, new.cache_params = kind.partition_by, kind.cache_params
+    own = {n: value for n, value in vars(table).items() if n in _OF_TABLE}
+    settings = {n: v for n, v in vars(kind).items() if n not in _NOT_SHARED}
+    vars(new).update({**settings, **own, "shards": []})
     return new
 
 
