@@ -102,11 +102,19 @@ class Draft:
             rank_N = rank_N[place] + offset
         offset_T4, slope_T4 = bank.stage_affine
         ms_N4 = offset_T4[table_N] + slope_T4[table_N] * width_N[:, None]
-        where = lane_N, rank_N, bank.stages_T[table_N]
-        np.add.at(self.phases_LWS4, where, sign * ms_N4)
         sizes_MN = bank.sizes(table_N, width_N)
-        for used_LW, size_N in zip(self._bytes_MLW, sizes_MN, strict=True):
-            np.add.at(used_LW, (lane_N, rank_N), sign * size_N)
+        where = lane_N, rank_N, bank.stages_T[table_N]
+        sums: list[tuple[Floats, tuple[Ints, ...], Floats]]
+        sums = [(self.phases_LWS4, where, ms_N4)]
+        sums += [
+            (used_LW, where[:2], size_N)
+            for used_LW, size_N in zip(self._bytes_MLW, sizes_MN, strict=True)
+        ]
+        for total, at, values in sums:
+            if sign > 0:  # a placed table has each rank of a lane at most once
+                total[at] += values
+            else:
+                np.subtract.at(total, at, values)
         if bank.rules.num_sets:
             for sets_N in bank.rules.sets_TK[table_N].T:
                 np.add.at(self._occupants_LAW, (lane_N, sets_N, rank_N), sign)
@@ -209,14 +217,14 @@ class Draft:
             full = ~np.isfinite(room[np.arange(len(odd)), first])
             self.fits_L[lane_Q[odd[full]]] = False
             price[odd, first] = -1.0
+        line_N, nth_N = spread_out(count_Q)
         most = int(count_Q.max())
         if most == 1:
-            chosen = price.argmin(axis=1)[:, None]
+            rank_N = price.argmin(axis=1)
         else:
             chosen = np.argsort(price, axis=1, kind="stable")[:, :most]
-        line_N, nth_N = spread_out(count_Q)
-        rank_N = chosen[line_N, np.minimum(nth_N, chosen.shape[1] - 1)]
-        failed = (nth_N >= chosen.shape[1]) | ~np.isfinite(price[line_N, rank_N])
+            rank_N = chosen[line_N, np.minimum(nth_N, chosen.shape[1] - 1)]
+        failed = (nth_N >= price.shape[1]) | ~np.isfinite(price[line_N, rank_N])
         if failed.any():
             bad = np.unique(line_N[failed])
             placed = ~np.isin(line_N, bad)
