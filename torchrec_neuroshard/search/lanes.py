@@ -44,8 +44,9 @@ Bools = npt.NDArray[np.bool_]
 LEAST_MS, LEAST_SHARE = 1e-9, 1e-4
 """Smallest unit of a phase in the norm: in ms, and as a share of all phases. A phase
 that nothing runs in yet needs a unit, too."""
-MOST_UNITS = 3e4
-"""Phases are capped at this many units, so that their 64th power is finite."""
+MOST_UNITS, MOST_POWER, NEW_SHARE = 3e4, 1e300, 0.15
+"""Phases are capped at `MOST_UNITS` units, and at fewer if their power would exceed
+`MOST_POWER`. Units are so large that a phase may grow to `NEW_SHARE` of all phases."""
 MOST_BYTES = 2**27
 """Most bytes that the sums of lanes side by side may take. They are `L x W x G x E`."""
 MOST_ENTRIES = 2**17
@@ -144,6 +145,7 @@ class Lanes:
             power: Power of the score's norm; a power of two.
         """
         self.bank, self.power = bank, power
+        self._most_units = min(MOST_UNITS, MOST_POWER ** (1.0 / power))
         task = bank.task
         num_ranks, num_stages = task.world_size, task.num_stages
         none = np.zeros(0, dtype=np.int64)
@@ -390,7 +392,8 @@ class Lanes:
         self.loads_LWP: Floats = self.loads(self.phases_LWS4, every)
         self.updated_LS: Floats = self.loads_LWP[:, :, 1::4].mean(axis=1)
         worst_LP = self.loads_LWP.max(axis=1)
-        least_L1 = LEAST_SHARE * worst_LP.sum(axis=1, keepdims=True)
+        least_share = max(LEAST_SHARE, NEW_SHARE / self._most_units)
+        least_L1 = least_share * worst_LP.sum(axis=1, keepdims=True)
         self.unit_LP: Floats = np.maximum(worst_LP, np.maximum(least_L1, LEAST_MS))
         self.powers_LWP: Floats = self.raised(self.loads_LWP / self.unit_LP[:, None])
         self.total_LP: Floats = self.powers_LWP.sum(axis=1)
@@ -421,7 +424,7 @@ class Lanes:
 
     def raised(self, values: Floats) -> Floats:
         """Return values raised to the power of the norm."""
-        values, power = np.minimum(values, MOST_UNITS), self.power
+        values, power = np.minimum(values, self._most_units), self.power
         while power > 1:
             values = values * values
             power //= 2
