@@ -129,15 +129,19 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "without switched ways": {
         "descent._switched": lambda lanes, most: lanes.take(np.zeros(0, dtype=np.int64))
     },
-    "without layouts": {"descent._lay_out": lambda lanes, active: active[:0]},
+    "without layouts": {"descent._lay_out": lambda lanes, active, deadline: active[:0]},
     "without swaps": {"moves.SWAP_SHIFTS": ()},
     "without many pairs at once": {"moves.LEAST_HOT": 1, "moves.MOST_HOT": 1},
-    "without a sharper last norm": {"descent.FINAL_POWER": 32},
+    "without sharper norms": {"descent.FINAL_POWER": 32, "descent.LAST_POWER": 32},
     "with a quick bound": {"bound": "quick"},
 }
 """Method -> changed settings of the search, or values patched into its modules."""
 PRODUCTION = ((50, 4), (100, 8), (200, 8), (1_000, 64), (2_000, 128), (10_000, 512))
 """Numbers of tables and ranks."""
+NUM_RANDOM = 40
+"""Random models of 1 to 60 tables on 2 to 16 ranks."""
+QUICK_SECONDS = 0.1
+"""Models that take TorchRec's planner less are summarised separately."""
 EXACT = ((1e8, 256, 20), (3e8, 128, 5), (1e9, 128, 1), (2e9, 64, 50), (5e9, 64, 1))
 """Rows, width and ids per sample of the huge tables."""
 QUICK = "mlperf-4/*,dlrm-0/*,dlrm-1/*,production-100x8/cpu,huge-exact/h100"
@@ -230,6 +234,13 @@ def _tasks(sets: Mapping[str, Sequence[TableConfig]]) -> Iterator[Task]:
             memory_bytes=int(MEMORY_SHARE * total / ranks) + 4 * GIB,
             **plain,
         )
+    for number in range(NUM_RANDOM):
+        rng = np.random.default_rng([1, number])
+        # A quarter of the models has 1 to 4 tables.
+        count = int(rng.integers(1, 5 if number % 4 == 0 else 61))
+        own = _with_optimizer(tables_of(_small(rng, count)), "rowwise_adagrad")
+        ranks = int(rng.choice((2, 4, 8, 16)))
+        yield Task(family="random", label=f"{number}", tables=own, ranks=ranks)
     yield Task(family="huge", label="exact", tables=tables_of(EXACT), ranks=64)
     for ranks in (16, 64):
         for seed in range(5):
@@ -292,6 +303,18 @@ def _huge(rng: np.random.Generator) -> list[tuple[float, int, float]]:
             float(rng.choice((1, 5, 20, 80))),
         )
         for _ in range(rng.integers(5, 11))
+    ]
+
+
+def _small(rng: np.random.Generator, count: int) -> list[tuple[float, int, float]]:
+    """Return the sizes of random tables with 100 to 3 million rows."""
+    return [
+        (
+            10 ** rng.uniform(2, 6.5),
+            int(rng.choice((8, 16, 32, 64, 128))),
+            float(10 ** rng.uniform(0, 1.7)),
+        )
+        for _ in range(count)
     ]
 
 
@@ -492,6 +515,48 @@ def ablation(known: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
     return table(head, cells) if cells else ""
 
 
+def seconds_over_torchrec(
+    known: Mapping[tuple[str, str], Mapping[str, Any]],
+) -> str:
+    """Return our CPU seconds over TorchRec's as a table; empty without both."""
+    cells = []
+    pairs = [
+        (row["family"], known["torchrec", task]["seconds"], row["seconds"])
+        for (method, task), row in known.items()
+        if method == "ours" and ("torchrec", task) in known
+    ]
+    for family in dict.fromkeys(family for family, *_ in pairs):
+        for is_quick in (True, False):
+            both = [
+                (theirs, ours)
+                for name, theirs, ours in pairs
+                if name == family and (theirs < QUICK_SECONDS) == is_quick
+            ]
+            if not both:
+                continue
+            ratios = [ours / theirs for theirs, ours in both]
+            cells.append(
+                [
+                    family,
+                    f"{'below' if is_quick else 'at least'} {QUICK_SECONDS} s",
+                    str(len(both)),
+                    *(f"{statistics.median(s):.3f}" for s in zip(*both, strict=True)),
+                    f"{statistics.median(ratios):.2f}",
+                    f"{min(ratios):.2f} to {max(ratios):.2f}",
+                ]
+            )
+    head = (
+        "family",
+        "TorchRec takes",
+        "tasks",
+        "TorchRec, median s",
+        "ours, median s",
+        "ours / TorchRec, median",
+        "range",
+    )
+    return table(head, cells) if cells else ""
+
+
 def page(
     settings: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
@@ -554,6 +619,7 @@ def page(
             "# Planning time and predicted cost of planners",
             str(__doc__),
             table(head, cells),
+            seconds_over_torchrec(known),
             ablation(known),
             f"Relative to before, geometric mean of {len(ratios)}: {mean}.",
             f"## Ours worse by more than {TOLERANCE:.1%}, or without a plan",

@@ -47,3 +47,17 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
     page = (tmp_path / "first.md").read_text()
     assert f"| tiny-0/cpu | ours | {found['ms']:.4g} | 1.0000 |" in page
     assert "geometric mean of 1: 1.0000" in page
+
+
+def test_seconds_are_compared_with_torchrecs_by_family() -> None:
+    seconds = {"torchrec": (0.05, 0.08, 2.0), "ours": (0.1, 0.08, 0.5)}
+    known = {
+        (method, f"t{n}"): {"family": "random", "seconds": value}
+        for method, values in seconds.items()
+        for n, value in enumerate(values)
+    }
+    found = bench_search.seconds_over_torchrec(known)
+    assert "| random | below 0.1 s | 2 | 0.065 | 0.090 | 1.50 | 1.00 to 2.00 |" in found
+    assert "| random | at least 0.1 s | 1 | 2.000 | 0.500 | 0.25 | " in found
+    only_ours = {key: row for key, row in known.items() if key[0] == "ours"}
+    assert not bench_search.seconds_over_torchrec(only_ours)
