@@ -25,6 +25,7 @@ from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 MOST_BATCHES, MAX_LOAD = 2.0**20, 0.95
 """Limits of a cache: batches of rows, and share of the table's rows."""
@@ -107,9 +108,14 @@ class _Caches:
         ).astype(np.float64)
         return bytes_W
 
-    def _load(self, table: int, log_batches: float) -> float:
-        """Return the load factor of a table's cache of this many batches."""
-        return float(np.interp(log_batches, self._log_batches, self._loads_TK[table]))
+    def _loads(self, table_N: Ints, log_batches_N: Floats) -> Floats:
+        """Return the load factors of tables' caches of this many batches, `N`."""
+        place_N = log_batches_N / self._log_batches[-1] * (_NUM_KNOTS - 1)
+        low_N = np.minimum(place_N.astype(int), _NUM_KNOTS - 2)
+        first_N = self._loads_TK[table_N, low_N]
+        second_N = self._loads_TK[table_N, low_N + 1]
+        loads_N: Floats = first_N + (second_N - first_N) * (place_N - low_N)
+        return loads_N
 
     def fill(self) -> Floats:
         """Return load factors, `T`: as many batches as the fullest of its ranks holds.
@@ -120,9 +126,7 @@ class _Caches:
         low_W, high_W = np.zeros(num_ranks), np.full(num_ranks, np.log(MOST_BATCHES))
         for _ in range(_STEPS):
             middle_W = (low_W + high_W) / 2
-            loads_N = np.array(
-                [*map(self._load, self._table_N, middle_W[self._rank_N])]
-            )
+            loads_N = self._loads(self._table_N, middle_W[self._rank_N])
             slots_N = self._rows_N * loads_N
             slots_N = np.ceil(slots_N / ASSOCIATIVITY + 1e-3) * ASSOCIATIVITY
             fits_W = self._of_ranks(slots_N, num_ranks) <= self._room_W
@@ -132,4 +136,4 @@ class _Caches:
             )
         log_T = np.full(len(self._loads_TK), np.inf)
         np.minimum.at(log_T, self._table_N, low_W[self._rank_N])
-        return np.array([*map(self._load, range(len(log_T)), log_T)])
+        return self._loads(np.arange(len(log_T)), log_T)
