@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
 from torchrec_neuroshard.planner.compat import optimizer_arguments, optimizer_classes
 from torchrec_neuroshard.planner.memory import MemoryModel
@@ -92,7 +92,7 @@ class TableClasses:
             optimizer_classes(parameter),
             repr(optimizer_arguments(parameter)),
             config and config.data_type,
-            getattr(config, "pooling", None),
+            isinstance(config, EmbeddingBagConfig) and config.pooling,
             self._limits(constraint),
         )
 
