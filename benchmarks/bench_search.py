@@ -19,9 +19,10 @@ results of an earlier call to the table.
 Nothing is trained. Milliseconds are predictions, and one cost model prices all plans of
 a task: a model of CPU kernels (`cpu`) or the estimate for an H100 (`h100`). Both plan
 for GPUs, since TorchRec offers row-wise sharding on GPUs only. Seconds and time limits
-are CPU time of the process, so other work on the machine ends no search. A gap that is
-not called proven uses an estimated bound. If a rival misses the time limit, it is not
-tried on larger tasks of the same family.
+are CPU time of the process, so other work on the machine ends no search. Only the
+estimate has a bound, so the model of CPU kernels has no gaps. Stored records may have
+gaps to an estimated bound; these are not called proven. If a rival misses the time
+limit, it is not tried on larger tasks of the same family.
 """
 
 from __future__ import annotations
