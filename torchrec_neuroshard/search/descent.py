@@ -76,8 +76,9 @@ as many rounds took 0.87 of the time, and the plans' mean was the same."""
 TINY_LANES, TINY_ROUNDS, LEAST_LANES = 8, 2, 3
 """Most lanes of a round per table, and most rounds without a gain per table but one:
 they shorten searches of 2 and 3 tables to half their time, with the same plans in 8
-tasks. With fewer lanes than `LEAST_LANES`, as above 667 tables, no copies are disturbed:
-in three tasks of 1,000 tables that gained nothing, for a tenth of the time."""
+tasks. With fewer lanes than `LEAST_LANES`, as above 667 tables, no copies are
+disturbed: in three tasks of 1,000 tables that gained nothing, for a tenth of the time.
+"""
 MOST_ROUNDS, MOST_STEPS = 40, 1_000
 """Most rounds of restarts, and most steps of one descent."""
 FINAL_POWER, NUM_FINAL, LAST_POWER = 64, 3, 256
