@@ -194,6 +194,7 @@ def row_shard(
     histogram = tuple(n * share for n in whole.access_histogram)
     if first is not None and whole.hot_rows is not None:
         [share] = whole.hot_rows.shares([first], [rows], table.num_embeddings).tolist()
+        share = min(share, 1.0)  # it may be rounded up
         histogram = _histogram_of(whole, whole.hot_rows, share, first, rows)
     per_bag = whole.num_lookups / (batch_size * table.num_outputs)
     # Each id of a bag falls into the shard with probability `share`.
