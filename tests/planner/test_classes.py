@@ -47,7 +47,7 @@ def drawn(seed: int) -> tuple[Any, dict[str, Any]]:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(2, 15))
     sizes = [
-        (int(10 ** rng.uniform(2, 6)), int(rng.choice([8, 32, 128, 2048])))
+        (int(10 ** rng.uniform(2, 6)), int(rng.choice([8, 32, 128, 1024])))
         for _ in range(count)
     ]
     types = {i: DataType.FP16 for i in range(count) if rng.random() < 0.3}

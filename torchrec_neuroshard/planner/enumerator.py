@@ -104,8 +104,8 @@ class NeuroShardEnumerator(HookedEnumerator):
     Attributes:
         memory: The memory model of what ranks allocate. None: the caller's `estimator`
             counts memory.
-        listed: The options listed last.
-        first_listed: The options listed last with the memory that ranks allocate, not
+        listed: All options listed last; empty if tables were listed by class.
+        first_listed: All options listed last with the memory that ranks allocate, not
             with TorchRec's smaller count.
         chosen: The planner's last plan.
 

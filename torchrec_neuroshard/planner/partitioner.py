@@ -61,7 +61,7 @@ from torchrec_neuroshard.planner.ways import (
     FreeOption,
     Ways,
     is_placeable,
-    joint_ways,
+    proposed_ways,
 )
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
@@ -229,7 +229,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             for option in proposal:
                 note_sharders((option, *FreeOption.ways_of(option)), self._sharders)
         rules, room = self.rules(proposal), storage_constraint
-        ways, rows = joint_ways(proposal)
+        ways, rows = proposed_ways(proposal)
         tables = [
             own if is_placeable(first, self.costs.reader) else []
             for own, first in zip(rows, ways.kinds_of(r[0] for r in rows), strict=True)

@@ -233,7 +233,7 @@ class FreeOption(ShardingOption):
         return option.ways.kinds_of(option.rows) if is_free else [option]
 
 
-def joint_ways(proposal: Sequence[ShardingOption]) -> tuple[Ways, list[list[int]]]:
+def proposed_ways(proposal: Sequence[ShardingOption]) -> tuple[Ways, list[list[int]]]:
     """Return the ways that the options of a proposal stand for, and each one's rows."""
     first = proposal[0]
     if isinstance(first, FreeOption) and all(
