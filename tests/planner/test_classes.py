@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from torch import nn
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, PoolingType
@@ -182,3 +182,26 @@ def test_fields_of_later_releases_follow_the_sharding_type(
         assert option.num_nodes == expected
     names = {option.name for option in ways.options(range(ways.num_rows))}
     assert names == {"t0", "t1", "t2", "t3"}
+
+
+def test_statistics_of_a_proposal_that_does_not_fit_have_times() -> None:
+    planner = make_planner(
+        topology=gpus(2, hbm_cap=2**23), stats=None, strict_memory=True
+    )
+    with pytest.raises(PlannerError, match="MiB"):
+        planner.plan(make_ebc([(100_000, 64)] * 2), bag_sharders())
+
+
+def test_settings_of_a_table_make_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[str] = []
+    narrowed = NeuroShardEnumerator.narrowed_types
+
+    def note(self: Any, table: str, types: list[str]) -> list[str]:
+        listed.append(table)
+        return narrowed(self, table, types)
+
+    monkeypatch.setattr(NeuroShardEnumerator, "narrowed_types", note)
+    model = make_ebc([(1000, 64)] * 4)
+    model.embedding_bag_configs()[2].some_new_setting = True
+    make_planner(topology=gpus(2)).plan(model, bag_sharders())
+    assert listed == ["t0", "t2"]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_neuroshard.planner.compat import optimizer_arguments, optimizer_classes
 from torchrec_neuroshard.planner.memory import MemoryModel
@@ -28,6 +28,16 @@ from torchrec_neuroshard.tables.sharding_types import (
 
 _INPUTS = ("pooling_factors", "num_poolings", "batch_sizes", "feature_names")
 """Constraints that only say what a table's inputs are."""
+
+_OWN = (
+    "name",
+    "num_embeddings",
+    "feature_names",
+    "init_fn",
+    "weight_init_max",
+    "weight_init_min",
+)
+"""Fields of a table's configuration on which no way to shard it depends."""
 
 Table = tuple[str, str]
 """Path of a table's module, and the table's name."""
@@ -91,8 +101,9 @@ class TableClasses:
             parameter.dtype,
             optimizer_classes(parameter),
             repr(optimizer_arguments(parameter)),
-            config and config.data_type,
-            isinstance(config, EmbeddingBagConfig) and config.pooling,
+            tuple((n, repr(v)) for n, v in vars(config).items() if n not in _OWN)
+            if config is not None
+            else None,
             self._limits(constraint),
         )
 

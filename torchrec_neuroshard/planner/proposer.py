@@ -34,7 +34,7 @@ from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.search_space import other_caches
 from torchrec_neuroshard.planner.sequence_splits import SequenceSplits
-from torchrec_neuroshard.planner.spread_options import sample_shards
+from torchrec_neuroshard.planner.spread_options import price_later, sample_shards
 from torchrec_neuroshard.planner.ways import (
     FreeOption,
     Ways,
@@ -120,6 +120,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         listed = None
         if isinstance(enumerator, NeuroShardEnumerator):
             listed = enumerator.ways_in(search_space)
+        self._is_by_class = listed is not None
         self._add(ways_of(search_space) if listed is None else listed)
         self._num_listed = self._ways.num_rows
         self._add_variants(range(self._num_listed))
@@ -222,7 +223,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         """Yield the proposals of the class docstring, in order."""
         tables = [self._permitted(rows) for rows in self._rows.values()]
         first = list(map(self._free, tables))
-        yield [option for option, _ in first]
+        yield self._options(first)
         if isinstance(self._enumerator, NeuroShardEnumerator):
             listed = self._ways.options(range(self._num_listed))
             withheld = self._enumerator.withheld(listed)
@@ -231,13 +232,14 @@ class NeuroShardProposer(CostedPart, Proposer):
                 self._split_sequences(self._rows)
                 more = list(map(self._permitted, self._rows.values()))
                 free = partial(self._free, order=self._memory_order)
-                yield [option for option, _ in map(free, more)]
+                yield self._options([free(rows) for rows in more])
         narrow = dict(zip(self._rows, tables, strict=True))
         self._split_sequences(narrow, narrow=True)
         least = [self._least(rows, self._memory_order) for rows in narrow.values()]
-        options = list(map(self._estimated, least))
+        options = self._options([(row, ()) for row in least])
         few = sum(o.num_shards for o in options) <= MOST_LISTED_SHARDS
-        if few and any(a != b for a, (_, b) in zip(least, first, strict=True)):
+        before = [None if rows else row for row, rows in first]
+        if few and least != before:
             yield options
 
     def propose(self) -> list[ShardingOption] | None:
@@ -284,15 +286,15 @@ class NeuroShardProposer(CostedPart, Proposer):
         self,
         rows: Sequence[int],
         order: Callable[[int], Any] | None = None,
-    ) -> tuple[ShardingOption, int | None]:
-        """Return one option that stands for a table in all its ways.
+    ) -> tuple[int, Sequence[int]]:
+        """Return the row that stands for a table in all its ways, and these ways.
 
         Args:
             rows: The table's ways.
             order: Sort key; the first row stands for all. None: as the class describes.
 
         Returns:
-            The option, and its row if it stands for itself alone.
+            The row, and the rows that it stands for; none if it stands for itself.
         """
         ways, searched = self._ways, [r for r in rows if self._is_placeable(r)]
         ranks = self._rules.ranks(self._rules.index[table_name(self._table(rows))])
@@ -303,15 +305,15 @@ class NeuroShardProposer(CostedPart, Proposer):
         order = order or partial(self._cost_order, self._room[ranks], bool(searched))
         if searched:
             least = self._least(searched, order, self._cost_ms)
-            return FreeOption(self._estimated(least), ways, searched), None
+            return least, searched
         if ways.option(rows[0]).dependency is not None:
             least = self._least(rows, order, self._cost_ms)
-            return self._estimated(least), least
+            return least, ()
         ranked = sorted(
             rows, key=lambda r: (*order(r), self._cost_ms(r), *self._name_order(r))
         )
         runnable = [r for r in ranked if not self._is_faulty(r)] or ranked
-        return FreeOption(self._estimated(runnable[0]), ways, runnable), None
+        return runnable[0], runnable
 
     def _kind(self, row: int) -> int:
         return int(self._ways.kind_R[row])
@@ -325,14 +327,28 @@ class NeuroShardProposer(CostedPart, Proposer):
             )
         return self._placeable_K[kind]
 
-    def _estimated(self, row: int) -> ShardingOption:
-        """Return a row as an option whose shards have an estimate of their memory."""
-        option = self._ways.option(row)
-        hbm, ddr = self._bytes_R2[row].astype(np.int64).tolist()
-        for shard in sample_shards(option):
-            if shard.storage is None:
-                shard.storage = Storage(hbm=hbm, ddr=ddr)
-        return option
+    def _options(
+        self, chosen: Sequence[tuple[int, Sequence[int]]]
+    ) -> list[ShardingOption]:
+        """Return the options of a proposal, with estimates of their shards.
+
+        Args:
+            chosen: The row of each table, and the rows that it stands for.
+        """
+        options = [self._ways.option(row) for row, _ in chosen]
+        for option, (row, _) in zip(options, chosen, strict=True):
+            hbm, ddr = self._bytes_R2[row].astype(np.int64).tolist()
+            for shard in sample_shards(option):
+                if shard.storage is None:
+                    shard.storage = Storage(hbm=hbm, ddr=ddr)
+        if self._is_by_class:
+            # TorchRec's statistics read the times of a proposal that does not fit.
+            unpriced = [o for o in options if sample_shards(o)[0].perf is None]
+            price_later(unpriced, self.costs.single_perfs, lambda: self.costs.encoder)
+        return [
+            FreeOption(option, self._ways, rows) if rows else option
+            for option, (_, rows) in zip(options, chosen, strict=True)
+        ]
 
     def _cost_ms(self, row: int) -> float:
         """Return the time of a row's slowest shard as if it were alone."""
