@@ -186,7 +186,10 @@ def test_fields_of_later_releases_follow_the_sharding_type(
 
 def test_statistics_of_a_proposal_that_does_not_fit_have_times() -> None:
     planner = make_planner(
-        topology=gpus(2, hbm_cap=2**23), stats=None, strict_memory=True
+        topology=gpus(2, hbm_cap=2**23),
+        constraints=each(2, compute_kernels=["fused"]),
+        stats=None,
+        strict_memory=True,
     )
     with pytest.raises(PlannerError, match="MiB"):
         planner.plan(make_ebc([(100_000, 64)] * 2), bag_sharders())
