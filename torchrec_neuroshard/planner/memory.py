@@ -446,23 +446,23 @@ class MemoryModel:
         """Return the largest of `_skews` in a block of even rows, `R`."""
         skew_R = np.ones(ways.num_rows)
         known: dict[tuple[int, int], float] = {}
-        for number, kind in enumerate(ways.kinds):
-            if (parts := self._row_parts(kind)) == 1:
+        used, kind_R = np.unique(ways.kind_R, return_inverse=True)
+        parts_K = np.array([self._row_parts(ways.kinds[k]) for k in used.tolist()])
+        parts_R = parts_K[kind_R]
+        for row in np.flatnonzero(parts_R > 1).tolist():
+            parts = int(parts_R[row])
+            table = self._reader.table(ways.tables[ways.table_R[row]])
+            if table.profile is None or table.profile.hot_rows is None:
                 continue
-            for row in np.flatnonzero(ways.kind_R == number).tolist():
-                option = ways.tables[ways.table_R[row]]
-                table = self._reader.table(option)
-                if table.profile is None or table.profile.hot_rows is None:
-                    continue
-                key = id(table), parts
-                if key not in known:
-                    rows = table.num_embeddings
-                    part_rows = -(-rows // parts)
-                    first_N = np.minimum(np.arange(parts) * part_rows, rows)
-                    rows_N = np.minimum(part_rows, rows - first_N)
-                    skews = self._skews(ways.option(row), first_N, rows_N)
-                    known[key] = float(skews.max())
-                skew_R[row] = known[key]
+            key = id(table), parts
+            if key not in known:
+                rows = table.num_embeddings
+                part_rows = -(-rows // parts)
+                first_N = np.minimum(np.arange(parts) * part_rows, rows)
+                rows_N = np.minimum(part_rows, rows - first_N)
+                skews = self._skews(ways.option(row), first_N, rows_N)
+                known[key] = float(skews.max())
+            skew_R[row] = known[key]
         return skew_R
 
     def shard_bytes(
