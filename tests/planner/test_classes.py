@@ -120,17 +120,21 @@ def test_most_drawn_models_are_listed_by_class() -> None:
     assert listed.count(True) >= 4
 
 
-def test_torchrecs_filters_run_once_for_each_class(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[str] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tables whose sharding types the enumerator was asked for."""
+    tables: list[str] = []
     narrowed = NeuroShardEnumerator.narrowed_types
 
-    def count(self: Any, table: str, types: list[str]) -> list[str]:
-        asked.append(table)
+    def note(self: Any, table: str, types: list[str]) -> list[str]:
+        tables.append(table)
         return narrowed(self, table, types)
 
-    monkeypatch.setattr(NeuroShardEnumerator, "narrowed_types", count)
+    monkeypatch.setattr(NeuroShardEnumerator, "narrowed_types", note)
+    return tables
+
+
+def test_torchrecs_filters_run_once_for_each_class(asked: list[str]) -> None:
     sizes = [(100 + i, 32 if i % 2 else 64) for i in range(20)]
     limits = each(20, "table_wise", "row_wise")
     for i in range(20):  # inputs do not make a class
@@ -195,16 +199,8 @@ def test_statistics_of_a_proposal_that_does_not_fit_have_times() -> None:
         planner.plan(make_ebc([(100_000, 64)] * 2), bag_sharders())
 
 
-def test_settings_of_a_table_make_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed: list[str] = []
-    narrowed = NeuroShardEnumerator.narrowed_types
-
-    def note(self: Any, table: str, types: list[str]) -> list[str]:
-        listed.append(table)
-        return narrowed(self, table, types)
-
-    monkeypatch.setattr(NeuroShardEnumerator, "narrowed_types", note)
+def test_settings_of_a_table_make_a_class(asked: list[str]) -> None:
     model = make_ebc([(1000, 64)] * 4)
     model.embedding_bag_configs()[2].some_new_setting = True
     make_planner(topology=gpus(2)).plan(model, bag_sharders())
-    assert listed == ["t0", "t2"]
+    assert asked == ["t0", "t2"]

@@ -130,10 +130,10 @@ class Ways:
             node_size: Ranks that share the rows of a table-row-wise table.
         """
         size_R2 = self.embedding_R().copy()
-        for number, option in enumerate(self.kinds):
-            rows = np.flatnonzero(self.kind_R == number)
-            if not len(rows):
-                continue
+        order = np.argsort(self.kind_R, kind="stable")
+        used, first = np.unique(self.kind_R[order], return_index=True)
+        for number, rows in zip(used.tolist(), np.split(order, first[1:]), strict=True):
+            option = self.kinds[number]
             largest = max(s.size for s in sample_shards(option))
             if len(rows) == 1 and self.tables[self.table_R[rows[0]]] is option:
                 size_R2[rows] = largest
