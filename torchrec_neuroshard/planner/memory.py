@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -546,7 +546,11 @@ class MemoryModel:
             shard.storage += Storage(**{"hbm": 0, "ddr": 0, self._tier: size})
 
     def common_bytes(
-        self, options: Sequence[ShardingOption], *, placed: bool = False
+        self,
+        options: Sequence[ShardingOption],
+        *,
+        placed: bool = False,
+        mixed: Collection[str] = (),
     ) -> float:
         """Return the memory that every rank needs, whatever its shards [bytes].
 
@@ -556,13 +560,19 @@ class MemoryModel:
             options: One per table. Options that the model does not know count 0.
             placed: Whether the options are a plan. Then the extra memory of modules
                 with several sharding types also counts.
+            mixed: Paths of modules that plans of a proposal will probably mix of
+                replicated and other tables.
         """
         known, peak = [o for o in options if self.knows(o)], self._peak
         if not known:
             return 0.0
-        total_6 = self._common(known, as_listed=placed or peak is None)
+        as_listed = placed or peak is None
+        total_6 = self._common(known, as_listed=as_listed)
         if placed:
             total_6 += self._of_modules(known)
+        for option in known:
+            if option.path in mixed and not is_dense(option):
+                total_6 += self._beside_others(option, True, as_listed=as_listed)
         most = total_6.max() if peak is None else total_6[peak.instant]
         return float(most) + _ALLOCATOR
 
@@ -802,9 +812,7 @@ class MemoryModel:
                 held[0, 1, 1, 1, 0, 0] += size / repeats
             if self._is_pipelined:
                 ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * lookups
-                copies, pieces = self._num_pieces(option)
-                if not as_listed and option.sharding_type in COLUMN_SHARDED_TYPES:
-                    copies = pieces = 1
+                copies, pieces = self._num_pieces(option, as_listed)
                 held[_ALWAYS] += _NUM_CAME * (ids + _LENGTH * bags)
                 num_sent = _ALWAYS if is_dense(option) else self._num_sent
                 held[num_sent] += copies * ids + pieces * _LENGTH * bags
@@ -820,11 +828,18 @@ class MemoryModel:
         block = kind.block_size(world_size, self._reader.node_size)
         return kind.splits_rows and block >= world_size
 
-    def _num_pieces(self, option: ShardingOption) -> tuple[int, int]:
+    def _num_pieces(self, option: ShardingOption, as_listed: bool) -> tuple[int, int]:
         """Return how often a table's features are copied and into how many pieces.
 
         Column shards get copies of all ids; row shards get a part each.
+
+        Args:
+            option: Any option.
+            as_listed: Whether column shards are as the option lists them; else the
+                table is whole.
         """
+        if not as_listed and option.sharding_type in COLUMN_SHARDED_TYPES:
+            return 1, 1
         columns = len({int(s.offset[1]) for s in option.shards})
         kind = SHARDING_TYPES[option.sharding_type]
         block = kind.block_size(self._reader.world_size, self._reader.node_size)
@@ -841,10 +856,13 @@ class MemoryModel:
             if len(kinds) > 1:
                 members = [o for several in kinds.values() for o in several]
                 replicas = any(map(is_dense, members))
-                extra += sum(self._beside_others(o, replicas) for o in members)
+                for option in members:
+                    extra += self._beside_others(option, replicas, as_listed=True)
         return extra
 
-    def _beside_others(self, option: ShardingOption, beside_replicas: bool) -> Floats:
+    def _beside_others(
+        self, option: ShardingOption, beside_replicas: bool, *, as_listed: bool
+    ) -> Floats:
         """Return a table's extra memory in a module with several sharding types.
 
         Its gradient is a part of the gradient of all outputs, which is copied. Features
@@ -860,7 +878,7 @@ class MemoryModel:
             found += size * np.array([0, 0, 0, 0, 1, 1])
             table, local = self._reader.table(option), float(option.batch_size)
             ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * table.pooling_factor
-            copies, _ = self._num_pieces(option)
+            copies, _ = self._num_pieces(option, as_listed)
             one = (
                 copies * local * (ids + _LENGTH * self._reader.bags_per_sample(option))
             )

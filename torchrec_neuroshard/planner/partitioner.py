@@ -305,7 +305,15 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         common, host = memory.common_bytes(proposal), 0.0
         less = without(room, common)
         self._check_room(proposal, less, room)
-        plan = self._fitted(proposal, ways, tables, less, room, rules)
+        # Count in advance what only shows once some tables are replicated.
+        mixed = memory.common_bytes(proposal, mixed=_may_mix(ways, tables))
+        try:
+            plan = self._fitted(proposal, ways, tables, without(room, mixed), room, rules)
+            common = mixed
+        except PlannerError:
+            if mixed == common:
+                raise
+            plan = self._fitted(proposal, ways, tables, less, room, rules)
         for _ in range(MOST_REPAIRS):
             if full_rank(room, plan) is None:
                 break
@@ -511,6 +519,17 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             "reservation, the outputs for its own samples and tables that the search "
             f"does not place leave {format_bytes(max(0, left))}."
         )
+
+
+def _may_mix(ways: Ways, tables: Sequence[Sequence[int]]) -> set[str]:
+    """Return the paths of modules with tables that may be replicated or not."""
+    listed = dict.fromkeys(tuple(ways.kind_R[list(rows)].tolist()) for rows in tables)
+    mixed = set()
+    for kinds in listed:
+        options = [ways.kinds[k] for k in kinds]
+        if len({is_dense(option) for option in options}) > 1:
+            mixed.add(options[0].path)
+    return mixed
 
 
 def _unsearched_options(

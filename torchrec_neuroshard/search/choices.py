@@ -72,7 +72,8 @@ class Choices:
         num_ways = [len(ways) for ways in self.ways]
         self._number_F: Ints = np.repeat(np.arange(len(self.ways)), num_ways)
         # Tables with fewer ways repeat their first one.
-        filled = [(*w, *w[:1] * (max(num_ways) - len(w))) for w in self.ways]
+        most = max(num_ways)
+        filled = [(*w, *w[:1] * (most - len(w))) for w in self.ways]
         self._way_NK: Ints = np.array(filled)
         count = len(task.tables)
         table, rank, alike = bank.parts(np.arange(count), alike=True)

@@ -114,6 +114,8 @@ def check_constraints(task: ShardingTask) -> None:
         ConfigError: Rules contradict each other; names the tables.
     """
     rules, ways_N = task.rules, task.ways
+    if not rules:
+        return
     number = {way: n for n, ways in enumerate(ways_N) for way in ways}
 
     def proper(sets: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
