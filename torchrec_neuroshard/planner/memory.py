@@ -287,6 +287,7 @@ class MemoryModel:
 
     Attributes:
         is_lenient: Whether TorchRec's estimator counts all memory at the moment.
+        peak: When plans are expected to need most memory. None: shards count bounds.
 
     Args:
         reader: Describes the tables and the devices.
@@ -302,7 +303,7 @@ class MemoryModel:
         self._num_sent = _NUM_SENT.get(name, (0,) * len(INSTANTS))
         self._prefetches = name == PREFETCHING
         self.is_lenient = False
-        self._peak: _Peak | None = None
+        self.peak: _Peak | None = None
 
     @contextlib.contextmanager
     def at_peak(self, options: Sequence[ShardingOption]) -> Iterator[None]:
@@ -315,11 +316,11 @@ class MemoryModel:
         Args:
             options: One for each table, which stands for all its ways.
         """
-        self._peak = self._expected_peak(options)
+        self.peak = self._expected_peak(options)
         try:
             yield
         finally:
-            self._peak = None
+            self.peak = None
 
     def _expected_peak(self, options: Sequence[ShardingOption]) -> _Peak | None:
         """Return when a rank with an average part of all tables needs most memory."""
@@ -488,7 +489,7 @@ class MemoryModel:
             `N x 2`: bytes on the device and on the host.
         """
         skew_N = self._most_skews(ways)[np.asarray(row_N, dtype=np.int64)]
-        return self._shard_bytes(ways, row_N, rows_N, width_N, skew_N, self._peak)
+        return self._shard_bytes(ways, row_N, rows_N, width_N, skew_N, self.peak)
 
     def _shard_bytes(
         self,
@@ -563,7 +564,7 @@ class MemoryModel:
             mixed: Paths of modules that plans of a proposal will probably mix of
                 replicated and other tables.
         """
-        known, peak = [o for o in options if self.knows(o)], self._peak
+        known, peak = [o for o in options if self.knows(o)], self.peak
         if not known:
             return 0.0
         as_listed = placed or peak is None

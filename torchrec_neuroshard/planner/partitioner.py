@@ -180,6 +180,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         self._enumerator = enumerator
         self.log = SearchLog()
         self._sharders: Mapping[str, ModuleSharder[Any]] = {}
+        self._spaces: list[tuple[Any, SearchSpace]] = []
 
     def start(
         self, log: SearchLog, sharders: Iterable[ModuleSharder[Any]] = ()
@@ -247,6 +248,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             if self.log.infeasible is None or num_ways > self.log.num_ways:
                 self.log.infeasible, self.log.num_ways = str(error), num_ways
             raise
+        finally:
+            self._spaces.clear()
         self.log.best_ms = min(self.log.best_ms, self._path_ms(plan))
         return PlanOptions(plan)
 
@@ -308,11 +311,13 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         # Count in advance what only shows once some tables are replicated.
         mixed = memory.common_bytes(proposal, mixed=_may_mix(ways, tables))
         try:
-            plan = self._fitted(proposal, ways, tables, without(room, mixed), room, rules)
+            less = without(room, mixed)
+            plan = self._fitted(proposal, ways, tables, less, room, rules)
             common = mixed
         except PlannerError:
             if mixed == common:
                 raise
+            less = without(room, common)
             plan = self._fitted(proposal, ways, tables, less, room, rules)
         for _ in range(MOST_REPAIRS):
             if full_rank(room, plan) is None:
@@ -454,16 +459,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         memory: Sequence[Storage],
         rules: PlacementRules,
     ) -> list[ShardingOption]:
-        space = SearchSpace.of(
-            ways,
-            tables,
-            reader=self.costs.reader,
-            enumerator=self._enumerator,
-            memory=memory,
-            rules=rules,
-            least_columns=self.costs.least_columns,
-            places=places,
-        )
+        space = self._space(ways, tables, places, memory, rules)
         log, start = self.log, time.monotonic()
         searcher = log.next(self.searcher)
         task = space.task
@@ -503,6 +499,33 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         result = self.costs.predict(space.task, result, const_ms)
         log.records.append(SearchRecord(space.task, result))
         return space.placed(result.placement)
+
+    def _space(
+        self,
+        ways: Ways,
+        tables: Sequence[Sequence[int]],
+        places: Sequence[int],
+        memory: Sequence[Storage],
+        rules: PlacementRules,
+    ) -> SearchSpace:
+        """Return the search space; a proposal's later searches only change memory."""
+        peak = self._memory and self._memory.peak
+        key = ways, tables, places, rules, peak
+        for known, space in () if rules.together else self._spaces:
+            if known == key:
+                return space.with_memory(memory)
+        space = SearchSpace.of(
+            ways,
+            tables,
+            reader=self.costs.reader,
+            enumerator=self._enumerator,
+            memory=memory,
+            rules=rules,
+            least_columns=self.costs.least_columns,
+            places=places,
+        )
+        self._spaces = [(key, space)]
+        return space
 
     def _explained(self, message: str, memory: Sequence[Storage]) -> str:
         """Add to a message how much memory ranks have left before the search.

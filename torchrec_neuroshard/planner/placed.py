@@ -107,17 +107,21 @@ def stage_name(path: str, sharding_type: str) -> str:
 
 
 def task_of(
-    ways: Ways, reader: TableReader, places: Sequence[int] | None = None
+    ways: Ways,
+    reader: TableReader,
+    places: Sequence[int] | None = None,
+    **limits: Any,
 ) -> ShardingTask:
     """Return a task of these ways to shard tables.
 
     Groups and stages are numbered in the order of rows. A module's tables of one
-    sharding type share a stage. The task has no limits on memory or ranks.
+    sharding type share a stage.
 
     Args:
         ways: Ways with a cost; several may be of one table.
         reader: Describes their tables and the devices.
         places: Place of each row's table in the model. None: the order of rows.
+        limits: The task's fields on memory, splits and ranks. None: no limits.
     """
     places = places or range(ways.num_rows)
     in_order = ways.take(np.argsort(places, kind="stable"))
@@ -166,11 +170,11 @@ def task_of(
         modules=tuple(modules[path] for path, _ in stages),
         places=tuple(places),
         alternatives=tuple(map(tuple, rows.values())),
-        sharding_types=types,
         pooled=pooled,
         codecs=codecs,
         repeats=tuple(repeats_T[t] for t in table_R),
         kernels=kernels,
+        **{"sharding_types": types, **limits},
     )
 
 

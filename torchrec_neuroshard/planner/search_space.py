@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -138,6 +137,8 @@ class SearchSpace:
     ways: Ways
     """The way of each index in the task, as a row."""
     task: ShardingTask
+    _tier: str
+    """Memory of fused tables on devices."""
     _bytes: _ShardBytes
     _may_be_table_wise: tuple[bool, ...]
 
@@ -189,7 +190,6 @@ class SearchSpace:
             ways, shard_bytes = ways.take(kept), shard_bytes.of(kept)
         places = places or range(len(tables))
         counts = [len(rows) for rows in tables]
-        task = task_of(ways, reader, np.repeat(places, counts).tolist())
         facts_K = {
             k: (
                 narrowest_shard(kind, reader, least_columns),
@@ -204,19 +204,32 @@ class SearchSpace:
         )
         return cls(
             ways=ways,
-            task=dataclasses.replace(
-                task,
+            task=task_of(
+                ways,
+                reader,
+                np.repeat(places, counts).tolist(),
                 **_memory_fields(tier, shard_bytes, memory),
-                **_host_fields(tier, ways, counts, shard_bytes, memory),
+                **_host_fields(tier, ways, shard_bytes, memory),
                 min_widths=min_widths,
                 max_shards=most,
                 sharding_types=types,
                 uneven=not reader.on_gpu,
                 **_placement_fields(ways, rules, reader),
             ),
+            _tier=tier,
             _bytes=shard_bytes,
             _may_be_table_wise=may_be_table_wise,
         )
+
+    def with_memory(self, memory: Sequence[Storage]) -> SearchSpace:
+        """Return the space for other memory; the ways of tables stay.
+
+        Args:
+            memory: Memory left on each rank. No tables go together.
+        """
+        fields = _memory_fields(self._tier, self._bytes, memory)
+        fields |= _host_fields(self._tier, self.ways, self._bytes, memory)
+        return replace(self, task=replace(self.task, **fields))
 
     def over_hosts(self, placement: Placement) -> Placement:
         """Return the placement with ranks renamed to spread host reads over hosts.
@@ -527,27 +540,29 @@ def _memory_fields(
 
 
 def _host_fields(
-    tier: str,
-    ways: Ways,
-    counts: Sequence[int],
-    shards: _ShardBytes,
-    memory: Sequence[Storage],
+    tier: str, ways: Ways, shards: _ShardBytes, memory: Sequence[Storage]
 ) -> dict[str, Any]:
-    """Return a task's fields on host memory; {} if tables cannot fill it.
+    """Return a task's fields on host memory; no limits if tables cannot fill it.
 
     Args:
         tier: Memory of fused tables on devices.
-        ways: Ways to shard tables, table by table.
-        counts: Ways of each table.
+        ways: Ways to shard tables.
         shards: Memory of the ways' shards.
         memory: Memory left on each rank.
     """
     if tier == "ddr":
         return {}
-    starts = np.cumsum([0, *counts[:-1]])
-    bytes_R = shards.largest("ddr", ways.embedding_R()[:, 1])
-    if np.maximum.reduceat(bytes_R, starts).sum() <= min(m.ddr for m in memory):
-        return {}
+    names = [table_name(option) for option in ways.tables]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    table_R = np.array([numbers[name] for name in names])[ways.table_R]
+    most_T = np.zeros(len(numbers))
+    np.maximum.at(most_T, table_R, shards.largest("ddr", ways.embedding_R()[:, 1]))
+    if most_T.sum() <= min(m.ddr for m in memory):
+        return {
+            "host_memory_bytes": (),
+            "host_fixed_bytes": (),
+            "host_column_bytes": (),
+        }
     fields = _memory_fields("ddr", shards, memory)
     return {f"host_{name}": value for name, value in fields.items()}
 

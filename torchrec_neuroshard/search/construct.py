@@ -52,6 +52,7 @@ class Draft:
         shape = (num_lanes, task.world_size)
         self.bank, self._by_size = bank, by_size
         self.phases_LWS4: Floats = np.zeros((*shape, task.num_stages, 4))
+        self._load_LW: Floats = np.zeros(shape)
         self.unit_LS4: Floats = np.repeat(bank.unit_phases_S4[None], num_lanes, axis=0)
         self._bytes_MLW: Floats = np.zeros((len(bank.caps_MW), *shape))
         sets = bank.rules.num_sets + 1
@@ -77,6 +78,7 @@ class Draft:
         draft = cls(lanes.bank, 0)
         draft._splits_on = False  # splitting here makes plans up to 3 % worse
         draft.phases_LWS4 = lanes.phases_LWS4[from_Q]
+        draft._load_LW = np.zeros(draft.phases_LWS4.shape[:2])
         draft.unit_LS4 = np.maximum(draft.phases_LWS4.mean(axis=1), LEAST_MS)
         draft._bytes_MLW = lanes.bytes_MLW[:, from_Q]
         draft._occupants_LAW = lanes.occupants_LAW[from_Q]
@@ -90,6 +92,7 @@ class Draft:
         )
         draft._add(*draft._gone, sign=-1)
         np.maximum(draft.phases_LWS4, 0.0, out=draft.phases_LWS4)
+        draft._load_LW = draft.phases_LWS4.sum(axis=(2, 3))
         return draft
 
     def _add(
@@ -106,6 +109,7 @@ class Draft:
         where = lane_N, rank_N, bank.stages_T[table_N]
         sums: list[tuple[Floats, tuple[Ints, ...], Floats]]
         sums = [(self.phases_LWS4, where, ms_N4)]
+        sums += [(self._load_LW, where[:2], ms_N4.sum(axis=1))]
         sums += [
             (used_LW, where[:2], size_N)
             for used_LW, size_N in zip(self._bytes_MLW, sizes_MN, strict=True)
@@ -151,9 +155,8 @@ class Draft:
         new = now + ms_Q4[:, None] / unit_Q14
         for _ in range(SQUARINGS):
             now, new = now * now, new * new
-        added: Floats = ((new - now) * unit_Q14).sum(axis=2)
-        added += TIE * self.phases_LWS4[lane_Q].sum(axis=(2, 3))
-        return added
+        added: Floats = np.einsum("qwp,qp->qw", new - now, unit_Q14[:, 0])
+        return added + TIE * self._load_LW[lane_Q]
 
     def _filled(self, lane_Q: Ints, table_Q: Ints, width_Q: Ints) -> Floats:
         """Return how full ranks are with a shard, by the fullest memory: `Q x W`."""

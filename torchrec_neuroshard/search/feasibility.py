@@ -55,14 +55,23 @@ def smallest_widths(task: ShardingTask) -> Ints:
 
     For ways that do not split columns, these are the columns of a block.
     """
-    return np.array(
-        [
-            split_widths(task, way, splits(task, way)[-1])[0]
-            if task.sharding_type(way).in_columns
-            else task.block_width(way)
-            for way in range(len(task.tables))
-        ]
-    )
+    known: dict[tuple[str, int, int, int], int] = {}
+    found = []
+    for way, table in enumerate(task.tables):
+        key = (
+            task.sharding_types[way],
+            table.embedding_dim,
+            task.min_widths[way],
+            task.max_shards[way],
+        )
+        if key not in known:
+            known[key] = (
+                split_widths(task, way, splits(task, way)[-1])[0]
+                if task.sharding_type(way).in_columns
+                else task.block_width(way)
+            )
+        found.append(known[key])
+    return np.array(found)
 
 
 def fitting(task: ShardingTask) -> Bools:
@@ -98,7 +107,10 @@ def _least_bytes(task: ShardingTask) -> Floats:
     count_T = [task.block_size(t) * task.num_blocks(t) for t in every]
     total_MT = (fixed_MT + column_MT * width_T) * count_T
     total_TX = np.vstack([total_MT, total_MT.sum(axis=0)]).T
-    return np.array([total_TX[list(ways)].min(axis=0) for ways in task.ways])
+    ways = task.ways
+    starts = np.cumsum([0, *map(len, ways[:-1])])
+    least: Floats = np.minimum.reduceat(total_TX[np.concatenate(ways)], starts)
+    return least
 
 
 def check_memory(task: ShardingTask, *, is_part: bool = False) -> None:
@@ -132,9 +144,10 @@ def check_memory(task: ShardingTask, *, is_part: bool = False) -> None:
     # Compare needs and room: of all tables on all ranks, and of the tables that are
     # limited to some ranks on those ranks.
     every = tuple(range(task.world_size))
-    allowed = [r or every for r in task.allowed_ranks] or [every] * len(task.tables)
-    for ranks in (every, *sorted({*allowed} - {every})):
-        within = {r for r in {*allowed} if {*r} <= {*ranks}}
+    allowed = task.allowed_ranks or ((),) * len(task.tables)
+    limits = {*allowed}
+    for ranks in (every, *sorted(limits - {()})):
+        within = {r for r in limits if {*(r or every)} <= {*ranks}}
         held = [
             n
             for n, ways in enumerate(task.ways)

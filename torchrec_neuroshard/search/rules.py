@@ -114,7 +114,7 @@ def check_constraints(task: ShardingTask) -> None:
         ConfigError: Rules contradict each other; names the tables.
     """
     rules, ways_N = task.rules, task.ways
-    if not rules:
+    if not (rules.together or rules.apart):
         return
     number = {way: n for n, ways in enumerate(ways_N) for way in ways}
 
