@@ -38,6 +38,7 @@ from tests.builders import (
     sequences,
 )
 from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.partitioner import may_mix
 from torchrec_neuroshard.planner.proposer import NeuroShardProposer
 from torchrec_neuroshard.planner.ways import ways_of
 
@@ -72,6 +73,27 @@ def planned(kernel: str, kind: str = "row_wise") -> tuple[Any, list[Any]]:
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
     planner.plan(module, [sharder])
     return planner, planner.get_selected_options()
+
+
+def test_a_proposal_counts_what_replicas_need_beside_them() -> None:
+    kinds = ["table_wise", "data_parallel", "table_wise"]
+    planner = make_planner(
+        topology=gpus(4, hbm_cap=8 * GIB, ddr_cap=64 * GIB),
+        constraints=by_table(sharding_types=[[kind] for kind in kinds]),
+        batch_size=4096,
+    )
+    module = make_ebc([(100_000, 64), (100, 128), (100_000, 32)])
+    planner.plan(module, [EmbeddingBagCollectionSharder()])
+    options, memory = planner.get_selected_options(), planner.enumerator.memory
+    assert [option.sharding_type for option in options] == kinds
+    ways = ways_of(options)
+    mixed = may_mix(ways, [[0], [1], [2]])
+    assert mixed == {options[0].path}
+    assert may_mix(ways, [[0], [], [2]]) == may_mix(ways, [[1]]) == set()
+    with memory.at_peak(options):
+        placed = memory.common_bytes(options, placed=True)
+        assert memory.common_bytes(options) < placed
+        assert memory.common_bytes(options, mixed=mixed) == placed
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -309,7 +310,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         less = without(room, common)
         self._check_room(proposal, less, room)
         # Count in advance what only shows once some tables are replicated.
-        mixed = memory.common_bytes(proposal, mixed=_may_mix(ways, tables))
+        mixed = memory.common_bytes(proposal, mixed=may_mix(ways, tables))
         try:
             less = without(room, mixed)
             plan = self._fitted(proposal, ways, tables, less, room, rules)
@@ -544,15 +545,12 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         )
 
 
-def _may_mix(ways: Ways, tables: Sequence[Sequence[int]]) -> set[str]:
-    """Return the paths of modules with tables that may be replicated or not."""
-    listed = dict.fromkeys(tuple(ways.kind_R[list(rows)].tolist()) for rows in tables)
-    mixed = set()
-    for kinds in listed:
-        options = [ways.kinds[k] for k in kinds]
-        if len({is_dense(option) for option in options}) > 1:
-            mixed.add(options[0].path)
-    return mixed
+def may_mix(ways: Ways, tables: Sequence[Sequence[int]]) -> set[str]:
+    """Return the paths of modules whose tables may be replicated, or not."""
+    rows = [row for own in tables for row in own]
+    kinds = [ways.kinds[k] for k in np.unique(ways.kind_R[rows]).tolist()]
+    replicated = {option.path for option in kinds if is_dense(option)}
+    return replicated & {option.path for option in kinds if not is_dense(option)}
 
 
 def _unsearched_options(

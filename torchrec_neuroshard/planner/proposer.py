@@ -169,14 +169,15 @@ class NeuroShardProposer(CostedPart, Proposer):
                 others += equal_columns(option, reader, least)
                 others += other_grids(option, reader, least)
                 others += other_caches(option, reader)
-            self._enumerator.populate_estimates(others)
+            if not self._is_by_class:
+                self._enumerator.populate_estimates(others)
             self._even |= set(self._add(ways_of(others))[:num_even])
         number = {table: n for n, table in enumerate(self._rows)}
         nodes = [
             c
             for o in (*options, *others)
-            if reader.has_cost(o)
             for c in on_nodes(o, reader, number[o.fqn])
+            if reader.has_cost(o)
         ]
         self._add(ways_of(nodes))
 
