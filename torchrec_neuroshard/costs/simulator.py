@@ -26,6 +26,7 @@ order of `PHASES`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -329,7 +330,10 @@ class Simulator:
         ]
         self._inside_S: Ints = np.unique(self.stages_T[inside_T])
         self._join_M = self._join_costs()
-        self._by_stage_T: Ints = np.argsort(self.stages_T, kind="stable")
+        place_T = np.array(task.places)
+        self._by_stage_T: Ints = np.lexsort((place_T, self.stages_T))
+        """Tables by stage, then by their place in the model."""
+        self._sorted_places_T: Ints = place_T[self._by_stage_T]
         self._samples_T = np.where(
             replicated_T, task.batch_size // task.world_size, task.batch_size
         )
@@ -920,16 +924,18 @@ class Simulator:
         Returns:
             `C x S` stages; those without tables come last in their module.
         """
-        task, by = self.task, self._by_stage_T
+        task, count = self.task, len(placed_CT)
         if task.num_stages == 1:
-            return np.zeros((len(placed_CT), 1), dtype=np.int64)
-        place_T = np.array(task.places)[by]
-        last = int(place_T.max()) + 1
-        first_CS = np.full((len(placed_CT), task.num_stages), last)
-        stages, starts = np.unique(self.stages_T[by], return_index=True)
-        first_CS[:, stages] = np.minimum.reduceat(
-            np.where(placed_CT[:, by], place_T, last), starts, axis=1
-        )
+            return np.zeros((count, 1), dtype=np.int64)
+        last = int(self._sorted_places_T.max()) + 1
+        first_CS = np.full((count, task.num_stages), last)
+        sorted_CT = placed_CT[:, self._by_stage_T]
+        ends = np.cumsum(np.bincount(self.stages_T, minlength=task.num_stages))
+        for stage, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+            if start < end:
+                at_C = start + sorted_CT[:, start:end].argmax(axis=1)
+                some = sorted_CT[np.arange(count), at_C]
+                first_CS[some, stage] = self._sorted_places_T[at_C[some]]
         key_CS = np.array(task.modules) * (last + 1) + first_CS
         order_CS: Ints = np.argsort(key_CS, axis=1, kind="stable")
         return order_CS
