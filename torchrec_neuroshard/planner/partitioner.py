@@ -181,7 +181,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         self._enumerator = enumerator
         self.log = SearchLog()
         self._sharders: Mapping[str, ModuleSharder[Any]] = {}
-        self._spaces: list[tuple[Any, SearchSpace]] = []
+        self._last_space: tuple[Any, SearchSpace] | None = None
 
     def start(
         self, log: SearchLog, sharders: Iterable[ModuleSharder[Any]] = ()
@@ -250,7 +250,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 self.log.infeasible, self.log.num_ways = str(error), num_ways
             raise
         finally:
-            self._spaces.clear()
+            self._last_space = None
         self.log.best_ms = min(self.log.best_ms, self._path_ms(plan))
         return PlanOptions(plan)
 
@@ -512,7 +512,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         """Return the search space; a proposal's later searches only change memory."""
         peak = self._memory and self._memory.peak
         key = ways, tables, places, rules, peak
-        for known, space in () if rules.together else self._spaces:
+        if self._last_space is not None and not rules.together:
+            known, space = self._last_space
             if known == key:
                 return space.with_memory(memory)
         space = SearchSpace.of(
@@ -525,7 +526,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             least_columns=self.costs.least_columns,
             places=places,
         )
-        self._spaces = [(key, space)]
+        self._last_space = key, space
         return space
 
     def _explained(self, message: str, memory: Sequence[Storage]) -> str:

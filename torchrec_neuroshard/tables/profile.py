@@ -297,9 +297,7 @@ def _thin(ids: Floats, mean_count: Floats, keep: float) -> Floats:
         return np.where(edges < trials, inside, 1.0)
 
     below = at_most(low) * (1 - upper_weight) + at_most(low + 1) * upper_weight
-    thinned: Floats = ids[used] @ np.hstack(
-        [below[:, 1:] - below[:, :-1], 1.0 - below[:, -1:]]
-    )
+    thinned: Floats = ids[used] @ np.diff(below, append=1.0)
     return thinned
 
 
@@ -399,9 +397,7 @@ def _extrapolate(ids: Floats, mean_count: Floats, ratio: float) -> Floats:
     success = 1 / (1 + more * scale[some, None])
     below = special.betainc(shape[some, None], np.maximum(further + 1, 1e-9), success)
     below = np.where(further > -1, below, 0.0)
-    parts = [below[:, :1], below[:, 1:] - below[:, :-1], 1.0 - below[:, -1:]]
-    total: Floats = ids[some] @ np.hstack(parts) + fresh
-    return total
+    return ids[some] @ np.diff(below, prepend=0.0, append=1.0) + fresh
 
 
 def count_histogram(counts: npt.NDArray[np.integer[Any]]) -> tuple[float, ...]:
