@@ -363,6 +363,8 @@ class Lanes:
     def summarise(self) -> None:
         """Compute phases, scores and critical paths from the sums."""
         bank = self.bank
+        # A rank that lost its last shard may keep a rounding error below 0.
+        np.maximum(self.loads_LWS3, 0.0, out=self.loads_LWS3)
         compute_LWS2 = bank.simulator.stage_compute(self.compute_LWG2) + self.extra_LWS2
         exact = bank.simulator.phases(compute_LWS2, self.loads_LWS3)
         reorder_LS2 = self._order_ms(*self._order_sums())
