@@ -103,3 +103,25 @@ def test_a_table_that_no_rank_can_hold_whole_is_priced_in_column_shards() -> Non
         NeuroShardSearcher(), task, *models
     ).predicted.critical_path_ms
     assert balanced_ms == pytest.approx(found_ms)
+
+
+def test_several_costly_tables_are_spread_together() -> None:
+    """One table in rows gains nothing while another one is the bottleneck."""
+    tables = [
+        {
+            "rows": 10**6 if n < 5 else 10**4,
+            "dim": 4,
+            "pooling": 60.0 if n < 5 else 2.0,
+            "module": 0,
+            "ways": [("column_wise", None), ("row_wise", None)],
+        }
+        for n in range(25)
+    ]
+    task = build({"ranks": 8, "node": 8, "tables": tables})
+    simulator = Simulator(task, load_cost_model("cpu"), AnalyticCommsModel(1.0))
+    starts = Choices(ShardBank(simulator)).starts(math.inf)
+    spread = [
+        [n for n, way in enumerate(ways) if task.sharding_types[way] == "row_wise"]
+        for ways in starts
+    ]
+    assert [0, 1, 2, 3, 4] in spread

@@ -49,6 +49,8 @@ MAX_STEPS = 40
 """Most switches in a row."""
 PRICE_STEPS = 32
 """Steps of the search for a price of memory: rising prices, then bisection."""
+SPREAD = 0.5
+"""Starts spread tables that take longer than this share of an average rank."""
 NUM_UNIFORM, NUM_CHEAPEST, MOST_UNIFORM = 2, 3, 500
 """Starts in which all tables take one kind of way, starts with the cheapest ways of one
 stage, and the most tables for which both are used. Balanced ranks make mixed choices
@@ -195,7 +197,35 @@ class Choices:
             if len(self.ways) <= MOST_UNIFORM:
                 ends += sorted(new, key=lambda c: ms[c.tobytes()])[:most]
         # The cost of the freest choice on balanced ranks is realistic: keep it.
-        return list({c.tobytes(): c for c in (*ends[:2], free, *ends[2:])}.values())
+        ends = [*ends[:2], free, *ends[2:], *self._spread(free)]
+        return list({c.tobytes(): c for c in ends}.values())
+
+    def _spread(self, chosen_N: Ints) -> list[Ints]:
+        """Return choices in which several ranks share the costliest tables.
+
+        If several tables take longer than an average rank, a switch of one of them to
+        rows or replicas gains nothing: another one is the bottleneck. And on balanced
+        ranks none of them is one.
+
+        Args:
+            chosen_N: The way of each table, in the order of `ways`.
+        """
+        bank = self.bank
+        if len(self.ways) > MOST_UNIFORM:
+            return []
+        cost_N = bank.own_ms_T[chosen_N]
+        least_ms = SPREAD * float(cost_N.sum()) / bank.task.world_size
+        costly_N = bank.moves_T[chosen_N] & (cost_N > least_ms)
+        able_F = self.fits_T[self._way_F] & ~bank.moves_T[self._way_F]
+        found = []
+        for numbers, ways in self._kinds(able_F & costly_N[self._number_F]):
+            order = np.argsort(-cost_N[numbers], kind="stable")
+            for count in _counts(len(numbers)):
+                chosen = chosen_N.copy()
+                chosen[numbers[order[:count]]] = ways[order[:count]]
+                if self._has_room(chosen):
+                    found.append(chosen)
+        return found
 
     def _best_of_all(self) -> list[Ints]:
         """Return the best of all choices if these are few, even if it fills ranks."""
@@ -280,15 +310,19 @@ class Choices:
         Tables without a way of this kind keep their way of `first`.
         """
         found = []
-        able_F = self.fits_T[self._way_F]
-        for kind in np.unique(self.kind_T).tolist():
-            own = np.flatnonzero(able_F & (self.kind_T[self._way_F] == kind))
-            numbers, places = np.unique(self._number_F[own], return_index=True)
+        for numbers, ways in self._kinds(self.fits_T[self._way_F]):
             chosen = first.copy()
-            chosen[numbers] = self._way_F[own[places]]
+            chosen[numbers] = ways
             if self._has_room(chosen):
                 found.append(chosen)
         return found
+
+    def _kinds(self, able_F: Bools) -> Iterator[tuple[Ints, Ints]]:
+        """Yield the tables that may take one kind of way, and these ways, by kind."""
+        for kind in np.unique(self.kind_T[self._way_F[able_F]]).tolist():
+            own = np.flatnonzero(able_F & (self.kind_T[self._way_F] == kind))
+            numbers, places = np.unique(self._number_F[own], return_index=True)
+            yield numbers, self._way_F[own[places]]
 
     def smaller(self, chosen_N: Ints, at_least: int) -> Ints:
         """Return the choice with the largest shards switched to ways of less memory.
