@@ -17,7 +17,7 @@ from torchrec_neuroshard.search import SearchConfig, default, descent
 from torchrec_neuroshard.search import lanes as lanes_module
 from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import construct, placed, starts
-from torchrec_neuroshard.search.descent import Effort, descend, drafted
+from torchrec_neuroshard.search.descent import Effort, descend, drafted, gathering
 from torchrec_neuroshard.search.lanes import Lanes
 from torchrec_neuroshard.search.moves import Moves
 from torchrec_neuroshard.search.rules import follow
@@ -150,6 +150,38 @@ def test_a_lane_improves_the_same_alone_or_with_others() -> None:
     beside = lanes.take(np.array([0, lanes.num_lanes - 1]))
     descend(beside, Effort(time.monotonic() + 600))
     assert beside.critical_L[0] == pytest.approx(alone.critical_L[0], rel=1e-6)
+
+
+def test_a_rank_gives_away_its_wide_tables() -> None:
+    """Only ranks with tables as wide take them, and no table is lost or split."""
+    task = column_task()
+    lanes = lanes_of(task)
+    rng = np.random.default_rng(0)
+    num_changed = 0
+    for _ in range(10):
+        copies, left = gathering(lanes, rng)
+        from_lane = np.setdiff1d(np.arange(lanes.num_lanes), left)
+        assert copies.num_lanes == len(from_lane)
+        for lane, before in enumerate(from_lane.tolist()):
+            old_TW, new_TW = lanes.width_TW(before), copies.width_TW(lane)
+            np.testing.assert_array_equal(np.sort(old_TW), np.sort(new_TW))
+            placement_from_widths(follow(task, new_TW.copy()), task).check(task)
+            fewer = (new_TW.max(axis=0) < old_TW.max(axis=0)) & (
+                (new_TW <= old_TW).all(axis=0)
+            )
+            assert fewer.any()
+            assert (new_TW.max(axis=0) <= old_TW.max(axis=0)).all()
+            num_changed += 1
+    assert num_changed > 10
+
+
+def test_wide_tables_are_gathered_on_few_ranks() -> None:
+    """On a GPU, one wide table slows down the narrow ones of its rank."""
+    tables = make_tables([256] * 4 + [16] * 60, 100_000, [1.0] * 4 + [20.0] * 60)
+    model = load_cost_model("h100", device_type="cuda")
+    placement = search(make_task(tables, 4, 4096), cost_model=model).placement
+    wide = {s.rank for s in placement.shards if s.table < 4}
+    assert len(wide) == 1
 
 
 @pytest.mark.parametrize("make", [column_task, mixed_task])

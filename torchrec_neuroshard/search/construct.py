@@ -24,6 +24,9 @@ from torchrec_neuroshard.search.lanes import (
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
+GATHERED, GATHERED_TABLES = 4, 1_000
+"""Most lanes whose wide tables are gathered on fewer ranks, and most tables of these
+lanes together."""
 START_SHARES: tuple[float, ...] = (np.inf, 1.1, 0.85, 0.7, 0.5, 0.35, 0.2)
 """Starts: each table is split until no shard costs more than this share of an average
 rank's time."""
@@ -124,10 +127,14 @@ class Draft:
                 np.add.at(self._occupants_LAW, (lane_N, sets_N, rank_N), sign)
             self._occupants_LAW[:, -1] = 0
 
-    def _open(self, lane_Q: Ints, table_Q: Ints, width_Q: Ints) -> Bools:
+    def _open(
+        self, lane_Q: Ints, table_Q: Ints, width_Q: Ints, open_QW: Bools | None
+    ) -> Bools:
         """Return which ranks may take a shard, `Q x W`."""
         bank, rules = self.bank, self.bank.rules
         room_QW: Bools = np.ones((len(lane_Q), bank.task.world_size), dtype=bool)
+        if open_QW is not None:
+            room_QW &= open_QW
         sizes_MQ = bank.sizes(table_Q, width_Q)
         for used_LW, caps_W, size_Q in zip(
             self._bytes_MLW, bank.caps_MW, sizes_MQ, strict=True
@@ -173,6 +180,7 @@ class Draft:
         count_Q: Ints,
         noise_QW: Floats | None = None,
         skew_Q: Ints | None = None,
+        open_QW: Bools | None = None,
     ) -> None:
         """Place one table in each of some lanes, its shards on different ranks.
 
@@ -185,6 +193,7 @@ class Draft:
             count_Q: Number of column shards, as even as possible.
             noise_QW: Factors on the ranks' loads; None means 1.
             skew_Q: Columns of the first shard beyond an even share; None means 0.
+            open_QW: Ranks that may take the table; None means all.
         """
         bank = self.bank
         if skew_Q is None:
@@ -201,7 +210,8 @@ class Draft:
             price = self._filled(lane_Q, table_Q, width_Q)
         else:
             price = self._prices(lane_Q, table_Q, width_Q, noise_QW)
-        price = np.where(self._open(lane_Q, table_Q, width_Q), price, np.inf)
+        room_QW = self._open(lane_Q, table_Q, width_Q, open_QW)
+        price = np.where(room_QW, price, np.inf)
         size_Q = bank.block_T[table_Q]
         for size in {*size_Q.tolist()} - {1}:
             # The first rank of a block stands for it, at the price of the dearest rank.
@@ -213,11 +223,10 @@ class Draft:
         if len(odd):
             # The wider first shard goes to the cheapest rank that has room for it.
             wide = width_Q[odd] + skew_Q[odd]
-            room = np.where(
-                self._open(lane_Q[odd], table_Q[odd], wide), price[odd], np.inf
-            )
-            first = room.argmin(axis=1)
-            full = ~np.isfinite(room[np.arange(len(odd)), first])
+            room_QW = self._open(lane_Q[odd], table_Q[odd], wide, None)
+            wide_price = np.where(room_QW, price[odd], np.inf)
+            first = wide_price.argmin(axis=1)
+            full = ~np.isfinite(wide_price[np.arange(len(odd)), first])
             self.fits_L[lane_Q[odd[full]]] = False
             price[odd, first] = -1.0
         line_N, nth_N = spread_out(count_Q)
@@ -237,8 +246,10 @@ class Draft:
             self.fits_L[lane_Q[bad[~again]]] = False
             bad, more = bad[again], more[again]
             if len(bad):
-                noise = None if noise_QW is None else noise_QW[bad]
-                self.place(lane_Q[bad], table_Q[bad], more, noise)
+                noise, some = (
+                    None if a is None else a[bad] for a in (noise_QW, open_QW)
+                )
+                self.place(lane_Q[bad], table_Q[bad], more, noise, open_QW=some)
         width_N = narrow_Q[line_N] + COLUMN_MULTIPLE * (nth_N < num_wide_Q[line_N])
         width_N += skew_Q[line_N] * (nth_N == 0)
         pieces = lane_Q[line_N], table_Q[line_N], rank_N, width_N
@@ -280,7 +291,12 @@ def placed(draft: Draft) -> Iterator[Lanes]:
 
 
 def construct(
-    bank: ShardBank, ways_LT: Ints, count_LT: Ints, *, by_size: bool = False
+    bank: ShardBank,
+    ways_LT: Ints,
+    count_LT: Ints,
+    *,
+    by_size: bool = False,
+    wide: tuple[Bools, Bools] | None = None,
 ) -> Draft:
     """Place all tables: fixed ones first, then the least free, then the costliest.
 
@@ -289,19 +305,64 @@ def construct(
         ways_LT: The way of each table, in each lane.
         count_LT: The number of its column shards.
         by_size: Balance memory instead of time, large shards first.
+        wide: Tables that are placed on some ranks only, before others, `L x T`, and
+            these ranks, `L x W`.
     """
     num_lanes, num_tables = ways_LT.shape
     whole = ways_LT.reshape(-1), bank.dims_T[ways_LT].reshape(-1)
     each = bank.scarcest(bank.sizes(*whole)) if by_size else bank.total_ms(*whole)
     each_LT = each.reshape(ways_LT.shape) / count_LT
     free_LT = bank.rules.freedom(ways_LT.reshape(-1)).reshape(ways_LT.shape)
-    order_LT = np.lexsort((-each_LT, free_LT, bank.moves_T[ways_LT]))
+    wide_LT, ranks_LW = wide or (np.zeros_like(ways_LT, dtype=bool), None)
+    order_LT = np.lexsort((-each_LT, ~wide_LT, free_LT, bank.moves_T[ways_LT]))
     draft = Draft(bank, num_lanes, by_size=by_size)
     lane_L = np.arange(num_lanes)
     for n in range(num_tables):
         at_L = order_LT[:, n]
-        draft.place(lane_L, ways_LT[lane_L, at_L], count_LT[lane_L, at_L])
+        open_LW = None
+        if ranks_LW is not None:
+            open_LW = ranks_LW | ~wide_LT[lane_L, at_L, None]
+        now = ways_LT[lane_L, at_L], count_LT[lane_L, at_L]
+        draft.place(lane_L, *now, open_QW=open_LW)
     return draft
+
+
+def gathered(lanes: Lanes) -> Draft | None:
+    """Place the tables of lanes again, the wide ones on fewer ranks.
+
+    A kernel takes as many threads for each row as its widest table needs. So one wide
+    table slows down all narrower ones of its rank. Each lane is tried with every
+    width, and with three numbers of ranks that take shards wider than that.
+
+    Args:
+        lanes: Placements, the most promising first; see `GATHERED`.
+
+    Returns:
+        The draft; None if all shards are equally wide.
+    """
+    bank, num_ranks = lanes.bank, lanes.bank.task.world_size
+    ways, counts, wide, ranks = [], [], [], []
+    most = min(GATHERED, GATHERED_TABLES // len(bank.task.ways))
+    for lane in range(min(lanes.num_lanes, most)):
+        way_T = np.flatnonzero(lanes.pieces_LT[lane])
+        moves_T = bank.moves_T[way_T]
+        count_T = np.where(moves_T, lanes.pieces_LT[lane, way_T], 1)
+        width_T = -(-bank.dims_T[way_T] // count_T)
+        cost_T = bank.total_ms(way_T, bank.dims_T[way_T]) * bank.block_T[way_T]
+        for width in np.unique(width_T[moves_T])[:-1]:
+            wide_T = moves_T & (width_T > width)
+            share = float(cost_T[wide_T].sum() / max(cost_T.sum(), LEAST_MS))
+            for count in (round(share * num_ranks) + n for n in (-1, 0, 1)):
+                if 0 < count < num_ranks:
+                    spaced = np.arange(count) * num_ranks // count  # on all nodes
+                    ranks.append(np.isin(np.arange(num_ranks), spaced))
+                    wide.append(wide_T)
+                    ways.append(way_T)
+                    counts.append(count_T)
+    if not ways:
+        return None
+    ways_LT, count_LT, wide_LT, ranks_LW = map(np.stack, (ways, counts, wide, ranks))
+    return construct(bank, ways_LT, count_LT, wide=(wide_LT, ranks_LW))
 
 
 def starts(bank: ShardBank, choices: Sequence[Ints]) -> tuple[Ints, Ints]:

@@ -1,7 +1,8 @@
 """The default search, from a sharding task to a placement.
 
 1. `choices` picks the way (sharding type and kernel) of each table on balanced ranks.
-2. `construct` places the tables greedily, in many variants (lanes) at once.
+2. `construct` places the tables greedily, in many variants (lanes) at once. The best
+   ones are placed again with the wide tables on fewer ranks.
 3. `descent` improves the lanes by local search and restarts.
 4. `bounds` computes a lower bound if one was asked for and the models have one.
 
@@ -31,12 +32,19 @@ from torchrec_neuroshard.search.base import (
 )
 from torchrec_neuroshard.search.bounds import lower_bound
 from torchrec_neuroshard.search.choices import Choices
-from torchrec_neuroshard.search.construct import Draft, construct, placed, starts
+from torchrec_neuroshard.search.construct import (
+    Draft,
+    construct,
+    gathered,
+    placed,
+    starts,
+)
 from torchrec_neuroshard.search.descent import (
     MOST_PHASES,
     NUM_STARTS,
     Effort,
     improve,
+    in_order,
 )
 from torchrec_neuroshard.search.feasibility import (
     PACK_SECONDS,
@@ -143,14 +151,10 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             drafts += self._drafts(bank, lost, effort, by_size=True)[0]
         if choices is not None and not any(d.fits_L.any() for d in drafts):
             drafts = [self._tighter(bank, choices, ways)]
-        most = max(2, min(NUM_STARTS, most_lanes(bank)))
-        lanes: Lanes | None = None
-        for block in itertools.chain.from_iterable(map(placed, drafts)):
-            effort.see(block)
-            both = block if lanes is None else Lanes.join([lanes, block])
-            lanes = both.take(_by_choice(both)[:most])
-            if effort.is_over:
-                break
+        lanes = self._best(drafts, effort)
+        again = None if lanes is None or effort.is_over else gathered(lanes)
+        if again is not None:
+            lanes = self._best([again], effort, lanes)
         if lanes is not None:
             return lanes
         left = max(deadline - time.monotonic(), LEAST_PACK_SECONDS)
@@ -158,6 +162,24 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         width_TW[~bank.leads_T] = 0  # leaders stand for their followers
         lanes = Lanes.of(bank, [width_TW])
         effort.see(lanes)
+        return lanes
+
+    @staticmethod
+    def _best(
+        drafts: list[Draft], effort: Effort, lanes: Lanes | None = None
+    ) -> Lanes | None:
+        """Return the best of some lanes and of the finished lanes of drafts, in order.
+
+        Returns:
+            None if there are no lanes and no draft has found room.
+        """
+        for block in itertools.chain.from_iterable(map(placed, drafts)):
+            effort.see(block)
+            both = block if lanes is None else Lanes.join([lanes, block])
+            most = max(2, min(NUM_STARTS, most_lanes(block.bank)))
+            lanes = both.take(in_order(both.score_L)[:most])
+            if effort.is_over:
+                break
         return lanes
 
     @staticmethod
@@ -210,17 +232,6 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         if each is not bank:
             bank.num_evaluated += each.num_evaluated
         return bound_ms
-
-
-def _by_choice(lanes: Lanes) -> Ints:
-    """Order lanes: the best lane of each choice of ways, then the second best, ..."""
-    _, choice_L = np.unique(lanes.pieces_LT > 0, axis=0, return_inverse=True)
-    order = np.lexsort((lanes.score_L, choice_L.reshape(-1)))
-    first = np.flatnonzero(np.diff(choice_L.reshape(-1)[order], prepend=-1))
-    sizes = np.diff(first, append=len(order))
-    nth = np.arange(len(order)) - np.repeat(first, sizes)
-    lane_order: Ints = order[np.lexsort((lanes.score_L[order], nth))]
-    return lane_order
 
 
 def finish_result(

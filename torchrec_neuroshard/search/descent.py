@@ -6,7 +6,8 @@
    fewer shards, or switched to another way.
 3. The gain of another way often shows only after other tables have moved. So copies of
    the best lane switch one costly table each, and are improved (steps 1 and 2).
-4. Disturbed copies of good lanes are improved, until rounds stop gaining.
+4. Changed copies of good lanes are improved, until rounds stop gaining. In most of
+   them a rank gives its wide tables away; in the others a few tables are placed anew.
 5. The best lanes are improved by sharper norms, which are closer to the critical path.
 
 Equal lanes are merged, and lanes far behind are dropped.
@@ -91,6 +92,9 @@ HALF = 0.5
 """Probability of each of these: a disturbance removes tables near the hottest rank; it
 also removes a costly table of a hot rank; it may change ways; a table's way changes; a
 split is uneven; its widths are multiples of 16."""
+GATHERS = 0.75
+"""Share of a round's copies in which a rank gives its wide tables away; the others are
+disturbed."""
 RESPLIT = 0.4
 """Probability that a removed table gets another number of shards."""
 
@@ -378,6 +382,57 @@ def disturbed(lanes: Lanes, rng: np.random.Generator) -> Lanes:
     return changed(lanes, draft.changes()[0])
 
 
+def _varied(lanes: Lanes, rng: np.random.Generator) -> Lanes:
+    """Return changed copies of lanes: most by `gathering`, the rest `disturbed`."""
+    first = int(GATHERS * lanes.num_lanes) if lanes.bank.task.world_size > 1 else 0
+    some, left = gathering(lanes.take(np.arange(first)), rng)
+    left = np.concatenate([left, np.arange(first, lanes.num_lanes)])
+    return Lanes.join([some, disturbed(lanes.take(left), rng)])
+
+
+def gathering(lanes: Lanes, rng: np.random.Generator) -> tuple[Lanes, Ints]:
+    """Return copies of lanes in which one rank has given away its wide tables.
+
+    Other ranks with tables as wide take them, so the narrow tables that stay are looked
+    up and updated in less time (see `construct.gathered`).
+
+    Returns:
+        The copies, and the lanes that could not be changed in this way.
+    """
+    bank, num_ranks = lanes.bank, lanes.bank.task.world_size
+    own = np.flatnonzero(bank.moves_T[lanes.table_N] & ~bank.stays_T[lanes.table_N])
+    most_LW = np.zeros((lanes.num_lanes, num_ranks), dtype=np.int64)
+    np.maximum.at(most_LW, (lanes.lane_N[own], lanes.rank_N[own]), lanes.width_N[own])
+    out: list[Ints] = []
+    open_LW = np.zeros_like(most_LW, dtype=bool)
+    for lane, rank in enumerate(rng.integers(num_ranks, size=lanes.num_lanes)):
+        here = own[(lanes.lane_N[own] == lane) & (lanes.rank_N[own] == rank)]
+        widths = np.unique(lanes.width_N[here])[:-1]
+        if len(widths):
+            width = widths[int(rng.integers(len(widths)))]
+            here = here[lanes.width_N[here] > width]
+            open_LW[lane] = most_LW[lane] > width
+            open_LW[lane, rank] = False
+        tables = np.unique(lanes.table_N[here]) if open_LW[lane].any() else here[:0]
+        cost = bank.total_ms(tables, bank.dims_T[tables])
+        out.append(tables[np.argsort(-cost, kind="stable")])
+    size_L = np.array([len(tables) for tables in out], dtype=np.int64)
+    lane_Q, nth_Q = spread_out(size_L)
+    if not len(lane_Q):
+        return lanes.take(lane_Q), np.arange(lanes.num_lanes)
+    table_Q = np.concatenate(out)
+    line, pieces = _pieces_of(lanes, lane_Q, table_Q)
+    draft = Draft.of(lanes, np.arange(lanes.num_lanes), lane_Q[line], pieces)
+    count_Q = lanes.pieces_LT[lane_Q, table_Q].astype(np.int64)
+    for n in range(int(size_L.max())):
+        now = np.flatnonzero(nth_Q == n)
+        some = lane_Q[now]
+        room_QW = open_LW[some] | (open_LW[some].sum(axis=1) < count_Q[now])[:, None]
+        draft.place(some, table_Q[now], count_Q[now], open_QW=room_QW)
+    draft.fits_L &= size_L > 0
+    return changed(lanes, draft.changes()[0]), np.flatnonzero(~draft.fits_L)
+
+
 LEAST_CHOICES = 3
 """A disturbance may pick one of this many costliest pieces of hot ranks."""
 
@@ -490,7 +545,7 @@ def _restarted(lanes: Lanes, config: SearchConfig, effort: Effort, size: int) ->
         else:
             near = np.flatnonzero(lanes.score_L <= NEAR * leader)
             lanes = lanes.take(np.resize(near[: max(1, size // 2)], size))
-            trial = disturbed(lanes, rng)
+            trial = _varied(lanes, rng)
             descend(trial, effort, leader)
             misses += 1
             both = succeeded(lanes, trial, rng)
