@@ -6,6 +6,7 @@ table. The others are sharded in the same ways.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,11 @@ from torchrec_neuroshard.planner.option_facts import is_dense
 from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.spread_options import without_estimates
 from torchrec_neuroshard.planner.table_keys import constraint_on
-from torchrec_neuroshard.planner.untrained import is_mean
+from torchrec_neuroshard.planner.untrained import (
+    divides_module,
+    fits_without_rows,
+    is_mean,
+)
 from torchrec_neuroshard.planner.ways import Ways, is_placeable, useful_options
 from torchrec_neuroshard.tables.sharding_types import (
     MISCOUNTED_TYPES,
@@ -125,6 +130,7 @@ class TableClasses:
         options: Sequence[ShardingOption],
         reader: TableReader,
         memory: MemoryModel,
+        room: float,
     ) -> Ways | None:
         """Return the ways of all tables, in the order of tables.
 
@@ -132,15 +138,17 @@ class TableClasses:
             options: All options of each class's first table, and one of each other.
             reader: Describes tables and devices.
             memory: Predicts what ranks allocate.
+            room: Bytes of the largest device.
 
         Returns:
             None if a search cannot place all tables, or if tables of a class differ.
         """
         kinds, templates = self._by_class(options)
-        if any(is_mean(config) for config in self._configs.values()):
-            return None  # a row-wise table may then depend on others of its module
         for key, own in kinds.items():
             kinds[key] = [o for o in own if not reader.run_fault(o)]
+        if not self._keep_means_apart(kinds, room):
+            return None
+        for key in kinds:
             if not all(_is_plain(o, reader, memory) for o in kinds[key]):
                 return None
             if not any(is_placeable(o, reader) for o in kinds[key]):
@@ -153,6 +161,34 @@ class TableClasses:
             return None
         listed = [option for own in kinds.values() for option in own]
         return self._rows(useful_options(listed, reader), templates)
+
+    def _keep_means_apart(
+        self, kinds: dict[Hashable, list[ShardingOption]], room: float
+    ) -> bool:
+        """Remove row-wise kinds of MEAN tables beside other kinds; see `mixed_means`.
+
+        Returns:
+            False if some MEAN table may only fit row-wise.
+        """
+        modules: dict[str, list[Hashable]] = {}
+        for key in kinds:
+            modules.setdefault(self.first[key][0], []).append(key)
+        tables = Counter(path for path, _ in self.class_of)
+        for path, keys in modules.items():
+            means = [key for key in keys if is_mean(self._configs.get(self.first[key]))]
+            divides = {divides_module(o) for key in keys for o in kinds[key]}
+            if tables[path] == 1 or not means or divides != {False, True}:
+                continue
+            for key in means:
+                rows = [
+                    self._configs[table].num_embeddings
+                    for table, own in self.class_of.items()
+                    if own == key
+                ]
+                if not fits_without_rows(kinds[key], max(rows), room):
+                    return False
+                kinds[key] = [o for o in kinds[key] if not divides_module(o)]
+        return True
 
     def _by_class(
         self, options: Sequence[ShardingOption]

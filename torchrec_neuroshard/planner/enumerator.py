@@ -375,7 +375,7 @@ class NeuroShardEnumerator(HookedEnumerator):
             if (kernels := self._withheld.get(classes.first[key])) is not None:
                 self._withheld[table] = kernels
         assert self.memory is not None, "ways are listed with our count of memory"
-        return classes.ways(options, self._reader, self.memory)
+        return classes.ways(options, self._reader, self.memory, self._room)
 
     def listed_like(self, table: str) -> tuple[str, str] | None:
         """Return the one sharding type and kernel to list; None: list all of them."""
@@ -444,11 +444,8 @@ class NeuroShardEnumerator(HookedEnumerator):
         Raises:
             ConfigError: A table has no option left.
         """
-        room = max(
-            getattr(d.storage, device_tier(self._topology))
-            for d in self._topology.devices
-        )
-        faults = self._reader.run_faults([o for o in options if o.name in tables], room)
+        own = [o for o in options if o.name in tables]
+        faults = self._reader.run_faults(own, self._room)
         kept = [option for option in options if id(option) not in faults]
         running = {table_name(option) for option in kept}
         for option in options:
@@ -458,6 +455,12 @@ class NeuroShardEnumerator(HookedEnumerator):
                     f"{faults[id(option)]}"
                 )
         return kept
+
+    @property
+    def _room(self) -> float:
+        """Bytes of the largest device."""
+        tier = device_tier(self._topology)
+        return float(max(getattr(d.storage, tier) for d in self._topology.devices))
 
     def narrowed_kernels(self, table: str, kernels: list[str]) -> list[str]:
         """Return the kernels to list, in a fixed order; see the class."""

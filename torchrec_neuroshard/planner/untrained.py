@@ -149,12 +149,7 @@ def mixed_means(options: Sequence[ShardingOption], room: float) -> dict[int, str
     found: dict[int, str] = {}
     for listed in modules.values():
         means = {c.name for c in table_configs(listed[0].module[1]) if is_mean(c)}
-        by_rows = {
-            id(option)
-            for option in listed
-            if (kind := SHARDING_TYPES.get(option.sharding_type))
-            and kind.divides_means == "module"
-        }
+        by_rows = {id(option) for option in listed if divides_module(option)}
         others = [option for option in listed if id(option) not in by_rows]
         tables = {option.name for option in listed}
         if len(tables) == 1 or not (means and by_rows and others):
@@ -187,6 +182,32 @@ def mixed_means(options: Sequence[ShardingOption], room: float) -> dict[int, str
                 if id(option) in by_rows and option.name in means
             }
     return found
+
+
+def divides_module(option: ShardingOption) -> bool:
+    """Whether a MEAN table of this type makes TorchRec divide its module's outputs."""
+    kind = SHARDING_TYPES.get(option.sharding_type)
+    return kind is not None and kind.divides_means == "module"
+
+
+def fits_without_rows(
+    options: Sequence[ShardingOption], num_rows: int, room: float
+) -> bool:
+    """Whether a table of so many rows fits on a device, or may be in host memory only.
+
+    Args:
+        options: All options of a table that differs only in rows.
+        num_rows: The table's rows.
+        room: Bytes of the largest device.
+    """
+    in_host_memory = all(map(_is_offloaded, options))
+    return any(
+        in_host_memory
+        if _is_offloaded(option)
+        else _largest_bytes(option) / option.tensor.shape[0] * num_rows <= room
+        for option in options
+        if not divides_module(option)
+    )
 
 
 def is_mean(config: BaseEmbeddingConfig | None) -> bool:
