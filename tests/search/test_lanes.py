@@ -175,6 +175,27 @@ def test_a_rank_gives_away_its_wide_tables() -> None:
     assert num_changed > 10
 
 
+def test_the_best_start_of_each_stage_is_kept() -> None:
+    task = mixed_task()
+    bank = ShardBank(Simulator(task, AnalyticCostModel(), COMMS), merge=True)
+    choices = Choices(bank).starts(np.inf)
+    lanes = next(placed(construct(bank, *starts(bank, choices))))
+    stages = [
+        int(np.bincount(bank.stages_T[np.flatnonzero(pieces_T)]).argmax())
+        for pieces_T in lanes.pieces_LT
+    ]
+    best = {
+        stage: min(lanes.score_L[n] for n in range(len(stages)) if stages[n] == stage)
+        for stage in stages
+    }
+    assert 2 < len(best) < lanes.num_lanes
+    kept = default.of_every_kind(lanes, len(best))
+    assert sorted(lanes.score_L[kept]) == sorted(best.values())
+    more = default.of_every_kind(lanes, len(best) + 2)
+    assert set(kept) < set(more)
+    assert (np.diff(lanes.score_L[more]) > 0).all()
+
+
 def test_wide_tables_are_gathered_on_few_ranks() -> None:
     """On a GPU, one wide table slows down the narrow ones of its rank."""
     tables = make_tables([256] * 4 + [16] * 60, 100_000, [1.0] * 4 + [20.0] * 60)

@@ -168,7 +168,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
     def _best(
         drafts: list[Draft], effort: Effort, lanes: Lanes | None = None
     ) -> Lanes | None:
-        """Return the best of some lanes and of the finished lanes of drafts, in order.
+        """Return the most promising of some lanes and of the finished lanes of drafts.
 
         Returns:
             None if there are no lanes and no draft has found room.
@@ -177,7 +177,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             effort.see(block)
             both = block if lanes is None else Lanes.join([lanes, block])
             most = max(2, min(NUM_STARTS, most_lanes(block.bank)))
-            lanes = both.take(in_order(both.score_L)[:most])
+            lanes = both.take(of_every_kind(both, most))
             if effort.is_over:
                 break
         return lanes
@@ -232,6 +232,25 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         if each is not bank:
             bank.num_evaluated += each.num_evaluated
         return bound_ms
+
+
+def of_every_kind(lanes: Lanes, most: int) -> Ints:
+    """Return the most promising lanes, the best first.
+
+    Lanes whose tables are mostly in one stage (say, row-wise) tend to stay so. They may
+    start worse than others and end better. So the best lane of each such stage is kept.
+
+    Args:
+        lanes: Placements.
+        most: Number of lanes to keep.
+    """
+    member_TS = np.eye(lanes.bank.task.num_stages)[lanes.bank.stages_T]
+    order = in_order(lanes.score_L)
+    stage_L = ((lanes.pieces_LT[order] > 0) @ member_TS).argmax(axis=1)
+    _, first = np.unique(stage_L, return_index=True)
+    rest = np.setdiff1d(np.arange(len(order)), first)
+    kept: Ints = order[np.sort(np.concatenate([np.sort(first), rest])[:most])]
+    return kept
 
 
 def finish_result(

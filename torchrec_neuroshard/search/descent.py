@@ -427,6 +427,7 @@ def gathering(lanes: Lanes, rng: np.random.Generator) -> tuple[Lanes, Ints]:
     for n in range(int(size_L.max())):
         now = np.flatnonzero(nth_Q == n)
         some = lane_Q[now]
+        # A table with more shards than these ranks may go anywhere.
         room_QW = open_LW[some] | (open_LW[some].sum(axis=1) < count_Q[now])[:, None]
         draft.place(some, table_Q[now], count_Q[now], open_QW=room_QW)
     draft.fits_L &= size_L > 0
