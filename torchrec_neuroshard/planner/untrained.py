@@ -151,21 +151,18 @@ def mixed_means(options: Sequence[ShardingOption], room: float) -> dict[int, str
         means = {c.name for c in table_configs(listed[0].module[1]) if is_mean(c)}
         by_rows = {id(option) for option in listed if divides_module(option)}
         others = [option for option in listed if id(option) not in by_rows]
-        tables = {option.name for option in listed}
-        if len(tables) == 1 or not (means and by_rows and others):
+        own_of: dict[str, list[ShardingOption]] = {}
+        for option in listed:
+            own_of.setdefault(option.name, []).append(option)
+        if len(own_of) == 1 or not (means and by_rows and others):
             continue
-        on_device = {o.name for o in listed if not _is_offloaded(o)}
         fitting = {
-            option.name
-            for option in others
-            if (
-                option.name not in on_device
-                if _is_offloaded(option)
-                else _largest_bytes(option) <= room
-            )
+            name
+            for name, own in own_of.items()
+            if fits_without_rows(own, own[0].tensor.shape[0], room)
         }
         need_rows = means - fitting
-        if needing := sorted(need_rows & tables):
+        if needing := sorted(need_rows & own_of.keys()):
             found |= {
                 id(option): f"TorchRec divides its outputs by their number of ids, "
                 f"since table '{needing[0]}' of the same module has pooling MEAN and "
@@ -204,7 +201,7 @@ def fits_without_rows(
     return any(
         in_host_memory
         if _is_offloaded(option)
-        else _largest_bytes(option) / option.tensor.shape[0] * num_rows <= room
+        else _largest_bytes(option) * num_rows <= room * option.tensor.shape[0]
         for option in options
         if not divides_module(option)
     )

@@ -369,10 +369,7 @@ def disturbed(lanes: Lanes, rng: np.random.Generator) -> Lanes:
         noise = rng.uniform(0.5, 1.5, len(again))
         order = np.argsort(-bank.total_ms(*whole) * noise, kind="stable")
         new.append([again[i] for i in order])
-    lane_Q = np.repeat(np.arange(num_lanes), [len(out) for out in taken])
-    table_Q = np.array([table for out in taken for table in out])
-    line, pieces = _pieces_of(lanes, lane_Q, table_Q)
-    draft = Draft.of(lanes, np.arange(num_lanes), lane_Q[line], pieces)
+    draft, *_ = _without(lanes, taken)
     most = rng.uniform(0.0, 1.0, (num_lanes, 1))
     noise_LW = 1.0 + most * rng.uniform(0.0, 1.0, (num_lanes, num_ranks))
     for n in range(max(map(len, new))):
@@ -380,6 +377,22 @@ def disturbed(lanes: Lanes, rng: np.random.Generator) -> Lanes:
         way_Q, count_Q, skew_Q = np.array([new[lane][n] for lane in own]).T
         draft.place(own, way_Q, count_Q, noise_LW[own], skew_Q)
     return changed(lanes, draft.changes()[0])
+
+
+def _without(
+    lanes: Lanes, out: Sequence[Sequence[int]]
+) -> tuple[Draft, Ints, Ints, Ints]:
+    """Remove some tables of each lane.
+
+    Returns:
+        The draft; and for each removed table its lane, its number among those of this
+        lane, and the table: `Q` each.
+    """
+    lane_Q, nth_Q = spread_out(np.array([len(own) for own in out], dtype=np.int64))
+    table_Q = np.array([table for own in out for table in own], dtype=np.int64)
+    line, pieces = _pieces_of(lanes, lane_Q, table_Q)
+    draft = Draft.of(lanes, np.arange(lanes.num_lanes), lane_Q[line], pieces)
+    return draft, lane_Q, nth_Q, table_Q
 
 
 def _varied(lanes: Lanes, rng: np.random.Generator) -> Lanes:
@@ -403,7 +416,7 @@ def gathering(lanes: Lanes, rng: np.random.Generator) -> tuple[Lanes, Ints]:
     own = np.flatnonzero(bank.moves_T[lanes.table_N] & ~bank.stays_T[lanes.table_N])
     most_LW = np.zeros((lanes.num_lanes, num_ranks), dtype=np.int64)
     np.maximum.at(most_LW, (lanes.lane_N[own], lanes.rank_N[own]), lanes.width_N[own])
-    out: list[Ints] = []
+    out: list[list[int]] = []
     open_LW = np.zeros_like(most_LW, dtype=bool)
     for lane, rank in enumerate(rng.integers(num_ranks, size=lanes.num_lanes)):
         here = own[(lanes.lane_N[own] == lane) & (lanes.rank_N[own] == rank)]
@@ -415,22 +428,16 @@ def gathering(lanes: Lanes, rng: np.random.Generator) -> tuple[Lanes, Ints]:
             open_LW[lane, rank] = False
         tables = np.unique(lanes.table_N[here]) if open_LW[lane].any() else here[:0]
         cost = bank.total_ms(tables, bank.dims_T[tables])
-        out.append(tables[np.argsort(-cost, kind="stable")])
-    size_L = np.array([len(tables) for tables in out], dtype=np.int64)
-    lane_Q, nth_Q = spread_out(size_L)
-    if not len(lane_Q):
-        return lanes.take(lane_Q), np.arange(lanes.num_lanes)
-    table_Q = np.concatenate(out)
-    line, pieces = _pieces_of(lanes, lane_Q, table_Q)
-    draft = Draft.of(lanes, np.arange(lanes.num_lanes), lane_Q[line], pieces)
+        out.append(tables[np.argsort(-cost, kind="stable")].tolist())
+    draft, lane_Q, nth_Q, table_Q = _without(lanes, out)
     count_Q = lanes.pieces_LT[lane_Q, table_Q].astype(np.int64)
-    for n in range(int(size_L.max())):
+    for n in range(int(nth_Q.max(initial=-1)) + 1):
         now = np.flatnonzero(nth_Q == n)
         some = lane_Q[now]
         # A table with more shards than these ranks may go anywhere.
         room_QW = open_LW[some] | (open_LW[some].sum(axis=1) < count_Q[now])[:, None]
         draft.place(some, table_Q[now], count_Q[now], open_QW=room_QW)
-    draft.fits_L &= size_L > 0
+    draft.fits_L &= np.isin(np.arange(lanes.num_lanes), lane_Q)
     return changed(lanes, draft.changes()[0]), np.flatnonzero(~draft.fits_L)
 
 
