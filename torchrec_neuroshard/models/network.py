@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -173,14 +174,8 @@ class SetCostNetwork(nn.Module):
         self, x_NX: torch.Tensor, physical_N2: torch.Tensor, values_NV: torch.Tensor
     ) -> torch.Tensor:
         """Encode shards from their `ShardInputs`, `N x E`."""
-        x = _standardise(x_NX, self.input_mean_X, self.input_std_X)
-        out = _run(self.encoder, x.expand(self.num_members, -1, -1))
-        bend = _MAX_CORRECTION * torch.tanh(out[..., :2] / _MAX_CORRECTION)
-        cost = physical_N2 * torch.exp(bend)
-        latent = torch.tanh(out[..., 2:]) * cost.sum(dim=2, keepdim=True)
-        per_member = torch.cat([cost, latent], dim=2)  # M x N x (2 + L)
-        flat = per_member.permute(1, 0, 2).reshape(len(x_NX), -1)
-        return torch.cat([values_NV, flat], dim=1)
+        encoded: torch.Tensor = _encode(torch, self, x_NX, physical_N2, values_NV)
+        return encoded
 
     def predict(
         self, sums_SE: torch.Tensor, sets_S2: torch.Tensor, y_SY: torch.Tensor
@@ -193,24 +188,9 @@ class SetCostNetwork(nn.Module):
             y_SY: `set_inputs`. With several devices, one more column per device: 1 for
                 the set's device, else 0.
         """
-        y_SY = _standardise(y_SY, self.set_mean_Y, self.set_std_Y)
-        rest = sums_SE[:, _NUM_VALUES:].reshape(len(sums_SE), self.num_members, -1)
-        rest = rest.permute(1, 0, 2)  # M x S x (2 + L)
-        cost = rest[..., :2]
-        mean_latent = rest[..., 2:] / cost.sum(dim=2, keepdim=True).clamp_min(1e-6)
-        x = torch.cat(
-            [
-                torch.log(cost.clamp_min(1e-6)) / 3.0,
-                mean_latent,
-                y_SY.expand(self.num_members, -1, -1),
-            ],
-            dim=2,
-        )
-        bend = _run(self.head, x)
-        bend = _MAX_CORRECTION * torch.tanh(bend / _MAX_CORRECTION)
-        sets = sets_S2 * torch.exp(self.launch_scale_M2)[:, None]
-        milliseconds = (cost + sets) * torch.exp(bend)
-        return milliseconds.permute(1, 0, 2)
+        sets_MS2 = sets_S2 * torch.exp(self.launch_scale_M2)[:, None]
+        milliseconds: torch.Tensor = _predict(torch, self, sums_SE, sets_MS2, y_SY)
+        return milliseconds
 
     @torch.no_grad()
     def of_device(self, number: int) -> SetCostNetwork:
@@ -241,65 +221,99 @@ class NetworkArrays:
     @plain_torch()
     def __init__(self, network: SetCostNetwork) -> None:
         """Copy the network's weights."""
-        self._num_members = network.num_members
         self._physics = copy.deepcopy(network.physics)
-        self._input_mean_X = network.input_mean_X.numpy().copy()
-        self._input_std_X = network.input_std_X.numpy().copy()
-        self._set_mean_Y = network.set_mean_Y.numpy().copy()
-        self._set_std_Y = network.set_std_Y.numpy().copy()
-        self._encoder = [p.detach().numpy().copy() for p in network.encoder]
-        self._head = [p.detach().numpy().copy() for p in network.head]
+        tensors = {**dict(network.named_buffers()), **dict(network.named_parameters())}
+        arrays = {n: t.detach().numpy().copy() for n, t in tensors.items()}
+        self._net = SimpleNamespace(
+            **{n: array for n, array in arrays.items() if "." not in n},
+            encoder=[arrays[f"encoder.{i}"] for i in range(len(network.encoder))],
+            head=[arrays[f"head.{i}"] for i in range(len(network.head))],
+            num_members=network.num_members,
+        )
         set_factor_M2 = torch.exp(network.launch_scale_M2)
         self._set_factor_M12 = set_factor_M2.detach().numpy()[:, None]
 
     def encode(self, features_NF: npt.ArrayLike) -> Array:
         """Encode shards from their features, `N x E`."""
-        return _by_chunks(self._encode, self._encoder, features_NF)
+        return _by_chunks(self._encode, self._net.encoder, features_NF)
 
     def predict(self, sums_SE: npt.ArrayLike) -> Array:
         """Predict every member's milliseconds from sums of encodings, `S x M x 2`."""
-        return _by_chunks(self._predict, self._head, sums_SE)
+        return _by_chunks(self._predict, self._net.head, sums_SE)
 
     def _encode(self, features_NF: Array) -> Array:
-        x, physical, values = shard_inputs(features_NF, self._physics)
-        x = (x - self._input_mean_X) / self._input_std_X
-        out = _run_arrays(self._encoder, x.clip(-_MAX_STANDARDISED, _MAX_STANDARDISED))
-        cost = physical * np.exp(_bend(out[..., :2]))
-        latent = np.tanh(out[..., 2:]) * cost.sum(axis=2, keepdims=True)
-        per_member = np.concatenate([cost, latent], axis=2)  # M x N x (2 + L)
-        flat = per_member.transpose(1, 0, 2).reshape(
-            len(features_NF), self._num_members * per_member.shape[2]
+        encoded: Array = _encode(
+            np, self._net, *shard_inputs(features_NF, self._physics)
         )
-        return np.concatenate([values, flat], axis=1)
+        return encoded
 
     def _predict(self, sums_SE: Array) -> Array:
-        size = (sums_SE.shape[1] - _NUM_VALUES) // self._num_members
-        rest = sums_SE[:, _NUM_VALUES:].reshape(-1, self._num_members, size)
-        rest = rest.transpose(1, 0, 2)  # M x S x (2 + L)
-        cost = np.ascontiguousarray(rest[..., :2])
-        total = np.maximum(cost[..., :1] + cost[..., 1:], 1e-6)
         values_SV = sums_SE[:, :_NUM_VALUES]
         works_SG = set_works(values_SV, self._physics.least_threads)
-        y = (set_inputs(works_SG, values_SV) - self._set_mean_Y) / self._set_std_Y
-        x = np.empty((*rest.shape[:2], size + NUM_SET_INPUTS), dtype=np.float32)
-        x[..., :2] = np.log(np.maximum(cost, 1e-6)) / 3.0
-        np.divide(rest[..., 2:], total, out=x[..., 2:size])
-        np.clip(y, -_MAX_STANDARDISED, _MAX_STANDARDISED, out=x[0, :, size:])
-        x[1:, :, size:] = x[0, :, size:]
         sets_S2 = self._physics.sets_ms(works_SG).astype(np.float32)
-        milliseconds: Array = cost + sets_S2 * self._set_factor_M12
-        milliseconds *= np.exp(_bend(_run_arrays(self._head, x)))
-        return milliseconds.transpose(1, 0, 2)
+        y_SY = set_inputs(works_SG, values_SV)
+        sets_MS2 = sets_S2 * self._set_factor_M12
+        predicted: Array = _predict(np, self._net, sums_SE, sets_MS2, y_SY)
+        return predicted
 
 
-def _standardise(
-    x_NX: torch.Tensor, mean_X: torch.Tensor, std_X: torch.Tensor
-) -> torch.Tensor:
+# The forward pass, in either library: `xp` is torch or NumPy, and `net` has the tensors
+# of `SetCostNetwork` as arrays of that library.
+
+
+def _encode(xp: Any, net: Any, x_NX: Any, physical_N2: Any, values_NV: Any) -> Any:
+    x = _standardised(xp, x_NX, net.input_mean_X, net.input_std_X)
+    out = _run(xp, net.encoder, x)
+    cost = physical_N2 * xp.exp(_bend(xp, out[..., :2]))
+    latent = xp.tanh(out[..., 2:]) * cost.sum(2, keepdims=True)
+    per_member = xp.concatenate([cost, latent], 2)  # M x N x (2 + L)
+    size = per_member.shape[0] * per_member.shape[2]
+    flat = per_member.swapaxes(0, 1).reshape(len(x_NX), size)
+    return xp.concatenate([values_NV, flat], 1)
+
+
+def _predict(xp: Any, net: Any, sums_SE: Any, sets_MS2: Any, y_SY: Any) -> Any:
+    size = (sums_SE.shape[1] - _NUM_VALUES) // net.num_members
+    rest = sums_SE[:, _NUM_VALUES:].reshape(len(sums_SE), net.num_members, size)
+    rest = rest.swapaxes(0, 1)  # M x S x (2 + L)
+    cost = rest[..., :2]
+    if xp is np:  # faster: all that follows has this order in memory
+        cost = np.ascontiguousarray(cost)
+    total = (cost[..., :1] + cost[..., 1:]).clip(1e-6, None)
+    y = _standardised(xp, y_SY, net.set_mean_Y, net.set_std_Y)
+    y = xp.broadcast_to(y, (net.num_members, *y.shape))
+    logs = xp.log(cost.clip(1e-6, None)) / 3.0
+    x = xp.concatenate([logs, rest[..., 2:] / total, y], 2)
+    milliseconds = (cost + sets_MS2) * xp.exp(_bend(xp, _run(xp, net.head, x)))
+    return milliseconds.swapaxes(0, 1)
+
+
+def _standardised(xp: Any, values: Any, mean: Any, std: Any) -> Any:
     """Standardise the inputs and clip them; columns of devices stay."""
-    known = len(mean_X)
-    x = (x_NX[:, :known] - mean_X) / std_X
-    x = x.clamp(-_MAX_STANDARDISED, _MAX_STANDARDISED)
-    return torch.cat([x, x_NX[:, known:]], dim=1)
+    known = len(mean)
+    standard = (values[:, :known] - mean) / std
+    standard = standard.clip(-_MAX_STANDARDISED, _MAX_STANDARDISED)
+    devices = values[:, known:]
+    return xp.concatenate([standard, devices], 1) if devices.shape[1] else standard
+
+
+def _bend(xp: Any, correction: Any) -> Any:
+    return _MAX_CORRECTION * xp.tanh(correction / _MAX_CORRECTION)
+
+
+def _run(xp: Any, layers: Sequence[Any], x: Any) -> Any:
+    for i in range(0, len(layers), 2):
+        x = xp.matmul(x, layers[i])
+        x += layers[i + 1]
+        if i + 2 < len(layers):
+            x = torch.nn.functional.silu(x) if xp is torch else _silu(x)
+    return x
+
+
+def _silu(x: Array) -> Array:
+    with np.errstate(over="ignore"):  # SiLU of a large negative is 0
+        x /= 1.0 + np.exp(-x)
+    return x
 
 
 def _by_chunks(
@@ -314,21 +328,6 @@ def _by_chunks(
     return np.concatenate([function(values[i : i + chunk]) for i in starts])
 
 
-def _bend(correction: Array) -> Array:
-    bend: Array = _MAX_CORRECTION * np.tanh(correction / _MAX_CORRECTION)
-    return bend
-
-
-def _run_arrays(layers: list[Array], x: Array) -> Array:
-    for i in range(0, len(layers), 2):
-        x = np.matmul(x, layers[i])
-        x += layers[i + 1]
-        if i + 2 < len(layers):
-            with np.errstate(over="ignore"):  # SiLU of a large negative is 0
-                x /= 1.0 + np.exp(-x)
-    return x
-
-
 def _layers(num_members: int, sizes: list[int]) -> list[nn.Parameter]:
     parameters = []
     for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
@@ -339,12 +338,3 @@ def _layers(num_members: int, sizes: list[int]) -> list[nn.Parameter]:
         )
         parameters.append(nn.Parameter(torch.zeros(num_members, 1, fan_out)))
     return parameters
-
-
-def _run(layers: nn.ParameterList, x: torch.Tensor) -> torch.Tensor:
-    parameters = list(layers)
-    for i in range(0, len(parameters), 2):
-        x = torch.baddbmm(parameters[i + 1], x, parameters[i])
-        if i + 2 < len(parameters):
-            x = torch.nn.functional.silu(x)
-    return x
