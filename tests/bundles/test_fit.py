@@ -146,7 +146,7 @@ def test_known_physics_is_recovered(device_type: str) -> None:
 
 def test_a_start_decides_where_there_are_no_sets() -> None:
     """Three sets of narrow tables contain no information on wide ones."""
-    few, many = build_sets(draw_records(3, 0)), build_sets(draw_records(200, 1))
+    few, many = build_sets(draw_records(3, 2)), build_sets(draw_records(200, 3))
     there = fit_physics(many)
     doubled = dataclasses.replace(few, costs_S2=2.0 * few.costs_S2)
 

@@ -115,7 +115,7 @@ def predict_comms(coefficients_LK: Floats, data: CommsData) -> Floats:
 
 
 def fit_coefficients(data: CommsData, start_LK: Floats | None = None) -> Floats:
-    """Fit coefficients of at least 0 per collective by relative least squares.
+    """Fit coefficients of at least 0 per collective; see `fit_constants`.
 
     Args:
         data: Records to fit to.
@@ -127,20 +127,20 @@ def fit_coefficients(data: CommsData, start_LK: Floats | None = None) -> Floats:
         `L x K`.
     """
     floored_NW = np.maximum(data.transfer_NW, _LEAST_SHARE * data.slowest_ms()[:, None])
+
+    def fit_one(number: int) -> Floats:
+        of_one_NW = data.present_NW & (data.collective_N == number)[:, None]
+        terms, measured_ms = data.terms_NWK[of_one_NW], floored_NW[of_one_NW]
+        start_K = None if start_LK is None else start_LK[number]
+        pull = len(measured_ms)
+        return fit_constants(lambda _: terms, measured_ms, start_K, pull=pull)[0]
+
     fitted_LK = np.zeros((len(COLLECTIVES), len(TERM_NAMES)))
     if start_LK is not None:
         fitted_LK[:] = start_LK
     measured = np.unique(data.collective_N)
     for number in measured:
-        rows = data.collective_N == number
-        present = data.present_NW[rows]
-        measured_ms = floored_NW[rows][present]
-        fitted_LK[number] = fit_constants(
-            data.terms_NWK[rows][present],
-            measured_ms,
-            None if start_LK is None else start_LK[number],
-            pull=len(measured_ms),
-        )
+        fitted_LK[number] = fit_one(number)
     if start_LK is None:
         others = np.setdiff1d(np.arange(len(COLLECTIVES)), measured)
         fitted_LK[others] = fitted_LK[measured].mean(axis=0)

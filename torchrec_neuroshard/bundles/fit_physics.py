@@ -5,9 +5,13 @@ Shapes: see `models.physical`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize
+from scipy.linalg import block_diag
 
 from torchrec_neuroshard.bundles.set_data import SetData
 from torchrec_neuroshard.hardware.devices import is_accelerator
@@ -23,10 +27,13 @@ from torchrec_neuroshard.models.physical import (
 
 Floats = npt.NDArray[np.float64]
 
-_CACHE_BYTES = tuple(2.0**n for n in range(19, 28))
-"""Cache sizes to try: 512 KiB to 128 MiB."""
+_LOG2_CACHE_BYTES = 19.0, 27.0
+"""Smallest and largest cache: 512 KiB and 128 MiB."""
+_STEP = 0.05
+"""Step of the parameter to find its slope."""
+_LEAST_MS = 1e-9
 _ROBUST = 0.03
-"""Relative errors above this count linearly, not squared."""
+"""Errors of the logarithm above this count linearly, not squared."""
 _FORWARD_ALONE = (
     "num_lookups",
     "lookup_lines",
@@ -72,39 +79,72 @@ def best_factor(predicted_S: Floats, measured_S: Floats) -> float:
 
 
 def fit_constants(
-    works_SK: Floats,
-    measured_S: Floats,
+    works_of: Callable[[float], Floats],
+    measured_N: Floats,
     start_K: Floats | None = None,
     *,
     pull: float = 1.0,
-    robust: float | None = None,
-) -> Floats:
-    """Fit constants of at least 0 by least squares of relative errors.
+    bounds: tuple[float, float, float] = (0.0, 0.5, 1.0),
+) -> tuple[Floats, float]:
+    """Fit constants of at least 0 by least squares of log(predicted / measured).
 
     Args:
-        works_SK: Work of the samples.
-        measured_S: Measured times of the samples.
+        works_of: Returns the work of the samples, `N x K`, from a parameter that is
+            fitted, too. Its least value gives the most work of each kind.
+        measured_N: Measured times.
         start_K: Constants that the fit is pulled toward; None for no pull.
         pull: Strength of the pull, as a number of additional samples per constant.
-        robust: Errors above this count linearly; None counts all errors squared.
+        bounds: The parameter's least value, its start and its largest value.
+
+    Returns:
+        `K` constants, 0 or as in `start_K` for kinds of work that no sample has; and
+        the parameter.
     """
-    relative = works_SK / measured_S[:, None]
-    scale_K = np.linalg.norm(relative, axis=0) / np.sqrt(len(measured_S))
-    scale_K = np.maximum(scale_K, 1e-30)
-    relative = relative / scale_K
-    ridge, wanted = np.zeros((0, relative.shape[1])), np.zeros(0)
+    most_NK = works_of(bounds[0])
+    # In these units, a constant is about its share of the time.
+    unit_K = np.sqrt(np.mean((most_NK / measured_N[:, None]) ** 2, axis=0))
+    present_K = unit_K > 0.0
+    unit_P = unit_K[present_K]
+    start_P = np.full(len(unit_P), 1.0 / len(unit_P))
+    weight = 0.0
     if start_K is not None:
-        ridge = np.sqrt(pull) * np.eye(relative.shape[1])
-        wanted = np.sqrt(pull) * start_K * scale_K
-    weight_S = np.ones(len(measured_S))
-    for _ in range(1 if robust is None else 6):
-        matrix = np.concatenate([relative * weight_S[:, None], ridge])
-        solution, _ = optimize.nnls(matrix, np.concatenate([weight_S, wanted]))
-        error = np.abs(relative @ solution - 1.0)
-        if robust is not None:
-            weight_S = 1.0 / np.sqrt(np.maximum(error, robust) / robust)
-    fitted: Floats = solution / scale_K
-    return fitted
+        start_P, weight = start_K[present_K] * unit_P, np.sqrt(pull)
+
+    def shares(parameter: float) -> Floats:
+        works: Floats = works_of(parameter)[:, present_K] / unit_P
+        return works
+
+    def times(values: Floats) -> Floats:
+        ms: Floats = np.maximum(shares(values[-1]) @ values[:-1], _LEAST_MS)
+        return ms
+
+    def residuals(values: Floats) -> Floats:
+        logs_N = np.log(times(values) / measured_N)
+        return np.concatenate([logs_N, weight * (values[:-1] - start_P)])
+
+    def jacobian(values: Floats) -> Floats:
+        ms_N = times(values)
+        beside = np.append(values[:-1], values[-1] + _STEP)
+        slope_N = np.log(times(beside) / ms_N) / _STEP
+        of_logs = np.column_stack([shares(values[-1]) / ms_N[:, None], slope_N])
+        of_pull = weight * np.eye(len(start_P), len(values))
+        return np.concatenate([of_logs, of_pull])
+
+    low, begin, high = bounds
+    found = optimize.least_squares(
+        residuals,
+        np.append(np.maximum(start_P, 1e-4), begin),
+        jacobian,
+        bounds=(
+            np.append(np.zeros(len(unit_P)), low),
+            np.append(np.full_like(unit_P, np.inf), high),
+        ),
+        loss="soft_l1",
+        f_scale=_ROBUST,
+    )
+    fitted_K = np.zeros(len(unit_K)) if start_K is None else start_K.copy()
+    fitted_K[present_K] = found.x[:-1] / unit_P
+    return fitted_K, float(found.x[-1])
 
 
 def _set_works(data: SetData, cache_bytes: float, least_threads: float) -> Floats:
@@ -138,31 +178,29 @@ def fit_physics(data: SetData, start: Physics | None = None) -> Physics:
     """
     is_fitted = fitted_kinds(data.device_type)
     threads = LEAST_THREADS if start is None else start.least_threads
-    near_2: list[Floats | None] = [None, None]
+
+    @functools.lru_cache(maxsize=2)
+    def works_of(log2_bytes: float) -> Floats:
+        """Return a block of rows and columns each for forward and backward."""
+        works = _set_works(data, 2.0**log2_bytes, threads)
+        blocks: Floats = block_diag(*(works[:, kinds] for kinds in is_fitted.T))
+        return blocks
+
+    near_K, least, most = None, *_LOG2_CACHE_BYTES
+    begin = (least + most) / 2 - 1.0
     if start is not None:
+        begin = min(max(np.log2(start.cache_bytes), least + 0.1), most - 0.1)
         near = np.concatenate([start.constants_K2, start.set_constants_G2])
         before = _set_works(data, start.cache_bytes, threads) @ near
-        near_2 = list((near * list(map(best_factor, before.T, data.costs_S2.T))).T)
-    best, least = None, np.inf
-    for cache_bytes in _CACHE_BYTES:
-        works = _set_works(data, cache_bytes, threads)
-        constants = np.zeros(is_fitted.shape)
-        for c, near_K in enumerate(near_2):
-            kinds = is_fitted[:, c]
-            constants[kinds, c] = fit_constants(
-                works[:, kinds],
-                data.costs_S2[:, c],
-                None if near_K is None else near_K[kinds],
-                robust=_ROBUST,
-            )
-        predicted = np.maximum(works @ constants, 1e-9)
-        factors = list(map(best_factor, predicted.T, data.costs_S2.T))
-        # Least squares of relative errors favours low predictions.
-        constants *= factors
-        error = float(np.abs(np.log(predicted * factors / data.costs_S2)).mean())
-        if error < least:
-            shards, sets = np.split(constants, [len(WORKS)])
-            sets[0] = np.maximum(sets[0], 1e-4)
-            best, least = Physics(cache_bytes, shards, sets, threads), error
-    assert best is not None
-    return best
+        near = near * list(map(best_factor, before.T, data.costs_S2.T))
+        near_K = near.T[is_fitted.T]
+    fitted_K, log2_bytes = fit_constants(
+        works_of, data.costs_S2.T.ravel(), near_K, bounds=(least, begin, most)
+    )
+    predicted = np.maximum(works_of(log2_bytes) @ fitted_K, _LEAST_MS).reshape(2, -1)
+    constants = np.zeros(is_fitted.shape)
+    constants.T[is_fitted.T] = fitted_K
+    constants *= list(map(best_factor, predicted, data.costs_S2.T))
+    shards, sets = np.split(constants, [len(WORKS)])
+    sets[0] = np.maximum(sets[0], 1e-4)
+    return Physics(2.0**log2_bytes, shards, sets, threads)
