@@ -68,7 +68,7 @@ def first(data: SetData, count: int) -> SetData:
 
 def error_of(network: SetCostNetwork, test: SetData) -> float:
     """Return the mean error of forward + backward."""
-    return evaluate("", as_cost_model(network, test, ""), test).total_mape
+    return evaluate("", as_cost_model(network, test, ""), test).total.mean
 
 
 def set_inputs(data: SetData, physics_SX: Floats) -> Floats:
@@ -140,8 +140,8 @@ def start_errors(
 ) -> dict[str, float]:
     """Return the errors of all candidates that start from another device's model."""
     fitted = fit_model(data, test, TrainConfig(), start=start)
-    errors = {n: c.evaluation.total_mape for n, c in fitted.candidates.items()}
-    return {**errors, "kept": fitted.best.evaluation.total_mape}
+    errors = {n: c.evaluation.total.mean for n, c in fitted.candidates.items()}
+    return {**errors, "kept": fitted.best.evaluation.total.mean}
 
 
 def main() -> None:

@@ -49,8 +49,7 @@ from harness.tasks import TaskConfig, cap_rows, sample_tasks
 from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
 from torchrec_neuroshard import TableConfig, load_cost_model
 from torchrec_neuroshard.bundles.find import load_comms_model
-from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE
-from torchrec_neuroshard.bundles.make import source_folder
+from torchrec_neuroshard.bundles.make import source_bundle
 from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.models.base import CommsModel
@@ -190,7 +189,8 @@ def make_desk(
         )
     )
     # TorchRec's estimate gets measured bandwidths, in bytes per millisecond.
-    links = COMMS_BUNDLE.read_info(source_folder(config.cost_model))
+    links = source_bundle(config.cost_model).comms
+    assert links is not None
     inter_gb_per_s = links.inter_gb_per_s or links.intra_gb_per_s
     topology = {
         "world_size": ranks.world_size,
@@ -489,7 +489,8 @@ def _spread(ratios: Sequence[float]) -> str:
 
 def run(config: RunConfig, ranks: Ranks) -> None:
     """Plan, train and compare all workloads."""
-    folder = source_folder(config.cost_model)
+    bundle = source_bundle(config.cost_model)
+    assert bundle.compute and bundle.comms
     data: dict[str, Any] = {
         **describe_run(ranks.device, "torchrun"),
         "world_size": ranks.world_size,
@@ -498,9 +499,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         "dry_run": not ranks.on_gpu,
         "config": dataclasses.asdict(config),
         "cost_model": {
-            "name": folder.name,
-            "device": COMPUTE_BUNDLE.read_info(folder).fingerprint.device,
-            "backend": COMMS_BUNDLE.read_info(folder).backend,
+            "name": bundle.folder.name,
+            "device": bundle.compute.fingerprint.device,
+            "backend": bundle.comms.backend,
         },
         "workloads": {},
     }

@@ -18,7 +18,7 @@ from tests.builders import make_tables
 from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.cache import CacheKey
 from torchrec_neuroshard.bundles.find import PRETRAINED
-from torchrec_neuroshard.bundles.format import load_bundle
+from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.tables.features import table_features
 
@@ -51,7 +51,7 @@ def test_stored_bundles_are_found_and_load(root: Path) -> None:
     found = cache.find(make_key())
     assert found is not None and found.folder == folder
     assert (found.created, found.seconds, found.key) == (CREATED, 9.0, make_key())
-    assert load_bundle(folder).hardware == load_bundle(BUNDLE).hardware
+    assert Bundle(folder).cost_model().hardware == Bundle(BUNDLE).cost_model().hardware
     assert [p.name for p in root.iterdir()] == [folder.name]
     # The newest matching bundle is used.
     for day in (2, 3, 1):
@@ -140,7 +140,7 @@ def test_many_writers_leave_one_whole_bundle(root: Path) -> None:
     with ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as writers:
         list(writers.map(_store_often, range(4)))
     (entry,) = cache.entries()
-    load_bundle(entry.folder)
+    Bundle(entry.folder).cost_model()
     assert [p.name for p in root.iterdir()] == [entry.folder.name]
 
 

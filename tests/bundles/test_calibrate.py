@@ -24,7 +24,7 @@ from torchrec_neuroshard.bundles.fit import (
     train,
 )
 from torchrec_neuroshard.bundles.fit_physics import best_factor
-from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, BundleInfo, load_bundle
+from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, Bundle, BundleInfo
 from torchrec_neuroshard.bundles.make import make_bundle
 from torchrec_neuroshard.bundles.set_data import (
     MIN_SETS,
@@ -122,12 +122,12 @@ def test_bundle_and_card_tell_what_was_done(
     COMPUTE_BUNDLE.save(old, source.network, info, "# card\n")
     before = (old / "bundle.json").read_bytes()
     with pytest.raises(ConfigError, match="is the bundle to start from"):
-        make_bundle([], tmp_path / "x" / ".." / "old", "old", QUICK, start=old)
+        make_bundle([], tmp_path / "x" / ".." / "old", "old", QUICK, start=Bundle(old))
     assert (old / "bundle.json").read_bytes() == before
     records = make_records(120, 1, power=0.9, factor=0.6)
     write_records(path, make_header("here", reference_ms=6.0), records)
-    found = make_bundle([path], out, "mine", QUICK, start=old)
-    info, model = COMPUTE_BUNDLE.read_info(out), load_bundle(out)
+    found = make_bundle([path], out, "mine", QUICK, start=Bundle(old))
+    info, model = COMPUTE_BUNDLE.read_info(out), Bundle(out).cost_model()
     assert (info.fingerprint.device, info.reference_ms) == ("here", 6.0)
     assert info.trained_on["started_from"] == "old"
     # Fine-tuning learns what constants cannot express.
@@ -150,7 +150,10 @@ def test_bundle_and_card_tell_what_was_done(
     card = (out / "CARD.md").read_text()
     for name, candidate in found.candidates.items():
         e = candidate.evaluation
-        assert f"{name}" in card and f"| {e.fwd_mape:.1%} | {e.bwd_mape:.1%} |" in card
+        assert (
+            f"{name}" in card
+            and f"| {e.forward.mean:.1%} | {e.backward.mean:.1%} |" in card
+        )
     assert "Started from `old`, measured on there (400 training sets)" in card
 
 
@@ -196,7 +199,7 @@ def test_measures_and_trains(
     assert MIN_SETS <= sum(r.held_out for r in records) <= 60 - MIN_SETS
     assert header.sampling["max_weight_bytes"] == int(0.001 * 2**30)
     info = COMPUTE_BUNDLE.read_info(out)
-    assert load_bundle(out).name == "mine"
+    assert Bundle(out).cost_model().name == "mine"
     assert info.fingerprint.device == cpu_name()
     assert info.trained_on["started_from"] in ("cpu", "cpu_epyc", "cpu_epyc_zen5")
     assert f"Kept `{info.trained_on['kept']}`" in said
@@ -208,7 +211,7 @@ def test_measures_and_trains(
 
 def test_calibration_starts_from_the_nearest_bundle(tmp_path: Path) -> None:
     """Times of a shipped bundle, on a device that takes three times as long."""
-    cost, path = load_bundle(PRETRAINED / "cpu_epyc"), tmp_path / "r.parquet"
+    cost, path = Bundle(PRETRAINED / "cpu_epyc").cost_model(), tmp_path / "r.parquet"
     records = costed(make_records(60, 3), cost)
     slow = [
         dataclasses.replace(r, fwd_ms=3 * r.fwd_ms, bwd_ms=3 * r.bwd_ms)

@@ -37,13 +37,13 @@ from tests.builders import (
     make_tables,
     write_records,
 )
-from torchrec_neuroshard.bundles import cache, first_launch
+from torchrec_neuroshard.bundles import cache, measure_job
 from torchrec_neuroshard.bundles.find import (
     PRETRAINED,
     load_cost_model,
     physical_estimate,
 )
-from torchrec_neuroshard.bundles.format import load_bundle
+from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.hardware import devices
@@ -58,7 +58,7 @@ from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, row_shard
 
 SHARDS = make_tables([16, 8, 16, 64, 32], rows=[500, 500, 900, 10**8, 100])
-REQUEST = first_launch.LaunchRequest(
+REQUEST = measure_job.LaunchRequest(
     shards=SHARDS,
     kernels=(0, 0, 0, 1, 1),
     tables=(0, 0, 1, 2, 3),
@@ -75,11 +75,11 @@ REQUEST = first_launch.LaunchRequest(
 
 def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
     request, most = REQUEST, 2**22
-    assert from_fields(first_launch.LaunchRequest, to_fields(request)) == request
+    assert from_fields(measure_job.LaunchRequest, to_fields(request)) == request
     seen: set[str] = set()
     for index in range(60):
-        drawn = first_launch.draw_launch_set(request, index, most)
-        assert drawn == first_launch.draw_launch_set(request, index, most)
+        drawn = measure_job.draw_launch_set(request, index, most)
+        assert drawn == measure_job.draw_launch_set(request, index, most)
         names = [t.name.partition("#")[0] for t in drawn.tables]
         places = [[s.name for s in SHARDS].index(n) for n in names]
         assert len({request.kernels[p] for p in places}) == 1
@@ -119,8 +119,8 @@ def test_sets_of_plans_are_balanced_and_have_all_row_shards() -> None:
         batch_size=512,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_launch, "PLAN_SHARE", 1.0)
-        sets = [first_launch.draw_launch_set(request, i, 2**30) for i in range(200)]
+        patch.setattr(measure_job, "PLAN_SHARE", 1.0)
+        sets = [measure_job.draw_launch_set(request, i, 2**30) for i in range(200)]
     by_kernel: dict[bool, list[SampledSet]] = {True: [], False: []}
     for drawn in sets:
         kinds = {t.profile is not None and t.pooling_factor < 1 for t in drawn.tables}
@@ -252,10 +252,10 @@ def test_disturbed_sets_are_measured_again_later(
 
     timer = SimpleNamespace(reference_ms=1.0, measure=measure)
     order_ms = {"1024": (1.0, 2.0)}
-    monkeypatch.setattr(first_launch, "SetTimer", lambda *_, **__: timer)
-    monkeypatch.setattr(first_launch, "measure_column_order", lambda *_: order_ms)
+    monkeypatch.setattr(measure_job, "SetTimer", lambda *_, **__: timer)
+    monkeypatch.setattr(measure_job, "measure_column_order", lambda *_: order_ms)
     monkeypatch.setattr("time.monotonic", lambda: float(seen.total()))
-    kept, ordered, reference_ms = first_launch.measure_mine(
+    kept, ordered, reference_ms = measure_job.measure_mine(
         REQUEST, None, torch.device("cpu"), 60
     )
     assert (ordered, reference_ms) == (order_ms, 1.0)
@@ -281,10 +281,10 @@ def test_a_ranks_sets_are_compared_with_its_own_usual_reference(
             return Measurement((1.0,) * 3, (1.0,) * 3, reference, 1.0, 1.0)
 
         timer = SimpleNamespace(reference_ms=nominal_ms[rank], measure=measured)
-        monkeypatch.setattr(first_launch, "SetTimer", lambda *_, t=timer, **__: t)
-        monkeypatch.setattr(first_launch, "measure_column_order", lambda *_: {})
+        monkeypatch.setattr(measure_job, "SetTimer", lambda *_, t=timer, **__: t)
+        monkeypatch.setattr(measure_job, "measure_column_order", lambda *_: {})
         ranks: Any = SimpleNamespace(rank=rank, world_size=2)
-        found[rank] = first_launch.measure_mine(REQUEST, ranks, CPU, 0.0)
+        found[rank] = measure_job.measure_mine(REQUEST, ranks, CPU, 0.0)
     both: Any = SimpleNamespace(
         turn=lambda: (0, 1),
         agree=lambda values: values,
@@ -292,12 +292,12 @@ def test_a_ranks_sets_are_compared_with_its_own_usual_reference(
         rank=0,
         world_size=2,
     )
-    records, _, unit_ms = first_launch._measure_kernels(REQUEST, both, CPU, 0.0)
+    records, _, unit_ms = measure_job._measure_kernels(REQUEST, both, CPU, 0.0)
     assert {r.index for r in records} == set(range(20)) and unit_ms == 1.0
     bundle = shutil.copytree(SHIPPED, tmp_path / "found")
     header = make_header(reference_ms=unit_ms)
-    write_records(bundle / first_launch.KERNELS_NAME, header, records)
-    verdict = first_launch.judge(bundle, physical_estimate("cpu"))
+    write_records(bundle / measure_job.KERNELS_NAME, header, records)
+    verdict = measure_job.judge(bundle, physical_estimate("cpu"))
     assert verdict is not None
     assert (verdict.num_sets, verdict.num_disturbed) == (20, 1)
 
@@ -305,7 +305,7 @@ def test_a_ranks_sets_are_compared_with_its_own_usual_reference(
 @pytest.mark.parametrize("size", range(1, 9))
 def test_each_rank_measures_sets_of_both_kinds(size: int) -> None:
     drawn = [
-        list(itertools.islice(first_launch.rank_indices(rank, size), 30))
+        list(itertools.islice(measure_job.rank_indices(rank, size), 30))
         for rank in range(size)
     ]
     assert sorted(itertools.chain(*drawn)) == list(range(30 * size))
@@ -321,15 +321,15 @@ def test_each_rank_measures_sets_of_both_kinds(size: int) -> None:
 SLEEPS = "import time; time.sleep(600)"
 
 
-def ends_of_ranks(folder: Path, request: first_launch.LaunchRequest) -> list[str]:
+def ends_of_ranks(folder: Path, request: measure_job.LaunchRequest) -> list[str]:
     """Let two ranks take part; return how each ended, within the time limit."""
 
     def end(rank: int, port: int) -> str:
         mine = folder / f"{rank}"
         mine.mkdir()
-        member = first_launch.Member(rank=rank, address="127.0.0.1", port=port)
+        member = measure_job.Member(rank=rank, address="127.0.0.1", port=port)
         try:
-            first_launch.take_part(request, member, mine)
+            measure_job.take_part(request, member, mine)
         except NeuroShardError as error:
             return str(error)
         return "done"
@@ -350,7 +350,7 @@ import os, sys
 if os.environ["RANK"] == "{failing}":
     sys.exit(7)
 {SLEEPS}"""
-    monkeypatch.setattr(first_launch, "PROGRAM", ("-c", fails))
+    monkeypatch.setattr(measure_job, "PROGRAM", ("-c", fails))
     reason = "its process exited with code 7"
     wanted = [f"rank {failing} failed: {reason}"] * 2
     wanted[failing] = reason
@@ -365,8 +365,8 @@ def test_a_rank_without_a_device_ends_all(
             return torch.device("cuda", 0)
         raise ConfigError("local rank 1 has no CUDA device")
 
-    monkeypatch.setattr(first_launch, "own_device", own_device)
-    monkeypatch.setattr(first_launch, "PROGRAM", ("-c", SLEEPS))
+    monkeypatch.setattr(measure_job, "own_device", own_device)
+    monkeypatch.setattr(measure_job, "PROGRAM", ("-c", SLEEPS))
     request = dataclasses.replace(REQUEST, device_type="cuda")
     reason = "local rank 1 has no CUDA device"
     assert ends_of_ranks(tmp_path, request) == [f"rank 1 failed: {reason}", reason]
@@ -378,7 +378,7 @@ def test_each_process_measures_its_ranks_own_device(
     """A rank's process may see its own device alone, or have made it current."""
     told = "import os; open(os.environ['LOCAL_RANK'], 'w').close()"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(first_launch, "PROGRAM", ("-c", told))
+    monkeypatch.setattr(measure_job, "PROGRAM", ("-c", told))
     sizes: dict[str, Any] = {"world_size": 4, "local_world_size": 4}
     request = dataclasses.replace(REQUEST, device_type="cuda", **sizes)
     for count, current, rank, local_rank, own in (
@@ -397,8 +397,8 @@ def test_each_process_measures_its_ranks_own_device(
         if local_rank is not None:
             monkeypatch.setenv("LOCAL_RANK", local_rank)
         with served_store("127.0.0.1") as port:
-            member = first_launch.Member(rank=rank, address="127.0.0.1", port=port)
-            first_launch.take_part(request, member, tmp_path)
+            member = measure_job.Member(rank=rank, address="127.0.0.1", port=port)
+            measure_job.take_part(request, member, tmp_path)
         Path(str(own)).unlink()
 
 
@@ -406,7 +406,7 @@ def _take_part(folder: Path, stderr: int) -> None:
     os.dup2(stderr, 2)
     alone: dict[str, Any] = {"world_size": 1, "local_world_size": 1}
     request = dataclasses.replace(REQUEST, **alone, seconds=30.0)
-    first_launch.take_part(request, first_launch.Member(rank=0), folder)
+    measure_job.take_part(request, measure_job.Member(rank=0), folder)
 
 
 def test_the_process_ends_with_its_job(tmp_path: Path) -> None:
@@ -454,7 +454,9 @@ def test_bad_measurements_are_not_kept(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = load_bundle(SHIPPED) if truth == "bundle" else physical_estimate("cpu")
+    model = (
+        Bundle(SHIPPED).cost_model() if truth == "bundle" else physical_estimate("cpu")
+    )
     bundle = shutil.copytree(SHIPPED, tmp_path / "found")
     records = [
         dataclasses.replace(
@@ -462,10 +464,10 @@ def test_bad_measurements_are_not_kept(
         )
         for r in costed(draw_records(40, 0, max_tables=4, max_dim=16), model)
     ]
-    write_records(bundle / first_launch.KERNELS_NAME, make_header(), records)
+    write_records(bundle / measure_job.KERNELS_NAME, make_header(), records)
     monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "cache"))
     program = COPIES.replace("sys.argv[2]", repr(str(bundle)))
-    monkeypatch.setattr(first_launch, "PROGRAM", ("-c", program))
+    monkeypatch.setattr(measure_job, "PROGRAM", ("-c", program))
     for launch in range(2):
         planner = make_planner(1, cost_model="measure", comms_model=None, calibrate=1.0)
         with warnings.catch_warnings(record=True) as caught:
@@ -499,7 +501,7 @@ class Launches:
         names = {"cpu": "one", "cuda": GPU_NAME}
         patch.setattr(launches, "current_device_name", names.get)
         patch.setattr(launches, "group_timeout_seconds", lambda _: 1e6)
-        patch.setattr(first_launch, "own_device", lambda *_: torch.device("cuda", 0))
+        patch.setattr(measure_job, "own_device", lambda *_: torch.device("cuda", 0))
         self.plans = True
         """Whether launches plan; planning takes most of the time."""
         self._counted, self._patch = folder / "count", patch
@@ -509,7 +511,7 @@ class Launches:
     def measure_by(self, program: str) -> None:
         """Replace the measuring process."""
         count = f"open({str(self._counted)!r}, 'a').write('x')\n"
-        self._patch.setattr(first_launch, "PROGRAM", ("-c", count + program))
+        self._patch.setattr(measure_job, "PROGRAM", ("-c", count + program))
 
     def launch(
         self, tables: Sequence[Any], calibrate: Any = "auto", batch_size: int = 64
@@ -592,10 +594,10 @@ def test_what_failed_is_not_measured_at_every_launch(
 ) -> None:
     why = "its process exited with code 7"
     if program == "disturbed":
-        verdict = first_launch.LaunchVerdict(
+        verdict = measure_job.LaunchVerdict(
             num_sets=40, num_disturbed=20, error=0.1, estimate_error=0.2
         )
-        monkeypatch.setattr(first_launch, "judge", lambda *_: verdict)
+        monkeypatch.setattr(measure_job, "judge", lambda *_: verdict)
         why = "other work disturbed 20 of 40 sets"
     else:
         gpu.measure_by(program)
@@ -621,7 +623,7 @@ def test_what_failed_is_not_measured_at_every_launch(
     assert gpu.launch(TABLES).measured == 1
     # A bundle counts more than an earlier failure.
     gpu.measure_by(COPIES_SHIPPED)
-    monkeypatch.setattr(first_launch, "judge", lambda *_: None)
+    monkeypatch.setattr(measure_job, "judge", lambda *_: None)
     assert gpu.launch(TABLES, calibrate=1.0).measured == 1
     last = gpu.launch(TABLES)
     assert last.measured == 0 and not last.is_estimated and not last.told
@@ -633,7 +635,7 @@ def test_a_bundle_of_one_rank_of_several_is_not_kept(
 ) -> None:
     monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "cache"))
     program = COPIES_SHIPPED
-    monkeypatch.setattr(first_launch, "PROGRAM", ("-c", program))
+    monkeypatch.setattr(measure_job, "PROGRAM", ("-c", program))
     planner = make_planner(2, cost_model="measure", comms_model=None, calibrate=1.0)
     with pytest.warns(UserWarning, match=r"measures on one rank alone. collective_p"):
         planner.plan(bags(bag_config(0, 100, 16), device=META), bag_sharders())

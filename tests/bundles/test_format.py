@@ -23,8 +23,7 @@ from torchrec_neuroshard.bundles.fit import evaluate
 from torchrec_neuroshard.bundles.format import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
-    load_bundle,
-    load_comms_bundle,
+    Bundle,
 )
 from torchrec_neuroshard.bundles.set_data import build_sets, split_records
 from torchrec_neuroshard.errors import (
@@ -88,17 +87,17 @@ def test_unsound_bundles_are_refused(
     path = tmp_path / name
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(error, match=message):
-        load_bundle(tmp_path)
+        Bundle(tmp_path).cost_model()
     path.unlink()
     with pytest.raises(BundleCorruptError, match=name):
-        load_bundle(tmp_path)
+        Bundle(tmp_path).cost_model()
 
 
 def test_load_by_path_name_and_object(tmp_path: Path) -> None:
     write_bundle(tmp_path)
     model = load_cost_model(tmp_path)
     assert load_cost_model(model) is model and model.hardware == "test device"
-    assert model.reference_ms == load_bundle(BUNDLE).reference_ms > 0
+    assert model.reference_ms == Bundle(BUNDLE).cost_model().reference_ms > 0
     assert (tmp_path / "CARD.md").read_text() == "# card\n"
     assert load_cost_model("cpu_epyc_zen5").source == "measured"
     with pytest.warns(UserWarning, match="measured on NVIDIA H100 SXM 80 GB: costs"):
@@ -187,13 +186,13 @@ def test_card_shows_the_errors_that_the_data_give(name: str, file: str) -> None:
     assert trained_on["num_test_sets"] == len(held_out)
     if name == "cpu":  # the file has all sets of no other bundle's training
         assert trained_on["num_training_sets"] == len(training)
-    learned = evaluate("learned", load_bundle(folder), build_sets(held_out))
-    errors = [learned.fwd_mape, learned.bwd_mape, learned.total_mape]
-    errors += [learned.total_median, learned.cheapest_mape]
+    learned = evaluate("learned", Bundle(folder).cost_model(), build_sets(held_out))
+    errors = [learned.forward.mean, learned.backward.mean, learned.total.mean]
+    errors += [learned.total.median, learned.cheapest.mean]
     chosen_by = f"{trained_on['errors']['learned']:.1%}"
     cells = ["| **learned**", chosen_by, *(f"{e:.1%}" for e in errors)]
-    cells += [f"{learned.bias:+.1%}", f"{learned.inside:.0%}"]
-    row = " | ".join([*cells, f"{learned.kendall_tau:.3f} |"])
+    cells += [f"{learned.total.bias:+.1%}", f"{learned.inside:.0%}"]
+    row = " | ".join([*cells, f"{learned.total.tau:.3f} |"])
     assert row in (folder / "CARD.md").read_text()
 
 
@@ -205,7 +204,7 @@ def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
     assert world_size not in COMMS_BUNDLE.read_info(bundle).world_sizes
     ranks = {"world_size": world_size, "local_world_size": world_size}
     # In the time unit of the run that measured them.
-    model = load_comms_bundle(bundle, compute=None, **ranks)
+    model = Bundle(bundle).comms_model(compute=None, **ranks)
     errors = []
     for r in records:
         if r.world_size == world_size and r.repeat_of is None:
@@ -269,7 +268,7 @@ def test_measured_collectives_stand_in_for_other_cpus(
     bundle = find.PRETRAINED / "cpu_epyc"
     compute = COMPUTE_BUNDLE.read_info(bundle).reference_ms
     own = COMMS_BUNDLE.read_info(bundle).compute_reference_ms
-    measured = exchange(load_comms_bundle(bundle, compute=None, **FOUR))
+    measured = exchange(Bundle(bundle).comms_model(compute=None, **FOUR))
     scaled = exchange(load_comms_model(bundle, **cpus))
     assert compute != own
     np.testing.assert_allclose(scaled, measured * compute / own)

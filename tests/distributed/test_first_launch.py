@@ -14,7 +14,7 @@ from tests.builders import CPU, bag_config, bag_sharders, bags, make_planner
 from tests.distributed.ranks import TWO_NODES, Jobs, OfJob, Results
 from tests.distributed.unsharded import draw_batch
 from torchrec_neuroshard.bundles import cache
-from torchrec_neuroshard.bundles.find import bundle_folder
+from torchrec_neuroshard.bundles.find import PRETRAINED
 from torchrec_neuroshard.bundles.format import COMMS_BUNDLE
 
 pytestmark = pytest.mark.distributed
@@ -27,7 +27,7 @@ MEASURES: dict[str, Any] = {
     "comms_model": None,
     "calibrate": 1.0,
 }
-SHIPPED = str(bundle_folder("cpu_epyc"))
+SHIPPED = str(PRETRAINED / "cpu_epyc")
 COPIES = f"""
 import os, shutil, sys, time
 time.sleep(0.3)
@@ -79,7 +79,7 @@ def in_cache(folder: Path, program: str | None, action: Any) -> dict[str, Any]:
         patch.setenv("NEUROSHARD_CACHE", str(folder))
         # However busy and noisy the machine is under the tests.
         patch.setattr("torchrec_neuroshard.planner.first_launch.GRACE_S", 600.0)
-        part = "torchrec_neuroshard.bundles.first_launch"
+        part = "torchrec_neuroshard.bundles.measure_job"
         if program is None:
             patch.setattr(f"{part}.judge", lambda *_: None)
         else:

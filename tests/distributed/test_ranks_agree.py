@@ -39,7 +39,7 @@ def broken(*_):
     raise OSError("injected")
 if os.environ["RANK"] == "1":
     SetTimer.measure = broken
-runpy.run_module("{PACKAGE}.bundles.first_launch", run_name="__main__")
+runpy.run_module("{PACKAGE}.bundles.measure_job", run_name="__main__")
 """
 """What measures, and breaks on a rank when all others have begun."""
 
@@ -75,7 +75,7 @@ class Rank:
 
     def run(self, program: str) -> None:
         """Have a program stand in for what measures."""
-        self.patch.setattr(f"{PACKAGE}.bundles.first_launch.PROGRAM", ("-c", program))
+        self.patch.setattr(f"{PACKAGE}.bundles.measure_job.PROGRAM", ("-c", program))
 
 
 def other_arguments(at: Rank) -> Any:
@@ -119,7 +119,7 @@ def leaves_a_first_launch(at: Rank) -> Any:
 
     at.run("pass")
     if at.number == 1:
-        at.patch.setattr(f"{PACKAGE}.bundles.first_launch.take_part", leave)
+        at.patch.setattr(f"{PACKAGE}.bundles.measure_job.take_part", leave)
     return at.plan(**MEASURES)
 
 

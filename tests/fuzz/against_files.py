@@ -47,7 +47,7 @@ from tests.builders import (
     write_records,
 )
 from tests.fuzz.campaign import Case, Outcome, run
-from torchrec_neuroshard.bundles.find import bundle_folder, load_cost_model
+from torchrec_neuroshard.bundles.find import PRETRAINED, load_cost_model
 from torchrec_neuroshard.commands.inputs import (
     build_model,
     read_constraints,
@@ -92,10 +92,8 @@ class Kind:
 
 def _shipped(name: str, *files: str) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
-        source = bundle_folder("cpu_epyc_zen5")
-        assert source is not None
         for file in files:
-            shutil.copy(source.parent / name / file, folder)
+            shutil.copy(PRETRAINED / name / file, folder)
 
     return make
 

@@ -29,8 +29,8 @@ from tests.builders import make_header, write_records
 from tests.fuzz import against_files
 from tests.fuzz.campaign import Case, Outcome, run
 from torchrec_neuroshard.bundles import cache
-from torchrec_neuroshard.bundles.find import bundle_folder
-from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, load_bundle
+from torchrec_neuroshard.bundles.find import PRETRAINED, load_cost_model
+from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE
 from torchrec_neuroshard.measure.store import RecordStore, read_records
 from torchrec_neuroshard.plans.plan_files import read_plan
 
@@ -77,19 +77,13 @@ class Records(Writer):
         ]
 
 
-def _shipped(name: str) -> Path:
-    source = bundle_folder(name)
-    assert source is not None
-    return source
-
-
 class Bundle(Writer):
     """A model that another one replaces."""
 
     names = "cpu", "cpu_epyc_zen5"
 
     def _save(self, folder: Path, name: str) -> None:
-        network, info = COMPUTE_BUNDLE.load(_shipped(name))
+        network, info = COMPUTE_BUNDLE.load(PRETRAINED / name)
         COMPUTE_BUNDLE.save(folder, network, info, name)
 
     def prepare(self, folder: Path) -> None:
@@ -104,7 +98,7 @@ class Bundle(Writer):
         assert name in self.names[told > 0 :], f"{name}, {told} are safe"
         found, wanted = (
             COMPUTE_BUNDLE.load(path)[0].state_dict()
-            for path in (folder, _shipped(name))
+            for path in (folder, PRETRAINED / name)
         )
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
@@ -140,7 +134,7 @@ class Cache(Writer):
         os.environ["NEUROSHARD_CACHE"] = str(folder / "cache")
         with tempfile.TemporaryDirectory() as measured:
             for file in files:
-                shutil.copy(_shipped("cpu_epyc_zen5") / file, measured)
+                shutil.copy(PRETRAINED / "cpu_epyc_zen5" / file, measured)
             cache.store(Path(measured), KEY, created="2", seconds=1.0)
 
     def prepare(self, folder: Path) -> None:
@@ -154,7 +148,7 @@ class Cache(Writer):
         os.environ["NEUROSHARD_CACHE"] = str(folder / "cache")
         assert not told or cache.find(KEY) is not None
         for found in cache.entries():
-            load_bundle(found.folder)
+            load_cost_model(found.folder)
 
 
 WRITERS: dict[str, Writer] = {

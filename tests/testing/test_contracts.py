@@ -24,7 +24,7 @@ from torchrec_neuroshard.bundles.find import (
 from torchrec_neuroshard.bundles.format import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
-    load_comms_bundle,
+    Bundle,
 )
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ColumnShard, Placement, ShardingTask
@@ -110,7 +110,7 @@ def bundle_comms(folder: Path, **ranks: int) -> CommsModel:
     compute = COMPUTE_BUNDLE.find_info(folder)
     # If only one node was measured, the bandwidth between nodes must be given.
     inter = info.inter_gb_per_s or 1.0
-    return load_comms_bundle(folder, compute=compute, inter_gb_per_s=inter, **ranks)
+    return Bundle(folder).comms_model(compute=compute, inter_gb_per_s=inter, **ranks)
 
 
 def untrained(method: type[PolicySearcher]) -> Searcher:

@@ -1,4 +1,4 @@
-"""Candidate models, and the choice of the one with the lowest error."""
+"""Errors of candidate models, and the choice of the one with the lowest error."""
 
 from __future__ import annotations
 
@@ -6,11 +6,50 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
 _Candidate = TypeVar("_Candidate")
 
 POOR_ERROR = 1 / 3
 """A model with a larger error deserves a warning: the estimate, which needs no
 measurement, is closer on each card that it was checked on (`CHECKED_CARDS`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Errors:
+    """Errors of predicted times, relative to the measured times."""
+
+    number: int
+    """Number of times."""
+    mean: float
+    """Mean of the absolute error, as are the next two."""
+    median: float
+    percentile_90: float
+    bias: float
+    """Mean of the error with its sign."""
+    tau: float
+    """Kendall's tau of predicted and measured times; NaN for fewer than three."""
+
+    @classmethod
+    def of(
+        cls, predicted_N: npt.NDArray[np.float64], measured_N: npt.NDArray[np.float64]
+    ) -> Errors:
+        """Return the errors of at least one predicted time."""
+        error_N = predicted_N / measured_N - 1.0
+        size_N = np.abs(error_N)
+        tau = float("nan")
+        if len(error_N) > 2:
+            tau = float(stats.kendalltau(predicted_N, measured_N).statistic)
+        return cls(
+            number=len(error_N),
+            mean=float(size_N.mean()),
+            median=float(np.median(size_N)),
+            percentile_90=float(np.quantile(size_N, 0.9)),
+            bias=float(error_N.mean()),
+            tau=tau,
+        )
 
 
 @dataclass(frozen=True, slots=True)

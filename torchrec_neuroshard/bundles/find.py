@@ -6,16 +6,10 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from torchrec_neuroshard.bundles.format import (
-    COMMS_BUNDLE,
-    COMPUTE_BUNDLE,
-    Description,
-    load_bundle,
-    load_comms_bundle,
+    Bundle,
 )
 from torchrec_neuroshard.errors import (
     ConfigError,
@@ -36,8 +30,6 @@ from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.models.published_links import published_comms_model
-
-_Info = TypeVar("_Info")
 
 PRETRAINED = Path(__file__).parent.parent / "pretrained"
 
@@ -81,27 +73,33 @@ def pretrained_names() -> tuple[str, ...]:
     return tuple(sorted(p.parent.name for p in PRETRAINED.glob("*/bundle.json")))
 
 
-def shipped(kind: Description[_Info]) -> Iterator[tuple[Path, _Info]]:
-    """Yield folder and description of each shipped bundle with a model of this kind.
+def shipped_bundles(device_type: str) -> list[Bundle]:
+    """Return the bundles with a compute model that come with the package.
 
     Warns about bundles that cannot be read.
+
+    Args:
+        device_type: Device type that they were measured on, a key of `BACKENDS`.
     """
-    for path in sorted(PRETRAINED.glob(f"*/{kind.info_name}")):
+    found = []
+    for name in pretrained_names():
+        bundle = find_bundle(name)
         try:
-            info = kind.read_info(path.parent)
+            info = bundle.compute if bundle else None
+            if bundle and info and info.fingerprint.device_type == device_type:
+                found.append(bundle)
         except NeuroShardError as error:
-            name = path.parent.name
             warnings.warn(f"shipped bundle '{name}' is unusable: {error}", stacklevel=3)
-            continue
-        yield path.parent, info
+    return found
 
 
-def bundle_folder(name: str | Path) -> Path | None:
-    """Return the folder of a bundle, by shipped name or path; None if there is none."""
+def find_bundle(name: str | Path) -> Bundle | None:
+    """Return a bundle by its shipped name or folder; None if there is no folder."""
     shipped = str(name).lower()
-    if shipped in pretrained_names():
-        return PRETRAINED / shipped
-    return Path(name) if str(name) and Path(name).is_dir() else None
+    folder = PRETRAINED / shipped if shipped in pretrained_names() else Path(name)
+    if not (str(name) and folder.is_dir()):
+        return None
+    return Bundle.at(folder)
 
 
 def find_named_card(
@@ -132,11 +130,10 @@ def find_named_card(
             f"of type '{device_type}': use a topology with compute_device='{GPU}' or "
             "another cost model"
         )
-    folder = bundle_folder(cost_model)
-    if card is not None or folder is None or device_type != GPU:
+    bundle = find_bundle(cost_model)
+    if card is not None or bundle is None or device_type != GPU:
         return card
-    info = COMPUTE_BUNDLE.find_info(folder)
-    return find_card(info.fingerprint.device) if info else None
+    return find_card(bundle.compute.fingerprint.device) if bundle.compute else None
 
 
 def load_cost_model(
@@ -190,26 +187,27 @@ def load_cost_model(
     sold = card.hbm_gb_per_s.value if card else None
     is_altered = bool(sold and not math.isclose(hbm_gb_per_s or sold, sold))
     is_auto = str(cost_model) == "auto"
-    folder = None if is_auto else bundle_folder(cost_model)
-    if folder is None and named is None and not is_auto:
+    bundle = None if is_auto else find_bundle(cost_model)
+    if bundle is None and named is None and not is_auto:
         raise ConfigError(
             f"unknown cost model '{cost_model}'. Use 'auto', a shipped bundle "
             f"({', '.join(pretrained_names()) or 'none'}), a card "
             f"({', '.join(GPU_CARDS)}) or a folder from 'neuroshard train'"
         )
-    if folder and COMMS_BUNDLE.is_in(folder) and not COMPUTE_BUNDLE.is_in(folder):
+    if bundle and bundle.comms and not bundle.compute:
         warnings.warn(
-            f"{folder} holds only collectives: kernels are costed as with "
+            f"{bundle.folder} holds only collectives: kernels are costed as with "
             "cost_model='auto'. 'neuroshard calibrate' or 'train' adds kernels to it",
             stacklevel=2,
         )
         is_auto = True
     if is_auto:
         device = _planned_device(device_type, card)
-        folder = _shipped_for(device_type, device, None if is_altered else card)
-    if folder is not None:
-        model = load_bundle(folder)
-        made = COMPUTE_BUNDLE.read_info(folder).fingerprint
+        bundle = _shipped_for(device_type, device, None if is_altered else card)
+    if bundle is not None:
+        model = bundle.cost_model()
+        assert bundle.compute is not None
+        made = bundle.compute.fingerprint
         planned = card.title if card else device_type
         if made.device_type != device_type:
             model.source = (
@@ -286,12 +284,12 @@ def load_comms_model(
     if card is None and cost_model is not None:
         card = find_named_card(cost_model, device_type)
     card = card or find_card(device)
-    backend = backend_of(device_type)
-    folder = _measured_collectives(cost_model, backend, device)
+    bundle = _measured_collectives(cost_model, device_type, device)
     stands_in = False
-    if folder is None and intra_gb_per_s is None and not is_accelerator(device_type):
-        stands_in, folder = True, PRETRAINED / _STAND_IN
-    if folder is None or not COMMS_BUNDLE.is_in(folder):
+    if bundle is None and intra_gb_per_s is None and not is_accelerator(device_type):
+        stands_in, bundle = True, find_bundle(_STAND_IN)
+    info = bundle.comms if bundle else None
+    if bundle is None or info is None:
         if card is None:
             return None
         return published_comms_model(
@@ -301,24 +299,22 @@ def load_comms_model(
             intra_gb_per_s=intra_gb_per_s,
             inter_gb_per_s=inter_gb_per_s,
         )
-    info = COMMS_BUNDLE.read_info(folder)
     crosses_unmeasured = world_size > local_world_size and not info.inter_gb_per_s
     if crosses_unmeasured and inter_gb_per_s is None and unmeasured_inter_gb_per_s:
         inter_gb_per_s = unmeasured_inter_gb_per_s
         if not stands_in:
             warnings.warn(
-                f"the collectives of {folder} were measured inside one node: "
+                f"the collectives of {bundle.folder} were measured inside one node: "
                 f"{inter_gb_per_s:g} GB/s between nodes is assumed. Pass inter_host_bw "
                 "to the topology or run 'neuroshard collect comms' on several nodes",
                 stacklevel=2,
             )
     # The compute model whose time unit the collectives must have.
-    kernels: Path | None = folder
-    if not COMPUTE_BUNDLE.is_in(folder):
+    kernels: Bundle | None = bundle
+    if bundle.compute is None:
         kernels = _shipped_for(device_type, current_device_name(device_type))
-    model = load_comms_bundle(
-        folder,
-        compute=COMPUTE_BUNDLE.read_info(kernels) if kernels else None,
+    model = bundle.comms_model(
+        compute=kernels.compute if kernels else None,
         world_size=world_size,
         local_world_size=local_world_size,
         intra_gb_per_s=intra_gb_per_s,
@@ -337,32 +333,32 @@ def _planned_device(device_type: str, card: GpuCard | None) -> str | None:
 
 
 def _measured_collectives(
-    cost_model: str | Path | None, backend: str, device: str | None
-) -> Path | None:
-    """Return the folder of a bundle with collectives of this backend, or None."""
+    cost_model: str | Path | None, device_type: str, device: str | None
+) -> Bundle | None:
+    """Return a bundle with collectives of the type's backend, or None."""
+    backend = backend_of(device_type)
     if cost_model is None:
         return None
     if str(cost_model) != "auto":
-        folder = bundle_folder(cost_model)
-        info = COMMS_BUNDLE.find_info(folder) if folder else None
-        return folder if info and info.backend == backend else None
-    for folder, found in shipped(COMMS_BUNDLE):
-        if (found.backend, found.fingerprint.device) == (backend, device):
-            return folder
+        bundle = find_bundle(cost_model)
+        info = bundle.comms if bundle else None
+        return bundle if info and info.backend == backend else None
+    for bundle in shipped_bundles(device_type):
+        info = bundle.comms
+        if info and (info.backend, info.fingerprint.device) == (backend, device):
+            return bundle
     return None
 
 
 def _shipped_for(
     device_type: str, device: str | None, card: GpuCard | None = None
-) -> Path | None:
+) -> Bundle | None:
     """Return the shipped bundle measured on a device or a card, or None."""
-    for folder, info in shipped(COMPUTE_BUNDLE):
-        measured_on = info.fingerprint
-        if measured_on.device_type == device_type and (
-            measured_on.device == device
-            or (card and find_card(measured_on.device) is card)
-        ):
-            return folder
+    for bundle in shipped_bundles(device_type):
+        assert bundle.compute is not None
+        found = bundle.compute.fingerprint.device
+        if found == device or (card and find_card(found) is card):
+            return bundle
     return None
 
 

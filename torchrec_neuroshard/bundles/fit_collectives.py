@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
-from torchrec_neuroshard.bundles.choice import Choice
+from torchrec_neuroshard.bundles.choice import Choice, Errors
 from torchrec_neuroshard.bundles.fit_physics import fit_constants
 from torchrec_neuroshard.bundles.set_data import NUM_FOLDS
 from torchrec_neuroshard.errors import RecordError
@@ -170,40 +169,8 @@ def _rescaled(coefficients_LK: Floats, data: CommsData) -> Floats:
     return rescaled_LK
 
 
-def make_candidates(
-    training: CommsData, source_LK: Floats | None = None
-) -> Choice[Floats]:
-    """Make the candidates for collectives and choose by cross-validation.
-
-    Args:
-        training: Records to fit to.
-        source_LK: Another machine's coefficients for this backend, to start from.
-
-    Returns:
-        Candidate `linear`, a fit to these records alone. With `source_LK` also
-        `before`, `scaled` and `tuned`.
-
-    Raises:
-        RecordError: There are too few records.
-    """
-    count = len(training.collective_N)
-    if count < _FEWEST_RECORDS:
-        raise RecordError(f"{count} records are too few to train on; measure more")
-    fold_N = np.random.default_rng(0).permutation(count) % NUM_FOLDS
-    logs = defaultdict[str, list[Floats]](list)
-    for fold in range(NUM_FOLDS):
-        left_out = training.select(fold_N == fold)
-        fitted = _coefficients(training.select(fold_N != fold), source_LK)
-        for name, found_LK in fitted.items():
-            predicted = predict_comms(found_LK, left_out).clip(_LEAST_MS)
-            logs[name].append(np.abs(np.log(predicted / left_out.slowest_ms())))
-    errors = {name: float(np.median(np.concatenate(e))) for name, e in logs.items()}
-    made = _coefficients(training, source_LK)
-    return Choice(made, errors, "median |log ratio| in cross-validation")
-
-
 def _coefficients(data: CommsData, source_LK: Floats | None) -> dict[str, Floats]:
-    """Return the coefficients of each candidate; see `make_candidates`."""
+    """Return the coefficients of each candidate; see `fit_comms`."""
     made: dict[str, Floats] = {}
     if source_LK is not None:
         made["before"] = source_LK
@@ -221,13 +188,16 @@ class CommsEvaluation:
     """One of `COLLECTIVES`, or `all`."""
     trained: bool
     """Whether the training records have this world size."""
-    num_records: int
-    median: float
-    """Median of the absolute error relative to the measured time."""
-    mean: float
-    percentile_90: float
-    kendall_tau: float
-    """Kendall's tau; NaN for fewer than three records."""
+    errors: Errors
+
+    def line(self) -> str:
+        """Return the errors as a line of text."""
+        return (
+            f"{self.world_size} ranks ({'' if self.trained else 'not '}in training): "
+            f"{self.errors.number} collectives, median error {self.errors.median:.2%}, "
+            f"90th percentile {self.errors.percentile_90:.2%}, tau "
+            f"{self.errors.tau:.4f}"
+        )
 
 
 def evaluate_comms(
@@ -242,26 +212,64 @@ def evaluate_comms(
     predicted, measured = predict_comms(coefficients_LK, test), test.slowest_ms()
     rows = []
     for world_size in np.unique(test.world_size_N):
-        for number, name in [(-1, "all"), *enumerate(COLLECTIVES)]:
-            chosen = test.world_size_N == world_size
-            if number >= 0:
-                chosen &= test.collective_N == number
-            if not chosen.any():
-                continue
-            error = np.abs(predicted[chosen] / measured[chosen] - 1)
-            tau = float("nan")
-            if chosen.sum() > 2:
-                tau = stats.kendalltau(predicted[chosen], measured[chosen]).statistic
-            rows.append(
-                CommsEvaluation(
-                    world_size=int(world_size),
-                    collective=name,
-                    trained=bool((training.world_size_N == world_size).any()),
-                    num_records=int(chosen.sum()),
-                    median=float(np.median(error)),
-                    mean=float(error.mean()),
-                    percentile_90=float(np.quantile(error, 0.9)),
-                    kendall_tau=float(tau),
+        of_world = test.world_size_N == world_size
+        by_collective = (test.collective_N == i for i in range(len(COLLECTIVES)))
+        for name, of_one in zip(
+            ("all", *COLLECTIVES), (of_world, *by_collective), strict=True
+        ):
+            chosen = of_world & of_one
+            if chosen.any():
+                rows.append(
+                    CommsEvaluation(
+                        world_size=int(world_size),
+                        collective=name,
+                        trained=bool((training.world_size_N == world_size).any()),
+                        errors=Errors.of(predicted[chosen], measured[chosen]),
+                    )
                 )
-            )
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class CommsCandidate:
+    """One candidate model of collectives."""
+
+    coefficients_LK: Floats
+    evaluations: tuple[CommsEvaluation, ...]
+    """Errors on the test records, by world size and collective."""
+
+
+def fit_comms(
+    training: CommsData, test: CommsData, source_LK: Floats | None = None
+) -> Choice[CommsCandidate]:
+    """Make the candidates for collectives and choose by cross-validation.
+
+    Args:
+        training: Records to fit to.
+        test: Records for the reported errors.
+        source_LK: Another machine's coefficients for this backend, to start from.
+
+    Returns:
+        Candidate `linear`, a fit to the training records alone. With `source_LK` also
+        `before`, `scaled` and `tuned`.
+
+    Raises:
+        RecordError: There are too few records.
+    """
+    count = len(training.collective_N)
+    if count < _FEWEST_RECORDS:
+        raise RecordError(f"{count} records are too few to train on; measure more")
+    fold_N = np.random.default_rng(0).permutation(count) % NUM_FOLDS
+    logs = defaultdict[str, list[Floats]](list)
+    for fold in range(NUM_FOLDS):
+        left_out = training.select(fold_N == fold)
+        fitted = _coefficients(training.select(fold_N != fold), source_LK)
+        for name, found_LK in fitted.items():
+            predicted = predict_comms(found_LK, left_out).clip(_LEAST_MS)
+            logs[name].append(np.abs(np.log(predicted / left_out.slowest_ms())))
+    errors = {name: float(np.median(np.concatenate(e))) for name, e in logs.items()}
+    made = {
+        name: CommsCandidate(found_LK, tuple(evaluate_comms(found_LK, training, test)))
+        for name, found_LK in _coefficients(training, source_LK).items()
+    }
+    return Choice(made, errors, "median |log ratio| in cross-validation")

@@ -9,6 +9,7 @@ Each is for one kind of hardware, collectives also for one backend.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import warnings
@@ -240,36 +241,6 @@ COMPUTE_BUNDLE = BundleFormat(
 )
 
 
-def load_bundle(folder: str | Path) -> NeuralCostModel:
-    """Return a bundle's compute model, after checking it.
-
-    Raises:
-        BundleCorruptError: A file is missing, truncated or damaged.
-        BundleMismatchError: The bundle is of another version of this package.
-    """
-    network, info = COMPUTE_BUNDLE.load(folder)
-    model = NeuralCostModel(
-        network,
-        name=info.name,
-        hardware=info.fingerprint.device,
-        ranges=info.ranges,
-        reference_ms=info.reference_ms,
-        column_order_ms=info.column_order_ms,
-    )
-    model.measured_error = stated_error(info.trained_on)
-    probe_NF = np.ones((1, len(FEATURE_NAMES)), dtype=np.float32)
-    _check_times(folder, model.predict_sets(probe_NF, np.array([0]), 1))
-    return model
-
-
-def _check_times(folder: str | Path, times: npt.NDArray[np.float64]) -> None:
-    if not (np.isfinite(times).all() and (times >= 0).all()):
-        raise BundleCorruptError(
-            f"{folder} predicts {times.ravel().tolist()!s:.60} ms: its weights or "
-            "units are wrong; restore it or train again"
-        )
-
-
 # The model of collectives.
 
 
@@ -349,57 +320,116 @@ def save_comms_bundle(folder: str | Path, info: CommsBundleInfo, card: str) -> N
     COMMS_BUNDLE.write_info(folder, info, card)
 
 
-def load_comms_bundle(
-    folder: str | Path,
-    *,
-    compute: BundleInfo | None,
-    world_size: int,
-    local_world_size: int,
-    intra_gb_per_s: float | None = None,
-    inter_gb_per_s: float | None = None,
-) -> MeasuredCommsModel:
-    """Return a bundle's model of collectives for one group of ranks.
+# Both.
 
-    Warns if the world size is more than twice the largest measured one.
 
-    Args:
-        folder: The bundle.
-        compute: Compute model whose time unit the predictions get; None keeps the unit
-            of the run that measured the collectives.
-        world_size: Ranks to predict for.
-        local_world_size: Ranks per node.
-        intra_gb_per_s: Bandwidth inside a node; None keeps the measured bandwidth.
-        inter_gb_per_s: The same between nodes.
+class Bundle:
+    """A bundle's folder. Descriptions are read and checked once, when needed.
 
-    Raises:
+    All members raise:
         BundleCorruptError: A file is missing, truncated or damaged.
         BundleMismatchError: The bundle is of another version of this package.
-        ConfigError: The ranks do not fill whole nodes, or a bandwidth is unknown.
     """
-    info = COMMS_BUNDLE.read_info(folder)
-    if world_size > 2 * max(info.world_sizes):
-        warnings.warn(
-            f"collectives of {world_size} ranks are extrapolated: {folder} was "
-            f"measured at {', '.join(map(str, info.world_sizes))}",
-            stacklevel=2,
+
+    def __init__(self, folder: str | Path) -> None:
+        """Take the folder; nothing is read yet."""
+        self.folder = Path(folder)
+
+    @classmethod
+    def at(cls, folder: Path) -> Bundle:
+        """Return the same object as before, unless a description has changed."""
+        files = (folder / kind.info_name for kind in (COMPUTE_BUNDLE, COMMS_BUNDLE))
+        changed = (f.stat().st_mtime_ns if f.is_file() else 0 for f in files)
+        return _bundle_at(folder, *changed)
+
+    @functools.cached_property
+    def compute(self) -> BundleInfo | None:
+        """Description of the compute model; None if there is none."""
+        return COMPUTE_BUNDLE.find_info(self.folder)
+
+    @functools.cached_property
+    def comms(self) -> CommsBundleInfo | None:
+        """Description of the model of collectives; None if there is none."""
+        return COMMS_BUNDLE.find_info(self.folder)
+
+    def cost_model(self) -> NeuralCostModel:
+        """Return the compute model."""
+        network, info = COMPUTE_BUNDLE.load(self.folder)
+        model = NeuralCostModel(
+            network,
+            name=info.name,
+            hardware=info.fingerprint.device,
+            ranges=info.ranges,
+            reference_ms=info.reference_ms,
+            column_order_ms=info.column_order_ms,
         )
-    # Kernels and collectives were measured at different times, when the machine was
-    # faster or slower. Both runs timed the same reference set, which gives the ratio.
-    time_scale = 1.0
-    if compute is not None and compute.reference_ms and info.compute_reference_ms:
-        time_scale = compute.reference_ms / info.compute_reference_ms
-    model = MeasuredCommsModel(
-        info.table(),
-        time_scale=time_scale,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        measured_gb_per_s=(info.intra_gb_per_s, info.inter_gb_per_s),
-        intra_gb_per_s=intra_gb_per_s,
-        inter_gb_per_s=inter_gb_per_s,
-        slowdowns={int(n): times for n, times in info.compute_slowdown.items()},
-    )
-    model.overlaps = info.backend != "gloo"
-    if (error := stated_error(info.trained_on)) is not None:
-        model.source += f" (median error {error:.0%})"
-    _check_times(folder, model.all_to_all(np.full((1, world_size), 64.0), 4096))
-    return model
+        model.measured_error = stated_error(info.trained_on)
+        probe_NF = np.ones((1, len(FEATURE_NAMES)), dtype=np.float32)
+        self._check_times(model.predict_sets(probe_NF, np.array([0]), 1))
+        return model
+
+    def comms_model(
+        self,
+        *,
+        compute: BundleInfo | None,
+        world_size: int,
+        local_world_size: int,
+        intra_gb_per_s: float | None = None,
+        inter_gb_per_s: float | None = None,
+    ) -> MeasuredCommsModel:
+        """Return the model of collectives for one group of ranks.
+
+        Warns if the world size is more than twice the largest measured one.
+
+        Args:
+            compute: Compute model whose time unit the predictions get; None keeps the
+                unit of the run that measured the collectives.
+            world_size: Ranks to predict for.
+            local_world_size: Ranks per node.
+            intra_gb_per_s: Bandwidth inside a node; None keeps the measured bandwidth.
+            inter_gb_per_s: The same between nodes.
+
+        Raises:
+            ConfigError: The ranks do not fill whole nodes, or a bandwidth is unknown.
+        """
+        info = self.comms or COMMS_BUNDLE.read_info(self.folder)
+        if world_size > 2 * max(info.world_sizes):
+            warnings.warn(
+                f"collectives of {world_size} ranks are extrapolated: {self.folder} "
+                f"was measured at {', '.join(map(str, info.world_sizes))}",
+                stacklevel=2,
+            )
+        # Kernels and collectives were measured at different times, when the machine was
+        # faster or slower. Both runs timed the same reference set, which gives the
+        # ratio.
+        time_scale = 1.0
+        if compute is not None and compute.reference_ms and info.compute_reference_ms:
+            time_scale = compute.reference_ms / info.compute_reference_ms
+        model = MeasuredCommsModel(
+            info.table(),
+            time_scale=time_scale,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            measured_gb_per_s=(info.intra_gb_per_s, info.inter_gb_per_s),
+            intra_gb_per_s=intra_gb_per_s,
+            inter_gb_per_s=inter_gb_per_s,
+            slowdowns={int(n): times for n, times in info.compute_slowdown.items()},
+        )
+        model.overlaps = info.backend != "gloo"
+        if (error := stated_error(info.trained_on)) is not None:
+            model.source += f" (median error {error:.0%})"
+        self._check_times(model.all_to_all(np.full((1, world_size), 64.0), 4096))
+        return model
+
+    def _check_times(self, times: npt.NDArray[np.float64]) -> None:
+        if not (np.isfinite(times).all() and (times >= 0).all()):
+            raise BundleCorruptError(
+                f"{self.folder} predicts {times.ravel().tolist()!s:.60} ms: its "
+                "weights or units are wrong; restore it or train again"
+            )
+
+
+@functools.lru_cache(maxsize=32)
+def _bundle_at(folder: Path, *changed_ns: int) -> Bundle:
+    del changed_ns
+    return Bundle(folder)

@@ -9,23 +9,25 @@ from typing import Any, Literal
 import jinja2
 import numpy as np
 
-from torchrec_neuroshard.bundles.choice import Choice, poor_fit
-from torchrec_neuroshard.bundles.find import bundle_folder, pretrained_names, shipped
+from torchrec_neuroshard.bundles.choice import Choice
+from torchrec_neuroshard.bundles.find import (
+    find_bundle,
+    pretrained_names,
+    shipped_bundles,
+)
 from torchrec_neuroshard.bundles.fit import Candidate, TrainConfig, fit_model
 from torchrec_neuroshard.bundles.fit_collectives import (
-    CommsEvaluation,
+    CommsCandidate,
     build_comms,
-    evaluate_comms,
-    make_candidates,
+    fit_comms,
     named_coefficients,
 )
 from torchrec_neuroshard.bundles.fit_physics import best_factor
 from torchrec_neuroshard.bundles.format import (
-    COMMS_BUNDLE,
     COMPUTE_BUNDLE,
+    Bundle,
     BundleInfo,
     CommsBundleInfo,
-    load_bundle,
     save_comms_bundle,
 )
 from torchrec_neuroshard.bundles.set_data import SetData, build_sets, split_records
@@ -52,7 +54,7 @@ def make_bundle(
     name: str,
     config: TrainConfig,
     *,
-    start: Path | Literal["nearest"] | None = None,
+    start: Bundle | Literal["nearest"] | None = None,
     others: Sequence[Sequence[Path]] = (),
     select: Callable[[Sequence[CostRecord]], list[CostRecord]] = steady_records,
 ) -> Choice[Candidate]:
@@ -67,9 +69,9 @@ def make_bundle(
         out: Folder of the bundle.
         name: Name of the bundle.
         config: Sizes and rates.
-        start: Folder of another device's bundle to start from, or "nearest": the
-            shipped bundle of this device type that, times a factor, has the lowest
-            error on the training sets.
+        start: Another device's bundle to start from, or "nearest": the shipped bundle
+            of this device type that, times a factor, has the lowest error on the
+            training sets.
         others: Files of other devices of this type, device by device, to learn from as
             well; only without `start`.
         select: Function that leaves out unwanted records.
@@ -80,7 +82,7 @@ def make_bundle(
         RecordMismatchError: The files of one device are of different machines.
         BundleCorruptError: `start` is damaged.
     """
-    if isinstance(start, Path) and out.resolve() == start.resolve():
+    if isinstance(start, Bundle) and out.resolve() == start.folder.resolve():
         raise ConfigError(
             f"{out} is the bundle to start from; name another folder for the new one"
         )
@@ -102,11 +104,11 @@ def make_bundle(
         ]
     if start == "nearest":
         start = _nearest(data)
-    before = None if start is None else load_bundle(start)
+    before = None if start is None else start.cost_model()
     with phase("fitting"):
         fitted = fit_model(data, test, config, start=before, others=shared)
     best, header = fitted.best, headers[0]
-    from_bundle = None if start is None else COMPUTE_BUNDLE.read_info(start)
+    from_bundle = None if start is None else start.compute
     info = BundleInfo(
         name=name,
         fingerprint=header.fingerprint,
@@ -135,36 +137,30 @@ def make_bundle(
     return fitted
 
 
-def _nearest(data: SetData) -> Path | None:
+def _nearest(data: SetData) -> Bundle | None:
     """Return the shipped bundle of a device type that fits sets best, times a factor.
 
     Returns:
-        The bundle's folder; None if no bundle is of this type.
+        The bundle; None if no bundle is of this type.
     """
 
-    def error(folder: Path) -> float:
-        model = load_bundle(folder)
+    def error(bundle: Bundle) -> float:
+        model = bundle.cost_model()
         predicted = model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
         factors = list(map(best_factor, predicted.T, data.costs_S2.T))
         return float(np.abs(np.log(predicted * factors / data.costs_S2)).mean())
 
-    alike = [
-        folder
-        for folder, info in shipped(COMPUTE_BUNDLE)
-        if info.fingerprint.device_type == data.device_type
-    ]
-    return min(alike, key=error, default=None)
+    return min(shipped_bundles(data.device_type), key=error, default=None)
 
 
-def train_comms_bundle(
+def make_comms_bundle(
     records: Sequence[Path],
     out: Path,
     name: str,
     *,
     test_world_sizes: Sequence[int] = (),
-    before: Path | None = None,
-    say: Callable[[str], object] = print,
-) -> list[CommsEvaluation]:
+    before: Bundle | None = None,
+) -> Choice[CommsCandidate]:
     """Fit a model of collectives to records and write it into a bundle.
 
     Some records are kept for the test, whose errors are only reported. The candidate
@@ -178,10 +174,6 @@ def train_comms_bundle(
         name: Name of the model.
         test_world_sizes: World sizes that are only tested.
         before: A bundle to start from, with collectives of this backend.
-        say: Function that prints a line.
-
-    Returns:
-        The errors by world size and collective.
 
     Raises:
         RecordError: There are too few records, or none of a world size.
@@ -193,20 +185,18 @@ def train_comms_bundle(
     training, test = _split_collectives(files, test_world_sizes)
     intra = _typical([h.intra_gb_per_s for h in headers])
     inter = _typical([h.inter_gb_per_s for h in headers])
-    training_data = build_comms(training, intra, inter)
-    test_data = build_comms(test, intra, inter)
-    say(f"{len(training)} collectives to train on, {len(test)} to test")
-
-    start = COMMS_BUNDLE.read_info(before) if before else None
-    start_LK = start.table() if start else None
-    found = make_candidates(training_data, start_LK)
-    evaluations = evaluate_comms(found.best, training_data, test_data)
+    start = before.comms if before else None
+    found = fit_comms(
+        build_comms(training, intra, inter),
+        build_comms(test, intra, inter),
+        start.table() if start else None,
+    )
     sums = [float(sum(r.bytes_per_peer)) for r in training]
     info = CommsBundleInfo(
         name=name,
         fingerprint=headers[0].fingerprint,
         backend=headers[0].backend,
-        coefficients=named_coefficients(found.best),
+        coefficients=named_coefficients(found.best.coefficients_LK),
         intra_gb_per_s=intra,
         inter_gb_per_s=inter,
         world_sizes=tuple(sorted({r.world_size for r in training})),
@@ -226,26 +216,9 @@ def train_comms_bundle(
     )
     differences = [d for _, measured in files for d in repeatability(measured)]
     noise = repeatability_line(differences, "collective")
-    card = _card(
-        "comms_card",
-        info=info,
-        noise=noise,
-        evaluations=evaluations,
-        verdict=found.verdict(),
-    )
+    card = _card("comms_card", info=info, noise=noise, fitted=found)
     save_comms_bundle(out, info, card)
-    for e in evaluations:
-        if e.collective == "all":
-            say(
-                f"{e.world_size} ranks ({'' if e.trained else 'not '}in training): "
-                f"median error {e.median:.2%}, 90th percentile "
-                f"{e.percentile_90:.2%}, tau {e.kendall_tau:.4f}"
-            )
-    for line in (found.verdict(), noise, f"wrote {out}"):
-        say(line)
-    if poor := poor_fit(found.error):
-        say(f"warning: these collectives are predicted {poor}")
-    return evaluations
+    return found
 
 
 def _card(template: str, **values: Any) -> str:
@@ -307,8 +280,8 @@ def _typical(values: Sequence[float]) -> float:
     return float(np.median(known)) if known else 0.0
 
 
-def source_folder(name: str | Path) -> Path:
-    """Return the folder of the bundle to start from.
+def source_bundle(name: str | Path) -> Bundle:
+    """Return the bundle to start from.
 
     Args:
         name: Name of a shipped bundle, or a bundle's folder.
@@ -316,10 +289,10 @@ def source_folder(name: str | Path) -> Path:
     Raises:
         ConfigError: There is no such bundle.
     """
-    if (folder := bundle_folder(name)) is None:
+    if (bundle := find_bundle(name)) is None:
         raise ConfigError(
             f"no bundle '{name}' to start from: it is neither a shipped bundle "
             f"({', '.join(pretrained_names()) or 'none'}) nor a folder made by "
             "'neuroshard train'"
         )
-    return folder
+    return bundle

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.choice import Choice, poor_fit
 from torchrec_neuroshard.bundles.fit import Candidate, TrainConfig
-from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE
+from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.bundles.make import (
     make_bundle,
-    source_folder,
-    train_comms_bundle,
+    make_comms_bundle,
+    source_bundle,
 )
 from torchrec_neuroshard.bundles.set_data import MIN_SETS
 from torchrec_neuroshard.commands.options import (
@@ -58,20 +59,27 @@ def run_train(args: argparse.Namespace) -> int:
     files, out = args.records, args.out
     if record_kind(files[0]) == "comms":
         sizes = args.test_world_sizes or ()
-        train_comms_bundle(files, out, out.name, test_world_sizes=sizes)
+        comms = make_comms_bundle(files, out, out.name, test_world_sizes=sizes)
+        evaluations = comms.best.evaluations
+        lines = [e.line() for e in evaluations if e.collective == "all"]
+        _tell(comms, lines, "collectives", out)
     else:
         config = from_options(TrainConfig, args)
-        _tell(make_bundle(files, out, out.name, config, others=args.others), out)
+        fitted = make_bundle(files, out, out.name, config, others=args.others)
+        _tell_kernels(fitted, out)
     return 0
 
 
-def _tell(fitted: Choice[Candidate], out: Path) -> None:
-    """Print each candidate's error on held-out tables, and the choice."""
-    for candidate in fitted.candidates.values():
-        print(candidate.evaluation.line())
-    print(f"{fitted.verdict()}\nwrote {out}")
+def _tell_kernels(fitted: Choice[Candidate], out: Path) -> None:
+    lines = [c.evaluation.line() for c in fitted.candidates.values()]
+    _tell(fitted, lines, "kernels", out)
+
+
+def _tell(fitted: Choice[Any], lines: Iterable[str], what: str, out: Path) -> None:
+    """Print errors on the test data, and the choice."""
+    print(*lines, fitted.verdict(), f"wrote {out}", sep="\n")
     if poor := poor_fit(fitted.error):
-        print(f"warning: these kernels are predicted {poor}")
+        print(f"warning: these {what} are predicted {poor}")
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -98,9 +106,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
             f"model, and the test needs {MIN_SETS}; give {_FEWEST_SETS} or more"
         )
     check_folder(args.out)
-    start: Path | Literal["nearest"] = "nearest"
+    start: Bundle | Literal["nearest"] = "nearest"
     if args.source is not None:
-        start = source_folder(args.source)
+        start = source_bundle(args.source)
     config = from_options(TrainConfig, args)
     records = args.records
     if not records:
@@ -113,9 +121,9 @@ def run_calibrate(args: argparse.Namespace) -> int:
             args, records[0], num_plans=_NUM_PLANS, set_seconds=MOST_SET_SECONDS
         )
     fitted = make_bundle(records, args.out, args.out.name, config, start=start)
-    _tell(fitted, args.out)
+    _tell_kernels(fitted, args.out)
     _tell_gain(fitted, args.out)
-    if not COMMS_BUNDLE.is_in(args.out):
+    if Bundle(args.out).comms is None:
         print(
             "The bundle has no collectives: plans will use published bandwidths or, on "
             "a CPU, collectives of another CPU. 'neuroshard collect comms' and "
@@ -126,7 +134,8 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 def _tell_gain(fitted: Choice[Candidate], out: Path) -> None:
     """Print what calibrating gained over the bundle that it started from."""
-    info = COMPUTE_BUNDLE.read_info(out)
+    info = Bundle(out).compute
+    assert info is not None
     if (before := fitted.candidates.get("before")) is None:
         print(
             f"no shipped bundle is of type {info.fingerprint.device_type} to start from"
@@ -138,7 +147,7 @@ def _tell_gain(fitted: Choice[Candidate], out: Path) -> None:
     for label, found in {f"'{name}' unchanged": before, "calibrated": best}.items():
         errors = found.evaluation
         on_plans = f"; in plans, {found.plans}" if found.plans else ""
-        print(f"{label}: {errors.total_mape:.1%} off on held-out sets{on_plans}")
+        print(f"{label}: {errors.total.mean:.1%} off on held-out sets{on_plans}")
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

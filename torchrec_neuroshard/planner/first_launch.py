@@ -1,6 +1,6 @@
 """When a planner measures: a first launch calibrates, later launches reuse the bundle.
 
-`bundles.first_launch` does the measuring. This module decides when to measure, collects
+`bundles.measure_job` does the measuring. This module decides when to measure, collects
 the shards that the search may place on a rank, and keeps failures away from the job.
 The first rank decides alone, and `exchange.from_first` tells the other ranks.
 """
@@ -65,7 +65,7 @@ from torchrec_neuroshard.tables.table import (
 )
 
 if TYPE_CHECKING:  # it loads FBGEMM and pyarrow, which only measuring needs
-    from torchrec_neuroshard.bundles.first_launch import LaunchRequest, Member
+    from torchrec_neuroshard.bundles.measure_job import LaunchRequest, Member
 
 _USUAL_SECONDS = 60.0
 """Default time budget."""
@@ -158,7 +158,7 @@ class FirstLaunch:
                 raise ConfigError(
                     "calibrate='never' forbids measuring, and the cache has no bundle"
                 )
-            from torchrec_neuroshard.bundles.first_launch import Member
+            from torchrec_neuroshard.bundles.measure_job import Member
 
             alone = Offer(self.request(options(), ranks=1), Member(rank=0))
             topology = self._costs.topology
@@ -355,7 +355,7 @@ class FirstLaunch:
         Raises:
             ConfigError: No table has a kernel that can be measured.
         """
-        from torchrec_neuroshard.bundles.first_launch import LaunchRequest
+        from torchrec_neuroshard.bundles.measure_job import LaunchRequest
 
         topology = self._costs.topology
         shards = self._shards(options)
@@ -384,7 +384,7 @@ class FirstLaunch:
             offer: What to measure.
             stores: Whether the cache keeps the bundle, or else the reason why not.
         """
-        from torchrec_neuroshard.bundles.first_launch import judge, take_part
+        from torchrec_neuroshard.bundles.measure_job import judge, take_part
 
         begin, request = time.monotonic(), offer.request
         ranges = cache.compared_ranges(
@@ -450,7 +450,7 @@ class FirstLaunch:
 
 def help_measure(offer: Offer, rank: int) -> str | None:
     """Measure on another rank than the first; return what failed, or None."""
-    from torchrec_neuroshard.bundles.first_launch import take_part
+    from torchrec_neuroshard.bundles.measure_job import take_part
 
     try:
         with tempfile.TemporaryDirectory(prefix="neuroshard-") as scratch:
@@ -470,7 +470,7 @@ def _text_of(error: Exception) -> str:
 @contextlib.contextmanager
 def meeting_place(topology: Topology) -> Iterator[Member]:
     """Serve a store in which the ranks that measure meet; yield rank 0."""
-    from torchrec_neuroshard.bundles.first_launch import Member
+    from torchrec_neuroshard.bundles.measure_job import Member
 
     address = "127.0.0.1"
     if int(topology.local_world_size) < int(topology.world_size):

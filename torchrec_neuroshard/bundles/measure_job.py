@@ -32,10 +32,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchrec_neuroshard.bundles.find import physical_estimate, shipped
+from torchrec_neuroshard.bundles.find import physical_estimate, shipped_bundles
 from torchrec_neuroshard.bundles.fit import TrainConfig, evaluate
-from torchrec_neuroshard.bundles.format import COMMS_BUNDLE, COMPUTE_BUNDLE, load_bundle
-from torchrec_neuroshard.bundles.make import make_bundle, train_comms_bundle
+from torchrec_neuroshard.bundles.format import Bundle
+from torchrec_neuroshard.bundles.make import make_bundle, make_comms_bundle
 from torchrec_neuroshard.bundles.set_data import MIN_SETS, build_sets, split_records
 from torchrec_neuroshard.errors import RankFailureError, RecordError
 from torchrec_neuroshard.files import from_fields, to_fields
@@ -77,7 +77,7 @@ _REQUEST, _BUNDLE, _REASON = "request.json", "bundle", "reason.txt"
 
 _KERNEL_SHARE, _COMMS_SHARE = 0.5, 0.75
 """Shares of the budget after which measuring kernels, and then collectives, ends."""
-PROGRAM = ("-m", "torchrec_neuroshard.bundles.first_launch")
+PROGRAM = ("-m", "torchrec_neuroshard.bundles.measure_job")
 _FREE_SHARE = 0.5
 """Share of the free memory that the sets of all ranks may take."""
 _USUAL_SETS = 60
@@ -166,7 +166,7 @@ def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | No
             _run(request, member, folder, failure)
     if member.rank:
         return None
-    if not COMPUTE_BUNDLE.is_in(folder / _BUNDLE):
+    if Bundle(folder / _BUNDLE).compute is None:
         raise RankFailureError("its process wrote no bundle")
     return folder / _BUNDLE
 
@@ -264,7 +264,7 @@ def judge(bundle: Path, estimate: CostModel) -> LaunchVerdict | None:
     return LaunchVerdict(
         num_sets=len(records),
         num_disturbed=sum(disturbance(r, usual_ms) > 1.0 for r in records),
-        error=evaluate("bundle", load_bundle(bundle), data).log_error,
+        error=evaluate("bundle", Bundle(bundle).cost_model(), data).log_error,
         estimate_error=evaluate("estimate", estimate, data).log_error,
     )
 
@@ -585,15 +585,10 @@ def _fit(request: LaunchRequest, bundle: Path) -> None:
     )
     collectives = bundle / COMMS_NAME
     if collectives.exists():
-        backend = backend_of(request.device_type)
-        known = (f for f, info in shipped(COMMS_BUNDLE) if info.backend == backend)
-        train_comms_bundle(
-            [collectives],
-            bundle,
-            "first launch",
-            before=next(known, None),
-            say=lambda text: None,
-        )
+        alike = shipped_bundles(request.device_type)
+        known = (bundle for bundle in alike if bundle.comms)
+        before = next(known, None)
+        make_comms_bundle([collectives], bundle, "first launch", before=before)
 
 
 def _steady_enough(records: Sequence[CostRecord]) -> list[CostRecord]:
