@@ -52,7 +52,7 @@ START = {"epyc_zen4": "epyc_zen5", "epyc_zen5": "epyc_zen4", "xeon": "epyc_zen4"
 
 def read_device(name: str) -> tuple[SetData, SetData]:
     """Return a device's training sets, shuffled, and its sets of held-out tables."""
-    headers, records = read_records([DATA / f"compute_{name}.parquet"])
+    headers, records = read_records([DATA / f"compute_{name}.jsonl.xz"])
     kind = headers[0].fingerprint.device_type
     data, test = (
         build_sets(part, kind) for part in split_records(steady_records(records))

@@ -6,8 +6,8 @@
 Documents have `<!-- computed: NAME -->` before a computed part and `<!-- end -->` after
 it. `PARTS` has the function of each part. `PAGES` are computed as a whole. Of the data,
 `results/*_plans.parquet` holds the measured times of each plan, and
-`data/compute_*.parquet` the measured sets of each bundle. Two tables are those of pages
-whose raw data was not kept.
+`data/compute_*.jsonl.xz` the measured sets of each bundle. Two tables are those of
+pages whose raw data was not kept.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def over_rivals() -> str:
 @functools.cache
 def h200_errors() -> str:
     """Return the errors of bundle and estimate on the H200's held-out sets."""
-    records = steady_records(read_records([DATA / "compute_h200.parquet"])[1])
+    records = steady_records(read_records([DATA / "compute_h200.jsonl.xz"])[1])
     held_out = build_sets(split_records(records)[1])
     models = {
         "bundle `h200`": load_cost_model("h200", device_type="cuda"),

@@ -2,8 +2,8 @@
 
     neuroshard calibrate --out my_bundle
     torchrun --nproc-per-node 8 -m torchrec_neuroshard collect comms \\
-        --backend nccl --out comms.parquet
-    neuroshard train comms.parquet --out my_bundle
+        --backend nccl --out comms.jsonl
+    neuroshard train comms.jsonl --out my_bundle
     torchrun --standalone --nproc-per-node 8 benchmarks/torchrun_multi_gpu.py \\
         --cost-model my_bundle --out benchmarks/results/multi_gpu_8xh100
 

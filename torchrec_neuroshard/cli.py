@@ -50,7 +50,7 @@ EXIT_INTERRUPTED = 130
 _OUTPUTS = ("out", "html", "json", "csv")
 """Options that name a file to write."""
 _NO_TEXT = ("calibrate", "collect", "train")
-"""Commands whose `--out` is a folder or a Parquet file."""
+"""Commands whose `--out` is a folder or a file of records."""
 
 
 class Command(NamedTuple):

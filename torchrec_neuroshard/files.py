@@ -185,7 +185,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def from_fields(kind: type[T], data: Any) -> T:
-    """Make a dataclass from the fields that JSON or Parquet hold.
+    """Make a dataclass from the fields that a document holds.
 
     The field's type decides: lists become tuples, and 3.0 becomes the integer 3.
 

@@ -42,8 +42,8 @@ export OMP_NUM_THREADS=1 PYTHONHASHSEED=0
 exec > >(tee -a "$WORK/$phase.log") 2>&1
 
 # Seconds that are kept: for the last save, for a step to end after it was told to, for
-# its last task, for the file of sets to be written.
-SAVING=8 ENDING=10 LAST=5 FOLDING=10
+# its last task.
+SAVING=8 ENDING=10 LAST=5
 # Most seconds of steps; plans come first, and sets get what is left.
 KERNELS=100 HOST_MEMORY=60 TWO_RANKS=60
 # Exit codes of a script and of neuroshard: only a new process can use the device.
@@ -56,8 +56,6 @@ left() { echo $((LIMIT - SAVING - SECONDS)); }
 save() { # All results, in pieces of at most 15 MiB; each is replaced by one rename.
     local piece count=0
     rm -rf "$WORK.copy" "$OUT"/part.* && mkdir "$WORK.copy" || return
-    # Journals first: one is gone as soon as its records are in the Parquet file.
-    cp "$WORK"/*.journal "$WORK.copy"
     cp "$WORK"/* "$WORK.copy"
     tar cz -C "$WORK.copy" . | split -b 15m - "$OUT/part." || return
     for piece in "$OUT"/part.*; do
@@ -170,7 +168,7 @@ tables=$GPU/real_tables.json
 sizes="--batch-sizes 4096 1048576 --max-gib 24"
 [ -z "$QUICK" ] ||
     sizes="--batch-sizes 64 256 --max-gib 0.002 --max-lookups 3000 --set-seconds 0"
-script sets "$(left)" "$FOLDING" -m torchrec_neuroshard collect compute --plan-share 1 \
-    $sizes --seed "$SEED" --num-sets "${NUM:-20000}" --out "$WORK/sets.parquet" \
+script sets "$(left)" "$LAST" -m torchrec_neuroshard collect compute --plan-share 1 \
+    $sizes --seed "$SEED" --num-sets "${NUM:-20000}" --out "$WORK/sets.jsonl" \
     ${tables:+--tables "$tables"} || failed=1
 exit $failed

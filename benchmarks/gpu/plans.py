@@ -8,7 +8,7 @@
 `make` plans tasks with every planner. `expect` writes the page of `judge` with the
 bundle's predictions in the place of measured kernels: what one expects before looking.
 `time` times the kernels of all plans; it needs no planner and no cost model. `judge`
-writes the files of `compare_planners.py`, and `<out>_kernels.parquet`: the measured
+writes the files of `compare_planners.py`, and `<out>_kernels.jsonl`: the measured
 sets, which `neuroshard train` reads. A plan's stage names the record of each rank.
 
 TorchRec's plans depend on Python's hash seed, so set `PYTHONHASHSEED=0` for `make`.
@@ -234,7 +234,7 @@ class Kernels:
     def __init__(
         self, out: Path, timed: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
-        """Begin `<out>_kernels.parquet`; it replaces a file of that name.
+        """Begin `<out>_kernels.jsonl`; it replaces a file of that name.
 
         Args:
             out: Path of the results, without suffix.
@@ -244,7 +244,7 @@ class Kernels:
         from planner_comparison.results import at
         from torchrec_neuroshard.measure.kernels import BOUNDS_CHECK
         from torchrec_neuroshard.measure.records import Fingerprint, RunHeader
-        from torchrec_neuroshard.measure.store import RecordStore, journal_path
+        from torchrec_neuroshard.measure.store import RecordStore
 
         header = RunHeader(
             fingerprint=Fingerprint(**timed["hardware"]),
@@ -254,9 +254,8 @@ class Kernels:
             command=" ".join(sys.argv),
             bounds_check=BOUNDS_CHECK,
         )
-        path = at(out, "_kernels.parquet")
-        for earlier in (path, journal_path(path)):
-            earlier.unlink(missing_ok=True)
+        path = at(out, "_kernels.jsonl")
+        path.unlink(missing_ok=True)
         self._store, self._timed = RecordStore(path, header), timed
         self._numbers: dict[Kernel, int] = {}
 

@@ -1,7 +1,7 @@
 """Train the papers' nets and policies for the searches of this package.
 
     cd benchmarks
-    python -m papers.train nets --compute compute.parquet --comms comms.parquet \
+    python -m papers.train nets --compute compute.jsonl --comms comms.jsonl \
         --out my_nets
     python -m papers.train policy --method dreamshard --cost-model my_bundle \
         --out my_policy

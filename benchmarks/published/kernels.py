@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 DATA = Path(__file__).with_name("kernels.tsv")
-MEASURED = Path(__file__).parents[1] / "data" / "compute_h200.parquet"
+MEASURED = Path(__file__).parents[1] / "data" / "compute_h200.jsonl.xz"
 _OUTPUT = FEATURE_NAMES.index("output_bytes")
 _OPTIMIZERS = {"adagrad (element-wise)": "adagrad", "": "sgd", "none": "sgd"}
 _META_H100_GB_PER_S = 2_400.0

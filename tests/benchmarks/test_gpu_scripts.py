@@ -157,8 +157,8 @@ def test_the_second_command_takes_new_plans_and_then_sets(tmp_path: Path) -> Non
     work = tmp_path / "work"
     (work / "one").mkdir(parents=True)
     (work / "one" / "passes.pkl").write_text("of other plans")
-    journal = f"echo one >{work}/two/sets.parquet.journal; exit 2"
-    python = fake_python(tmp_path, sets=journal)
+    measured = f"echo one >{work}/two/sets.jsonl; exit 2"
+    python = fake_python(tmp_path, sets=measured)
     ended = run(tmp_path, "two", python, NUM="7")
     assert ended.returncode == 1
     steps = calls_of(tmp_path)
@@ -167,7 +167,7 @@ def test_the_second_command_takes_new_plans_and_then_sets(tmp_path: Path) -> Non
     assert 150 < limit_of(steps[1]) < 220
     assert "--num-sets 7" in steps[1] and "--seed 2" in steps[1]
     back = unpack(tmp_path, "two")
-    assert (back / "sets.parquet.journal").exists()
+    assert (back / "sets.jsonl").exists()
     assert not (back / "passes.pkl").exists()
 
 
@@ -262,7 +262,7 @@ def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
     assert all(case["equal"] for case in trained.values()) and "all" in trained
     made.unlink()
 
-    records = (back / "sets.parquet").rename(tmp_path / "records.parquet")
+    records = (back / "sets.jsonl").rename(tmp_path / "records.jsonl")
     assert len(read_records([records])[1]) == 120
     neuroshard, few = ("-m", "torchrec_neuroshard"), ("--epochs", "3", "--members", "2")
     python(*neuroshard, "train", records, "--out", first, *few)
@@ -270,7 +270,7 @@ def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
     ended = run(tmp_path, "two", LIMIT="1200", NUM="60")
     assert ended.returncode == 0, ended.stdout
     back = unpack(tmp_path, "two")
-    measured = back / "sets.parquet"
+    measured = back / "sets.jsonl"
     assert len(read_records([measured])[1]) == 60
     python(*neuroshard, "train", records, measured, "--out", bundle, *few)
     race = tmp_path / "race"
@@ -290,7 +290,7 @@ def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
 def check_kernels(race: Path) -> None:
     """Every rank of every stage names the record of its kernel."""
     [task] = read_results(race)["tasks"]
-    _, found = read_records([race.with_name("race_kernels.parquet")])
+    _, found = read_records([race.with_name("race_kernels.jsonl")])
     records = {r.index: r for r in found}
     used = set()
     for name, entry in task["planners"].items():

@@ -110,7 +110,7 @@ def test_a_worse_ensemble_is_not_kept(source: NeuralCostModel) -> None:
 def test_bundle_and_card_tell_what_was_done(
     tmp_path: Path, source: NeuralCostModel
 ) -> None:
-    old, out, path = (tmp_path / n for n in ("old", "new", "r.parquet"))
+    old, out, path = (tmp_path / n for n in ("old", "new", "r.jsonl"))
     info = BundleInfo(
         name="old",
         fingerprint=make_fingerprint("there"),
@@ -211,7 +211,7 @@ def test_measures_and_trains(
 
 def test_calibration_starts_from_the_nearest_bundle(tmp_path: Path) -> None:
     """Times of a shipped bundle, on a device that takes three times as long."""
-    cost, path = Bundle(PRETRAINED / "cpu_epyc").cost_model(), tmp_path / "r.parquet"
+    cost, path = Bundle(PRETRAINED / "cpu_epyc").cost_model(), tmp_path / "r.jsonl"
     records = costed(make_records(60, 3), cost)
     slow = [
         dataclasses.replace(r, fwd_ms=3 * r.fwd_ms, bwd_ms=3 * r.bwd_ms)

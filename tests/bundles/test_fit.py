@@ -302,7 +302,7 @@ def test_command_trains_on_steady_records_and_keeps_the_better_model(
     )
     disturbed = dataclasses.replace(records[5], index=161, spread=0.8)
     few = [r for r in records[:80] if not r.held_out or r.index < 16]
-    path, less, out = (tmp_path / n for n in ("r.parquet", "few.parquet", "mine"))
+    path, less, out = (tmp_path / n for n in ("r.jsonl", "few.jsonl", "mine"))
     write_records(path, make_header(), [*records, again, disturbed])
     write_records(less, make_header(), few)
     options = ["--out", str(out), "--epochs", "1", "--members", "1"]

@@ -141,7 +141,7 @@ def write(
 ) -> list[Path]:
     return [
         write_records(
-            folder / f"{world}.parquet",
+            folder / f"{world}.jsonl",
             make_comms_header(world, "gloo", "a CPU", sampling={"cores": 2}),
             measure(world, count, world, noise),
         )

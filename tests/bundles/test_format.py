@@ -41,7 +41,7 @@ from torchrec_neuroshard.tables.features import FEATURE_NAMES, FEATURE_VERSION
 
 BUNDLE = find.PRETRAINED / "cpu"
 FOUR: dict[str, Any] = {"world_size": 4, "local_world_size": 4}
-DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_xeon.parquet"
+DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_xeon.jsonl.xz"
 
 
 def write_bundle(folder: Path, device: str = "test device") -> None:
@@ -180,7 +180,7 @@ def test_auto_takes_the_bundle_of_the_planned_card_as_sold(
     ],
 )
 def test_card_shows_the_errors_that_the_data_give(name: str, file: str) -> None:
-    folder, path = BUNDLE.parent / name, DATA.parent / f"compute_{file}.parquet"
+    folder, path = BUNDLE.parent / name, DATA.parent / f"compute_{file}.jsonl.xz"
     training, held_out = split_records(steady_records(read_records([path])[1]))
     trained_on = COMPUTE_BUNDLE.read_info(folder).trained_on
     assert trained_on["num_test_sets"] == len(held_out)
@@ -200,7 +200,7 @@ def test_card_shows_the_errors_that_the_data_give(name: str, file: str) -> None:
 def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
     """Checked at world sizes that were not in training."""
     bundle = BUNDLE.parent / f"cpu_{name}"
-    [(_, records)] = read_comms_records([DATA.parent / f"comms_gloo_{name}.parquet"])
+    [(_, records)] = read_comms_records([DATA.parent / f"comms_gloo_{name}.jsonl.xz"])
     assert world_size not in COMMS_BUNDLE.read_info(bundle).world_sizes
     ranks = {"world_size": world_size, "local_world_size": world_size}
     # In the time unit of the run that measured them.

@@ -24,14 +24,12 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from tests.builders import (
@@ -54,17 +52,12 @@ from torchrec_neuroshard.commands.inputs import (
     read_placement,
 )
 from torchrec_neuroshard.errors import NeuroShardError
-from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.measure.records import (
     CostRecord,
     repeatability,
     steady_records,
 )
-from torchrec_neuroshard.measure.store import (
-    journal_path,
-    read_comms_records,
-    read_records,
-)
+from torchrec_neuroshard.measure.store import read_comms_records, read_records
 from torchrec_neuroshard.models.base import COLLECTIVES
 from torchrec_neuroshard.papers.neuroshard_models import load_models
 from torchrec_neuroshard.plans.plan_files import load_plan, read_plan, save_plan
@@ -116,23 +109,16 @@ def some_records() -> tuple[CostRecord, ...]:
     )
 
 
-def _write_half(folder: Path, header: Any, records: Sequence[Any]) -> None:
-    """Two records in a file, the others in its journal, as while it is measured."""
-    write_records(folder / "r.parquet", header, records[:2])
-    lines = [json.dumps(to_fields(line)) + "\n" for line in (header, *records[2:])]
-    journal_path(folder / "r.parquet").write_text("".join(lines))
-
-
 def _comms_records(folder: Path) -> None:
     records = [
         make_comms_record(COLLECTIVES[index], (64, 128), (1.0, 2.0), index=index)
         for index in range(4)
     ]
-    _write_half(folder, make_comms_header(), records)
+    write_records(folder / "r.jsonl", make_comms_header(), records)
 
 
 def _use_records(folder: Path) -> None:
-    headers, records = read_records([folder / "r.parquet"])
+    headers, records = read_records([folder / "r.jsonl"])
     headers[0].check_same_run(headers[0], "here")
     steady_records(records)
     repeatability(records)
@@ -141,7 +127,7 @@ def _use_records(folder: Path) -> None:
 
 
 def _use_comms_records(folder: Path) -> None:
-    [(header, records)] = read_comms_records([folder / "r.parquet"])
+    [(header, records)] = read_comms_records([folder / "r.jsonl"])
     header.check_same_run(header, "here")
     repeatability(records)
 
@@ -243,7 +229,8 @@ KINDS: dict[str, Kind] = {
         load_models,
     ),
     "compute records": Kind(
-        lambda folder: _write_half(folder, make_header(), some_records()), _use_records
+        lambda folder: write_records(folder / "r.jsonl", make_header(), some_records()),
+        _use_records,
     ),
     "comms records": Kind(_comms_records, _use_comms_records),
     "plan": Kind(make_plan, _use_plan),
@@ -283,7 +270,7 @@ VALUES: tuple[Any, ...] = (
     *([0] * 10**5, 10**4200, json.loads("[" * 200 + "]" * 200)),
 )
 UNWRITABLE = (
-    *(pa.ArrowException, OSError, LookupError, TypeError, ValueError),
+    *(OSError, LookupError, TypeError, ValueError),
     *(OverflowError, RecursionError),
 )
 """Raised for files that are damaged already, and values that no file holds."""
@@ -374,19 +361,6 @@ def _replace_file(path: Path, way: str, rng: np.random.Generator) -> None:
 
 def _edit(path: Path, rng: np.random.Generator) -> None:
     """Change a value of a document, a line or a table."""
-    if path.suffix == ".parquet":
-        table, key = pq.read_table(path), b"neuroshard_header"
-        header = json.loads(table.schema.metadata[key])
-        rows = table.to_pylist()
-        if rng.random() < 0.5:
-            _change(header, rng)
-        else:
-            _change(rows, rng)
-        same = table.schema if rng.random() < 0.7 else None
-        table = pa.Table.from_pylist(rows, schema=same)
-        meta = {key: json.dumps(header)}
-        pq.write_table(table.replace_schema_metadata(meta), path)
-        return
     text = path.read_text()
     if path.suffix == ".csv":
         cells = [line.split(",") for line in text.splitlines()]
@@ -497,5 +471,4 @@ def in_child(work: Callable[[], Outcome]) -> Outcome:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    pa.set_cpu_count(1)
     sys.exit(run(draw, judge))

@@ -59,17 +59,17 @@ class Records(Writer):
 
     def prepare(self, folder: Path) -> None:
         known = against_files.some_records()[:2]
-        write_records(folder / "r.parquet", make_header(), known)
+        write_records(folder / "r.jsonl", make_header(), known)
 
     def write(self, folder: Path, tell: Callable[[], object]) -> None:
-        with RecordStore(folder / "r.parquet", make_header()) as store:
+        with RecordStore(folder / "r.jsonl", make_header()) as store:
             for record in against_files.some_records():
                 if record.index not in store.done:
                     store.append(record)
                     tell()
 
     def check(self, folder: Path, told: int) -> None:
-        found = read_records([folder / "r.parquet"])[1]
+        found = read_records([folder / "r.jsonl"])[1]
         assert len(found) >= 2 + told, f"{len(found)} records, {told} are safe"
         known = against_files.some_records()[: len(found)]
         assert [(r.index, r.fwd_ms) for r in found] == [

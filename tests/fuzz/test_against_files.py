@@ -17,8 +17,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SEED = 5
 
 FOUND: dict[str, tuple[str, str, Any]] = {
-    "deep nesting": ("comms records", "r.parquet.journal", '{"a":' * 10**5 + "\n"),
-    "no text": ("compute records", "r.parquet.journal", b"\x8b\n"),
+    "deep nesting": ("comms records", "r.jsonl", '{"a":' * 10**5 + "\n"),
+    "no text": ("compute records", "r.jsonl", b"\x8b\n"),
     "a card that is no text": ("original", "CARD.md", b"\x8b"),
     "a field of a megabyte": ("tables, csv", "t.csv", "name\n" + "a" * 10**6 + "\n"),
     "a long name": ("constraints", "c.json", '{"' + "a" * 10**5 + '": {}}'),

@@ -20,7 +20,7 @@ from torchrec_neuroshard.measure.kernels import device_fingerprint
 from torchrec_neuroshard.measure.records import CostRecord
 from torchrec_neuroshard.measure.run import CollectConfig, collect_compute
 from torchrec_neuroshard.measure.sets import SamplingConfig, SetSampler
-from torchrec_neuroshard.measure.store import journal_path, read_records
+from torchrec_neuroshard.measure.store import read_records
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.tables.loaders import load_json
@@ -37,7 +37,7 @@ ESTIMATE = physical_estimate("cpu")
 def test_command_measures_sampled_sets_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, nominal_ms = tmp_path / "r.parquet", Reference.nominal_ms
+    path, nominal_ms = tmp_path / "r.jsonl", Reference.nominal_ms
     monkeypatch.setattr(Reference, "nominal_ms", lambda self: nominal_ms(self, 9))
     clocks = {"sm_clock_mhz": 1_980.0, "memory_clock_mhz": 3_201.0}
     state = {**clocks, "temperature_c": 60.0, "throttled": ""}
@@ -58,7 +58,6 @@ def test_command_measures_sampled_sets_and_continues(
     assert torch.get_num_threads() == threads
     (header,), records = read_records([path])
     assert [r.index for r in records] == [0, 1, 2]
-    assert not journal_path(path).exists()
     assert header.seed == 5 and header.reference_ms > 0
     # A pass has four tensors: only the smallest size fits into 0.001 GiB.
     assert list(header.column_order_ms) == [str(2**14)]
@@ -121,7 +120,7 @@ def test_whole_plans_are_measured_and_are_no_anchors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clock, "CPU_PASSES", ONE_PASS)
-    path, said = tmp_path / "r.parquet", list[str]()
+    path, said = tmp_path / "r.jsonl", list[str]()
 
     def collect(num_sets: int, **changes: Any) -> list[CostRecord]:
         settings = {"out": path, "sampling": SAMPLING, "num_plans": 2, **changes}
@@ -167,7 +166,7 @@ def collect_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Collect:
             "torchrec_neuroshard.measure.run.measure_set",
             lambda sampled, *_: measure(sampled.index),
         )
-        path, told = tmp_path / "r.parquet", list[str]()
+        path, told = tmp_path / "r.jsonl", list[str]()
         config = run.CollectConfig(out=path, num_sets=num_sets, sampling=SAMPLING)
         run.collect_compute(config, ESTIMATE, told.append)
         return read_records([path])[1], "\n".join(told)
@@ -253,5 +252,5 @@ def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
     assert left_out in printed
     with pytest.raises(RuntimeError, match=r"^shapes differ$"):
         collect_as(measure, 4)
-    (header,), _ = read_records([tmp_path / "r.parquet"])
+    (header,), _ = read_records([tmp_path / "r.jsonl"])
     assert list(header.failed) == ["0", "1"]

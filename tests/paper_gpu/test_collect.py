@@ -41,7 +41,7 @@ def test_a_gpu_by_number_is_the_one_that_is_timed_with_all_kinds_of_sets(
             made.append(self)
 
     monkeypatch.setattr(torch.cuda, "Event", Noted)
-    before, path = ops.launches(0), tmp_path / "r.parquet"
+    before, path = ops.launches(0), tmp_path / "r.jsonl"
     arguments = ["--out", str(path), "--num-sets", "24", *SMALL]
     arguments += ["--device", "cuda:5", "--plan-share", "0.5"]
     assert main(["collect", "compute", *arguments]) == 0
@@ -80,7 +80,7 @@ def test_calibrate_finds_and_measures_the_gpu(
 def test_collectives_are_measured_over_nccl_where_ranks_have_gpus(
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / "c.parquet"
+    path = tmp_path / "c.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "torchrec_neuroshard", "collect"]
     command += ["comms", "--out", str(path), "--num-samples", "12"]

@@ -222,7 +222,7 @@ def test_numbers_of_tables_in_a_set_are_uniform() -> None:
 
 
 def test_the_command_writes_nets_that_load(tmp_path: Path) -> None:
-    kernels, collectives = "compute_epyc_zen5.parquet", "comms_gloo_epyc_zen5.parquet"
+    kernels, collectives = "compute_epyc_zen5.jsonl.xz", "comms_gloo_epyc_zen5.jsonl.xz"
     command = (
         f"nets --compute {RECORDS / kernels} --comms {RECORDS / collectives} "
         f"--epochs 2 --world-sizes 2 --widths 16 48 --out {tmp_path}"
@@ -240,6 +240,6 @@ def test_the_command_writes_nets_that_load(tmp_path: Path) -> None:
     for judgement in judgements:
         assert judgement["errors"]["mean"] > 0
         assert f"| {judgement['what']} | {judgement['num_samples']} |" in models.card
-    other = command.replace(collectives, "comms_gloo_epyc.parquet")
+    other = command.replace(collectives, "comms_gloo_epyc.jsonl.xz")
     with pytest.raises(SystemExit, match=r"collectives on AMD EPYC \(25/17\)"):
         train.main(other.split())

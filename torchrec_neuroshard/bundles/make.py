@@ -65,7 +65,7 @@ def make_bundle(
     model of collectives is not copied, because it was measured on the other device.
 
     Args:
-        records: Parquet files of one machine.
+        records: Files of one machine.
         out: Folder of the bundle.
         name: Name of the bundle.
         config: Sizes and rates.

@@ -71,7 +71,7 @@ from torchrec_neuroshard.progress import clear, shown
 from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.table import TableConfig
 
-KERNELS_NAME, COMMS_NAME = "kernels.parquet", "collectives.parquet"
+KERNELS_NAME, COMMS_NAME = "kernels.jsonl", "collectives.jsonl"
 """Files of the measured records, in the bundle's folder."""
 _REQUEST, _BUNDLE, _REASON = "request.json", "bundle", "reason.txt"
 

@@ -28,7 +28,7 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_folder, from_options
 from torchrec_neuroshard.measure.store import record_kind
 
-RECORDS_NAME = "calibration.parquet"
+RECORDS_NAME = "calibration.jsonl"
 """File of measured sets in the bundle's folder. The same command continues it."""
 _NUM_SETS, _FEWEST_SETS = 300, 5 * MIN_SETS
 _NUM_PLANS = 3
@@ -38,7 +38,7 @@ _NUM_PLANS = 3
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard train`."""
     known = TrainConfig()
-    text = "Parquet files from 'neuroshard collect'"
+    text = "files from 'neuroshard collect'"
     parser.add_argument("records", type=Path, nargs="+", help=text)
     add_bundle(parser)
     text = "passes over the records of kernels"

@@ -44,7 +44,7 @@ def add_collect(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_compute(parser: argparse.ArgumentParser) -> None:
-    text = "Parquet file to write"
+    text = "file of records to write"
     option(parser, "--out", Path, text, required=True, metavar="FILE")
     option(parser, "--seed", whole(0), "random seed", 0)
     add_measuring(parser, CollectConfig(out=Path()).num_sets)
@@ -65,7 +65,7 @@ def _add_compute(parser: argparse.ArgumentParser) -> None:
 
 def _add_comms(parser: argparse.ArgumentParser) -> None:
     known = CommsConfig(out=Path())
-    text = "Parquet file to write"
+    text = "file of records to write"
     option(parser, "--out", Path, text, required=True, metavar="FILE")
     option(parser, "--seed", whole(0), "random seed", 0)
     backends = list(BACKENDS.values())

@@ -18,7 +18,7 @@ from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.models.base import COLLECTIVES
 from torchrec_neuroshard.tables.table import TableConfig
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of the record layout; other versions are refused."""
 
 MAX_SPREAD = 0.1

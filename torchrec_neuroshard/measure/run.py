@@ -244,7 +244,7 @@ class CollectConfig:
     """Settings of a run that measures kernels."""
 
     out: Path
-    """Parquet file to write or to continue."""
+    """File of records to write or to continue."""
     num_sets: int = 5_000
     """Records that the file should hold."""
     seed: int = 0
@@ -319,7 +319,7 @@ def collect_compute(
         with RecordStore(path, header) as store:
             if not store.header.column_order_ms:
                 order_ms = measure_column_order(timer, config.sampling.max_weight_bytes)
-                store.header = replace(store.header, column_order_ms=order_ms)
+                store.change_header(column_order_ms=order_ms)
             _fill(config, store, timer, sampler, say)
     if timer.monitor is not None and timer.monitor.num_failures:
         say(f"reading the GPU's state failed {timer.monitor.num_failures} times")
@@ -376,7 +376,7 @@ def _fill(
             left_out |= measure(sets, timer, store.append, title=title)
     except DeviceFailureError as error:
         text, index = error.args
-        store.note_failure(index, text)
+        store.change_header(failed={**failed, str(index): text})
         raise DeviceFailureError(
             f"set {index} failed on the device ({text}), which this process cannot use "
             f"any more; {config.out} keeps the measured records, and the same command "

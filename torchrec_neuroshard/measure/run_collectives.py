@@ -48,7 +48,7 @@ from torchrec_neuroshard.measure.records import (
     repeatability,
     repeatability_line,
 )
-from torchrec_neuroshard.measure.store import RecordStore, journal_path, read_header
+from torchrec_neuroshard.measure.store import RecordStore, read_header
 from torchrec_neuroshard.progress import phase
 
 _MIN_PASSES, _MAX_PASSES = 3, 60
@@ -74,7 +74,7 @@ class CommsConfig:
     """Settings of a run that measures collectives."""
 
     out: Path
-    """Parquet file to write or to continue."""
+    """File of records to write or to continue."""
     backend: str = "gloo"
     """`gloo` (CPU) or `nccl` (CUDA)."""
     num_samples: int = 600
@@ -229,9 +229,8 @@ def collect_comms(config: CommsConfig, say: Callable[[str], object] = print) -> 
             raise
         except RuntimeError as error:
             raise RankFailureError(
-                f"rank {ranks.rank} stopped: {error}. {config.out} and "
-                f"{journal_path(config.out)} keep the measured records; the same "
-                "command continues from there"
+                f"rank {ranks.rank} stopped: {error}. {config.out} keeps the measured "
+                "records; the same command continues from there"
             ) from error
         finally:
             ranks.close()

@@ -1,9 +1,11 @@
-"""Files of records: Parquet, and a journal that survives any crash of the process.
+"""Files of records: JSON lines, which a crash of the process leaves readable.
 
-During a run, each record is appended to `<file>.journal` as one line of JSON before the
-next sample starts. The end of the run merges the journal into the Parquet file, which
-is replaced atomically. After a crash, the start of the next run does so. Readers
-combine both files. A run locks the journal, so that no other run writes to it.
+The first line is the run's header, each further line a record or a changed header. A
+line is appended before the next sample starts; later lines replace earlier ones of the
+same index, and the last header counts. A last line without its end was cut off by a
+crash: readers skip it, and the next run removes it. A run locks its file.
+
+Files whose name ends in `.xz` are compressed ones, which can only be read.
 """
 
 from __future__ import annotations
@@ -11,18 +13,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import io
 import json
-import os
+import lzma
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Self
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any, Self
 
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
-from torchrec_neuroshard.files import parse_json, read_fields, to_fields, write_whole
+from torchrec_neuroshard.files import parse_json, read_fields, to_fields
 from torchrec_neuroshard.measure.records import (
     SCHEMA_VERSION,
     CommsHeader,
@@ -30,16 +28,19 @@ from torchrec_neuroshard.measure.records import (
     CostRecord,
     RunHeader,
 )
+from torchrec_neuroshard.tables.access import NUM_COUNT_BINS
+from torchrec_neuroshard.tables.table import TableConfig
 
-_HEADER_KEY = b"neuroshard_header"
 _KINDS: Mapping[str, tuple[type[RunHeader], Any]] = {
     "compute": (RunHeader, CostRecord),
     "comms": (CommsHeader, CommsRecord),
 }
 """Kind of records in `neuroshard collect` -> types of header and records."""
 
-_RETIRED = "column_order_ms_per_mb"
-"""Field of older files of collectives; kernels' files hold the reordering now."""
+_HEADER_START = b'{"fingerprint"'
+"""Start of a header's line."""
+_OF_PROFILE = "profile."
+"""Start of the names of a profile's columns."""
 
 
 class RecordStore:
@@ -49,34 +50,51 @@ class RecordStore:
         """Open or create the file.
 
         Args:
-            path: The Parquet file.
-            header: Header of this run, of kernels or collectives; an existing file must
-                hold the same run.
+            path: The file.
+            header: Header of this run, of kernels or collectives. A file with records
+                must hold the same run; its own header counts.
 
         Raises:
             RecordMismatchError: The file holds another run.
-            RecordError: The file or its journal cannot be read, or another process
-                writes to them.
+            RecordError: The file cannot be read, it is compressed, or another process
+                writes to it.
         """
-        self._path, self._journal = Path(path), journal_path(Path(path))
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._locked = _lock(self._journal)
+        path = Path(path)
+        if path.suffix == ".xz":
+            raise RecordError(
+                f"{path} is compressed and can only be read; unpack it with 'xz -d' to "
+                "continue it, or write to another file"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
         try:
-            known, records = _read(self._path)
-            if known is not None:
-                known.check_same_run(header, str(self._path))
-            self.header: RunHeader = known or header
+            self._lock(path)
+            known, records = _read(path)
             self._records: dict[int, Any] = {r.index: r for r in records}
-            # Merge a journal that a crash left behind, perhaps truncated.
-            if self._journal.stat().st_size:
-                self._merge()
-                os.truncate(self._journal, 0)
-            self._write(self.header)
+            self.header: RunHeader = header
+            if known is not None and (records or known.failed):
+                known.check_same_run(header, str(path))
+                self.header = known
+                data = path.read_bytes()
+                self._file.truncate(data.rindex(b"\n") + 1)
+            else:
+                self._file.truncate(0)
+                self.change_header()
         except BaseException:
-            with self._locked, contextlib.suppress(FileNotFoundError):
-                if not self._journal.stat().st_size:
-                    self._journal.unlink()
+            self.close()
             raise
+
+    def _lock(self, path: Path) -> None:
+        """Lock the file until it is closed or the process ends."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecordError(
+                f"another process is writing to {path}; wait until it ends, or write "
+                "to another file"
+            ) from None
+        except OSError:  # the file system has no locks
+            pass
 
     @property
     def records(self) -> Sequence[Any]:
@@ -94,104 +112,48 @@ class RecordStore:
         The record survives if the process is killed. If the machine stops, records that
         are not yet on the disk are lost.
         """
-        self._write(record)
+        self._write(_packed(record))
         self._records[record.index] = record
 
-    def note_failure(self, index: int, text: str) -> None:
-        """Note in the header that a sample breaks the process, and why."""
-        failed = {**self.header.failed, str(index): text}
-        self.header = dataclasses.replace(self.header, failed=failed)
+    def change_header(self, **fields: Any) -> None:
+        """Change fields of the header."""
+        self.header = dataclasses.replace(self.header, **fields)
+        self._write(to_fields(self.header))
 
-    def _write(self, line: RunHeader | CostRecord | CommsRecord) -> None:
-        with self._journal.open("ab") as file:
-            file.write(json.dumps(to_fields(line)).encode() + b"\n")
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
 
     def close(self) -> None:
-        """Merge the journal into the Parquet file and let other processes write."""
-        if self._locked.closed:
-            return
-        with self._locked:
-            if self._merge():
-                self._journal.unlink(missing_ok=True)
-
-    def _merge(self) -> bool:
-        """Write the Parquet file, if there is anything to write."""
-        if not self._records and not self.header.failed:
-            return False
-        rows = [to_fields(self._records[i]) for i in sorted(self._records)]
-        header = json.dumps(to_fields(self.header)).encode()
-        table = pa.Table.from_pylist(rows).replace_schema_metadata(
-            {_HEADER_KEY: header}
-        )
-        file = io.BytesIO()
-        # No dictionary: a dictionary of numbers is larger than the numbers.
-        pq.write_table(
-            table,
-            file,
-            compression="zstd",
-            compression_level=9,
-            use_dictionary=False,
-            write_page_checksum=True,
-        )
-        write_whole(self._path, file.getvalue())
-        return True
+        """Let other processes write to the file."""
+        self._file.close()
 
     def __enter__(self) -> Self:
         """Return the store."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Merge the journal, also after an interruption."""
+        """Close the file."""
         self.close()
 
 
-def _lock(journal: Path) -> BinaryIO:
-    """Return the open journal, locked until it is closed or the process ends.
-
-    Raises:
-        RecordError: Another process has locked it.
-    """
-    while True:
-        file = journal.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            path = journal.with_suffix("")
-            raise RecordError(
-                f"another process is writing to {path}; wait until it ends, or write "
-                "to another file"
-            ) from None
-        except OSError:  # the file system has no locks
-            return file
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), journal.stat()):
-                return file
-        file.close()  # its owner has merged and deleted it
-
-
-def journal_path(path: Path) -> Path:
-    """Return the path of the journal of a file."""
-    return path.with_name(path.name + ".journal")
-
-
 def read_header(path: str | Path) -> RunHeader | None:
-    """Return the header of a file of records or its journal.
+    """Return the header of a file of records.
 
     Returns:
-        The header, for collectives a `CommsHeader`; None if neither file exists.
+        The header, for collectives a `CommsHeader`; None if there is no file, or none
+        that a run has begun to write.
 
     Raises:
-        RecordError: The file or its journal cannot be read.
+        RecordError: The file cannot be read.
     """
-    path = Path(path)
-    if path.exists():
-        with _naming(path):
-            text = pq.read_schema(path).metadata[_HEADER_KEY].decode()
-            data = dict(parse_json(text))
-        return _header(data, path)
-    lines = _journal_lines(path)
-    return _header(lines[0], path) if lines else None
+    path, header = Path(path), None
+    for number, line in _lines(path):
+        if line.startswith(_HEADER_START):
+            with _naming(path, number):
+                data = dict(parse_json(line.decode()))
+            header = _header(data, path)
+    return header
 
 
 def record_kind(path: str | Path) -> str:
@@ -208,7 +170,7 @@ def record_kind(path: str | Path) -> str:
 def read_records(
     paths: Iterable[str | Path],
 ) -> tuple[list[RunHeader], list[CostRecord]]:
-    """Read files of kernel records, including running runs.
+    """Read files of kernel records, also while they are measured.
 
     Returns:
         The headers, one per file, and all records. The indices of a later file follow
@@ -256,7 +218,7 @@ def read_records(
 def read_comms_records(
     paths: Iterable[str | Path],
 ) -> list[tuple[CommsHeader, list[CommsRecord]]]:
-    """Read files of records of collectives, including running runs.
+    """Read files of records of collectives, also while they are measured.
 
     Returns:
         Each file's header and records.
@@ -293,24 +255,22 @@ def _read_files(paths: Iterable[str | Path], kind: str) -> list[tuple[Any, list[
 
 def _missing(path: str | Path, kind: str) -> RecordError:
     return RecordError(
-        f"{path} does not exist; measure with 'neuroshard collect {kind} --out {path}'"
+        f"there are no records at {path}; measure with 'neuroshard collect {kind} "
+        f"--out {path}'"
     )
 
 
 def _read(path: Path) -> tuple[RunHeader | None, list[Any]]:
-    """Read a file and its journal, which killed processes may have left."""
-    header, lines, rows = read_header(path), _journal_lines(path), []
-    if header is None:
-        return None, []
-    if path.exists():
-        with _naming(path):
-            rows = pq.read_table(path).to_pylist()
-    if lines:
-        journal = journal_path(path)
-        header.check_same_run(_header(lines[0], journal), str(journal))
-    kind, what = _KINDS[header.kind][1], f"{header.kind} record"
-    read = [read_fields(kind, row, RecordError, what) for row in (*rows, *lines[1:])]
-    records = {record.index: record for record in read}
+    """Return the header, None if there is none, and the records in order."""
+    header, records = read_header(path), dict[int, Any]()
+    for number, line in _lines(path):
+        if header is None or line.startswith(_HEADER_START):
+            continue
+        kind = _KINDS[header.kind][1]
+        with _naming(path, number):
+            data = _unpacked(dict(parse_json(line.decode())))
+            record = read_fields(kind, data, RecordError, f"{header.kind} record")
+        records[record.index] = record
     return header, [records[i] for i in sorted(records)]
 
 
@@ -322,32 +282,111 @@ def _header(data: dict[str, Any], path: Path) -> RunHeader:
             f"version reads {SCHEMA_VERSION}; measure again or install the matching "
             "version"
         )
-    data.pop(_RETIRED, None)
     return read_fields(_KINDS[kind][0], data, RecordError, "record header")
 
 
-def _journal_lines(path: Path) -> list[dict[str, Any]]:
-    """Parse a file's journal; a truncated last line is left out."""
-    journal = journal_path(path)
-    if not journal.exists():
-        return []
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and text of each whole line; nothing if there is no file."""
     try:
-        text = journal.read_text(encoding="utf-8", errors="replace")
-        return [dict(parse_json(line)) for line in text.split("\n")[:-1]]
-    except (OSError, TypeError, ValueError) as error:
+        opener = lzma.open if path.suffix == ".xz" else open
+        with opener(path, "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        return
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise RecordError(f"{path} cannot be read ({error}); measure again") from error
+    if not data.startswith(_HEADER_START[: len(data)]):
         raise RecordError(
-            f"{journal} is not a journal of records ({error}); delete the damaged line "
-            "or the file"
-        ) from error
+            f"{path} is not a file of records of this version; name another file, or "
+            "measure again if it is of an older version"
+        )
+    yield from enumerate(data.split(b"\n")[:-1], start=1)
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Convert all errors of reading a Parquet file into a `RecordError`."""
+def _naming(path: Path, number: int) -> Iterator[None]:
+    """Name the line in errors of reading it."""
     try:
         yield
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise RecordError(
-            f"{path} is not a file of cost records ({error!r}); it may be truncated: "
-            "restore it or measure again"
+            f"line {number} of {path} is damaged ({error}); delete the line or measure "
+            "again"
         ) from error
+
+
+# Lines are short: numbers have seven digits, fields that the reader can fill in are
+# left out, and the tables of a set are columns.
+
+
+def _packed(record: CostRecord | CommsRecord) -> dict[str, Any]:
+    data: dict[str, Any] = _rounded(
+        _without(to_fields(record), _defaults(type(record)))
+    )
+    if isinstance(record, CostRecord):
+        rows = [_row(table, record.batch_size) for table in data["tables"]]
+        names = dict.fromkeys(name for row in rows for name in row)
+        data["tables"] = {name: [row.get(name) for row in rows] for name in names}
+    return data
+
+
+def _unpacked(data: dict[str, Any]) -> dict[str, Any]:
+    if "tables" in data:
+        names, columns = zip(*data["tables"].items(), strict=True)
+        data["tables"] = [
+            _table(dict(zip(names, row, strict=True)), data["batch_size"])
+            for row in zip(*columns, strict=True)
+        ]
+    return data
+
+
+def _row(table: dict[str, Any], batch_size: int) -> dict[str, Any]:
+    """Return a table's fields and its profile's, without those that `_table` adds."""
+    row = _without(table, _defaults(TableConfig))
+    profile = row.pop("profile", {})
+    while profile.get("access_histogram", [1])[-1:] == [0]:
+        profile["access_histogram"].pop()
+    profile = _without(profile, _rounded(_expected_profile(row, batch_size)))
+    return row | {_OF_PROFILE + name: value for name, value in profile.items()}
+
+
+def _table(row: dict[str, Any], batch_size: int) -> dict[str, Any]:
+    """Return a table's fields, with its profile."""
+    row = {name: value for name, value in row.items() if value is not None}
+    profile = _expected_profile(row, batch_size)
+    for name in [name for name in row if name.startswith(_OF_PROFILE)]:
+        profile[name.removeprefix(_OF_PROFILE)] = row.pop(name)
+    if bins := profile.get("access_histogram"):
+        profile["access_histogram"] = bins + [0.0] * (NUM_COUNT_BINS - len(bins))
+    return {**row, "profile": profile}
+
+
+def _expected_profile(row: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+    """Return the fields of a profile that most often follow from the others."""
+    return {
+        "batch_size": batch_size,
+        "num_lookups": float(batch_size) * float(row.get("pooling_factor", 1.0)),
+        "pooling_std": 0.0,
+        "weighted": row.get("weighted", False),
+        "batch_share": 1.0,
+    }
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that have a default."""
+    return {f.name: f.default for f in dataclasses.fields(kind)}
+
+
+def _without(data: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields whose values are not known."""
+    return {n: v for n, v in data.items() if n not in known or known[n] != v}
+
+
+def _rounded(value: Any) -> Any:
+    """Return JSON data with numbers of seven digits; whole ones have no point."""
+    if isinstance(value, float):
+        short = float(f"{value:.7g}")
+        return int(short) if short.is_integer() else short
+    if isinstance(value, dict):
+        return {name: _rounded(v) for name, v in value.items()}
+    return [_rounded(v) for v in value] if isinstance(value, list) else value
