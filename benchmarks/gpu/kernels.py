@@ -123,7 +123,7 @@ def time_case(case: Case, timer: SetTimer) -> dict[str, Any]:
         return {
             "fwd_ms": found.fwd_ms,
             "bwd_ms": found.bwd_ms if case.has_backward else None,
-            "num_passes": len(found.fwd_raw_ms),
+            "num_passes": found.num_passes,
             "spread": found.spread,
             # Far more than 32: the host was too slow to keep the device busy.
             "flushes": clock.repeats if isinstance(clock, DeviceClock) else None,

@@ -30,7 +30,8 @@ from planner_comparison.plans import (
     with_profiles,
 )
 from torchrec_neuroshard.measure.clock import (
-    Measurement,
+    Backward,
+    Forward,
     PassCounts,
     SetTimer,
     passes_over,
@@ -204,7 +205,7 @@ class KernelTimer:
     ) -> list[Pass]:
         """Return the passes of one kernel in one round."""
         if isinstance(kernel, ColumnOrder):
-            found = self._time_order(kernel)
+            passes = self._order_passes(kernel)
         else:
             numbers = range(1, self._settings.passes + 1)
             inputs_of = itertools.chain(
@@ -212,14 +213,11 @@ class KernelTimer:
                 itertools.cycle(inputs.draw(kernel, n) for n in numbers),
             )
             fused = FusedTables(with_profiles(kernel), self._device, self._timer.arena)
-            found = self._timer.measure_passes(
-                passes_over(fused, kernel.batch_size, inputs_of)
-            )
-        beside = found.ref_raw_ms or (0.0,) * len(found.fwd_raw_ms)
-        raw = (found.fwd_raw_ms, found.bwd_raw_ms, beside)
-        return [Pass(number, next(visits), *t) for t in zip(*raw, strict=True)]
+            passes = passes_over(fused, kernel.batch_size, inputs_of)
+        times, _ = self._timer.time_passes(passes)
+        return [Pass(number, next(visits), *each) for each in times]
 
-    def _time_order(self, kernel: ColumnOrder) -> Measurement:
+    def _order_passes(self, kernel: ColumnOrder) -> Iterator[tuple[Forward, Backward]]:
         values = torch.ones(kernel.batch_size, sum(kernel.widths), device=self._device)
         forward = column_permutation(kernel.widths, self._device)
         # FBGEMM's backward runs the same kernel with the parts in reverse order.
@@ -228,8 +226,7 @@ class KernelTimer:
         def run_backward(output: torch.Tensor) -> None:
             backward(output)
 
-        both = (lambda: forward(values), run_backward)
-        return self._timer.measure_passes(itertools.repeat(both))
+        return itertools.repeat((lambda: forward(values), run_backward))
 
 
 def kernels_of(plans: Iterable[RunPlan]) -> list[Kernel]:

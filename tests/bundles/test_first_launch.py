@@ -47,8 +47,8 @@ from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.hardware import devices
-from torchrec_neuroshard.measure.clock import Measurement
 from torchrec_neuroshard.measure.ranks import served_store
+from torchrec_neuroshard.measure.records import Measurement
 from torchrec_neuroshard.measure.sets import SampledSet
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.planner import first_launch as launches
@@ -245,10 +245,11 @@ def test_disturbed_sets_are_measured_again_later(
     def measure(sampled: SampledSet, meanwhile: Any) -> Measurement:
         index = sampled.index
         seen[index] += 1
-        quiet = (1.0, 1.0, 1.0)
         is_noisy = seen[index] <= disturbed.get(index, 0)
-        passes, ms = ((1.0, 2.0, 3.0), 2.0) if is_noisy else (quiet, 1.0)
-        return Measurement(passes, passes, quiet, ms, ms)
+        ms, spread = (2.0, 0.5) if is_noisy else (1.0, 0.0)
+        return Measurement(
+            fwd_ms=ms, bwd_ms=ms, num_passes=3, spread=spread, reference_ms=1.0
+        )
 
     timer = SimpleNamespace(reference_ms=1.0, measure=measure)
     order_ms = {"1024": (1.0, 2.0)}
@@ -277,8 +278,13 @@ def test_a_ranks_sets_are_compared_with_its_own_usual_reference(
 
         def measured(sampled: SampledSet, _: Any, rank: int = rank) -> Measurement:
             slow = 2.0 if sampled.index == 9 else 1.0
-            reference = (usual_ms[rank] * slow,) * 3
-            return Measurement((1.0,) * 3, (1.0,) * 3, reference, 1.0, 1.0)
+            return Measurement(
+                fwd_ms=1.0,
+                bwd_ms=1.0,
+                num_passes=3,
+                spread=0.0,
+                reference_ms=usual_ms[rank] * slow,
+            )
 
         timer = SimpleNamespace(reference_ms=nominal_ms[rank], measure=measured)
         monkeypatch.setattr(measure_job, "SetTimer", lambda *_, t=timer, **__: t)

@@ -27,13 +27,11 @@ def compare(rank: int) -> dict[str, bool]:
         PooledEmbeddingsReduceScatter,
     )
 
-    from torchrec_neuroshard.measure.collectives import (
-        CollectiveRunner,
-        SampledCollective,
-    )
+    from torchrec_neuroshard.measure.collectives import CollectiveRunner
+    from torchrec_neuroshard.measure.records import Collective
 
     def moved(name: str, bytes_per_peer: Sequence[int], given: Any = None) -> Any:
-        sampled = SampledCollective(
+        sampled = Collective(
             index=0,
             collective=name,
             group="world",

@@ -77,7 +77,7 @@ RUN_NAME = "was_run"
 class Kind:
     """One kind of file."""
 
-    make: Callable[[Path], None]
+    make: Callable[[Path], object]
     """Writes sound ones into a folder."""
     use: Callable[[Path], object]
     """Reads them from there, and does with them what users do."""

@@ -15,8 +15,8 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from torchrec_neuroshard.measure.kernels import (
     draw_inputs,
     reserve_memory,
 )
-from torchrec_neuroshard.measure.records import relative_spread
+from torchrec_neuroshard.measure.records import Measurement, relative_spread
 from torchrec_neuroshard.measure.sets import SampledSet
 from torchrec_neuroshard.tables.access import AccessDistribution
 from torchrec_neuroshard.tables.table import TableConfig
@@ -81,27 +81,6 @@ CUDA_PASSES = PassCounts(
 """Two inputs suffice, because the L2 cache is flushed between passes. The warm-up loads
 kernels and allocates memory; if the first timed pass is slower nevertheless, the median
 of seven ignores it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Times of one sample's passes, and the resulting forward and backward [ms]."""
-
-    fwd_raw_ms: tuple[float, ...]
-    bwd_raw_ms: tuple[float, ...]
-    ref_raw_ms: tuple[float, ...]
-    fwd_ms: float
-    bwd_ms: float
-    gpu: Mapping[str, Any] = field(default_factory=dict)
-    """A GPU's state during the passes, as fields of a `CostRecord`; may be empty."""
-
-    @property
-    def spread(self) -> float:
-        """Median absolute deviation of forward + backward over their median."""
-        total = [f + b for f, b in zip(self.fwd_raw_ms, self.bwd_raw_ms, strict=True)]
-        if self.ref_raw_ms:
-            total = [t / r for t, r in zip(total, self.ref_raw_ms, strict=True)]
-        return relative_spread(total)
 
 
 Forward = Callable[[], torch.Tensor]
@@ -352,28 +331,47 @@ class SetTimer:
             passes: Endless passes; the first is the warm-up.
             meanwhile: Same as in `measure`.
         """
+        times, state = self.time_passes(passes, meanwhile)
+        unit_ms = self.reference_ms or 1.0
+        units = [ref / unit_ms or 1.0 for *_, ref in times]
+        fwd = [ms / unit for (ms, _, _), unit in zip(times, units, strict=True)]
+        bwd = [ms / unit for (_, ms, _), unit in zip(times, units, strict=True)]
+        return Measurement(
+            fwd_ms=statistics.median(fwd),
+            bwd_ms=statistics.median(bwd),
+            num_passes=len(times),
+            spread=relative_spread([sum(t) for t in zip(fwd, bwd, strict=True)]),
+            reference_ms=statistics.median(ref for *_, ref in times),
+            **state,
+        )
+
+    def time_passes(
+        self,
+        passes: Iterator[tuple[Forward, Backward]],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> tuple[list[tuple[float, float, float]], dict[str, Any]]:
+        """Return the times of single passes; see `measure_passes`.
+
+        Returns:
+            Forward, backward and reference of each pass [ms], the last 0 without a
+            reference, and a GPU's state as fields of a `Measurement`.
+        """
         forward, backward = next(passes)
         backward(forward())
         counts = self._counts
-        started: list[Times] = []
-        ref: list[float] = []
+        started: list[tuple[Times, float]] = []
         deadline = time.perf_counter() + counts.time_budget_seconds
         while len(started) < counts.max_passes:
             if len(started) >= counts.min_passes and time.perf_counter() > deadline:
                 break
             forward, backward = next(passes)
+            reference_ms = 0.0
             if self.reference is not None:
                 # First an untimed run: the sample has evicted the reference from the
                 # caches. A slowed-down reference would make large samples look cheap.
                 self.reference.run()
-                ref.append(self.reference.run())
-            started.append(self.clock(forward, backward))
+                reference_ms = self.reference.run()
+            started.append((self.clock(forward, backward), reference_ms))
         meanwhile()
-        gpu = {} if self.monitor is None else self.monitor.state()
-        fwd, bwd = zip(*(times() for times in started), strict=True)
-        units = [ms / self.reference_ms for ms in ref] or [1.0] * len(fwd)
-
-        def median(passes: Sequence[float]) -> float:
-            return statistics.median(p / u for p, u in zip(passes, units, strict=True))
-
-        return Measurement(fwd, bwd, tuple(ref), median(fwd), median(bwd), gpu)
+        state = {} if self.monitor is None else self.monitor.state()
+        return [(*times(), ref) for times, ref in started], state

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,22 +48,12 @@ _WEIGHTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampledCollective(Collective):
-    """One collective to measure."""
-
-    batch_size: int
-    """Samples of a rank, the rows of the pooled collectives' outputs."""
-    lengths_share: float = 0.5
-    """Share of the `index` collective's bytes that are lengths instead of ids."""
-
-
 def sample_collective(
     index: int,
     seed: int,
     bytes_per_rank: tuple[int, int],
     group_sizes: dict[str, int],
-) -> SampledCollective:
+) -> Collective:
     """Return collective number `index` of a run.
 
     Args:
@@ -96,7 +85,7 @@ def sample_collective(
     units = np.round(per_peer / multiple).astype(np.int64) * multiple
     if not units.any():
         units[int(per_peer.argmax())] = multiple
-    return SampledCollective(
+    return Collective(
         index=index,
         repeat_of=repeat_of,
         collective=collective,
@@ -135,7 +124,7 @@ class CollectiveRunner:
 
     def __init__(
         self,
-        sampled: SampledCollective,
+        sampled: Collective,
         process_group: dist.ProcessGroup | None,
         rank: int,
         device: torch.device,
@@ -172,7 +161,7 @@ class CollectiveRunner:
         shape = shapes.get(sampled.collective, (world_size, my_values))
         self.input = torch.ones(shape, device=device)
 
-    def _prepare_index(self, sampled: SampledCollective, rank: int) -> None:
+    def _prepare_index(self, sampled: Collective, rank: int) -> None:
         """Create bags of ids; the share of lengths decides how many a peer gets."""
         values = [b // 8 for b in sampled.bytes_per_peer]
         wanted = [max(1, round(v * sampled.lengths_share)) if v else 0 for v in values]

@@ -159,9 +159,9 @@ class TableSet:
     """Shards of the set; each `profile` is at `batch_size`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CostRecord(TableSet):
-    """Forward and backward time of one fused kernel over one table set."""
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Forward and backward time of a kernel, from several passes."""
 
     fwd_ms: float
     """Median of the forward passes, relative to the reference if there is one."""
@@ -181,17 +181,23 @@ class CostRecord(TableSet):
     """A GPU's temperature during the passes."""
     throttled: str = ""
     """Why the device was throttled during the passes; empty if it was not."""
+
+    @property
+    def total_ms(self) -> float:
+        """Forward + backward [ms]."""
+        return self.fwd_ms + self.bwd_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostRecord(Measurement, TableSet):
+    """The measurement of one fused kernel over one table set."""
+
     num_throttled: int = 0
     """Earlier measurements of this set that were dropped because of throttling."""
 
     def __post_init__(self) -> None:
         if not self.tables:
             raise RecordError(f"record {self.index} has no tables")
-
-    @property
-    def total_ms(self) -> float:
-        """Forward + backward [ms]."""
-        return self.fwd_ms + self.bwd_ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,6 +216,12 @@ class Collective:
     """Bytes that each rank sends to every rank; for `pooled_backward` and `index`, the
     bytes that it receives from every rank. In all other collectives, all pairs exchange
     the same number of bytes."""
+    batch_size: int = 0
+    """Samples of a rank, the rows of the pooled collectives' outputs; 0 in older
+    files."""
+    lengths_share: float = 0.5
+    """Share of the `index` collective's bytes that are lengths instead of ids; 0.5 in
+    older files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -189,15 +189,7 @@ def measure_set(
     """
     measured = timer.measure(sampled, meanwhile)
     drawn = {f.name: getattr(sampled, f.name) for f in fields(TableSet)}
-    return CostRecord(
-        **drawn,
-        **measured.gpu,
-        fwd_ms=measured.fwd_ms,
-        bwd_ms=measured.bwd_ms,
-        num_passes=len(measured.fwd_raw_ms),
-        spread=measured.spread,
-        reference_ms=statistics.median(measured.ref_raw_ms or (0.0,)),
-    )
+    return CostRecord(**drawn, **vars(measured))
 
 
 _ORDERED_WIDTHS = [64] * 32

@@ -35,7 +35,6 @@ from torchrec_neuroshard.hardware.devices import (
 from torchrec_neuroshard.measure.clock import Reference, keep_freed_memory
 from torchrec_neuroshard.measure.collectives import (
     CollectiveRunner,
-    SampledCollective,
     sample_collective,
 )
 from torchrec_neuroshard.measure.kernels import device_fingerprint
@@ -115,7 +114,7 @@ class _CollectiveMeter:
         smallest = min(sizes, key=lambda name: (sizes[name], name))
         self._reference_ranks = list(ranks.groups[smallest].ranks)
         self._reference = self._runner(
-            SampledCollective(
+            Collective(
                 index=-1,
                 collective="pooled_forward",
                 group=smallest,
@@ -124,7 +123,7 @@ class _CollectiveMeter:
             )
         )
 
-    def _runner(self, sampled: SampledCollective) -> CollectiveRunner | None:
+    def _runner(self, sampled: Collective) -> CollectiveRunner | None:
         """Return the runner for this rank; None if it is not in the group."""
         group = self._ranks.groups[sampled.group]
         if group.rank < 0:
@@ -172,7 +171,7 @@ class _CollectiveMeter:
         taken_PW: npt.NDArray[np.float64] = np.maximum(gathered[:, 1] - last_P1, 0.0)
         return taken_PW * 1e3
 
-    def measure(self, sampled: SampledCollective, reference_ms: float) -> CommsRecord:
+    def measure(self, sampled: Collective, reference_ms: float) -> CommsRecord:
         """Time one sample; the record is the same on every rank."""
         group, runner = self._ranks.groups[sampled.group], self._runner(sampled)
         if runner is not None:
@@ -240,15 +239,22 @@ def _collect(
     config: CommsConfig, ranks: Ranks, stop: Sequence[int], say: Callable[[str], object]
 ) -> None:
     most_bytes = int(-ranks.agree([-float(_memory_cap(ranks))])[0])
-    header = ranks.from_first(lambda: _open(config, ranks, most_bytes))
-    meter = _CollectiveMeter(ranks, config.sample_seconds)
-    if not header.reference_ms:
-        header = _measure_links(header, config, ranks, meter)
-    low, high = header.sampling["bytes_per_rank"]
-    is_first = ranks.rank == 0
-    keeper = RecordStore(config.out, header) if is_first else contextlib.nullcontext()
-    with keeper as store, phase("") as shown:
-        done = ranks.share(store.done if store else None)
+    opened: list[RecordStore] = []
+
+    def open_store() -> tuple[CommsHeader, set[int]]:
+        opened.append(store := _open(config, ranks, most_bytes))
+        return cast(CommsHeader, store.header), store.done
+
+    header, done = ranks.from_first(open_store)
+    store = opened[0] if opened else None
+    with store or contextlib.nullcontext(), phase("") as shown:
+        meter = _CollectiveMeter(ranks, config.sample_seconds)
+        if not header.reference_ms:
+            speeds = _measure_speeds(config, ranks, meter)
+            header = replace(header, **speeds)
+            if store is not None:
+                store.change_header(**speeds)
+        low, high = header.sampling["bytes_per_rank"]
         deadline = time.monotonic() + config.time_budget_seconds
         for index in (i for i in range(config.num_samples) if i not in done):
             late = index >= config.min_samples and time.monotonic() > deadline
@@ -274,8 +280,8 @@ def _collect(
         )
 
 
-def _open(config: CommsConfig, ranks: Ranks, most_bytes: int) -> CommsHeader:
-    """Return the header of a run; a new run's times are 0.
+def _open(config: CommsConfig, ranks: Ranks, most_bytes: int) -> RecordStore:
+    """Open the file of a run; the speeds in the header of a new run are 0.
 
     Args:
         config: The run's settings.
@@ -287,9 +293,10 @@ def _open(config: CommsConfig, ranks: Ranks, most_bytes: int) -> CommsHeader:
         RecordMismatchError: The file holds another run.
     """
     known = read_header(config.out)
-    most_bytes = known.sampling["bytes_per_rank"][1] if known else most_bytes
+    if known is not None and known.kind == "comms":
+        most_bytes = known.sampling["bytes_per_rank"][1]
     low, high = config.bytes_per_rank
-    asked = CommsHeader(
+    header = CommsHeader(
         fingerprint=device_fingerprint(ranks.device, 1),
         seed=config.seed,
         sampling={
@@ -301,27 +308,23 @@ def _open(config: CommsConfig, ranks: Ranks, most_bytes: int) -> CommsHeader:
         world_size=ranks.world_size,
         local_world_size=ranks.local_world_size,
     )
-    if known is None:
-        return asked
-    known.check_same_run(asked, str(config.out))
-    return cast(CommsHeader, known)
+    return RecordStore(config.out, header)
 
 
-def _measure_links(
-    header: CommsHeader, config: CommsConfig, ranks: Ranks, meter: _CollectiveMeter
-) -> CommsHeader:
-    """Return the header with measured links, reference and kernels, on all ranks."""
+def _measure_speeds(
+    config: CommsConfig, ranks: Ranks, meter: _CollectiveMeter
+) -> dict[str, Any]:
+    """Return fields of `CommsHeader`: links, reference and kernels."""
     local, world = ranks.local_world_size, ranks.world_size
     kernels: dict[str, Any] = {}
     if not is_accelerator(ranks.device.type):
         kernels = _time_kernels(ranks, config.kernel_rounds)
-    return replace(
-        header,
-        intra_gb_per_s=ranks.bandwidth(1) if local > 1 else 0.0,
-        inter_gb_per_s=ranks.bandwidth(local) if local < world else 0.0,
-        reference_ms=meter.nominal_ms(),
+    return {
+        "intra_gb_per_s": ranks.bandwidth(1) if local > 1 else 0.0,
+        "inter_gb_per_s": ranks.bandwidth(local) if local < world else 0.0,
+        "reference_ms": meter.nominal_ms(),
         **kernels,
-    )
+    }
 
 
 def _time_kernels(ranks: Ranks, num_rounds: int) -> dict[str, Any]:
