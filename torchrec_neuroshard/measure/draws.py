@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, TableConfig
 if TYPE_CHECKING:
     from torchrec_neuroshard.measure.sets import SamplingConfig
 
+_SEVERAL_FEATURES = 0.05
+"""Share of the tables of mixed sets that several features read."""
 _USUAL_WIDTHS = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -44,7 +47,54 @@ def kind_of(table: TableConfig) -> TableConfig:
     return dataclasses.replace(table, name="")
 
 
-def vary(
+def draw_tables(
+    rng: np.random.Generator,
+    config: SamplingConfig,
+    real: RealTables | None,
+    name: str,
+    *,
+    mixed: bool,
+) -> Iterator[tuple[TableConfig, float]]:
+    """Yield tables of one kernel without end, and the exponents of their power laws.
+
+    Args:
+        rng: Draws the tables.
+        config: Has their ranges.
+        real: Real tables to vary; their exponents count for nothing. None generates
+            tables.
+        name: Start of the names of generated tables.
+        mixed: Whether each table is of another workload, some with several features.
+            Else all are of one, as in a model.
+    """
+    generate = _any_table(rng, config) if mixed else _one_workload(rng, config)
+    rules = ["one", "few"] if real is None else ["own", "one", "few"]
+    if mixed:
+        rules = ["one", "usual", "any"]
+    draw_width = _width_rule(rng, config, str(rng.choice(rules)))
+    kernel = _draw_kernel(rng, config)
+    kinds: Sequence[TableConfig] = ()
+    for number in itertools.count():
+        if real is None:
+            rows, pooling, exponent = generate()
+            base = TableConfig(
+                name=f"{name}/{number}",
+                num_embeddings=rows,
+                embedding_dim=COLUMN_MULTIPLE,
+                pooling_factor=pooling,
+            )
+        else:
+            if mixed or not number:
+                kinds = real.workload(rng)
+            base = _vary(rng, kinds[int(rng.integers(len(kinds)))], config)
+            exponent = 1.0
+        if mixed:
+            several = rng.random() < _SEVERAL_FEATURES
+            kernel["num_features"] = int(rng.integers(2, 5)) if several else 1
+        table = dataclasses.replace(base, embedding_dim=draw_width(base), **kernel)
+        yield table, exponent
+
+
+def _vary(
     rng: np.random.Generator, table: TableConfig, config: SamplingConfig
 ) -> TableConfig:
     """Draw a variant of a real table, with other rows and another pooling factor."""
@@ -56,47 +106,39 @@ def vary(
     )
 
 
-def generate(
-    rng: np.random.Generator, config: SamplingConfig, name: str
-) -> tuple[TableConfig, float]:
-    """Generate a table, and the exponent of its ids' power law."""
-    rows = log_uniform_int(rng, *config.rows)
-    pooling = math.exp(rng.uniform(math.log(0.2), math.log(200.0)))
-    if rng.random() < 0.4:
-        pooling = 1.0
-    exponent = 0.0 if rng.random() < 0.15 else float(rng.uniform(0.5, 1.4))
-    return _generated(name, rows, pooling), exponent
+_Generate = Callable[[], tuple[int, float, float]]
+"""Draws rows, a pooling factor, and the exponent of the ids' power law."""
 
 
-def generate_workload(
-    rng: np.random.Generator, config: SamplingConfig, names: Sequence[str]
-) -> tuple[list[TableConfig], list[float]]:
-    """Generate the tables of one workload, and the exponents of their ids' power laws.
+def _any_table(rng: np.random.Generator, config: SamplingConfig) -> _Generate:
+    """Return a function that generates any tables."""
+
+    def generate() -> tuple[int, float, float]:
+        pooling = 1.0 if rng.random() < 0.4 else _log_uniform(rng, 0.2, 200.0)
+        exponent = 0.0 if rng.random() < 0.15 else float(rng.uniform(0.5, 1.4))
+        return log_uniform_int(rng, *config.rows), pooling, exponent
+
+    return generate
+
+
+def _one_workload(rng: np.random.Generator, config: SamplingConfig) -> _Generate:
+    """Return a function that generates the tables of one workload.
 
     Their rows spread around the workload's own middle, most poolings are 1, and their
     ids are about equally skewed.
     """
-    count = len(names)
     middle, spread = log_uniform_int(rng, *config.rows), rng.uniform(1.0, 3.0)
-    rows = np.clip(middle * np.exp(rng.normal(0.0, spread, count)), *config.rows)
-    long = np.exp(rng.uniform(math.log(2.0), math.log(200.0), count))
-    is_long = rng.random(count) < rng.uniform(0.0, 0.5)
-    poolings = np.where(is_long, long, 1.0)
-    exponents = np.maximum(rng.normal(rng.uniform(0.5, 1.3), 0.2, count), 0.0)
-    tables = map(_generated, names, rows.tolist(), poolings.tolist())
-    return list(tables), exponents.tolist()
+    long_share, skew = rng.uniform(0.0, 0.5), rng.uniform(0.5, 1.3)
+
+    def generate() -> tuple[int, float, float]:
+        rows = np.clip(middle * math.exp(rng.normal(0.0, spread)), *config.rows)
+        pooling = _log_uniform(rng, 2.0, 200.0) if rng.random() < long_share else 1.0
+        return int(rows), pooling, max(float(rng.normal(skew, 0.2)), 0.0)
+
+    return generate
 
 
-def _generated(name: str, rows: float, pooling: float) -> TableConfig:
-    return TableConfig(
-        name=name,
-        num_embeddings=int(rows),
-        embedding_dim=COLUMN_MULTIPLE,
-        pooling_factor=pooling,
-    )
-
-
-def width_rule(
+def _width_rule(
     rng: np.random.Generator, config: SamplingConfig, rule: str
 ) -> Callable[[TableConfig], int]:
     """Return the function that draws the widths of one set's or plan's tables.
@@ -111,15 +153,14 @@ def width_rule(
     if rule == "own":
         return lambda table: min(max(table.embedding_dim, low), high)
     if rule == "any":
-        logs = math.log(low), math.log(high)
-        return lambda table: max(low, round(math.exp(rng.uniform(*logs)) / 4) * 4)
+        return lambda table: max(low, round(_log_uniform(rng, low, high) / 4) * 4)
     usual = [w for w in _USUAL_WIDTHS if low <= w <= high]
     if rule != "usual":
         usual = rng.choice(usual, 1 if rule == "one" else 3).tolist()
     return lambda table: usual[rng.integers(len(usual))]
 
 
-def draw_kernel(rng: np.random.Generator, config: SamplingConfig) -> dict[str, Any]:
+def _draw_kernel(rng: np.random.Generator, config: SamplingConfig) -> dict[str, Any]:
     """Draw what all tables of a kernel have in common."""
     optimizer = str(rng.choice(config.optimizers))
     data_type = "fp16" if rng.random() < config.fp16_share else "fp32"
@@ -160,7 +201,8 @@ def with_ids(
     spread = float(rng.choice([0.0, 1.0, 2.0]))
     std = spread * math.sqrt(pooling / table.num_features)
     histogram = distribution.histogram(batch_size * pooling)
-    pooling, std, *bins = _short_numbers((pooling, std, *histogram))
+    # Four digits: errors below 0.1 %, and short files.
+    pooling, std, *bins = (float(f"{v:.4g}") for v in (pooling, std, *histogram))
     profile = FeatureProfile(
         batch_size=batch_size,
         num_lookups=batch_size * pooling,
@@ -172,15 +214,10 @@ def with_ids(
     return table, distribution
 
 
-def _short_numbers(values: Sequence[float]) -> list[float]:
-    """Round down to 11 significant bits: errors below 0.1 %, files half as large."""
-    bits = np.asarray(values, dtype=np.float32).view(np.uint32)
-    kept = bits & np.uint32(0xFFFF_E000)
-    rounded: list[float] = kept.view(np.float32).tolist()
-    return rounded
-
-
 def log_uniform_int(rng: np.random.Generator, low: int, high: int) -> int:
     """Draw a whole number from `low` to `high`, log-uniform."""
-    value = math.exp(rng.uniform(math.log(low), math.log(high + 1)))
-    return min(high, max(low, int(value)))
+    return min(high, max(low, int(_log_uniform(rng, low, high + 1))))
+
+
+def _log_uniform(rng: np.random.Generator, low: float, high: float) -> float:
+    return math.exp(rng.uniform(math.log(low), math.log(high)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,13 +19,9 @@ from torchrec_neuroshard.hardware.devices import device_bytes
 from torchrec_neuroshard.measure.draws import (
     RealTables,
     draw_batch_size,
-    draw_kernel,
-    generate,
-    generate_workload,
+    draw_tables,
     kind_of,
     log_uniform_int,
-    vary,
-    width_rule,
     with_ids,
 )
 from torchrec_neuroshard.measure.placing import (
@@ -289,49 +286,26 @@ class SetSampler:
         batch_size = draw_batch_size(rng, max(fewest, int(reach * most)), most)
         least = max(1, int(reach * config.max_shards))
         num_shards = log_uniform_int(rng, least, config.max_shards)
-        lookup_budget = config.max_lookups * math.exp(-rng.exponential(1.2))
-        if max_lookups is not None:
-            lookup_budget = max_lookups
-        real = self._real_tables(part, rng)
-        kernel = draw_kernel(rng, config)
-        rule = rng.choice(["one", "usual", "any"], p=[0.3, 0.3, 0.4])
-        draw_width = width_rule(rng, config, str(rule))
-
-        tables: list[TableConfig] = []
-        access: list[AccessDistribution] = []
-        room = Room(lookup_budget, config.max_weight_bytes, num_shards)
-        for number in range(4 * num_shards):
+        if max_lookups is None:
+            max_lookups = config.max_lookups * math.exp(-rng.exponential(1.2))
+        room = Room(max_lookups, config.max_weight_bytes, num_shards)
+        real, name = self._real_tables(part, rng), f"generated/{source}"
+        drawn: list[tuple[TableConfig, AccessDistribution]] = []
+        bases = draw_tables(rng, config, real, name, mixed=True)
+        for base, exponent in itertools.islice(bases, 4 * num_shards):
+            if room.take(base, batch_size):
+                drawn.append(with_ids(rng, base, exponent, batch_size))
             if not room.shards:
                 break
-            exponent = 1.0
-            if real is None:
-                name = f"generated/{source}/{number}"
-                base, exponent = generate(rng, config, name)
-            else:
-                kinds = real.workload(rng)
-                base = vary(rng, kinds[int(rng.integers(len(kinds)))], config)
-            num_features = 1 if rng.random() < 0.95 else int(rng.integers(2, 5))
-            base = dataclasses.replace(
+        if not drawn:  # a small table, so that no set is empty
+            small = dataclasses.replace(
                 base,
-                embedding_dim=draw_width(base),
-                num_features=num_features,
-                **kernel,
+                num_embeddings=min(base.num_embeddings, 1000),
+                pooling_factor=min(base.pooling_factor, max_lookups / batch_size),
+                profile=None,
             )
-            if not room.take(base, batch_size):
-                if tables or number < 3 * num_shards:
-                    continue
-                # Last resort: a small table, so that no set is empty.
-                pooling = min(base.pooling_factor, lookup_budget / batch_size)
-                base = dataclasses.replace(
-                    base,
-                    num_embeddings=min(base.num_embeddings, 1000),
-                    pooling_factor=pooling,
-                    profile=None,
-                )
-                room.shards, exponent = 0, 1.0
-            table, distribution = with_ids(rng, base, exponent, batch_size)
-            tables.append(table)
-            access.append(distribution)
+            drawn.append(with_ids(rng, small, 1.0, batch_size))
+        tables, access = zip(*drawn, strict=True)
         return self._set(source, part, batch_size, tables, access)
 
     def _plan_tables(
@@ -355,21 +329,23 @@ class SetSampler:
         config = self._config
         most = max(1, num_ranks * config.max_shards // 2)
         count = min(int(rng.integers(*_PLAN_TABLES, endpoint=True)), most)
-        bases, exponents = self._workload(source, real, rng, count)
+        name = f"generated/{source}"
+        drawn = draw_tables(rng, config, real, name, mixed=False)
+        bases = list(itertools.islice(drawn, count))
         # Jobs of many ranks have large batches.
         low, high = config.batch_sizes
         high = config.max_plan_batch or high
-        pooling = sum(base.pooling_factor for base in bases)
+        pooling = sum(base.pooling_factor for base, _ in bases)
         enough = room_share * config.max_lookups * num_ranks / pooling
         most = max(low, min(high, int(enough)))
         batch_size = draw_batch_size(rng, min(math.isqrt(low * high), most), most)
         # So few rows that most sets have room: all tables take up to half of the ranks'
         # memory, and each up to a quarter of one rank's.
         most_bytes = config.max_weight_bytes
-        held = sum(row_bytes(base) * base.num_embeddings for base in bases)
+        held = sum(row_bytes(base) * base.num_embeddings for base, _ in bases)
         shrink = min(1.0, most_bytes * num_ranks / 2 / held)
         tables = []
-        for base, exponent in zip(bases, exponents, strict=True):
+        for base, exponent in bases:
             rows = int(shrink * base.num_embeddings)
             rows = min(rows, most_bytes // 4 // row_bytes(base))
             pooling = min(base.pooling_factor, config.max_lookups / batch_size)
@@ -378,32 +354,6 @@ class SetSampler:
             )
             tables.append(with_ids(rng, base, exponent, batch_size)[0])
         return batch_size, tables
-
-    def _workload(
-        self,
-        source: int,
-        real: RealTables | None,
-        rng: np.random.Generator,
-        count: int,
-    ) -> tuple[list[TableConfig], list[float]]:
-        """Draw tables of one workload, and the exponents of generated ones."""
-        config, exponents = self._config, [1.0] * count
-        if real is None:
-            names = [f"generated/{source}/{i}" for i in range(count)]
-            bases, exponents = generate_workload(rng, config, names)
-            rule = rng.choice(["one", "few"])
-        else:
-            kinds = real.workload(rng)
-            numbers = rng.integers(len(kinds), size=count).tolist()
-            bases = [vary(rng, kinds[i], config) for i in numbers]
-            rule = rng.choice(["own", "one", "few"])
-        draw_width = width_rule(rng, config, str(rule))
-        kernel = draw_kernel(rng, config)
-        bases = [
-            dataclasses.replace(base, embedding_dim=draw_width(base), **kernel)
-            for base in bases
-        ]
-        return bases, exponents
 
     def _place(
         self,
