@@ -10,12 +10,11 @@ Files whose name ends in `.xz` are compressed ones, which can only be read.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import json
 import lzma
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -147,13 +146,7 @@ def read_header(path: str | Path) -> RunHeader | None:
     Raises:
         RecordError: The file cannot be read.
     """
-    path, header = Path(path), None
-    for number, line in _lines(path):
-        if line.startswith(_HEADER_START):
-            with _naming(path, number):
-                data = dict(parse_json(line.decode()))
-            header = _header(data, path)
-    return header
+    return _read(Path(path), with_records=False)[0]
 
 
 def record_kind(path: str | Path) -> str:
@@ -260,17 +253,27 @@ def _missing(path: str | Path, kind: str) -> RecordError:
     )
 
 
-def _read(path: Path) -> tuple[RunHeader | None, list[Any]]:
+def _read(path: Path, with_records: bool = True) -> tuple[RunHeader | None, list[Any]]:
     """Return the header, None if there is none, and the records in order."""
-    header, records = read_header(path), dict[int, Any]()
-    for number, line in _lines(path):
-        if header is None or line.startswith(_HEADER_START):
+    header: RunHeader | None = None
+    records: dict[int, Any] = {}
+    for number, line in enumerate(_lines(path), start=1):
+        is_header = line.startswith(_HEADER_START)
+        if not (is_header or with_records):
             continue
-        kind = _KINDS[header.kind][1]
-        with _naming(path, number):
-            data = _unpacked(dict(parse_json(line.decode())))
-            record = read_fields(kind, data, RecordError, f"{header.kind} record")
-        records[record.index] = record
+        try:
+            data = dict(parse_json(line.decode()))
+            if header is not None and not is_header:
+                kind, what = _KINDS[header.kind][1], f"{header.kind} record"
+                record = read_fields(kind, _unpacked(data), RecordError, what)
+                records[record.index] = record
+        except (TypeError, ValueError) as error:
+            raise RecordError(
+                f"line {number} of {path} is damaged ({error}); delete the line or "
+                "measure again"
+            ) from error
+        if is_header:
+            header = _header(data, path)
     return header, [records[i] for i in sorted(records)]
 
 
@@ -285,14 +288,14 @@ def _header(data: dict[str, Any], path: Path) -> RunHeader:
     return read_fields(_KINDS[kind][0], data, RecordError, "record header")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and text of each whole line; nothing if there is no file."""
+def _lines(path: Path) -> list[bytes]:
+    """Return the whole lines of a file; none if there is no file."""
     try:
         opener = lzma.open if path.suffix == ".xz" else open
         with opener(path, "rb") as file:
             data = file.read()
     except FileNotFoundError:
-        return
+        return []
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise RecordError(f"{path} cannot be read ({error}); measure again") from error
     if not data.startswith(_HEADER_START[: len(data)]):
@@ -300,19 +303,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             f"{path} is not a file of records of this version; name another file, or "
             "measure again if it is of an older version"
         )
-    yield from enumerate(data.split(b"\n")[:-1], start=1)
-
-
-@contextlib.contextmanager
-def _naming(path: Path, number: int) -> Iterator[None]:
-    """Name the line in errors of reading it."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise RecordError(
-            f"line {number} of {path} is damaged ({error}); delete the line or measure "
-            "again"
-        ) from error
+    return data.split(b"\n")[:-1]
 
 
 # Lines are short: numbers have seven digits, fields that the reader can fill in are
