@@ -12,7 +12,8 @@ results of an earlier call to the table.
   worse.
 - TorchRec's planner plans by default and with splits down to 32 columns, each with its
   default proposers and with dynamic programming.
-- NeuroShard's loops use the same costs, table- and column-wise.
+- NeuroShard's loops use the same costs, table- and column-wise. So do an integer
+  program and simulated annealing, if `--methods` names them.
 - `--ablate` plans with every sharding type, and then without one stage of the search
   at a time, to show the gain of each stage.
 
@@ -40,7 +41,7 @@ import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,13 +72,17 @@ from harness.tasks import (
     power_of_two_widths,
     sample_tasks,
 )
+from papers.annealing import AnnealingSearcher
+from papers.milp import MilpSearcher
 from torchrec_neuroshard import (
     NeuroShardPlanner,
+    PaperSearcher,
     SearchConfig,
     TableConfig,
     load_cost_model,
     topology_for,
 )
+from torchrec_neuroshard.search import Searcher
 from torchrec_neuroshard.tables.loaders import load_json
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
@@ -120,6 +125,12 @@ TORCHREC = {
 }
 """Method -> narrowest column shard, and whether it plans by dynamic programming."""
 PAPER = "neuroshard"
+SEARCHERS: dict[str, Callable[[], Searcher]] = {
+    PAPER: PaperSearcher,
+    "milp": MilpSearcher,
+    "annealing": AnnealingSearcher,
+}
+"""Other searches, table- and column-wise."""
 METHODS = (*OURS, *TORCHREC, PAPER)
 WHOLE = "ours, free"
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -324,7 +335,7 @@ def measure(task: Task, method: str, limit: float) -> dict[str, Any]:
 
     Args:
         task: The task.
-        method: One of `METHODS` or `ABLATIONS`.
+        method: One of `METHODS`, `SEARCHERS` or `ABLATIONS`.
         limit: CPU seconds after which TorchRec's planner returns its best plan so far.
     """
     module = build_collection(task.tables, 0.1)
@@ -353,8 +364,8 @@ def measure(task: Task, method: str, limit: float) -> dict[str, Any]:
             proposer=DynamicProgrammingProposer() if dynamic else None,
             timeout_seconds=max(1, round(limit)),
         )
-    elif method == PAPER:
-        planner = ours("neuroshard", sharding_types=COLUMNS)
+    elif method in SEARCHERS:
+        planner = ours(SEARCHERS[method](), sharding_types=COLUMNS)
     else:
         config = SearchConfig(progress=note)
         for name, value in ABLATIONS.get(method, {}).items():
@@ -642,7 +653,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--methods",
         nargs="+",
         default=METHODS,
-        choices=[*METHODS, *ABLATIONS],
+        choices=[*OURS, *TORCHREC, *SEARCHERS, *ABLATIONS],
         help="planners to run",
     )
     parser.add_argument(

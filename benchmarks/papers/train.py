@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from harness.tasks import cap_rows
-from papers import data, nets, policies
+from papers import data, heuristics, nets, policies
 from papers.data import Floats, LabelConfig, PolicyTaskConfig
 from papers.nets import FitReport, PaperTrainConfig
 from torchrec_neuroshard.bundles.find import load_comms_model, load_cost_model
@@ -37,7 +37,6 @@ from torchrec_neuroshard.measure.records import CommsRecord, CostRecord, command
 from torchrec_neuroshard.measure.store import read_comms_records, read_records
 from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.models.collectives import BandwidthCommsModel
-from torchrec_neuroshard.papers import heuristics
 from torchrec_neuroshard.papers.neuroshard_models import (
     CommsNets,
     ComputeNet,

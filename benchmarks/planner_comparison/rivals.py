@@ -31,6 +31,7 @@ from harness.tasks import (
     PRODUCTION_WIDTHS,
     power_of_two_widths,
 )
+from papers.annealing import AnnealingConfig, AnnealingSearcher
 from papers.data import LabelConfig, label_placements
 from papers.nets import PaperTrainConfig, fit_comms
 from planner_comparison.clusters import CLUSTERS, Cluster
@@ -59,7 +60,6 @@ from torchrec_neuroshard.models.published_links import (
     PublishedCommsModel,
     card_collectives,
 )
-from torchrec_neuroshard.papers.annealing import AnnealingConfig, AnnealingSearcher
 from torchrec_neuroshard.papers.autoshard import AutoShardSearcher
 from torchrec_neuroshard.papers.dreamshard import DreamShardSearcher
 from torchrec_neuroshard.papers.neuroshard import NeuroShardConfig, PaperSearcher

@@ -165,7 +165,7 @@ def test_torchrecs_plan_is_asked_for_the_same_seconds(
     monkeypatch.setattr(plan, "time", clock)
     monkeypatch.setattr(plan, "stock_plan", late)
     command = ["plan", "t.csv", "--ranks", "2", "--card", "cpu", "--compare"]
-    command += ["--search", "random"]
+    command += ["--search", "neuroshard"]
     # Without --seconds, those of the default search.
     assert main(command) == 0
     assert "was stopped, since it had 20 s" in capsys.readouterr().out
@@ -281,7 +281,7 @@ def test_constraints_of_all_tables_and_of_one() -> None:
         ("--card h10", "", "card 'h10'; did you mean 'h100'"),
         ("--out t.csv", "", "cannot write 't.csv': it is an input file"),
         ("--memory-gb 1e-5", "", "no plan for 't.csv': The reserved"),
-        ("--search milp", "", "--seconds limits the default search, but"),
+        ("--search autoshard", "", "--seconds limits the default search, but"),
         ("--card cpu --memory-gb 3", "", "is the host's"),
     ],
 )
@@ -305,7 +305,7 @@ def test_what_cannot_be_is_named(
         ("plan --memory-gb 80GB", "'80GB' is not a number; leave out the unit"),
         ("plan --seconds -1", "argument --seconds: must be finite and above 0, got -1"),
         ("plan --dense-ms nan", "must be finite and at least 0, got nan"),
-        ("plan --search greedi", "not one of the searches; did you mean 'greedy-"),
+        ("plan --search autoshrd", "not one of the searches; did you mean 'autoshard'"),
         ("plan --pipeline train_sparse", "did you mean 'train_sparse_dist'"),
         ("plan --memory-gib 80", "did you mean --memory-gb?"),
         ("sweep --batch-size 0", "argument --batch-size: must be at least 1, got 0"),

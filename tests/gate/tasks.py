@@ -41,6 +41,14 @@ from harness.tasks import (
     power_of_two_widths,
     sample_tasks,
 )
+from papers.annealing import AnnealingSearcher
+from papers.heuristics import (
+    GREEDY_KEYS,
+    CostGreedySearcher,
+    GreedySearcher,
+    RandomSearcher,
+)
+from papers.milp import MilpSearcher
 from tests.builders import run_search
 from torchrec_neuroshard import (
     NeuroShardPlanner,
@@ -543,18 +551,19 @@ def papers_searches() -> dict[str, Record]:
 
 
 def greedy_searches() -> dict[str, Record]:
-    """The greedies and random placement, by name."""
-    keys = ("cost", "dim", "lookup", "size", "size-lookup")
-    names = ["random", *(f"greedy-{key}" for key in keys)]
-    return plan_by({name: name for name in names}, draw_specs(10, seed=15))
+    """The greedies and random placement, which only benchmarks have."""
+    greedies = [CostGreedySearcher(), *map(GreedySearcher, GREEDY_KEYS)]
+    searches = {s.name: s for s in (RandomSearcher(), *greedies)}
+    return plan_by(searches, draw_specs(10, seed=15))
 
 
 def solvers() -> dict[str, Record]:
-    """Integer programming and annealing, by name.
+    """Integer programming and annealing, which only benchmarks have.
 
     HiGHS has a clock of its own and 20 s: it needs half a second here.
     """
-    return plan_by({n: n for n in ("milp", "annealing")}, draw_specs(5, seed=16))
+    searches = {s.name: s for s in (MilpSearcher(), AnnealingSearcher())}
+    return plan_by(searches, draw_specs(5, seed=16))
 
 
 def plan_by(
@@ -690,10 +699,10 @@ def library_searches() -> dict[str, Record]:
         together=((1, 2),),
         apart=((3, 4, 5),),
     )
-    cases: dict[str, tuple[ShardingTask, str | SearchConfig]] = {
+    cases: dict[str, tuple[ShardingTask, str | SearchConfig | Searcher]] = {
         "default": (plain, WHOLE),
         "default, rules": (ruled, WHOLE),
-        "greedy-cost": (plain, "greedy-cost"),
+        "greedy-cost": (plain, CostGreedySearcher()),
         "neuroshard": (plain, "neuroshard"),
     }
     models = load_cost_model(EPYC), epyc_collectives()

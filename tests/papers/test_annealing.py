@@ -8,17 +8,17 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
+from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
-from tests.builders import run_search
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.papers.annealing import (
+from papers.annealing import (
     AnnealingConfig,
     AnnealingSearcher,
 )
-from torchrec_neuroshard.papers.heuristics import CostGreedySearcher
+from papers.heuristics import CostGreedySearcher
+from tests.builders import run_search
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 from torchrec_neuroshard.testing.cases import sample_task
-from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
 
 class Ordering(AnalyticCostModel):

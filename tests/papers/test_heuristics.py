@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.builders import make_tables, make_task, run_search
-from torchrec_neuroshard.costs.task import ShardingTask
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.papers.heuristics import (
+from papers.heuristics import (
     CostGreedySearcher,
     GreedySearcher,
 )
+from tests.builders import make_tables, make_task, run_search
+from torchrec_neuroshard.costs.task import ShardingTask
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.search.base import Searcher
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 

@@ -6,14 +6,14 @@ import dataclasses
 from typing import Any
 
 import pytest
+from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
+from papers.milp import MilpConfig, MilpSearcher
 from tests.builders import make_tables, make_task, run_search
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.papers.milp import MilpConfig, MilpSearcher
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 from torchrec_neuroshard.testing.cases import sample_task
-from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
 # Without a launch, costs of shards add up; collectives cost next to nothing.
 MODELS = AnalyticCostModel(launch_ms=0.0), AnalyticCommsModel(gb_per_s=1e9)

@@ -11,6 +11,7 @@ import torch
 
 from harness.dlrm_tables import generate_dlrm_tables
 from papers import data, policies, train
+from papers.heuristics import GreedySearcher, RandomSearcher
 from papers.nets import PaperTrainConfig, fit_comms, fit_compute
 from papers.policies import (
     AutoShardConfig,
@@ -27,7 +28,6 @@ from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.papers.autoshard import AutoShardSearcher
 from torchrec_neuroshard.papers.dreamshard import DreamShardNet, DreamShardSearcher
-from torchrec_neuroshard.papers.heuristics import GreedySearcher, RandomSearcher
 from torchrec_neuroshard.papers.neuroshard_models import (
     PAPER_FEATURES,
     load_models,

@@ -17,21 +17,13 @@ __all__ = [
     "make_searcher",
 ]
 
-SEARCHES: dict[str, tuple[str, ...]] = {
+SEARCHES: dict[str, tuple[str, str]] = {
     "default": ("search.default", "NeuroShardSearcher"),
-    "annealing": ("papers.annealing", "AnnealingSearcher"),
     "autoshard": ("papers.autoshard", "AutoShardSearcher"),
     "dreamshard": ("papers.dreamshard", "DreamShardSearcher"),
-    "greedy-cost": ("papers.heuristics", "CostGreedySearcher"),
-    "greedy-dim": ("papers.heuristics", "GreedySearcher", "dim"),
-    "greedy-lookup": ("papers.heuristics", "GreedySearcher", "lookup"),
-    "greedy-size": ("papers.heuristics", "GreedySearcher", "size"),
-    "greedy-size-lookup": ("papers.heuristics", "GreedySearcher", "size-lookup"),
-    "milp": ("papers.milp", "MilpSearcher"),
     "neuroshard": ("papers.neuroshard", "PaperSearcher"),
-    "random": ("papers.heuristics", "RandomSearcher"),
 }
-"""Name -> module in this package, class and arguments. They are imported on request,
+"""Name -> module in this package and class. They are imported on request,
 since `papers` is a layer above this one."""
 
 
@@ -59,8 +51,8 @@ def make_searcher(search: str | SearchConfig | Searcher) -> Searcher:
             f"unknown search '{search}'; one of {', '.join(sorted(SEARCHES))}, or pass "
             "a SearchConfig or a Searcher"
         )
-    module, name, *arguments = SEARCHES[search]
+    module, name = SEARCHES[search]
     package = __name__.partition(".")[0]
-    made = getattr(importlib.import_module(f"{package}.{module}"), name)(*arguments)
+    made = getattr(importlib.import_module(f"{package}.{module}"), name)()
     assert isinstance(made, Searcher)
     return made

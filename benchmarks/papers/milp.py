@@ -25,11 +25,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, sparse
 
+from papers.heuristics import place_greedily
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.papers.common import finish, whole_widths
-from torchrec_neuroshard.papers.heuristics import place_greedily
 from torchrec_neuroshard.search.base import BudgetedSearcher, SearchResult
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.rules import require_unconstrained

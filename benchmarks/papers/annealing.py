@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from papers.heuristics import place_by_cost
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.papers.common import finish, whole_widths
-from torchrec_neuroshard.papers.heuristics import place_by_cost
 from torchrec_neuroshard.search.base import BudgetedSearcher, SearchResult
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.rules import require_unconstrained
