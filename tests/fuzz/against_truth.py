@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tests.fuzz.campaign import Case, HangError, Outcome, limited, run
+from tests.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import KernelFactors, ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
@@ -31,7 +32,6 @@ from torchrec_neuroshard.search.shards import ShardBank, placement_from_widths
 from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 from torchrec_neuroshard.tables.table import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
-from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
 SEARCH = SearchConfig(time_budget_seconds=20.0, bound="thorough")
 MOST_PLACEMENTS = 60_000

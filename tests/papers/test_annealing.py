@@ -8,7 +8,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
-from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
 from papers.annealing import (
     AnnealingConfig,
@@ -16,6 +15,7 @@ from papers.annealing import (
 )
 from papers.heuristics import CostGreedySearcher
 from tests.builders import run_search
+from tests.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 from torchrec_neuroshard.testing.cases import sample_task

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 import pytest
-from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher
 
 from papers.milp import MilpConfig, MilpSearcher
 from tests.builders import make_tables, make_task, run_search
+from tests.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel

@@ -18,6 +18,7 @@ from tests.builders import (
     search,
 )
 from tests.fuzz import against_truth
+from tests.search.exhaustive import ExhaustiveSearcher, count_placements
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
@@ -25,7 +26,6 @@ from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.search.shards import placement_from_widths
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
-from torchrec_neuroshard.testing.exhaustive import ExhaustiveSearcher, count_placements
 
 COMMS = AnalyticCommsModel(gb_per_s=10.0)
 BOUNDED = SearchConfig(time_budget_seconds=60.0, bound="thorough")
