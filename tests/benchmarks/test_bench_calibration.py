@@ -13,9 +13,8 @@ import pytest
 
 import bench_calibration as bench
 from harness.provenance import describe_run
-from planner_comparison.plans import ColumnOrder, KernelSet, RunPlan, Stage, Times
 from planner_comparison.tasks import make_tasks
-from tests.builders import ATTACHES_OPTIMIZERS, make_tables
+from tests.builders import ATTACHES_OPTIMIZERS
 from torchrec_neuroshard.measure.clock import Reference
 
 pytestmark = ATTACHES_OPTIMIZERS
@@ -34,28 +33,6 @@ def task_of(
     entries[FIRST] = entries.pop("first")
     entries[SECOND] = entries.pop("second")
     return {"group": "g", "again_ms": again_ms, "plans": entries}
-
-
-def test_a_rank_has_its_kernels_and_the_reordering_of_all() -> None:
-    tables = make_tables([8, 64], [10, 1000], 2.0)
-    one, both = (KernelSet(tuple(tables[:n]), 4) for n in (1, 2))
-    order = ColumnOrder((4, 4), 2)
-    stages = (
-        Stage(sharding_type="column_wise", kernels=(one, both), column_order=order),
-        Stage(sharding_type="row_wise", kernels=(None, one)),
-    )
-    plan = RunPlan(stages=stages, rank_bytes=(0, 0), num_shards=3, num_split=1)
-    times: Times = {one: (1.0, 2.0), both: (10.0, 20.0), order: (0.25, 0.5)}
-    assert bench.rank_ms(plan, times) == [3.75, 33.75]
-    traits = dict(zip(bench.TRAITS, np.array(bench.rank_traits(plan)).T, strict=True))
-    lookups = [t.profile_at(4).num_lookups for t in tables]
-    total = 2 * lookups[0] + lookups[1]
-    assert traits["log of the number of shards"] == pytest.approx(
-        [0, math.log(3)], abs=1e-3
-    )
-    assert traits["share of lookups in row shards"] == pytest.approx(
-        [0, lookups[0] / total], abs=1e-3
-    )
 
 
 def test_errors_are_among_ranks_and_noise_is_that_of_one_timing() -> None:
@@ -96,25 +73,6 @@ def test_the_shorter_of_torchrecs_plans_counts_and_losses_are_counted() -> None:
     assert row[-1] == "1" and row[-2] == "0.515, 1.030"
     # 9 of 10.3 ms, on a machine whose reference takes twice as long.
     assert row[5] == f"{2 * 9.0 / 10.3:.3f} (0.0%)"
-
-
-def test_each_seed_has_other_tasks_and_each_batch_size_the_same() -> None:
-    given = ["--out", "none", "--bundles", "a=cpu", "--num-tasks", "2"]
-    given += ["--seeds", "3", "4", "--batch-sizes", "64", "128"]
-    groups: dict[str, list[str]] = {}
-    for group, task in bench.draw_tasks(bench.parse_arguments(given)):
-        groups.setdefault(group, []).append(task.name.rpartition("-")[0])
-    first, *others = groups.values()
-    assert list(groups)[:2] == ["seed 3, batch 64", "seed 3, batch 128"]
-    assert [len(names) for names in groups.values()] == [2] * 4
-    assert first == others[0] and not set(first) & set(others[1])
-
-
-@pytest.mark.parametrize("bundle", ["mine", "=cpu", "mine="])
-def test_a_bundle_needs_a_name(bundle: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        bench.main(["--out", "none", "--bundles", bundle])
-    assert "--bundles takes NAME=BUNDLE" in capsys.readouterr().err
 
 
 def test_the_command_is_kept_without_folders(monkeypatch: Any) -> None:

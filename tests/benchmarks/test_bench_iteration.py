@@ -42,17 +42,6 @@ def test_layouts_place_every_cell_once(layout: Layout) -> None:
     assert set(types) == {*layout.shares, *["data_parallel"] * layout.replicates}
 
 
-def test_crossed_layouts_have_each_type_on_its_rank() -> None:
-    (crossed,) = (x for x in LAYOUTS if x.name == "table + column, crossed")
-    plan = crossed.plan(TABLES, table_paths(TABLES), NUM_RANKS).plan["embeddings"]
-    loads: dict[tuple[str, int], float] = {}
-    for table in TABLES:
-        key = plan[table.name].sharding_type, *plan[table.name].ranks
-        loads[key] = loads.get(key, 0.0) + table.pooling_factor * table.embedding_dim
-    assert set(loads) == {("table_wise", 0), ("column_wise", 1)}
-    assert max(loads.values()) < 1.2 * min(loads.values())
-
-
 def test_pairs_beyond_the_noise_count() -> None:
     measured = [10.0, 10.4, 20.0, 40.0]
     said = [11.0, 9.0, 10.0, 60.0]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 
-from harness.layouts import Layout
-from harness.models import ConcatDLRM, draw_clicks, table_paths
+from harness.models import ConcatDLRM, draw_clicks
 from harness.provenance import commit
 from harness.training_runs import TrialConfig, TrialError, run_trial
 from tests.builders import ATTACHES_OPTIMIZERS, CPU, make_tables
@@ -58,43 +55,6 @@ def test_changed_sources_mark_the_commit(
     assert commit() == clean and "-" not in clean
     source.write_text("2")
     assert commit() == f"{clean}-dirty"
-
-
-def test_embedding_time_ends_with_the_optimizers_of_replicas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tables = make_tables([8, 64], [10, 1000], 2.0, optimizer="sgd")
-    batches = [draw_clicks(tables, 16, seed=0, device=CPU)]
-    slow_s, step = 0.1, torch.optim.SGD.step
-
-    def step_slowly(self: torch.optim.SGD) -> None:
-        time.sleep(slow_s)
-        step(self)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", step_slowly)
-    config = TrialConfig(warm_up=0, iterations=1, phase_iterations=2, seed=None)
-    store = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        assert dist.group.WORLD is not None
-        taken = {}
-        for replicates in (False, True):
-            layout = Layout(
-                name="one rank",
-                shares={"table_wise": 1.0},
-                ranks={"table_wise": [1.0]},
-                replicates=replicates,
-            )
-            plan = layout.plan(tables, table_paths(tables), world_size=1)
-            taken[replicates] = run_trial(
-                plan, tables, batches, config, control=dist.group.WORLD
-            )
-    finally:
-        dist.destroy_process_group()
-    # The dense layers have an optimizer in both cases.
-    assert all(t > 1e3 * slow_s for found in taken.values() for t in found.iteration_ms)
-    assert max(taken[False].embedding_ms) < 1e3 * slow_s
-    assert min(taken[True].embedding_ms) > 1e3 * slow_s
 
 
 def test_trial_tells_times_losses_and_memory(tmp_path: Path) -> None:

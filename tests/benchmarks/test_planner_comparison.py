@@ -6,20 +6,15 @@ import dataclasses
 import itertools
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torchrec.distributed.planner.constants import HBM_MEM_BW
 
-from gpu.plans import PLANNERS as GPU_PLANNERS
 from harness.dlrm_tables import generate_dlrm_tables
 from tests.builders import ATTACHES_OPTIMIZERS, result_of
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.measure.kernels import InputBatch
 from torchrec_neuroshard.measure.sets import is_held_out_table
 from torchrec_neuroshard.models.collectives import BandwidthCommsModel
 from torchrec_neuroshard.search import SearchResult
@@ -60,42 +55,6 @@ def test_tasks_fit_and_are_of_unseen_tables() -> None:
             assert table.profile.num_distinct <= table.num_embeddings * (1 + 1e-9)
             if task.family == "dlrm":
                 assert (table.pooling_factor, table.profile) not in seen
-
-
-@pytest.mark.parametrize(("hardware", "number"), [("NVIDIA H200", 3), ("a CPU", 0)])
-def test_on_a_card_torchrec_plans_with_its_default_bandwidth_too(
-    hardware: str, number: int
-) -> None:
-    found = rivals.make_rivals(None, Path("none"), 1.0, hardware)
-    known = {r.name: r for r in found}
-    kinds = paired.BEST_PRACTICE, paired.ALL_TYPES, paired.SPLIT_TYPES
-    slow = {kind + paired.DEFAULT_BANDWIDTH: kind for kind in kinds}
-    assert len(slow.keys() & known.keys()) == number
-    if not number:
-        return
-    assert set(GPU_PLANNERS) <= known.keys()
-    [task, *_] = tasks.make_tasks(None, tasks.TaskSettings(quick=True))
-    task = dataclasses.replace(task, cluster="8 x H100")
-    costs = dataclasses.replace(COSTS, compute=AnalyticCostModel())
-    costs.compute.hardware = hardware
-    for name, kind in slow.items():
-        told, untold = (known[n].make(task, costs, "cuda") for n in (kind, name))
-        assert told._topology.hbm_mem_bw == 4_800e6  # bytes per ms
-        assert untold._topology.hbm_mem_bw == HBM_MEM_BW
-        constraints = (p._enumerator._constraints for p in (told, untold))
-        assert next(constraints) == next(constraints)
-
-
-def test_inputs_of_tables_are_put_together() -> None:
-    """Joined inputs give the same lookups as separate ones."""
-    batches = [
-        InputBatch(torch.tensor([1, 0, 5]), torch.tensor([0, 2, 3]), None),
-        InputBatch(torch.tensor([7]), torch.tensor([0, 0, 1]), None),
-    ]
-    joined = kernels.join_inputs(batches)
-    assert joined.weights_L is None
-    assert joined.indices_L.tolist() == [1, 0, 5, 7]
-    assert joined.offsets.tolist() == [0, 2, 3, 3, 4]
 
 
 class Halves(Searcher):
@@ -239,34 +198,6 @@ def test_the_page_drops_no_loss(tmp_path: Path) -> None:
     assert "`torchrec, all types` 1.00 s; slower than 0 of 2 | yes |" in expected
 
 
-def test_the_plan_that_costs_choose_is_held_to_the_shortest() -> None:
-    def task(name: str, **plans: tuple[float, float]) -> dict[str, Any]:
-        """Return a task with predicted and measured times by planner."""
-        entries = {
-            planner: {
-                "predicted": {paired.KERNELS: predicted},
-                "measured": {paired.KERNELS: real},
-            }
-            for planner, (predicted, real) in plans.items()
-        }
-        return {"name": name, "planners": {**entries, "none": {"status": "no plan"}}}
-
-    right, wrong, single = paired.choices(
-        [
-            task("right", a=(1.0, 2.0), b=(1.5, 4.0), c=(1.0, 4.0)),
-            task("wrong", a=(1.0, 5.0), b=(1.5, 4.0), **{paired.AGAIN: (1.0, 0.1)}),
-            task("one plan", a=(1.0, 5.0), b=(1.0, 4.0)),
-        ],
-        least_plans=1,
-    )
-    # Two plans count as one, with a mean of 3.0.
-    assert (right.num_plans, right.regret) == (2, 0.0)
-    assert (wrong.predicted_best, wrong.measured_best) == ("a", "b")
-    assert wrong.regret == pytest.approx(0.25)
-    assert (single.num_plans, single.regret) == (1, 0.0)
-    assert not paired.choices([task("one plan", a=(1.0, 5.0))])
-
-
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
     command = ["--out", str(tmp_path / "run"), "--quick", "--max-rows", "1000"]
     command += ["--cost-model", "cpu", "--num-tasks", "1", "--planning-processes", "0"]
@@ -294,41 +225,6 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
     assert (tmp_path / "run_dark.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):  # results are not written over
         run.main(command)
-
-
-def test_tasks_that_the_time_is_too_short_for_are_left_out(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    command = ["--out", str(tmp_path / "run"), "--quick", "--noisy", "--minutes", "3.5"]
-    command += ["--cost-model", "cpu"]
-    comparison = run.Comparison(run.parse_arguments(command))
-    now_seconds, ran = [0.0], []
-
-    def run_task(task: Any) -> list[Any]:
-        now_seconds[0] += 100
-        ran.append(task.name)
-        return []
-
-    monkeypatch.setattr(comparison, "_run_task", run_task)
-    for writes in ("write_results", "publish"):
-        monkeypatch.setattr(run, writes, lambda *_: None)
-    clock = SimpleNamespace(monotonic=lambda: now_seconds[0])
-    monkeypatch.setattr(run, "time", clock)
-    comparison.run()
-    assert ran == [t.name for t in comparison.tasks[:2]]
-    assert len(comparison.tasks) == 3
-
-
-def test_a_noisy_machine_is_refused(monkeypatch: Any) -> None:
-    timer = kernels.KernelTimer(
-        torch.device("cpu"), 2**20, 1.0, kernels.KernelSettings()
-    )
-    speeds = itertools.cycle([1.0, 0.9])
-    monkeypatch.setattr(timer, "_speed_now", lambda: next(speeds))
-    with pytest.raises(kernels.NoisyMachineError, match=r"not quiet: .* by 10"):
-        timer.check_quiet()
-    monkeypatch.setattr(timer, "_speed_now", lambda: 0.9)
-    assert "spreads by 0.0%, speed 0.90" in timer.check_quiet()
 
 
 def test_times_are_in_units_of_the_references_around_them() -> None:

@@ -17,7 +17,6 @@ from torchrec_neuroshard.testing.cases import sample_task
     "rules",
     [
         {"allowed_ranks": ((0,), (), (), ())},
-        {"together": ((0, 1),)},
         {"apart": ((2, 3),), "together": ((0, 1),)},
     ],
     ids=lambda rules: "-".join(rules),

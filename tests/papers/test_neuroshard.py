@@ -12,7 +12,6 @@ import torch
 
 from tests.builders import make_fingerprint, make_tables, make_task, run_search
 from torchrec_neuroshard.costs.task import ShardingTask
-from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.papers.common import PAPER_BATCH_SIZE
 from torchrec_neuroshard.papers.neuroshard import (
     NeuroShardConfig,
@@ -93,27 +92,6 @@ def test_objective_is_the_largest_sum_with_waiting() -> None:
     assert make_loops(task).total_ms(ranks) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_beam_that_keeps_all_states_finds_the_best_one(seed: int) -> None:
-    task = drawn_task((32, 12, 16), 2, seed)
-    config = NeuroShardConfig(beam_width=1_000, max_rounds=2)
-    loops = make_loops(task, config)
-    states = frontier = [whole(task)]
-    for _ in range(config.max_rounds):
-        frontier = [
-            [*s[:i], *s[i + 1 :], (t, w // 2), (t, w // 2)]
-            for s in frontier
-            for i, (t, w) in enumerate(s)
-            if w % 8 == 0
-        ]
-        states = states + frontier
-    best = min(loops.best_of_caps(s)[0] for s in states)
-    assert best < math.inf
-    cost, ranks = loops.run()
-    assert cost == best
-    assert ranks is not None and loops.total_ms(ranks) == best
-
-
 def test_candidates_are_the_largest_and_the_costliest() -> None:
     rows, pooling = (900, 800, 100, 100, 100, 700), (1, 1, 9, 1, 8, 7)
     task = make_task(make_tables([64] * 6, rows, pooling))
@@ -122,57 +100,12 @@ def test_candidates_are_the_largest_and_the_costliest() -> None:
     assert split == [(0, 32), (1, 32), (2, 32), (4, 32)]
 
 
-@pytest.mark.parametrize("uneven", [True, False])
-def test_plan_keeps_every_rule(uneven: bool) -> None:
-    task = drawn_task(
-        (128, 64, 64, 32, 32, 12, 8, 8, 4),
-        4,
-        uneven=uneven,
-        min_widths=(16,) * 9,
-        max_shards=(4, 2, 4, 1, 3, 4, 4, 4, 4),
-    )
-    sizes = [t.weight_bytes for t in task.tables]
-    memory = max(*sizes, int(0.4 * sum(sizes)))
-    task = dataclasses.replace(task, memory_bytes=(memory,) * 4)
-    result = paper_search(task)
-    result.placement.check(task)  # all columns once, widths, shards, memory
-    assert len(result.placement.shards) > 9
-    assert paper_search(task).placement == result.placement
-    assert result.num_evaluated > 0 and result.gap == math.inf
-
-
-def test_the_caps_can_leave_no_plan() -> None:
-    task = drawn_task((12, 4, 4, 4), 4)  # 12 columns, at most 1.5 x 6 on a rank
-    with pytest.raises(
-        InfeasibleError,
-        match=r"mean of 6\.0 columns per rank \(the widest table, 't0', has 12\)",
-    ):
-        paper_search(task)
-    paper_search(task, dataclasses.replace(QUICK, caps=(math.inf,)))
-
-
-def test_a_table_too_large_for_any_rank_is_split_or_named() -> None:
-    # The first table takes 64 x 4 x 1000 bytes, each other table an eighth of that.
-    tables = make_tables((64, 32, 32), (1000, 250, 250))
-    task = make_task(tables, 4, memory=150_000)
-    assert make_loops(task).best_of_caps(whole(task)) == (math.inf, None)
-    assert len(paper_search(task).placement.table_shards(0)) > 1
-    with pytest.raises(InfeasibleError, match=r"table 't0' .* needs 250\.00 KiB"):
-        paper_search(dataclasses.replace(task, min_widths=(64, 4, 4)))
-
-
 def test_a_short_time_budget_returns_the_best_plan_so_far() -> None:
     task = random_task(1)
     result = paper_search(task, dataclasses.replace(QUICK, time_budget_seconds=1e-9))
     result.placement.check(task)
     assert len(result.placement.shards) == len(task.tables)  # nothing was split yet
     assert "the time budget of 1e-09 s ended before" in result.warnings[0]
-
-
-@pytest.mark.parametrize("name", ["costs", "beam_width", "max_rounds"])
-def test_bad_settings_are_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        NeuroShardConfig(**{name: -1})  # type: ignore[arg-type]
 
 
 # The paper's own nets, with random weights.

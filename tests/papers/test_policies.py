@@ -86,22 +86,6 @@ def test_features_by_hand() -> None:
         assert value == pytest.approx(expected.get(name, 0.0)), name
 
 
-def test_order_of_tables_does_not_matter(
-    searcher: PolicySearcher, other_tasks: Tasks
-) -> None:
-    rng = np.random.default_rng(1)
-    for task in other_tasks[:4]:
-        order = rng.permutation(len(task.tables))
-        tables = [task.tables[i] for i in order]
-        count, caps = task.world_size, task.memory_bytes
-        shuffled = make_task(tables, count, task.batch_size, memory_bytes=caps)
-        rank_of = [
-            {t.tables[s.table].name: s.rank for s in placed(searcher, t).shards}
-            for t in (task, shuffled)
-        ]
-        assert rank_of[0] == rank_of[1]
-
-
 def test_padding_changes_nothing(
     searcher: PolicySearcher, training_tasks: Tasks, other_tasks: Tasks
 ) -> None:

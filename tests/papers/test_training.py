@@ -5,26 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from harness.dlrm_tables import generate_dlrm_tables
 from papers import data, policies, train
 from papers.heuristics import GreedySearcher, RandomSearcher
-from papers.nets import PaperTrainConfig, fit_comms, fit_compute
+from papers.nets import PaperTrainConfig, fit_comms
 from papers.policies import (
-    AutoShardConfig,
-    AutoShardTrainer,
     SimulatedPlans,
     compare,
     policy_log_probs,
     vtrace,
 )
-from tests.builders import make_comms_record, make_tables, make_task
+from tests.builders import make_tables, make_task
 from torchrec_neuroshard.bundles.find import load_comms_model, load_cost_model
 from torchrec_neuroshard.costs.task import ShardingTask
-from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.papers.autoshard import AutoShardSearcher
 from torchrec_neuroshard.papers.dreamshard import DreamShardNet, DreamShardSearcher
@@ -47,6 +44,7 @@ COSTS = SimulatedPlans(
 # Policies.
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", policies.METHODS)
 def test_losses_fall_and_the_same_seed_gives_the_same_weights(
     kind: str, training_tasks: Tasks
@@ -93,15 +91,6 @@ def test_log_probs_repeat_the_rollout(training_tasks: Tasks) -> None:
     assert log_probs[~rollout.legal_ETW].max() < -1e8
 
 
-def test_overflow_is_a_negative_reward() -> None:
-    task = make_task(make_tables([4] * 3, 600), 2, 64, memory=16_000)
-    trainer = AutoShardTrainer((task,), COSTS, AutoShardConfig(iterations=1, steps=9))
-    rewards = []
-    trainer.train(lambda iteration, figures: rewards.append(figures["reward"]))
-    # Two of three tables always share a rank: 1,200 rows, with room for 1,000.
-    assert rewards == [pytest.approx(-0.2)]
-
-
 def test_tasks_without_a_plan_are_counted_and_not_compared() -> None:
     def task(rows: tuple[int, ...]) -> ShardingTask:
         return make_task(make_tables([4] * len(rows), rows), 2, 64, memory=16_000)
@@ -143,6 +132,7 @@ def test_the_command_writes_a_policy_that_loads(
             train.main([*command.split(), *wrong.split()])
 
 
+@pytest.mark.nightly
 def test_shipped_policies_beat_the_papers_on_other_tables() -> None:
     name = "cpu_epyc_zen5"
     cost_model = load_cost_model(name)
@@ -169,29 +159,7 @@ def test_shipped_policies_beat_the_papers_on_other_tables() -> None:
 # NeuroShard's nets.
 
 
-def test_samples_are_the_collectives_of_a_number_of_ranks() -> None:
-    # Columns at 65,536 samples, and the bytes that each of two ranks sends for them.
-    one, other = (
-        [c * 4 * 65_536 // 2 for c in columns] for columns in ([16, 48], [32, 8])
-    )
-    records = [
-        make_comms_record("pooled_forward", one, [5.0, 6.0]),
-        make_comms_record("pooled_forward", one, [5.0, 6.0], repeat_of=0),
-        make_comms_record("pooled_forward", [16, 48, 8], [1.0] * 3),
-        make_comms_record("pooled_backward", other, [7.0, 8.0]),
-    ]
-    forward, backward = data.measured_samples(records, 2, data.LabelConfig(seed=3))
-    # Columns, then each rank's start after the first. A rank waits for the last.
-    columns, starts = np.split(forward.inputs_SI[0], 2)
-    assert columns.tolist() == [16, 48] and starts.min() == 0 < starts.max()
-    wait = starts.max() - starts
-    np.testing.assert_allclose(forward.target_SW[0] - wait, [5, 6])
-    np.testing.assert_allclose(backward.inputs_SI, [[32, 8]])
-    np.testing.assert_allclose(backward.target_SW, [[7, 8]])
-    with pytest.raises(RecordError, match="2 ranks are too few"):
-        fit_comms(forward, backward, PaperTrainConfig(epochs=1))
-
-
+@pytest.mark.nightly
 def test_collective_nets_learn_a_known_model() -> None:
     drawn = data.LabelConfig(batch_sizes=(4_096, 8_192), num_samples=400)
     samples = data.label_placements(AnalyticCommsModel(gb_per_s=0.1), 4, drawn)
@@ -199,26 +167,6 @@ def test_collective_nets_learn_a_known_model() -> None:
     _, forward, backward = fit_comms(*samples, config)
     assert forward.test_mse < 0.4 * forward.mean_test_mse
     assert backward.test_mse < 0.1 * backward.mean_test_mse
-
-
-def test_the_kernel_net_learns_a_known_model(
-    policy_tables: tuple[TableConfig, ...],
-) -> None:
-    drawn = data.LabelConfig(batch_sizes=(1_024, 4_096), num_samples=1_000)
-    sets = data.label_sets(AnalyticCostModel(), policy_tables[:30], drawn)
-    config = PaperTrainConfig(epochs=40, batch_samples=64, learning_rate=3e-3)
-    _, report = fit_compute(sets, config)
-    assert (report.num_training, report.num_test) == (800, 100)
-    assert report.test_mse < 0.1 * report.mean_test_mse
-
-
-def test_numbers_of_tables_in_a_set_are_uniform() -> None:
-    """A set that is too large is drawn again with the same number of tables."""
-    rng = np.random.default_rng(0)
-    size_L = np.array([1e6] * 9 + [3.9e9])
-    drawn = [data.draw_set(rng, size_L) for _ in range(2_000)]
-    assert max(float(size_L[d].sum()) for d in drawn) <= 4e9
-    assert np.mean([len(d) for d in drawn]) == pytest.approx(8.0, abs=0.3)
 
 
 def test_the_command_writes_nets_that_load(tmp_path: Path) -> None:
