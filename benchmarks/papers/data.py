@@ -35,7 +35,6 @@ from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.papers.common import PAPER_BATCH_SIZE
 from torchrec_neuroshard.papers.neuroshard_models import (
     PAPER_FEATURES,
-    PAPER_WIDTHS,
     ComputeNet,
     columns_in_paper_batch,
     shard_features,
@@ -48,6 +47,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 DIM = PAPER_FEATURES.index("dim")
+PAPER_WIDTHS = (128, 64, 32, 16, 8, 4)
+"""Widths in which NeuroShard trains every table: 856 tables become 5,136."""
 LONGEST_OFFSET_MS = 19
 """Largest start offset in NeuroShard's measurements of the all-to-all, in steps."""
 _MOST_TABLES = 15
@@ -193,8 +194,9 @@ class Sets:
         place = np.repeat(skipped, counts) + np.arange(counts.sum())
         ids = torch.from_numpy(np.repeat(np.arange(len(sets)), counts))
         features = self.features_LF[self.shards_N[place]]
-        cost: torch.Tensor = net(features, ids, len(sets))
-        return cost
+        encoded = net.encode(features)
+        sums = encoded.new_zeros(len(sets), encoded.shape[1])
+        return net.cost(sums.index_add(0, ids, encoded))
 
 
 def comparable_records(

@@ -10,19 +10,31 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from papers.data import DIM, CommsSamples, Floats, Ints, Sets, measured_sets
+from papers.data import (
+    DIM,
+    PAPER_WIDTHS,
+    CommsSamples,
+    Floats,
+    Ints,
+    Sets,
+    measured_sets,
+)
 from torchrec_neuroshard.bundles.training_loop import fit, seeded, shuffled_batches
 from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.measure.records import CostRecord
 from torchrec_neuroshard.papers.neuroshard_models import (
-    PAPER_WIDTHS,
+    FORMAT,
+    AllNets,
     CommsNets,
     ComputeNet,
+    NetsInfo,
+    NeuroShardModels,
     RankTimesNet,
 )
 
@@ -170,3 +182,13 @@ def _fit_ranks(
     net.mean_I.copy_(mean)
     net.std_I.copy_(deviation)
     return _fit(net, lambda s: net(inputs[s].float()), target, config, what)
+
+
+def save_models(folder: str | Path, models: NeuroShardModels, card: str) -> None:
+    """Write all nets and their card; a file is never half written."""
+    info = NetsInfo(
+        world_sizes=tuple(sorted(models.comms)),
+        fingerprint=models.fingerprint,
+        trained_on=dict(models.trained_on),
+    )
+    FORMAT.save(folder, AllNets(models.compute, models.comms), info, card)

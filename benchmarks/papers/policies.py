@@ -26,17 +26,19 @@ over the batch. An iteration prices plans of random tasks, and the cost net lear
 all plans so far. Its three heads predict forward compute, backward all-to-all and
 backward compute of a rank.
 
-Shapes: as in the library's `policies`; `P` plans.
+Shapes: as in the library's `policies`; `E` episodes, `P` plans.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,13 +55,12 @@ from torchrec_neuroshard.papers.common import whole_placement
 from torchrec_neuroshard.papers.dreamshard import DreamShardNet, DreamShardSearcher
 from torchrec_neuroshard.papers.policies import (
     ILLEGAL,
-    Episodes,
+    POLICY_FEATURES,
+    Policy,
     PolicyNet,
     PolicySearcher,
-    Rollout,
     TaskView,
-    arrange,
-    roll_out,
+    policy_format,
     view_task,
 )
 from torchrec_neuroshard.search.base import Searcher
@@ -69,6 +70,9 @@ PlanCosts = Callable[[ShardingTask, Placement], PredictedCosts]
 """Predicts a plan's costs, for example `SimulatedPlans`."""
 
 _RESAMPLES = 10_000
+_STANDARDISED = 4
+"""Number of standardised features. The shares after them stay raw."""
+_STD_FLOOR = 1e-6
 
 
 class SimulatedPlans:
@@ -148,6 +152,140 @@ class DreamShardConfig(PolicyConfig):
     learning_rate: float = 5e-4
 
 
+# Episodes.
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Several tasks side by side, padded, with tables in the order of placing."""
+
+    tables_ET: npt.NDArray[np.int64]
+    """Step -> index of its table in the task."""
+    features_ETF: torch.Tensor
+    bytes_ET: torch.Tensor
+    caps_EW: torch.Tensor
+    is_table_ET: torch.Tensor
+    """False in the padding."""
+    is_rank_EW: torch.Tensor
+
+    @property
+    def count_E(self) -> torch.Tensor:
+        """Number of tables of each episode."""
+        return self.is_table_ET.sum(dim=1)
+
+    def ranks(self, actions_ET: torch.Tensor, episode: int) -> npt.NDArray[np.int64]:
+        """Return the rank of each table of one episode, in the task's order."""
+        count = int(self.is_table_ET[episode].sum())
+        ranks = np.empty(count, dtype=np.int64)
+        ranks[self.tables_ET[episode, :count]] = actions_ET[episode, :count].numpy()
+        return ranks
+
+
+@torch.no_grad()
+def arrange(
+    net: PolicyNet,
+    views: Sequence[TaskView],
+    by: Literal["cost", "memory"] = "cost",
+) -> Episodes:
+    """Return tasks for `roll_out`, with the largest predicted cost or memory first."""
+    lengths = [len(v.tables) for v in views]
+    keys = [v.bytes for v in views]
+    if by == "cost":
+        flat = torch.from_numpy(np.concatenate([v.features for v in views]))
+        costs = net.single_costs(flat).double().numpy()
+        keys = np.split(costs, np.cumsum(lengths)[:-1])
+    orders = [np.argsort(-key, kind="stable") for key in keys]
+    widest = max(len(v.caps) for v in views)
+    shape = len(views), max(lengths)
+    tables = np.zeros(shape, dtype=np.int64)
+    features = np.zeros((*shape, len(POLICY_FEATURES)), dtype=np.float32)
+    memory = np.zeros(shape)
+    caps = np.full((len(views), widest), -math.inf)
+    for e, (view, order) in enumerate(zip(views, orders, strict=True)):
+        tables[e, : len(order)] = view.tables[order]
+        features[e, : len(order)] = view.features[order]
+        memory[e, : len(order)] = view.bytes[order]
+        caps[e, : len(view.caps)] = view.caps
+    return Episodes(
+        tables_ET=tables,
+        features_ETF=torch.from_numpy(features),
+        bytes_ET=torch.from_numpy(memory),
+        caps_EW=torch.from_numpy(caps),
+        is_table_ET=torch.arange(shape[1]) < torch.tensor(lengths)[:, None],
+        is_rank_EW=torch.from_numpy(caps > -math.inf),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A policy's choices in each step of each episode."""
+
+    actions_ET: torch.Tensor
+    log_probs_ET: torch.Tensor
+    """Log probabilities of the choices."""
+    legal_ETW: torch.Tensor
+    """True: the rank could be chosen."""
+    stuck_ET: torch.Tensor
+    """True: no rank had room, so the table went to the freest rank."""
+
+
+@torch.no_grad()
+def roll_out(
+    net: PolicyNet, episodes: Episodes, generator: torch.Generator | None = None
+) -> Rollout:
+    """Return a policy's placement of all tables; it never chooses a full rank.
+
+    Args:
+        net: The policy.
+        episodes: From `arrange`.
+        generator: Draws the choices. None: take the likeliest rank; ties go to the
+            first.
+    """
+    items = net.items(episodes.features_ETF) * episodes.is_table_ET[..., None]
+    context = net.context(episodes.features_ETF, episodes.count_E)
+    num_episodes, length = episodes.is_table_ET.shape
+    num_ranks = episodes.caps_EW.shape[1]
+    sums = items.new_zeros(num_episodes, num_ranks, items.shape[2])
+    room = episodes.caps_EW.clone()
+    steps: list[tuple[torch.Tensor, ...]] = []
+    for t in range(length):
+        legal = episodes.is_rank_EW & (room >= episodes.bytes_ET[:, t, None])
+        stuck = ~legal.any(dim=1)
+        freest = nn.functional.one_hot(room.argmax(dim=1), num_ranks).bool()
+        legal = torch.where(stuck[:, None], freest, legal)
+        logits = net.logits(sums, context[:, t]).masked_fill(~legal, ILLEGAL)
+        log_probs = torch.log_softmax(logits, dim=-1)
+        action = _choose(log_probs, generator)
+        chosen = nn.functional.one_hot(action, num_ranks)
+        sums = sums + chosen[..., None] * items[:, t, None]
+        room = room - torch.where(
+            chosen.bool(), episodes.bytes_ET[:, t, None], torch.zeros_like(room)
+        )
+        log_prob = log_probs.gather(1, action[:, None])[:, 0]
+        steps.append((action, log_prob, legal, stuck & episodes.is_table_ET[:, t]))
+    actions, chosen_probs, legal_steps, stuck_steps = zip(*steps, strict=True)
+    return Rollout(
+        torch.stack(actions, dim=1),
+        torch.stack(chosen_probs, dim=1),
+        torch.stack(legal_steps, dim=1),
+        torch.stack(stuck_steps, dim=1),
+    )
+
+
+def _choose(log_probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    if generator is None:
+        return log_probs.argmax(dim=1)
+    return torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
+
+
+def set_statistics(net: PolicyNet, features_NF: npt.NDArray[np.float32]) -> None:
+    """Standardise by the statistics of these training tables from now on."""
+    head = torch.from_numpy(features_NF[:, :_STANDARDISED]).double()
+    net.mean_F[:_STANDARDISED] = head.mean(dim=0).float()
+    deviation = head.std(dim=0, unbiased=False).float()
+    net.std_F[:_STANDARDISED] = deviation + _STD_FLOOR
+
+
 class PolicyTrainer(ABC):
     """Base class of trainers: runs iterations, with one Adam for all losses."""
 
@@ -166,7 +304,7 @@ class PolicyTrainer(ABC):
         """Take an untrained net, the training tasks and the costs of plans."""
         self.tasks, self.costs, self.config = tuple(tasks), costs, config
         self.views = [view_task(t) for t in tasks]
-        net.set_statistics(np.concatenate([v.features for v in self.views]))
+        set_statistics(net, np.concatenate([v.features for v in self.views]))
         self._parameters = list(net.parameters())
         self._optimizer = torch.optim.Adam(self._parameters)
 
@@ -205,7 +343,9 @@ def policy_log_probs(
     before = placed.cumsum(dim=1) - placed
     # Skip the padding, which is more than half of the array.
     real = episodes.is_table_ET[..., None] & episodes.is_rank_EW[:, None]
-    context = net.context(episodes)[:, :, None].expand(*real.shape, -1)
+    context = net.context(episodes.features_ETF, episodes.count_E)[:, :, None].expand(
+        *real.shape, -1
+    )
     logits = torch.zeros(real.shape, dtype=items.dtype)
     logits[real] = net.logits(before[real][:, None], context[real])[:, 0]
     logits = logits.masked_fill(~rollout.legal_ETW, ILLEGAL)
@@ -312,7 +452,8 @@ class AutoShardTrainer(PolicyTrainer):
         is_step = episodes.is_table_ET
         log_probs = policy_log_probs(self.net, episodes, rollout)
         taken = log_probs.gather(-1, rollout.actions_ET[..., None])[..., 0]
-        values = self.net.values(self.net.context(episodes))
+        states = self.net.context(episodes.features_ETF, episodes.count_E)
+        values = self.net.value_head(states)[..., 0]
         last = is_step & ~torch.roll(is_step, -1, dims=1)
         last[:, -1] = is_step[:, -1]
         with torch.no_grad():
@@ -459,6 +600,15 @@ METHODS: dict[str, Any] = {
     "dreamshard": DreamShardTrainer,
 }
 """Method -> trainer. Arguments: tasks, costs of plans, the method's config."""
+
+
+# Files.
+
+
+def save_policy(folder: str | Path, policy: Policy, card: str) -> None:
+    """Write the policy's weights, statistics and description, and a card."""
+    files = policy_format(policy.info.method, lambda: policy.net)
+    files.save(folder, policy.net, policy.info, card)
 
 
 # Test.

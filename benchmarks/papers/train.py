@@ -41,9 +41,8 @@ from torchrec_neuroshard.papers.neuroshard_models import (
     CommsNets,
     ComputeNet,
     NeuroShardModels,
-    save_models,
 )
-from torchrec_neuroshard.papers.policies import Policy, PolicyInfo, save_policy
+from torchrec_neuroshard.papers.policies import Policy, PolicyInfo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -158,9 +157,8 @@ def train_nets(args: argparse.Namespace) -> None:
         compute=compute,
         comms=comms,
         trained_on=trained_on,
-        card=nets_card(here.device, trained_on),
     )
-    save_models(args.out, models)
+    nets.save_models(args.out, models, nets_card(here.device, trained_on))
 
 
 def _train_kernels(
@@ -365,7 +363,7 @@ def train_policy(args: argparse.Namespace) -> None:
     greedies = [heuristics.GreedySearcher(key) for key in heuristics.GREEDY_KEYS]
     others = [heuristics.RandomSearcher(), *greedies, heuristics.CostGreedySearcher()]
     found = policies.compare(method.searcher_type(policy), others, judges, costs)
-    save_policy(args.out, policy, policy_card(info, found))
+    policies.save_policy(args.out, policy, policy_card(info, found))
 
 
 def policy_card(info: PolicyInfo, found: Sequence[policies.Comparison]) -> str:

@@ -73,8 +73,10 @@ def test_the_integer_program_is_optimal_where_costs_add_up() -> None:
     optimum = best.predicted.critical_path_ms
     assert found.predicted.critical_path_ms == pytest.approx(optimum, rel=1e-5)
     # By the sum of both stages alone, one rank could hold all of a stage.
-    tables, stages = make_tables([16] * 4, pooling=9), {"stages": (0, 1)}
-    staged = make_task(tables, 2, groups=(0, 0, 1, 1), max_shards=(1,) * 4, **stages)
+    alike = make_tables([16] * 4, pooling=9)
+    staged = make_task(
+        alike, 2, max_shards=(1,) * 4, groups=(0, 0, 1, 1), stages=(0, 1)
+    )
     ranks = ranks_of(exact, staged)
     assert ranks[0] != ranks[1] and ranks[2] != ranks[3]
 

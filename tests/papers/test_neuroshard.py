@@ -125,15 +125,15 @@ def models() -> NeuroShardModels:
 def test_own_costs_are_the_nets_predictions(models: NeuroShardModels) -> None:
     task = random_task(0)
     nets = models.comms[3]
-    costs = OwnCosts(task, models, COMMS)
+    costs = OwnCosts(task, models, SharedCosts(task, COMPUTE, COMMS))
     ranks = [[(0, 32), (4, 8)], [(1, 4), (0, 64)], [(2, 12)]]
     kernels, columns = [], []
     with torch.no_grad():
         for shards in ranks:
             tables = [task.tables[t].with_width(w) for t, w in shards]
             features = torch.from_numpy(shard_features(tables, task.batch_size))
-            ids = torch.zeros(len(shards), dtype=torch.int64)
-            kernels.append(float(models.compute(features, ids, 1)[0]))
+            total = models.compute.encode(features).sum(dim=0, keepdim=True)
+            kernels.append(float(models.compute.cost(total)[0]))
             columns.append(sum(w for _, w in shards) * 1024 / PAPER_BATCH_SIZE)
         backward = nets.backward(torch.tensor([columns]))[0]
         start = torch.tensor(kernels) + backward
@@ -152,7 +152,7 @@ def test_the_given_model_replaces_nets_for_other_numbers_of_ranks(
     (warning,) = run_search(searcher, task, COMPUTE, COMMS).warnings
     assert "trained for 3 ranks, not for 2" in warning and COMMS.source in warning
     load = np.array([1.0, 5.0]), np.array([64.0, 8.0])
-    found = OwnCosts(task, models, COMMS).comms_ms(*load)
+    found = OwnCosts(task, models, SharedCosts(task, COMPUTE, COMMS)).comms_ms(*load)
     expected = SharedCosts(task, COMPUTE, COMMS).comms_ms(*load)
     np.testing.assert_array_equal(found, expected)
 

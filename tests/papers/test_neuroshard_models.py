@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from papers.nets import save_models
 from tests.builders import make_fingerprint, make_tables
 from torchrec_neuroshard.errors import (
     BundleCorruptError,
@@ -22,7 +23,6 @@ from torchrec_neuroshard.papers.neuroshard_models import (
     NeuroShardModels,
     columns_in_paper_batch,
     load_models,
-    save_models,
     shard_features,
 )
 from torchrec_neuroshard.tables.profile import FeatureProfile
@@ -81,15 +81,14 @@ def test_saved_models_load_unchanged_and_faults_on_disk_are_named(
         compute=compute,
         comms={2: CommsNets.fresh(2), 20: CommsNets.fresh(20)},
         trained_on={},
-        card="# A card",
     )
-    save_models(tmp_path, models)
+    save_models(tmp_path, models, "# A card")
     loaded = load_models(tmp_path)
     for before, after in zip(weights(models), weights(loaded), strict=True):
         assert torch.equal(before, after)
     assert loaded.fingerprint == models.fingerprint
     assert list(loaded.comms) == [2, 20]
-    assert loaded.card == "# A card\n"
+    assert (tmp_path / "CARD.md").read_text() == "# A card\n"
     info = json.loads((tmp_path / "neuroshard.json").read_text())
     for change, error, text in (
         ({"format_version": 99}, BundleMismatchError, "version 99"),

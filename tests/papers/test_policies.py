@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from papers.policies import arrange, roll_out, save_policy, set_statistics
 from tests.builders import make_tables, make_task, run_search
 from torchrec_neuroshard.costs.task import Placement, ShardingTask
 from torchrec_neuroshard.errors import (
@@ -27,11 +28,9 @@ from torchrec_neuroshard.papers.policies import (
     Policy,
     PolicyInfo,
     PolicySearcher,
-    arrange,
     load_policy,
+    place,
     policy_features,
-    roll_out,
-    save_policy,
     view_task,
 )
 from torchrec_neuroshard.tables.profile import FeatureProfile
@@ -46,7 +45,7 @@ def untrained(
 ) -> PolicySearcher:
     torch.manual_seed(0)
     net = kind.make_net()
-    net.set_statistics(np.concatenate([view_task(t).features for t in tasks]))
+    set_statistics(net, np.concatenate([view_task(t).features for t in tasks]))
     info = PolicyInfo(
         method=kind.method,
         name="untrained",
@@ -90,13 +89,13 @@ def test_padding_changes_nothing(
     searcher: PolicySearcher, training_tasks: Tasks, other_tasks: Tasks
 ) -> None:
     net = searcher.policy.net
-    views = [view_task(t) for t in training_tasks[:3] + other_tasks[:3]]
+    tasks = training_tasks[:3] + other_tasks[:3]
+    views = [view_task(t) for t in tasks]
     together = arrange(net, views)
     assert not together.is_table_ET.all() and not together.is_rank_EW.all()
     joint = roll_out(net, together)
-    for e, view in enumerate(views):
-        alone = arrange(net, [view])
-        expected = alone.ranks(roll_out(net, alone).actions_ET, 0)
+    for e, task in enumerate(tasks):
+        expected = place(net, task, by="cost")  # alone, as in the search
         assert together.ranks(joint.actions_ET, e).tolist() == expected.tolist()
 
 

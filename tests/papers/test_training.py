@@ -14,8 +14,11 @@ from papers.heuristics import GreedySearcher, RandomSearcher
 from papers.nets import PaperTrainConfig, fit_comms
 from papers.policies import (
     SimulatedPlans,
+    arrange,
     compare,
     policy_log_probs,
+    roll_out,
+    set_statistics,
     vtrace,
 )
 from tests.builders import make_tables, make_task
@@ -29,7 +32,7 @@ from torchrec_neuroshard.papers.neuroshard_models import (
     PAPER_FEATURES,
     load_models,
 )
-from torchrec_neuroshard.papers.policies import arrange, roll_out, view_task
+from torchrec_neuroshard.papers.policies import view_task
 from torchrec_neuroshard.tables.table import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -79,7 +82,7 @@ def test_vtrace_by_hand() -> None:
 
 def test_log_probs_repeat_the_rollout(training_tasks: Tasks) -> None:
     net, views = DreamShardNet(), [view_task(t) for t in training_tasks[:5]]
-    net.set_statistics(views[0].features)
+    set_statistics(net, views[0].features)
     episodes = arrange(net, views)
     rollout = roll_out(net, episodes, torch.Generator().manual_seed(3))
     log_probs = policy_log_probs(net, episodes, rollout)
@@ -182,12 +185,13 @@ def test_the_command_writes_nets_that_load(tmp_path: Path) -> None:
     dim = PAPER_FEATURES.index("dim")
     assert float(models.compute.mean_F[dim]) == 32
     assert float(models.compute.std_F[dim]) == pytest.approx(16)
+    card = (tmp_path / "CARD.md").read_text()
     judgements = models.trained_on["judgements"]
     whats = [judgement["what"].split()[0] for judgement in judgements]
     assert whats == ["kernels", "forward", "backward"]
     for judgement in judgements:
         assert judgement["errors"]["mean"] > 0
-        assert f"| {judgement['what']} | {judgement['num_samples']} |" in models.card
+        assert f"| {judgement['what']} | {judgement['num_samples']} |" in card
     other = command.replace(collectives, "comms_gloo_epyc.jsonl.xz")
     with pytest.raises(SystemExit, match=r"collectives on AMD EPYC \(25/17\)"):
         train.main(other.split())

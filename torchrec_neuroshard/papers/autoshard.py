@@ -24,7 +24,6 @@ from torch import nn
 from torchrec_neuroshard.papers.common import layers
 from torchrec_neuroshard.papers.policies import (
     POLICY_FEATURES,
-    Episodes,
     PolicyNet,
     PolicySearcher,
 )
@@ -73,12 +72,13 @@ class AutoShardNet(PolicyNet):
         encoded = self.encode(features_ETF)
         return torch.cat([encoded, features_ETF[..., _SIZE : _SIZE + 1]], dim=-1)
 
-    def context(self, episodes: Episodes) -> torch.Tensor:
+    def context(
+        self, features_ETF: torch.Tensor, count_E: torch.Tensor
+    ) -> torch.Tensor:
         """Return the LSTM's state before each table is placed, `E x T x 64`."""
-        encoded = self.encode(episodes.features_ETF)
-        count = episodes.is_table_ET.sum(dim=1, keepdim=True)
+        encoded = self.encode(features_ETF)
         step = torch.arange(encoded.shape[1], dtype=encoded.dtype)
-        assigned = (step / count)[..., None]
+        assigned = (step / count_E[:, None])[..., None]
         inputs = torch.cat([encoded, self.fraction(assigned).relu()], dim=-1)
         states: torch.Tensor = self.lstm(inputs)[0]
         return states
@@ -96,11 +96,6 @@ class AutoShardNet(PolicyNet):
         seen = torch.cat([state, rank, state * rank], dim=-1)
         logits: torch.Tensor = self.logit(seen)[..., 0]
         return logits
-
-    def values(self, context_C: torch.Tensor) -> torch.Tensor:
-        """Return the expected reward of each state: `... x C` to `...`."""
-        value: torch.Tensor = self.value_head(context_C)[..., 0]
-        return value
 
 
 class AutoShardSearcher(PolicySearcher):

@@ -20,6 +20,7 @@ import numpy as np
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.papers.common import finish
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choices import Choices
 from torchrec_neuroshard.search.construct import construct, placed
@@ -59,18 +60,11 @@ class ChoosingSearcher(Searcher):
         width_TW, found = self._first_that_fits(bank, choices)
         placement = placement_from_widths(width_TW, task)
         placement.check(task)
-        predicted = simulator.evaluate(placement)
         evaluated = bank.num_evaluated + (found.num_evaluated if found else 0)
-        return SearchResult(
-            placement=placement,
-            predicted=predicted,
-            lower_bound_ms=0.0,
-            gap=math.inf,
-            search_seconds=time.monotonic() - start,
-            num_evaluated=evaluated,
-            notes=found.notes if found else (),
-            fallback=found.fallback if found else None,
-        )
+        result = finish(placement, simulator, start, evaluated)
+        if found is None:
+            return result
+        return dataclasses.replace(result, notes=found.notes, fallback=found.fallback)
 
     def _first_that_fits(
         self, bank: ShardBank, choices: Choices

@@ -25,7 +25,6 @@ from torch import nn
 from torchrec_neuroshard.papers.common import layers
 from torchrec_neuroshard.papers.policies import (
     POLICY_FEATURES,
-    Episodes,
     PolicyNet,
     PolicySearcher,
 )
@@ -74,9 +73,11 @@ class DreamShardNet(PolicyNet):
         encodings = self.cost_encoder(standard).detach(), self.policy_encoder(standard)
         return torch.cat(encodings, dim=-1)
 
-    def context(self, episodes: Episodes) -> torch.Tensor:
+    def context(
+        self, features_ETF: torch.Tensor, count_E: torch.Tensor
+    ) -> torch.Tensor:
         """Return no values: the policy does not see the next table."""
-        return episodes.features_ETF[..., :0]
+        return features_ETF[..., :0]
 
     def logits(self, sums_WK: torch.Tensor, context_C: torch.Tensor) -> torch.Tensor:
         """Return the logit of each rank, as `PolicyNet.logits`."""

@@ -43,7 +43,6 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,18 +121,34 @@ class NeuroShardConfig:
             )
 
 
-class PaperCosts(ABC):
-    """Costs by which the loops search."""
+class SharedCosts:
+    """Costs of the loops, by the models that `search` is given."""
 
-    @abstractmethod
+    def __init__(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> None:
+        """Prepare the tables' features."""
+        self._task, self._cost_model, self.comms_model = task, cost_model, comms_model
+        self._featurizer = ShardFeaturizer(task.tables, task.batch_size)
+        self._encodings: dict[Shard, Floats] = {}
+
+    def _encoding(self, shard: Shard) -> Floats:
+        if shard not in self._encodings:
+            features = self._featurizer.features([shard[0]], [shard[1]])
+            self._encodings[shard] = self._cost_model.encode(features)[0]
+        return self._encodings[shard]
+
     def compute_ms(self, shards: Sequence[Shard]) -> float:
-        """Return the forward + backward compute of one rank with these shards.
+        """Return forward + backward compute of one rank's shards, at least one.
 
-        Args:
-            shards: The rank's shards, at least one.
+        It is the sum of the kernels, one per fusion group.
         """
+        sums = np.zeros((self._task.num_groups, self._cost_model.encoding_dim))
+        for shard in shards:
+            sums[self._task.groups[shard[0]]] += self._encoding(shard)
+        held = sorted({self._task.groups[table] for table, _ in shards})
+        return float(self._cost_model.predict_sums(sums[held]).sum())
 
-    @abstractmethod
     def comms_ms(self, compute_W: Floats, columns_W: Floats) -> Floats:
         """Return the time of each rank in both all-to-alls.
 
@@ -146,39 +161,15 @@ class PaperCosts(ABC):
         Returns:
             `W` milliseconds.
         """
+        transfer = self.comms_model.all_to_all(columns_W[None], self._task.batch_size)[
+            0
+        ]
+        start = compute_W + transfer[:, 1]
+        comms: Floats = transfer[:, 1] + (start.max() - start) + transfer[:, 0]
+        return comms
 
 
-class SharedCosts(PaperCosts):
-    """Costs by the models that `search` is given."""
-
-    def __init__(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> None:
-        """Prepare the tables' features."""
-        self._task, self._cost_model, self._comms = task, cost_model, comms_model
-        self._featurizer = ShardFeaturizer(task.tables, task.batch_size)
-        self._encodings: dict[Shard, Floats] = {}
-
-    def _encoding(self, shard: Shard) -> Floats:
-        if shard not in self._encodings:
-            features = self._featurizer.features([shard[0]], [shard[1]])
-            self._encodings[shard] = self._cost_model.encode(features)[0]
-        return self._encodings[shard]
-
-    def compute_ms(self, shards: Sequence[Shard]) -> float:
-        """Return the summed cost of the kernels, one per fusion group."""
-        sums = np.zeros((self._task.num_groups, self._cost_model.encoding_dim))
-        for shard in shards:
-            sums[self._task.groups[shard[0]]] += self._encoding(shard)
-        held = sorted({self._task.groups[table] for table, _ in shards})
-        return float(self._cost_model.predict_sums(sums[held]).sum())
-
-    def comms_ms(self, compute_W: Floats, columns_W: Floats) -> Floats:
-        """Return the times of the all-to-alls, by the model of collectives."""
-        return _comms_by_model(self._comms, self._task, compute_W, columns_W)
-
-
-class OwnCosts(PaperCosts):
+class OwnCosts:
     """Costs by the paper's nets.
 
     Without nets for the number of ranks, the given model predicts the collectives.
@@ -188,17 +179,16 @@ class OwnCosts(PaperCosts):
     """
 
     def __init__(
-        self, task: ShardingTask, models: NeuroShardModels, comms_model: CommsModel
+        self, task: ShardingTask, models: NeuroShardModels, shared: SharedCosts
     ) -> None:
         """Prepare the tables' features.
 
         Args:
             task: The task.
             models: The paper's nets.
-            comms_model: Predicts collectives if there are no nets for the number of
-                ranks.
+            shared: Predicts collectives if there are no nets for the number of ranks.
         """
-        self._task, self._net, self._comms = task, models.compute, comms_model
+        self._task, self._net, self._shared = task, models.compute, shared
         self._nets = models.comms.get(task.world_size)
         self.warnings: list[str] = []
         if self._nets is None:
@@ -206,7 +196,7 @@ class OwnCosts(PaperCosts):
             self.warnings = [
                 f"NeuroShard's all-to-all nets were trained for {known} ranks, not for "
                 f"{task.world_size}; its search priced collectives by the given model "
-                f"instead ({comms_model.source})"
+                f"instead ({shared.comms_model.source})"
             ]
         self._features_TF = torch.from_numpy(
             shard_features(task.tables, task.batch_size)
@@ -229,7 +219,7 @@ class OwnCosts(PaperCosts):
     def comms_ms(self, compute_W: Floats, columns_W: Floats) -> Floats:
         """Return the times: backward first, which sets each rank's forward start."""
         if self._nets is None:
-            return _comms_by_model(self._comms, self._task, compute_W, columns_W)
+            return self._shared.comms_ms(compute_W, columns_W)
         columns = columns_in_paper_batch(columns_W, self._task.batch_size)
         backward_W = _rank_times(self._nets.backward, columns)
         start = compute_W + backward_W
@@ -239,14 +229,8 @@ class OwnCosts(PaperCosts):
         return comms
 
 
-def _comms_by_model(
-    model: CommsModel, task: ShardingTask, compute_W: Floats, columns_W: Floats
-) -> Floats:
-    transfer = model.all_to_all(columns_W[None], task.batch_size)[0]
-    # A rank waits in the forward all-to-all until the last rank starts.
-    start = compute_W + transfer[:, 1]
-    comms: Floats = transfer[:, 1] + (start.max() - start) + transfer[:, 0]
-    return comms
+Costs = SharedCosts | OwnCosts
+"""Costs by which the loops search."""
 
 
 def _rank_times(net: RankTimesNet, inputs_I: Floats) -> Floats:
@@ -264,7 +248,7 @@ class NeuroShardLoops:
     """
 
     def __init__(
-        self, task: ShardingTask, costs: PaperCosts, config: NeuroShardConfig
+        self, task: ShardingTask, costs: Costs, config: NeuroShardConfig
     ) -> None:
         """Take the task, its costs and the settings."""
         self.task, self.costs, self.config = task, costs, config
@@ -474,19 +458,19 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
 
     def _costs(
         self, task: ShardingTask, simulator: Simulator
-    ) -> tuple[PaperCosts, list[str]]:
-        cost_model, comms_model = simulator.cost_model, simulator.comms_model
-        shared = SharedCosts(task, cost_model, comms_model)
+    ) -> tuple[Costs, list[str]]:
+        hardware = simulator.cost_model.hardware
+        shared = SharedCosts(task, simulator.cost_model, simulator.comms_model)
         if self.config.costs == "shared":
             return shared, []
-        models = self.models or shipped_models(cost_model.hardware)
+        models = self.models or shipped_models(hardware)
         if models is None:
             return shared, [
-                f"this package has no nets of NeuroShard for {cost_model.hardware}; "
+                f"this package has no nets of NeuroShard for {hardware}; "
                 "its search used the given cost model instead. Train nets with "
                 "benchmarks/papers/train.py and pass PaperSearcher(models=...)"
             ]
-        own = OwnCosts(task, models, comms_model)
+        own = OwnCosts(task, models, shared)
         return own, own.warnings
 
 

@@ -42,9 +42,6 @@ from torchrec_neuroshard.tables.table import TableConfig
 
 Floats = npt.NDArray[np.float64]
 
-PAPER_WIDTHS = (128, 64, 32, 16, 8, 4)
-"""Widths in which NeuroShard trains every table: 856 tables become 5,136."""
-
 PAPER_FEATURES: tuple[str, ...] = tuple(
     sorted(
         [*(f"bin_{j}" for j in range(NUM_COUNT_BINS)), "dim", "pooling_factor", "row"]
@@ -121,14 +118,6 @@ class ComputeNet(nn.Module):
         cost: torch.Tensor = self.head(sums_SE)[:, 0]
         return cost
 
-    def forward(
-        self, features_NF: torch.Tensor, set_ids_N: torch.Tensor, num_sets: int
-    ) -> torch.Tensor:
-        """Return milliseconds per set of shards, `S`."""
-        encoded = self.encode(features_NF)
-        sums = encoded.new_zeros(num_sets, encoded.shape[1])
-        return self.cost(sums.index_add(0, set_ids_N, encoded))
-
 
 class RankTimesNet(nn.Module):
     """Net for the time of every rank in one all-to-all of `W` ranks."""
@@ -182,15 +171,15 @@ class NeuroShardModels:
     """World size -> nets, only for measured sizes."""
     trained_on: Mapping[str, Any]
     """Records, settings and reports behind the weights."""
-    card: str = ""
-    """Text of the card, in Markdown."""
 
 
 # Files: weights with statistics, a description, a card.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Info:
+class NetsInfo:
+    """Description of saved nets."""
+
     format_version: int = _FORMAT_VERSION
     feature_names: tuple[str, ...] = PAPER_FEATURES
     batch_size: int = PAPER_BATCH_SIZE
@@ -203,7 +192,7 @@ class _Info:
             raise ValueError(f"world_sizes repeat themselves: {self.world_sizes!s:.60}")
 
 
-class _AllNets(nn.ModuleDict):
+class AllNets(nn.ModuleDict):
     """Nets of all numbers of ranks, with the names in the weights file."""
 
     def __init__(self, compute: ComputeNet, comms: Mapping[int, CommsNets]) -> None:
@@ -224,9 +213,9 @@ def _check(path: Path, data: Mapping[str, Any]) -> None:
         )
 
 
-_FORMAT = BundleFormat(
-    info_type=_Info,
-    make_network=lambda info: _AllNets(
+FORMAT = BundleFormat(
+    info_type=NetsInfo,
+    make_network=lambda info: AllNets(
         ComputeNet(), {w: CommsNets.fresh(w) for w in info.world_sizes}
     ),
     check=_check,
@@ -236,37 +225,25 @@ _FORMAT = BundleFormat(
 )
 
 
-def save_models(folder: str | Path, models: NeuroShardModels) -> None:
-    """Write all nets into a folder; a file is never half written."""
-    info = _Info(
-        world_sizes=tuple(sorted(models.comms)),
-        fingerprint=models.fingerprint,
-        trained_on=dict(models.trained_on),
-    )
-    _FORMAT.save(folder, _AllNets(models.compute, models.comms), info, models.card)
-
-
 def load_models(folder: str | Path) -> NeuroShardModels:
-    """Return the nets that `save_models` wrote, after checking every file.
+    """Return a folder's nets, after checking every file.
 
     Raises:
         BundleCorruptError: A file is missing, truncated or damaged.
         BundleMismatchError: The nets have another version or other features.
     """
-    nets, info = _FORMAT.load(folder)
-    card = Path(folder) / _FORMAT.card_name
+    nets, info = FORMAT.load(folder)
     return NeuroShardModels(
         fingerprint=info.fingerprint,
         compute=nets.compute,
         comms=nets.comms,
         trained_on=info.trained_on,
-        card=card.read_text("utf-8", "replace") if card.is_file() else "",
     )
 
 
 def shipped_models(hardware: str) -> NeuroShardModels | None:
     """Return the nets shipped for a device; None if there are none."""
-    for folder in filter(_FORMAT.is_in, sorted((PRETRAINED / "neuroshard").glob("*"))):
-        if _FORMAT.read_info(folder).fingerprint.device == hardware:
+    for folder in filter(FORMAT.is_in, sorted((PRETRAINED / "neuroshard").glob("*"))):
+        if FORMAT.read_info(folder).fingerprint.device == hardware:
             return load_models(folder)
     return None

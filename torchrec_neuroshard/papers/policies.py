@@ -9,8 +9,9 @@ lookups of the batch divided by 65,536. The papers' features do not describe opt
 weighted lookups, the spread of bag lengths, features that share a table, or fusion
 groups.
 
-Shapes: `N` tables in all, `E` episodes, `T` tables of the longest episode, `W` ranks of
-the widest episode, `F` = 21 features, `K` values summed per rank, `C` context values.
+Shapes: `N` tables in all, `E` tasks side by side (one, except in training), `T` tables
+of the longest task, `W` ranks of the widest task, `F` = 21 features, `K` values summed
+per rank, `C` context values.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from torchrec_neuroshard.papers.common import (
 )
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.rules import require_unconstrained
+from torchrec_neuroshard.search.shards import Ints
 from torchrec_neuroshard.tables.access import NUM_COUNT_BINS
 from torchrec_neuroshard.tables.table import TableConfig
 
@@ -65,10 +67,7 @@ by 65,536; weights in GB; `bin_j`, the share of distinct ids that occur 2**(j-1)
 
 TRAIN = "train one with benchmarks/papers/train.py"
 """Way out in messages about a missing or unsuitable policy."""
-_STANDARDISED = 4
-"""Number of standardised columns. The shares after them stay raw."""
 _GB = 1e9
-_STD_FLOOR = 1e-6
 ILLEGAL = -1e9
 """Logit of a full rank. Not -inf, since -inf times a probability of 0 is NaN."""
 
@@ -132,27 +131,6 @@ def view_task(task: ShardingTask) -> TaskView:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Episodes:
-    """Several tasks side by side, padded, with tables in the order of placing."""
-
-    tables_ET: npt.NDArray[np.int64]
-    """Step -> index of its table in the task."""
-    features_ETF: torch.Tensor
-    bytes_ET: torch.Tensor
-    caps_EW: torch.Tensor
-    is_table_ET: torch.Tensor
-    """False in the padding."""
-    is_rank_EW: torch.Tensor
-
-    def ranks(self, actions_ET: torch.Tensor, episode: int) -> npt.NDArray[np.int64]:
-        """Return the rank of each table of one episode, in the task's order."""
-        count = int(self.is_table_ET[episode].sum())
-        ranks = np.empty(count, dtype=np.int64)
-        ranks[self.tables_ET[episode, :count]] = actions_ET[episode, :count].numpy()
-        return ranks
-
-
 class PolicyNet(nn.Module, ABC):
     """Base class of a policy with its cost net.
 
@@ -166,18 +144,11 @@ class PolicyNet(nn.Module, ABC):
     cost_scale_ms: torch.Tensor
 
     def __init__(self) -> None:
-        """Make statistics that change no feature until `set_statistics`."""
+        """Make statistics that change no feature until trained or loaded."""
         super().__init__()
         self.register_buffer("mean_F", torch.zeros(len(POLICY_FEATURES)))
         self.register_buffer("std_F", torch.ones(len(POLICY_FEATURES)))
         self.register_buffer("cost_scale_ms", torch.ones(()))
-
-    def set_statistics(self, features_NF: npt.NDArray[np.float32]) -> None:
-        """Standardise by the statistics of these training tables from now on."""
-        head = torch.from_numpy(features_NF[:, :_STANDARDISED]).double()
-        self.mean_F[:_STANDARDISED] = head.mean(dim=0).float()
-        deviation = head.std(dim=0, unbiased=False).float()
-        self.std_F[:_STANDARDISED] = deviation + _STD_FLOOR
 
     def standardise(self, features: torch.Tensor) -> torch.Tensor:
         """Return standardised features, `... x F`."""
@@ -192,112 +163,53 @@ class PolicyNet(nn.Module, ABC):
         """Return the values of each table that are summed per rank, `E x T x K`."""
 
     @abstractmethod
-    def context(self, episodes: Episodes) -> torch.Tensor:
-        """Return the context of each step, the same for all ranks, `E x T x C`."""
+    def context(
+        self, features_ETF: torch.Tensor, count_E: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the context of each step, the same for all ranks, `E x T x C`.
+
+        Args:
+            features_ETF: Features of all tables, in the order of placing.
+            count_E: Number of tables of each task.
+        """
 
     @abstractmethod
     def logits(self, sums_WK: torch.Tensor, context_C: torch.Tensor) -> torch.Tensor:
         """Return each rank's logit: `... x W x K` and `... x C` to `... x W`."""
 
 
-# Episodes.
-
-
 @torch.no_grad()
-def arrange(
-    net: PolicyNet,
-    views: Sequence[TaskView],
-    by: Literal["cost", "memory"] = "cost",
-) -> Episodes:
-    """Return tasks for `roll_out`, with the largest predicted cost or memory first."""
-    lengths = [len(v.tables) for v in views]
-    keys = [v.bytes for v in views]
-    if by == "cost":
-        flat = torch.from_numpy(np.concatenate([v.features for v in views]))
-        costs = net.single_costs(flat).double().numpy()
-        keys = np.split(costs, np.cumsum(lengths)[:-1])
-    orders = [np.argsort(-key, kind="stable") for key in keys]
-    widest = max(len(v.caps) for v in views)
-    shape = len(views), max(lengths)
-    tables = np.zeros(shape, dtype=np.int64)
-    features = np.zeros((*shape, len(POLICY_FEATURES)), dtype=np.float32)
-    memory = np.zeros(shape)
-    caps = np.full((len(views), widest), -math.inf)
-    for e, (view, order) in enumerate(zip(views, orders, strict=True)):
-        tables[e, : len(order)] = view.tables[order]
-        features[e, : len(order)] = view.features[order]
-        memory[e, : len(order)] = view.bytes[order]
-        caps[e, : len(view.caps)] = view.caps
-    return Episodes(
-        tables_ET=tables,
-        features_ETF=torch.from_numpy(features),
-        bytes_ET=torch.from_numpy(memory),
-        caps_EW=torch.from_numpy(caps),
-        is_table_ET=torch.arange(shape[1]) < torch.tensor(lengths)[:, None],
-        is_rank_EW=torch.from_numpy(caps > -math.inf),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """A policy's choices in each step of each episode."""
-
-    actions_ET: torch.Tensor
-    log_probs_ET: torch.Tensor
-    """Log probabilities of the choices."""
-    legal_ETW: torch.Tensor
-    """True: the rank could be chosen."""
-    stuck_ET: torch.Tensor
-    """True: no rank had room, so the table went to the freest rank."""
-
-
-@torch.no_grad()
-def roll_out(
-    net: PolicyNet, episodes: Episodes, generator: torch.Generator | None = None
-) -> Rollout:
-    """Return a policy's placement of all tables; it never chooses a full rank.
+def place(net: PolicyNet, task: ShardingTask, by: Literal["cost", "memory"]) -> Ints:
+    """Return the likeliest rank with room of each table; ties go to the first rank.
 
     Args:
         net: The policy.
-        episodes: From `arrange`.
-        generator: Draws the choices. None: take the likeliest rank; ties go to the
-            first.
+        task: The task.
+        by: Whether the tables with the largest predicted cost or memory come first.
+
+    Raises:
+        InfeasibleError: A table has room on no rank.
     """
-    items = net.items(episodes.features_ETF) * episodes.is_table_ET[..., None]
-    context = net.context(episodes)
-    num_episodes, length = episodes.is_table_ET.shape
-    num_ranks = episodes.caps_EW.shape[1]
-    sums = items.new_zeros(num_episodes, num_ranks, items.shape[2])
-    room = episodes.caps_EW.clone()
-    steps: list[tuple[torch.Tensor, ...]] = []
-    for t in range(length):
-        legal = episodes.is_rank_EW & (room >= episodes.bytes_ET[:, t, None])
-        stuck = ~legal.any(dim=1)
-        freest = nn.functional.one_hot(room.argmax(dim=1), num_ranks).bool()
-        legal = torch.where(stuck[:, None], freest, legal)
-        logits = net.logits(sums, context[:, t]).masked_fill(~legal, ILLEGAL)
-        log_probs = torch.log_softmax(logits, dim=-1)
-        action = _choose(log_probs, generator)
-        chosen = nn.functional.one_hot(action, num_ranks)
-        sums = sums + chosen[..., None] * items[:, t, None]
-        room = room - torch.where(
-            chosen.bool(), episodes.bytes_ET[:, t, None], torch.zeros_like(room)
-        )
-        log_prob = log_probs.gather(1, action[:, None])[:, 0]
-        steps.append((action, log_prob, legal, stuck & episodes.is_table_ET[:, t]))
-    actions, chosen_probs, legal_steps, stuck_steps = zip(*steps, strict=True)
-    return Rollout(
-        torch.stack(actions, dim=1),
-        torch.stack(chosen_probs, dim=1),
-        torch.stack(legal_steps, dim=1),
-        torch.stack(stuck_steps, dim=1),
-    )
-
-
-def _choose(log_probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    if generator is None:
-        return log_probs.argmax(dim=1)
-    return torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
+    view = view_task(task)
+    features_TF = torch.from_numpy(view.features)
+    costs_T = net.single_costs(features_TF).double().numpy()
+    order_T = np.argsort(-(costs_T if by == "cost" else view.bytes), kind="stable")
+    features_1TF = features_TF[torch.from_numpy(order_T)][None]
+    items_TK = net.items(features_1TF)[0]
+    context_1TC = net.context(features_1TF, torch.tensor([len(order_T)]))
+    sums_1WK = items_TK.new_zeros(1, task.world_size, items_TK.shape[1])
+    room_W, rank_T = view.caps.copy(), np.zeros(len(order_T), dtype=np.int64)
+    for step, row in enumerate(order_T):
+        full_W = torch.from_numpy(room_W < view.bytes[row])
+        if full_W.all():
+            raise _stuck(task, int(view.tables[row]))
+        logits_1W = net.logits(sums_1WK, context_1TC[:, step])
+        probs_1W = torch.log_softmax(logits_1W.masked_fill(full_W, ILLEGAL), dim=-1)
+        rank = int(probs_1W.argmax())
+        sums_1WK[0, rank] += items_TK[step]
+        room_W[rank] -= view.bytes[row]
+        rank_T[view.tables[row]] = rank
+    return rank_T
 
 
 # Files.
@@ -327,7 +239,7 @@ class Policy:
     info: PolicyInfo
 
 
-def _format(
+def policy_format(
     method: str, make_net: Callable[[], PolicyNet]
 ) -> BundleFormat[PolicyInfo, PolicyNet]:
     """Return the file format of a method's policies."""
@@ -354,16 +266,10 @@ def _format(
     )
 
 
-def save_policy(folder: str | Path, policy: Policy, card: str) -> None:
-    """Write the policy's weights, statistics and description, and a card."""
-    files = _format(policy.info.method, lambda: policy.net)
-    files.save(folder, policy.net, policy.info, card)
-
-
 def load_policy(
     folder: str | Path, method: str, make_net: Callable[[], PolicyNet]
 ) -> Policy:
-    """Return the policy that `save_policy` wrote, after checking every file.
+    """Return a folder's policy, after checking every file.
 
     Args:
         folder: The policy's folder.
@@ -374,21 +280,7 @@ def load_policy(
         BundleCorruptError: A file is missing or damaged.
         BundleMismatchError: The policy has another method or version.
     """
-    return Policy(*_format(method, make_net).load(folder))
-
-
-def shipped_policy(method: str) -> Path:
-    """Return the folder of a method's shipped policy.
-
-    Raises:
-        ConfigError: No policy of this method is shipped.
-    """
-    folders = sorted((PRETRAINED / "policies").glob(f"{method}_*"))
-    if not folders:
-        raise ConfigError(
-            f"this package has no {method} policy; {TRAIN} and pass its folder"
-        )
-    return folders[0]
+    return Policy(*policy_format(method, make_net).load(folder))
 
 
 # The search.
@@ -418,8 +310,13 @@ class PolicySearcher(Searcher):
         """
         self.name = self.method
         if not isinstance(policy, Policy):
-            folder = shipped_policy(self.method) if policy is None else policy
-            policy = load_policy(folder, self.method, self.make_net)
+            shipped = sorted((PRETRAINED / "policies").glob(f"{self.method}_*"))
+            if policy is None and not shipped:
+                raise ConfigError(
+                    f"this package has no {self.method} policy; {TRAIN} and pass its "
+                    "folder"
+                )
+            policy = load_policy(policy or shipped[0], self.method, self.make_net)
         if policy.info.method != self.method:
             raise ConfigError(
                 f"the search '{self.method}' cannot use a policy of "
@@ -442,31 +339,20 @@ class PolicySearcher(Searcher):
         """
         start = time.monotonic()
         require_unconstrained(task, self.name)
-        ranks, warnings = self._place(task, view_task(task))
+        warnings = []
+        try:
+            ranks = place(self.policy.net, task, by="cost")
+        except InfeasibleError:
+            ranks = place(self.policy.net, task, by="memory")
+            warnings.append(
+                f"with the costliest tables first, {self.name} found no room for a "
+                "table; it placed the largest tables first instead"
+            )
         placement = whole_placement(task, ranks)
         placement.check(task)
         warnings += self._out_of_range(task, simulator.cost_model)
         evaluated = len(task.tables) * task.world_size
         return finish(placement, simulator, start, evaluated, warnings=warnings)
-
-    def _place(
-        self, task: ShardingTask, view: TaskView
-    ) -> tuple[npt.NDArray[np.int64], list[str]]:
-        for by in ("cost", "memory"):
-            episodes = arrange(self.policy.net, [view], by)
-            rollout = roll_out(self.policy.net, episodes)
-            ranks = episodes.ranks(rollout.actions_ET, 0)
-            if not bool(rollout.stuck_ET.any()):
-                break
-        else:
-            step = int(rollout.stuck_ET[0].int().argmax())
-            raise _stuck(task, int(episodes.tables_ET[0, step]))
-        if by == "cost":
-            return ranks, []
-        return ranks, [
-            f"with the costliest tables first, {self.name} found no room for a table; "
-            "it placed the largest tables first instead"
-        ]
 
     def _out_of_range(self, task: ShardingTask, cost_model: CostModel) -> list[str]:
         info = self.policy.info
