@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from harness.browser import find_browser, open_page
+from tests.report.browser import find_browser, open_page
 from torchrec_neuroshard import __version__
 from torchrec_neuroshard.costs.simulator import (
     PHASES,
