@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
-import json
 import logging
 import math
 import statistics
@@ -32,7 +32,8 @@ import numpy.typing as npt
 import torch
 from torchrec.distributed.planner.constants import DDR_MEM_BW
 
-from harness.pages import table
+from harness.options import add_option
+from harness.pages import table, write_page
 from harness.provenance import describe_run
 from planner_comparison.clusters import CLUSTERS, cluster_of
 from planner_comparison.kernels import KernelSettings, KernelTimer, kernels_of
@@ -65,22 +66,17 @@ Floats = npt.NDArray[np.float64]
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, after applying those of `--quick`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="path of the results, without suffix")
-    add(
-        "--bundles",
-        nargs="+",
-        required=True,
-        metavar="NAME=BUNDLE",
-        help="a name for the page, and the bundle's name or folder",
-    )
-    add("--tables", type=Path, help="JSON of published table sets")
-    add("--seeds", type=int, nargs="+", default=[0, 1])
-    add("--batch-sizes", type=int, nargs="+", default=[2_048, 8_192])
-    add("--num-tasks", type=int, default=6, help="tasks of each seed and batch size")
-    add("--max-rows", type=int, default=400_000, help="most rows of a table")
-    add("--rounds", type=int, default=5, help="timings of each kernel")
-    add("--quick", action="store_true", help="one task")
+    add = functools.partial(add_option, parser)
+    add("out", ..., "path of the results, without suffix", Path)
+    named = "a name for the page, and the bundle's name or folder"
+    add("bundles", ..., named, str, nargs="+", metavar="NAME=BUNDLE")
+    add("tables", None, "JSON of published table sets", Path)
+    add("seeds", [0, 1], "seeds of the tasks", int, nargs="+")
+    add("batch_sizes", [2_048, 8_192], "samples over all ranks", int, nargs="+")
+    add("num_tasks", 6, "tasks of each seed and batch size")
+    add("max_rows", 400_000, "most rows of a table")
+    add("rounds", 5, "timings of each kernel")
+    add("quick", False, "one task")
     options = parser.parse_args(arguments)
     if not all(all(bundle.partition("=")) for bundle in options.bundles):
         parser.error("--bundles takes NAME=BUNDLE, for example mine=calibrated")
@@ -342,9 +338,12 @@ def _by_bundle(data: Data) -> str:
         for group, tasks in groups.items()
         for bundle in data["bundles"]
     ]
-    head = "bundle|plans|sd|without noise|TorchRec's plans: sd|without noise|level"
-    head += f"|busiest / mean rank|/ TorchRec's shorter|from, to|above {LOST}"
-    return table(head.split("|"), rows)
+    head = (
+        "bundle | plans | sd | without noise | TorchRec's plans: sd | without noise | "
+        "level | busiest / mean rank | / TorchRec's shorter | from, to | above "
+        f"{LOST}"
+    )
+    return table(head, rows)
 
 
 def _row(data: Data, tasks: Sequence[Data], bundle: str) -> list[str]:
@@ -427,13 +426,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     judge = Judge(bundles, options.rounds, arena)
     data = {"run": run, "max_rows": options.max_rows, "rounds": options.rounds}
     data |= judge.describe(tasks[0][1]) | {"traits": TRAITS, "tasks": []}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     for group, task in tasks:
         found = {"group": group, **task.to_json(), **judge.judge(task)}
         data["tasks"].append(found)
         data["minutes"] = round((time.monotonic() - start) / 60, 1)
-        at(options.out, ".json").write_text(f"{json.dumps(data)}\n", encoding="utf-8")
-        at(options.out, ".md").write_text(page_text(data), encoding="utf-8")
+        write_page(options.out, data, page_text(data), indent=None)
         over = [f"{name} {over_torchrec(found, name):.3f}" for name in bundles]
         line = f"{data['minutes']:5.1f} min, {task.name}, {group}: {', '.join(over)}"
         print(line, flush=True)

@@ -17,11 +17,10 @@ thread.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
-import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed as dist
 from scipy import stats
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingPlan
@@ -38,7 +36,8 @@ from torchrec.distributed.types import ShardingPlan
 from harness.dlrm_tables import generate_dlrm_tables
 from harness.layouts import LAYOUTS
 from harness.models import draw_batches, profile_tables, table_paths
-from harness.pages import table
+from harness.options import RunError, option
+from harness.pages import table, write_page
 from harness.planning import (
     BEST_PRACTICE,
     OURS,
@@ -48,13 +47,11 @@ from harness.planning import (
     predicted_phases,
 )
 from harness.provenance import describe_run
-from harness.ranks import Ranks, SpeedReference, machine_speeds
+from harness.ranks import Ranks, SpeedReference, machine_speeds, run_on_ranks
 from harness.tasks import PRODUCTION_WIDTHS, TaskConfig, cap_rows, sample_tasks
 from harness.training_runs import TrialConfig, TrialResult, run_trial, take_turns
 from torchrec_neuroshard import TableConfig, load_cost_model
-from torchrec_neuroshard.bundles.find import load_comms_model
 from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts
-from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 Floats = npt.NDArray[np.float64]
@@ -84,6 +81,29 @@ class AllTypesSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
         """Return TorchRec's types for the device, and row-wise."""
         types: list[str] = super().sharding_types(compute_device_type)
         return [*dict.fromkeys([*types, "row_wise"])]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Options of the run: each field is an option with the same name."""
+
+    out: str = option("", "path of the results, without suffix")
+    cost_model: str = option("auto", "auto, a bundle's name or its folder")
+    batch_size: int = option(1_024, "samples per rank")
+    max_rows: int = option(MAX_TABLE_ROWS, "most rows of a table")
+    rounds: int = option(3, "rounds, at least 2")
+    warm_up: int = option(2, "untimed iterations per round")
+    iterations: int = option(
+        5, "iterations per round; as many are timed whole and by phase"
+    )
+    seed: int = option(0, "seed of tables and batches")
+    models: str = option("", "models to train, with commas; empty: all")
+
+    def __post_init__(self) -> None:
+        if not self.out:
+            raise RunError("--out is missing")
+        if self.rounds < 2:
+            raise RunError("--rounds must be at least 2: their difference is the noise")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,25 +173,14 @@ class Trial:
 class Trainer:
     """Plans and trains the plans of one workload."""
 
-    def __init__(self, workload: Workload, ranks: Ranks, args: Any) -> None:
+    def __init__(self, workload: Workload, ranks: Ranks, args: RunConfig) -> None:
         self._workload, self._ranks, self._args = workload, ranks, args
         self._batches = draw_batches(
             workload.tables, args.batch_size, args.seed, ranks.rank, ranks.device
         )
         self._reference = SpeedReference(ranks)
         self._cost_model = load_cost_model(args.cost_model)
-        comms_model = load_comms_model(
-            args.cost_model,
-            device_type="cpu",
-            world_size=ranks.world_size,
-            local_world_size=ranks.world_size,
-        )
-        if comms_model is None:
-            raise SystemExit(
-                f"'{args.cost_model}' has no measurements of gloo collectives; run "
-                "'neuroshard collect comms' and 'neuroshard train'"
-            )
-        self._comms_model: CommsModel = comms_model
+        self._comms_model = ranks.comms_model(args.cost_model)
 
     def trials(self) -> list[Trial]:
         """Return all plans and their predictions, made on rank 0."""
@@ -183,11 +192,7 @@ class Trainer:
         desk = PlanningDesk(
             tables,
             profile_tables(tables, batch_size, self._args.seed, size),
-            topology={
-                "world_size": size,
-                "local_world_size": size,
-                "compute_device": "cpu",
-            },
+            topology=self._ranks.topology,
             batch_size=batch_size,
             cost_model=self._cost_model,
             comms_model=self._comms_model,
@@ -329,17 +334,9 @@ def judge_all(models: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 HEAD = (
-    "model",
-    "prediction",
-    "plans",
-    "measured ms",
-    "rank correlation",
-    "median error",
-    "mean error",
-    "largest error",
-    "pairs in order",
-    "plan predicted best / best plan",
-    "rank correlation, iteration",
+    "model | prediction | plans | measured ms | rank correlation | median error | mean "
+    "error | largest error | pairs in order | plan predicted best / best plan | rank "
+    "correlation, iteration"
 )
 
 
@@ -425,7 +422,7 @@ def _spread(times: dict[str, float]) -> str:
     return f"{times['median']:.1f} ({low:.1f} to {high:.1f})"
 
 
-def run_model(workload: Workload, ranks: Ranks, args: Any) -> dict[str, Any]:
+def run_model(workload: Workload, ranks: Ranks, args: RunConfig) -> dict[str, Any]:
     """Train all plans of a model and return its entry in the results."""
     trainer = Trainer(workload, ranks, args)
     trials = {trial.name: trial for trial in trainer.trials()}
@@ -441,12 +438,8 @@ def run_model(workload: Workload, ranks: Ranks, args: Any) -> dict[str, Any]:
                     f"measured {shown:.1f} ms wall-clock time",
                     flush=True,
                 )
-    nominal_ms = trainer.nominal_reference_ms()
-    readings = [
-        [ms for t in trials.values() for ms in t.rounds[number].reference_ms]
-        for number in range(args.rounds)
-    ]
-    speeds = machine_speeds(readings, nominal_ms)
+    taken = [[r.to_json() for r in t.rounds] for t in trials.values()]
+    speeds = machine_speeds(taken, trainer.nominal_reference_ms())
     plans = [entry_of(trial, speeds) for trial in trials.values()]
     noise = noise_of(np.array([plan["round_medians_ms"] for plan in plans]))
     real = [plan["embedding_ms"]["median"] for plan in plans]
@@ -463,59 +456,31 @@ def run_model(workload: Workload, ranks: Ranks, args: Any) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def run(config: RunConfig, ranks: Ranks) -> None:
     """Train the plans of all models and write the results."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--cost-model", default="auto", help="auto, a bundle's name or its folder"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=1_024, help="samples per rank"
-    )
-    parser.add_argument(
-        "--max-rows", type=int, default=MAX_TABLE_ROWS, help="most rows of a table"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="rounds, at least 2")
-    parser.add_argument(
-        "--warm-up", type=int, default=2, help="untimed iterations per round"
-    )
-    parser.add_argument(
-        "--iterations",
-        type=int,
-        default=5,
-        help="iterations per round; as many are timed whole and by phase",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of tables and batches"
-    )
-    parser.add_argument("--models", nargs="*", help="models to train (default: all)")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="path of the results, without suffix"
-    )
-    args = parser.parse_args()
-    if args.rounds < 2:
-        parser.error("--rounds must be at least 2: their difference is the noise")
-    warnings.simplefilter("ignore")
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
-    ranks, start = Ranks("gloo"), time.monotonic()
+    start = time.monotonic()
     data: dict[str, Any] = {
         **describe_run(launcher="torchrun"),
         "world_size": ranks.world_size,
-        "options": {k: str(v) for k, v in vars(args).items()},
+        "options": {k: str(v) for k, v in dataclasses.asdict(config).items()},
         "models": [],
     }
-    for workload in make_workloads(args.batch_size, args.seed, args.max_rows):
-        if args.models and workload.name not in args.models:
+    for workload in make_workloads(config.batch_size, config.seed, config.max_rows):
+        if config.models and workload.name not in config.models.split(","):
             continue
-        data["models"].append(run_model(workload, ranks, args))
+        data["models"].append(run_model(workload, ranks, config))
         data["minutes"] = (time.monotonic() - start) / 60
         if ranks.rank == 0:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.with_suffix(".json").write_text(json.dumps(data) + "\n")
-            args.out.with_suffix(".md").write_text(report(data))
+            write_page(Path(config.out), data, report(data), indent=None)
             print(json.dumps(data["models"][-1]["judged"], indent=1), flush=True)
-    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Run the benchmark and return the exit code."""
+    warnings.simplefilter("ignore")
+    doc = __doc__ or ""
+    return run_on_ranks(RunConfig, None, doc, lambda _: Ranks("gloo"), run)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -27,7 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.pages import table
+from harness.options import add_option
+from harness.pages import table, write_page
 from harness.provenance import describe_run
 from published import kernels
 from published.fitting import fit, left_out, predict, predict_sets, shared_of
@@ -128,16 +128,9 @@ def unused(path: Path) -> list[tuple[str, int]]:
 def main() -> None:
     """Fit with all and with left-out timings, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, required=True, help="path of the results, without suffix"
-    )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        action="append",
-        default=[],
-        help="trace of torch.profiler; may be repeated",
-    )
+    add_option(parser, "out", ..., "path of the results, without suffix", Path)
+    traced = "trace of torch.profiler; may be repeated"
+    parser.add_argument("--trace", type=Path, action="append", default=[], help=traced)
     args = parser.parse_args()
 
     logging.disable(logging.WARNING)  # TorchRec warns about its topologies
@@ -238,8 +231,7 @@ def main() -> None:
         sections.append(f"{overlap_table(overlaps(spans))}\n")
         sections.append(f"{pass_table(forward_passes(spans))}\n")
     sections += ["## Constants\n", constants_md]
-    args.out.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
-    args.out.with_suffix(".md").write_text("\n".join(sections) + "\n")
+    write_page(args.out, raw, "\n".join(sections) + "\n")
     print(args.out.with_suffix(".md").read_text())
 
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import functools
 import importlib
 import json
 import logging
@@ -63,7 +64,8 @@ from torchrec.distributed.types import ShardingType
 
 from harness.dlrm_tables import generate_dlrm_tables
 from harness.models import build_collection
-from harness.pages import table
+from harness.options import add_option
+from harness.pages import table, write_page
 from harness.planning import count_types
 from harness.provenance import describe_run
 from harness.tasks import (
@@ -523,7 +525,7 @@ def ablation(known: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
                     f"{mean(took):.2f}",
                 ]
             )
-    head = (f"relative to `{WHOLE}`", "tasks", "ms", "worst ms", "search seconds")
+    head = f"relative to `{WHOLE}` | tasks | ms | worst ms | search seconds"
     return table(head, cells) if cells else ""
 
 
@@ -558,13 +560,8 @@ def seconds_over_torchrec(
                 ]
             )
     head = (
-        "family",
-        "TorchRec takes",
-        "tasks",
-        "TorchRec, median s",
-        "ours, median s",
-        "ours / TorchRec, median",
-        "range",
+        "family | TorchRec takes | tasks | TorchRec, median s | ours, median s | "
+        "ours / TorchRec, median | range"
     )
     return table(head, cells) if cells else ""
 
@@ -612,18 +609,9 @@ def page(
             ]
         )
     head = (
-        "task",
-        "method",
-        "ms",
-        "relative to ours",
-        "gap",
-        "`plan()` CPU s",
-        "of that outside the search",
-        f"s to {NEAR:.0%} of the last plan",
-        "added MiB",
-        "tables by type and kernel",
-        "relative to before",
-        "s before",
+        "task | method | ms | relative to ours | gap | `plan()` CPU s | of that "
+        f"outside the search | s to {NEAR:.0%} of the last plan | added MiB | tables "
+        "by type and kernel | relative to before | s before"
     )
     mean = f"{statistics.geometric_mean(ratios):.4f}" if ratios else "-"
     return "\n\n".join(
@@ -644,35 +632,22 @@ def page(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Plan the selected tasks."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--tables", type=Path, help="JSON of published table sets")
-    parser.add_argument(
-        "--only", default="*", help="patterns of task names, with commas"
-    )
-    parser.add_argument("--quick", action="store_true", help="run a few tasks")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        default=METHODS,
-        choices=[*OURS, *TORCHREC, *SEARCHERS, *ABLATIONS],
-        help="planners to run",
-    )
-    parser.add_argument(
-        "--ablate", action="store_true", help="leave out one stage at a time"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=120.0, help="CPU seconds of a run"
-    )
-    parser.add_argument("--before", type=Path, help="JSON of an earlier call")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="path of the results, without suffix"
-    )
+    add = functools.partial(add_option, parser)
+    add("tables", None, "JSON of published table sets", Path)
+    add("only", "*", "patterns of task names, with commas")
+    add("quick", False, "run a few tasks")
+    known = [*OURS, *TORCHREC, *SEARCHERS, *ABLATIONS]
+    add("methods", METHODS, "planners to run", str, nargs="+", choices=known)
+    add("ablate", False, "leave out one stage at a time")
+    add("limit", 120.0, "CPU seconds of a run")
+    add("before", None, "JSON of an earlier call", Path)
+    add("out", ..., "path of the results, without suffix", Path)
     options = parser.parse_args(arguments)
     before = json.loads(options.before.read_text())["rows"] if options.before else []
     settings = {**describe_run(), "limit": options.limit}
     methods = [WHOLE, *ABLATIONS] if options.ablate else options.methods
     patterns = (QUICK if options.quick else options.only).split(",")
     rows: list[dict[str, Any]] = []
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     for task in make_tasks(options.tables):
         if not any(fnmatch.fnmatchcase(task.name, p) for p in patterns):
             continue
@@ -682,9 +657,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows.append(execute(task, method, options.limit))
             shown = {k: v for k, v in rows[-1].items() if k != "progress"}
             print(json.dumps(shown), flush=True)
-            data = json.dumps({"settings": settings, "rows": rows}, indent=1)
-            options.out.with_suffix(".json").write_text(f"{data}\n")
-            options.out.with_suffix(".md").write_text(page(settings, rows, before))
+            data = {"settings": settings, "rows": rows}
+            write_page(options.out, data, page(settings, rows, before))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ speed drifts is fair to both. README.md explains the measurements.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
-import os
 import statistics
 import sys
 import time
@@ -31,15 +32,19 @@ import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
 from harness.models import NUM_BATCHES, draw_batches, profile_tables
-from harness.options import RunError, option, read_options
+from harness.options import RunError, option
 from harness.planning import BEST_PRACTICE, OURS, PlanningDesk
 from harness.provenance import describe_run
-from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
-from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
+from harness.ranks import (
+    Ranks,
+    SpeedReference,
+    machine_speeds,
+    run_on_ranks,
+    scaled_median,
+)
+from harness.training_runs import TrialConfig, run_trial, take_turns
 from torchrec_neuroshard import TableConfig, load_cost_model
-from torchrec_neuroshard.bundles.find import load_comms_model
 from torchrec_neuroshard.costs.simulator import PHASES
-from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.models.collectives import BandwidthCommsModel
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
@@ -122,14 +127,8 @@ def find_comms_model(
 ) -> CommsModel:
     """Return the bundle's measured collectives, or a model of one bandwidth."""
     if not config.all_to_all_gb_per_s:
-        known = load_comms_model(
-            config.cost_model,
-            device_type=ranks.device.type,
-            world_size=ranks.world_size,
-            local_world_size=ranks.local_world_size,
-        )
-        if known is not None:
-            return known
+        with contextlib.suppress(RunError):
+            return ranks.comms_model(config.cost_model)
     return BandwidthCommsModel(
         world_size=ranks.world_size,
         local_world_size=ranks.local_world_size,
@@ -272,9 +271,7 @@ def make_desk(
     )
     memory_gb_per_s = measure_memory(ranks) if ranks.on_gpu else None
     topology: dict[str, Any] = {
-        "world_size": ranks.world_size,
-        "local_world_size": ranks.local_world_size,
-        "compute_device": ranks.device.type,
+        **ranks.topology,
         "hbm_cap" if ranks.on_gpu else "ddr_cap": ranks.free_bytes(),
         # TorchRec counts bandwidth in bytes per millisecond.
         "intra_host_bw": link_gb_per_s * 1e6,
@@ -325,6 +322,12 @@ def make_desk(
     }
 
 
+def planned(desk: PlanningDesk, name: str) -> tuple[ShardingPlan, dict[str, Any]]:
+    """Return a plan, and its entry in the results."""
+    plan, _, entry = desk.plan(name)
+    return plan, entry
+
+
 def run(config: RaceConfig, ranks: Ranks) -> None:
     """Make both plans, train them in turn, write and print the results."""
     start = time.perf_counter()
@@ -335,14 +338,8 @@ def run(config: RaceConfig, ranks: Ranks) -> None:
     desk, facts = make_desk(config, ranks, tables)
     plans, entries = {}, {}
     for name in RACERS:
-
-        def planned(by: str = name) -> tuple[ShardingPlan, dict[str, Any]]:
-            plan, _, entry = desk.plan(by)
-            return plan, entry
-
-        plan, entry = ranks.on_first(planned)
-        plans[name] = plan
-        entries[name] = {**entry, "shards": shards_of(plan), "rounds": []}
+        plans[name], entry = ranks.on_first(functools.partial(planned, desk, name))
+        entries[name] = {**entry, "shards": shards_of(plans[name]), "rounds": []}
 
     reference = SpeedReference(ranks)
     trial = TrialConfig(
@@ -368,11 +365,8 @@ def run(config: RaceConfig, ranks: Ranks) -> None:
         return
 
     stock, ours = (entries[name] for name in RACERS)
-    readings = [
-        [ms for entry in entries.values() for ms in entry["rounds"][i]["reference_ms"]]
-        for i in range(config.pairs)
-    ]
-    speeds = machine_speeds(readings, desk.nominal_reference_ms * slowdown)
+    rounds = [entry["rounds"] for entry in entries.values()]
+    speeds = machine_speeds(rounds, desk.nominal_reference_ms * slowdown)
     for entry in entries.values():
         entry["judged"] = judge(entry, speeds)
     results = {
@@ -399,19 +393,14 @@ def run(config: RaceConfig, ranks: Ranks) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the race and return the exit code."""
-    # Hide notices of TorchRec and torch about their internals.
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    # Hide notices of torch about its internals.
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    try:
-        config = read_options(RaceConfig, arguments, __doc__ or "")
-        ranks = Ranks(BACKENDS[config.device])
-        run(config, ranks)
-    except (RunError, TrialError, NeuroShardError) as error:
-        print(f"rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr)
-        return 2
-    dist.destroy_process_group()
-    return 0
+
+    def start(config: RaceConfig) -> Ranks:
+        return Ranks(BACKENDS[config.device])
+
+    return run_on_ranks(RaceConfig, arguments, __doc__ or "", start, run)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import logging
 import operator
-import os
 import statistics
 import sys
 import warnings
@@ -35,23 +32,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchrec.distributed.types import ShardingPlan
 
 from harness.dlrm_tables import generate_dlrm_tables
 from harness.models import draw_batches, profile_tables
-from harness.options import RunError, option, read_options
-from harness.pages import table
+from harness.options import RunError, option
+from harness.pages import table, write_page
 from harness.planning import BEST_PRACTICE, PLANNERS, RESERVED, STOCK, PlanningDesk
 from harness.provenance import describe_run
-from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
+from harness.ranks import (
+    Ranks,
+    SpeedReference,
+    machine_speeds,
+    run_on_ranks,
+    scaled_median,
+)
 from harness.tasks import TaskConfig, cap_rows, sample_tasks
 from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
 from torchrec_neuroshard import TableConfig, load_cost_model
-from torchrec_neuroshard.bundles.find import load_comms_model
 from torchrec_neuroshard.bundles.make import source_bundle
 from torchrec_neuroshard.costs.simulator import PHASES
-from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.plans.plan_files import save_plan
 from torchrec_neuroshard.tables.mlperf import MLPERF_MAX_ROWS, mlperf_dlrm_v2
@@ -172,17 +172,7 @@ def make_desk(
     Raises:
         RunError: The bundle has no collectives for these ranks.
     """
-    comms_model = load_comms_model(
-        config.cost_model,
-        device_type=ranks.device.type,
-        world_size=ranks.world_size,
-        local_world_size=ranks.local_world_size,
-    )
-    if comms_model is None:
-        raise RunError(
-            f"'{config.cost_model}' has no measured collectives of {ranks.backend}; "
-            "run 'neuroshard collect comms' and 'neuroshard train'"
-        )
+    comms_model = ranks.comms_model(config.cost_model)
     profiles = ranks.on_first(
         lambda: profile_tables(
             workload.tables, config.batch_size, config.seed, ranks.world_size
@@ -193,9 +183,7 @@ def make_desk(
     assert links is not None
     inter_gb_per_s = links.inter_gb_per_s or links.intra_gb_per_s
     topology = {
-        "world_size": ranks.world_size,
-        "local_world_size": ranks.local_world_size,
-        "compute_device": ranks.device.type,
+        **ranks.topology,
         "hbm_cap" if ranks.on_gpu else "ddr_cap": memory_bytes,
         "intra_host_bw": links.intra_gb_per_s * 1e6,
         "inter_host_bw": inter_gb_per_s * 1e6,
@@ -282,7 +270,8 @@ class Comparison:
                 if "failed" not in self._entries[name]:
                     self._train_one(name, self._entries[name])
                     if self._ranks.rank == 0:
-                        write(self._data, Path(self._config.out))
+                        out = Path(self._config.out)
+                        write_page(out, self._data, report(self._data))
 
     def _train_one(self, name: str, entry: Entry) -> None:
         config = self._config
@@ -327,17 +316,8 @@ def judge(workload: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if not trained:
         return {}
     base = next((n for n in (BEST_PRACTICE, STOCK) if n in trained), None)
-    readings = [
-        [
-            ms
-            for e in trained.values()
-            for r in e["rounds"][number : number + 1]
-            for ms in r["reference_ms"]
-        ]
-        for number in range(max(len(e["rounds"]) for e in trained.values()))
-    ]
     nominal_ms = workload["nominal_reference_ms"] * workload["reference_slowdown"]
-    speeds = machine_speeds(readings, nominal_ms)
+    speeds = machine_speeds([e["rounds"] for e in trained.values()], nominal_ms)
     first = next(iter(trained.values()))["rounds"]
     return {
         name: _judge_one(
@@ -389,16 +369,6 @@ def _judge_one(
             )
         ),
     }
-
-
-def write(data: dict[str, Any], out: Path) -> None:
-    """Write the results; a file is never half written."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    texts = {".json": json.dumps(data, indent=1) + "\n", ".md": report(data)}
-    for suffix, text in texts.items():
-        part = out.with_name(f".{out.name}{suffix}")
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, out.with_name(f"{out.name}{suffix}"))
 
 
 def report(data: dict[str, Any]) -> str:
@@ -516,24 +486,21 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         print(f"wrote {config.out}.md", flush=True)
 
 
+def start(config: RunConfig) -> Ranks:
+    """Start the ranks, at least two."""
+    backend = config.backend
+    if backend == "auto" and torch.cuda.is_available():
+        backend = "nccl"  # use the CPU only if it is asked for
+    ranks = Ranks(backend, config.timeout)
+    if ranks.world_size < 2:
+        raise RunError("one rank leaves nothing to place; start at least two ranks")
+    return ranks
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison and return the exit code."""
     warnings.simplefilter("ignore")
-    logging.getLogger("torchrec").setLevel(logging.ERROR)
-    try:
-        config = read_options(RunConfig, arguments, __doc__ or "")
-        backend = config.backend
-        if backend == "auto" and torch.cuda.is_available():
-            backend = "nccl"  # use the CPU only if it is asked for
-        ranks = Ranks(backend, config.timeout)
-        if ranks.world_size < 2:
-            raise RunError("one rank leaves nothing to place; start at least two ranks")
-        run(config, ranks)
-    except (RunError, NeuroShardError) as error:
-        print(f"rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr)
-        return 2
-    dist.destroy_process_group()
-    return 0
+    return run_on_ranks(RunConfig, arguments, __doc__ or "", start, run)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gzip
 import logging
 import os
@@ -29,7 +30,7 @@ import pickle
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 # Each command imports what it needs, so that `time` loads no planner.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from harness.options import add_option
 
 PLANNERS = (
     "default",
@@ -337,41 +340,39 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     """Return the options, with the command's function as `run`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="make|expect|time|judge")
+    add: Callable[..., None]
     own = commands.add_parser("make", help="plan tasks with every planner, on a CPU")
-    own.add_argument("--bundle", required=True, help="name or folder of the cost model")
-    own.add_argument("--tables", type=Path, help="JSON of published table sets")
-    own.add_argument("--device", default="cuda", help="device type to plan for")
-    own.add_argument("--planners", nargs="+", default=PLANNERS)
-    own.add_argument("--other", help="bundle of another device, for one more planner")
-    own.add_argument(
-        "--batch-size", type=int, default=65_536, help="samples over all ranks"
-    )
-    own.add_argument("--max-rows", type=int, default=10_000_000, help="most rows")
-    own.add_argument("--worlds", type=int, nargs="+", default=[8, 16], help="ranks")
-    own.add_argument("--num-tasks", type=int, help="run only the first tasks")
-    own.add_argument("--seed", type=int, default=0)
-    own.add_argument("--processes", type=int, default=2, help="0: in this process")
-    own.add_argument("--quick", action="store_true", help="dry run with small tasks")
     own.set_defaults(run=make)
+    add = functools.partial(add_option, own)
+    add("bundle", ..., "name or folder of the cost model", str)
+    add("tables", None, "JSON of published table sets", Path)
+    add("device", "cuda", "device type to plan for")
+    add("planners", PLANNERS, "planners to run", str, nargs="+")
+    add("other", None, "bundle of another device, for one more planner", str)
+    add("batch_size", 65_536, "samples over all ranks")
+    add("max_rows", 10_000_000, "most rows of a table")
+    add("worlds", [8, 16], "numbers of ranks", int, nargs="+")
+    add("num_tasks", None, "run only the first tasks", int)
+    add("seed", 0, "seed of the tasks")
+    add("processes", 2, "planners at the same time; 0: in this process")
+    add("quick", False, "dry run with small tasks")
     own = commands.add_parser("time", help="time kernels of all plans, on a GPU")
-    own.add_argument("plans", type=Path)
-    own.add_argument("--device", default="cuda")
-    own.add_argument("--seconds", type=float, default=100.0, help="time limit")
     own.set_defaults(run=time_plans)
+    add = functools.partial(add_option, own)
+    add("device", "cuda", "device to time on")
+    add("seconds", 100.0, "time limit")
     own = commands.add_parser("expect", help="predict what `judge` will write")
-    own.add_argument("plans", type=Path)
-    own.add_argument("--device", default="cuda", help="device type of `make`")
     own.set_defaults(run=expect)
+    add_option(own, "device", "cuda", "device type of `make`")
     own = commands.add_parser("judge", help="compare the plans, on a CPU")
-    own.add_argument("plans", type=Path)
-    own.add_argument("timed", type=Path, help="file of `time`")
     own.set_defaults(run=judge)
+    for name in ("time", "expect", "judge"):
+        commands.choices[name].add_argument("plans", type=Path)
+    own.add_argument("timed", type=Path, help="file of `time`")
     for name in ("expect", "judge"):
-        commands.choices[name].add_argument(
-            "--bundle", required=True, help="cost model of `make`"
-        )
+        add_option(commands.choices[name], "bundle", ..., "cost model of `make`", str)
     for own in commands.choices.values():
-        own.add_argument("--out", type=Path, required=True)
+        add_option(own, "out", ..., "file, or path of the results without suffix", Path)
     return parser.parse_args(arguments)
 
 

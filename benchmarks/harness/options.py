@@ -1,4 +1,4 @@
-"""Command lines from a dataclass: each field is an option with the same name."""
+"""Options of command lines: one by one, or the fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -7,13 +7,42 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-__all__ = ["RunError", "option", "read_options"]
+__all__ = ["RunError", "add_option", "option", "read_options"]
 
 Config = TypeVar("Config")
 
 
 class RunError(Exception):
     """A benchmark cannot run with these options; the message says what to change."""
+
+
+def add_option(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    name: str,
+    default: Any,
+    text: str,
+    kind: Any = None,
+    **more: Any,
+) -> None:
+    """Add the option `--name`.
+
+    Args:
+        parser: The parser.
+        name: Name of the attribute. The option has dashes for its underscores.
+        default: Default value. `...`: the option is required. False: it is a flag.
+        text: Help text.
+        kind: Type of the value, or of each value. None: the default's.
+        more: Further arguments of `add_argument`.
+    """
+    if default is False:
+        more["action"] = "store_true"
+    else:
+        more["type"] = kind or type(default)
+    if default is ...:
+        more["required"] = True
+    else:
+        more["default"] = default
+    parser.add_argument(f"--{name.replace('_', '-')}", help=text, **more)
 
 
 def option(default: Any, text: str, quick: Any = None) -> Any:

@@ -1,13 +1,32 @@
-"""Tables in Markdown."""
+"""Results on disk: tables in Markdown, a page beside its data."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-__all__ = ["table"]
+from torchrec_neuroshard.files import write_whole
+
+__all__ = ["table", "write_page"]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with its first column to the left and all others to the right."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+def table(head: str | Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with its first column to the left and all others to the right.
+
+    Args:
+        head: Titles of the columns, also as one text with " | " between them.
+        rows: Cells of each row.
+    """
+    titles = head.split(" | ") if isinstance(head, str) else head
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_page(out: Path, data: Any, page: str, indent: int | None = 1) -> None:
+    """Write `<out>.json` and `<out>.md`; a file is never half written."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    texts = {".json": json.dumps(data, indent=indent) + "\n", ".md": page}
+    for suffix, text in texts.items():
+        write_whole(out.with_name(out.name + suffix), text)

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from harness.options import RunError
+from harness.options import RunError, read_options
+from torchrec_neuroshard.bundles.find import load_comms_model
+from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.measure.clock import Reference, keep_freed_memory
+from torchrec_neuroshard.models.base import CommsModel
 
-__all__ = ["Ranks", "SpeedReference", "machine_speeds", "scaled_median"]
+__all__ = [
+    "Ranks",
+    "SpeedReference",
+    "machine_speeds",
+    "run_on_ranks",
+    "scaled_median",
+]
+
+Config = TypeVar("Config")
 
 _REFERENCE_PASSES = 9
 
@@ -72,6 +84,31 @@ class Ranks:
         self.control: Any = dist.new_group(
             backend="gloo", timeout=datetime.timedelta(hours=2)
         )
+        self.topology: dict[str, Any] = {
+            "world_size": self.world_size,
+            "local_world_size": self.local_world_size,
+            "compute_device": self.device.type,
+        }
+        """Arguments of TorchRec's `Topology`."""
+
+    def comms_model(self, bundle: str) -> CommsModel:
+        """Return a bundle's measured collectives of these ranks.
+
+        Raises:
+            RunError: The bundle has none.
+        """
+        found = load_comms_model(
+            bundle,
+            device_type=self.device.type,
+            world_size=self.world_size,
+            local_world_size=self.local_world_size,
+        )
+        if found is None:
+            raise RunError(
+                f"'{bundle}' has no measured collectives of {self.backend}; run "
+                "'neuroshard collect comms' and 'neuroshard train'"
+            )
+        return found
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value."""
@@ -147,7 +184,7 @@ class SpeedReference:
 
 
 def machine_speeds(
-    reference_ms: Sequence[Sequence[float]], nominal_ms: float
+    plans: Sequence[Sequence[Mapping[str, Any]]], nominal_ms: float
 ) -> list[float]:
     """Return the machine's speed in each round, relative to the cost model's machine.
 
@@ -155,11 +192,15 @@ def machine_speeds(
     A round therefore has one speed, the median over its trials and ranks.
 
     Args:
-        reference_ms: All readings of the reference in each round.
+        plans: Results of each plan's trials, one for each round; those of plans that
+            failed end early.
         nominal_ms: Expected time of the reference on all ranks at once. 0: unknown, and
             every speed is 1.
     """
-    read = [statistics.median(row) for row in reference_ms]
+    read = [
+        statistics.median(ms for r in rounds if r for ms in r["reference_ms"])
+        for rounds in itertools.zip_longest(*plans)
+    ]
     return [nominal_ms / ms if nominal_ms and ms else 1.0 for ms in read]
 
 
@@ -177,3 +218,30 @@ def scaled_median(
     """
     pairs = zip(rounds, speeds, strict=False)
     return float(statistics.median(ms * s for r, s in pairs for ms in take(r)))
+
+
+def run_on_ranks(
+    config_type: type[Config],
+    arguments: Sequence[str] | None,
+    description: str,
+    start: Callable[[Config], Ranks],
+    run: Callable[[Config, Ranks], None],
+) -> int:
+    """Read the options, start the ranks and run; return the exit code.
+
+    Args:
+        config_type: As for `read_options`.
+        arguments: As for `read_options`.
+        description: As for `read_options`.
+        start: Starts the ranks.
+        run: What the ranks do. Its errors are printed without a traceback.
+    """
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    try:
+        config = read_options(config_type, arguments, description)
+        run(config, start(config))
+    except (RunError, NeuroShardError) as error:
+        print(f"rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr)
+        return 2
+    dist.destroy_process_group()
+    return 0

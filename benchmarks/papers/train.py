@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.options import add_option
 from harness.tasks import cap_rows
 from papers import data, heuristics, nets, policies
 from papers.data import Floats, LabelConfig, PolicyTaskConfig
@@ -54,15 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, (add, run) in kinds.items():
         command = commands.add_parser(name)
         command.set_defaults(run=run)
-        command.add_argument(
-            "--out", type=Path, required=True, help="folder to write to"
-        )
+        own = functools.partial(add_option, command)
+        own("out", ..., "folder to write to", Path)
         sets = "JSON of table sets (default: generated like the DLRM dataset)"
-        command.add_argument("--tables", type=Path, help=sets)
-        command.add_argument(
-            "--workload", nargs="*", default=[], help="sets to use (default: all)"
-        )
-        command.add_argument("--seed", type=int, default=0, help="random seed")
+        own("tables", None, sets, Path)
+        own("workload", [], "sets to use (default: all)", str, nargs="*")
+        own("seed", 0, "random seed")
         add(command)
     args = parser.parse_args(arguments)
     try:
@@ -90,34 +89,22 @@ def _collectives(cost_model: str, device_type: str, world_size: int) -> CommsMod
 
 
 def _add_nets(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--compute", type=Path, nargs="+", required=True, help="files of kernels"
-    )
-    parser.add_argument(
-        "--comms", type=Path, nargs="*", default=[], help="files of collectives"
-    )
-    parser.add_argument(
-        "--world-sizes",
-        type=int,
-        nargs="*",
-        help="numbers of ranks (default: those in --comms)",
-    )
-    parser.add_argument("--epochs", type=int, default=PaperTrainConfig().epochs)
-    parser.add_argument("--optimizer", default="sgd", help="optimizer of the tables")
-    parser.add_argument(
-        "--label",
-        metavar="MODEL",
-        help="cost model to train on, by name or folder (default: measurements)",
-    )
-    labels = parser.add_argument_group("random samples of --label")
-    drawn = LabelConfig()
-    labels.add_argument("--num-samples", type=int, default=drawn.num_samples)
-    for name in ("batch_sizes", "widths"):
-        option, default = f"--{name.replace('_', '-')}", getattr(drawn, name)
-        labels.add_argument(option, type=int, nargs="+", default=default)
-    longest = drawn.longest_offset_ms
-    labels.add_argument("--longest-offset-ms", type=float, default=longest)
-    labels.add_argument("--max-rows", type=int, help="most rows of a table")
+    add = functools.partial(add_option, parser)
+    add("compute", ..., "files of kernels", Path, nargs="+")
+    add("comms", [], "files of collectives", Path, nargs="*")
+    sizes = "numbers of ranks (default: those in --comms)"
+    add("world_sizes", None, sizes, int, nargs="*")
+    add("epochs", PaperTrainConfig().epochs, "passes over the training samples")
+    add("optimizer", "sgd", "optimizer of the tables")
+    label = "cost model to train on, by name or folder (default: measurements)"
+    add("label", None, label, str, metavar="MODEL")
+    group, drawn = parser.add_argument_group("random samples of --label"), LabelConfig()
+    add = functools.partial(add_option, group)
+    add("num_samples", drawn.num_samples, "number of samples")
+    add("batch_sizes", drawn.batch_sizes, "samples over all ranks", int, nargs="+")
+    add("widths", drawn.widths, "widths of the tables", int, nargs="+")
+    add("longest_offset_ms", drawn.longest_offset_ms, "longest start offset of a rank")
+    add("max_rows", None, "most rows of a table", int)
 
 
 def train_nets(args: argparse.Namespace) -> None:
@@ -276,22 +263,20 @@ each net on up to 80,000 samples.
 
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--method", choices=policies.METHODS, required=True)
-    parser.add_argument(
-        "--cost-model", required=True, help="a bundle's name or its folder"
-    )
-    parser.add_argument("--device-type", choices=tuple(BACKENDS), default="cpu")
+    add = functools.partial(add_option, parser)
+    add("method", ..., "method of the policy", str, choices=policies.METHODS)
+    add("cost_model", ..., "a bundle's name or its folder", str)
+    add("device_type", "cpu", "its device type", choices=tuple(BACKENDS))
     links = "bandwidth of links, instead of the cost model's collectives"
-    parser.add_argument("--gb-per-s", type=float, help=links)
+    add("gb_per_s", None, links, float)
     setting = "settings of the method, e.g. iterations=30 (default: the paper's)"
-    parser.add_argument("--set", type=_setting, nargs="*", default=[], help=setting)
-    count = "training tasks; half as many test tasks are added"
-    parser.add_argument("--num-tasks", type=int, default=200, help=count)
+    add("set", [], setting, _setting, nargs="*")
+    add("num_tasks", 200, "training tasks; half as many test tasks are added")
     for name, default in dataclasses.asdict(PolicyTaskConfig()).items():
         if name != "seed":
             kind = str if name == "optimizers" else int
-            option = f"--{name.replace('_', '-')}"
-            parser.add_argument(option, type=kind, nargs="+", default=default)
+            text = "as in PolicyTaskConfig"
+            add(name, default, text, kind, nargs="+")
 
 
 def _setting(text: str) -> tuple[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from harness.options import add_option
 from harness.provenance import describe_run, now
 from planner_comparison.charts import draw_charts
 from planner_comparison.clusters import CLUSTERS, cluster_of
@@ -58,72 +60,38 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         prog="compare_planners.py", description="Compare planners on measured plans."
     )
-    parser.add_argument(
-        "--out", type=Path, required=True, help="path of the results, without suffix"
+    add = functools.partial(add_option, parser)
+    add("out", ..., "path of the results, without suffix", Path)
+    add("tables", None, "JSON of published table sets", Path)
+    add("device", "cpu", "device that times the kernels")
+    add("cost_model", "auto", "a bundle's name or folder")
+    nets = (
+        "nets and policies of other methods (default: benchmarks/data/trained, which "
+        "is not in the checkout); planners without their nets are left out, AutoShard "
+        "and DreamShard then use the shipped policies"
     )
-    parser.add_argument("--tables", type=Path, help="JSON of published table sets")
-    parser.add_argument("--device", default="cpu", help="device that times the kernels")
-    parser.add_argument(
-        "--cost-model", default="auto", help="a bundle's name or folder"
+    add("trained", TRAINED, nets, Path, metavar="FOLDER")
+    add("planners", None, "planners to run (default: all)", str, nargs="*")
+    add("max_rows", 1_000_000, "most rows of a table")
+    add("seed", 0, "seed of the tasks")
+    add("plan_seconds", 60.0, "time limit of a planner")
+    add("solver_seconds", 4.0, "time budget of searches that use all their time")
+    add("planning_processes", 2, "planners at the same time")
+    add("num_tasks", None, "run only the first tasks", int)
+    few = "bundle of this machine that was calibrated on 100 sets"
+    add("few_sets", None, few, str, metavar="FOLDER")
+    scaled = (
+        "compare a second time, with kernels as many times faster as the card's are by "
+        "our estimate"
     )
-    parser.add_argument(
-        "--trained",
-        type=Path,
-        default=TRAINED,
-        metavar="FOLDER",
-        help="nets and policies of other methods (default: benchmarks/data/trained, "
-        "which is not in the checkout); planners without their nets are left out, "
-        "AutoShard and DreamShard then use the shipped policies",
-    )
-    parser.add_argument("--planners", nargs="*", help="planners to run (default: all)")
-    parser.add_argument(
-        "--max-rows", type=int, default=1_000_000, help="most rows of a table"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the tasks")
-    parser.add_argument(
-        "--plan-seconds", type=float, default=60.0, help="time limit of a planner"
-    )
-    parser.add_argument(
-        "--solver-seconds",
-        type=float,
-        default=4.0,
-        help="time budget of searches that use all their time",
-    )
-    parser.add_argument(
-        "--planning-processes", type=int, default=2, help="planners at the same time"
-    )
-    parser.add_argument("--num-tasks", type=int, help="run only the first tasks")
-    parser.add_argument(
-        "--few-sets",
-        metavar="FOLDER",
-        help="bundle of this machine that was calibrated on 100 sets",
-    )
-    parser.add_argument(
-        "--scaled-to",
-        metavar="CARD",
-        help="compare a second time, with kernels as many times faster as the card's "
-        "are by our estimate",
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help="leave out tasks, from the end, that this time is too short for",
-    )
-    parser.add_argument(
-        "--noisy", action="store_true", help="do not check that the machine is quiet"
-    )
-    parser.add_argument(
-        "--max-lookups", type=int, help="halve batches with more lookups"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="timings of each kernel")
-    parser.add_argument(
-        "--quick", action="store_true", help="dry run with few small tasks"
-    )
-    parser.add_argument(
-        "--pictures",
-        type=Path,
-        help="folder of the charts (default: the folder of --out)",
-    )
+    add("scaled_to", None, scaled, str, metavar="CARD")
+    most = "leave out tasks, from the end, that this time is too short for"
+    add("minutes", None, most, float)
+    add("noisy", False, "do not check that the machine is quiet")
+    add("max_lookups", None, "halve batches with more lookups", int)
+    add("rounds", 5, "timings of each kernel")
+    add("quick", False, "dry run with few small tasks")
+    add("pictures", None, "folder of the charts (default: the folder of --out)", Path)
     options = parser.parse_args(arguments)
     if options.trained != TRAINED and not options.trained.is_dir():
         parser.error(f"--trained {options.trained} is not a folder")
