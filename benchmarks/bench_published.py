@@ -6,11 +6,9 @@ collectives on nine (`published/*.tsv`, each row with its source), and to table 
 measured on an H200. Errors are those on cards and sources that were left out of the
 fit. TorchRec's estimate is shown, too.
 
-    python benchmarks/bench_published.py --out benchmarks/results/published_202611 \
-        --trace a100x8_one_node.json.gz --trace a100x16_two_nodes.json.gz
+    python benchmarks/bench_published.py --out benchmarks/results/published_202611
 
-writes `<out>.json` (raw) and `<out>.md`. It needs no GPU. For each trace of
-`torch.profiler`, it shows which kernels ran at the same time as collectives.
+writes `<out>.json` (raw) and `<out>.md`. It needs no GPU.
 """
 
 from __future__ import annotations
@@ -51,12 +49,9 @@ from published.page import (
     card_table,
     kernel_table,
     link_table,
-    overlap_table,
-    pass_table,
     set_table,
 )
 from published.rivals import stock_estimate
-from published.traces import forward_passes, overlaps, read_trace
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.published_links import CollectiveConstants
 
@@ -129,8 +124,6 @@ def main() -> None:
     """Fit with all and with left-out timings, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_option(parser, "out", ..., "path of the results, without suffix", Path)
-    traced = "trace of torch.profiler; may be repeated"
-    parser.add_argument("--trace", type=Path, action="append", default=[], help=traced)
     args = parser.parse_args()
 
     logging.disable(logging.WARNING)  # TorchRec warns about its topologies
@@ -225,11 +218,6 @@ def main() -> None:
         "differ from each other by a quarter at equal sizes.\n",
         *nccl_sections(nccl),
     ]
-    for path in args.trace:
-        sections.append(f"## Kernels during collectives in {path.name}\n")
-        spans = read_trace(path)
-        sections.append(f"{overlap_table(overlaps(spans))}\n")
-        sections.append(f"{pass_table(forward_passes(spans))}\n")
     sections += ["## Constants\n", constants_md]
     write_page(args.out, raw, "\n".join(sections) + "\n")
     print(args.out.with_suffix(".md").read_text())

@@ -31,16 +31,12 @@ _NAMED = (
     "sharding, pooling factors and `min_partition=32`."
 )
 _HEADLINE = (
-    "planner",
-    "over TorchRec's best practice",
-    "worst task; faster / slower",
-    "over TorchRec's shortest plan",
-    "worst task; faster / slower",
-    "planning, median",
+    "planner | over TorchRec's best practice | worst task; faster / slower | over "
+    "TorchRec's shortest plan | worst task; faster / slower | planning, median"
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class View:
     """Tasks, and the figure by which their plans are compared."""
 
@@ -80,27 +76,15 @@ def views(data: Data) -> list[View]:
         what = "Predicted kernels" if data.get("is_predicted") else "Kernels"
         both = ((f"{what} alone", KERNELS), (f"{what} and published collectives", PATH))
         return [
-            View(
-                title=f"{title}, {name}",
-                tasks=[t for t in tasks if t["cluster"] == name],
-                metric=metric,
-            )
+            View(f"{title}, {name}", [t for t in tasks if t["cluster"] == name], metric)
             for name in dict.fromkeys(t["cluster"] for t in tasks)
             for title, metric in both
         ]
     own = [t for t in tasks if t["kernels_faster"] == 1]
     scaled = [t for t in tasks if t["kernels_faster"] != 1]
     found = [
-        View(
-            title="Kernels alone, measured on this processor",
-            tasks=own,
-            metric=KERNELS,
-        ),
-        View(
-            title="Kernels scaled to an H100's, with published collectives",
-            tasks=scaled,
-            metric=PATH,
-        ),
+        View("Kernels alone, measured on this processor", own, KERNELS),
+        View("Kernels scaled to an H100's, with published collectives", scaled, PATH),
     ]
     return [view for view in found if view.tasks]
 
@@ -117,9 +101,13 @@ def stock(data: Data) -> list[str]:
 
 def families(view: View) -> dict[str, list[Task]]:
     """Return family -> tasks."""
-    found: dict[str, list[Task]] = {}
-    for task in view.tasks:
-        found.setdefault(task["family"], []).append(task)
+    return _grouped(view.tasks, "family")
+
+
+def _grouped(tasks: Iterable[Task], key: str) -> dict[Any, list[Task]]:
+    found: dict[Any, list[Task]] = {}
+    for task in tasks:
+        found.setdefault(task[key], []).append(task)
     return found
 
 
@@ -137,7 +125,7 @@ def headline(data: Data) -> str:
     """
     rows: list[list[str]] = []
     for view in views(data):
-        rows.append([f"*{view.title}*", *[""] * (len(_HEADLINE) - 1)])
+        rows.append([f"*{view.title}*", *[""] * _HEADLINE.count("|")])
         rows += _headline_rows(data, view)
     hardware, options = data["hardware"], data["options"]
     least = max(paired.detectable(v.tasks, v.metric) for v in views(data))
@@ -293,7 +281,7 @@ def _summary(data: Data, view: View) -> str:
             (
                 _marked(name),
                 f"{ended['plan']}/{sum(ended.values())}",
-                over.text() if over else "-",
+                _text(over),
                 f"{over.worst:.2f}" if over else "-",
                 f"{over.wins}/{over.losses}" if over else "-",
                 "-" if data.get("is_predicted") else _median(predicted, ".3f"),
@@ -301,13 +289,8 @@ def _summary(data: Data, view: View) -> str:
             )
         )
     head = (
-        "planner",
-        "plans",
-        "relative to TorchRec's best practice",
-        "worst task",
-        "won/lost",
-        "predicted / measured, median",
-        "planning s, median",
+        "planner | plans | relative to TorchRec's best practice | worst task | won/lost"
+        " | predicted / measured, median | planning s, median"
     )
     return f"## {view.title}, {len(view.tasks)} tasks\n\n{table(head, rows)}"
 
@@ -362,8 +345,8 @@ def _expected(data: Data) -> str:
                 f"{sum(s < mine for s in theirs.values())} of {len(theirs)}",
                 mine <= theirs[quickest],
             )
-    head = ("expected", "found", "holds")
-    return f"## Expected before the run, and found\n\n{table(head, rows)}"
+    rows_text = table("expected | found | holds", rows)
+    return f"## Expected before the run, and found\n\n{rows_text}"
 
 
 def _against(data: Data) -> str:
@@ -401,20 +384,15 @@ def _by_family(data: Data, view: View) -> str:
         over = [
             paired.compare(t, name, BEST_PRACTICE, view.metric) for t in groups.values()
         ]
-        rows.append([_marked(name), *(p.text() if p else "-" for p in over)])
+        rows.append([_marked(name), *map(_text, over)])
     over = [paired.compare(t, OURS, stock(data), view.metric) for t in groups.values()]
-    rows.append(
-        [f"`{OURS}` over TorchRec's shortest", *(p.text() if p else "-" for p in over)]
-    )
+    rows.append([f"`{OURS}` over TorchRec's shortest", *map(_text, over)])
     title = f"## Relative to TorchRec's best practice by family. {view.title}"
     return f"{title}\n\n{table(head, rows)}"
 
 
 def _by_ranks(data: Data) -> dict[int, list[Task]]:
-    found: dict[int, list[Task]] = {}
-    for task in data["tasks"]:
-        found.setdefault(task["world_size"], []).append(task)
-    return dict(sorted(found.items()))
+    return dict(sorted(_grouped(data["tasks"], "world_size").items()))
 
 
 def _planning(data: Data) -> str:
@@ -459,12 +437,9 @@ def _noise(data: Data) -> str:
             )
         )
     head = (
-        "",
-        "standard deviation of a plan timed twice",
-        "smallest detectable difference",
-        "speed of the machine",
-        "share of collectives, median",
-        "collectives: predicted / published, median",
+        " | standard deviation of a plan timed twice | smallest detectable difference |"
+        " speed of the machine | share of collectives, median | collectives: predicted "
+        "/ published, median"
     )
     return f"## Noise, and share of collectives\n\n{table(head, rows)}"
 
@@ -491,14 +466,9 @@ def _choices(data: Data) -> str:
             )
         )
     head = (
-        "",
-        "tasks",
-        "different plans, median",
-        "top-1",
-        f"within {paired.SAME:.0%} of the fastest",
-        "mean regret",
-        "mean regret of wrong picks",
-        "regret, worst task",
+        " | tasks | different plans, median | top-1 | within "
+        f"{paired.SAME:.0%} of the fastest | mean regret | mean regret of wrong picks |"
+        " regret, worst task"
     )
     title = "## How often the plan predicted fastest is the fastest measured"
     return f"{title}\n\n{table(head, rows)}"
@@ -542,7 +512,7 @@ def _troubles(data: Data) -> str:
         for (name, what), tasks in sorted(found.items())
     ]
     title = "## Missing plans, exceeded memory and fallbacks"
-    head = ("planner", "outcome", "tasks", "reason, on the first task")
+    head = "planner | outcome | tasks | reason, on the first task"
     return f"{title}\n\n{table(head, rows) if rows else 'None.'}"
 
 
@@ -552,6 +522,10 @@ def _first_sentence(text: str) -> str:
 
 def _marked(name: str) -> str:
     return f"**{name}**" if name == OURS else name
+
+
+def _text(found: paired.Paired | None) -> str:
+    return found.text() if found else "-"
 
 
 def _median(values: Sequence[float], form: str) -> str:

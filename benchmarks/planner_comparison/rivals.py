@@ -114,7 +114,7 @@ class Costs:
     """Collectives of the task's ranks and cluster."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rival:
     """A planner of the comparison. Each task gets a new instance."""
 
@@ -165,54 +165,45 @@ def make_rivals(
 
 
 def _ours(few_sets: str | None, other: str | None) -> Iterator[Rival]:
+    yield Rival(OURS, "this planner with its defaults, all sharding types", _neuroshard)
     yield Rival(
-        name=OURS,
-        about="this planner with its defaults, all sharding types",
-        make=lambda task, costs, device: _neuroshard(task, costs, device),
+        COLUMNS,
+        "the same, table- and column-wise",
+        functools.partial(_neuroshard, types=_COLUMN_AND_TABLE),
     )
     yield Rival(
-        name=COLUMNS,
-        about="the same, table- and column-wise",
-        make=lambda task, costs, device: _neuroshard(
-            task, costs, device, types=_COLUMN_AND_TABLE
-        ),
-    )
-    yield Rival(
-        name=UNMEASURED,
-        about="this planner with the physical estimate of kernels, all sharding types",
-        make=_unmeasured,
+        UNMEASURED,
+        "this planner with the physical estimate of kernels, all sharding types",
+        functools.partial(_on_kernels, _estimate),
     )
     if few_sets is not None:
         yield Rival(
-            name=FEW_SETS,
-            about="this planner with another CPU's bundle, calibrated here on 100 "
-            "sets, all sharding types",
-            make=functools.partial(_on_bundle, few_sets),
+            FEW_SETS,
+            "this planner with another CPU's bundle, calibrated here on 100 sets, all "
+            "sharding types",
+            functools.partial(
+                _on_kernels, lambda _, device: _kernels(few_sets, device)
+            ),
         )
     if other is not None:
         yield Rival(
-            name=f"{OURS}, bundle {other}",
-            about=f"this planner with the bundle `{other}`, all sharding types",
-            make=functools.partial(_on_bundle, other),
+            f"{OURS}, bundle {other}",
+            f"this planner with the bundle `{other}`, all sharding types",
+            functools.partial(_on_kernels, lambda _, device: _kernels(other, device)),
         )
 
 
-def _unmeasured(task: Task, costs: Costs, device: str) -> NeuroShardPlanner:
-    """Return our planner with the physical estimate for the costs' device."""
-    card = find_card(costs.compute.hardware)
-    estimate = physical_estimate(device, card=card)
-    return _neuroshard(task, _with_kernels(costs, estimate, task), device)
+def _estimate(costs: Costs, device: str) -> CostModel:
+    """Return the physical estimate of the costs' device."""
+    return physical_estimate(device, card=find_card(costs.compute.hardware))
 
 
-def _on_bundle(bundle: str, task: Task, costs: Costs, device: str) -> NeuroShardPlanner:
-    """Return our planner with another bundle for the costs' device."""
-    own = _kernels(bundle, device)
-    return _neuroshard(task, _with_kernels(costs, own, task), device)
-
-
-def _with_kernels(costs: Costs, kernels: CostModel, task: Task) -> Costs:
-    faster = FasterKernels.of(kernels, task.kernels_faster)
-    return dataclasses.replace(costs, compute=faster)
+def _on_kernels(
+    kernels: Callable[[Costs, str], CostModel], task: Task, costs: Costs, device: str
+) -> NeuroShardPlanner:
+    """Return our planner with other costs of kernels."""
+    faster = FasterKernels.of(kernels(costs, device), task.kernels_faster)
+    return _neuroshard(task, dataclasses.replace(costs, compute=faster), device)
 
 
 def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
@@ -224,20 +215,20 @@ def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
     )
     if nets := _nets(trained, hardware):
         yield Rival(
-            name=PAPER_NETS,
-            about="the same loops and types with NeuroShard's nets for the task's "
+            PAPER_NETS,
+            "the same loops and types with NeuroShard's nets for the task's "
             "optimizer, trained on our model's predictions for the tasks' batches, "
             "rows and widths (100,000 sets, 1,000 epochs), with alternating seeds",
-            make=functools.partial(_on_own_nets, nets),
-            training=functools.partial(_cards, nets),
+            functools.partial(_on_own_nets, nets),
+            functools.partial(_cards, nets),
         )
     for kind in (AutoShardSearcher, DreamShardSearcher):
         own = _policies(trained, kind, hardware)
         yield Rival(
-            name=kind.method,
-            about="trained policy, whole tables",
-            make=functools.partial(_on_policy, own),
-            training=functools.partial(_training, own),
+            kind.method,
+            "trained policy, whole tables",
+            functools.partial(_on_policy, own),
+            functools.partial(_training, own),
         )
 
 
@@ -345,20 +336,18 @@ def _training(policies: Mapping[str, PolicySearcher]) -> str:
 
 
 def _solvers(seconds: float) -> Iterator[Rival]:
-    makers: dict[str, tuple[str, Callable[[], Searcher]]] = {
-        "embark": (
-            "EMBark's published loop (split the costliest shard, place, repeat) with "
-            "our cost model, table- and column-wise",
-            HottestSplitSearcher,
-        ),
-        "annealing": (
-            "simulated annealing with our cost model, table- and column-wise, at most "
-            f"{seconds:g} s",
-            lambda: AnnealingSearcher(AnnealingConfig(time_budget_seconds=seconds)),
-        ),
-    }
-    for name, (about, make) in makers.items():
-        yield search_rival(name, about, make)
+    yield search_rival(
+        "embark",
+        "EMBark's published loop (split the costliest shard, place, repeat) with our "
+        "cost model, table- and column-wise",
+        HottestSplitSearcher,
+    )
+    yield search_rival(
+        "annealing",
+        "simulated annealing with our cost model, table- and column-wise, at most "
+        f"{seconds:g} s",
+        lambda: AnnealingSearcher(AnnealingConfig(time_budget_seconds=seconds)),
+    )
 
 
 def _stock(hardware: str) -> Iterator[Rival]:
@@ -425,22 +414,16 @@ def _torchrec(
             **{part: made() for part, made in parts.items()},
         )
 
-    return Rival(name=name, about=about, make=make)
+    return Rival(name, about, make)
 
 
-def search_rival(
-    name: str,
-    about: str,
-    make: Callable[[], Searcher],
-) -> Rival:
+def search_rival(name: str, about: str, make: Callable[[], Searcher]) -> Rival:
     """Return a rival that runs a search in our planner, with our costs."""
-    return Rival(
-        name=name,
-        about=about,
-        make=lambda task, costs, device: _neuroshard(
-            task, costs, device, make(), _COLUMN_AND_TABLE
-        ),
-    )
+
+    def planner(task: Task, costs: Costs, device: str) -> NeuroShardPlanner:
+        return _neuroshard(task, costs, device, make(), _COLUMN_AND_TABLE)
+
+    return Rival(name, about, planner)
 
 
 def _neuroshard(

@@ -11,9 +11,8 @@ import numpy.typing as npt
 from harness.pages import table
 from published.kernels import KernelRow, MeasuredSets, family
 from published.links import CollectiveRow
-from published.traces import ForwardPass, Overlaps
 
-__all__ = ["card_table", "kernel_table", "link_table", "overlap_table", "set_table"]
+__all__ = ["card_table", "kernel_table", "link_table", "set_table"]
 
 Floats = npt.NDArray[np.float64]
 Predicted = Mapping[KernelRow, float]
@@ -92,8 +91,8 @@ def card_table(
             cells += [str(len(ratios)), _error_and_ratio(ratios)]
         cards[card] = entry
         lines.append(cells)
-    head = ("card left out", "forward: timings", "error / ratio")
-    return table((*head, "backward: timings", "error / ratio"), lines), cards
+    head = "card left out | forward: timings | error / ratio | backward: timings | "
+    return table(f"{head}error / ratio", lines), cards
 
 
 def set_table(sets: MeasuredSets, models: Mapping[str, Floats]) -> str:
@@ -126,26 +125,3 @@ def link_table(
         ]
         lines.append([name, str(len(some)), *cells])
     return table(["table", "sizes", *models], lines)
-
-
-def pass_table(found: Sequence[ForwardPass]) -> str:
-    """Return the table of forward passes of several stages; "" without any."""
-    rows = [
-        (
-            f"{f.measured:.0f}",
-            f"{f.timeline:.0f} ({f.timeline / f.measured:.3f})",
-            f"{f.waiting:.0f} ({f.waiting / f.measured:.3f})",
-        )
-        for f in found
-    ]
-    head = ("forward pass measured [us]", "TorchRec's order", "sum of all")
-    return table(head, rows) if rows else ""
-
-
-def overlap_table(found: Overlaps) -> str:
-    """Return the table of overlap with compute, by stream and kind of collective."""
-    rows = [
-        (kind, str(stream), " ".join(f"{share:.0%}" for share in shares))
-        for (stream, kind), shares in found.items()
-    ]
-    return table(("collective", "stream", "share of the time with compute"), rows)
