@@ -38,7 +38,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -182,18 +182,12 @@ class Episodes:
 
 
 @torch.no_grad()
-def arrange(
-    net: PolicyNet,
-    views: Sequence[TaskView],
-    by: Literal["cost", "memory"] = "cost",
-) -> Episodes:
-    """Return tasks for `roll_out`, with the largest predicted cost or memory first."""
+def arrange(net: PolicyNet, views: Sequence[TaskView]) -> Episodes:
+    """Return tasks for `roll_out`, with the largest predicted cost first."""
     lengths = [len(v.tables) for v in views]
-    keys = [v.bytes for v in views]
-    if by == "cost":
-        flat = torch.from_numpy(np.concatenate([v.features for v in views]))
-        costs = net.single_costs(flat).double().numpy()
-        keys = np.split(costs, np.cumsum(lengths)[:-1])
+    flat = torch.from_numpy(np.concatenate([v.features for v in views]))
+    costs = net.single_costs(flat).double().numpy()
+    keys = np.split(costs, np.cumsum(lengths)[:-1])
     orders = [np.argsort(-key, kind="stable") for key in keys]
     widest = max(len(v.caps) for v in views)
     shape = len(views), max(lengths)
@@ -224,9 +218,7 @@ class Rollout:
     log_probs_ET: torch.Tensor
     """Log probabilities of the choices."""
     legal_ETW: torch.Tensor
-    """True: the rank could be chosen."""
-    stuck_ET: torch.Tensor
-    """True: no rank had room, so the table went to the freest rank."""
+    """True: the rank could be chosen. If no rank has room, it is the freest one."""
 
 
 @torch.no_grad()
@@ -262,14 +254,8 @@ def roll_out(
             chosen.bool(), episodes.bytes_ET[:, t, None], torch.zeros_like(room)
         )
         log_prob = log_probs.gather(1, action[:, None])[:, 0]
-        steps.append((action, log_prob, legal, stuck & episodes.is_table_ET[:, t]))
-    actions, chosen_probs, legal_steps, stuck_steps = zip(*steps, strict=True)
-    return Rollout(
-        torch.stack(actions, dim=1),
-        torch.stack(chosen_probs, dim=1),
-        torch.stack(legal_steps, dim=1),
-        torch.stack(stuck_steps, dim=1),
-    )
+        steps.append((action, log_prob, legal))
+    return Rollout(*(torch.stack(step, dim=1) for step in zip(*steps, strict=True)))
 
 
 def _choose(log_probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
