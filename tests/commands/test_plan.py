@@ -19,23 +19,18 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
-    FixedSearcher,
     bag_sharders,
-    each,
     make_ebc,
-    make_planner,
     make_tables,
 )
-from torchrec_neuroshard import load_plan, topology_for
+from torchrec_neuroshard import load_plan
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.commands import plan
-from torchrec_neuroshard.commands.codecs import coded_sharders
 from torchrec_neuroshard.commands.inputs import (
     devices_named,
     read_constraints,
     read_model,
 )
-from torchrec_neuroshard.planner import kernels
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.report import Sweep, SweepCell
@@ -310,8 +305,6 @@ def test_what_cannot_be_is_named(
         ("plan --memory-gib 80", "did you mean --memory-gb?"),
         ("sweep --batch-size 0", "argument --batch-size: must be at least 1, got 0"),
         ("sweep --ranks eight", "argument --ranks: 'eight' is not a whole number"),
-        ("sweep --codecs none,fp9", "'fp9' is not one of the codecs; did you mean"),
-        ("sweep --layouts strded", "'strded' is not one of the layouts; did you mean"),
         ("sweep --html x.html", "unknown argument '--html'\n"),
         ("sweep --ranks ,", "argument --ranks: is empty; separate values by commas"),
     ],
@@ -446,18 +439,13 @@ def test_the_page_names_the_options_and_fields(
 
 def test_cells_are_planned_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--card", "a100,h100", "--ranks", "1,2", "--batch-size", "512"]
-    options += ["--group-sizes", "1", "--sync-interval", "100"]
     files = ["--csv", "s.csv", "--seconds", "0.1"]
     assert main(["sweep", "t.csv", *options, *files]) == 0
     printed = capsys.readouterr()
     assert not printed.err and "most samples per second: " in printed.out
     rows = list(csv.DictReader(Path("s.csv").read_text().splitlines()))
-    where = [(r["card"], r["num_ranks"], r["group_size"]) for r in rows]
-    assert where == [
-        (card, ranks, group)
-        for card in ("a100", "h100")
-        for ranks, group in (("1", "1"), ("2", "2"), ("2", "1"))
-    ]
+    where = [(r["card"], r["num_ranks"]) for r in rows]
+    assert where == [(c, ranks) for c in ("a100", "h100") for ranks in ("1", "2")]
     by_cell = dict(zip(where, rows, strict=True))
     for row in rows:
         assert row["fits"] == "True" and "not measured" in row["kernels_source"]
@@ -466,13 +454,7 @@ def test_cells_are_planned_one_by_one(capsys: pytest.CaptureFixture[str]) -> Non
         assert rate == pytest.approx(int(row["num_ranks"]) * 512 / ms * 1e3)
         assert 0 < float(row["kernels_ms"]) + float(row["links_ms"]) < ms * 1.001
         assert 0 < float(row["memory_bytes"]) < float(row["memory_limit_bytes"])
-    # A group of one rank is planned as that rank, and pays for the average.
-    alone, grouped = by_cell["h100", "1", "1"], by_cell["h100", "2", "1"]
-    assert float(grouped["kernels_ms"]) == pytest.approx(
-        float(alone["kernels_ms"]), rel=0.02
-    )
-    assert float(grouped["iteration_ms"]) > float(alone["iteration_ms"])
-    faster = [float(by_cell[c, "1", "1"]["kernels_ms"]) for c in ("h100", "a100")]
+    faster = [float(by_cell[c, "1"]["kernels_ms"]) for c in ("h100", "a100")]
     assert faster[0] < faster[1]
 
 
@@ -519,7 +501,6 @@ def cell(**fields: Any) -> SweepCell:
         "card": "h100",
         "num_ranks": 8,
         "batch_size": 1_000,
-        "group_size": 8,
         "iteration_ms": 4.0,
         "kernels_ms": 1.0,
         "links_ms": 3.0,
@@ -538,15 +519,15 @@ def test_limits_and_sources_are_named() -> None:
     assert cell(num_in_host_memory=1).limit == "memory"
     no_room = cell(card="v100", obstacle="no room", iteration_ms=None)
     assert (no_room.limit, no_room.fits) == ("memory", False)
-    half = cell(num_ranks=4, group_size=4)
-    text = Sweep(cells=(no_room, half, cell())).text(verbose=True)
+    cells = (no_room, cell(num_ranks=4), cell())
+    text = Sweep(cells=cells, search_seconds=3.0).text(verbose=True)
     answer, table, sources = (part.splitlines() for part in text.split("\n\n"))
     assert answer == [
-        "most samples per second: 8 x h100 in groups of 8, codec none, 1,000 samples "
-        "per rank.",
+        "most samples per second: 8 x h100, 1,000 samples per rank, after 3 s of "
+        "search per row",
         "samples per second per rank, compared with 4 ranks: 100% at 8 ranks",
     ]
-    shown = "h100 8 8 none 1,000 4.000 10% 2,000,000 1.00 2.00 links best"
+    shown = "h100 8 1,000 4.000 10% 2,000,000 1.00 2.00 links best"
     assert table[2].split() == shown.split()
     assert table[1].endswith("does not fit") and "best" not in table[3]
     assert table[4].endswith("memory        no room")
@@ -555,91 +536,11 @@ def test_limits_and_sources_are_named() -> None:
     ]
 
 
-def test_the_best_row_is_recommended_and_set_beside_the_plain_one() -> None:
-    coded = cell(codec="fp8", group_size=4, links_ms=0.5, iteration_ms=1.5)
-    slower = cell(codec="fp16", iteration_ms=3.0)
-    swept = Sweep(
-        cells=(cell(), slower, coded),
-        left_out=("fp32: collectives send fp32 without a codec",),
-        search_seconds=3.0,
-        sync_interval=10,
-    )
-    assert swept.best is coded
-    answer, table, more = swept.text(verbose=True).split("\n\n")
-    rows = table.splitlines()[2:]
-    assert [line.split()[3] for line in rows] == ["fp8", "fp16", "none"]
-    assert [line.endswith("best") for line in rows] == [True, False, False]
-    assert answer.splitlines() == [
-        "most samples per second: 8 x h100 in groups of 4, codec fp8, 1,000 samples "
-        "per rank, after 3 s of search per row. Per iteration, its links take 0.500 ms "
-        "and its kernels 1.000 ms; without groups and codec they take 3.000 and 1.000 "
-        "ms, for 38% of the samples per second.",
-        "not tried: fp32: collectives send fp32 without a codec",
-    ]
-    assert "average their weights every 10 iterations" in more
-    assert "codecs change the bytes on the wire" in more and "use fp16 forward" in more
-    alone = str(Sweep(cells=(coded, slower)))
-    assert "in groups of 8 with codec fp16" in alone
-
-
-def test_groups_codecs_and_ranks_are_planned_together(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    options = ["--ranks", "1,2", "--group-sizes", "1,2", "--seconds", "0.1"]
-    options += ["--codecs", "none,fp32,fp16,fp8", "--csv", "s.csv"]
-    assert main(["sweep", "t.csv", *options]) == 0
-    out = capsys.readouterr().out
-    rows = list(csv.DictReader(Path("s.csv").read_text().splitlines()))
-    # A group of all ranks is the plain plan, and is planned once.
-    assert [(r["num_ranks"], r["group_size"], r["codec"]) for r in rows] == [
-        ("1", "1", "none"),
-        ("2", "2", "none"),
-        ("2", "2", "fp16"),
-        ("2", "2", "fp8"),
-        ("2", "1", "none"),
-    ]
-    best = max(rows, key=lambda row: float(row["samples_per_s"]))
-    named = f"{best['num_ranks']} x h100 in groups of {best['group_size']}, codec "
-    assert f"{named}{best['codec']}" in out
-    assert "not tried: fp32: collectives send fp32 without a codec" in out
-    assert "not tried: fp16: a group of one rank sends nothing" in out
-    assert main(["sweep", "t.csv", "--card=cpu", "--ranks=2", "--codecs=fp8"]) == 2
-    said = capsys.readouterr().err
-    assert "can be tried: fp8: FBGEMM has no CPU kernel" in said
-
-
-def test_half_the_bytes_take_the_time_of_half_the_samples(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Coding aside; where bytes bound, that is half the time."""
-    monkeypatch.setattr(kernels, "_priced", lambda codec: codec)
-
-    def exchange_ms(codec: str, batch_size: int) -> float:
-        planner = make_planner(
-            topology=topology_for("h100", num_nodes=2, ranks_per_node=1),
-            batch_size=batch_size,
-            constraints=each(2, "table_wise"),
-            comms_model=None,
-            search=FixedSearcher([(0, 512, 0), (1, 512, 1)]),
-        )
-        sharders = coded_sharders(bag_sharders(), codec, "cuda")
-        planner.plan(make_ebc([(10_000, 512)] * 2), sharders)
-        worst = planner.report().worst_ms
-        return worst["fwd_comms"] + worst["bwd_comms"]
-
-    coded, plain = (exchange_ms(codec, 2**19) for codec in ("fp16", "none"))
-    assert coded == pytest.approx(exchange_ms("none", 2**18))
-    assert coded == pytest.approx(plain / 2, rel=0.02)
-
-
 def test_what_fits_nowhere_is_said_and_bad_options_are_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for option, message in (
-        ("--card=h100, h900", "unknown card 'h900'; did you mean 'h200'"),
-        ("--group-sizes=3", "--group-sizes 3 divides none of the --ranks"),
-    ):
-        assert message in refused(capsys, "sweep", "t.csv", option)
+    said = refused(capsys, "sweep", "t.csv", "--card=h100, h900")
+    assert "unknown card 'h900'; did you mean 'h200'" in said
     Path("t.csv").write_text(TABLES.replace("200000", "200000000000"))
     assert main(["sweep", "t.csv", "--ranks", "1"]) == 1
     out = capsys.readouterr().out

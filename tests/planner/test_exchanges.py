@@ -17,6 +17,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec.distributed.types import CommOp
 
 from tests.builders import (
+    FixedSearcher,
     cost_of,
     each,
     make_ebc,
@@ -25,10 +26,11 @@ from tests.builders import (
     make_task,
     sequences,
 )
-from torchrec_neuroshard import FeatureProfile, rehearse
+from torchrec_neuroshard import FeatureProfile, rehearse, topology_for
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import Placement, WireCodec
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner import kernels
 from torchrec_neuroshard.tables.profile import count_histogram, zipf_profile
 from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -103,6 +105,29 @@ def test_a_codec_changes_the_plan(
         comms_model = AnalyticCommsModel(gb_per_s)
         _, plan = planned(make_ebc([(rows, 128)]), sharder, comms_model=comms_model)
         assert plan.plan[""]["t0"].sharding_type.startswith(expected)
+
+
+def test_half_the_bytes_take_the_time_of_half_the_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Coding aside; where bytes bound, that is half the time."""
+    monkeypatch.setattr(kernels, "_priced", lambda codec: codec)
+
+    def exchange_ms(batch_size: int, *kinds: str) -> float:
+        planner = make_planner(
+            topology=topology_for("h100", num_nodes=2, ranks_per_node=1),
+            batch_size=batch_size,
+            constraints=each(2, "table_wise"),
+            comms_model=None,
+            search=FixedSearcher([(0, 512, 0), (1, 512, 1)]),
+        )
+        planner.plan(make_ebc([(10_000, 512)] * 2), [bag_sharder(*kinds)])
+        worst = planner.report().worst_ms
+        return worst["fwd_comms"] + worst["bwd_comms"]
+
+    coded, plain = exchange_ms(2**19, "fp16", "fp16"), exchange_ms(2**19)
+    assert coded == pytest.approx(exchange_ms(2**18))
+    assert coded == pytest.approx(plain / 2, rel=0.02)
 
 
 def test_every_collective_with_codecs_has_torchrecs_name() -> None:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.types import PlannerError, Topology
 
-from torchrec_neuroshard.commands.codecs import (
-    CODECS,
-    NO_CODEC,
-    coded_sharders,
-    why_left_out,
-)
 from torchrec_neuroshard.commands.inputs import (
     GivenModel,
     devices_named,
@@ -34,17 +26,14 @@ from torchrec_neuroshard.commands.options import (
     add_planner,
     check_files,
     flag,
-    list_of,
     one_of,
     option,
     show,
-    whole,
     write_outputs,
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import write_whole
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.groups import group_topology
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.plans.plan_files import save_plan
@@ -55,8 +44,6 @@ from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.search import SEARCHES, SearchConfig
 from torchrec_neuroshard.search.base import BOUNDS
 
-STRIDED, ADJACENT = "strided", "adjacent"
-"""Layouts of sharding groups: `use_inter_host_allreduce` False and True."""
 _CELL_SECONDS = 3.0
 """Search budget of a cell. Less than a plan gets that is meant to run."""
 
@@ -198,19 +185,6 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard sweep`."""
     add_planner(parser, _CELL_SECONDS, "each cell's search")
     add_devices(parser, many=True, ranks="8,16,32")
-    text = "also try sharding groups of these numbers of ranks, such as 4,8"
-    option(parser, "--group-sizes", list_of(whole()), text, metavar="N,N")
-    text = (
-        f"group layouts: {STRIDED} keeps averaging inside a node, {ADJACENT} keeps a "
-        "group inside a node"
-    )
-    layouts = list_of(one_of((STRIDED, ADJACENT), "layouts"))
-    option(parser, "--layouts", layouts, text, STRIDED, metavar="NAME,NAME")
-    text = f"codecs of collectives: {', '.join(CODECS)}"
-    codecs = list_of(one_of(CODECS, "codecs"))
-    option(parser, "--codecs", codecs, text, NO_CODEC, metavar="NAME,NAME")
-    text = "iterations between two averages of the groups"
-    option(parser, "--sync-interval", whole(), text, 1, metavar="N")
     text = "print what the figures rest on"
     flag(parser, "--verbose", text)
     option(parser, "--csv", Path, "write all cells as CSV", metavar="FILE")
@@ -226,48 +200,43 @@ def run_sweep(args: argparse.Namespace) -> int:
     check_files(args, "profiles", "constraints")
     with phase("reading the model"):
         given = read_model(args.model)
-    cells, left_out = _cells(args)
+    cells = [
+        (
+            devices_named(card, ranks, args.ranks_per_node, args.memory_gb),
+            {"card": card, "num_ranks": ranks, "batch_size": batch},
+        )
+        for card in args.card
+        for ranks in args.ranks
+        for batch in args.batch_size or [BATCH_SIZE]
+    ]
     arguments = planner_arguments(args, given)
     config = SearchConfig(
         time_budget_seconds=_CELL_SECONDS if args.seconds is None else args.seconds,
         bound="thorough",
         progress=lambda best_ms: None,
     )
-    found: list[SweepCell] = []
-
-    def swept() -> Sweep:
-        return Sweep(
-            cells=tuple(found),
-            left_out=tuple(dict.fromkeys(left_out)),
-            search_seconds=config.time_budget_seconds,
-            sync_interval=args.sync_interval,
-        )
-
-    number, interrupted = 0, None
+    swept = Sweep(cells=(), search_seconds=config.time_budget_seconds)
+    interrupted = None
     try:
         with planning(args.model), phase("planning") as shown:
-            for number, (topology, where) in enumerate(cells):
-                shown.text = f"planning: {number} of {len(cells)} done"
-                try:
-                    found.append(_planned(given, topology, where, config, arguments))
-                except ConfigError as error:
-                    if where["codec"] == NO_CODEC:
-                        raise
-                    ranks = where["num_ranks"]
-                    left_out.append(f"{where['codec']} at {ranks} ranks: {error}")
+            for topology, where in cells:
+                shown.text = f"planning: {len(swept.cells)} of {len(cells)} done"
+                cell = _planned(given, topology, where, config, arguments)
+                swept = dataclasses.replace(swept, cells=(*swept.cells, cell))
                 if args.csv:  # whatever ends this process, the rows are kept
-                    write_whole(args.csv, swept().to_csv())
+                    write_whole(args.csv, swept.to_csv())
     except KeyboardInterrupt as interrupt:
-        if not found:
+        if not swept.cells:
             raise
         interrupted = interrupt
-        missing = f"{len(cells) - number} of {len(cells)} cells"
-        left_out.append(f"{missing}, since the command was interrupted")
-    show(args, swept())
-    write_outputs(args, swept())
+        missing = f"{len(cells) - len(swept.cells)} of {len(cells)} cells"
+        text = f"{missing}, since the command was interrupted"
+        swept = dataclasses.replace(swept, left_out=text)
+    show(args, swept)
+    write_outputs(args, swept)
     if interrupted is not None:
         raise interrupted
-    return 0 if any(cell.fits for cell in found) else 1
+    return 0 if any(cell.fits for cell in swept.cells) else 1
 
 
 def _planned(
@@ -280,10 +249,8 @@ def _planned(
     """Plan one cell.
 
     Raises:
-        ConfigError: The codec cannot be used, or an option cannot.
+        ConfigError: An option cannot be used.
     """
-    device_type = str(topology.compute_device)
-    sharders = coded_sharders(given.sharders, where["codec"], device_type)
     planner = NeuroShardPlanner(
         topology=topology,
         batch_size=where["batch_size"],
@@ -292,60 +259,7 @@ def _planned(
         **arguments,
     )
     try:
-        planner.plan(given.module, sharders)
+        planner.plan(given.module, given.sharders)
     except PlannerError as error:
         return SweepCell(obstacle=first_line(error), **where)
     return SweepCell.of(planner.report(), **where)
-
-
-def _cells(
-    args: argparse.Namespace,
-) -> tuple[list[tuple[Topology, dict[str, Any]]], list[str]]:
-    """Return each cell's devices and labels, and the codecs that are left out.
-
-    Raises:
-        ConfigError: The devices or groups do not exist, or no codec is left.
-    """
-    found, left_out = [], []
-    for topology, where in _devices(args):
-        for codec in args.codecs:
-            size, kind = where["group_size"], str(topology.compute_device)
-            if reason := why_left_out(codec, kind, size):
-                left_out.append(f"{codec}: {reason}")
-            else:
-                found.append((topology, {**where, "codec": codec}))
-    if not found:
-        raise ConfigError(
-            f"none of the --codecs can be tried: {'; '.join(dict.fromkeys(left_out))}. "
-            f"Add '{NO_CODEC}'"
-        )
-    return found, left_out
-
-
-def _devices(args: argparse.Namespace) -> Iterator[tuple[Topology, dict[str, Any]]]:
-    """Yield the devices and labels of cells, before codecs.
-
-    Raises:
-        ConfigError: The devices or groups do not exist.
-    """
-    sizes = args.group_sizes or []
-    for size in sizes:
-        if not any(ranks % size == 0 for ranks in args.ranks):
-            raise ConfigError(
-                f"--group-sizes {size} divides none of the --ranks "
-                f"{', '.join(map(str, args.ranks))}; give a divisor"
-            )
-    batches = args.batch_size or [BATCH_SIZE]
-    for card, ranks, batch in itertools.product(args.card, args.ranks, batches):
-        topology = devices_named(card, ranks, args.ranks_per_node, args.memory_gb)
-        where = {"card": card, "num_ranks": ranks, "batch_size": batch}
-        yield topology, {**where, "group_size": ranks}
-        for size, layout in itertools.product(sizes, args.layouts):
-            if size < ranks and ranks % size == 0:
-                grouped = group_topology(
-                    topology,
-                    size,
-                    sync_interval=args.sync_interval,
-                    use_inter_host_allreduce=layout == ADJACENT,
-                )
-                yield grouped, {**where, "group_size": size, "layout": layout}

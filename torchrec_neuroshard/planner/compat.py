@@ -584,13 +584,6 @@ def wire_codecs(sharder: Any) -> Mapping[str, tuple[WireCodec, WireCodec]]:
     }
 
 
-def with_codecs(sharder: ModuleSharder[Any], registry: Any) -> ModuleSharder[Any]:
-    """Return a copy of a sharder with other codecs; the property has no setter."""
-    other: Any = copy.copy(sharder)
-    other._qcomm_codecs_registry = registry
-    return other
-
-
 def is_sharder(given: Any) -> bool:
     """Whether an object is a sharder, not its data in TorchRec's estimators."""
     return hasattr(given, "module_type")

@@ -23,12 +23,6 @@ class SweepCell:
     num_ranks: int
     batch_size: int
     """Samples per rank."""
-    group_size: int
-    """Ranks in a sharding group; without replicas, all ranks."""
-    layout: str = ""
-    """Layout of the groups, "strided" or "adjacent"; "": one group."""
-    codec: str = "none"
-    """Codec of the forward and backward collectives."""
     obstacle: str = ""
     """Reason why no plan fits; "": a plan fits. Without a plan, costs are None."""
     iteration_ms: float | None = None
@@ -36,7 +30,7 @@ class SweepCell:
     kernels_ms: float | None = None
     """Time of kernels on the slowest ranks."""
     links_ms: float | None = None
-    """Time of collectives, including averaging between replicas."""
+    """Time of collectives."""
     gap: float | None = None
     """Distance of the critical path to the lower bound; None: no bound."""
     memory_bytes: float | None = None
@@ -56,7 +50,7 @@ class SweepCell:
 
         Args:
             report: The plan's report.
-            where: Fields for the card, ranks, batch and so on.
+            where: The card, ranks and batch.
         """
         worst, fullest = report.worst_ms, report.fullest
         kernels_ms = sum(ms for p, ms in worst.items() if p.endswith("compute"))
@@ -64,7 +58,7 @@ class SweepCell:
             **where,
             iteration_ms=report.iteration_ms,
             kernels_ms=kernels_ms,
-            links_ms=sum(worst.values()) - kernels_ms + report.sync_ms,
+            links_ms=sum(worst.values()) - kernels_ms,
             gap=report.gap if math.isfinite(report.gap) else None,
             memory_bytes=fullest.used_bytes,
             memory_limit_bytes=fullest.memory_bytes,
@@ -87,43 +81,11 @@ class SweepCell:
         return self.num_ranks * self.batch_size / self.iteration_ms * 1e3
 
     @property
-    def groups(self) -> str:
-        """Layout and size of the sharding groups, in words."""
-        return f"{self.layout} groups of {self.group_size}".lstrip()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is one sharding group and no codec."""
-        return self.group_size == self.num_ranks and self.codec == "none"
-
-    @property
     def limit(self) -> str:
         """The resource that limits speed: "kernels", "links" or "memory"."""
         if not self.fits or self.num_in_host_memory:
             return "memory"
         return "kernels" if (self.kernels_ms or 0) >= (self.links_ms or 0) else "links"
-
-
-def _share(cell: SweepCell, best: SweepCell) -> float:
-    return (cell.samples_per_s or 0.0) / (best.samples_per_s or math.inf)
-
-
-_COLUMNS: tuple[GridColumn, ...] = (
-    ("card", "text", lambda c: c.card),
-    ("ranks", "count", lambda c: c.num_ranks),
-    ("group", "count", lambda c: c.group_size),
-    ("layout", "text", lambda c: c.layout or None),
-    ("codec", "text", lambda c: c.codec),
-    ("batch", "count", lambda c: c.batch_size),
-    ("ms", "ms", lambda c: c.iteration_ms),
-    ("+-", "percent", lambda c: c.uncertainty),
-    ("gap", "percent", lambda c: c.gap if (c.gap or 0) <= LOOSE_GAP else None),
-    ("samples/s", "rate", lambda c: c.samples_per_s),
-    ("GiB", "gib", lambda c: c.memory_bytes),
-    ("of GiB", "gib", lambda c: c.memory_limit_bytes),
-    ("limit", "text", lambda c: c.limit),
-    ("does not fit", "text", lambda c: c.obstacle or None),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,12 +94,10 @@ class Sweep(Report):
 
     cells: tuple[SweepCell, ...]
     """In planning order."""
-    left_out: tuple[str, ...] = ()
+    left_out: str = ""
     """What was not tried, and why."""
-    search_seconds: float | None = None
+    search_seconds: float
     """Search budget of each cell."""
-    sync_interval: int = 1
-    """Iterations between two averages of the groups."""
 
     @property
     def best(self) -> SweepCell | None:
@@ -150,64 +110,49 @@ class Sweep(Report):
         best = self.best
         answer = ["nothing fits; each line says what would help"]
         if best is not None:
-            answer = [f"{self._recommended(best)}.", *self._scaling(best)]
-        answer += [f"not tried: {text}" for text in self.left_out]
+            answer = [
+                f"most samples per second: {best.num_ranks} x {best.card}, "
+                f"{best.batch_size:,} samples per rank, after "
+                f"{self.search_seconds:g} s of search per row",
+                *self._scaling(best),
+            ]
+        if self.left_out:
+            answer.append(f"not tried: {self.left_out}")
         sources = dict.fromkeys(
             f"{c.card}: compute: {c.kernels_source}; collectives: {c.links_source}"
             for c in self.cells
             if c.fits
         )
+        columns: tuple[GridColumn, ...] = (
+            ("card", "text", lambda c: c.card),
+            ("ranks", "count", lambda c: c.num_ranks),
+            ("batch", "count", lambda c: c.batch_size),
+            ("ms", "ms", lambda c: c.iteration_ms),
+            ("+-", "percent", lambda c: c.uncertainty),
+            ("gap", "percent", lambda c: c.gap if (c.gap or 0) <= LOOSE_GAP else None),
+            ("samples/s", "rate", lambda c: c.samples_per_s),
+            ("GiB", "gib", lambda c: c.memory_bytes),
+            ("of GiB", "gib", lambda c: c.memory_limit_bytes),
+            ("limit", "text", lambda c: c.limit),
+            ("", "text", lambda c: "best" if c is best else None),
+            ("does not fit", "text", lambda c: c.obstacle or None),
+        )
         rows = sorted(self.cells, key=lambda c: -(c.samples_per_s or 0.0))
-        mark = ("", "text", lambda c: "best" if c is best else None)
-        columns = (*_COLUMNS[:-1], mark, _COLUMNS[-1])
         cells = Grid("cells", rows, columns, brief=len(rows))
         return [
             Section(lines=answer),
             Section(title="predicted", grid=cells),
-            Section(
-                title="what the costs rest on", details=[*sources, *self._assumed()]
-            ),
+            Section(title="what the costs rest on", details=list(sources)),
         ]
-
-    def _recommended(self, best: SweepCell) -> str:
-        """Return the fastest cell and the reason, in sentences."""
-        said = (
-            f"most samples per second: {best.num_ranks} x {best.card} in "
-            f"{best.groups}, codec {best.codec}, {best.batch_size:,} samples per rank"
-        )
-        if self.search_seconds is not None:
-            said += f", after {self.search_seconds:g} s of search per row"
-        same = ("card", "num_ranks", "batch_size")
-        where = [getattr(best, name) for name in same]
-        rivals = [
-            cell
-            for cell in self.cells
-            if cell.fits
-            and cell is not best
-            and [getattr(cell, name) for name in same] == where
-        ]
-        plain = [cell for cell in rivals if cell.is_plain]
-        if not rivals:
-            return said
-        rival = plain[0] if plain else max(rivals, key=lambda c: c.samples_per_s or 0)
-        name = "without groups and codec"
-        if not plain:
-            name = f"in {rival.groups} with codec {rival.codec}"
-        return (
-            f"{said}. Per iteration, its links take {best.links_ms:.3f} ms and its "
-            f"kernels {best.kernels_ms:.3f} ms; {name} they take {rival.links_ms:.3f} "
-            f"and {rival.kernels_ms:.3f} ms, for {_share(rival, best):.0%} of the "
-            "samples per second"
-        )
 
     def _scaling(self, best: SweepCell) -> list[str]:
         """Return how the best cell's card and batch scale with ranks, in a sentence."""
-        rates: dict[int, float] = {}
-        for cell in self.cells:
-            if (cell.card, cell.batch_size) == (best.card, best.batch_size):
-                rate = cell.samples_per_s or 0.0
-                rates[cell.num_ranks] = max(rate, rates.get(cell.num_ranks, 0.0))
-        known = [(ranks, rate / ranks) for ranks, rate in sorted(rates.items()) if rate]
+        known = sorted(
+            (cell.num_ranks, cell.samples_per_s / cell.num_ranks)
+            for cell in self.cells
+            if (cell.card, cell.batch_size) == (best.card, best.batch_size)
+            and cell.samples_per_s
+        )
         if len(known) < 2:
             return []
         first = known[0][1]
@@ -216,28 +161,6 @@ class Sweep(Report):
             f"samples per second per rank, compared with {known[0][0]} ranks: "
             f"{', '.join(told)}"
         ]
-
-    def _assumed(self) -> list[str]:
-        """Return how codecs and groups are priced, in sentences."""
-        lines = []
-        if any(c.codec != "none" for c in self.cells):
-            lines += [
-                "codecs change the bytes on the wire and add kernels to encode and "
-                "decode (on GPUs estimated from their memory traffic); their effect "
-                "on the model's quality is unknown here"
-            ]
-        if any(c.codec in ("fp8", "mx4") for c in self.cells):
-            lines.append(
-                "fp8, mx4: sums of row-wise shards use fp16 forward and bf16 backward"
-            )
-        if any(c.group_size < c.num_ranks for c in self.cells):
-            every = self.sync_interval
-            often = "every iteration" if every == 1 else f"every {every} iterations"
-            lines.append(
-                f"groups: replicas average their weights {often}; adjacent groups need "
-                "use_inter_host_allreduce=True"
-            )
-        return lines
 
     def to_csv(self) -> str:
         """Return all cells as CSV, with the sources of their costs."""
