@@ -52,9 +52,6 @@ KNOWN_VALUES: Mapping[str, Collection[str]] = {
     "compute_kernels": [k.value for k in EmbeddingComputeKernel],
 }
 """Field of TorchRec's constraints -> its possible values."""
-ELSEWHERE = "dynamicemb"
-"""`device_group` of tables that `contrib.dynamicemb` plans: TorchRec plans no device of
-this name."""
 _NUMBERS = ("pooling_factors", "num_poolings", "batch_sizes")
 """Fields with one number per feature."""
 _KINDS: Mapping[str, type] = {
@@ -276,7 +273,7 @@ def left_out_notes(
     for path, config in table_paths(module, sharders):
         constraint = constraint_on(constraints, path, config.name)
         group = constraint.device_group if constraint else None
-        if group and group not in (compute_device, ELSEWHERE):
+        if group and group != compute_device:
             name = f"{path}.{config.name}" if path else config.name
             elsewhere.setdefault(group, []).append(name)
     texts = (
