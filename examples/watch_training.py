@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,14 +32,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard import (
     JsonLinesReporter,
-    MLflowReporter,
     NeuroShardPlanner,
     PlanMonitor,
     TableConfig,
-    TensorBoardReporter,
     profile_inputs,
 )
-from torchrec_neuroshard.reporters import Reporter
+from torchrec_neuroshard.reporters import PhaseRecord, PlanRecord, Reporter
 from torchrec_neuroshard.tables.inputs import draw_batch
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
@@ -47,6 +46,36 @@ BATCH_SIZE = 512
 """Samples per rank."""
 NUM_BATCHES = 8
 """Batches of a rank. Training cycles through them."""
+
+
+class TensorBoard(Reporter):
+    """Writes the plan and the times of phases as TensorBoard events."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the folder for `tensorboard --logdir`."""
+        self._folder = folder
+        self._writer: Any = None
+
+    def write_plan(self, plan: PlanRecord) -> None:
+        """Open the folder and write a plan's figures."""
+        if self._writer is None:
+            # Imported here: without --tensorboard, the package is not needed.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder))
+        for name, value in plan.scalars.items():
+            self._writer.add_scalar(name, value, plan.iteration)
+
+    def write_phases(self, phases: Sequence[PhaseRecord]) -> None:
+        """Write planned, predicted and measured times."""
+        for phase in phases:
+            for kind, ms in phase.scalars.items():
+                self._writer.add_scalar(f"{phase.name}/{kind}", ms, phase.iteration)
+
+    def close(self) -> None:
+        """Write what is left; only rank 0 has a writer."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 def read_batches(tables: Sequence[TableConfig], rank: int) -> list[KeyedJaggedTensor]:
@@ -137,18 +166,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--tensorboard", type=Path, help="write TensorBoard events to this folder"
     )
-    parser.add_argument(
-        "--mlflow",
-        action="store_true",
-        help="log to the server of MLFLOW_TRACKING_URI",
-    )
     parser.add_argument("--steps", type=int, default=100, help="training steps")
     options = parser.parse_args(arguments)
     others: list[Reporter] = []
     if options.tensorboard:
-        others.append(TensorBoardReporter(options.tensorboard))
-    if options.mlflow:
-        others.append(MLflowReporter())
+        others.append(TensorBoard(options.tensorboard))
     # Hide notices of TorchRec and torch about their own code.
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     logging.getLogger("torch.fx").setLevel(logging.ERROR)

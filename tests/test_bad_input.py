@@ -171,7 +171,6 @@ REPORTS: _Cases = {
         "title is a int, 3: pass a str",
     ),
     "lines": (lambda g: ns.JsonLinesReporter(3), "path is a int, 3: pass a str or"),
-    "board": (lambda g: ns.TensorBoardReporter(3), "folder is a int, 3: pass a str"),
     "timer": (
         lambda g: ns.PhaseTimer(None, torch.device("cpu")),
         "model is a NoneType",

@@ -98,9 +98,9 @@ def test_watched_training_writes_predicted_beside_measured(
     rows = [line.split() for line in out.splitlines()[1:]]
     assert [row[2] for row in rows if row[:2] == ["20", "all"]] == phases.split()
     assert float(next(r[5] for r in rows if r[1:3] == ["0", "fwd_compute"])) > 0
-    shown = EventMultiplexer().AddRunsFromDirectory(str(runs)).Reload()
-    for run in ("planned", "predicted", "measured"):
-        points = shown.Scalars(run, "fwd_compute_ms/rank_0")
+    shown = EventMultiplexer().AddRun(str(runs)).Reload()
+    for kind in ("planned", "predicted", "measured"):
+        points = shown.Scalars(str(runs), f"fwd_compute_ms/rank_0/{kind}")
         assert points[-1].step == 20 and points[-1].value > 0
     first = json.loads(lines.read_text().splitlines()[0])
     assert first["record"] == "plan" and first["memory_bytes"][0] > 0

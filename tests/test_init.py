@@ -13,11 +13,11 @@ import torchrec_neuroshard
 from torchrec_neuroshard.errors import EnvironmentMismatchError
 
 PROMISED = """
-DenseMs FeatureProfile JsonLinesReporter MLflowReporter NeuroShardError
-NeuroShardPlanner NeuroShardPlannerProvider PaperSearcher PhaseTimer Placement
-PlacementConstraints PlanMonitor SearchConfig SearchResult TableConfig
-TensorBoardReporter __version__ apply_moves group_topology load_cost_model load_plan
-profile_inputs rehearse replan save_plan topology_for write_html
+DenseMs FeatureProfile JsonLinesReporter NeuroShardError NeuroShardPlanner
+NeuroShardPlannerProvider PaperSearcher PhaseTimer Placement PlacementConstraints
+PlanMonitor SearchConfig SearchResult TableConfig __version__ apply_moves
+group_topology load_cost_model load_plan profile_inputs rehearse replan save_plan
+topology_for write_html
 """
 
 

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.plans.rehearse import rehearse
     from torchrec_neuroshard.plans.replan import apply_moves, replan
     from torchrec_neuroshard.report.page import write_html
-    from torchrec_neuroshard.reporters import (
-        JsonLinesReporter,
-        MLflowReporter,
-        TensorBoardReporter,
-    )
+    from torchrec_neuroshard.reporters import JsonLinesReporter
     from torchrec_neuroshard.search.base import SearchConfig, SearchResult
     from torchrec_neuroshard.tables.profile import FeatureProfile, profile_inputs
     from torchrec_neuroshard.tables.table import TableConfig
@@ -42,7 +38,6 @@ __all__ = [
     "DenseMs",
     "FeatureProfile",
     "JsonLinesReporter",
-    "MLflowReporter",
     "NeuroShardError",
     "NeuroShardPlanner",
     "NeuroShardPlannerProvider",
@@ -54,7 +49,6 @@ __all__ = [
     "SearchConfig",
     "SearchResult",
     "TableConfig",
-    "TensorBoardReporter",
     "__version__",
     "apply_moves",
     "group_topology",
@@ -72,7 +66,6 @@ _LOCATIONS = {
     "DenseMs": "torchrec_neuroshard.costs.schedules",
     "FeatureProfile": "torchrec_neuroshard.tables.profile",
     "JsonLinesReporter": "torchrec_neuroshard.reporters",
-    "MLflowReporter": "torchrec_neuroshard.reporters",
     "NeuroShardPlanner": "torchrec_neuroshard.planner.planner",
     "NeuroShardPlannerProvider": "torchrec_neuroshard.contrib.provider",
     "PaperSearcher": "torchrec_neuroshard.papers.neuroshard",
@@ -83,7 +76,6 @@ _LOCATIONS = {
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",
     "TableConfig": "torchrec_neuroshard.tables.table",
-    "TensorBoardReporter": "torchrec_neuroshard.reporters",
     "apply_moves": "torchrec_neuroshard.plans.replan",
     "group_topology": "torchrec_neuroshard.planner.groups",
     "load_cost_model": "torchrec_neuroshard.bundles.find",

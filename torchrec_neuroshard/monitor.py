@@ -330,7 +330,7 @@ class PlanMonitor:
     Of every `every` iterations, a few are timed phase by phase. Rank 0 then logs
     predicted and measured times to the logger "torchrec_neuroshard.monitor", and names
     the table whose inputs changed most; inputs are profiled from the ids that enter the
-    sharded modules. Reporters write the same to files, TensorBoard or MLflow.
+    sharded modules. Reporters write the same elsewhere.
     `replan()` searches for a better plan for these inputs and moves the tables.
 
     A monitor never breaks training. If something fails on a rank, this rank stops

@@ -1,22 +1,19 @@
 """Reporters write a plan's predicted costs and training's measured times.
 
-    reporters = [JsonLinesReporter("phases.jsonl"), TensorBoardReporter("runs/plan")]
-    monitor = PlanMonitor(model, planner, reporters=reporters)
+    monitor = PlanMonitor(model, planner, reporters=[JsonLinesReporter("times.jsonl")])
 
 `PlanMonitor` passes its plan and every report to them, on rank 0. A reporter is also a
 `PlanReporter` of TorchRec's planning API (since 1.9): any planner of TorchRec takes the
-result of its `build_stats` as `stats`. A reporter imports its package when it is
-created, and opens its file or run at the first write.
+result of its `build_stats` as `stats`.
 """
 
 from __future__ import annotations
 
 import abc
-import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +28,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.costs.simulator import PHASES
-from torchrec_neuroshard.errors import ConfigError, check_kind
+from torchrec_neuroshard.errors import check_kind
 from torchrec_neuroshard.files import check_outputs, json_text, to_fields
 from torchrec_neuroshard.planner.option_facts import device_tier
 from torchrec_neuroshard.report import PlanReport
@@ -41,8 +38,6 @@ logger = logging.getLogger(__name__)
 _SHARD_PHASES = (*PHASES[1:], "prefetch_compute")
 """Phases of a shard in TorchRec's `Perf`, where index exchanges are in `fwd_comms`."""
 _GIB = 2**30
-_MOST_METRICS = 1000
-"""Most metrics that MLflow takes in one request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,105 +247,3 @@ class JsonLinesReporter(Reporter):
     def _append(self, records: Sequence[Mapping[str, Any]]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(json_text(record, indent=None) for record in records))
-
-
-class TensorBoardReporter(Reporter):
-    """Writes TensorBoard events.
-
-    Planned, predicted and measured times are three runs, so each phase and rank has one
-    chart with all three. A plan of TorchRec's planning API is a run named by its SKU.
-
-    Args:
-        folder: Folder for `tensorboard --logdir`.
-
-    Raises:
-        ConfigError: The package `tensorboard` is not installed.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        check_kind("folder", folder, str, os.PathLike)
-        module = _imported("torch.utils.tensorboard", "tensorboard", self)
-        self._writer_of: Callable[[str], Any] = module.SummaryWriter
-        self._folder = Path(folder)
-        self._writers: dict[str, Any] = {}
-
-    def write_plan(self, plan: PlanRecord) -> None:
-        """See `Reporter`."""
-        run = plan.plan or "planned"
-        self._add((run, name, x, plan.iteration) for name, x in plan.scalars.items())
-
-    def write_phases(self, phases: Sequence[PhaseRecord]) -> None:
-        """See `Reporter`."""
-        self._add(
-            (run, phase.name, ms, phase.iteration)
-            for phase in phases
-            for run, ms in phase.scalars.items()
-        )
-
-    def _add(self, scalars: Iterator[tuple[str, str, float, int]]) -> None:
-        for run, name, value, iteration in scalars:
-            if run not in self._writers:
-                self._writers[run] = self._writer_of(str(self._folder / run))
-            self._writers[run].add_scalar(name, value, iteration)
-        for writer in self._writers.values():
-            writer.flush()
-
-    def close(self) -> None:
-        """See `Reporter`."""
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
-
-
-class MLflowReporter(Reporter):
-    """Logs metrics to an MLflow run, e.g. "fwd_compute_ms/rank_0/measured".
-
-    Set the server as usual, with `mlflow.set_tracking_uri` or MLFLOW_TRACKING_URI. Rank
-    0 waits for the server; with MLFLOW_ENABLE_ASYNC_LOGGING=true it does not wait, but
-    errors go unnoticed.
-
-    Args:
-        run_id: The run; None takes the active run at the time of writing. MLflow starts
-            a run if none is active.
-
-    Raises:
-        ConfigError: The package `mlflow` is not installed.
-    """
-
-    def __init__(self, run_id: str | None = None) -> None:
-        self._log_metrics = _imported("mlflow", "mlflow", self).log_metrics
-        self._run_id = run_id
-
-    def write_plan(self, plan: PlanRecord) -> None:
-        """See `Reporter`; a SKU's metrics start with its name."""
-        start = f"{plan.plan}/" if plan.plan else ""
-        found = {f"{start}{name}/planned": x for name, x in plan.scalars.items()}
-        self._log(found, plan.iteration)
-
-    def write_phases(self, phases: Sequence[PhaseRecord]) -> None:
-        """See `Reporter`."""
-        for iteration in {phase.iteration for phase in phases}:
-            found = {
-                f"{phase.name}/{kind}": ms
-                for phase in phases
-                if phase.iteration == iteration
-                for kind, ms in phase.scalars.items()
-            }
-            self._log(found, iteration)
-
-    def _log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        pairs = [*metrics.items()]
-        for start in range(0, len(pairs), _MOST_METRICS):
-            some = dict(pairs[start : start + _MOST_METRICS])
-            self._log_metrics(some, step=iteration, run_id=self._run_id)
-
-
-def _imported(module: str, package: str, reporter: Reporter) -> Any:
-    """Import the package that a reporter needs."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        name = type(reporter).__name__
-        raise ConfigError(
-            f"{name} needs {package}: pip install {package} ({error})"
-        ) from error

@@ -1,12 +1,9 @@
-"""Output of the reporters, read back with the target libraries."""
+"""What reporters write."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
-import runpy
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,17 +11,10 @@ from typing import Any
 import pytest
 
 from tests.builders import bag_sharders, bags, make_planner
-from torchrec_neuroshard import (
-    JsonLinesReporter,
-    MLflowReporter,
-    TensorBoardReporter,
-    reporters,
-)
+from torchrec_neuroshard import JsonLinesReporter
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.monitor import MonitorReport
 from torchrec_neuroshard.reporters import PlanRecord, Reporter, write_to
-
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 PLAN = PlanRecord(
     phases_ms={"fwd_compute": (1.5, 2.0), "fwd_comms": (0.5, 0.5)},
@@ -75,92 +65,24 @@ def test_lines_have_the_fields_that_are_documented(tmp_path: Path) -> None:
     }
 
 
+def test_scalars_are_the_known_times_by_name() -> None:
+    assert PLAN.scalars["fwd_compute_ms/rank_1"] == 2.0
+    assert PLAN.scalars["used_gib/rank_1"] == 2.0
+    found = {phase.name: phase.scalars for phase in REPORT.records}
+    assert found["iteration_ms/all_ranks"] == {"measured": 9.0}
+    assert found["fwd_compute_ms/rank_1"] == {
+        "planned": 2.0,
+        "predicted": 2.5,
+        "measured": 2.75,
+    }
+    assert found["fwd_comms_ms/all_ranks"] == {"planned": 0.5, "predicted": 0.5}
+
+
 def test_files_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot write '.*': it is a folder"):
         JsonLinesReporter(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot write '.*lines': no folder"):
         JsonLinesReporter(tmp_path / "none" / "lines")
-
-
-def test_tensorboard_shows_predicted_beside_measured(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
-
-    reporter = TensorBoardReporter(tmp_path)
-    assert not [
-        *tmp_path.iterdir()
-    ]  # only rank 0 writes, but all ranks create reporters
-    reporter.write_plan(PLAN)
-    reporter.write_phases(REPORT.records)
-    shown = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-
-    def points(run: str, tag: str) -> list[tuple[int, float]]:
-        return [(p.step, p.value) for p in shown.Scalars(run, tag)]
-
-    chart = "fwd_compute_ms/rank_1"
-    assert points("planned", chart) == [(0, 2.0), (200, 2.0)]
-    assert points("predicted", chart) == [(200, 2.5)]
-    assert points("measured", chart) == [(200, 2.75)]
-    assert points("planned", "used_gib/rank_1") == [(0, 2.0)]
-    measured = shown.Runs()["measured"]["scalars"]
-    assert measured == ["iteration_ms/all_ranks", "fwd_compute_ms/all_ranks", chart]
-    reporter.close()
-    reporter.write_phases(REPORT.records)  # reopens its files
-    assert len([*(tmp_path / "measured").iterdir()]) == 2
-    reporter.close()
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("mlflow") is None,
-    reason="mlflow brings some forty packages along: not in requirements/dev.txt",
-)
-def test_mlflow_keeps_each_time_by_its_iteration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    import mlflow
-
-    mlflow.set_tracking_uri(tmp_path.as_uri())
-    client = mlflow.MlflowClient()
-    experiment = mlflow.set_experiment("planned").experiment_id
-    given = client.create_run(experiment).info.run_id
-    reporter = MLflowReporter(given)
-    reporter.write_plan(PLAN)
-    reporter.write_phases(REPORT.records)
-
-    def points(name: str) -> list[tuple[int, float]]:
-        return [(m.step, m.value) for m in client.get_metric_history(given, name)]
-
-    metric = "fwd_compute_ms/rank_1"
-    assert points(f"{metric}/planned") == [(0, 2.0), (200, 2.0)]
-    assert points(f"{metric}/predicted") == [(200, 2.5)]
-    assert points(f"{metric}/measured") == [(200, 2.75)]
-    assert points("used_gib/rank_0/planned") == [(0, 1.0)]
-    assert not points("fwd_comms_ms/all_ranks/measured")
-    # More than MLflow takes at once, to the active run.
-    ranks = (1.0,) * 1200
-    many = PlanRecord(
-        plan="h100", phases_ms={"fwd_compute": ranks}, used_bytes=(), memory_bytes=()
-    )
-    with mlflow.start_run() as active:
-        MLflowReporter().write_plan(many)
-    metrics = client.get_run(active.info.run_id).data.metrics
-    assert len(metrics) == 1200 and "h100/fwd_compute_ms/rank_1199/planned" in metrics
-
-
-@pytest.mark.parametrize(
-    ("kind", "package"),
-    [("TensorBoardReporter", "tensorboard"), ("MLflowReporter", "mlflow")],
-)
-def test_a_missing_package_is_named_at_once(
-    kind: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [*sys.modules, "tensorboard", "mlflow"]:
-        if "tensorboard" in name or name.partition(".")[0] == "mlflow":
-            monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
-    fresh = runpy.run_path(str(reporters.__file__))
-    fresh["JsonLinesReporter"](tmp_path / "phases.jsonl").write_plan(PLAN)
-    with pytest.raises(ConfigError, match=f"{kind} needs {package}: pip install"):
-        fresh[kind](str(tmp_path))
 
 
 class Broken(Reporter):
