@@ -1,7 +1,6 @@
 """Watch a training job: compare predicted and measured times, move tables on request.
 
-`PlanMonitor` measures on all ranks and exchanges the times. `Assessor` makes the
-predictions on rank 0.
+`PlanMonitor` measures on all ranks and exchanges the times. Rank 0 predicts.
 
 Shapes: `W` ranks, `S` stages.
 """
@@ -19,8 +18,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts
@@ -30,7 +29,7 @@ from torchrec_neuroshard.errors import (
     check_kind,
     check_number,
 )
-from torchrec_neuroshard.exchange import from_first, portable
+from torchrec_neuroshard.exchange import from_all, from_first, portable
 from torchrec_neuroshard.phase_timer import (
     InputSampler,
     PhaseTimer,
@@ -42,7 +41,6 @@ from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.placed import stage_name
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.plans.replan import ReplanResult, apply_moves, replan
-from torchrec_neuroshard.report import PlanReport
 from torchrec_neuroshard.reporters import PhaseRecord, PlanRecord, Reporter, write_to
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
@@ -55,6 +53,7 @@ _UNLIMITED = 2**62
 _PATIENCE = timedelta(minutes=5)
 """The monitor ends if a rank does not reach a report within this time."""
 _CLOSED = "closed"
+_EXCHANGED = "exchanged measured times"
 _LAG = 2
 """Iterations between the last timed one and the report, so that a GPU has finished."""
 
@@ -175,10 +174,7 @@ class MonitorReport:
         """Records for reporters: the whole iteration, and each phase by rank."""
         whole = PhaseRecord(
             iteration=self.last_iteration,
-            rank=None,
             phase="iteration",
-            planned_ms=None,
-            predicted_ms=None,
             measured_ms=self.iteration_ms,
         )
         phases = (
@@ -218,93 +214,35 @@ class MonitorReport:
         return "\n".join(lines)
 
 
-class Assessor:
-    """Predicts the current plan's times for the inputs that training sees.
+def stages_of(options: Sequence[ShardingOption], modules: Collection[str]) -> set[str]:
+    """Return the stages of these modules and of modules that contain them."""
+    return {
+        stage_name(o.path, o.sharding_type)
+        for o in options
+        if any(not o.path or f"{m}.".startswith(f"{o.path}.") for m in modules)
+    }
 
-    Attributes:
-        profiles: Profiles of the features seen so far.
+
+def changed_inputs(
+    options: Sequence[ShardingOption],
+    planner: NeuroShardPlanner,
+    now: NeuroShardPlanner,
+) -> tuple[Drift, ...]:
+    """Return the tables whose inputs changed, largest change first.
+
+    Args:
+        options: The plan's options.
+        planner: The planner that made the plan.
+        now: `planner.relearned` with current profiles.
     """
-
-    def __init__(
-        self, planner: NeuroShardPlanner, model: nn.Module, sharders: Sequence[Any]
-    ) -> None:
-        """Take the planner, and the model and sharders that it planned."""
-        self._planner, self._model, self._sharders = planner, model, list(sharders)
-        self.profiles: dict[str, FeatureProfile] = {}
-        self._options: list[Any] = []
-        self._plan: ShardingPlan | None = None
-        self._planned: PredictedCosts | None = None
-        self._seconds = 0.0
-
-    def planned(self, plan: Any) -> PredictedCosts:
-        """Return a plan's costs for the planned inputs; the last plan's are cached."""
-        if self._planned is None or plan != self._plan:
-            planner, self._plan = self._planner, copied(plan)
-            self._options = planner.placed_options(plan, self._model, self._sharders)
-            self._planned = self._price(planner)
-        return self._planned
-
-    def report(self, plan: Any) -> PlanReport:
-        """Return the report of a plan, for the inputs that were planned for."""
-        return self._planner.evaluate(plan, self._model, self._sharders)
-
-    def _price(self, planner: NeuroShardPlanner) -> PredictedCosts:
-        started = time.perf_counter()
-        priced = planner.costs.placed(self._options).predicted
-        self._seconds = time.perf_counter() - started
-        return priced
-
-    def _drifts(self, now: NeuroShardPlanner) -> tuple[Drift, ...]:
-        readers = self._planner.costs.reader, now.costs.reader
-        found = [
-            Drift(
-                table_name(o), *(r.table(o).profile_at(now.batch_size) for r in readers)
-            )
-            for o in self._options
-            if readers[0].has_cost(o)
-        ]
-        changed = [drift for drift in found if drift.factor >= _LEAST_DRIFT]
-        return tuple(sorted(changed, key=lambda d: -d.factor))
-
-    def assess(
-        self, plan: Any, modules: Collection[str], seconds: float
-    ) -> tuple[dict[Phase, float], dict[Phase, float], tuple[Drift, ...]]:
-        """Predict the modules' phases for the planned inputs and for current inputs.
-
-        If `seconds` is less than the last prediction took, current inputs are ignored.
-
-        Returns:
-            Both predictions, and the tables whose inputs changed.
-        """
-        costs, stages = self.planned(plan), self.stages(modules)
-        planned = predicted_phases(costs, stages)
-        if not self.profiles or self._seconds > seconds:
-            return planned, planned, ()
-        now = self._planner.relearned(self.profiles)
-        return planned, predicted_phases(self._price(now), stages), self._drifts(now)
-
-    def stages(self, modules: Collection[str]) -> set[str]:
-        """Return the stages of these modules and of modules that contain them."""
-        return {
-            stage_name(o.path, o.sharding_type)
-            for o in self._options
-            if any(not o.path or f"{m}.".startswith(f"{o.path}.") for m in modules)
-        }
-
-    def replan(self, plan: Any, budget_bytes: int | None) -> ReplanResult:
-        """Call `replan` with current inputs."""
-        return replan(
-            plan,
-            planner=self._planner.relearned(self.profiles),
-            model=self._model,
-            sharders=self._sharders,
-            budget_bytes=_UNLIMITED if budget_bytes is None else budget_bytes,
-        )
-
-    def follow(self) -> None:
-        """Plan for current inputs from now on, after tables were moved."""
-        self._planner = self._planner.relearned(self.profiles)
-        self._planned = None
+    readers = planner.costs.reader, now.costs.reader
+    found = [
+        Drift(table_name(o), *(r.table(o).profile_at(now.batch_size) for r in readers))
+        for o in options
+        if readers[0].has_cost(o)
+    ]
+    changed = [drift for drift in found if drift.factor >= _LEAST_DRIFT]
+    return tuple(sorted(changed, key=lambda d: -d.factor))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,7 +314,8 @@ class PlanMonitor:
         self._model, self._planner = model, planner
         self._every, self._timed, self._max_overhead = every, timed, max_overhead
         self._reporters: list[Reporter] = []
-        self._written: ShardingPlan | None = None
+        self._profiles: dict[str, FeatureProfile] = {}
+        self._priced: ShardingPlan | None = None
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._group: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._error: str | None = None
@@ -384,7 +323,7 @@ class PlanMonitor:
         self._hooks = contextlib.ExitStack()
         self._count = self._in_window = 0
         self._intervals: list[float] = []
-        self._spent = self._deadline = 0.0
+        self._spent = self._deadline = self._price_seconds = 0.0
         failure = ""
         try:
             self._reporters += reporters
@@ -399,7 +338,7 @@ class PlanMonitor:
             self._plan = copied(model.plan)
         except Exception as error:
             failure = str(error)
-        told = self._all_tell((failure, every, timed))
+        told = from_all((failure, every, timed), self._group, _EXCHANGED)
         failure = failure or next((text for text, *_ in told if text), "")
         settings = sorted({f"every={e} and timed={t}" for _, e, t in told})
         if not failure and len(settings) > 1:
@@ -411,9 +350,8 @@ class PlanMonitor:
         if self._rank == 0:
             try:
                 assert planner.last_model is not None, "_check requires it"
-                self._assessor = Assessor(planner, *planner.last_model)
-                self._assessor.planned(model.plan)
-                self._write_plan()
+                self._planned_model = planner.last_model
+                self._price_plan()
             except Exception as error:
                 self._fail(error)
 
@@ -457,12 +395,6 @@ class PlanMonitor:
         return PhaseTimer(
             self._model.module, self._model.device, wait=False, on_error=self._fail
         )
-
-    def _all_tell(self, message: Any) -> list[Any]:
-        """Return every rank's message on all ranks; the ranks wait for each other."""
-        told: list[Any] = [None] * self._world_size
-        dist.all_gather_object(told, message, group=self._group)
-        return told
 
     @property
     def is_on(self) -> bool:
@@ -514,7 +446,7 @@ class PlanMonitor:
         """Exchange the ranks' measurements; if a rank has failed, end on all ranks."""
         began = time.perf_counter()
         try:
-            told = self._all_tell((self._error, message))
+            told = from_all((self._error, message), self._group, _EXCHANGED)
             for rank, (text, _) in enumerate(told):
                 if text is not None:
                     raise NeuroShardError(f"rank {rank}: {text}")
@@ -537,14 +469,19 @@ class PlanMonitor:
 
     def _report(self, iterations_W: Any, interval_ms_W: Any, profiles_W: Any) -> None:
         for profiles in profiles_W:
-            self._assessor.profiles.update(profiles)
+            self._profiles.update(profiles)
         if self._model.plan != self._plan:  # the times are another plan's
             return
-        planned, predicted, drifts = self._assessor.assess(
-            self._model.plan,
-            {times.module for step in iterations_W[0] for times in step},
-            self._deadline - time.perf_counter(),
-        )
+        self._price_plan()
+        timed = {times.module for step in iterations_W[0] for times in step}
+        stages = stages_of(self._options, timed)
+        planned = predicted = predicted_phases(self._planned, stages)
+        drifts: tuple[Drift, ...] = ()
+        left = self._deadline - time.perf_counter()
+        if self._profiles and left > self._price_seconds:
+            now = self._planner.relearned(self._profiles)
+            predicted = predicted_phases(self._price(now), stages)
+            drifts = changed_inputs(self._options, self._planner, now)
         self.last_report = MonitorReport(
             last_iteration=self._count,
             iteration_ms=statistics.median(interval_ms_W),
@@ -554,18 +491,27 @@ class PlanMonitor:
             drifts=drifts,
         )
         logger.info("%s", self.last_report)
-        self._write_plan()
         records = self.last_report.records
         self._have_written(lambda reporter: reporter.write_phases(records))
 
-    def _write_plan(self) -> None:
-        """Write the current plan to the reporters, once."""
-        if not self._reporters or self._written is self._plan:
+    def _price_plan(self) -> None:
+        """Price the current plan for the planned inputs and have it written, once."""
+        if self._priced is self._plan:
             return
-        self._written = self._plan
-        report = self._assessor.report(self._plan)
-        record = PlanRecord.of_report(report, self._count)
-        self._have_written(lambda reporter: reporter.write_plan(record))
+        of_plan = self._plan, *self._planned_model
+        self._options = self._planner.placed_options(*of_plan)
+        self._planned = self._price(self._planner)
+        self._priced = self._plan
+        if self._reporters:
+            report = self._planner.evaluate(*of_plan)
+            record = PlanRecord.of_report(report, self._count)
+            self._have_written(lambda reporter: reporter.write_plan(record))
+
+    def _price(self, planner: NeuroShardPlanner) -> PredictedCosts:
+        began = time.perf_counter()
+        costs = planner.costs.placed(self._options).predicted
+        self._price_seconds = time.perf_counter() - began
+        return costs
 
     def _have_written(self, write: Callable[[Reporter], None]) -> None:
         write_to(self._reporters, write, "training goes on")
@@ -597,14 +543,21 @@ class PlanMonitor:
             Exception: An error of rank 0's search, raised on all ranks; or an error
                 while tables were moved, after which the model is broken.
         """
-        told = self._all_tell((self._error, self._sampler.num_under_way))
+        mine = self._error, self._sampler.num_under_way
+        told = from_all(mine, self._group, _EXCHANGED)
         if any(error is not None for error, _ in told):
             return None
         found: Any = None
         if self._rank == 0:
             try:
-                plan = self._model.plan
-                moved = self._assessor.replan(plan, budget_bytes)
+                model, sharders = self._planned_model
+                moved = replan(
+                    self._model.plan,
+                    planner=self._planner.relearned(self._profiles),
+                    model=model,
+                    sharders=sharders,
+                    budget_bytes=_UNLIMITED if budget_bytes is None else budget_bytes,
+                )
                 found = moved, None
             except BaseException as error:
                 found = None, portable(error)
@@ -633,8 +586,8 @@ class PlanMonitor:
         self._in_window, self._plan = 0, copied(self._model.plan)
         self._intervals.clear()
         self._timer.remove()
-        if self._rank == 0:
-            self._assessor.follow()
+        if self._rank == 0:  # plan for current inputs from now on
+            self._planner = self._planner.relearned(self._profiles)
         return None
 
     def close(self) -> None:

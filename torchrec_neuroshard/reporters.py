@@ -114,15 +114,15 @@ class PhaseRecord:
 
     iteration: int
     """Last iteration of the measured stretch."""
-    rank: int | None
+    rank: int | None = None
     """Rank; None for all ranks together."""
     phase: str
     """One of `costs.simulator.PHASES`, or "iteration" for the whole iteration."""
-    planned_ms: float | None
+    planned_ms: float | None = None
     """Time predicted for the inputs that were planned for."""
-    predicted_ms: float | None
+    predicted_ms: float | None = None
     """Time predicted for the current inputs."""
-    measured_ms: float | None
+    measured_ms: float | None = None
     """Measured time; None if the phase was not timed."""
     unit: str = "ms"
 
@@ -135,12 +135,9 @@ class PhaseRecord:
     @property
     def scalars(self) -> dict[str, float]:
         """The known times, by "planned", "predicted" and "measured"."""
-        times = {
-            "planned": self.planned_ms,
-            "predicted": self.predicted_ms,
-            "measured": self.measured_ms,
-        }
-        return {name: ms for name, ms in times.items() if ms is not None}
+        kinds = ("planned", "predicted", "measured")
+        times = {kind: getattr(self, f"{kind}_ms") for kind in kinds}
+        return {kind: ms for kind, ms in times.items() if ms is not None}
 
 
 class Reporter(abc.ABC):

@@ -19,7 +19,6 @@ from tests.builders import (
     bag_config,
     bag_sharders,
     bags,
-    by_table,
     each,
     fused_bags,
     gpus,
@@ -27,13 +26,14 @@ from tests.builders import (
     sequences,
     shards_of,
 )
-from torchrec_neuroshard import group_topology
+from torchrec_neuroshard import group_topology, replan
 from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.monitor import (
-    Assessor,
     MonitorReport,
+    changed_inputs,
     measured_phases,
     predicted_phases,
+    stages_of,
 )
 from torchrec_neuroshard.phase_timer import PhaseTimes
 from torchrec_neuroshard.planner.outline import outline_of
@@ -55,45 +55,43 @@ def test_drift_is_priced_and_named() -> None:
         search=FixedSearcher([(i, 32, int(i == 5)) for i in range(6)]),
     )
     plan = planner.plan(model, bag_sharders())
-    assessor = Assessor(planner, model, bag_sharders())
-    planned = predicted_phases(assessor.planned(plan), assessor.stages({MODULE}))
+    options = planner.placed_options(plan, model, bag_sharders())
+    stages = stages_of(options, {MODULE})
 
-    def assess(factor: float, seconds: float = 60.0) -> MonitorReport:
-        """Report kernels that take a multiple of their predicted time."""
-        before, now, drifts = assessor.assess(plan, {MODULE}, seconds)
-        measured = {
-            p: (factor if p[0] in COMPUTE else 1.0) * planned[p] for p in planned
-        }
-        return MonitorReport(
-            last_iteration=1,
-            iteration_ms=20.0,
-            planned=before,
-            predicted=now,
-            measured=measured,
-            drifts=drifts,
-        )
+    def predicted(planner: Any) -> Any:
+        return predicted_phases(planner.costs.placed(options).predicted, stages)
 
-    assessor.profiles.update(
-        (f"f{i}", zipf_profile(batch_size=64, pooling_factor=p, num_embeddings=1000))
+    profiles = {
+        f"f{i}": zipf_profile(batch_size=64, pooling_factor=p, num_embeddings=1000)
         for i, p in enumerate((1.0, 50.0, 1.0, 8.0))
-    )
-    late = assess(1.0, seconds=-1.0)  # no time to price it
-    assert late.predicted == late.planned == planned
-    off = assess(2.0, seconds=-1.0)
-    assert off.differences[0] == ("bwd_compute", 0)
-    assert "largest difference: bwd_compute of rank 0" in str(off)
-    report = assess(1.0)
-    assert report.planned == planned
+    }
+    relearned = planner.relearned(profiles)
+    planned, now = predicted(planner), predicted(relearned)
     slowest = ("fwd_compute", None)
-    assert report.predicted[slowest] > 2 * planned[slowest]
-    assert [d.table for d in report.drifts[:2]] == [f"{MODULE}.t1", f"{MODULE}.t3"]
-    assert report.drifts[0].now.pooling_factor == pytest.approx(50.0)
+    assert now[slowest] > 2 * planned[slowest]
+    drifts = changed_inputs(options, planner, relearned)
+    assert [d.table for d in drifts[:2]] == [f"{MODULE}.t1", f"{MODULE}.t3"]
+    assert drifts[0].now.pooling_factor == pytest.approx(50.0)
+    report = MonitorReport(
+        last_iteration=1,
+        iteration_ms=20.0,
+        planned=planned,
+        predicted=planned,
+        measured={p: (2.0 if p[0] in COMPUTE else 1.0) * planned[p] for p in planned},
+        drifts=drifts,
+    )
+    assert report.differences[0] == ("bwd_compute", 0)
+    assert "largest difference: bwd_compute of rank 0" in str(report)
     assert "largest drift: table 'sparse.ebc.t1'" in str(report)
     # Moves are searched for current inputs.
-    result = assessor.replan(plan, None)
-    assert (
-        predicted_phases(result.before, assessor.stages({MODULE})) == report.predicted
+    result = replan(
+        plan,
+        planner=relearned,
+        model=model,
+        sharders=bag_sharders(),
+        budget_bytes=2**62,
     )
+    assert predicted_phases(result.before, stages) == now
     assert result.moves
     assert result.after.critical_path_ms < result.before.critical_path_ms
 
@@ -110,31 +108,14 @@ def test_predictions_are_of_the_timed_modules_alone() -> None:
             )
         )
         plan = planner.plan(model, sharders)
-        return Assessor(planner, model, sharders).assess(plan, {"ebc"}, 60.0)[0]
+        options = planner.placed_options(plan, model, sharders)
+        costs = planner.costs.placed(options).predicted
+        return predicted_phases(costs, stages_of(options, {"ebc"}))
 
     tables = [bag_config(i) for i in range(2)]
     alone = predicted(ebc=bags(*tables))
     assert alone["fwd_comms", None] > 0
     assert predicted(ebc=bags(*tables), model=sequences(32, 32)) == alone
-
-
-@pytest.mark.parametrize("with_replicas", [False, True])
-def test_replan_works_before_inputs_are_known(with_replicas: bool) -> None:
-    model = Nested(bags(*map(bag_config, range(4))))
-    last = "data_parallel" if with_replicas else "table_wise"
-    kinds = [*[["table_wise"]] * 3, [last]]
-    planner = make_planner(
-        constraints=by_table(sharding_types=kinds),
-        cost_model=AnalyticCostModel(launch_ms=0.0, byte_ns=10.0),
-        search=FixedSearcher([(i, 32, 0) for i in range(4 - with_replicas)]),
-    )
-    plan = planner.plan(model, bag_sharders())
-    assessor = Assessor(planner, model, bag_sharders())
-    assert not assessor.profiles
-    result = assessor.replan(plan, None)
-    # TorchRec does not rebuild replicas after a move.
-    assert bool(result.moves) is not with_replicas
-    assert bool(result.obstacles) == with_replicas
 
 
 def test_times_of_ranks_are_combined() -> None:
