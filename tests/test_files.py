@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ def test_json_is_strict_both_ways(tmp_path: Path) -> None:
     assert read_json(tmp_path / "a") == {"a": [1, None], "b": [None]}
     (tmp_path / "a").write_text("\ufeff[]", encoding="utf-8")
     assert read_json(tmp_path / "a") == []
+    for text in ('["\\u000A\\t\\\\u001b"]', '["\\ud83d\\ude00"]'):
+        assert parse_json(text) == json.loads(text)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,10 @@ def test_json_is_strict_both_ways(tmp_path: Path) -> None:
         ("[NaN]", "not finite"),
         ("[" * 10**5, "nested too deep"),
         ('["\\ud800"]', "surrogates"),
+        ("[-1e999]", "not finite"),
         ('["\\u001b[2J"]', "control character"),
+        ('{"\\\\\\u009F": 1}', "control character"),
+        ('["\x7f"]', "control character"),
         ("9" * 5000, "4300 digits"),
         (" \n", "it is empty"),
         ('[{"a": 1, "b": 2, "a": 3}]', "'a' appears twice in one object"),

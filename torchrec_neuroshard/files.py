@@ -27,8 +27,13 @@ from torchrec_neuroshard.errors import ConfigError, suggestion
 
 T = TypeVar("T")
 
-_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:[bf]|u00[01][0-9a-f])|[\x7f-\x9f])")
+_CONTROL = re.compile(
+    r"(?<!\\)(?:\\\\)*"
+    r"(\\(?:[bf]|u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f]))|[\x7f-\x9f])",
+    re.IGNORECASE,
+)
 """Control characters in JSON text, except tabs and line ends."""
+_SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 TOO_LARGE = 2**63
 """Limit of integers (exclusive): arrays, files and kernels hold 64 bits."""
 
@@ -162,17 +167,25 @@ def parse_json(text: str) -> Any:
     if not text.strip():
         raise ValueError("it is empty")
     try:
-        data = json.loads(text, object_pairs_hook=_object)
-        try:
-            again = json.dumps(data, ensure_ascii=False, allow_nan=False)
-        except ValueError:
-            raise ValueError("a number in it is not finite") from None
+        data = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_float=_finite_number,
+            parse_constant=_finite_number,
+        )
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    again.encode()  # fails on lone surrogates
-    if found := _CONTROL.search(again):
+    if _SURROGATE.search(text):
+        json.dumps(data, ensure_ascii=False).encode()  # fails on lone surrogates
+    if found := _CONTROL.search(text):
         raise ValueError(f"it holds the control character {found[1]!r}")
     return data
+
+
+def _finite_number(text: str) -> float:
+    if math.isfinite(value := float(text)):
+        return value
+    raise ValueError("a number in it is not finite")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
