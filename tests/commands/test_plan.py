@@ -259,7 +259,11 @@ def test_constraints_of_all_tables_and_of_one() -> None:
             "constraints for user. None of the kernels",
         ),
         ("--placement f.json", '{"forbid_ranks": [0, 1]}', "leave no rank for"),
-        ("--constraints f.json", '{"*": {"min_partition": -1}}', "1 column, got -1"),
+        (
+            "--constraints f.json",
+            '{"*": {"min_partition": -1}}',
+            "'f.json': constraints of table '\\*': min_partition is -1",
+        ),
         ("--json - --html -", "", "--html and --json are both '-'; write one of them"),
         ("--memory-gb 1e300", "", "memory_gb is 1e.300: give it in GB, not in bytes"),
         ("--placement f.json", '{"pinned": {}}', "unknown field 'pinned'.*'pin'"),

@@ -38,7 +38,7 @@ from torchrec_neuroshard.errors import (
     suggestion,
 )
 from torchrec_neuroshard.files import read_fields
-from torchrec_neuroshard.planner.checks import KNOWN_VALUES, table_paths
+from torchrec_neuroshard.planner.checks import check_constraints, table_paths
 from torchrec_neuroshard.planner.compat import (
     accepted_arguments,
     no_options_reason,
@@ -275,14 +275,6 @@ class _TableConstraints:
     cache_load_factor: float | None = None
 
     def __post_init__(self) -> None:
-        for name, known in KNOWN_VALUES.items():
-            for odd in [v for v in getattr(self, name) or () if v not in known]:
-                raise ValueError(
-                    f"{name} has '{odd:.60}', which TorchRec does not know; "
-                    + suggestion(odd, known, name.replace("_", " "))
-                )
-        if (least := self.min_partition) is not None and least < 1:
-            raise ValueError(f"min_partition must be at least 1 column, got {least}")
         if self.cache_load_factor is not None and not 0 < self.cache_load_factor <= 1:
             raise ValueError(
                 "cache_load_factor must be above 0 and at most 1, got "
@@ -323,20 +315,27 @@ def read_constraints(
     paths = table_paths(model.module, model.sharders)
     tables = {(module_path, config.name) for module_path, config in paths}
     keys = {key for table in tables for key in table_keys(*table)}
-    for key in (str(entry) for entry in data if entry not in keys | {"*"}):
-        raise ConfigError(f"'{path}' {unknown_table('names', key, keys)}")
+    fields: dict[str, dict[str, Any]] = {}
+    for entry, given in data.items():
+        if entry not in keys | {"*"}:
+            raise ConfigError(f"'{path}' {unknown_table('names', str(entry), keys)}")
+        what = f"constraints of table '{entry}' in '{path}'"
+        made = read_fields(_TableConstraints, given, ConfigError, what)
+        fields[entry] = made.fields()
+        try:
+            check_constraints({entry: ParameterConstraints(**fields[entry])})
+        except ConfigError as error:
+            raise ConfigError(f"'{path}': {error}") from error
     found = dict(model.constraints)
     for module_path, name in sorted(tables):
-        fields: dict[str, Any] = {}
         own = table_keys(module_path, name)
+        changes: dict[str, Any] = {}
         for entry in ("*", *reversed(own)):
-            what = f"constraints of table '{entry}' in '{path}'"
-            given = data.get(entry, {})
-            fields |= read_fields(_TableConstraints, given, ConfigError, what).fields()
-        if fields:
+            changes |= fields.get(entry, {})
+        if changes:
             known = constraint_on(model.constraints, module_path, name)
             found[own[0]] = dataclasses.replace(
-                known or ParameterConstraints(), **fields
+                known or ParameterConstraints(), **changes
             )
     return found
 
