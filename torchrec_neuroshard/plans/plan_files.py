@@ -186,17 +186,9 @@ class StoredPlan:
         )
         return PlanReport(
             critical_path_ms=math.nan,
-            lower_bound_ms=0.0,
-            uncertainty=0.0,
-            compute_source="unknown",
-            comms_source="unknown",
-            search_seconds=0.0,
-            num_evaluated=0,
             num_tables=len(tables),
             ranks=rank_reports(tables, costs, made.memory_bytes),
-            splits=(),
             tables=tuple(sorted(tables, key=lambda t: -t.used_bytes)),
-            fallback=None,
             notes=(Note("stored", text),),
         )
 

@@ -80,24 +80,24 @@ class PlanReport(Report):
     equal ranks takes longer than its mean; see `costs.expected`."""
     parts_ms: Mapping[str, float] = field(default_factory=dict)
     """Phases on the critical path, which they add up to; empty: unknown."""
-    lower_bound_ms: float
+    lower_bound_ms: float = 0.0
     bound_is_proven: bool = False
     """True: no plan can be faster than the bound. False: the bound is an estimate."""
-    uncertainty: float
+    uncertainty: float = 0.0
     """See `simulator.PredictedCosts`."""
-    compute_source: str
-    comms_source: str
-    search_seconds: float
-    num_evaluated: int
+    compute_source: str = "unknown"
+    comms_source: str = "unknown"
+    search_seconds: float = 0.0
+    num_evaluated: int = 0
     num_tables: int
     ranks: tuple[RankReport, ...]
-    splits: tuple[SplitReport, ...]
+    splits: tuple[SplitReport, ...] = ()
     """Column splits, the most useful first; at most `explain.MAX_SPLITS`."""
     tables: tuple[TableReport, ...]
     """All tables, the largest part of the critical path first."""
     bottleneck: Bottleneck | None = None
     """None if costs are unknown or 0."""
-    fallback: str | None
+    fallback: str | None = None
     notes: tuple[Note, ...]
     """Facts worth knowing about the plan."""
     basis: PlanBasis | None = None
@@ -139,7 +139,6 @@ class PlanReport(Report):
             num_evaluated=result.num_evaluated,
             num_tables=len(tables),
             ranks=rank_reports(tables, predicted.ranks, memory_bytes),
-            splits=(),
             tables=tuple(sorted(tables, key=lambda t: (-t.path_ms, -t.used_bytes))),
             fallback=result.fallback,
             notes=result.notes,
@@ -308,26 +307,22 @@ class PlanReport(Report):
         def length(rank: RankReport) -> float:
             return rank.total_ms if self.is_costed else rank.used_bytes
 
-        def aligned(texts: list[str]) -> list[str]:
-            width = max(map(len, texts))
-            return [f"{text:>{width}}" for text in texts]
-
         shown = list(self.ranks)
         if len(shown) > MAX_BARS:
             shown = sorted(shown, key=length, reverse=True)[:MAX_BARS]
-        names = aligned([f"rank {rank.rank}" for rank in shown])
-        sizes = aligned([rank.memory for rank in shown])
+        columns = [[f"rank {r.rank}" for r in shown], [r.memory for r in shown]]
         if self.is_costed:
-            times = aligned([f"{rank.total_ms:.3f} ms" for rank in shown])
-            sizes = [f"{ms}  {size}" for ms, size in zip(times, sizes, strict=True)]
+            columns.insert(1, [f"{r.total_ms:.3f} ms" for r in shown])
+        widths = [max(map(len, texts)) for texts in columns]
         most = max(map(length, shown)) or 1.0
-        width = min(40, 80 - len(names[0]) - 4 - len(sizes[0]))
+        width = min(40, 80 - sum(widths) - 2 * len(widths))
         lines = []
-        for rank, name, size in zip(shown, names, sizes, strict=True):
+        for rank, *texts in zip(shown, *columns, strict=True):
             whole = round(width * length(rank) / most)
             kernels = round(width * rank.kernels_ms / most) if self.is_costed else whole
             bar = "#" * kernels + "-" * (whole - kernels)
-            lines.append(f"{name}  {bar:{width}}  {size}")
+            name, *sizes = (f"{t:>{w}}" for t, w in zip(texts, widths, strict=True))
+            lines.append("  ".join([name, f"{bar:{width}}", *sizes]))
         if left := len(self.ranks) - len(shown):
             lines.append(f"and {left:,} more rank{'s' * (left > 1)}")
         lines.append("# kernels, - collectives" if self.is_costed else "# memory")
