@@ -33,6 +33,7 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.report.plan_tables import (
     PlanTable,
     check_shards,
+    full_name,
     plan_entries,
 )
 
@@ -164,7 +165,7 @@ def model_tables(
     modules = dict(model.named_modules(remove_duplicate=False))
     inside = {path: modules[path] for path in paths if path in modules}
     outside = {
-        f"{path}.{config.name}" if path else config.name
+        full_name(path, config.name)
         for path, module in modules.items()
         if isinstance(module, TABLE_MODULES)
         and module not in inside.values()
@@ -201,9 +202,8 @@ def check_plan(
     """
     for path, name, sharding in plan_entries(plan):
         if sharding.compute_kernel not in KNOWN_VALUES["compute_kernels"]:
-            table = f"{path}.{name}" if path else name
             raise PlanFileError(
-                f"table '{table}': this TorchRec release has no kernel "
+                f"table '{full_name(path, name)}': this TorchRec release has no kernel "
                 f"'{sharding.compute_kernel}'; use the release that made the plan"
             )
     check_shards(plan, tables, world_size)

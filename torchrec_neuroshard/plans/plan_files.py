@@ -73,6 +73,7 @@ from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.parts import TableReport, rank_reports
 from torchrec_neuroshard.report.plan_tables import (
     PlanTable,
+    full_name,
     plan_entries,
     plan_tables,
     table_moves,
@@ -461,14 +462,14 @@ def _forbidden(
         constraints = planner.constraints
     ranks = {}
     for path, name, sharding in plan_entries(plan):
-        full_name = f"{path}.{name}" if path else name
-        ranks[full_name] = sharding.ranks
+        table = full_name(path, name)
+        ranks[table] = sharding.ranks
         for field in ("sharding_type", "compute_kernel"):
             constraint = constraint_on(constraints, path, name)
             allowed = getattr(constraint, f"{field}s", None)
             if allowed and (value := getattr(sharding, field)) not in allowed:
                 yield (
-                    f"table '{full_name}' is {value} in the file, but constraints "
+                    f"table '{table}' is {value} in the file, but constraints "
                     f"allow only {', '.join(allowed)}"
                 )
     if isinstance(planner, NeuroShardPlanner):

@@ -74,7 +74,7 @@ from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.table_keys import ModuleConstraints
 from torchrec_neuroshard.plans.one_rank import is_of_this_machine, one_rank
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal
-from torchrec_neuroshard.report.plan_tables import plan_entries
+from torchrec_neuroshard.report.plan_tables import full_name, plan_entries
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.sharding_types import WORLD_TYPES
 
@@ -237,7 +237,7 @@ def _other_devices(plan: ShardingPlan, topology: Topology) -> Iterator[str]:
     kind, world = str(topology.compute_device), int(topology.world_size)
     node = int(topology.local_world_size)
     for path, name, sharding in plan_entries(plan):
-        table = f"table '{path}.{name}'" if path else f"table '{name}'"
+        table = f"table '{full_name(path, name)}'"
         ranks, spec = sharding.ranks or (), sharding.sharding_spec
         if ranks and len(ranks) != world and sharding.sharding_type in WORLD_TYPES:
             yield (

@@ -46,7 +46,7 @@ from torchrec_neuroshard.costs.task import (
     format_bytes,
 )
 from torchrec_neuroshard.errors import ConfigError, check_kind, check_number
-from torchrec_neuroshard.exchange import from_first, is_over_gloo
+from torchrec_neuroshard.exchange import from_all, from_first, is_over_gloo
 from torchrec_neuroshard.hardware.devices import backend_of, is_accelerator
 from torchrec_neuroshard.planner.checks import check_profiles
 from torchrec_neuroshard.planner.compat import (
@@ -59,6 +59,7 @@ from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.search_space import SearchSpace
 from torchrec_neuroshard.planner.ways import is_placeable, ways_of
+from torchrec_neuroshard.report.plan_tables import full_name
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.shards import ShardBank
@@ -76,6 +77,7 @@ _FUSED = EmbeddingComputeKernel.FUSED.value
 _MIN_GAIN = 1e-3
 """Moves must save at least this share of the predicted iteration."""
 _SEARCH = SearchConfig(restarts=8)
+_TO_APPLY = "came to apply moves"
 _MAX_SHOWN = 20
 """Most moves to list in the text of a result."""
 
@@ -99,7 +101,7 @@ class Move:
     def __str__(self) -> str:
         """Return the move as a line of text."""
         return (
-            f"{_full_name(self.path, self.table)}: columns {self.offset} to "
+            f"{full_name(self.path, self.table)}: columns {self.offset} to "
             f"{self.offset + self.width - 1} from rank {self.from_rank} to "
             f"{self.to_rank}, {format_bytes(self.num_bytes)}"
         )
@@ -417,10 +419,6 @@ def _improve(job: _Job, budget_bytes: int, config: SearchConfig) -> dict[int, Sh
     return {t: shards for t, shards in state.items() if shards != job.state[t]}
 
 
-def _full_name(path: str, table: str) -> str:
-    return f"{path}.{table}" if path else table
-
-
 def _shards_of(sharding: ParameterSharding) -> Shards:
     """Return the column shards of a table; replicated tables have none."""
     if sharding.sharding_spec is None:
@@ -473,23 +471,23 @@ def apply_moves(
             "apply_moves needs the process group of a sharded model: call it on every "
             "rank of the job"
         )
-    mine = None
+    given = None
     if isinstance(result, ReplanResult):
-        mine = result.changed, result.replaced
-    sent = from_first(mine, group, "came to apply moves")
+        given = result.changed, result.replaced
+    sent = from_first(given, group, _TO_APPLY)
     if sent is None:
         raise ConfigError("apply_moves needs the result of replan on rank 0: pass it")
     changed, replaced = sent
     if not changed:
         return
-    told: list[Any] = [None] * dist.get_world_size()
     try:
         obstacle = _move_obstacle(model, replaced)
     except Exception as error:  # tell the other ranks, which wait
         kind = type(error).__name__
         obstacle = f"rank {dist.get_rank()} cannot move tables: {kind}: {error}"
     # Over gloo TorchRec numbers its messages by a hash of the table's name.
-    dist.all_gather_object(told, (obstacle, is_over_gloo(group) and hash("torchrec")))
+    mine = obstacle, is_over_gloo(group) and hash("torchrec")
+    told = from_all(mine, group, _TO_APPLY)
     for text in (text for text, _ in told if text is not None):
         raise ConfigError(text)
     if len({number for _, number in told}) > 1:
@@ -500,7 +498,7 @@ def apply_moves(
     devices = [model.device] if is_accelerator(model.device.type) else []
     with torch.random.fork_rng(devices):
         for path, tables in changed.items():
-            _move_module(model, path, tables)
+            _move_module(model, path, tables, group)
 
 
 def _move_obstacle(
@@ -513,7 +511,7 @@ def _move_obstacle(
             at_work = model.plan.plan.get(path, {}).get(name)
             if at_work is None or _shards_of(at_work) != _shards_of(sharding):
                 return (
-                    f"table '{_full_name(path, name)}' has moved since replan: call "
+                    f"table '{full_name(path, name)}' has moved since replan: call "
                     "replan again with model.plan"
                 )
     if not is_wrapped_by_ddp(model):
@@ -526,11 +524,14 @@ def _move_obstacle(
 
 
 def _move_module(
-    model: DistributedModelParallel, path: str, tables: EmbeddingModuleShardingPlan
+    model: DistributedModelParallel,
+    path: str,
+    tables: EmbeddingModuleShardingPlan,
+    group: dist.ProcessGroup,
 ) -> None:
     """Move tables of one module, and fix what TorchRec does not restore."""
     sharded = model.module.get_submodule(path)
-    rates = _learning_rates(sharded)
+    rates = _learning_rates(sharded, group)
     model.reshard({path: (0.0, tables)}, path or None)
     permute_features_again(sharded)
     for _, optimizer in sharded.fused_optimizer.optimizers:
@@ -540,13 +541,12 @@ def _move_module(
         optimizer.step()  # sets the kernel's rate; weights change in backward
 
 
-def _learning_rates(sharded: Any) -> dict[str, float]:
+def _learning_rates(sharded: Any, group: dist.ProcessGroup) -> dict[str, float]:
     """Return each table's learning rate, gathered from all ranks."""
     own = {
         key: optimizer.param_groups[0]["lr"]
         for _, optimizer in sharded.fused_optimizer.optimizers
         for key in optimizer.params
     }
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    return {key: rate for rates in gathered for key, rate in rates.items()}
+    found = from_all(own, group, "moved tables")
+    return {key: rate for rates in found for key, rate in rates.items()}

@@ -33,12 +33,17 @@ class PlanTable:
     @property
     def full_name(self) -> str:
         """Path and name, which are unique in a model."""
-        return f"{self.path}.{self.name}" if self.path else self.name
+        return full_name(self.path, self.name)
 
     @property
     def value_bytes(self) -> int:
         """Bytes of one weight."""
         return DATA_TYPE_BYTES.get(self.data_type, 4)
+
+
+def full_name(path: str, name: str) -> str:
+    """Return a module's path and a table's name, which are unique in a model."""
+    return f"{path}.{name}" if path else name
 
 
 def plan_entries(plan: ShardingPlan) -> Iterator[tuple[str, str, ParameterSharding]]:
