@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 _SHARD_PHASES = (*PHASES[1:], "prefetch_compute")
 """Phases of a shard in TorchRec's `Perf`, where index exchanges are in `fwd_comms`."""
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,33 +78,32 @@ class PlanRecord:
             options: The plan's options, placed and estimated.
             topology: The devices, with the memory that is left for shards.
         """
-        devices, tier = topology.devices, device_tier(topology)
-        phases_ms = {phase: [0.0] * len(devices) for phase in _SHARD_PHASES}
-        used_bytes = [0.0] * len(devices)
-        for shard in (shard for option in options for shard in option.shards):
-            if shard.perf is not None:
-                for phase, by_rank in phases_ms.items():
-                    by_rank[shard.rank] += getattr(shard.perf, phase)
-            if shard.storage is not None:
-                used_bytes[shard.rank] += getattr(shard.storage, tier)
+        tier = device_tier(topology)
+
+        def sums(part: str, field: str) -> tuple[float, ...]:
+            """Add up a field of the shards' perf or storage, if known, on each rank."""
+            found = [0.0] * len(topology.devices)
+            for shard in (shard for option in options for shard in option.shards):
+                found[shard.rank] += getattr(getattr(shard, part), field, 0.0)
+            return tuple(found)
+
         return cls(
             plan=plan,
-            phases_ms={phase: tuple(ms) for phase, ms in phases_ms.items()},
-            used_bytes=tuple(used_bytes),
-            memory_bytes=tuple(int(getattr(d.storage, tier)) for d in devices),
+            phases_ms={phase: sums("perf", phase) for phase in _SHARD_PHASES},
+            used_bytes=sums("storage", tier),
+            memory_bytes=tuple(int(getattr(d.storage, tier)) for d in topology.devices),
         )
 
     @property
     def scalars(self) -> dict[str, float]:
         """The plan's figures by name, e.g. "fwd_compute_ms/rank_0"."""
-        found = {
+        times = {
             f"{phase}_{self.unit}/rank_{rank}": ms
             for phase, by_rank in self.phases_ms.items()
             for rank, ms in enumerate(by_rank)
         }
-        for rank, used in enumerate(self.used_bytes):
-            found[f"used_gib/rank_{rank}"] = used / _GIB
-        return found
+        used = enumerate(self.used_bytes)
+        return times | {f"used_gib/rank_{r}": size / 2**30 for r, size in used}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
