@@ -44,18 +44,13 @@ def flag(parser: Any, name: str, text: str) -> None:
     parser.add_argument(name, action="store_true", help=text)
 
 
-def whole(least: int | None = 1, most: int | None = None) -> Callable[[str], int]:
+def whole(least: int = 1, most: int | None = None) -> Callable[[str], int]:
     """Return a reader of whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            hint = "; 'neuroshard sweep' takes several" if "," in text else ""
-            raise ArgumentTypeError(
-                f"'{text:.60}' is not a whole number{hint}"
-            ) from None
-        if least is not None and value < least:
+        hint = "; 'neuroshard sweep' takes several" if "," in text else ""
+        value: int = _parsed(int, text, "a whole number", hint)
+        if value < least:
             raise ArgumentTypeError(f"must be at least {least}, got {value}")
         if most is not None and value > most:
             raise ArgumentTypeError(f"must be at most {most:,}, got {value:,}")
@@ -68,17 +63,21 @@ def number(*, zero: bool = False) -> Callable[[str], float]:
     """Return a reader of finite numbers above 0, or from 0 on."""
 
     def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            hint = "; leave out the unit" if text[:1].isdigit() else ""
-            raise ArgumentTypeError(f"'{text:.60}' is not a number{hint}") from None
+        hint = "; leave out the unit" if text[:1].isdigit() else ""
+        value: float = _parsed(float, text, "a number", hint)
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             rule = "at least 0" if zero else "above 0"
             raise ArgumentTypeError(f"must be finite and {rule}, got {text:.60}")
         return value
 
     return parse
+
+
+def _parsed(kind: type[Any], text: str, wanted: str, hint: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ArgumentTypeError(f"'{text:.60}' is not {wanted}{hint}") from None
 
 
 def one_of(names: Collection[str], kind: str) -> Callable[[str], str]:
