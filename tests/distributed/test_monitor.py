@@ -185,21 +185,12 @@ def described(done: Any) -> Any:
     }
 
 
-class Broken(JsonLinesReporter):
-    """Its file is on a disk that is full."""
-
-    def _append(self, records: Any) -> None:
-        raise OSError("disk full")
-
-
 def run_moved_by_others(rank: int, folder: Path) -> dict[str, Any]:
     """All tables are on rank 0 at first, and then moved without the monitor."""
     sharded, planner = shard(FixedSearcher([(i, DIM, 0) for i in range(4)]))
     path = folder / f"phases{rank}.jsonl"
-    reporters = [Broken(path), JsonLinesReporter(path)]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        monitor = PlanMonitor(sharded, planner, **EAGER, reporters=reporters)
+    reporters = [JsonLinesReporter(path)]
+    monitor = PlanMonitor(sharded, planner, **EAGER, reporters=reporters)
     batch = drifting(sharded, rank)(0)
     found: dict[str, Any] = {}
     for when in ("before", "between", "after"):
@@ -225,7 +216,6 @@ def run_moved_by_others(rank: int, folder: Path) -> dict[str, Any]:
             ),
         ]
     monitor.close()
-    found["warnings"] = [str(w.message) for w in caught if "disk" in str(w.message)]
     found["written"] = path.exists() and path.read_text().splitlines()
     return found
 
@@ -358,9 +348,7 @@ def test_moves_that_others_made_are_seen(results: OfJob) -> None:
 
 def test_the_first_rank_writes_plans_and_times(results: OfJob) -> None:
     first, second = results("moved by others")
-    assert not second["written"] and not second["warnings"]
-    (text,) = first["warnings"]  # of one reporter; the other one goes on
-    assert text == "Broken is off, training goes on: OSError: disk full"
+    assert not second["written"]
     lines = [json.loads(line) for line in first["written"]]
     plans = [line for line in lines if line["record"] == "plan"]
     assert [plan["iteration"] for plan in plans] == [0, 3 * EVERY]
