@@ -1,68 +1,36 @@
 """Paper GPUs: `torch.cuda` over devices that live in host memory (`paper_cuda.cpp`).
 
-For this process, import this module before torch. From outside, start a process with
-`build.environment(build.build())`; Python then does so by itself:
-
-    from tests.paper_gpu.build import build, environment
-    subprocess.run([sys.executable, "script.py"], env=environment(build()))
-
-There, `torch.device("cuda", 3)` holds real tensors, `torch.cuda.mem_get_info` counts
-their bytes (rounded up to 512, as the caching allocator does; managed memory apart),
-and "nccl" is gloo. Blocks of a MiB and more take no host memory before they are
-written. What is not shown: any time, races, NCCL itself, memory that FBGEMM's kernels
-and NCCL allocate within themselves, fragmentation.
+Import this module before torch; `build.run_inside` starts a process that does. There,
+`torch.device("cuda", 3)` holds real tensors, and "nccl" is gloo. Times, races, NCCL and
+the devices' memory are not shown.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.util
 import os
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.paper_gpu.build import LIBRARY, stand_in
-
 assert "torch" not in sys.modules, "import tests.paper_gpu.device before torch"
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the notices of operators registered twice to ourselves."""
-    saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nothing)
-
-
 def _load() -> None:
-    """Load the library, and before it those of this interpreter's torch that it needs.
-
-    It names no folder of theirs: it is kept for longer than the environment whose torch
-    it was linked with.
-    """
+    """Load the library, after those of torch that it needs; print no notices."""
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None, "there is no torch"
-    folder, library = Path(found.origin).parent / "lib", Path(os.environ[LIBRARY])
+    saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)  # of operators that are registered twice
     for name in ("libc10.so", "libtorch_cpu.so"):
-        ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
-    if (folder / "libc10_cuda.so").is_file():  # a build for CUDA, without its kernels
-        ctypes.CDLL(str(folder / "libc10_cuda.so"), ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(stand_in(library)), ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(library))
+        ctypes.CDLL(str(Path(found.origin).parent / "lib" / name), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(os.environ["PAPER_CUDA_LIBRARY"])
+    os.dup2(saved, 2)
 
 
-with _quiet():
-    _load()
+_load()
 
 import torch  # noqa: E402
 
@@ -70,37 +38,29 @@ from tests.paper_gpu import process_groups  # noqa: E402
 
 ops: Any = torch.ops.paper_cuda
 """What the library offers beside torch's operators."""
+PROPERTIES = SimpleNamespace(
+    name="Paper GPU",
+    total_memory=80 * 2**30,
+    multi_processor_count=132,
+    shared_memory_per_block_optin=227 * 1024,
+    major=9,
+    minor=0,
+    warp_size=32,
+)
 
 
 def index_of(device: Any = None) -> int:
-    """Index of a device in any of the ways that torch takes it; None is the current.
-
-    Raises:
-        RuntimeError: There is no such device.
-    """
-    if device is None:
-        index = -1
-    elif isinstance(device, int):
-        index = device
-    else:
-        device = torch.device(device)
-        if device.type != "cuda":
-            raise ValueError(f"Expected a cuda device, but got: {device}")
-        index = -1 if device.index is None else device.index
-    if index >= ops.device_count():
-        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
-    return int(ops.current_device()) if index < 0 else index
+    """Index of a device in any of the ways that torch takes it; None is the current."""
+    if device is not None and not isinstance(device, int):
+        device = torch.device(device).index
+    return int(ops.current_device()) if device is None or device < 0 else device
 
 
 class Stream(torch.Stream):
     """A queue whose work is done as soon as it is queued."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Stream:
-        if not given:
-            given = {
-                "device": torch.device("cuda", index_of(device)),
-                "priority": priority,
-            }
+        given = given or {"device": torch.device("cuda", index_of(device))}
         made: Stream = super().__new__(cls, **given)
         return made
 
@@ -109,61 +69,22 @@ class Stream(torch.Stream):
 
     def synchronize(self) -> None:
         ops.note(f"host {self.stream_id}")
-        _wait(self.device.index, time.perf_counter())
-
-
-_waited_until: dict[int, float] = {}
-"""Device -> when the last work was recorded that somebody has waited for."""
-
-
-def _wait(index: int, seconds: float) -> None:
-    _waited_until[index] = max(seconds, _waited_until.get(index, 0.0))
 
 
 class Event:
-    """Recorded when the host gets there; `query` says busy until it is waited for."""
+    """Notes who records it and who waits for it."""
 
-    def __init__(self, enable_timing: bool = False, **_: bool) -> None:
-        self._timed = enable_timing
-        self._seconds: float | None = None
-        self.device: torch.device | None = None
-        self.launches = 0
-        """Operators that its device had run when it was recorded."""
+    def __init__(self, **_: bool) -> None:
+        pass
 
     def record(self, stream: Any = None) -> None:
-        stream = stream or current_stream()
-        self.device = stream.device
-        self.launches = ops.launches(stream.device.index)
-        self._seconds = time.perf_counter()
-        ops.note(f"record host{id(self)} {stream.stream_id}")
+        ops.note(f"record host{id(self)} {(stream or current_stream()).stream_id}")
 
     def wait(self, stream: Any = None) -> None:
         ops.note(f"block host{id(self)} {(stream or current_stream()).stream_id}")
 
-    def query(self) -> bool:
-        if self.device is None or self._seconds is None:
-            return True
-        return self._seconds <= _waited_until.get(self.device.index, 0.0)
-
     def synchronize(self) -> None:
-        if self.device is not None and self._seconds is not None:
-            _wait(self.device.index, self._seconds)
-
-    def elapsed_time(self, end: Event) -> float:
-        if not (self._timed and end._timed):
-            raise ValueError(
-                "Both events must be created with argument 'enable_timing=True'."
-            )
-        if self._seconds is None or end._seconds is None:
-            raise ValueError(
-                "Both events must be recorded before calculating elapsed time."
-            )
-        if self.device != end.device:
-            raise RuntimeError("CUDA error: invalid resource handle")
-        if not end.query():
-            raise RuntimeError("CUDA error: device not ready")
-        # Operators take as long each: passes of one set take equally long.
-        return (end.launches - self.launches) * 0.01
+        pass
 
 
 def current_stream(device: Any = None) -> Any:
@@ -220,29 +141,6 @@ class _OnStream:
             ops.set_device(device)
 
 
-def _properties(device: Any = None) -> SimpleNamespace:
-    return SimpleNamespace(
-        name="Paper GPU",
-        uuid=f"00000000-0000-0000-0000-{index_of(device):012d}",
-        total_memory=ops.capacity(),
-        L2_cache_size=2**20,
-        multi_processor_count=132,
-        shared_memory_per_block_optin=227 * 1024,
-        major=9,
-        minor=0,
-        warp_size=32,
-    )
-
-
-def _mem_get_info(device: Any = None) -> tuple[int, int]:
-    index, total = index_of(device), ops.capacity()
-    return total - ops.allocated(index), total
-
-
-def _synchronize(device: Any = None) -> None:
-    _wait(index_of(device), time.perf_counter())
-
-
 def _seed_all(seed: int) -> None:
     for generator in torch.cuda.default_generators:
         generator.manual_seed(seed)
@@ -271,11 +169,8 @@ def _install() -> None:
         "set_device": lambda device: ops.set_device(index_of(device)),
         "current_stream": current_stream,
         "set_stream": set_stream,
-        "synchronize": _synchronize,
-        "get_device_name": lambda device=None: _properties(device).name,
-        "get_device_properties": _properties,
-        "mem_get_info": _mem_get_info,
-        "empty_cache": _always(None),
+        "synchronize": _always(None),
+        "get_device_properties": _always(PROPERTIES),
         "manual_seed_all": _seed_all,
         "default_generators": tuple(
             torch.Generator(torch.device("cuda", i)) for i in range(ops.device_count())

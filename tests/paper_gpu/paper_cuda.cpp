@@ -1,10 +1,8 @@
 // A CUDA device that lives in host memory, for builds of torch that have no CUDA.
 //
-// Tensors on "cuda:N" are real ones: they have their own storage, counted per device,
-// and every operator on them runs the CPU's kernel on a view of the same bytes. What
-// CUDA refuses (operands on different devices, more memory than a card has, a generator
-// of another device) is refused here, too. Nothing is asynchronous, and no time means
-// anything. Loaded before torch, by tests/paper_gpu/device.py.
+// Tensors on "cuda:N" are real ones: they have their own storage, and every operator on
+// them runs the CPU's kernel on a view of the same bytes. Nothing is asynchronous, and
+// no time means anything. Loaded before torch, by tests/paper_gpu/device.py.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -15,17 +13,13 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <sys/mman.h>
-#include <torch/headeronly/version.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <thread>
 
@@ -37,24 +31,12 @@ using c10::DeviceIndex;
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-constexpr int kMostDevices = 64;
-constexpr size_t kGranule = 512;  // bytes that the caching allocator rounds up to
-constexpr size_t kMapped = size_t{1}
-                           << 20;  // blocks from here on are mapped, not touched
-
-int64_t setting(const char* name, int64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? otherwise : std::atoll(text);
-}
-
-// The card: how many there are and what each holds.
-const DeviceIndex num_devices = static_cast<DeviceIndex>(
-    std::min<int64_t>(setting("PAPER_CUDA_DEVICES", 8), kMostDevices));
-std::atomic<int64_t> capacity{setting("PAPER_CUDA_BYTES", int64_t{80} << 30)};
+constexpr DeviceIndex kNumDevices = 8;
+constexpr size_t kAlignment = 64;
 thread_local DeviceIndex current = 0;
 
 void check_ordinal(int64_t index) {
-  TORCH_CHECK(index < num_devices, "CUDA error: invalid device ordinal");
+  TORCH_CHECK(index < kNumDevices, "CUDA error: invalid device ordinal");
 }
 
 DeviceIndex or_current(int64_t index) {
@@ -68,53 +50,18 @@ DeviceIndex or_current(std::optional<Device> device) {
 
 // ---------------------------------------------------------------- memory
 
-struct Usage {
-  std::atomic<int64_t> now{0};
-};
-std::array<Usage, kMostDevices> usage;
-
-struct Block {
-  void* start;
-  size_t bytes;
-  DeviceIndex device;
-};
-
-void free_block(void* context) {
-  auto* block = static_cast<Block*>(context);
-  if (block->bytes >= kMapped) {
-    munmap(block->start, block->bytes);
-  } else {
-    std::free(block->start);
-  }
-  usage[block->device].now -= static_cast<int64_t>(block->bytes);
-  delete block;
-}
-
+// Blocks of bytes in host memory, on the current device.
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t asked) override {
     const Device device(c10::kCUDA, current);
     if (asked == 0) {
       return {nullptr, device};
     }
-    const size_t bytes = (asked + kGranule - 1) / kGranule * kGranule;
-    auto& used = usage[current];
-    const int64_t free_bytes = capacity - used.now;
-    TORCH_CHECK_WITH(OutOfMemoryError, static_cast<int64_t>(bytes) <= free_bytes,
-                     "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ",
-                     int{current}, " has a total capacity of ", capacity.load(),
-                     " bytes of which ", free_bytes, " are free.");
-    void* start = nullptr;
-    if (bytes >= kMapped) {  // pages that nobody touches cost nothing
-      start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      TORCH_CHECK(start != MAP_FAILED, "no address space for ", bytes, " bytes");
-    } else {
-      start = std::aligned_alloc(kGranule, bytes);
-      TORCH_CHECK(start != nullptr, "no host memory for ", bytes, " bytes");
-      std::memset(start, 0xFF, bytes);  // not a number: memory nobody has written shows
-    }
-    used.now += static_cast<int64_t>(bytes);
-    return {start, new Block{start, bytes, current}, &free_block, device};
+    const size_t bytes = (asked + kAlignment - 1) / kAlignment * kAlignment;
+    void* start = std::aligned_alloc(kAlignment, bytes);
+    TORCH_CHECK(start != nullptr, "no host memory for ", bytes, " bytes");
+    std::memset(start, 0xFF, bytes);  // not a number: memory nobody has written shows
+    return {start, start, &std::free, device};
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     std::memcpy(to, from, bytes);
@@ -123,68 +70,9 @@ struct DeviceAllocator final : c10::Allocator {
 DeviceAllocator device_allocator;
 REGISTER_ALLOCATOR(c10::kCUDA, &device_allocator)
 
-// Memory that the host and all devices address: tensors are on the device, their bytes
-// are not in its memory.
-struct ManagedAllocator final : c10::Allocator {
-  c10::DataPtr allocate(size_t asked) override {
-    const size_t bytes = std::max<size_t>(asked, 1);
-    void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    TORCH_CHECK(start != MAP_FAILED, "no address space for ", bytes, " bytes");
-    return {start, new Block{start, bytes, current}, &unmap, {c10::kCUDA, current}};
-  }
-  static void unmap(void* context) {
-    auto* block = static_cast<Block*>(context);
-    munmap(block->start, block->bytes);
-    delete block;
-  }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override {
-    std::memcpy(to, from, bytes);
-  }
-};
-ManagedAllocator managed_allocator;
-
-// Host memory that is page-locked: ordinary memory of which the addresses are noted.
-struct PinnedAllocator final : c10::Allocator {
-  std::mutex mutex;
-  std::map<const char*, size_t> blocks;
-
-  c10::DataPtr allocate(size_t bytes) override {
-    c10::DataPtr plain = c10::GetCPUAllocator()->allocate(std::max<size_t>(bytes, 1));
-    void* start = plain.get();
-    std::lock_guard<std::mutex> lock(mutex);
-    blocks[static_cast<const char*>(start)] = std::max<size_t>(bytes, 1);
-    return {start, new c10::DataPtr(std::move(plain)), &forget, c10::kCPU};
-  }
-  static void forget(void* context);
-  bool holds(const void* where) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const auto* address = static_cast<const char*>(where);
-    auto next = blocks.upper_bound(address);
-    if (next == blocks.begin()) {
-      return false;
-    }
-    --next;
-    return address < next->first + next->second;
-  }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override {
-    std::memcpy(to, from, bytes);
-  }
-};
-PinnedAllocator pinned_allocator;
-
-void PinnedAllocator::forget(void* context) {
-  auto* plain = static_cast<c10::DataPtr*>(context);
-  {
-    std::lock_guard<std::mutex> lock(pinned_allocator.mutex);
-    pinned_allocator.blocks.erase(static_cast<const char*>(plain->get()));
-  }
-  delete plain;
-}
-
 // ---------------------------------------------------------------- streams
 
-thread_local std::array<c10::StreamId, kMostDevices> current_streams{};
+thread_local std::array<c10::StreamId, kNumDevices> current_streams{};
 std::atomic<c10::StreamId> last_stream{0};
 std::atomic<int64_t> last_event{0};
 
@@ -226,7 +114,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(Device device) const noexcept override {
     current = device.index() < 0 ? current : device.index();
   }
-  DeviceIndex deviceCount() const noexcept override { return num_devices; }
+  DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
   c10::Stream getStream(Device device) const override {
     const DeviceIndex index = or_current(device.index());
     return c10::Stream(c10::Stream::UNSAFE, {c10::kCUDA, index},
@@ -332,8 +220,6 @@ Tensor on_device(const Tensor& tensor, int64_t index) {
   return copy;
 }
 
-std::array<std::atomic<int64_t>, kMostDevices> launches{};
-
 bool begins_with(const std::string& text, const char* start) {
   return text.rfind(start, 0) == 0;
 }
@@ -369,22 +255,6 @@ class FusedKernel {
 
   Tensor tensor(const std::string& name) const { return (*this)[name].toTensor(); }
 
-  // What only the kernels of a GPU refuse, in FBGEMM's words.
-  void check() const {
-    // Of sequences all tables of a kernel are of one width.
-    const int64_t max_D = (*this)[has("max_D") ? "max_D" : "D"].toInt();
-    TORCH_CHECK(max_D <= 2048);
-    TORCH_CHECK(tensor("indices").scalar_type() == tensor("offsets").scalar_type(),
-                "indices and offsets must have one type");
-    if (has("row_counter_dev")) {
-      const auto type = tensor("row_counter_dev").scalar_type();
-      TORCH_CHECK(
-          type == at::kFloat,
-          "Expected tensor 'row_counter_dev' to have scalar type Float, but found ",
-          type);
-    }
-  }
-
   // Puts the weights' and the states' buffers where the CPU's kernel reads them. Tables
   // of one kernel may lie in either memory: it then gets a copy of both.
   void use_device_buffers() {
@@ -399,15 +269,6 @@ class FusedKernel {
         use_device_buffer(state, state + "_host", state + "_dev", state + "_uvm");
       }
     }
-  }
-
-  // The buffer that the CPU's kernel reads, and where in it each feature's table begins.
-  std::pair<Tensor, Tensor> host_weights() const {
-    if (!has("weights")) {
-      return {tensor("host_weights"), tensor("weights_offsets")};
-    }
-    const auto given = (*this)["weights"].toTensorVector();
-    return {given[0], given[2]};
   }
 
   // Hands what the kernel wrote into such copies back.
@@ -455,19 +316,6 @@ class FusedKernel {
   std::vector<std::array<Tensor, 3>> copies_;
 };
 
-// Operators whose CUDA kernels take host tensors beside their own, too.
-bool takes_host_tensors(const std::string& name) {
-  static const std::array<const char*, 7> names = {"aten::copy_",
-                                                   "aten::_copy_from",
-                                                   "aten::index",
-                                                   "aten::_index_put_impl_",
-                                                   "aten::index_put_",
-                                                   "aten::set_",
-                                                   "fbgemm::permute_pooled_embs"};
-  return std::any_of(names.begin(), names.end(),
-                     [&](const char* known) { return begins_with(name, known); });
-}
-
 // One call of an operator on the device: arguments swapped for views, then back.
 class Call {
  public:
@@ -480,17 +328,9 @@ class Call {
     for (size_t i = 0; i < count; ++i) {
       (*stack)[first + i] = swapped((*stack)[first + i]);
     }
-    TORCH_CHECK(!own_generator_ || !pairs_.empty() || device_ >= 0,
-                "Expected a 'cpu' device type for generator but found 'cuda'");
     device_ = device_ < 0 ? current : device_;
-    TORCH_CHECK(!host_operand_ || pairs_.empty() || takes_host_tensors(name_),
-                "Expected all tensors to be on the same device, but found at least two "
-                "devices, cuda:",
-                int{device_}, " and cpu! (", name_, ")");
-    ++launches[device_];
     if (FusedKernel::is(name_)) {
       kernel_.emplace(schema_, stack);
-      kernel_->check();
       kernel_->use_device_buffers();
     }
     if (keeps_journal) {
@@ -556,7 +396,7 @@ class Call {
       return views;
     }
     if (value.isDevice() && value.toDevice().is_cuda()) {
-      note(or_current(value.toDevice().index()));
+      device_ = or_current(value.toDevice().index());
       return Device(c10::kCPU);
     }
     if (value.isGenerator()) {
@@ -569,11 +409,10 @@ class Call {
     if (!tensor.defined()) {
       return tensor;
     }
-    if (!tensor.is_cuda()) {  // scalars may come from anywhere
-      host_operand_ = host_operand_ || (tensor.is_cpu() && tensor.dim() > 0);
+    if (!tensor.is_cuda()) {
       return tensor;
     }
-    note(tensor.get_device());
+    device_ = tensor.get_device();
     pairs_.emplace_back(tensor, host_view(tensor));
     return pairs_.back().second;
   }
@@ -583,16 +422,7 @@ class Call {
     TORCH_CHECK(own != nullptr,
                 "Expected a 'cuda' device type for generator but found '",
                 generator.device().type(), "'");
-    own_generator_ = true;
     return own->host;
-  }
-
-  void note(DeviceIndex index) {
-    TORCH_CHECK(device_ < 0 || device_ == index,
-                "Expected all tensors to be on the same device, but found at least two "
-                "devices, cuda:",
-                int{device_}, " and cuda:", int{index}, "! (", name_, ")");
-    device_ = index;
   }
 
   Tensor returned(const Tensor& tensor) {
@@ -618,7 +448,6 @@ class Call {
   std::vector<std::pair<Tensor, Tensor>> pairs_;  // on the device, its view
   std::optional<FusedKernel> kernel_;
   DeviceIndex device_ = -1;
-  bool host_operand_ = false, own_generator_ = false;
 };
 
 void run_on_host(const c10::OperatorHandle& op, DispatchKeySet,
@@ -760,10 +589,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 // ---------------------------------------------------------------- FBGEMM's operators
 
 Tensor new_managed(const Tensor& self, const std::vector<int64_t>& sizes) {
-  c10::DeviceGuard guard(self.device());
-  return at::detail::empty_generic(sizes, &managed_allocator,
-                                   DispatchKeySet(DispatchKey::CUDA),
-                                   self.scalar_type(), std::nullopt);
+  return at::empty(sizes, self.options());
 }
 
 Tensor new_unified(const Tensor& self, const std::vector<int64_t>& sizes, bool) {
@@ -777,121 +603,7 @@ void leave_cache_empty(const c10::OperatorHandle& op, DispatchKeySet,
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
 
-// Adam, of which FBGEMM's CPU build has no kernel: row by row, summed over the batch.
-void adam(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-  Call call(op);
-  call.take(stack);
-  const FusedKernel kernel(op.schema(), stack);
-  const Tensor grads = kernel.tensor("grad_output").to(at::kFloat);
-  const Tensor ids = kernel.tensor("indices").to(at::kLong);
-  const Tensor offsets = kernel.tensor("offsets").to(at::kLong);
-  const Tensor sample_weights = kernel.tensor("indice_weights");
-  auto [weights, places] = kernel.host_weights();
-  Tensor moment1 = kernel.tensor("momentum1_host"),
-         moment2 = kernel.tensor("momentum2_host");
-  const Tensor columns = kernel.tensor("D_offsets").to(at::kLong);
-  const int64_t num_features = columns.numel() - 1;
-  const int64_t batch_size = (offsets.numel() - 1) / num_features;
-  const double rate = kernel.tensor("learning_rate_tensor").item<double>();
-  const double eps = kernel["eps"].toDouble(),
-               decay = kernel["weight_decay"].toDouble();
-  const double beta1 = kernel["beta1"].toDouble(), beta2 = kernel["beta2"].toDouble();
-  const auto step = static_cast<double>(kernel["iter"].toInt());
-
-  struct Table {
-    int64_t weights, state, width;
-    std::vector<Tensor> rows, grads;
-  };
-  std::map<std::pair<int64_t, int64_t>, Table>
-      tables;  // several features may share one
-  for (int64_t f = 0; f < num_features; ++f) {
-    const int64_t left = columns[f].item<int64_t>(),
-                  right = columns[f + 1].item<int64_t>();
-    const int64_t place = places[f].item<int64_t>();
-    const Tensor bounds = offsets.slice(0, f * batch_size, (f + 1) * batch_size + 1);
-    const int64_t low = bounds[0].item<int64_t>(), high = bounds[-1].item<int64_t>();
-    const Tensor bags = at::arange(batch_size).repeat_interleave(bounds.diff());
-    Tensor grad = grads.slice(1, left, right).index_select(0, bags);
-    if (sample_weights.numel() > 0) {
-      grad = grad * sample_weights.slice(0, low, high).unsqueeze(1);
-    }
-    auto& table = tables[{place, right - left}];
-    table.weights = place;
-    table.state = kernel.tensor("momentum1_offsets")[f].item<int64_t>();
-    table.width = right - left;
-    table.rows.push_back(ids.slice(0, low, high));
-    table.grads.push_back(grad);
-  }
-  for (auto& [key, table] : tables) {
-    auto [rows, of_id] = at::_unique(at::cat(table.rows), true, true);
-    const Tensor sums = at::zeros({rows.numel(), table.width})
-                            .index_add_(0, of_id, at::cat(table.grads));
-    const Tensor cells = rows.unsqueeze(1) * table.width + at::arange(table.width);
-    const Tensor state = (cells + table.state).flatten(),
-                 held = (cells + table.weights).flatten();
-    const Tensor grad = sums.flatten();
-    const Tensor first = moment1.index_select(0, state) * beta1 + grad * (1 - beta1);
-    const Tensor second =
-        moment2.index_select(0, state) * beta2 + grad * grad * (1 - beta2);
-    moment1.index_copy_(0, state, first);
-    moment2.index_copy_(0, state, second);
-    const Tensor old = weights.index_select(0, held).to(at::kFloat);
-    const Tensor change = (first / (1 - std::pow(beta1, step))) /
-                              ((second / (1 - std::pow(beta2, step))).sqrt() + eps) +
-                          decay * old;
-    weights.index_copy_(0, held, (old - rate * change).to(weights.scalar_type()));
-  }
-  torch::jit::drop(*stack, op.schema().arguments().size());
-  stack->emplace_back(at::empty({0}));
-  call.give_back(stack);
-}
-
-// FBGEMM 1.9 belongs to torch 2.14, earlier ones to earlier releases.
-#if TORCH_VERSION_MINOR >= 14
-#define WEIGHTS "Tensor[](a!) weights, "
-#define AUXILIARY "Tensor[] aux_tensor_bwd, "
-#else
-#define WEIGHTS                                                                  \
-  "Tensor(a!) host_weights, Tensor(b!) dev_weights, Tensor(c!) uvm_weights, "    \
-  "Tensor(d!) lxu_cache_weights, Tensor weights_placements, Tensor "             \
-  "weights_offsets, "
-#define AUXILIARY "Tensor lxu_cache_locations, "
-#endif
-
-constexpr const char* kAdamArguments =
-    "(Tensor grad_output, " WEIGHTS "Tensor D_offsets, SymInt max_D, bool mixed_D, "
-    "Tensor hash_size_cumsum, int total_hash_size_bits, Tensor indices, Tensor "
-    "offsets, "
-    "int pooling_mode, Tensor indice_weights, " AUXILIARY
-    "int BT_block_size, int max_segment_length_per_warp, bool stochastic_rounding, "
-    "int info_B_num_bits, int info_B_mask_int64, bool use_uniq_cache_locations, "
-    "bool use_homogeneous_placements, Tensor(g!) momentum1_host, Tensor(h!) "
-    "momentum1_dev, "
-    "Tensor(i!) momentum1_uvm, Tensor momentum1_placements, Tensor momentum1_offsets, "
-    "Tensor(j!) momentum2_host, Tensor(k!) momentum2_dev, Tensor(l!) momentum2_uvm, "
-    "Tensor momentum2_placements, Tensor momentum2_offsets, Tensor "
-    "learning_rate_tensor, "
-    "Tensor(p!) row_counter_host, Tensor(q!) row_counter_dev, Tensor(r!) "
-    "row_counter_uvm, "
-    "Tensor row_counter_placements, Tensor row_counter_offsets, float eps=0., "
-    "float beta1=0., float beta2=0., float weight_decay=0., int iter=0, "
-    "bool use_rowwise_bias_correction=False, int output_dtype=0) -> Tensor";
-
-TORCH_LIBRARY_FRAGMENT(fbgemm, library) {
-  for (const char* kind : {"unweighted", "weighted"}) {
-    library.def((std::string("split_embedding_backward_codegen_adam_") + kind +
-                 "_pt2_wrapper" + kAdamArguments)
-                    .c_str());
-  }
-}
-
 TORCH_LIBRARY_IMPL(fbgemm, CUDA, library) {
-  for (const char* kind : {"unweighted", "weighted"}) {
-    library.impl(
-        (std::string("split_embedding_backward_codegen_adam_") + kind + "_pt2_wrapper")
-            .c_str(),
-        torch::CppFunction::makeFromBoxedFunction<&adam>());
-  }
   for (const char* name :
        {"lru_cache_populate", "lfu_cache_populate", "lxu_cache_flush",
         "lxu_cache_locations_update", "lxu_cache_locking_counter_decrement"}) {
@@ -905,7 +617,7 @@ TORCH_LIBRARY_IMPL(fbgemm, CUDA, library) {
 
 // What tests/paper_gpu/device.py builds torch.cuda of.
 TORCH_LIBRARY(paper_cuda, library) {
-  library.def("device_count() -> int", []() -> int64_t { return num_devices; });
+  library.def("device_count() -> int", []() -> int64_t { return kNumDevices; });
   library.def("current_device() -> int", []() -> int64_t { return current; });
   library.def("set_device(int index) -> ()",
               [](int64_t index) { current = or_current(index); });
@@ -921,11 +633,6 @@ TORCH_LIBRARY(paper_cuda, library) {
     std::lock_guard<std::mutex> lock(journal_mutex);
     return journal;
   });
-  library.def("capacity() -> int", []() -> int64_t { return capacity; });
-  library.def("allocated(int index) -> int",
-              [](int64_t index) -> int64_t { return usage[or_current(index)].now; });
-  library.def("launches(int index) -> int",
-              [](int64_t index) -> int64_t { return launches[or_current(index)]; });
 }
 
 }  // namespace paper
@@ -941,8 +648,8 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return paper::num_devices; }
-  int getNumGPUs() const override { return paper::num_devices; }
+  DeviceIndex deviceCount() const override { return paper::kNumDevices; }
+  int getNumGPUs() const override { return paper::kNumDevices; }
   DeviceIndex current_device() const override { return paper::current; }
   DeviceIndex getCurrentDevice() const override { return paper::current; }
   void setCurrentDevice(DeviceIndex index) const override {
@@ -957,12 +664,9 @@ struct CUDAHooks final : CUDAHooksInterface {
   Allocator* getCUDADeviceAllocator() const override {
     return &paper::device_allocator;
   }
-  Allocator* getPinnedMemoryAllocator() const override {
-    return &paper::pinned_allocator;
-  }
-  bool isPinnedPtr(const void* where) const override {
-    return paper::pinned_allocator.holds(where);
-  }
+  // All of the host's memory counts as page-locked.
+  Allocator* getPinnedMemoryAllocator() const override { return GetCPUAllocator(); }
+  bool isPinnedPtr(const void*) const override { return true; }
   Device getDeviceFromPtr(void*) const override { return {kCUDA, paper::current}; }
   Generator getNewGenerator(DeviceIndex index) const override {
     return make_generator<paper::Generator>(paper::or_current(index));
@@ -970,7 +674,7 @@ struct CUDAHooks final : CUDAHooksInterface {
   const Generator& getDefaultGenerator(DeviceIndex index) const override {
     static std::vector<Generator> generators = [] {
       std::vector<Generator> made;
-      for (DeviceIndex i = 0; i < paper::num_devices; ++i) {
+      for (DeviceIndex i = 0; i < paper::kNumDevices; ++i) {
         made.push_back(make_generator<paper::Generator>(i));
       }
       return made;

@@ -1,6 +1,6 @@
 """TorchRec's pipelines, and a journal of what each queues on which stream.
 
-Run on every rank of a group over "nccl". Phases are known by the operators that only
+`run_ranks` needs paper GPUs. Phases are known by the operators that only
 they launch: the model's lower layer ends in a sigmoid, its upper one in a tanh.
 """
 
@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import logging
+import multiprocessing
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,6 +43,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from tests.builders import (
+    CPU,
     FixedSearcher,
     bag_config,
     bag_sharders,
@@ -46,6 +53,7 @@ from tests.builders import (
 )
 from tests.costs.iteration import Modules
 
+WORLD_SIZE = 2
 NUM_BATCHES = 24
 _BATCH, _WIDTH = 4, 8
 
@@ -67,6 +75,26 @@ PIPELINES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "train_fused_sparse_dist": (torchrec.TrainPipelineFusedSparseDist, {}),
 }
 """Pipeline -> its class and options."""
+MODULES: dict[str, Modules] = {
+    "one type": ONE_TYPE,
+    "one module": [["row_wise", "column_wise", "table_wise"]],
+    "two modules": [["table_wise", "column_wise"], ["column_wise", "table_wise"]],
+    "all types": [
+        ["table_wise", "data_parallel", "column_wise"],
+        ["table_row_wise", "row_wise"],
+    ],
+}
+Case = tuple[str, str, str]
+"""Modules, pipeline, and whether the model calls them first or last."""
+LOOKUPS = ("lookups last", "lookups first")
+CASES: list[Case] = [
+    *itertools.product(["one type"], PIPELINES, LOOKUPS),
+    *itertools.product(
+        ["one module", "two modules", "all types"],
+        ["train_base", "train_sparse_dist"],
+        LOOKUPS,
+    ),
+]
 
 
 @dataclass
@@ -91,7 +119,7 @@ class _Model(nn.Module):
     """Lookups after or before the layer that needs none of them, then one more."""
 
     def __init__(
-        self, device: torch.device, lookups_first: bool, modules: Modules = ONE_TYPE
+        self, device: torch.device, lookups_first: bool, modules: Modules
     ) -> None:
         super().__init__()
         numbers = itertools.count()
@@ -122,7 +150,7 @@ class _Model(nn.Module):
         return loss, loss.detach()
 
 
-def _batches(rank: int, num_tables: int = 2) -> Iterator[_Batch]:
+def _batches(rank: int, num_tables: int) -> Iterator[_Batch]:
     generator = torch.Generator().manual_seed(rank)
     for _ in range(NUM_BATCHES):
         lengths = torch.full((num_tables * _BATCH,), 2, dtype=torch.int64)
@@ -149,9 +177,9 @@ def _pipeline(name: str, model: _Model, plan: Any, device: torch.device) -> Any:
     return make(sharded, torch.optim.SGD(dense, lr=0.1), device, **options)
 
 
-def losses_on(device: torch.device) -> list[float]:
+def _losses_on(device: torch.device) -> list[float]:
     """Losses of a few batches by a plan of ours, in which one table is split."""
-    model = _Model(device, lookups_first=False)
+    model = _Model(device, False, ONE_TYPE)
     planner = make_planner(
         dist.get_world_size(),
         device.type,
@@ -162,7 +190,7 @@ def losses_on(device: torch.device) -> list[float]:
     )
     plan = planner.collective_plan(model, bag_sharders(), dist.group.WORLD)
     pipeline = _pipeline("train_base", model, plan, device)
-    batches = _batches(dist.get_rank())
+    batches = _batches(dist.get_rank(), model.num_tables)
     return [float(pipeline.progress(batches)) for _ in range(4)]
 
 
@@ -224,16 +252,11 @@ def _noted_ids() -> Iterator[None]:
         yield
 
 
-def journal_of(
-    name: str,
-    device: torch.device,
-    *,
-    lookups_first: bool,
-    modules: Modules = ONE_TYPE,
-) -> list[str]:
+def _journal_of(case: Case, device: torch.device) -> list[str]:
     """Train a few batches by a pipeline; what it queued, in the host's order."""
-    model = _Model(device, lookups_first, modules)
-    plan = _plan(model, modules, cached="prefetch" in name)
+    modules, name, lookups = case
+    model = _Model(device, lookups == "lookups first", MODULES[modules])
+    plan = _plan(model, MODULES[modules], cached="prefetch" in name)
     pipeline = _pipeline(name, model, plan, device)
     _note_stages(pipeline._model)
     ops: Any = torch.ops.paper_cuda
@@ -245,3 +268,38 @@ def journal_of(
             pipeline.progress(batches)
     ops.keep_journal(False)
     return list(ops.journal()[start:])
+
+
+def _run_rank(rank: int, folder: str) -> None:
+    """Write a rank's losses and journals to FOLDER/RANK.json."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    places = {"RANK": rank, "LOCAL_RANK": rank}
+    places |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), WORLD_SIZE)
+    os.environ.update({name: str(value) for name, value in places.items()})
+    gpu, found = torch.device("cuda", rank), dict[str, Any]()
+    torch.cuda.set_device(gpu)
+    for backend, device in (("gloo", CPU), ("nccl", gpu)):
+        store = f"file://{folder}/{backend}"
+        dist.init_process_group(
+            backend, init_method=store, rank=rank, world_size=WORLD_SIZE
+        )
+        found[f"losses on {device.type}"] = _losses_on(device)
+        if device == gpu:
+            found["journals"] = [_journal_of(case, gpu) for case in CASES]
+        dist.destroy_process_group()
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+def run_ranks(folder: str) -> None:
+    """Run all ranks; each leaves a file in the folder."""
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=_run_rank, args=(rank, folder))
+        for rank in range(WORLD_SIZE)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * WORLD_SIZE

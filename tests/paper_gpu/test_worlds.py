@@ -23,9 +23,10 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import Chosen, Nested, bag_sharders, gpus, make_ebc, make_planner
+from tests.paper_gpu.build import needs_paper_gpus, run_inside
 from tests.paper_gpu.process_groups import fake_world
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, needs_paper_gpus]
 
 WORLD_SIZE, LOCAL_WORLD_SIZE = 16, 8
 FUSED = ("fused", "fused_uvm", "fused_uvm_caching")
@@ -82,6 +83,11 @@ def build(
 
 
 def test_ranks_hold_the_shards_and_kernels_of_the_plan() -> None:
+    run_inside(f"{__name__}:check_all_ranks")
+
+
+def check_all_ranks() -> None:
+    """Plan, and build every rank in turn; runs in a process that has paper GPUs."""
     warnings.simplefilter("ignore")  # torch and TorchRec, about their own code
     cases = [
         (kind, kernel)
