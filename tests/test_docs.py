@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import socket
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -111,41 +110,6 @@ def test_every_block_of_a_page_runs(
         for number, block in enumerate(blocks):
             code = compile(block, f"{page.name}, block {number}", "exec")
             exec(code, script)
-
-
-def test_the_functions_of_one_call_are_called_in_their_order() -> None:
-    page = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| `([\w.]+)` \| `?([\w/.]+)", page, re.MULTILINE)
-    assert [int(number) for number, *_ in rows] == list(range(1, len(rows) + 1))
-    assert 10 <= len(rows) <= 12
-    planner = NeuroShardPlanner(
-        topology=Topology(world_size=2, compute_device="cpu"), cost_model="cpu"
-    )
-    called: list[tuple[str, str]] = []
-
-    def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call":
-            code = frame.f_code
-            called.append((code.co_qualname, code.co_filename))
-
-    sys.setprofile(note)
-    try:
-        planner.plan(bags(bag_config(0, 50, 8)), bag_sharders())
-    finally:
-        sys.setprofile(None)
-
-    def first_call(name: str, place: str) -> int:
-        method = f".{name.rpartition('.')[2]}"
-        for number, (qualname, file) in enumerate(called):
-            if place == "TorchRec":  # of any reservation
-                if qualname.endswith(method) and "torchrec/" in file:
-                    return number
-            elif qualname == name and file.endswith(f"torchrec_neuroshard/{place}"):
-                return number
-        raise AssertionError(f"{name} of {place} is not called")
-
-    starts = [first_call(name, place) for _, name, place in rows]
-    assert starts == sorted(starts)
 
 
 def test_the_releases_of_the_install_page_are_the_doctors() -> None:

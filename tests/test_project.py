@@ -37,13 +37,6 @@ def test_the_workflow_tests_every_python_that_installs() -> None:
     assert set(matrix["python"]) == stated
 
 
-@pytest.mark.parametrize("form", ["bug", "slow_plan"])
-def test_forms_ask_for_what_doctor_says(form: str) -> None:
-    body = read(f".github/ISSUE_TEMPLATE/{form}.yml")["body"]
-    labels = [part["attributes"]["label"] for part in body]
-    assert any("neuroshard doctor" in label for label in labels)
-
-
 def test_notice_names_files_that_exist() -> None:
     text = (ROOT / "NOTICE").read_text(encoding="utf-8")
     named = set(re.findall(r"[\w.-]+/[\w./-]*\w/?", text))
