@@ -1,7 +1,5 @@
 """Writers that are killed, or whose disk is full, at any moment.
 
-    python -m tests.fuzz.against_kill 2000 1
-
 A process of its own changes what an earlier one has written. Then what lies there must
 be whole: the old or the new; of records, all but the one in flight. And the same
 change, made again, must succeed. A writer ends before a certain touch of the disk, or
@@ -20,14 +18,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 
 from tests.builders import make_header, write_records
 from tests.fuzz import against_files
-from tests.fuzz.campaign import Case, Outcome, run
+from tests.fuzz.campaign import Case, Outcome
 from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.find import PRETRAINED, load_cost_model
 from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE
@@ -158,15 +156,15 @@ WRITERS: dict[str, Writer] = {
     "cache": Cache(),
 }
 WAYS = ("kill", "kill in a write", "full", "full in a write")
-"""From a touch of the disk on none succeeds, or no file may be longer than that: the
-process is killed there, or there is no room."""
+"""The limit is a number of touches, or, in a write, the longest that a file may be in
+bytes. Beyond it the process is killed, or the disk reports no space left."""
 
 
-def draw(rng: np.random.Generator) -> Case:
+def draw(rng: Random) -> Case:
     """Choose a writer and the moment when it ends."""
-    way = str(rng.choice(WAYS))
-    limit = int(BYTES ** rng.random()) if "write" in way else int(rng.integers(TOUCHES))
-    return {"writer": str(rng.choice(list(WRITERS))), "way": way, "limit": limit}
+    way = rng.choice(WAYS)
+    limit = int(BYTES ** rng.random()) if "write" in way else rng.randrange(TOUCHES)
+    return {"writer": rng.choice(list(WRITERS)), "way": way, "limit": limit}
 
 
 def judge(case: Case) -> Outcome:
@@ -234,7 +232,3 @@ def _touches(event: str, arguments: tuple[Any, ...], folder: str) -> bool:
     if event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"):
         return folder in str(arguments[0]) or folder in str(arguments[1])
     return False
-
-
-if __name__ == "__main__":
-    sys.exit(run(draw, judge))

@@ -1,23 +1,18 @@
 """Random jobs for TorchRec's planner and ours.
 
-    python -m tests.fuzz.against_stock 20000 1
-
 What must hold of each: ours plans what TorchRec's does, within the memory there is;
 what neither plans is refused for a reason that names a table, a rank or the setting at
 fault; nothing is raised that is not documented, and all ends. By our costs our plan
 takes no longer than TorchRec's, unless the caller gives TorchRec's proposers: then the
-default search does not run. Last, the campaign prints the seconds of both planners.
+default search does not run.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-import numpy as np
 from torch import nn
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GridSearchProposer
@@ -27,16 +22,12 @@ from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import analytic, cost_of, last_result
 from tests.fuzz import cases
-from tests.fuzz.campaign import Case, HangError, Outcome, limited, run
+from tests.fuzz.campaign import Case, HangError, Outcome, limited
 from torchrec_neuroshard.errors import NeuroShardError, PlanFileError
 from torchrec_neuroshard.planner import NeuroShardEnumerator, NeuroShardPlanner
 from torchrec_neuroshard.planner.greedy import full_rank
-from torchrec_neuroshard.planner.option_facts import (
-    is_even,
-)
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
+from torchrec_neuroshard.planner.option_facts import is_even
+from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 STOCK_SECONDS = 2
@@ -56,8 +47,6 @@ UNTRAINED = (
 )
 """Words of errors about plans that TorchRec makes, but does not train as it should."""
 SHARDERS = get_default_sharders()
-SECONDS: list[tuple[float, float]] = []
-"""What each case took of the processor, with TorchRec's planner and with ours."""
 PlannerT = TypeVar("PlannerT", bound=EmbeddingShardingPlanner)
 
 
@@ -71,11 +60,8 @@ def judge(case: Case) -> Outcome:
             stock = EmbeddingShardingPlanner(**arguments, timeout_seconds=STOCK_SECONDS)
         except Exception as error:
             return f"not built: {type(error).__name__}: {error}"
-        start = time.process_time()
         _, theirs, refusal = _planned(lambda: stock, module)
-        middle = time.process_time()
         planner, plan, failure = _planned(lambda: planner_of(case), module)
-        SECONDS.append((middle - start, time.process_time() - middle))
         if failure is not None:
             return _failed(case, module, theirs, refusal, failure)
         assert planner is not None and plan is not None
@@ -222,10 +208,3 @@ def options_of(
 ) -> list[ShardingOption]:
     """Return a plan's options with our estimates."""
     return planner.placed_options(plan, module, SHARDERS)
-
-
-if __name__ == "__main__":
-    failed = run(cases.draw, judge)
-    theirs, ours = np.median(SECONDS, axis=0)
-    print(f"median seconds: {ours:.3f}, TorchRec's planner {theirs:.3f}")
-    sys.exit(failed)

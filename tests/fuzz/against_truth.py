@@ -1,7 +1,5 @@
 """Tiny tasks for the default search, against every placement there is.
 
-    python -m tests.fuzz.against_truth 2000 1
-
 All sharding types, kernels in the host's memory, memory of devices and of hosts that a
 placement fills to the byte or misses by one, and rules on ranks. What must hold: a
 placement is found exactly where there is one, it is at most 1 % worse than the best,
@@ -11,13 +9,13 @@ and no bound is above the best.
 from __future__ import annotations
 
 import itertools
-import sys
 import time
+from random import Random
 from typing import Any
 
 import numpy as np
 
-from tests.fuzz.campaign import Case, HangError, Outcome, limited, run
+from tests.fuzz.campaign import Case, HangError, Outcome, has_luck, limited
 from tests.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import KernelFactors, ShardingTask
@@ -43,30 +41,30 @@ KERNELS = {
 }
 
 
-def draw(rng: np.random.Generator) -> Case:
+def draw(rng: Random) -> Case:
     """Return a task as plain data, with few enough placements to try them all."""
-    ranks, node = [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2)][int(rng.integers(5))]
-    is_plain, is_hosted = rng.random() < 0.3, rng.random() < 0.5
+    ranks, node = rng.choice([(1, 1), (2, 2), (2, 1), (3, 3), (4, 2)])
+    is_plain, is_hosted = has_luck(rng, 0.3), has_luck(rng, 0.5)
     kinds = [k for k in SHARDING_TYPES if k != "table_wise"]
 
     def ways() -> list[list[str | None]]:
         if is_plain:
             return [["column_wise", None]]
-        some = rng.choice(kinds, int(rng.integers(1, 4)), replace=False)
         found: list[list[str | None]] = [
-            [str(kind), "dense" if kind == "data_parallel" else None] for kind in some
+            [kind, "dense" if kind == "data_parallel" else None]
+            for kind in rng.sample(kinds, rng.randint(1, 3))
         ]
-        for kind in ["column_wise", "row_wise"][: int(rng.integers(3)) * is_hosted]:
+        for kind in ["column_wise", "row_wise"][: rng.randrange(3) * is_hosted]:
             found.append([kind, "uvm"])
         return found
 
-    count = int(rng.integers(1, 5 if ranks < 4 else 4)) + int(is_plain)
+    count = rng.randrange(1, 5 if ranks < 4 else 4) + is_plain
     tables = [
         {
             "rows": int(10 ** rng.uniform(0, 4)),
-            "dim": int(rng.choice([4, 8, 12])),
-            "pooling": float(round(rng.lognormal(1.0, 1.5), 3)),
-            "module": int(rng.integers(2)),
+            "dim": rng.choice([4, 8, 12]),
+            "pooling": round(10 ** rng.uniform(-1, 2), 3),
+            "module": rng.randrange(2),
             "ways": ways(),
         }
         for _ in range(count)
@@ -75,28 +73,28 @@ def draw(rng: np.random.Generator) -> Case:
         "ranks": ranks,
         "node": node,
         "tables": tables,
-        "models": int(rng.integers(10**6)),
-        "even": bool(rng.random() < 0.3),
-        "narrowest": int(rng.choice([4, 4, 8])),
+        "models": rng.randrange(10**6),
+        "even": has_luck(rng, 0.3),
+        "narrowest": rng.choice([4, 4, 8]),
     }
     for table in tables:
-        if rng.random() < 0.15:
-            allowed = rng.choice(ranks, int(rng.integers(1, ranks + 1)), replace=False)
-            table["allowed"] = sorted(allowed.tolist())
-    if count > 1 and rng.random() < 0.25:
-        case["apart"] = rng.choice(count, 2, replace=False).tolist()
-    if count > 1 and rng.random() < 0.2:
-        case["together"] = rng.choice(count, 2, replace=False).tolist()
+        if has_luck(rng, 0.15):
+            allowed = rng.sample(range(ranks), rng.randint(1, ranks))
+            table["allowed"] = sorted(allowed)
+    if count > 1 and has_luck(rng, 0.25):
+        case["apart"] = rng.sample(range(count), 2)
+    if count > 1 and has_luck(rng, 0.2):
+        case["together"] = rng.sample(range(count), 2)
         for index in case["together"]:
             tables[index]["ways"] = [["column_wise", None]]
-    if rng.random() < 0.5:
+    if has_luck(rng, 0.5):
         # A placement that need not keep to the rules fills the ranks, or nearly.
         task = build(case | {"host": [0] * ranks})
         width_TW = np.zeros((len(task.tables), ranks), dtype=np.int64)
         for own in task.ways:
             possible = [(way, row) for way in own for row in layouts(task, way)]
             if possible:
-                way, row = possible[int(rng.integers(len(possible)))]
+                way, row = rng.choice(possible)
                 width_TW[way] = row
         placement = placement_from_widths(width_TW, task)
         used_MW, column_MT = placement.rank_bytes(task), task.memory[2]
@@ -106,14 +104,14 @@ def draw(rng: np.random.Generator) -> Case:
             caps = [int(np.ceil(used)) for used in used_W]
             edge = rng.random()
             if edge < 0.2:
-                rank = int(rng.integers(ranks))
+                rank = rng.randrange(ranks)
                 caps[rank] = max(0, caps[rank] - 1)
             elif edge < 0.6:
                 caps = [int(sum(caps) / ranks * rng.uniform(0.3, 1.5))] * ranks
             if name == "memory" or (is_hosted and column_T.any()):
                 case[name] = caps
-    if rng.random() < 0.3:
-        case["most"] = int(rng.integers(1, ranks + 1))
+    if has_luck(rng, 0.3):
+        case["most"] = rng.randint(1, ranks)
     return case
 
 
@@ -203,13 +201,13 @@ def models(seed: int) -> tuple[AnalyticCostModel, AnalyticCommsModel]:
     return compute, AnalyticCommsModel(gb_per_s=10 ** rng.uniform(-2, 0))
 
 
-def judge(case: Case) -> Outcome:
-    """Solve a task exactly and by the search."""
-    return examine(case, all_bounds=False)[0]
+def examine(case: Case) -> tuple[Outcome, dict[str, float]]:
+    """Solve a task exactly and by the search.
 
-
-def examine(case: Case, *, all_bounds: bool) -> tuple[Outcome, dict[str, float]]:
-    """Say how much dearer what was found is, too, and how far below bounds are."""
+    Returns:
+        The outcome; and by how much the best placement is above each bound, and what
+        was found above the best placement, relative.
+    """
     try:
         task = build(case)
     except ConfigError as error:
@@ -236,9 +234,12 @@ def examine(case: Case, *, all_bounds: bool) -> tuple[Outcome, dict[str, float]]
     if best is None:
         return f"failure, not tried: nothing by brute force, {cost} ms found", {}
     best_ms = best.predicted.critical_path_ms
-    bounds_ms = {"search": found.lower_bound_ms}
-    if all_bounds:
-        bounds_ms |= bounds_of(task, costs)
+    bank = ShardBank(Simulator(task, *costs))
+    bounds_ms = {
+        "search": found.lower_bound_ms,
+        "quick": bounds.lower_bound(bank, time.monotonic()),
+        "thorough": bounds.lower_bound(bank),
+    }
     figures = {name: best_ms / ms - 1 for name, ms in bounds_ms.items()}
     figures["loss"] = cost / best_ms - 1
     if figures["loss"] < -EPSILON:
@@ -251,18 +252,3 @@ def examine(case: Case, *, all_bounds: bool) -> tuple[Outcome, dict[str, float]]
     if figures["loss"] > MOST_LOSS:
         return f"failure, worse: {figures['loss']:.2%}", figures
     return "best" if figures["loss"] <= 1e-6 else "within 1 %", figures
-
-
-def bounds_of(
-    task: ShardingTask, costs: tuple[AnalyticCostModel, AnalyticCommsModel]
-) -> dict[str, float]:
-    """Return the quick and the thorough bound."""
-    bank = ShardBank(Simulator(task, *costs))
-    return {
-        "quick": bounds.lower_bound(bank, time.monotonic()),
-        "thorough": bounds.lower_bound(bank),
-    }
-
-
-if __name__ == "__main__":
-    sys.exit(run(draw, judge))

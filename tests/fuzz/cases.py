@@ -1,4 +1,4 @@
-"""Random planning jobs, as plain data that can be written down, shrunk and built.
+"""Random planning jobs, as plain data that can be written down and built.
 
 A case is a dictionary: `modules`, `topology`, `constraints` and `planner`, each of the
 arguments that differ from TorchRec's defaults. Cases that TorchRec cannot build are
@@ -8,9 +8,9 @@ left to the caller, which skips them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
@@ -35,7 +35,7 @@ from torchrec.quant.embedding_modules import (
 )
 
 from tests.builders import META, bags
-from tests.fuzz.campaign import Case
+from tests.fuzz.campaign import Case, has_luck
 
 TYPES = [t.value for t in ShardingType]
 KERNELS = ["fused", "fused_uvm", "fused_uvm_caching", "dense", "quant", "key_value"]
@@ -57,28 +57,27 @@ Options = dict[str, tuple[float, Callable[[], Any]]]
 """Name -> how often it is given, and what draws its value."""
 
 
-def draw(rng: np.random.Generator) -> Case:
+def draw(rng: Random) -> Case:
     """Return a case of a few tables."""
 
     def chosen(options: Options) -> dict[str, Any]:
         given = options.items()
-        return {n: value() for n, (share, value) in given if rng.random() < share}
+        return {n: value() for n, (share, value) in given if has_luck(rng, share)}
 
     def one(*values: Any) -> Any:
-        return values[int(rng.integers(len(values)))]
+        return rng.choice(values)
 
     def some(values: list[str], most: int) -> list[str]:
-        count = int(rng.integers(1, most + 1))
-        return [str(v) for v in rng.choice(values, count, replace=False)]
+        return rng.sample(values, rng.randint(1, most))
 
     def table(number: int) -> dict[str, Any]:
         features = [f"f{number}_{i}" for i in range(one(1, 1, 1, 1, 0, 2, 3))]
-        if features and rng.random() < 0.15:
+        if features and has_luck(rng, 0.15):
             features[0] = "shared"
         options: Options = {
             "data_type": (0.25, lambda: one("FP16", "BF16")),
             "mean": (0.2, lambda: True),
-            "dim": (0.05, lambda: int(rng.integers(1, 200))),
+            "dim": (0.05, lambda: rng.randrange(1, 200)),
         }
         rows = int(10 ** rng.uniform(0, one(4, 7, 8, 12)))
         known = {"name": f"t{number}", "rows": rows, "dim": one(*WIDTHS)}
@@ -86,25 +85,25 @@ def draw(rng: np.random.Generator) -> Case:
 
     def constraint(table: dict[str, Any]) -> dict[str, Any]:
         count = max(1, len(table["features"]))
-        if rng.random() < 0.03:
-            count = int(rng.integers(0, 4))
+        if has_luck(rng, 0.03):
+            count = rng.randrange(4)
 
         def pooling() -> list[float]:
-            return [float(round(v, 3)) for v in rng.lognormal(1, 1.5, count)]
+            return [round(10 ** rng.uniform(-1, 2), 3) for _ in range(count)]
 
         options: Options = {
             "sharding_types": (0.35, lambda: some(TYPES, 3)),
             "compute_kernels": (0.12, lambda: some(KERNELS, 2)),
             "min_partition": (0.25, lambda: one(1, 1, 3, 4, 8, 24, 32, 100, 4096)),
             "pooling_factors": (0.5 if count == 1 else 1.0, pooling),
-            "batch_sizes": (0.1, lambda: [int(rng.integers(0, 2048))] * count),
+            "batch_sizes": (0.1, lambda: [rng.randrange(2048)] * count),
             "is_weighted": (0.05, lambda: True),
             "cache_load_factor": (0.1, lambda: one(0.0, 0.1, 0.5, 1.0)),
             "enforce_hbm": (0.05, lambda: one(True, False)),
         }
         return chosen(options)
 
-    world, modules, first = int(one(*WORLDS)), list[dict[str, Any]](), 0
+    world, modules, first = one(*WORLDS), list[dict[str, Any]](), 0
     for place in range(one(1, 1, 1, 2)):
         kind, count = one(*["ebc"] * 7, "ec", "ec", "quant"), one(1, 2, 3)
         tables = [table(number) for number in range(first, first + count)]
@@ -134,7 +133,7 @@ def draw(rng: np.random.Generator) -> Case:
         "storage_reservation": (0.5, lambda: one(0.0, 0.0, 0.15, 0.6, 1.0)),
         "cost_model": (0.15, lambda: one("auto", "cpu")),
     }
-    asked = {t["name"]: constraint(t) for t in every if rng.random() < 0.4}
+    asked = {t["name"]: constraint(t) for t in every if has_luck(rng, 0.4)}
     case: Case = {
         "modules": modules,
         "topology": {"world_size": world, "compute_device": device} | chosen(topology),

@@ -1,4 +1,4 @@
-"""A sample of the campaign, and all that it found, shrunk to the least that failed."""
+"""Drawn cases, and the smallest of all that ever failed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fuzz import against_truth
-
-SEED = 2
+from tests.fuzz.campaign import Case, Outcome, judge_drawn
 
 
 def table(
@@ -107,23 +106,41 @@ FOUND: dict[str, tuple[Any, ...]] = {
 outcome, and its tables."""
 
 
-@pytest.mark.parametrize("wrong", FOUND)
+OPEN = "equal tables of two modules, two of which would share a kernel"
+"""The plan of this case takes 37 % longer than the best. One swap of two tables would
+mend it, but the search does not make it."""
+FOUND[OPEN] = (
+    {"ranks": 2, "models": 5},
+    table(1, 4, COLUMN, pooling=1.0),
+    table(1, 4, COLUMN, module=1, pooling=1.0),
+    table(1, 4, COLUMN, module=1, pooling=1.0),
+)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [pytest.param(w, marks=[pytest.mark.xfail] * (w == OPEN)) for w in FOUND],
+)
 def test_what_was_found_is_mended(wrong: str) -> None:
     known, *tables = FOUND[wrong]
     case = {"node": known["ranks"], "models": 1, "tables": tables} | known
-    outcome, _ = against_truth.examine(case, all_bounds=True)
+    outcome, _ = against_truth.examine(case)
     assert outcome.partition(":")[0] == known.get("expected", "best"), outcome
 
 
 @pytest.mark.parametrize(
-    "numbers", [range(10), pytest.param(range(10, 60), marks=pytest.mark.nightly)]
+    "num_cases", [24, pytest.param(100, marks=pytest.mark.nightly)]
 )
-def test_a_sample(numbers: range) -> None:
-    drawn = [against_truth.draw(np.random.default_rng([SEED, n])) for n in numbers]
-    solved = [against_truth.examine(case, all_bounds=True) for case in drawn]
-    outcomes, figures = zip(*solved, strict=True)
-    assert [o for o in outcomes if o.startswith("failure")] == []
-    assert sum(o == "best" for o in outcomes) > len(numbers) / 3
+def test_drawn_tasks(num_cases: int) -> None:
+    figures: list[dict[str, float]] = []
+
+    def judge(case: Case) -> Outcome:
+        outcome, found = against_truth.examine(case)
+        figures.append(found)
+        return outcome
+
+    outcomes = judge_drawn(num_cases, against_truth.draw, judge)
+    assert sum(o == "best" for o in outcomes) > len(outcomes) / 3
     # Bounds hold for every order of types, so they are loose where types overlap.
     for name in ("quick", "thorough"):
         assert np.median([found[name] for found in figures if found]) < 0.4
