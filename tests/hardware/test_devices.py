@@ -172,13 +172,39 @@ def test_the_free_memory_of_this_host() -> None:
     assert 0 < free_host_bytes() < 2**50
 
 
-def test_a_rank_beyond_the_devices_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("count", "current", "local_rank", "expected"),
+    [
+        (2, 0, 1, 1),
+        (4, 2, 1, 2),  # the script has chosen its device
+        (1, 0, 3, 0),  # CUDA_VISIBLE_DEVICES shows each rank its own device alone
+        (2, 0, 3, None),
+        (0, 0, 0, None),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_a_rank_takes_a_device_that_it_sees(
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
+    count: int,
+    current: int,
+    local_rank: int,
+    expected: int | None,
+) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if launcher == "torchrun":
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     module = SimpleNamespace(
-        is_available=lambda: True, device_count=lambda: 2, current_device=lambda: 0
+        is_available=lambda: count > 0,
+        device_count=lambda: count,
+        current_device=lambda: current,
     )
     monkeypatch.setattr(devices, "accelerator", lambda _: module)
-    assert own_device("cuda", 1) == torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match=r"rank 3 has no CUDA device: .* sees 2"):
-        own_device("cuda", 3)
-    assert own_device("cpu", 3) == torch.device("cpu")
+    assert own_device("cpu", local_rank) == torch.device("cpu")
+    # torchrun's number replaces the caller's.
+    given = local_rank if launcher == "none" else 7
+    if expected is None:
+        with pytest.raises(ConfigError, match=rf"has no CUDA device: .* sees {count}"):
+            own_device("cuda", given)
+    else:
+        assert own_device("cuda", given) == torch.device("cuda", expected)
