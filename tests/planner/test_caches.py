@@ -132,14 +132,6 @@ def test_given_cache_sizes_stay() -> None:
     assert found is not None and found.load_factor == 0.07
 
 
-@pytest.mark.parametrize("load", [0.0, 1.0])
-def test_sizes_that_are_no_cache_are_refused(load: float) -> None:
-    """TorchRec refuses the finished plan, in a message that names no way out."""
-    asked = only(cache_params=CacheParams(load_factor=load), compute_kernels=[CACHED])
-    with pytest.raises(ConfigError, match=rf"'t0'.* above 0 and below 1, got {load:g}"):
-        planner_of(asked).plan(make_ebc(SIZES), bag_sharders())
-
-
 def test_caches_support_prefetching() -> None:
     """Otherwise TorchRec goes on training and only logs that results may be wrong."""
     ahead, plain = "train_prefetch_sparse_dist", "train_sparse_dist"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import pickle
 import re
 import time
@@ -16,7 +15,6 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
@@ -52,20 +50,15 @@ from tests.builders import (
     make_ebc,
     make_planner,
     only,
-    sequences,
     shards_of,
     stock_planner,
-    types_of,
 )
-from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.checks import check_profiles
 from torchrec_neuroshard.planner.compat import POD_VARIABLES
 from torchrec_neuroshard.planner.groups import check_pods
 from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.search import SearchConfig
-from torchrec_neuroshard.tables.profile import FeatureProfile
-from torchrec_neuroshard.testing import AnalyticCostModel
 
 TORCHREC = tuple(int(n) for n in version("torchrec").split(".")[:2])
 
@@ -141,18 +134,6 @@ def test_grids_with_varying_batches_are_left_out_before_1_9() -> None:
     assert kind("grid_shard", "table_row_wise") == "table_row_wise"
     with pytest.raises(ConfigError, match=r"'t0' .*; it has 8 beside \d+\."):
         kind("grid_shard")
-
-
-def test_sequence_tables_are_not_replicated_on_cpus() -> None:
-    """FBGEMM's dense kernel for CPUs pools their ids."""
-    module, sharders = sequences(4, rows=10, prefix="t"), get_default_sharders()
-    free = make_planner(2, cost_model="cpu").plan(module, sharders)
-    assert types_of(free)["t0"] != "data_parallel"
-    limits = only(sharding_types=["data_parallel"])
-    with pytest.raises(ConfigError, match=r"'t0' .*pools the ids.* other than data_pa"):
-        make_planner(2, constraints=limits).plan(module, sharders)
-    planner = make_planner(topology=gpus(2), constraints=limits)
-    assert types_of(planner.plan(module, sharders)) == {"t0": "data_parallel"}
 
 
 def test_tables_of_another_device_group_are_left_out() -> None:
@@ -356,18 +337,6 @@ def test_tables_fit_what_a_reservation_leaves() -> None:
     assert sum(held) <= reserved.devices[0].storage.hbm < 56 * MIB
 
 
-def test_a_table_larger_than_all_memory_is_named() -> None:
-    planner = make_planner(
-        topology=gpus(hbm_cap=4 * MIB),
-        constraints=only(compute_kernels=["fused"]),
-    )
-    with pytest.raises(
-        PlannerError, match=r"^table 't0'.*needs 0\.02 GiB.*Use more than"
-    ):
-        planner.plan(bags(bag_config(0, rows=100_000, dim=64)), get_default_sharders())
-    assert planner.last_result is None
-
-
 # The planner's own arguments and promises.
 
 
@@ -394,54 +363,7 @@ def test_planner_takes_one_model_after_another() -> None:
     assert str(again[0]) == str(plans[0]) and again[1] == results[0]
 
 
-# NumPy warns where infinities are subtracted, before the error tells why.
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("value", [float("nan"), -1.0])
-def test_a_cost_model_must_predict_times(value: float) -> None:
-    class Broken(AnalyticCostModel):
-        name = "broken"
-
-        def predict_sums(
-            self, sums_SE: npt.NDArray[np.float64]
-        ) -> npt.NDArray[np.float64]:
-            return np.full((len(sums_SE), 2), value)
-
-    planner = make_planner(2, "cuda", cost_model=Broken())
-    with pytest.raises(ConfigError, match=rf"'broken' predicts .*{value:.0f}.* for t0"):
-        planner.plan(bags(), get_default_sharders())
-
-
-# Mistakes that everyone makes, and what they are told.
-
 SIZES = [(1000, 64)] * 2
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"pooling_factors": [1.0, math.nan]}, "'t0': pooling_factors has nan"),
-        ({"num_poolings": [-3.0]}, "'t0': num_poolings has -3.0"),
-        ({"sharding_types": "row_wise"}, "'t0': sharding_types is 'row_wise'"),
-    ],
-)
-def test_impossible_values_are_refused(fields: dict[str, Any], message: str) -> None:
-    cached = {"compute_kernels": ["fused_uvm_caching"], **fields}
-    with pytest.raises(ConfigError, match=message):
-        make_planner(2, "cuda", constraints=only(**cached))
-
-
-def test_arguments_of_wrong_type_are_refused() -> None:
-    with pytest.raises(ConfigError, match="process group"):
-        NeuroShardPlanner()
-    planner, model = make_planner(2), make_ebc(SIZES)
-    with pytest.raises(RuntimeError, match="init_process_group first, or call plan"):
-        planner.collective_plan(model)
-    swapped: Any = bag_sharders()
-    with pytest.raises(ConfigError, match="model is a list"):
-        planner.plan(swapped, model)
-    classes: Any = [EmbeddingBagCollectionSharder]
-    with pytest.raises(ConfigError, match=r"sharders\[0\] is .* not a sharder"):
-        planner.plan(model, classes)
 
 
 class MyCollection(EmbeddingBagCollection):
@@ -467,16 +389,3 @@ def test_unused_tables_and_constraints_are_noted() -> None:
         [code] = noted.keys() & {"constraints", "unsharded"}
         assert re.search(message, noted[code].text)
         assert noted[code].table == (None if code == "unsharded" else name)
-
-
-def test_check_profiles() -> None:
-    profile = FeatureProfile(batch_size=1, num_lookups=1.0)
-    model = nn.ModuleDict({"a": make_ebc([(10, 8)]), "b": nn.Linear(1, 1)})
-    check_profiles(model, {"f0": profile})
-    odd: Any = {"f0": 3.0}
-    for profiles, message in (
-        ({"f00": profile}, r"'f00', which no .* did you mean 'f0'\?"),
-        (odd, r"\['f0'\] is a float"),
-    ):
-        with pytest.raises(ProfileError, match=message):
-            check_profiles(model, profiles)

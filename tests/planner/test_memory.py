@@ -39,7 +39,6 @@ from tests.builders import (
 )
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.partitioner import (
-    NeuroShardPartitioner,
     may_mix,
 )
 from torchrec_neuroshard.planner.proposer import NeuroShardProposer
@@ -97,31 +96,6 @@ def test_a_proposal_counts_what_replicas_need_beside_them() -> None:
         placed = memory.common_bytes(options, placed=True)
         assert memory.common_bytes(options) < placed
         assert memory.common_bytes(options, mixed=mixed) == placed
-
-
-def test_without_room_for_replicas_the_search_counts_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    inner, rooms = NeuroShardPartitioner._fitted, []
-
-    def fitted(self: Any, *args: Any) -> Any:
-        rooms.append(args[3].devices[0].storage.hbm)
-        if len(rooms) == 1:
-            raise PlannerError("no plan fits")
-        return inner(self, *args)
-
-    monkeypatch.setattr(NeuroShardPartitioner, "_fitted", fitted)
-    planner = make_planner(
-        topology=gpus(4, hbm_cap=8 * GIB, ddr_cap=64 * GIB),
-        constraints=by_table(
-            sharding_types=[["table_wise"], ["table_wise", "data_parallel"]]
-        ),
-        batch_size=4096,
-    )
-    module = make_ebc([(100_000, 64), (100, 128)])
-    planner.plan(module, [EmbeddingBagCollectionSharder()])
-    assert len(rooms) == 2
-    assert rooms[0] < rooms[1]
 
 
 @pytest.mark.parametrize(
@@ -338,12 +312,6 @@ def test_a_rank_counts_its_outputs_and_ids_of_column_shards() -> None:
     batch = (8 + 4) * 4096 * 2  # one id in each bag
     assert ahead - plain == 3 * batch + 2 * batch
     assert ahead - prefetched == 2 * batch
-
-
-def test_ranks_without_memory_for_outputs_are_full() -> None:
-    planner = make_planner(topology=gpus(2, hbm_cap=2 * MIB), batch_size=65_536)
-    with pytest.raises(PlannerError):
-        planner.plan(make_ebc([(1000, 128)]), bag_sharders())
 
 
 def test_a_plan_is_found_down_to_the_memory_that_it_needs() -> None:

@@ -25,7 +25,6 @@ from torchrec.distributed.planner.shard_estimators import (
 from torchrec.distributed.planner.types import (
     PlannerError,
     PlannerErrorType,
-    Storage,
     StorageReservation,
 )
 from torchrec.modules.embedding_configs import DataType
@@ -33,7 +32,6 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from tests.builders import (
     ATTACHES_OPTIMIZERS,
-    GIB,
     QUICK,
     FixedSearcher,
     analytic,
@@ -71,31 +69,6 @@ from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 pytestmark = ATTACHES_OPTIMIZERS
 
 SIZES = [(1000, 16), (2000, 256), (3000, 64), (500, 8)]
-
-
-@pytest.mark.parametrize(
-    "part", ["enumerator", "estimator", "proposer", "partitioner", "performance_model"]
-)
-def test_each_part_works_in_the_stock_planner(part: str) -> None:
-    topology, constraints = gpus(), only("t1", min_partition=32)
-    given: Any = (topology, constraints)
-    arguments: dict[str, Any] = {}
-    if part == "enumerator":
-        arguments[part] = NeuroShardEnumerator(topology, 64, constraints, **analytic())
-    elif part == "estimator":
-        ours = NeuroShardEstimator(*given, **analytic())
-        estimators = [ours, EmbeddingStorageEstimator(*given)]
-        stock = EmbeddingEnumerator(topology, 64, constraints, estimators)
-        arguments["enumerator"] = stock
-    elif part == "performance_model":
-        arguments[part] = NeuroShardPerfModel(*given, **analytic())
-    else:  # One proposal: the partitioner would search each of the stock ones'.
-        arguments["proposer"] = NeuroShardProposer(*given, **analytic())
-    if part == "partitioner":
-        arguments[part] = NeuroShardPartitioner(*given, search=QUICK, **analytic())
-    planner = stock_planner(topology, constraints=constraints, **arguments)
-    plan = planner.plan(make_ebc(SIZES), bag_sharders())
-    assert set(plan.plan[""]) == {"t0", "t1", "t2", "t3"}
 
 
 # --- enumerator -----------------------------------------------------------------
@@ -504,35 +477,6 @@ def test_few_of_many_proposals_are_searched() -> None:
     assert rated[0] <= rated[1] * (1 + 1e-9)
     assert ours.log.num_proposals > 27
     assert MOST_SEARCHED <= len(searcher.efforts) < 2 * MOST_SEARCHED
-
-
-@pytest.mark.parametrize(("tier", "repairs"), [("hbm", 3), ("ddr", 3), ("ssd", 0)])
-def test_a_plan_that_overfills_a_rank_is_repaired_with_less_of_that_memory(
-    monkeypatch: pytest.MonkeyPatch, tier: str, repairs: int
-) -> None:
-    """No search knows the disk, so none is repeated for it."""
-    enumerator = NeuroShardEnumerator(gpus(), 64, **analytic())
-    ebc, room = make_ebc([(1000, 64)]), gpus(hbm_cap=GIB, ddr_cap=GIB)
-    proposal = enumerator.enumerate(ebc, bag_sharders())[:1]
-    partitioner = NeuroShardPartitioner(gpus(), enumerator=enumerator, **analytic())
-    given: list[int] = []
-
-    def overfull(_proposal: Any, _ways: Any, _rows: Any, less: Any, *_: Any) -> Any:
-        given.append(getattr(less.devices[0].storage, tier))
-        plan = copy.deepcopy(proposal)
-        for shard in plan[0].shards:
-            shard.rank = 0
-            sizes = {"hbm": 0, "ddr": 0} | {tier: 4096 * GIB}
-            shard.storage = Storage(**sizes)
-        return plan
-
-    monkeypatch.setattr(partitioner, "_fitted", overfull)
-    with pytest.raises(PlannerError, match="rank 0 lacks"):
-        partitioner.partition(proposal, room)
-    # By estimates of the plan's peak, then by bounds
-    for once in (given[: 1 + repairs], given[1 + repairs :]):
-        assert len(once) == 1 + repairs
-        assert once == sorted(set(once), reverse=True)
 
 
 # --- performance model ----------------------------------------------------------

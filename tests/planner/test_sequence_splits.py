@@ -8,8 +8,6 @@ import pytest
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.planner.proposers import UniformProposer
-from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
@@ -131,10 +129,3 @@ def test_tables_too_large_for_a_rank_are_split() -> None:
     )
     assert widths_of(plan) == {"t0": [32, 32], "t1": [32, 32]}
     assert last_result(planner).fallback is None
-
-
-def test_a_proposal_of_different_widths_is_refused() -> None:
-    """TorchRec's proposers know no common width, nor does its own planner."""
-    constraints = by_table(sharding_types=[[COLUMN]] * 2, min_partition=[16, 32])
-    with pytest.raises(PlannerError, match="one module into different widths"):
-        planned((64, 64), constraints=constraints, proposer=UniformProposer())

@@ -129,13 +129,9 @@ def test_ranks_are_split_into_nodes(
     [
         ({"card": "tpu"}, "unknown card 'tpu'"),
         ({"num_nodes": 0}, "num_nodes must be above 0 and finite, got 0"),
-        ({"memory_gb": float("nan")}, "memory_gb must be above 0 and finite, got"),
         ({"world_size": 0}, "world_size must be above 0 and finite, got 0"),
-        ({"card": 3}, "unknown card 3"),
         ({"world_size": 2.5}, "world_size must be a whole number, got 2.5"),
-        ({"world_size": True}, "world_size must be above 0 and finite, got True"),
         ({"num_nodes": "2"}, "num_nodes must be above 0 and finite, got '2'"),
-        ({"memory_gb": "80"}, "memory_gb must be above 0 and finite, got '80'"),
         ({"host_memory_gb": -1}, "host_memory_gb must be above 0 and finite, got -1"),
         (
             {"world_size": 12},

@@ -97,6 +97,7 @@ def pruned() -> ITEPEmbeddingBagCollection:
             only(sharding_types=REPLICAS) | only("t1", batch_sizes=[8]),
             "dense kernel takes one batch size .* it has 8 beside 64",
         ),
+        (sequences(4, prefix="t"), only(sharding_types=REPLICAS), "pools the ids"),
         (
             sequences(32, prefix="t"),
             only(batch_sizes=[8]),
