@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from tests.builders import (
     make_planner,
     sequences,
 )
-from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.search import SearchConfig, SearchResult
@@ -138,21 +135,3 @@ def test_only_tables_that_take_time_cause_a_warning() -> None:
     note = Note("out-of-range", f"2 of 9 tables are {OUTSIDE}: {told}; {FAR}")
     found = planned("h200", sizes, pooling_factors=pooling, **limits)
     assert found == (source, (note,))
-
-
-def test_a_file_of_tables_for_a_named_card(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tables = [
-        {"name": f"t{i}", "num_embeddings": 100_000, "embedding_dim": 64}
-        for i in range(3)
-    ]
-    tables[2]["num_embeddings"] = 5
-    path = tmp_path / "tables.json"
-    path.write_text(json.dumps(tables))
-    arguments = ["plan", str(path), "--card", "h200", "--ranks", "2", "--seconds", "1"]
-    assert main([*arguments, "--batch-size", "2048"]) == 0
-    assert (
-        "compute: measured for 2 of 3 tables (mean error 3%), 1 extrapolated (rows)"
-        in capsys.readouterr().out
-    )

@@ -197,35 +197,23 @@ def test_pods_of_several_nodes() -> None:
     assert rehearse(bags(), plan, topology, batch_size=32).runs
 
 
-def test_pods_that_do_not_fill_the_ranks_hold_no_tables() -> None:
-    topology = gpus(12, 4, pod_size=2)
-    told = "pod_size=2 makes pods of 8 ranks, which do not fill the 12 ranks"
-    for kind in ("table_row_wise", "grid_shard"):
-        with pytest.raises(ConfigError, match=f"table 't0' .*{told}"):
-            limits = only(sharding_types=[kind], min_partition=16)
-            plan_of(bags(), 12, topology=topology, constraints=limits)
-    both = only(sharding_types=["table_row_wise", "row_wise"])
-    plan, _ = plan_of(bags(), 12, topology=topology, constraints=both)
-    assert entry_of(plan).sharding_type == "row_wise"
-    # A node with more ranks than the job has is no pod.
-    plan_of(bags(), topology=gpus(2, 8))
-
-
-@pytest.mark.parametrize(("num_ranks", "pod_size"), [(2, 2), (4, 4)])
-def test_a_pod_larger_than_the_job_only_matters_to_tables_in_pods(
-    num_ranks: int, pod_size: int
+@pytest.mark.parametrize(
+    ("num_ranks", "per_node", "pod_size"), [(12, 4, 2), (2, 2, 2), (4, 2, 4)]
+)
+def test_pods_that_do_not_fill_the_ranks_only_matter_to_tables_in_pods(
+    num_ranks: int, per_node: int, pod_size: int
 ) -> None:
-    topology = gpus(num_ranks, 2, pod_size=pod_size)
+    topology = gpus(num_ranks, per_node, pod_size=pod_size)
+    told = f"pod.* of {per_node * pod_size} ranks, which do not fill the {num_ranks} "
+    for kind in ("table_row_wise", "grid_shard"):
+        limits = only(sharding_types=[kind], min_partition=16)
+        with pytest.raises(ConfigError, match=f"table 't0' .*{told}"):
+            plan_of(bags(), num_ranks, topology=topology, constraints=limits)
     for kinds in (["table_wise", "column_wise"], ["table_row_wise", "row_wise"], None):
         limits = only(sharding_types=kinds)
         plan, _ = plan_of(bags(), num_ranks, topology=topology, constraints=limits)
         assert entry_of(plan).sharding_type != "table_row_wise"
         assert rehearse(bags(), plan, topology, batch_size=32).runs
-    told = f"pods of {2 * pod_size} ranks, which do not fill the {num_ranks} ranks"
-    for kind in ("table_row_wise", "grid_shard"):
-        limits = only(sharding_types=[kind], min_partition=16)
-        with pytest.raises(ConfigError, match=f"table 't0' .*{told}"):
-            plan_of(bags(), num_ranks, topology=topology, constraints=limits)
 
 
 def test_a_job_without_the_pods_of_its_plan_is_refused(

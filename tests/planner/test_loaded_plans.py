@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torchrec.distributed.types import (
     BoundsCheckMode,
     CacheParams,
     PipelineType,
+    ShardingType,
 )
 from torchrec.modules.embedding_configs import DataType
 
@@ -113,18 +115,15 @@ SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
         "model": make_ebc([(100, 32), (50, 16), (30, 8)]),
         "search": FixedSearcher([(0, 20, 0), (0, 12, 1), (1, 16, 1), (2, 8, 0)]),
     },
-    "table-wise": lambda: by_types("table_wise"),
-    "column-wise": lambda: by_types("column_wise", min_partition=16),
-    "row-wise": lambda: by_types("row_wise"),
+    **{
+        kind.value: partial(by_types, kind.value, min_partition=16)
+        for kind in ShardingType
+    },
     "uneven rows": lambda: {
         "model": bags(bag_config(0, 1000, 64)),
         "topology": gpus(2, custom_topology_data=UNEVEN),
         "constraints": only(sharding_types=["row_wise"]),
     },
-    "table-row-wise": lambda: by_types("table_row_wise"),
-    "table-column-wise": lambda: by_types("table_column_wise", min_partition=16),
-    "grid": lambda: by_types("grid_shard", min_partition=16),
-    "data-parallel": lambda: by_types("data_parallel"),
     "host memory": lambda: by_types(compute_kernels=["fused_uvm"]),
     "caches": lambda: {  # which no table needs before the search
         "model": make_ebc(
@@ -166,6 +165,10 @@ SETTINGS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+FIELDS = """shards sharding_type compute_kernel cache_params partition_by num_poolings
+enforce_hbm stash_weights"""
+
+
 def check_same(first: NeuroShardPlanner, second: NeuroShardPlanner) -> None:
     """Both planners' last plans are the same options, whatever their order."""
     ours, theirs = (
@@ -177,16 +180,7 @@ def check_same(first: NeuroShardPlanner, second: NeuroShardPlanner) -> None:
     )
     assert ours.keys() == theirs.keys()
     for name, own in ours.items():
-        for field in (
-            "shards",
-            "sharding_type",
-            "compute_kernel",
-            "cache_params",
-            "partition_by",
-            "num_poolings",
-            "enforce_hbm",
-            "stash_weights",
-        ):
+        for field in FIELDS.split():
             assert own.get(field) == theirs[name].get(field), (name, field)
 
 

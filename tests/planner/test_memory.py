@@ -13,9 +13,6 @@ from torchrec import optim
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.planner.storage_reservations import (
-    FixedPercentageStorageReservation,
-)
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -41,7 +38,6 @@ from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.partitioner import (
     may_mix,
 )
-from torchrec_neuroshard.planner.proposer import NeuroShardProposer
 from torchrec_neuroshard.planner.ways import ways_of
 
 CLASSES = [
@@ -314,6 +310,21 @@ def test_a_rank_counts_its_outputs_and_ids_of_column_shards() -> None:
     assert ahead - prefetched == 2 * batch
 
 
+def ranks_of(
+    module: nn.Module, world_size: int, hbm_cap: int, ddr_cap: int, **arguments: Any
+) -> tuple[list[Any], Any]:
+    """The memory of each rank of the search's own plan, and the planner."""
+    planner: Any = make_planner(
+        topology=gpus(world_size, hbm_cap=hbm_cap, ddr_cap=ddr_cap),
+        batch_size=4096,
+        strict_memory=True,
+        **arguments,
+    )
+    planner.plan(module, bag_sharders())
+    assert last_result(planner).fallback is None
+    return planner.memory.ranks(planner.get_selected_options()), planner
+
+
 def test_a_plan_is_found_down_to_the_memory_that_it_needs() -> None:
     """Bounds of shards add up to 1.5 times the peak, and ids of all splits count."""
     module = make_ebc([(20_000, 512)] * 8)
@@ -322,17 +333,14 @@ def test_a_plan_is_found_down_to_the_memory_that_it_needs() -> None:
     )
 
     def planned(hbm_cap: int) -> tuple[float, float]:
-        planner = make_planner(
-            topology=gpus(4, hbm_cap=hbm_cap),
+        ranks, planner = ranks_of(
+            module,
+            4,
+            hbm_cap,
+            GIB,
             constraints=limits,
-            batch_size=4096,
             pipeline_type="train_sparse_dist",
-            storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-            strict_memory=True,
         )
-        planner.plan(module, bag_sharders())
-        assert last_result(planner).fallback is None and planner.memory is not None
-        ranks = planner.memory.ranks(planner.get_selected_options())
         return max(found.peak for found in ranks), cost_of(planner)
 
     most, free_ms = planned(8 * GIB)
@@ -343,26 +351,16 @@ def test_kernels_of_several_modules_need_passing_memory_one_after_another() -> N
     """Each sorts the same number of ids; a rank has memory for one of them."""
     names = [f"m{i}" for i in range(4)]
     module = nn.ModuleDict({n: make_ebc([(1000, 8)], prefix=n) for n in names})
-    limits = {
-        f"{n}t0": ParameterConstraints(
-            pooling_factors=[400.0],
-            sharding_types=["table_wise"],
-            compute_kernels=["fused"],
-        )
-        for n in names
-    }
+    limit = ParameterConstraints(
+        pooling_factors=[400.0],
+        sharding_types=["table_wise"],
+        compute_kernels=["fused"],
+    )
 
     def planned(hbm_cap: int) -> Any:
-        planner = make_planner(
-            topology=gpus(1, hbm_cap=hbm_cap, ddr_cap=MIB),
-            constraints=limits,
-            batch_size=4096,
-            storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-            strict_memory=True,
-        )
-        planner.plan(module, bag_sharders())
-        assert last_result(planner).fallback is None and planner.memory is not None
-        return planner.memory.ranks(planner.get_selected_options())[0]
+        limits = {f"{n}t0": limit for n in names}
+        [found], _ = ranks_of(module, 1, hbm_cap, MIB, constraints=limits)
+        return found
 
     found = planned(8 * GIB)
     assert found.num_kernels == 4 and found.instant == "kernel"
@@ -381,14 +379,6 @@ def test_a_plan_that_overfills_a_rank_is_searched_again_with_less_memory(
         return counted(memory, *shards) / (2, 1)
 
     monkeypatch.setattr(MemoryModel, "shard_bytes", half)
-    feedback: list[bool] = []
-    told = NeuroShardProposer.feedback
-
-    def note(proposer: Any, partitionable: bool, *args: Any, **kwargs: Any) -> None:
-        feedback.append(partitionable)
-        told(proposer, partitionable, *args, **kwargs)
-
-    monkeypatch.setattr(NeuroShardProposer, "feedback", note)
     module = make_ebc([(100_000, 64), (100_000, 128), (100_000, 32), (100_000, 64)])
     constraints = by_table(
         sharding_types=[["column_wise"]] * 4,
@@ -397,17 +387,8 @@ def test_a_plan_that_overfills_a_rank_is_searched_again_with_less_memory(
     )
 
     def peak(hbm_cap: int) -> float:
-        planner = make_planner(
-            topology=gpus(2, hbm_cap=hbm_cap, ddr_cap=64 * GIB),
-            constraints=constraints,
-            batch_size=4096,
-            storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-            strict_memory=True,
-        )
-        planner.plan(module, bag_sharders())
-        options = planner.get_selected_options()
-        return float(max(m.peak for m in planner.enumerator.memory.ranks(options)))
+        ranks, _ = ranks_of(module, 2, hbm_cap, 64 * GIB, constraints=constraints)
+        return float(max(found.peak for found in ranks))
 
     most = int(peak(8 * GIB))
     assert peak(int(0.9 * most)) <= 0.9 * most
-    assert all(feedback)

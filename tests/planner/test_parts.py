@@ -57,7 +57,6 @@ from torchrec_neuroshard.planner import (
     PlanCosts,
 )
 from torchrec_neuroshard.planner.partitioner import MOST_SEARCHED
-from torchrec_neuroshard.planner.search_space import other_caches
 from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,
     sample_shards,
@@ -172,23 +171,6 @@ def test_shards_are_listed_as_torchrec_would_when_they_are_read(rows: int) -> No
         listed = [(tuple(s.size), s.storage) for s in option.shards]
         assert list(dict.fromkeys(listed)) == samples
         assert option.is_listed and option.num_shards == 64
-
-
-def test_caches_of_other_sizes_list_no_shards() -> None:
-    costs = PlanCosts(NODE, **analytic())
-    constraints = each(1, "row_wise", compute_kernels=["fused_uvm_caching"])
-    enumerator = NeuroShardEnumerator(NODE, 64, constraints, costs=costs)
-    ebc = make_ebc([(1_000_001, 64)])
-    (option,) = enumerator.enumerate(ebc, bag_sharders())
-    found = other_caches(option, costs.reader)
-    assert len(found) == 3
-    enumerator.populate_estimates(found)
-    for other in (option, *found):
-        assert isinstance(other, SpreadOption) and not other.is_listed
-    # The smaller the cache, the less memory and the longer.
-    sizes = [other.shards[0].storage.hbm for other in found]
-    costs_ms = [other.shards[0].perf.total for other in found]
-    assert sizes == sorted({*sizes}) and costs_ms == sorted(costs_ms, reverse=True)
 
 
 def test_copies_of_options_can_be_changed() -> None:

@@ -67,12 +67,6 @@ def test_only_the_tables_that_slow_a_rank_are_split() -> None:
     assert TABLE in types_of(plan).values()
 
 
-def test_as_many_equal_tables_as_ranks_stay_whole() -> None:
-    constraints = each(WORLD_SIZE, TABLE, COLUMN)
-    _, plan = planned((64,) * WORLD_SIZE, constraints=constraints)
-    assert set(types_of(plan).values()) == {TABLE}
-
-
 def test_tables_of_one_module_get_shards_of_one_width() -> None:
     constraints = by_table(
         sharding_types=[[COLUMN]] * 3,

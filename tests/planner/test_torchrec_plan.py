@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
@@ -38,7 +37,6 @@ from torchrec_neuroshard import NeuroShardPlanner, rehearse, save_plan
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.planner import proposer, torchrec_plan
-from torchrec_neuroshard.planner.compat import planner_part
 from torchrec_neuroshard.planner.spread_options import SpreadOption
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.plans.plan_files import load_plan
@@ -254,44 +252,3 @@ def test_an_error_of_the_last_resort_is_the_cause(
     cause = caught.value.__cause__
     assert cause is not None and "TorchRec's own planner failed" in str(cause)
     assert isinstance(cause.__cause__, ZeroDivisionError)
-
-
-def test_the_callers_stats_are_reachable_and_wrapped_only_while_planning() -> None:
-    during: list[Any] = []
-    stats = EmbeddingStats()
-
-    def note(options: Any) -> Any:
-        during.append(planner_part(planner, "stats")[0])
-        return options
-
-    planner = planner_of(stats=[stats], callbacks=[note])
-    ebc = make_ebc([(1000, 16)] * 2)
-    assert planner_part(planner, "stats") == [stats]
-    planner.plan(ebc, bag_sharders())
-    assert planner_part(planner, "stats") == [stats] and during != [stats]
-    assert planner_part(planner, "stats")[0]._stats_table
-    with pytest.raises(PlannerError):
-        planner.plan(make_ebc([(10**9, 10**5)]), bag_sharders())
-    assert planner_part(planner, "stats") == [stats]
-
-
-def test_the_time_limit_is_that_of_the_whole_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Strict search, lenient search and TorchRec's planner share it."""
-    given: list[float] = []
-    plan = EmbeddingShardingPlanner.plan
-
-    def slow(planner: Any, *arguments: Any) -> Any:
-        given.append(planner_part(planner, "timeout_seconds"))
-        time.sleep(0.4)
-        return plan(planner, *arguments)
-
-    monkeypatch.setattr(EmbeddingShardingPlanner, "plan", slow)
-    constraints = each(1, "table_wise", compute_kernels=["fused"])
-    planner = planner_of(constraints=constraints, timeout_seconds=1)
-    with pytest.raises(PlannerError):
-        planner.plan(make_ebc([(10**6, 128)]), bag_sharders())
-    first, second, third = given
-    assert 0.9 < first <= 1.0 and second <= 0.6 and third <= 0.2
-    assert planner_part(planner, "timeout_seconds") == 1

@@ -33,11 +33,10 @@ from tests.builders import (
     sequences,
 )
 from torchrec_neuroshard import NeuroShardPlanner, PlacementConstraints
-from torchrec_neuroshard.planner import NeuroShardPartitioner, unsearched
+from torchrec_neuroshard.planner import NeuroShardPartitioner
 from torchrec_neuroshard.planner.greedy import place_greedily
 from torchrec_neuroshard.planner.option_facts import is_even, table_name
 from torchrec_neuroshard.planner.proposer import NeuroShardProposer
-from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.planner.unsearched import place_unsearched
 from torchrec_neuroshard.planner.ways import FreeOption
@@ -148,45 +147,6 @@ def test_no_plan_of_torchrec_is_shorter_where_devices_are_full() -> None:
     stock = stock_plan(module, SHARDERS, [], topology=topology, batch_size=2048)
     theirs = planner.evaluate(stock, module, SHARDERS).critical_path_ms
     assert cost_of(planner) <= theirs * (1 + 1e-6)
-
-
-def test_few_shards_are_placed_for_a_better_plan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    placed: list[int] = []
-
-    def count(options: list[ShardingOption], *given: Any) -> list[ShardingOption]:
-        placed.append(sum(option.num_shards for option in options))
-        return place_greedily(options, *given)
-
-    monkeypatch.setattr(unsearched, "place_greedily", count)
-    counts = []
-    for most in (0, 40, 10_000):
-        placed.clear()
-        monkeypatch.setattr(unsearched, "MOST_SHARDS", most)
-        make_planner(topology=gpus(8)).plan(quantised(SIZES), SHARDERS)
-        counts.append(sum(placed))
-    assert counts[0] < counts[1] < counts[2]
-    # A proposal that is begun is ended: at most eight shards of each of four tables.
-    assert counts[1] - counts[0] <= 3 * (40 + 4 * 8)
-
-
-def test_only_options_that_run_are_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner, faulty = make_planner(topology=gpus(2)), {"row_wise"}
-    options = planner.enumerator.enumerate(quantised(SIZES[:1]), SHARDERS)
-
-    def run_fault(_: TableReader, option: ShardingOption) -> str | None:
-        return "no" if option.sharding_type in faulty else None
-
-    monkeypatch.setattr(TableReader, "run_fault", run_fault)
-
-    def kinds() -> set[str]:
-        (option,) = proposed(planner, options)
-        return {way.sharding_type for way in FreeOption.ways_of(option)}
-
-    assert kinds() == {"table_wise", "column_wise"}
-    faulty |= {"table_wise", "column_wise"}
-    assert kinds() == {"row_wise", "table_wise", "column_wise"}
 
 
 def test_sequences_of_a_module_are_split_into_equal_widths() -> None:

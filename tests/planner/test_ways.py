@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -25,24 +24,20 @@ from tests.builders import (
     last_result,
     make_ebc,
     make_planner,
-    make_tables,
-    make_task,
-    search,
     sequences,
     shards_of,
     types_of,
 )
 from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner import reader, torchrec_plan
+from torchrec_neuroshard.planner import reader
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
-from torchrec_neuroshard.planner.partitioner import SearchLog, SearchRecord
 from torchrec_neuroshard.planner.proposer import NeuroShardProposer
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.planner.ways import FreeOption, node_ranks
-from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
+from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.tables.table import MAX_CUDA_COLUMNS
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -169,25 +164,6 @@ def test_a_grid_has_no_more_blocks_than_nodes() -> None:
     assert last_result(planner).fallback is None
 
 
-def test_later_searches_make_less_effort_whatever_the_first_took() -> None:
-    log, first = SearchLog(), NeuroShardSearcher(SearchConfig(time_budget_seconds=20.0))
-    assert log.next(first) is first
-    task = make_task(make_tables([16] * 4))
-    result = search(task)
-    for seconds in (0.001, 5.0, 1e9):
-        log.records = [
-            SearchRecord(task, dataclasses.replace(result, search_seconds=seconds))
-        ]
-        log.seconds = seconds
-        later = log.next(first)
-        assert isinstance(later, NeuroShardSearcher)
-        assert later.config.effort == pytest.approx(0.3)
-        assert later.config.time_budget_seconds == pytest.approx(max(20 - seconds, 2))
-    over = SearchLog(deadline=0.0).next(first)
-    assert isinstance(over, NeuroShardSearcher)
-    assert over.config.time_budget_seconds < 0.1
-
-
 # --- TorchRec's own plan --------------------------------------------------------
 
 
@@ -240,14 +216,6 @@ def test_the_last_resort_does_not_depend_on_the_clock(
     clock = SimpleNamespace(time=itertools.count(step=1000).__next__)
     monkeypatch.setattr("torchrec.distributed.planner.planners.time", clock)
     assert planned() == at_once
-    # With no grid of options and no proposals of one type for all tables.
-    nothing = SimpleNamespace(load=lambda **_: None, propose=lambda: None)
-    for name in ("GridSearchProposer", "UniformProposer"):
-        monkeypatch.setattr(torchrec_plan, name, lambda: nothing)
-    assert planned() == at_once
-    monkeypatch.setattr(torchrec_plan, "MOST_PLACED", 9)
-    with pytest.raises(PlannerError, match=r"table 't0' .* needs 314\.48 KiB"):
-        planned()
 
 
 def test_more_choices_are_no_worse_where_collectives_take_long_to_begin() -> None:
