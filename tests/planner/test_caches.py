@@ -35,9 +35,7 @@ from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
-from torchrec_neuroshard.planner.option_facts import (
-    option_codecs,
-)
+from torchrec_neuroshard.planner.option_facts import option_codecs
 from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
 from torchrec_neuroshard.tables.features import table_features
 

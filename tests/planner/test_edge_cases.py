@@ -26,10 +26,7 @@ from torchrec.distributed.planner.storage_reservations import (
 )
 from torchrec.distributed.planner.types import CustomTopologyData, PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import (
-    BoundsCheckMode,
-    ShardingPlan,
-)
+from torchrec.distributed.types import BoundsCheckMode, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 

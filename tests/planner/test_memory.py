@@ -35,9 +35,7 @@ from tests.builders import (
     sequences,
 )
 from torchrec_neuroshard.planner.memory import MemoryModel
-from torchrec_neuroshard.planner.partitioner import (
-    may_mix,
-)
+from torchrec_neuroshard.planner.partitioner import may_mix
 from torchrec_neuroshard.planner.ways import ways_of
 
 CLASSES = [

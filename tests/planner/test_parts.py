@@ -14,10 +14,7 @@ import pytest
 import torch
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.proposers import (
-    GridSearchProposer,
-    UniformProposer,
-)
+from torchrec.distributed.planner.proposers import GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.shard_estimators import (
     EmbeddingPerfEstimator,
     EmbeddingStorageEstimator,
@@ -57,10 +54,7 @@ from torchrec_neuroshard.planner import (
     PlanCosts,
 )
 from torchrec_neuroshard.planner.partitioner import MOST_SEARCHED
-from torchrec_neuroshard.planner.spread_options import (
-    SpreadOption,
-    sample_shards,
-)
+from torchrec_neuroshard.planner.spread_options import SpreadOption, sample_shards
 from torchrec_neuroshard.search import NeuroShardSearcher
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel

@@ -17,19 +17,11 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from tests.builders import ATTACHES_OPTIMIZERS, gpus, make_ebc, only
 from torchrec_neuroshard.costs.task import ColumnShard
 from torchrec_neuroshard.planner.compat import sharders_by_type
-from torchrec_neuroshard.planner.option_facts import (
-    note_sharders,
-)
+from torchrec_neuroshard.planner.option_facts import note_sharders
 from torchrec_neuroshard.planner.placed import PlacedPlan, fusion_key
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
-from torchrec_neuroshard.planner.ways import (
-    is_placeable,
-    node_ranks,
-    on_nodes,
-)
+from torchrec_neuroshard.planner.reader import TableReader
+from torchrec_neuroshard.planner.ways import is_placeable, node_ranks, on_nodes
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = ATTACHES_OPTIMIZERS

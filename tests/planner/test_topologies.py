@@ -23,14 +23,7 @@ from torchrec.distributed.planner.types import (
     GeneralizedCommsBandwidth,
 )
 
-from tests.builders import (
-    GIB,
-    analytic,
-    bag_sharders,
-    make_ebc,
-    make_planner,
-    only,
-)
+from tests.builders import GIB, analytic, bag_sharders, make_ebc, make_planner, only
 from torchrec_neuroshard import topology_for
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware.cards import GPU_CARDS

@@ -35,10 +35,7 @@ from torchrec_neuroshard.errors import (
 )
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import sharders_by_type
-from torchrec_neuroshard.planner.option_facts import (
-    TABLE_MODULES,
-    table_configs,
-)
+from torchrec_neuroshard.planner.option_facts import TABLE_MODULES, table_configs
 from torchrec_neuroshard.planner.table_keys import (
     constraint_on,
     paths_of,

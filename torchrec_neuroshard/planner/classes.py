@@ -27,9 +27,7 @@ from torchrec_neuroshard.planner.untrained import (
     is_mean,
 )
 from torchrec_neuroshard.planner.ways import Ways, is_placeable, useful_options
-from torchrec_neuroshard.tables.sharding_types import (
-    MISCOUNTED_TYPES,
-)
+from torchrec_neuroshard.tables.sharding_types import MISCOUNTED_TYPES
 
 _INPUTS = ("pooling_factors", "num_poolings", "batch_sizes", "feature_names")
 """Constraints that only say what a table's inputs are."""

@@ -19,12 +19,8 @@ from torchrec_neuroshard.costs.placement_rules import (
     quoted,
 )
 from torchrec_neuroshard.errors import ConfigError, check_kind
-from torchrec_neuroshard.planner.option_facts import (
-    table_name,
-)
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
+from torchrec_neuroshard.planner.option_facts import table_name
+from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_keys import table_keys, unknown_table
 from torchrec_neuroshard.planner.ways import node_ranks, searched_type

@@ -37,10 +37,7 @@ from torchrec_neuroshard.planner.compat import (
     sharders_by_type,
 )
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.estimators import (
-    NeuroShardEstimator,
-    StorageEstimator,
-)
+from torchrec_neuroshard.planner.estimators import NeuroShardEstimator, StorageEstimator
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
@@ -51,13 +48,8 @@ from torchrec_neuroshard.planner.option_facts import (
     table_name,
 )
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
-from torchrec_neuroshard.planner.spread_options import (
-    SpreadOption,
-    without_estimates,
-)
+from torchrec_neuroshard.planner.reader import TableReader
+from torchrec_neuroshard.planner.spread_options import SpreadOption, without_estimates
 from torchrec_neuroshard.planner.stored_options import unplaced, with_chosen
 from torchrec_neuroshard.planner.table_keys import (
     ModuleConstraints,
@@ -66,10 +58,7 @@ from torchrec_neuroshard.planner.table_keys import (
 )
 from torchrec_neuroshard.planner.ways import Ways, useful_options
 from torchrec_neuroshard.tables.profile import FeatureProfile
-from torchrec_neuroshard.tables.sharding_types import (
-    SHARDING_TYPES,
-    SPLITTING_TYPES,
-)
+from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES, SPLITTING_TYPES
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 

@@ -18,10 +18,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_neuroshard.planner.compat import (
-    torchrec_pipeline,
-    with_optimizer,
-)
+from torchrec_neuroshard.planner.compat import torchrec_pipeline, with_optimizer
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
     is_dense,
@@ -29,9 +26,7 @@ from torchrec_neuroshard.planner.option_facts import (
     note_sharders,
 )
 from torchrec_neuroshard.planner.plan_costs import CostedPart, LaunchedPerf
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
+from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.spread_options import price_later, sampled
 from torchrec_neuroshard.planner.table_keys import ModuleConstraints
 

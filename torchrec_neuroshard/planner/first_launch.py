@@ -45,18 +45,11 @@ from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.models.compute import NeuralCostModel, PhysicalCostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.groups import whole_nodes
-from torchrec_neuroshard.planner.option_facts import (
-    is_dense,
-    is_pooled,
-    table_name,
-)
+from torchrec_neuroshard.planner.option_facts import is_dense, is_pooled, table_name
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.ways import is_placeable, narrowest_shard
-from torchrec_neuroshard.tables.features import (
-    FEATURE_NAMES,
-    table_features,
-)
+from torchrec_neuroshard.tables.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.tables.table import (
     COLUMN_MULTIPLE,
     MEASURED_TYPES,

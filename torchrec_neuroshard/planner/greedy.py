@@ -21,9 +21,7 @@ from torchrec_neuroshard.costs.placement_rules import PlacementRules, quoted
 from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.planner.compat import with_devices
 from torchrec_neuroshard.planner.constraints import ranks_by_table
-from torchrec_neuroshard.planner.option_facts import (
-    table_name,
-)
+from torchrec_neuroshard.planner.option_facts import table_name
 
 _TIERS = {"hbm": "a device's memory", "ddr": "the host's memory", "ssd": "the disk"}
 """Field of TorchRec's `Storage` -> its name in messages."""

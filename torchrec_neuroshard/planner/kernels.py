@@ -27,11 +27,7 @@ from torchrec.distributed.planner.constants import (
     UVM_CACHING_RATIO,
     kernel_bw_lookup,
 )
-from torchrec.distributed.planner.types import (
-    PlannerError,
-    ShardingOption,
-    Topology,
-)
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 
 from torchrec_neuroshard.costs.task import HostRows, KernelFactors, WireCodec
 from torchrec_neuroshard.models.row_cache import MissCurve
@@ -46,9 +42,7 @@ from torchrec_neuroshard.planner.option_facts import (
     option_codecs,
     table_name,
 )
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
+from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.topology import GB_PER_S
 from torchrec_neuroshard.tables.table import TableConfig
 

@@ -31,11 +31,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torchrec.distributed.planner.types import (
-    ShardingOption,
-    Storage,
-    Topology,
-)
+from torchrec.distributed.planner.types import ShardingOption, Storage, Topology
 
 from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.costs.task import format_bytes
@@ -57,9 +53,7 @@ from torchrec_neuroshard.planner.option_facts import (
     reads_host,
 )
 from torchrec_neuroshard.planner.placed import fusion_key
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
+from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.ways import Ways, ways_of
 from torchrec_neuroshard.tables.sharding_types import (

@@ -14,10 +14,7 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.types import (
-    ShardingOption,
-    Topology,
-)
+from torchrec.distributed.planner.types import ShardingOption, Topology
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,

@@ -30,10 +30,7 @@ from torchrec_neuroshard.papers.choosing import ChoosingSearcher
 from torchrec_neuroshard.planner.caches import size_caches
 from torchrec_neuroshard.planner.cautions import optimizer_notes
 from torchrec_neuroshard.planner.compat import sharders_by_type
-from torchrec_neuroshard.planner.constraints import (
-    PlacementConstraints,
-    ranks_by_table,
-)
+from torchrec_neuroshard.planner.constraints import PlacementConstraints, ranks_by_table
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.greedy import (
     PlanOptions,

@@ -45,9 +45,7 @@ from torchrec_neuroshard.planner.option_facts import (
     reads_host,
     table_name,
 )
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
+from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.ways import Ways, ways_of
 from torchrec_neuroshard.report.coverage import (
     UNCOSTED,

@@ -26,10 +26,7 @@ from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.costs.encoder import ShardEncoder
 from torchrec_neuroshard.costs.passes import StagePhases
 from torchrec_neuroshard.costs.schedules import DenseMs, find_schedule
-from torchrec_neuroshard.costs.simulator import (
-    PredictedCosts,
-    Simulator,
-)
+from torchrec_neuroshard.costs.simulator import PredictedCosts, Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, check_kind
 from torchrec_neuroshard.models.adjusted import (
@@ -41,23 +38,11 @@ from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import check_constraints
 from torchrec_neuroshard.planner.compat import kernel_settings, pipeline_name
-from torchrec_neuroshard.planner.find_comms import (
-    find_comms_model,
-    find_rank_groups,
-)
+from torchrec_neuroshard.planner.find_comms import find_comms_model, find_rank_groups
 from torchrec_neuroshard.planner.groups import sharding_group
-from torchrec_neuroshard.planner.option_facts import (
-    is_quantised,
-    table_name,
-)
-from torchrec_neuroshard.planner.placed import (
-    PlacedPlan,
-    PricedOptions,
-    fusion_key,
-)
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
+from torchrec_neuroshard.planner.option_facts import is_quantised, table_name
+from torchrec_neuroshard.planner.placed import PlacedPlan, PricedOptions, fusion_key
+from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.topology import GB_PER_S, PlannedDevices
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.tables.profile import FeatureProfile

@@ -38,18 +38,8 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.costs.schedules import DenseMs
-from torchrec_neuroshard.errors import (
-    ConfigError,
-    check_kind,
-    check_number,
-    suggestion,
-)
-from torchrec_neuroshard.exchange import (
-    ExchangeError,
-    from_all,
-    from_first,
-    portable,
-)
+from torchrec_neuroshard.errors import ConfigError, check_kind, check_number, suggestion
+from torchrec_neuroshard.exchange import ExchangeError, from_all, from_first, portable
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import check_batch_size
@@ -61,26 +51,15 @@ from torchrec_neuroshard.planner.compat import (
     replaced_parts,
     report_full,
 )
-from torchrec_neuroshard.planner.constraints import (
-    PlacementConstraints,
-    ranks_by_table,
-)
+from torchrec_neuroshard.planner.constraints import PlacementConstraints, ranks_by_table
 from torchrec_neuroshard.planner.describes_plans import DescribesPlans, LastPlan
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
-from torchrec_neuroshard.planner.first_launch import (
-    FirstLaunch,
-    Offer,
-    help_measure,
-)
-from torchrec_neuroshard.planner.given_plans import (
-    copied,
-)
+from torchrec_neuroshard.planner.first_launch import FirstLaunch, Offer, help_measure
+from torchrec_neuroshard.planner.given_plans import copied
 from torchrec_neuroshard.planner.greedy import check_memory, without
 from torchrec_neuroshard.planner.groups import check_pods, enough_ranks
 from torchrec_neuroshard.planner.memory import MemoryModel
-from torchrec_neuroshard.planner.option_facts import (
-    table_name,
-)
+from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.partitioner import (
     QUICK_SECONDS,
     NeuroShardPartitioner,
@@ -89,9 +68,7 @@ from torchrec_neuroshard.planner.partitioner import (
 )
 from torchrec_neuroshard.planner.perf_model import NeuroShardPerfModel
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.proposer import (
-    NeuroShardProposer,
-)
+from torchrec_neuroshard.planner.proposer import NeuroShardProposer
 from torchrec_neuroshard.planner.stashing import (
     RoomOfDenseLayers,
     check_stash_bytes,

@@ -25,11 +25,7 @@ from torchrec_neuroshard.planner.constraints import (
 )
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.memory import MemoryModel
-from torchrec_neuroshard.planner.option_facts import (
-    device_tier,
-    is_pooled,
-    table_name,
-)
+from torchrec_neuroshard.planner.option_facts import device_tier, is_pooled, table_name
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.search_space import other_caches

@@ -26,13 +26,8 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.modules.embedding_configs import (
-    BaseEmbeddingConfig,
-    EmbeddingBagConfig,
-)
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface
 from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingBagCollection,
     FusedEmbeddingCollection,
@@ -69,10 +64,7 @@ from torchrec_neuroshard.planner.option_facts import (
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_keys import constraint_on
 from torchrec_neuroshard.planner.untrained import mixed_means, untrained_fault
-from torchrec_neuroshard.tables.profile import (
-    FeatureProfile,
-    merge_profiles,
-)
+from torchrec_neuroshard.tables.profile import FeatureProfile, merge_profiles
 from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_SHARDED_TYPES,
     MISCOUNTED_TYPES,

@@ -35,10 +35,7 @@ from torchrec_neuroshard.planner.option_facts import (
 )
 from torchrec_neuroshard.planner.partitioner import SearchRecord
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.reader import (
-    DEFAULT_INPUTS,
-    TableReader,
-)
+from torchrec_neuroshard.planner.reader import DEFAULT_INPUTS, TableReader
 from torchrec_neuroshard.planner.stashing import stash_notes
 from torchrec_neuroshard.planner.ways import searched_type
 from torchrec_neuroshard.report import PlanReport, explain

@@ -26,10 +26,7 @@ from torchrec_neuroshard.models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.planner.caches import with_load
 from torchrec_neuroshard.planner.constraints import permits, too_few_ranks
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
-from torchrec_neuroshard.planner.kernels import (
-    is_estimated,
-    miss_curve,
-)
+from torchrec_neuroshard.planner.kernels import is_estimated, miss_curve
 from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
     device_tier,
@@ -39,9 +36,7 @@ from torchrec_neuroshard.planner.option_facts import (
     table_name,
 )
 from torchrec_neuroshard.planner.placed import task_of
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
+from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.spread_options import (
     SharedShard,
     sample_shards,

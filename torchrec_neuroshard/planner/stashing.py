@@ -26,11 +26,7 @@ from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.compat import (
-    is_stashed,
-    stash,
-    torchrec_stashes,
-)
+from torchrec_neuroshard.planner.compat import is_stashed, stash, torchrec_stashes
 from torchrec_neuroshard.planner.greedy import without
 from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.plan_costs import PlanCosts

@@ -22,10 +22,7 @@ from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import BasicCommsBandwidths, Topology
 
 from torchrec_neuroshard.bundles.find import find_named_card
-from torchrec_neuroshard.errors import (
-    ConfigError,
-    is_number,
-)
+from torchrec_neuroshard.errors import ConfigError, is_number
 from torchrec_neuroshard.files import TOO_LARGE
 from torchrec_neuroshard.hardware.cards import (
     GPU_CARDS,

@@ -29,18 +29,9 @@ from torchrec_neuroshard.planner.compat import (
     report_full,
     sharders_by_type,
 )
-from torchrec_neuroshard.planner.option_facts import (
-    is_even,
-    note_sharders,
-    table_name,
-)
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
-from torchrec_neuroshard.planner.table_keys import (
-    ModuleConstraints,
-    with_bare_names,
-)
+from torchrec_neuroshard.planner.option_facts import is_even, note_sharders, table_name
+from torchrec_neuroshard.planner.reader import TableReader
+from torchrec_neuroshard.planner.table_keys import ModuleConstraints, with_bare_names
 
 MOST_SHARDS = 200_000
 """Most shards for TorchRec to estimate, at 0.27 ms each."""

@@ -27,13 +27,8 @@ from torchrec_neuroshard.planner.option_facts import (
     is_pooled,
     option_codecs,
 )
-from torchrec_neuroshard.planner.reader import (
-    TableReader,
-)
-from torchrec_neuroshard.planner.spread_options import (
-    SpreadOption,
-    sample_shards,
-)
+from torchrec_neuroshard.planner.reader import TableReader
+from torchrec_neuroshard.planner.spread_options import SpreadOption, sample_shards
 from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
