@@ -12,10 +12,11 @@ from torchrec_neuroshard.bundles.find import load_cost_model, pretrained_names
 from torchrec_neuroshard.costs.simulator import PHASES, RankCosts, Simulator
 from torchrec_neuroshard.costs.task import KernelFactors, Placement, WireCodec
 from torchrec_neuroshard.hardware.cards import GPU_CARDS, card_named
-from torchrec_neuroshard.models.base import IdKernels
+from torchrec_neuroshard.models.base import CostModel, IdKernels
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.published_links import published_comms_model
+from torchrec_neuroshard.tables.features import table_features
 from torchrec_neuroshard.tables.hot_rows import HotRows
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
@@ -213,12 +214,28 @@ def test_parts_of_huge_tables_are_priced_as_their_own() -> None:
     assert lookups.tolist() == pytest.approx([512 * p for p in pooling])
 
 
-@pytest.mark.parametrize("device", [*pretrained_names(), *GPU_CARDS, "unknown"])
+UNKNOWN = "measure"
+"""A CPU of which nothing was measured yet."""
+DEVICES = sorted({*pretrained_names(), *GPU_CARDS})
+
+
+def model_of(device: str) -> CostModel:
+    kind = "cuda" if device in GPU_CARDS else "cpu"
+    return load_cost_model(device, device_type=kind)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_states_an_uncertainty(device: str) -> None:
+    model = model_of(device)
+    tables = make_tables([8, 64, 512], [100, 10**5, 10**7], [1.0, 30.0, 200.0])
+    sums = np.cumsum(model.encode(table_features(tables, 4096)), axis=0)
+    assert (model.relative_uncertainty(sums) > 0.005).all()
+
+
+@pytest.mark.parametrize("device", [*DEVICES, UNKNOWN])
 @pytest.mark.filterwarnings("ignore:no cost model was measured")
 def test_every_device_needs_time_to_reorder_columns(device: str) -> None:
-    kind = "cpu" if device.startswith(("cpu", "unknown")) else "cuda"
-    name = "measure" if device == "unknown" else device
-    model = load_cost_model(name, device_type=kind)
+    model = model_of(device)
     task = make_task(make_tables([64]), 4, BATCH)
     simulator = Simulator(task, model, AnalyticCommsModel())
     small, large = simulator.order_costs(np.array([[64.0], [64_000.0]]))[:, 0]

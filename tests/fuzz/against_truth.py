@@ -234,12 +234,7 @@ def examine(case: Case) -> tuple[Outcome, dict[str, float]]:
     if best is None:
         return f"failure, not tried: nothing by brute force, {cost} ms found", {}
     best_ms = best.predicted.critical_path_ms
-    bank = ShardBank(Simulator(task, *costs))
-    bounds_ms = {
-        "search": found.lower_bound_ms,
-        "quick": bounds.lower_bound(bank, time.monotonic()),
-        "thorough": bounds.lower_bound(bank),
-    }
+    bounds_ms = {"search": found.lower_bound_ms, **bounds_of(task, costs)}
     figures = {name: best_ms / ms - 1 for name, ms in bounds_ms.items()}
     figures["loss"] = cost / best_ms - 1
     if figures["loss"] < -EPSILON:
@@ -252,3 +247,14 @@ def examine(case: Case) -> tuple[Outcome, dict[str, float]]:
     if figures["loss"] > MOST_LOSS:
         return f"failure, worse: {figures['loss']:.2%}", figures
     return "best" if figures["loss"] <= 1e-6 else "within 1 %", figures
+
+
+def bounds_of(
+    task: ShardingTask, costs: tuple[AnalyticCostModel, AnalyticCommsModel]
+) -> dict[str, float]:
+    """Return the quick and the thorough bound."""
+    bank = ShardBank(Simulator(task, *costs))
+    return {
+        "quick": bounds.lower_bound(bank, time.monotonic()),
+        "thorough": bounds.lower_bound(bank),
+    }

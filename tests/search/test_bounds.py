@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,7 +112,7 @@ def bound_of(case: Case) -> float:
 
 
 def test_more_alternatives_never_have_a_higher_bound() -> None:
-    rng, lower = np.random.default_rng(3), 0
+    rng, lower = Random(3), 0
     for _ in range(60):
         case = against_truth.draw(rng)
         for rule in ("memory", "host", "together", "apart"):
@@ -119,20 +120,10 @@ def test_more_alternatives_never_have_a_higher_bound() -> None:
         fewer = copy.deepcopy(case)
         for table in fewer["tables"]:
             ways = table["ways"]
-            kept = rng.choice(len(ways), int(rng.integers(1, len(ways) + 1)), False)
+            kept = rng.sample(range(len(ways)), rng.randint(1, len(ways)))
             table["ways"] = [ways[number] for number in sorted(kept)]
         more_ms, fewer_ms = bound_of(case), bound_of(fewer)
         # HiGHS stops within 0.1 % of the best choice.
         assert more_ms <= fewer_ms * 1.001
         lower += more_ms < 0.99 * fewer_ms
     assert lower > 5
-
-
-def test_no_bound_is_above_the_best_placement_of_a_random_task() -> None:
-    rng = np.random.default_rng(11)
-    outcomes = [
-        against_truth.examine(against_truth.draw(rng), all_bounds=True)
-        for _ in range(15)
-    ]
-    assert not [text for text, _ in outcomes if text.startswith("failure")]
-    assert sum("thorough" in figures for _, figures in outcomes) > 5
