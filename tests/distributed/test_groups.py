@@ -33,9 +33,9 @@ from tests.distributed.test_training import BagSharder
 from tests.distributed.unsharded import (
     draw_batch,
     gap,
-    local_parts,
     loss_of,
     shard_model,
+    weights_gap,
     weights_of,
 )
 from torchrec_neuroshard import group_topology
@@ -178,11 +178,10 @@ def run_case(groups: Groups, rank: int) -> dict[str, Any]:
             reference.sync()
     (group,) = (n for n, ranks in enumerate(groups) if rank in ranks)
     models, started = [weights_of(m) for m in reference.models], weights_of(whole)
-    parts = local_parts(sharded.state_dict(), models[group])
     return {
         "types": types,
         "outputs": outputs_off,
-        "weights": max(gap(shard, part) for _, shard, part in parts),
+        "weights": weights_gap(sharded, models[group]),
         "moved": min(gap(models[group][k], started[k]) for k in started),
         "replicas_apart": max(
             gap(models[0][k], models[1][k]) for k in list(started)[:-1]

@@ -63,7 +63,7 @@ from tests.builders import (
 )
 from tests.distributed.ranks import NODE_SIZE, ONE_NODE, TWO_NODES, Jobs, Results
 from tests.distributed.test_training import OnCpus
-from tests.distributed.unsharded import draw_batch, gap, local_parts, loss_of
+from tests.distributed.unsharded import draw_batch, gap, local_parts, train_step
 from torchrec_neuroshard.costs.task import ShardingTask
 
 pytestmark = pytest.mark.distributed
@@ -456,16 +456,10 @@ def train(
         fed: list[Any] = [None] * world_size
         dist.all_gather_object(fed, [whole(b) for b in sharded.module.read])
         expected = [unsharded(of_rank) for of_rank in fed]
-        for key, value in outputs.items():
+        gaps = train_step(outputs, expected, rank, optimizer, LOCAL_BATCH)
+        for key, value in gaps.items():
             table = key.removesuffix(SECOND)
-            assert value.shape == expected[rank][key].shape, (key, value.shape)
-            off[table] = max(off[table], gap(value, expected[rank][key]))
-        optimizer.zero_grad()
-        torch.autograd.backward(loss_of(outputs, LOCAL_BATCH))
-        # Gradients are means over the ranks.
-        losses = [loss_of(e, LOCAL_BATCH) for e in expected]
-        torch.autograd.backward(torch.stack(losses).mean())
-        optimizer.step()
+            off[table] = max(off[table], value)
     want = {k: v.detach() for k, v in by_table(unsharded.state_dict()).items()}
     for key, shard, part in local_parts(by_table(sharded.state_dict()), want):
         off[key] = max(off[key], gap(shard, part))

@@ -39,6 +39,7 @@ def shard_model(
 
 def gap(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest difference of two values, which may be empty."""
+    assert one.shape == other.shape
     off = (one.detach() - other.detach()).abs()
     return float(off.max()) if off.numel() else 0.0
 
@@ -74,6 +75,42 @@ def loss_of(outputs: Mapping[str, torch.Tensor], num_samples: int) -> torch.Tens
         scale = torch.linspace(0.5, 1.5, value.shape[1])
         total = total + (value.sin() * scale).sum()
     return total / num_samples
+
+
+def train_step(
+    outputs: Mapping[str, torch.Tensor],
+    expected: Sequence[Mapping[str, torch.Tensor]],
+    rank: int,
+    optimizer: torch.optim.Optimizer,
+    num_samples: int,
+) -> dict[str, float]:
+    """Train a sharded model and an unsharded one by the same losses.
+
+    Args:
+        outputs: The sharded model's on this rank.
+        expected: The unsharded model's for each rank's batch.
+        rank: This rank.
+        optimizer: Of the unsharded parameters, and those that no kernel trains.
+        num_samples: In a rank's batch.
+
+    Returns:
+        The gap of each output on this rank.
+    """
+    assert outputs.keys() == expected[rank].keys()
+    optimizer.zero_grad()
+    torch.autograd.backward(loss_of(outputs, num_samples))
+    # Gradients are means over the ranks.
+    losses = [loss_of(of_rank, num_samples) for of_rank in expected]
+    torch.autograd.backward(torch.stack(losses).mean())
+    optimizer.step()
+    return {key: gap(value, expected[rank][key]) for key, value in outputs.items()}
+
+
+def weights_gap(sharded: nn.Module, want: Mapping[str, torch.Tensor]) -> float:
+    """The largest difference of this rank's shards from whole tables."""
+    state = sharded.state_dict()
+    parts = local_parts({key: state[key] for key in want}, want)
+    return max((gap(shard, part) for _, shard, part in parts), default=0.0)
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:
