@@ -174,7 +174,6 @@ class Broken(AnalyticCostModel):
 CPUS = Topology(2, "cpu")
 NO_RANKS = PlacementConstraints(forbid_ranks=[0, 1])
 NO_RANK = "forbid_ranks leave no rank for table 't0'"
-CACHED = {"compute_kernels": ["fused_uvm_caching"]}
 WIDE = {"module": make_ebc([(1000, 4096)])}
 NARROW = {"module": make_ebc([(1000, 1)]), "constraints": each(1, "table_wise")}
 TOO_WIDE = r"table 't0' \(embedding_dim=4096\).*(2,048|1,024)"
@@ -190,7 +189,8 @@ def pinned(kind: str, *ranks: int) -> dict[str, Any]:
 
 
 def no_cache(load: float) -> dict[str, Any]:
-    return {"constraints": only(cache_params=CacheParams(load_factor=load), **CACHED)}
+    params, kernels = CacheParams(load_factor=load), ["fused_uvm_caching"]
+    return {"constraints": only(cache_params=params, compute_kernels=kernels)}
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,7 +51,7 @@ CONSTRAINTS = each(
     cache_params=CacheParams(load_factor=0.5),
 )
 GIVEN: Any = (TOPOLOGY, CONSTRAINTS)
-Parts = Mapping[str, Callable[..., Any]]
+Parts = dict[str, Callable[..., Any]]
 
 
 def torchrecs(module: Any, role: type) -> dict[str, Callable[[], Any]]:

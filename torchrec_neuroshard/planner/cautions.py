@@ -8,7 +8,7 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.option_facts import table_name
+from torchrec_neuroshard.planner.option_facts import OPTIMIZERS, table_name
 from torchrec_neuroshard.planner.plan_costs import ESTIMATED_COLUMNS, PlanCosts
 from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.tables.hot_rows import hot_id_text
@@ -104,8 +104,7 @@ def optimizer_notes(
     """Return notes on tables whose optimizer has a state of unknown size."""
     odd: dict[str, dict[str, None]] = {}
     for option in options:
-        if not reader.knows_optimizer(option):
-            name = reader.optimizer_name(option)
+        if (name := reader.optimizer_name(option)) not in OPTIMIZERS:
             odd.setdefault(name, {})[table_name(option)] = None
     texts = (
         f"tables {quoted([*tables])}: the state size of optimizer {name} is unknown; "

@@ -68,10 +68,7 @@ def place_greedily(
         try:
             GreedyPerfPartitioner().partition(free, less)
         except PlannerError as error:
-            raise PlannerError(
-                error_type=PlannerErrorType.PARTITION,
-                message=_what_lacks(free, less),
-            ) from error
+            raise no_fit(_what_lacks(free, less)) from error
     return placed
 
 
@@ -101,6 +98,11 @@ def _what_lacks(options: Sequence[ShardingOption], topology: Topology) -> str:
         f"{who} {' and '.join(lack)}. Allow other sharding types or kernels, give the "
         f"topology more memory, or use more ranks than {topology.world_size}."
     )
+
+
+def no_fit(message: str) -> PlannerError:
+    """Return TorchRec's error for a proposal without a plan that fits."""
+    return PlannerError(error_type=PlannerErrorType.PARTITION, message=message)
 
 
 class PlanOptions(list[ShardingOption]):
@@ -167,10 +169,7 @@ def check_memory(
             for tier, where in _TIERS.items()
             if getattr(left, tier) < 0
         ]
-        raise PlannerError(
-            error_type=PlannerErrorType.PARTITION,
-            message=f"{whose} does not fit: rank {full} lacks {' and '.join(over)}",
-        )
+        raise no_fit(f"{whose} does not fit: rank {full} lacks {' and '.join(over)}")
 
 
 def without(topology: Topology, num_bytes: float, host_bytes: float = 0) -> Topology:
@@ -220,11 +219,10 @@ def place_unit(
             for option in unit:
                 for shard in option.shards:
                     shard.rank = None
-    raise PlannerError(
-        error_type=PlannerErrorType.PARTITION,
-        message=f"tables {', '.join(map(table_name, unit))} do not fit on ranks "
+    raise no_fit(
+        f"tables {', '.join(map(table_name, unit))} do not fit on ranks "
         f"{', '.join(map(str, ranks)) or 'none'}, which placement_constraints and the "
-        "tables placed so far leave; " + _what_lacks(unit, _only(topology, ranks)),
+        "tables placed so far leave; " + _what_lacks(unit, _only(topology, ranks))
     )
 
 

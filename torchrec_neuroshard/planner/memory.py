@@ -109,16 +109,6 @@ class StaticMemory:
         cached = self.cache + self.index_tables
         return self.weights + self.optimizer + cached + self.id_maps
 
-    def __add__(self, other: StaticMemory) -> StaticMemory:
-        """Return the sum, field by field."""
-        return StaticMemory(
-            weights=self.weights + other.weights,
-            optimizer=self.optimizer + other.optimizer,
-            cache=self.cache + other.cache,
-            index_tables=self.index_tables + other.index_tables,
-            id_maps=self.id_maps + other.id_maps,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
@@ -793,7 +783,7 @@ class MemoryModel:
             table, local = self._reader.table(option), float(option.batch_size)
             repeats = self._reader.repeats(option)
             lookups = table.pooling_factor * repeats * local
-            bags = self._reader.bags_per_sample(option) * local
+            bags = self._reader.facts(option).bags * local
             outputs = bags if is_pooled(option) else lookups
             size = output_bytes(option) * outputs * int(option.tensor.shape[1])
             if is_dense(option):
@@ -864,27 +854,24 @@ class MemoryModel:
         are sorted together, so those of other tables still exist while replicated
         tables look up theirs.
         """
-        size = self._output_bytes(option) if is_pooled(option) else 0.0
+        local = float(option.batch_size)
+        bags = self._reader.facts(option).bags * local
+        size = output_bytes(option) * bags * int(option.tensor.shape[1])
+        size *= is_pooled(option)
         if is_dense(option):
             return size * np.array([0, 0, 0, 0, 0, 1])
         cut = self._is_reduced_at_once(option)
         found = size * np.array([0, 0, 1, cut, 0, 0])
         if beside_replicas:
             found += size * np.array([0, 0, 0, 0, 1, 1])
-            table, local = self._reader.table(option), float(option.batch_size)
+            table = self._reader.table(option)
             ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * table.pooling_factor
             copies, _ = self._num_pieces(option, as_listed)
-            one = (
-                copies * local * (ids + _LENGTH * self._reader.bags_per_sample(option))
-            )
+            one = copies * local * (ids + _LENGTH * self._reader.facts(option).bags)
             there = 2 if self._is_pipelined else 1
             is_sent = option.sharding_type in COLUMN_SHARDED_TYPES
             found += one * (there - np.array(self._num_sent) * is_sent)
         return found
-
-    def _output_bytes(self, option: ShardingOption) -> float:
-        bags = self._reader.bags_per_sample(option) * float(option.batch_size)
-        return output_bytes(option) * bags * int(option.tensor.shape[1])
 
 
 def _widest(kernel_N: Ints, width_N: Ints, cached_N: Bools) -> Ints:

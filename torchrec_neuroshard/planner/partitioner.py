@@ -16,7 +16,6 @@ from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Partitioner,
     PlannerError,
-    PlannerErrorType,
     ShardingOption,
     Storage,
     Topology,
@@ -37,6 +36,7 @@ from torchrec_neuroshard.planner.greedy import (
     check_memory,
     full_rank,
     memory_left,
+    no_fit,
     option_copies,
     without,
 )
@@ -303,20 +303,22 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         Raises:
             PlannerError: The first search finds no plan.
         """
+
+        def fitted(common: float, host: float = 0.0) -> list[ShardingOption]:
+            less = without(room, common, host)
+            return self._fitted(proposal, ways, tables, less, room, rules)
+
         common, host = memory.common_bytes(proposal), 0.0
-        less = without(room, common)
-        self._check_room(proposal, less, room)
+        self._check_room(proposal, without(room, common), room)
         # Count in advance what only shows once some tables are replicated.
         mixed = memory.common_bytes(proposal, mixed=may_mix(ways, tables))
         try:
-            less = without(room, mixed)
-            plan = self._fitted(proposal, ways, tables, less, room, rules)
+            plan = fitted(mixed)
             common = mixed
         except PlannerError:
             if mixed == common:
                 raise
-            less = without(room, common)
-            plan = self._fitted(proposal, ways, tables, less, room, rules)
+            plan = fitted(common)
         for _ in range(MOST_REPAIRS):
             if full_rank(room, plan) is None:
                 break
@@ -326,9 +328,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             host += max(0, *(-m.ddr for m in left))
             if (common, host) == before:
                 break
-            less = without(room, common, host)
             try:
-                plan = self._fitted(proposal, ways, tables, less, room, rules)
+                plan = fitted(common, host)
             except PlannerError:
                 break
         return plan
@@ -348,10 +349,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         """Return a plan with sized caches; place again if a disk is full."""
         plan = self._place(proposal, ways, tables, storage_constraint, rules)
         if not is_even(plan):
-            raise PlannerError(
-                error_type=PlannerErrorType.PARTITION,
-                message="the proposal splits sequence tables of one module into "
-                "different widths, which TorchRec's all-to-all does not support",
+            raise no_fit(
+                "the proposal splits sequence tables of one module into "
+                "different widths, which TorchRec's all-to-all does not support"
             )
         if full_rank(storage_constraint, plan) is not None:
             # The search does not count disk space, but TorchRec's routine does.
@@ -373,7 +373,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 for option, chosen in zip(proposal, plan, strict=True)
             ]
             plan = size_caches(plan, sized, self.costs, self._memory, room)
-        self._attribute(plan)
+        self.costs.attribute(plan)
+        if self._memory is not None:
+            self._memory.attribute(plan)
         return plan
 
     def _check_room(
@@ -389,12 +391,11 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             return
         self.log.is_crowded = True
         batch_size = max(option.batch_size for option in proposal)
-        raise PlannerError(
-            error_type=PlannerErrorType.PARTITION,
-            message=f"every rank needs {format_bytes(has - left)} for the outputs of "
+        raise no_fit(
+            f"every rank needs {format_bytes(has - left)} for the outputs of "
             f"its own {batch_size} samples, whatever its tables, and has "
             f"{format_bytes(max(0, has))}. Lower batch_size ({batch_size}) or use "
-            "ranks with more memory",
+            "ranks with more memory"
         )
 
     @property
@@ -402,12 +403,6 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if isinstance(self._enumerator, NeuroShardEnumerator):
             return self._enumerator.memory
         return None
-
-    def _attribute(self, plan: Sequence[ShardingOption]) -> None:
-        """Divide each rank's time and memory among its shards."""
-        self.costs.attribute(plan)
-        if self._memory is not None:
-            self._memory.attribute(plan)
 
     def _place(
         self,
@@ -470,12 +465,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         except InfeasibleError as error:
             every = space.ways.options(range(space.ways.num_rows))
             odd = optimizer_notes(every, self.costs.reader)
-            raise PlannerError(
-                error_type=PlannerErrorType.PARTITION,
-                message="\n".join(
-                    [self._explained(str(error), memory), *(n.text for n in odd)]
-                ),
-            ) from error
+            told = [self._explained(str(error), memory), *(n.text for n in odd)]
+            raise no_fit("\n".join(told)) from error
         finally:
             log.seconds += time.monotonic() - start
         try:

@@ -75,7 +75,7 @@ def fusion_key(
     return (
         option.path,
         sharding_type,
-        reader.kernel_key(option),
+        reader.facts(option).kernel,
         kernel_settings(option),
         _cache_key(option),
         _FUSED if is_fused(option) else option.compute_kernel,
@@ -278,21 +278,16 @@ class PricedOptions:
             `N x 2` [ms]: forward, loading of caches included, and backward; `N x 3`
             [ms]: index exchange, collectives forward and backward.
         """
-        simulator, prices, task, rank_N = (
-            self.simulator,
-            self.prices,
-            self.task,
-            self.rank_N,
-        )
+        simulator, prices, rank_N = self.simulator, self.prices, self.rank_N
         loads = simulator.add_up(prices, rank_N)
         alone = simulator.single_compute(prices) - prices.extra_N2
         fused_WG2 = simulator.compute_costs(loads.sums_CWGE)
-        group_N = rank_N * task.num_groups + simulator.groups_T[self.table_N]
+        group_N = rank_N * self.task.num_groups + simulator.groups_T[self.table_N]
         compute_N2 = prices.extra_N2 + _share(alone, group_N, fused_WG2.reshape(-1, 2))
         comms_WS3, _ = simulator.collectives(loads, self.num_shards_T)
         index_N, columns_N, gradients_N = prices.loads_N3.T
         weights = np.stack([index_N, columns_N, columns_N + gradients_N], axis=1)
-        stage_N = rank_N * task.num_stages + simulator.stages_T[self.table_N]
+        stage_N = rank_N * self.task.num_stages + simulator.stages_T[self.table_N]
         return compute_N2, _share(weights, stage_N, comms_WS3.reshape(-1, 3))
 
 
@@ -574,11 +569,7 @@ def stock_phases(perf: Perf) -> tuple[float, ...]:
     )
 
 
-def _share(
-    weights_NP: npt.NDArray[np.float64],
-    set_N: npt.NDArray[np.int64],
-    totals_SP: npt.NDArray[np.float64],
-) -> npt.NDArray[np.float64]:
+def _share(weights_NP: Floats, set_N: Ints, totals_SP: Floats) -> Floats:
     """Return each set's totals, divided among its members by their weights."""
     sums = np.zeros_like(totals_SP)
     counts = np.zeros(len(totals_SP))
@@ -589,5 +580,5 @@ def _share(
     share = np.where(
         known > 0, weights_NP / np.where(known > 0, known, 1), equal[:, None]
     )
-    out: npt.NDArray[np.float64] = share * totals_SP[set_N]
+    out: Floats = share * totals_SP[set_N]
     return out

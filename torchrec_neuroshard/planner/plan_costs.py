@@ -26,7 +26,7 @@ from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.costs.encoder import ShardEncoder
 from torchrec_neuroshard.costs.passes import StagePhases
 from torchrec_neuroshard.costs.schedules import DenseMs, find_schedule
-from torchrec_neuroshard.costs.simulator import PredictedCosts, Simulator
+from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, check_kind
 from torchrec_neuroshard.models.adjusted import (
@@ -228,7 +228,8 @@ class PlanCosts:
         if not self.schedule.hides(self.dense) and not self.dense.total_ms:
             return result
         simulator = self.simulator(task)
-        predicted = self._scheduled(simulator.evaluate(result.placement))
+        plain = simulator.evaluate(result.placement)
+        predicted = replace(plain, schedule=self.schedule, dense=self.dense)
         path_ms = predicted.critical_path_ms
         bound_ms = 0.0
         if const_ms is not None and result.lower_bound_ms > 0:
@@ -274,8 +275,7 @@ class PlanCosts:
         phases_S5 = self.simulator(task).balanced_phases(np.array(tables), blocks)
         phases = StagePhases.plain(np.pad(phases_S5, ((0, 0), (0, 1)))[None, None])
         kernels = self.cost_model
-        joined = schedule.joins_kernels(phases, dense)
-        if joined:
+        if schedule.joins_kernels(phases, dense):
             kernels = as_one_phase(kernels)
         reliefs_ms = schedule.reliefs_ms(phases, dense)
         is_bound = schedule.name == "train_sparse_dist" and not dense.lookups_first
@@ -284,9 +284,6 @@ class PlanCosts:
             RelievedCommsModel(self.comms_model, reliefs_ms),
             dense.total_ms if is_bound else None,
         )
-
-    def _scheduled(self, predicted: PredictedCosts) -> PredictedCosts:
-        return replace(predicted, schedule=self.schedule, dense=self.dense)
 
     def price(self, options: Sequence[ShardingOption]) -> PricedOptions:
         """Price the shards of options.

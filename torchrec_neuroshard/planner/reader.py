@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -96,8 +96,20 @@ class _Module:
     """Batch sizes of single features, by the constraints and profiles."""
 
 
+class _Cached:
+    """Base class of what is known of an option, and computed again where it is lost."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 @dataclass(slots=True, eq=False)
-class _Facts:
+class _Facts(_Cached):
     """Facts about an option's table that do not depend on its sharding."""
 
     reader: TableReader
@@ -118,18 +130,15 @@ class _Facts:
     kernel: tuple[Any, ...]
     """Properties by which TorchRec separates kernels."""
     table: TableConfig | None = None
-    """The table; None until it is first needed."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
-        return self  # copies of options share the table
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a cache: it is computed again
+    """The table; None until it is first needed. Copies of options share it."""
 
 
 @dataclass(slots=True, eq=False)
-class _Verdict:
-    """Whether an option with its type, kernel and shards has a cost and can run."""
+class _Verdict(_Cached):
+    """Whether an option with its type, kernel and shards has a cost and can run.
+
+    It is invalid for the shards of a copy.
+    """
 
     reader: TableReader
     shards: Sequence[Shard]
@@ -137,12 +146,6 @@ class _Verdict:
     compute_kernel: str
     has_cost: bool
     fault: str | None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Verdict:
-        return self  # invalid for the copied shards, so it is computed again
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a cache: it is computed again
 
 
 class TableReader:
@@ -434,10 +437,6 @@ class TableReader:
         """Return TorchRec's or FBGEMM's name of the table's optimizer."""
         return self.facts(option).optimizer
 
-    def knows_optimizer(self, option: ShardingOption) -> bool:
-        """Whether the state size of the table's optimizer is known."""
-        return self.optimizer_name(option) in OPTIMIZERS
-
     def state_bytes(self, option: ShardingOption) -> tuple[int, int]:
         """Return the bytes of optimizer state per weight, and per row of a shard."""
         return self.facts(option).state_bytes
@@ -456,10 +455,6 @@ class TableReader:
         if facts.table is None:
             facts.table = self._described(option)
         return facts.table
-
-    def kernel_key(self, option: ShardingOption) -> tuple[Any, ...]:
-        """Return the properties of a table by which TorchRec separates kernels."""
-        return self.facts(option).kernel
 
     def looks_up_distinct(self, option: ShardingOption) -> bool:
         """Whether repeated ids of a local batch are sent and looked up only once."""
@@ -488,7 +483,15 @@ class TableReader:
         config, optimizer = self.config(option), self.optimizer(option)
         assert config is not None, "the option has a cost"
         features = list(config.feature_names or []) or [option.name]
-        pooling, shares = self._inputs(option, features)
+        pooling = self._pooling_factors(
+            self.constraint(option),
+            option.input_lengths,
+            len(features),
+            option.num_poolings,
+        )
+        shares = self._batch_shares(
+            option.path, option.name, features, option.batch_size
+        )
         key = (
             option.path,
             option.name,
@@ -504,29 +507,22 @@ class TableReader:
             optimizer,
         )
         if key not in self._tables:
-            self._tables[key] = self._describe(option, config, optimizer)
+            self._tables[key] = self._describe(
+                option, config, optimizer, features, pooling, shares
+            )
         return self._tables[key]
 
-    def _inputs(
-        self, option: ShardingOption, features: Sequence[str]
-    ) -> tuple[Sequence[float], Sequence[float]]:
-        """Return each feature's ids per sample, and its share of the batch size."""
-        pooling = self._pooling_factors(
-            self.constraint(option),
-            option.input_lengths,
-            len(features),
-            option.num_poolings,
-        )
-        return pooling, self._batch_shares(
-            option.path, option.name, features, option.batch_size
-        )
-
     def _describe(
-        self, option: ShardingOption, config: BaseEmbeddingConfig, optimizer: str
+        self,
+        option: ShardingOption,
+        config: BaseEmbeddingConfig,
+        optimizer: str,
+        features: Sequence[str],
+        pooling: Sequence[float],
+        shares: Sequence[float],
     ) -> TableConfig:
+        """Return a table; each feature has ids per sample and a share of the batch."""
         rows, width = (int(n) for n in option.tensor.shape)
-        features = list(config.feature_names or []) or [option.name]
-        pooling, shares = self._inputs(option, features)
         batch_size = option.batch_size * self.world_size
         weighted = self._is_weighted(option)
         distinct = self.looks_up_distinct(option)
@@ -608,10 +604,6 @@ class TableReader:
             s * (self._profiles[f].pooling_factor if f in self._profiles else p)
             for f, p, s in zip(features, pooling, shares, strict=True)
         )
-
-    def bags_per_sample(self, option: ShardingOption) -> float:
-        """Return an option's bags per sample, over all features of its table."""
-        return self.facts(option).bags
 
     def batch_sizes(self, path: str, name: str) -> tuple[float, ...]:
         """Return each feature's batch size in the constraints; () if they have none."""

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
-    PlannerError,
-    PlannerErrorType,
     Shard,
     ShardingOption,
     Storage,
@@ -26,6 +24,7 @@ from torchrec_neuroshard.models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.planner.caches import with_load
 from torchrec_neuroshard.planner.constraints import permits, too_few_ranks
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
+from torchrec_neuroshard.planner.greedy import no_fit
 from torchrec_neuroshard.planner.kernels import is_estimated, miss_curve
 from torchrec_neuroshard.planner.option_facts import (
     OFFLOADED_KERNELS,
@@ -347,10 +346,7 @@ def _permitted(
     options = dict(zip(rows, ways.options(rows), strict=True))
     kept = [row for row, option in options.items() if permits(rules, option, reader)]
     if not kept:
-        raise PlannerError(
-            error_type=PlannerErrorType.PARTITION,
-            message=too_few_ranks([*options.values()], "is proposed"),
-        )
+        raise no_fit(too_few_ranks([*options.values()], "is proposed"))
     if len(rules.colocated_with(rules.index[table_name(options[kept[0]])])) > 1:
         # Tables that go together move as one, so they need column shards.
         alone = [r for r in kept if searched_type(options[r]) in COLUMN_SHARDED_TYPES]
@@ -443,7 +439,7 @@ def _shard_bytes(
     knows_R, moves_R = knows_K[ways.kind_R], moves_K[ways.kind_R]
     for row in np.flatnonzero(~moves_R & ~knows_R).tolist():
         kind = ways.kinds[ways.kind_R[row]]
-        fixed_R3[row] = _largest_bytes(sample_shards(kind))
+        fixed_R3[row] = np.max([_bytes_3(s) for s in sample_shards(kind)], axis=0)
     size_R2 = ways.embedding_R()
     # A table of four columns cannot be split.
     widths_R2 = np.stack(
@@ -505,12 +501,6 @@ def _shard_bytes(
 
 def _bytes_3(shard: Shard) -> list[float]:
     return [float(getattr(shard.storage, tier)) for tier in _TIERS]
-
-
-def _largest_bytes(shards: Sequence[Shard]) -> Floats:
-    """Return the memory of the largest shard, for each kind of memory."""
-    largest_3: Floats = np.max([_bytes_3(shard) for shard in shards], axis=0)
-    return largest_3
 
 
 def _bounded_bytes(option: ShardingOption) -> tuple[Floats, Floats]:
@@ -580,10 +570,9 @@ def _placement_fields(
     )
     for table, ranks in zip(tables, ranks_T, strict=True):
         if ranks == ():
-            raise PlannerError(
-                error_type=PlannerErrorType.PARTITION,
-                message=f"table '{rules.names[table]}': tables that the search does "
-                "not place already use the last rank that placement_constraints allow",
+            raise no_fit(
+                f"table '{rules.names[table]}': tables that the search does not place "
+                "already use the last rank that placement_constraints allow"
             )
     rows: dict[int, list[int]] = {}
     for index, table in enumerate(tables):
