@@ -97,9 +97,7 @@ def test_options_are_column_sharded_and_placeable() -> None:
 
 def test_fusion_key_separates_what_torchrec_separates() -> None:
     ebc = make_ebc(
-        [(100, 16)] * 6,
-        data_types={1: DataType.FP16},
-        poolings={2: PoolingType.MEAN},
+        [(100, 16)] * 6, data_types={1: DataType.FP16}, poolings={2: PoolingType.MEAN}
     )
     for name, rate in (("t3", 0.5), ("t4", 0.1)):
         weight = ebc.embedding_bags[name].weight

@@ -122,8 +122,7 @@ def test_profiles_describe_their_features() -> None:
     )
     features = {0: ["a", "b"], 1: ["a"], 2: ["c"]}
     planner = make_planner(
-        profiles={"a": profile},
-        constraints=only(pooling_factors=[1.0, 2.0]),
+        profiles={"a": profile}, constraints=only(pooling_factors=[1.0, 2.0])
     )
     planner.plan(make_ebc([(100, 8)] * 3, features=features), bag_sharders())
     both, known, unknown = last_task(planner).tables

@@ -59,8 +59,7 @@ def test_a_table_alone_is_split_over_all_ranks() -> None:
 
 def test_only_the_tables_that_slow_a_rank_are_split() -> None:
     constraints = by_table(
-        sharding_types=[[TABLE, COLUMN]] * 6,
-        pooling_factors=[[100.0], *[[10.0]] * 5],
+        sharding_types=[[TABLE, COLUMN]] * 6, pooling_factors=[[100.0], *[[10.0]] * 5]
     )
     _, plan = planned((64,) * 6, constraints=constraints)
     assert types_of(plan)["t0"] == COLUMN

@@ -110,10 +110,7 @@ def test_memory_of_the_host_is_for_the_module_that_may_use_it() -> None:
     fused = ParameterConstraints(compute_kernels=["fused"])
     cached = ParameterConstraints(compute_kernels=["fused_uvm_caching"])
     enumerator = NeuroShardEnumerator(
-        gpus(2),
-        64,
-        {"user.ebc/t0": fused, "item.ebc/t0": cached},
-        **analytic(),
+        gpus(2), 64, {"user.ebc/t0": fused, "item.ebc/t0": cached}, **analytic()
     )
     options = enumerator.enumerate(towers(), bag_sharders())
     kernels = {

@@ -226,10 +226,7 @@ def test_a_pickled_topology_has_the_cards_bandwidths_but_no_more_memory() -> Non
 
 @pytest.mark.parametrize(
     ("argument", "value", "read_as"),
-    [
-        ("hbm_mem_bw", 3350, "0.00335 GB/s"),
-        ("inter_host_bw", 50e9, "50,000 GB/s"),
-    ],
+    [("hbm_mem_bw", 3350, "0.00335 GB/s"), ("inter_host_bw", 50e9, "50,000 GB/s")],
 )
 def test_impossible_bandwidths_are_noted(
     argument: str, value: float, read_as: str

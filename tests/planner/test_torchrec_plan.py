@@ -64,9 +64,7 @@ STOCK: dict[str, Any] = {
 }
 
 
-def test_the_plan_to_compare_with_is_torchrecs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_plan_to_compare_with_is_torchrecs(monkeypatch: pytest.MonkeyPatch) -> None:
     ebc = make_ebc([(10_000, 64), (300, 64), (2_000_000, 128)])
     listed = make_planner(**STOCK).enumerator.enumerate(ebc, bag_sharders())
     theirs = stock_planner(**STOCK).plan(ebc, bag_sharders())
@@ -88,8 +86,7 @@ def test_too_many_shards_are_not_listed_to_report_that_none_fit(
         torchrec_plan, "EmbeddingShardingPlanner", lambda **given: asked.append(given)
     )
     planner = make_planner(
-        topology=gpus(8, hbm_cap=MIB),
-        constraints=each(4, compute_kernels=["fused"]),
+        topology=gpus(8, hbm_cap=MIB), constraints=each(4, compute_kernels=["fused"])
     )
     ebc = make_ebc([(100_000 + i, 64) for i in range(4)])
     with pytest.raises(PlannerError, match=r"the freest rank, 0, has 1\.00 MiB"):

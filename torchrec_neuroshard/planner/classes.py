@@ -202,9 +202,7 @@ class TableClasses:
         return kinds, templates
 
     def _rows(
-        self,
-        kinds: Sequence[ShardingOption],
-        templates: Mapping[Table, ShardingOption],
+        self, kinds: Sequence[ShardingOption], templates: Mapping[Table, ShardingOption]
     ) -> Ways:
         """Return a row for each table and each kind of its class."""
         kinds_of: dict[Hashable, list[int]] = {}

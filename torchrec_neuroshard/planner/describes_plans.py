@@ -224,9 +224,7 @@ class DescribesPlans(LoadsPlans):
         return self._last.model
 
     def remember(
-        self,
-        module: nn.Module,
-        sharders: Sequence[ModuleSharder[Any]] | None = None,
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None = None
     ) -> None:
         """Make a model the `last_model` without planning it.
 

@@ -60,9 +60,7 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
         self._named = ModuleConstraints(constraints)
         self._stock, self._inference = (
             EmbeddingPerfEstimator(
-                topology=topology,
-                constraints=self._named,
-                is_inference=is_inference,
+                topology=topology, constraints=self._named, is_inference=is_inference
             )
             for is_inference in (False, True)
         )

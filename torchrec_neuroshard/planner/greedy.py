@@ -28,9 +28,7 @@ _TIERS = {"hbm": "a device's memory", "ddr": "the host's memory", "ssd": "the di
 
 
 def place_greedily(
-    options: Sequence[ShardingOption],
-    topology: Topology,
-    rules: PlacementRules,
+    options: Sequence[ShardingOption], topology: Topology, rules: PlacementRules
 ) -> list[ShardingOption]:
     """Return placed copies of the options.
 
@@ -194,9 +192,7 @@ def _negative_size(unit: Sequence[ShardingOption]) -> tuple[int, int]:
 
 
 def place_unit(
-    unit: list[ShardingOption],
-    topology: Topology,
-    rules: PlacementRules,
+    unit: list[ShardingOption], topology: Topology, rules: PlacementRules
 ) -> None:
     """Place one table, or tables that go together, in place.
 

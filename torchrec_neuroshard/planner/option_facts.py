@@ -216,9 +216,7 @@ def codec_fault(option: ShardingOption) -> str | None:
     return None
 
 
-def _used_codecs(
-    option: ShardingOption,
-) -> dict[str, tuple[WireCodec, WireCodec]]:
+def _used_codecs(option: ShardingOption) -> dict[str, tuple[WireCodec, WireCodec]]:
     """Return quantised collective of an option's outputs -> its codecs."""
     kind = SHARDING_TYPES.get(option.sharding_type)
     known = vars(option).get(_CODECS, {})

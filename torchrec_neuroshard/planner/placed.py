@@ -105,10 +105,7 @@ def stage_name(path: str, sharding_type: str) -> str:
 
 
 def task_of(
-    ways: Ways,
-    reader: TableReader,
-    places: Sequence[int] | None = None,
-    **limits: Any,
+    ways: Ways, reader: TableReader, places: Sequence[int] | None = None, **limits: Any
 ) -> ShardingTask:
     """Return a task of these ways to shard tables.
 

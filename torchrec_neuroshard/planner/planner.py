@@ -688,10 +688,7 @@ class NeuroShardPlanner(DescribesPlans):
             with its own `costs` keeps them.
         """
         check_kind("profiles", profiles, Mapping)
-        return self._again(
-            profiles={**self._profiles, **profiles},
-            plan_loader=None,
-        )
+        return self._again(profiles={**self._profiles, **profiles}, plan_loader=None)
 
     def _check_names(self, given: Iterable[str]) -> None:
         """Check that TorchRec's planner takes these arguments.

@@ -280,9 +280,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         return kept
 
     def _free(
-        self,
-        rows: Sequence[int],
-        order: Callable[[int], Any] | None = None,
+        self, rows: Sequence[int], order: Callable[[int], Any] | None = None
     ) -> tuple[int, Sequence[int]]:
         """Return the row that stands for a table in all its ways, and these ways.
 

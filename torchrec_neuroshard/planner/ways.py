@@ -444,9 +444,7 @@ def even_rows(option: ShardingOption, reader: TableReader) -> list[ShardingOptio
 
 
 def equal_columns(
-    option: ShardingOption,
-    reader: TableReader,
-    least_columns: int = COLUMN_MULTIPLE,
+    option: ShardingOption, reader: TableReader, least_columns: int = COLUMN_MULTIPLE
 ) -> list[ShardingOption]:
     """Return copies of a column-wise option of a table too wide for one kernel.
 
@@ -482,9 +480,7 @@ def equal_columns(
 
 
 def other_grids(
-    option: ShardingOption,
-    reader: TableReader,
-    least_columns: int = COLUMN_MULTIPLE,
+    option: ShardingOption, reader: TableReader, least_columns: int = COLUMN_MULTIPLE
 ) -> list[ShardingOption]:
     """Return copies of a grid-sharded option with other equal blocks of columns.
 
@@ -538,9 +534,7 @@ def min_partition(
 
 
 def narrowest_shard(
-    option: ShardingOption,
-    reader: TableReader,
-    least_columns: int = COLUMN_MULTIPLE,
+    option: ShardingOption, reader: TableReader, least_columns: int = COLUMN_MULTIPLE
 ) -> int:
     """Return the columns of the narrowest shard that a table may be split into.
 
