@@ -92,8 +92,11 @@ def test_impossible_constraints_are_refused(
 
 def test_names_may_have_a_module_or_not() -> None:
     tables = ["user.t", "item.t", "item.u"]
-    pinned = PlacementConstraints(pin={"t": [0, 1], "item.t": [1, 2]})
-    assert pinned.rules(tables, 4).allowed == {0: (0, 1), 1: (1,)}
+    for name in ("item.t", "item/t"):
+        pinned = PlacementConstraints(pin={"t": [0, 1], name: [1, 2]})
+        assert pinned.rules(tables, 4).allowed == {0: (0, 1), 1: (1,)}
+    with pytest.raises(ConfigError, match="did you mean 'item/u'"):
+        PlacementConstraints(pin={"itm/u": [0]}).rules(["item.u"], 2)
     apart = PlacementConstraints(apart=[["user.t", "u"]])
     assert apart.rules(tables, 4).apart == ((0, 2),)
     both = PlacementConstraints(apart=[["t", "u"]])

@@ -208,26 +208,20 @@ def test_the_same_model_is_estimated_again_when_something_changed() -> None:
     with enumerator.memory.lenient():
         assert all(b[0] < a[0] for a, b in zip(larger, estimates(), strict=True))
 
-
-def test_torchrecs_enumerator_uses_current_costs() -> None:
-    """For the same module, TorchRec would return copies of its earlier options."""
-    costs = PlanCosts(gpus(), **analytic())
-    estimators = [
-        NeuroShardEstimator(gpus(), costs=costs),
-        EmbeddingStorageEstimator(gpus()),
-    ]
-    enumerator = EmbeddingEnumerator(gpus(), 64, None, estimators)
-    module, sharders = make_ebc([(1000, 64)]), bag_sharders()
-
-    def estimates() -> list[float]:
-        options = enumerator.enumerate(module, sharders)
-        return [s.perf.total for o in options for s in o.shards]
-
-    before = estimates()
-    costs.use(AnalyticCostModel(launch_ms=1.0))
-    assert all(b > a + 1.9 for a, b in zip(before, estimates(), strict=True))
     costs.use(analytic()["cost_model"])
-    assert estimates() == before
+    stock = EmbeddingEnumerator(
+        gpus(),
+        64,
+        None,
+        [NeuroShardEstimator(gpus(), costs=costs), EmbeddingStorageEstimator(gpus())],
+    )
+    listed: list[list[float]] = []
+    for launch_ms in (0.0, 1.0, 0.0):
+        costs.use(AnalyticCostModel(launch_ms=launch_ms))
+        options = stock.enumerate(module, sharders)
+        listed.append([s.perf.total for o in options for s in o.shards])
+    assert all(b > a + 2.9 for a, b in zip(*listed[:2], strict=True))
+    assert listed[2] == listed[0]
 
 
 def test_an_error_of_an_estimator_is_raised_at_once() -> None:

@@ -14,15 +14,15 @@ from tests.builders import (
     Chosen,
     analytic,
     bag_sharders,
+    each,
     gpus,
     keep_nothing_back,
     make_ebc,
     make_planner,
-    only,
     stock_planner,
     types_of,
 )
-from torchrec_neuroshard import PlacementConstraints, rehearse
+from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.commands.inputs import GivenModel, read_constraints
 from torchrec_neuroshard.errors import ConfigError, PlanMismatchError
 from torchrec_neuroshard.planner import NeuroShardEnumerator
@@ -48,10 +48,11 @@ def pooling_of(options: list[ShardingOption]) -> dict[str, float]:
 
 
 def test_tables_of_the_same_name_have_separate_constraints() -> None:
+    """A path wins over a bare name."""
     chosen = Chosen()
     planner = make_planner(
         topology=gpus(2),
-        constraints=BY_PATH | only("t1", sharding_types=["data_parallel"]),
+        constraints=BY_PATH | each(2, "data_parallel"),
         callbacks=[chosen],
     )
     types = types_of(planner.plan(towers(), bag_sharders()))
@@ -68,24 +69,6 @@ def test_tables_of_the_same_name_have_separate_constraints() -> None:
     read = {o.path: reader.table(o) for o in chosen.options if o.name == "t0"}
     assert read["user.ebc"].pooling_factor == 20.0
     assert read["item.ebc"].pooling_factor == 1.0
-
-
-def test_a_path_wins_over_a_bare_name() -> None:
-    planner = make_planner(
-        topology=gpus(2), constraints={"t0": TABLE_WISE, "user.ebc/t0": ROW_WISE}
-    )
-    types = types_of(planner.plan(towers(), bag_sharders()))
-    assert (types["user.ebc.t0"], types["item.ebc.t0"]) == ("row_wise", "table_wise")
-
-
-@pytest.mark.parametrize("separator", "./")
-def test_pins_apply_to_one_modules_table(separator: str) -> None:
-    rules = PlacementConstraints(
-        pin={f"user.ebc{separator}t0": [1]}, forbid_ranks=[2]
-    ).rules([f"{side}.ebc.t{i}" for side in ("user", "item") for i in range(2)], 3)
-    assert [rules.ranks(i) for i in range(4)] == [(1,), (0, 1), (0, 1), (0, 1)]
-    with pytest.raises(ConfigError, match=r"did you mean 'item.ebc/t1'"):
-        PlacementConstraints(pin={"itm.ebc/t1": [0]}).rules(["item.ebc.t1"], 2)
 
 
 def test_an_unknown_path_is_noted_with_a_suggestion() -> None:

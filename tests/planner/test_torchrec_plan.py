@@ -36,8 +36,7 @@ from tests.builders import (
 from torchrec_neuroshard import NeuroShardPlanner, rehearse, save_plan
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.planner import proposer, torchrec_plan
-from torchrec_neuroshard.planner.spread_options import SpreadOption
+from torchrec_neuroshard.planner import torchrec_plan
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.plans.plan_files import load_plan
 
@@ -73,28 +72,6 @@ def test_the_plan_to_compare_with_is_torchrecs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torchrec_plan, "MOST_SHARDS", 8)
     with pytest.raises(PlannerError, match=r"would estimate 12 shards one by one"):
         stock_plan(ebc, bag_sharders(), listed, **settings)
-
-
-def test_too_many_shards_are_not_listed_to_report_that_none_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Neither TorchRec's message nor its planner, the last resort, lists them."""
-    asked: list[Any] = []
-    monkeypatch.setattr(proposer, "MOST_LISTED_SHARDS", 10)
-    monkeypatch.setattr(torchrec_plan, "MOST_SHARDS", 10)
-    monkeypatch.setattr(
-        torchrec_plan, "EmbeddingShardingPlanner", lambda **given: asked.append(given)
-    )
-    planner = make_planner(
-        topology=gpus(8, hbm_cap=MIB), constraints=each(4, compute_kernels=["fused"])
-    )
-    ebc = make_ebc([(100_000 + i, 64) for i in range(4)])
-    with pytest.raises(PlannerError, match=r"the freest rank, 0, has 1\.00 MiB"):
-        planner.plan(ebc, bag_sharders())
-    listed = planner.enumerator.last_stored_search_space
-    assert listed is not None
-    assert not any(isinstance(o, SpreadOption) and o.is_listed for o in listed)
-    assert not asked
 
 
 # --- on devices that outputs fill: TorchRec counts shards, ranks allocate more ---

@@ -87,52 +87,79 @@ def pruned() -> ITEPEmbeddingBagCollection:
     return ITEPEmbeddingBagCollection(bags(), GenericITEPModule({"t0": 2000}))
 
 
+MANY_BAGS = fused_bags(*(bag_config(i, 20, 64) for i in range(30)))
+ON_CPUS: list[tuple[nn.Module, Any, str]] = [
+    (EmbeddingTower(bags(), nn.Linear(3, 3)), {}, "towers on GPUs only"),
+    (pruned(), {}, r"\(ITEP\) on GPUs only"),
+    (
+        bags(),
+        only(sharding_types=REPLICAS) | only("t1", batch_sizes=[8]),
+        "dense kernel takes one batch size .* it has 8 beside 64",
+    ),
+    (sequences(4, prefix="t"), only(sharding_types=REPLICAS), "pools the ids"),
+    (
+        sequences(32, prefix="t"),
+        only(batch_sizes=[8]),
+        "gradients of repeated samples .* they have 8 beside 64",
+    ),
+]
+"""A model, its constraints, and why CPUs do not train it; GPUs do."""
+NOWHERE: list[tuple[nn.Module, Any, str]] = [
+    # FBGEMM's GPU kernels raise "cache_precision bf16 not supported!".
+    *(
+        (bags(bag_config(data_type=kind)), {}, f"FBGEMM trains .* is {kind.value}")
+        for kind in (DataType.BF16, DataType.INT8)
+    ),
+    # Two hooks reduce their gradients; the second backward pass fails.
+    (
+        MANY_BAGS,
+        only(sharding_types=REPLICAS),
+        "FusedEmbeddingBagCollection twice",
+    ),
+]
+MEANS: list[tuple[nn.Module, Any, str]] = [
+    (
+        of_mean(0),
+        only(sharding_types=ROWS) | only("t1", sharding_types=WHOLE),
+        r"t1' .*table 't0' .*MEAN.* Allow row_wise",
+    ),
+    (of_mean(0), only(sharding_types=GRID), "t0' .*grid_shard returns sums .* MEAN"),
+]
+
+
 @pytest.mark.parametrize(
-    "module, limits, fault",
+    ("device", "module", "limits", "fault"),
     [
-        (EmbeddingTower(bags(), nn.Linear(3, 3)), {}, "towers on GPUs only"),
-        (pruned(), {}, r"\(ITEP\) on GPUs only"),
-        (
-            bags(),
-            only(sharding_types=REPLICAS) | only("t1", batch_sizes=[8]),
-            "dense kernel takes one batch size .* it has 8 beside 64",
-        ),
-        (sequences(4, prefix="t"), only(sharding_types=REPLICAS), "pools the ids"),
-        (
-            sequences(32, prefix="t"),
-            only(batch_sizes=[8]),
-            "gradients of repeated samples .* they have 8 beside 64",
-        ),
+        *(("cpu", *case) for case in (*ON_CPUS, *NOWHERE)),
+        *(("cuda", *case) for case in (*NOWHERE, *MEANS)),
     ],
 )
-def test_what_cpus_do_not_train_is_planned_for_gpus(
-    module: nn.Module, limits: Any, fault: str
+def test_what_is_not_trained_is_refused(
+    device: str, module: nn.Module, limits: Any, fault: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"table '.*t0'.*{fault}"):
-        planned(module, "cpu", constraints=limits)
-    assert planned(module, "cuda", constraints=limits)
+    with pytest.raises(ConfigError, match=f"table '.*{fault}"):
+        planned(module, device, constraints=limits)
 
 
-@pytest.mark.parametrize("device", ["CPU", "GPU"])
-@pytest.mark.parametrize("data_type", [DataType.BF16, DataType.INT8])
-def test_weights_that_kernels_do_not_train_are_refused(
-    device: str, data_type: DataType
-) -> None:
-    """FBGEMM's GPU kernels raise "cache_precision bf16 not supported!"."""
-    names = {"CPU": "cpu", "GPU": "cuda"}
-    fault = f"on {device}s FBGEMM trains .* and data_type is {data_type.value}"
-    with pytest.raises(ConfigError, match=f"table 't0' .*{fault}"):
-        planned(bags(bag_config(data_type=data_type)), names[device])
+@pytest.mark.parametrize(
+    ("module", "limits"),
+    [
+        *(case[:2] for case in ON_CPUS),
+        (of_mean(), MEANS[0][1]),
+        (of_mean(1), MEANS[1][1]),
+    ],
+)
+def test_gpus_train_it(module: nn.Module, limits: Any) -> None:
+    types = planned(module, "cuda", constraints=limits)
+    for name, constraint in limits.items():
+        assert not constraint.sharding_types or [types[name]] == (
+            constraint.sharding_types
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_bags_with_a_fused_optimizer_are_not_replicated(device: str) -> None:
-    """Two hooks reduce their gradients; the second backward pass fails."""
-    module = fused_bags(*(bag_config(i, 20, 64) for i in range(30)))
-    message = "'t0' .*FusedEmbeddingBagCollection twice"
-    with pytest.raises(ConfigError, match=message):
-        planned(module, device, constraints=only(sharding_types=REPLICAS))
-    assert "data_parallel" not in planned(module, device).values()
+    assert "data_parallel" not in planned(MANY_BAGS, device).values()
 
 
 @pytest.mark.parametrize("told", [{"constraints": only("t1", batch_sizes=[8])}, SEEN])
@@ -196,14 +223,3 @@ def test_a_callers_enumerator_may_list_what_is_not_trained() -> None:
     with pytest.warns(UserWarning, match="table 't0': on GPUs FBGEMM trains"):
         planner.plan(module, SHARDERS)
     assert "cannot-run" in {note.code for note in last_result(planner).notes}
-
-
-def test_means_that_would_be_wrong_name_both_tables() -> None:
-    limits = only(sharding_types=ROWS) | only("t1", sharding_types=WHOLE)
-    with pytest.raises(ConfigError, match=r"'t1' .*table 't0' .*MEAN.* Allow row_wise"):
-        planned(of_mean(0), "cuda", constraints=limits)
-    assert planned(of_mean(), "cuda", constraints=limits)
-    grid = only(sharding_types=GRID)
-    with pytest.raises(ConfigError, match=r"'t0' .*grid_shard returns sums .* MEAN"):
-        planned(of_mean(0), "cuda", constraints=grid)
-    assert planned(of_mean(1), "cuda", constraints=grid)["t0"] == "grid_shard"
