@@ -115,10 +115,6 @@ class PlanComparison(Report):
 
     def sections(self) -> Sequence[Section]:
         """See `Report`."""
-        sources = (
-            f"compute: {self.second.compute_source}; collectives: "
-            f"{self.second.comms_source}"
-        )
         moved = f"all {self.second.num_tables} tables are placed the same"
         if self.moves:
             moved = (
@@ -129,7 +125,7 @@ class PlanComparison(Report):
         parts = (self.second_name, self.second), (self.first_name, self.first)
         charts = [{"title": name, **plan.phase_chart} for name, plan in parts]
         return [
-            Section(lines=[self.verdict, sources]),
+            Section(lines=[self.verdict, self.second.sources]),
             Section(title="each rank", charts=charts),
             Section(title="slowest ranks", grid=self._figures()),
             Section(

@@ -202,6 +202,11 @@ class PlanReport(Report):
         return {p: max(getattr(r.costs, p) for r in self.ranks) for p in PHASES}
 
     @property
+    def sources(self) -> str:
+        """Where times come from, in words."""
+        return f"compute: {self.compute_source}; collectives: {self.comms_source}"
+
+    @property
     def fullest(self) -> RankReport:
         """The rank with the most memory in use."""
         return max(self.ranks, key=lambda rank: rank.used_bytes)
@@ -283,9 +288,8 @@ class PlanReport(Report):
             path += f", {self._bound()}"
         elif round(self.iteration_ms - self.critical_path_ms, 3) <= 0:
             path = ""
-        sources = f"compute: {self.compute_source}; collectives: {self.comms_source}"
         overlap = self.timeline if self.timeline and self.timeline.overlaps else None
-        source = f"predicted; {sources}"
+        source = f"predicted; {self.sources}"
         facts = iteration, path, self.bottleneck, overlap, placed, source
         return [str(fact) for fact in facts if fact]
 

@@ -99,15 +99,10 @@ class Sweep(Report):
     search_seconds: float
     """Search budget of each cell."""
 
-    @property
-    def best(self) -> SweepCell | None:
-        """The cell with the most samples per second; None: nothing fits."""
-        fitting = [cell for cell in self.cells if cell.fits]
-        return max(fitting, key=lambda c: c.samples_per_s or 0.0, default=None)
-
     def sections(self) -> Sequence[Section]:
         """See `Report`: the fastest cell, all cells, and where costs come from."""
-        best = self.best
+        rows = sorted(self.cells, key=lambda c: -(c.samples_per_s or 0.0))
+        best = next((cell for cell in rows if cell.fits), None)
         answer = ["nothing fits; each line says what would help"]
         if best is not None:
             answer = [
@@ -137,7 +132,6 @@ class Sweep(Report):
             ("", "text", lambda c: "best" if c is best else None),
             ("does not fit", "text", lambda c: c.obstacle or None),
         )
-        rows = sorted(self.cells, key=lambda c: -(c.samples_per_s or 0.0))
         cells = Grid("cells", rows, columns, brief=len(rows))
         return [
             Section(lines=answer),
