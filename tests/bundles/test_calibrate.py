@@ -144,9 +144,9 @@ def test_bundle_and_card_tell_what_was_done(
         assert low == min(first[name][0], new[name][0])
         assert high == max(first[name][1], new[name][1])
     assert info.ranges == ranges["tuned"]
-    np.testing.assert_allclose(
-        predict(model.network, test), predict(found.candidates["tuned"].network, test)
-    )
+    tuned = predict(found.candidates["tuned"].network, test)
+    # Weights are stored in half precision.
+    np.testing.assert_allclose(predict(model.network, test), tuned, rtol=1e-3)
     card = (out / "CARD.md").read_text()
     for name, candidate in found.candidates.items():
         e = candidate.evaluation
