@@ -20,13 +20,6 @@ from torchrec_neuroshard.tables.access import NUM_COUNT_BINS
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = [
-    "DLRM_LOOKUP_SHARES",
-    "DLRM_NUM_DISTINCT",
-    "DLRM_NUM_LOOKUPS",
-    "generate_dlrm_tables",
-]
-
 DLRM_NUM_TABLES = 856
 """Number of tables in the 2021 dataset."""
 DLRM_BATCH_SIZE = 65_536

@@ -15,8 +15,6 @@ from torchrec.distributed.types import (
 
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE, TableConfig
 
-__all__ = ["LAYOUTS", "MAX_REPLICA_BYTES", "Layout"]
-
 TABLE, COLUMN, ROW = "table_wise", "column_wise", "row_wise"
 REPLICA = "data_parallel"
 

@@ -20,21 +20,6 @@ from torchrec_neuroshard.tables.inputs import draw_batch, feature_names
 from torchrec_neuroshard.tables.profile import FeatureProfile, profile_inputs
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = [
-    "NUM_BATCHES",
-    "NUM_DENSE_FEATURES",
-    "OPTIMIZER_CLASSES",
-    "ClickBatch",
-    "ConcatDLRM",
-    "build_collection",
-    "draw_batches",
-    "draw_clicks",
-    "fill_tables",
-    "local_tables",
-    "profile_tables",
-    "table_paths",
-]
-
 NUM_BATCHES = 4
 """Distinct batches of a rank. Training cycles through them."""
 NUM_DENSE_FEATURES = 13

@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-__all__ = ["RunError", "add_option", "option", "read_options"]
-
 Config = TypeVar("Config")
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from torchrec_neuroshard.files import write_whole
 
-__all__ = ["table", "write_page"]
-
 
 def table(head: str | Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table with its first column to the left and all others to the right.

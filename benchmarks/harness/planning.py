@@ -23,18 +23,6 @@ from torchrec_neuroshard import FeatureProfile, NeuroShardPlanner, TableConfig
 from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 
-__all__ = [
-    "BEST_PRACTICE",
-    "FAITHFUL",
-    "OURS",
-    "PLANNERS",
-    "RESERVED",
-    "STOCK",
-    "PlanningDesk",
-    "count_types",
-    "predicted_phases",
-]
-
 OURS, FAITHFUL = "ours", "neuroshard"
 BEST_PRACTICE, STOCK = "torchrec-best", "torchrec"
 PLANNERS = {

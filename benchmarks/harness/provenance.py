@@ -17,8 +17,6 @@ import torch
 
 from torchrec_neuroshard.measure.kernels import device_fingerprint
 
-__all__ = ["commit", "describe_run", "now"]
-
 
 def commit() -> str:
     """Return the short hash of the checked-out commit.

@@ -21,14 +21,6 @@ from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.measure.clock import Reference, keep_freed_memory
 from torchrec_neuroshard.models.base import CommsModel
 
-__all__ = [
-    "Ranks",
-    "SpeedReference",
-    "machine_speeds",
-    "run_on_ranks",
-    "scaled_median",
-]
-
 Config = TypeVar("Config")
 
 _REFERENCE_PASSES = 9

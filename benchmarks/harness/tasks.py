@@ -13,14 +13,6 @@ from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.tables.table import TableConfig, check_tables
 
-__all__ = [
-    "PRODUCTION_WIDTHS",
-    "TaskConfig",
-    "cap_rows",
-    "power_of_two_widths",
-    "sample_tasks",
-]
-
 PRODUCTION_WIDTHS: tuple[int, ...] = (4, 8, 12, 16, 20, 24, 32, 64, 128, 256)
 """Widths in published production configurations (TorchRec's sharding statistics
 example, FBGEMM's production TBE sweep)."""

@@ -34,8 +34,6 @@ from torchrec_neuroshard.phase_timer import (
 )
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = ["TrialConfig", "TrialError", "TrialResult", "run_trial", "take_turns"]
-
 
 class TrialError(NeuroShardError):
     """A plan could not be trained. The ranks are still in step."""

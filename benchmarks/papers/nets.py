@@ -33,7 +33,6 @@ from torchrec_neuroshard.papers.neuroshard_models import (
     AllNets,
     CommsNets,
     ComputeNet,
-    NetsInfo,
     NeuroShardModels,
     RankTimesNet,
 )
@@ -186,9 +185,4 @@ def _fit_ranks(
 
 def save_models(folder: str | Path, models: NeuroShardModels, card: str) -> None:
     """Write all nets and their card; a file is never half written."""
-    info = NetsInfo(
-        world_sizes=tuple(sorted(models.comms)),
-        fingerprint=models.fingerprint,
-        trained_on=dict(models.trained_on),
-    )
-    FORMAT.save(folder, AllNets(models.compute, models.comms), info, card)
+    FORMAT.save(folder, AllNets(models.compute, models.comms), models.info, card)

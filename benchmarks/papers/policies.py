@@ -553,7 +553,7 @@ class DreamShardTrainer(PolicyTrainer):
         scale = float(self.net.cost_scale_ms)
         sums, held = self._sums(plans)
         wanted = torch.tensor([p.plan_ms for p in plans]) / scale
-        loss = nn.functional.mse_loss(self.net.plan_cost(sums), wanted)
+        loss = nn.functional.mse_loss(self._plan_cost(sums), wanted)
         plan, rank = np.nonzero(held.numpy())
         picked = rng.integers(len(plan), size=self.config.batch)
         plan, rank = plan[picked], rank[picked]
@@ -564,6 +564,14 @@ class DreamShardTrainer(PolicyTrainer):
         self._optimize(loss)
         return float(loss.detach())
 
+    def _plan_cost(self, sums_WK: torch.Tensor) -> torch.Tensor:
+        """Return the cost of plans from their ranks' sums: `... x W x 32` to `...`.
+
+        Encodings are at least 0, so ranks added as padding change nothing.
+        """
+        cost: torch.Tensor = self.net.plan_head(sums_WK.amax(dim=-2))[..., 0]
+        return cost
+
     def _update_policy(self, view: TaskView, generator: torch.Generator) -> float:
         """Take a REINFORCE step on one task; return the mean reward."""
         episodes = arrange(self.net, [view] * self.config.episodes)
@@ -571,7 +579,7 @@ class DreamShardTrainer(PolicyTrainer):
         with torch.no_grad():
             encoded = self.net.encode(episodes.features_ETF)
             chosen = nn.functional.one_hot(rollout.actions_ET, len(view.caps)).float()
-            reward = -self.net.plan_cost(torch.einsum("etw,etk->ewk", chosen, encoded))
+            reward = -self._plan_cost(torch.einsum("etw,etk->ewk", chosen, encoded))
             advantage = (reward - reward.mean()) / (reward.std() + 1e-8)
         log_probs = policy_log_probs(self.net, episodes, rollout)
         entropy = -(log_probs.exp() * log_probs).sum(dim=-1).mean()

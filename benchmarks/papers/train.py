@@ -42,6 +42,7 @@ from torchrec_neuroshard.models.collectives import BandwidthCommsModel
 from torchrec_neuroshard.papers.neuroshard_models import (
     CommsNets,
     ComputeNet,
+    NetsInfo,
     NeuroShardModels,
 )
 from torchrec_neuroshard.papers.policies import Policy, PolicyInfo
@@ -139,12 +140,9 @@ def train_nets(args: argparse.Namespace) -> None:
         "commands": [h.command for h in [*headers, *(h for h, _ in files)]],
         "command": command_line(),
     }
-    models = NeuroShardModels(
-        fingerprint=here,
-        compute=compute,
-        comms=comms,
-        trained_on=trained_on,
-    )
+    sizes = tuple(sorted(comms))
+    info = NetsInfo(world_sizes=sizes, fingerprint=here, trained_on=trained_on)
+    models = NeuroShardModels(info=info, compute=compute, comms=comms)
     nets.save_models(args.out, models, nets_card(here.device, trained_on))
 
 

@@ -26,8 +26,6 @@ from planner_comparison.plans import Collective
 from published.links import read_links
 from torchrec_neuroshard.hardware.cards import GPU_CARDS
 
-__all__ = ["CLUSTERS", "Cluster", "cluster_of"]
-
 _TABLE = "nccl-tests B200 HGX"
 _TABLE_RANKS = 8
 _H100 = GPU_CARDS["h100"]

@@ -24,8 +24,6 @@ Floats = npt.NDArray[np.float64]
 Shards = list[tuple[int, int]]
 """Table and width of each shard."""
 
-__all__ = ["HottestSplitSearcher"]
-
 PATIENCE = 8
 """Number of splits without a shorter path after which the loop ends."""
 _STEP = 4

@@ -19,8 +19,6 @@ from pyarrow import parquet
 from planner_comparison.paired import COLLECTIVES, KERNELS, PATH
 from torchrec_neuroshard.costs.timeline import pass_ms
 
-__all__ = ["add_up", "at", "read_results", "write_results"]
-
 _TIMES = ("predicted", "measured")
 COLLECTIVE_TIMES = ("index_ms", "fwd_comms_ms", "bwd_comms_ms", "reduce_ms")
 """Times of a stage's collectives, in `plans.stage_times`."""

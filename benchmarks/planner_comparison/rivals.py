@@ -235,11 +235,11 @@ def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
 def _nets(trained: Path, hardware: str) -> list[NeuroShardModels]:
     """Return NeuroShard's nets for the hardware, one for each optimizer and seed."""
     found = [load_models(folder) for folder in sorted(trained.glob(f"{LABELLED}*"))]
-    return [nets for nets in found if nets.fingerprint.device == hardware]
+    return [nets for nets in found if nets.info.fingerprint.device == hardware]
 
 
 def _recipe(nets: NeuroShardModels) -> dict[str, Any]:
-    return dict(nets.trained_on["settings"]["recipe"])
+    return dict(nets.info.trained_on["settings"]["recipe"])
 
 
 def nets_for(nets: Sequence[NeuroShardModels], task: Task) -> NeuroShardModels:
@@ -297,7 +297,7 @@ def _cards(nets: Sequence[NeuroShardModels]) -> str:
     cards = []
     for own in nets:
         recipe = _recipe(own)
-        report = own.trained_on["judgements"][0]["report"]
+        report = own.info.trained_on["judgements"][0]["report"]
         error = report["test_mse"] ** 0.5
         cards.append(
             f"{recipe['optimizer']}, seed {recipe['seed']}: {recipe['epochs']:,} epochs"

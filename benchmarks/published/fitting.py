@@ -14,8 +14,6 @@ from published.kernels import KernelRow, MeasuredSets, device_constants, family
 from torchrec_neuroshard.models.card_physics import PhysicalConstants, host_memory_ms
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 
-__all__ = ["FIT_ONLY", "fit", "left_out", "predict", "predict_sets", "shared_of"]
-
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 

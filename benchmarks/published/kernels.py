@@ -32,15 +32,6 @@ from torchrec_neuroshard.tables.features import (
 from torchrec_neuroshard.tables.profile import FeatureProfile, zipf_profile
 from torchrec_neuroshard.tables.table import TableConfig
 
-__all__ = [
-    "KernelRow",
-    "MeasuredSets",
-    "device_constants",
-    "family",
-    "read_kernels",
-    "read_measured",
-]
-
 DATA = Path(__file__).with_name("kernels.tsv")
 MEASURED = Path(__file__).parents[1] / "data" / "compute_h200.jsonl.xz"
 _OUTPUT = FEATURE_NAMES.index("output_bytes")

@@ -26,8 +26,6 @@ from torchrec_neuroshard.models.published_links import (
     card_collectives,
 )
 
-__all__ = ["CollectiveRow", "fit_links", "predict_links", "read_links"]
-
 Floats = npt.NDArray[np.float64]
 
 DATA = Path(__file__).with_name("collectives.tsv")

@@ -27,8 +27,6 @@ from torchrec_neuroshard.models.published_links import (
     card_collectives,
 )
 
-__all__ = ["NcclTable", "fit_nccl", "predict_nccl", "read_nccl"]
-
 Floats = npt.NDArray[np.float64]
 
 DATA = Path(__file__).with_name("nccl.tsv")

@@ -23,8 +23,6 @@ from published.nccl import (
     without_tables,
 )
 
-__all__ = ["nccl_sections"]
-
 Floats = npt.NDArray[np.float64]
 Predicted = Sequence[tuple[NcclTable, Floats]]
 

@@ -12,8 +12,6 @@ from harness.pages import table
 from published.kernels import KernelRow, MeasuredSets, family
 from published.links import CollectiveRow
 
-__all__ = ["card_table", "kernel_table", "link_table", "set_table"]
-
 Floats = npt.NDArray[np.float64]
 Predicted = Mapping[KernelRow, float]
 

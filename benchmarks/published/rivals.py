@@ -19,8 +19,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from published.kernels import KernelRow, device_constants
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
-__all__ = ["stock_estimate"]
-
 Floats = npt.NDArray[np.float64]
 
 _INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}

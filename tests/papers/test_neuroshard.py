@@ -24,6 +24,7 @@ from torchrec_neuroshard.papers.neuroshard import (
 from torchrec_neuroshard.papers.neuroshard_models import (
     CommsNets,
     ComputeNet,
+    NetsInfo,
     NeuroShardModels,
     shard_features,
     shipped_models,
@@ -117,9 +118,9 @@ def models() -> NeuroShardModels:
         torch.manual_seed(0)
         compute, comms = ComputeNet(), {3: CommsNets.fresh(3)}
     compute.std_F.fill_(1e3)
-    return NeuroShardModels(
-        fingerprint=make_fingerprint("x"), compute=compute, comms=comms, trained_on={}
-    )
+    here = make_fingerprint("x")
+    info = NetsInfo(world_sizes=(3,), fingerprint=here, trained_on={})
+    return NeuroShardModels(info=info, compute=compute, comms=comms)
 
 
 def test_own_costs_are_the_nets_predictions(models: NeuroShardModels) -> None:

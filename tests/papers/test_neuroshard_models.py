@@ -20,6 +20,7 @@ from torchrec_neuroshard.papers.neuroshard_models import (
     PAPER_FEATURES,
     CommsNets,
     ComputeNet,
+    NetsInfo,
     NeuroShardModels,
     columns_in_paper_batch,
     load_models,
@@ -77,16 +78,17 @@ def test_saved_models_load_and_faults_on_disk_are_named(
     compute = ComputeNet()
     compute.mean_F.fill_(3.0)
     models = NeuroShardModels(
-        fingerprint=make_fingerprint("some cpu"),
+        info=NetsInfo(
+            world_sizes=(2, 20), fingerprint=make_fingerprint("some cpu"), trained_on={}
+        ),
         compute=compute,
         comms={2: CommsNets.fresh(2), 20: CommsNets.fresh(20)},
-        trained_on={},
     )
     save_models(tmp_path, models, "# A card")
     loaded = load_models(tmp_path)
     for before, after in zip(weights(models), weights(loaded), strict=True):
         torch.testing.assert_close(before, after, rtol=1e-3, atol=1e-6)
-    assert loaded.fingerprint == models.fingerprint
+    assert loaded.info == models.info
     assert list(loaded.comms) == [2, 20]
     assert (tmp_path / "CARD.md").read_text() == "# A card\n"
     info = json.loads((tmp_path / "neuroshard.json").read_text())

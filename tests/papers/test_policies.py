@@ -44,7 +44,7 @@ def untrained(
     kind: type[PolicySearcher], tasks: Sequence[ShardingTask]
 ) -> PolicySearcher:
     torch.manual_seed(0)
-    net = kind.make_net()
+    net = kind.net_type()
     set_statistics(net, np.concatenate([view_task(t).features for t in tasks]))
     info = PolicyInfo(
         method=kind.method,

@@ -186,7 +186,7 @@ def test_the_command_writes_nets_that_load(tmp_path: Path) -> None:
     assert float(models.compute.mean_F[dim]) == 32
     assert float(models.compute.std_F[dim]) == pytest.approx(16)
     card = (tmp_path / "CARD.md").read_text()
-    judgements = models.trained_on["judgements"]
+    judgements = models.info.trained_on["judgements"]
     whats = [judgement["what"].split()[0] for judgement in judgements]
     assert whats == ["kernels", "forward", "backward"]
     for judgement in judgements:

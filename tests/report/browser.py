@@ -7,8 +7,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-__all__ = ["find_browser", "open_page"]
-
 _FLAGS = (
     "--headless",
     "--no-sandbox",  # containers offer none

@@ -101,9 +101,4 @@ class AutoShardNet(PolicyNet):
 class AutoShardSearcher(PolicySearcher):
     """Places whole tables by a trained AutoShard policy."""
 
-    method = "autoshard"
-
-    @staticmethod
-    def make_net() -> AutoShardNet:
-        """Return an untrained net."""
-        return AutoShardNet()
+    method, net_type = "autoshard", AutoShardNet

@@ -55,14 +55,6 @@ class DreamShardNet(PolicyNet):
         """Return forward compute, backward all-to-all, backward compute, `... x 3`."""
         return torch.cat([head(sums) for head in self.rank_heads], dim=-1)
 
-    def plan_cost(self, sums_WK: torch.Tensor) -> torch.Tensor:
-        """Return the cost of plans from their ranks' sums: `... x W x 32` to `...`.
-
-        Encodings are at least 0, so ranks added as padding change nothing.
-        """
-        cost: torch.Tensor = self.plan_head(sums_WK.amax(dim=-2))[..., 0]
-        return cost
-
     def single_costs(self, features_NF: torch.Tensor) -> torch.Tensor:
         """Return the sum of the three predictions for each table alone."""
         return self.rank_costs(self.encode(features_NF)).sum(dim=-1)
@@ -90,9 +82,4 @@ class DreamShardNet(PolicyNet):
 class DreamShardSearcher(PolicySearcher):
     """Places whole tables by a trained DreamShard policy."""
 
-    method = "dreamshard"
-
-    @staticmethod
-    def make_net() -> DreamShardNet:
-        """Return an untrained net."""
-        return DreamShardNet()
+    method, net_type = "dreamshard", DreamShardNet

@@ -278,10 +278,6 @@ class NeuroShardLoops:
         """Return the output columns of a shard."""
         return shard[1] * self._features[shard[0]]
 
-    def size_bytes(self, shard: Shard) -> float:
-        """Return the memory of a shard [bytes]."""
-        return self.task.shard_bytes(*shard)
-
     def greedy(self, shards: Sequence[Shard], cap: float) -> Ranks | None:
         """Return a greedy placement under one cap.
 
@@ -298,7 +294,7 @@ class NeuroShardLoops:
         cost, used = [0.0] * world_size, [0.0] * world_size
         columns = [0] * world_size
         for shard in sorted(shards, key=lambda s: -self.compute_ms([s])):
-            size = self.size_bytes(shard)
+            size = self.task.shard_bytes(*shard)
             free = [
                 rank
                 for rank in range(world_size)
@@ -330,7 +326,9 @@ class NeuroShardLoops:
         """Yield the states that one halving makes of a state."""
         places = range(len(shards))
         count = self.config.num_candidates
-        largest = sorted(places, key=lambda i: -self.size_bytes(shards[i]))[:count]
+        largest = sorted(places, key=lambda i: -self.task.shard_bytes(*shards[i]))[
+            :count
+        ]
         costliest = sorted(places, key=lambda i: -self.compute_ms([shards[i]]))[:count]
         for place in dict.fromkeys(largest + costliest):
             state = self._halved(shards, place)

@@ -161,22 +161,6 @@ class CommsNets:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NeuroShardModels:
-    """NeuroShard's nets for one device."""
-
-    fingerprint: Fingerprint
-    """Hardware on which the compute records were measured."""
-    compute: ComputeNet
-    comms: Mapping[int, CommsNets]
-    """World size -> nets, only for measured sizes."""
-    trained_on: Mapping[str, Any]
-    """Records, settings and reports behind the weights."""
-
-
-# Files: weights with statistics, a description, a card.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class NetsInfo:
     """Description of saved nets."""
 
@@ -185,11 +169,26 @@ class NetsInfo:
     batch_size: int = PAPER_BATCH_SIZE
     world_sizes: tuple[int, ...]
     fingerprint: Fingerprint
+    """Hardware on which the compute records were measured."""
     trained_on: Mapping[str, Any]
+    """Records, settings and reports behind the weights."""
 
     def __post_init__(self) -> None:
         if len(set(self.world_sizes)) < len(self.world_sizes):
             raise ValueError(f"world_sizes repeat themselves: {self.world_sizes!s:.60}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeuroShardModels:
+    """NeuroShard's nets for one device."""
+
+    info: NetsInfo
+    compute: ComputeNet
+    comms: Mapping[int, CommsNets]
+    """World size -> nets, only for measured sizes."""
+
+
+# Files: weights with statistics, a description, a card.
 
 
 class AllNets(nn.ModuleDict):
@@ -233,12 +232,7 @@ def load_models(folder: str | Path) -> NeuroShardModels:
         BundleMismatchError: The nets have another version or other features.
     """
     nets, info = FORMAT.load(folder)
-    return NeuroShardModels(
-        fingerprint=info.fingerprint,
-        compute=nets.compute,
-        comms=nets.comms,
-        trained_on=info.trained_on,
-    )
+    return NeuroShardModels(info=info, compute=nets.compute, comms=nets.comms)
 
 
 def shipped_models(hardware: str) -> NeuroShardModels | None:

@@ -294,6 +294,7 @@ class PolicySearcher(Searcher):
     """
 
     method: ClassVar[str]
+    net_type: ClassVar[type[PolicyNet]]
 
     def __init__(
         self,
@@ -316,7 +317,7 @@ class PolicySearcher(Searcher):
                     f"this package has no {self.method} policy; {TRAIN} and pass its "
                     "folder"
                 )
-            policy = load_policy(policy or shipped[0], self.method, self.make_net)
+            policy = load_policy(policy or shipped[0], self.method, self.net_type)
         if policy.info.method != self.method:
             raise ConfigError(
                 f"the search '{self.method}' cannot use a policy of "
@@ -324,11 +325,6 @@ class PolicySearcher(Searcher):
                 f"search='{policy.info.method}'"
             )
         self.policy = policy
-
-    @staticmethod
-    @abstractmethod
-    def make_net() -> PolicyNet:
-        """Return an untrained net."""
 
     def search(self, task: ShardingTask, simulator: Simulator) -> SearchResult:
         """Return the policy's placement; the models only predict its costs.
