@@ -19,6 +19,7 @@ phases of all stages.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 
@@ -192,7 +193,8 @@ class MilpSearcher(BudgetedSearcher[MilpConfig]):
         placement = placement_from_widths(width_TW)
         placement.check(task)
         evaluated = len(options.table_O) + task.world_size
-        return finish(placement, simulator, start, evaluated, fallback=fallback)
+        result = finish(placement, simulator, start, evaluated)
+        return dataclasses.replace(result, fallback=fallback)
 
 
 def _options(simulator: Simulator) -> _Options:

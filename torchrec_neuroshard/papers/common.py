@@ -56,7 +56,6 @@ def finish(
     num_evaluated: int,
     *,
     warnings: Iterable[str] = (),
-    fallback: str | None = None,
 ) -> SearchResult:
     """Return the result of a search, with the placement's predicted costs.
 
@@ -68,7 +67,6 @@ def finish(
         start: `time.monotonic()` at the start of the search.
         num_evaluated: Number of rank sets that were priced.
         warnings: Texts of the result's notes.
-        fallback: As in `SearchResult`.
     """
     return SearchResult(
         placement=placement,
@@ -78,5 +76,4 @@ def finish(
         search_seconds=time.monotonic() - start,
         num_evaluated=num_evaluated,
         notes=tuple(Note("search", text) for text in warnings),
-        fallback=fallback,
     )

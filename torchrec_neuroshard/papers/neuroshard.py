@@ -326,9 +326,8 @@ class NeuroShardLoops:
         """Yield the states that one halving makes of a state."""
         places = range(len(shards))
         count = self.config.num_candidates
-        largest = sorted(places, key=lambda i: -self.task.shard_bytes(*shards[i]))[
-            :count
-        ]
+        sizes = [self.task.shard_bytes(*shard) for shard in shards]
+        largest = sorted(places, key=lambda i: -sizes[i])[:count]
         costliest = sorted(places, key=lambda i: -self.compute_ms([shards[i]]))[:count]
         for place in dict.fromkeys(largest + costliest):
             state = self._halved(shards, place)
