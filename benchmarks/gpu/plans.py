@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from harness.options import add_option
+from torchrec_neuroshard.files import write_whole
 
 PLANNERS = (
     "default",
@@ -326,9 +327,7 @@ class Kernels:
 
 def write(path: Path, data: Any) -> None:
     """Write a compressed pickle; the file is never half written."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(gzip.compress(pickle.dumps(data), _LEVEL))
-    os.replace(part, path)
+    write_whole(path, gzip.compress(pickle.dumps(data), _LEVEL))
 
 
 def read(path: Path) -> Any:

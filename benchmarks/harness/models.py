@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -53,9 +53,11 @@ def build_collection(
                 num_embeddings=t.num_embeddings,
                 embedding_dim=t.embedding_dim,
                 feature_names=list(feature_names(t)),
+                data_type=DataType[t.data_type.upper()],
             )
             for t in tables
         ],
+        is_weighted=any(t.weighted for t in tables),
         device=torch.device("meta"),
     )
     if learning_rate is None:

@@ -18,6 +18,7 @@ from pyarrow import parquet
 
 from planner_comparison.paired import COLLECTIVES, KERNELS, PATH
 from torchrec_neuroshard.costs.timeline import pass_ms
+from torchrec_neuroshard.files import write_whole
 
 _TIMES = ("predicted", "measured")
 COLLECTIVE_TIMES = ("index_ms", "fwd_comms_ms", "bwd_comms_ms", "reduce_ms")
@@ -86,8 +87,7 @@ def write_results(data: dict[str, Any], out: Path) -> None:
     )
     part.replace(at(out, "_plans.parquet"))
     text = json.dumps({**data, "tasks": tasks}, indent=1)
-    part.write_text(f"{text}\n", encoding="utf-8")
-    part.replace(at(out, ".json"))
+    write_whole(at(out, ".json"), f"{text}\n")
 
 
 def read_results(out: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -164,25 +165,46 @@ def fit(rows: Sequence[KernelRow], sets: MeasuredSets | None) -> dict[str, float
         rows: Timings. Each group of them has the same weight.
         sets: Measured sets. None: they are left out.
     """
-    names = list(START)
-    start = np.log([START[n][0] for n in names])
-    width = np.log([START[n][1] for n in names])
     sizes = Counter(map(group, rows))
     weight = np.array([4.0 / np.sqrt(sizes[group(r)]) for r in rows])
     measured = np.log([r.time_ms for r in rows])
+    width = np.log([factor for _, factor in START.values()])
 
-    def residuals(values: Floats) -> Floats:
-        shared = dict(zip(names, np.exp(values).tolist(), strict=True))
+    def residuals(shared: Mapping[str, float], moved: Floats) -> list[Floats]:
         off = np.log(predict(rows, shared)) - measured
-        parts = [weight * softened(off), (values - start) / width]
+        parts = [weight * softened(off), moved / width]
         if sets is not None:
             off = np.log(predict_sets(sets, shared) / sets.times_ms)
             each = 4.0 * np.sqrt(_SETS_WEIGHT / len(off))
             parts.append(each * softened(off).ravel())
-        return np.concatenate(parts)
+        return parts
 
-    found = optimize.least_squares(residuals, start, diff_step=1e-4)
-    return dict(zip(names, np.exp(found.x).tolist(), strict=True))
+    return fit_logs({n: value for n, (value, _) in START.items()}, residuals)
+
+
+def fit_logs(
+    start: Mapping[str, float],
+    residuals: Callable[[Mapping[str, float], Floats], Sequence[Floats]],
+    **options: Any,
+) -> dict[str, float]:
+    """Return constants that make the squares of residuals least.
+
+    Args:
+        start: First values; all constants are above 0.
+        residuals: Function of the constants, and of how far their logarithms are from
+            the first ones.
+        options: Further arguments of `least_squares`.
+    """
+    first = np.log(list(start.values()))
+
+    def constants(values: Floats) -> dict[str, float]:
+        return dict(zip(start, np.exp(values).tolist(), strict=True))
+
+    def all_residuals(values: Floats) -> Floats:
+        return np.concatenate(residuals(constants(values), values - first))
+
+    found = optimize.least_squares(all_residuals, first, diff_step=1e-4, **options)
+    return constants(found.x)
 
 
 def left_out(

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize
 
-from published.fitting import softened
+from published.fitting import fit_logs, softened
 from torchrec_neuroshard.hardware.cards import card_named
 from torchrec_neuroshard.models.published_links import (
     Collective,
@@ -101,19 +100,15 @@ def _predict(row: CollectiveRow, shared: Mapping[str, float] | None) -> float:
 
 def fit_links(rows: Sequence[CollectiveRow]) -> dict[str, float]:
     """Return the constants that all nodes share, fitted with equal weight per table."""
-    names = list(START)
-    start = np.log([START[n] for n in names])
     sizes = Counter(r.table for r in rows)
     weight = np.array([4.0 / np.sqrt(sizes[r.table]) for r in rows])
     measured = np.log([r.time_ms for r in rows])
 
-    def residuals(values: Floats) -> Floats:
-        shared = dict(zip(names, np.exp(values).tolist(), strict=True))
+    def residuals(shared: Mapping[str, float], moved: Floats) -> list[Floats]:
         off = np.log(predict_links(rows, shared)) - measured
-        return np.concatenate([weight * softened(off), (values - start) / np.log(3)])
+        return [weight * softened(off), moved / np.log(3)]
 
-    found = optimize.least_squares(residuals, start, diff_step=1e-4)
-    return dict(zip(names, np.exp(found.x).tolist(), strict=True))
+    return fit_logs(START, residuals)
 
 
 def table_left_out(rows: Sequence[CollectiveRow]) -> dict[CollectiveRow, float]:

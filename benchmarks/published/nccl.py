@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize
 
+from published.fitting import fit_logs
 from torchrec_neuroshard.hardware.cards import card_named
 from torchrec_neuroshard.models.published_links import (
     Collective,
@@ -186,25 +186,18 @@ def fit_nccl(tables: Sequence[NcclTable]) -> dict[str, float]:
     """
     tables = [t for t in tables if t.family in FAMILIES]
     families = sorted({t.family for t in tables})
-    own = [f"{f} {name}" for f in families for name in ("launch_us", "step_us")]
-    names = [*SHARED, *own]
-    first = np.log([*SHARED.values(), *([6.0, 1.0] * len(families))])
+    own = {f"{f} launch_us": 6.0 for f in families}
+    own |= {f"{f} step_us": 1.0 for f in families}
     counts = Counter(t.family for t in tables for _ in t.num_bytes)
     weights = [np.sqrt(1000 / counts[t.family]) for t in tables]
 
-    def residuals(values: Floats) -> Floats:
-        fitted = dict(zip(names, np.exp(values).tolist(), strict=True))
-        return np.concatenate(
-            [
-                weight * log_ratios(t, predict_nccl(t, constants_of(t, fitted)))
-                for t, weight in zip(tables, weights, strict=True)
-            ]
-        )
+    def residuals(fitted: Mapping[str, float], _: Floats) -> list[Floats]:
+        return [
+            weight * log_ratios(t, predict_nccl(t, constants_of(t, fitted)))
+            for t, weight in zip(tables, weights, strict=True)
+        ]
 
-    found = optimize.least_squares(
-        residuals, first, diff_step=1e-4, loss="soft_l1", f_scale=0.1
-    )
-    fitted = dict(zip(names, np.exp(found.x).tolist(), strict=True))
+    fitted = fit_logs({**SHARED, **own}, residuals, loss="soft_l1", f_scale=0.1)
     for name in ("launch_us", "step_us"):
         mean = np.exp(np.mean([np.log(fitted[f"{f} {name}"]) for f in families]))
         for family in set(FAMILIES) - set(families):

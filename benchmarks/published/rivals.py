@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.types import CacheParams, CacheStatistics
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from harness.models import build_collection
 from published.kernels import KernelRow, device_constants
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
@@ -76,22 +74,8 @@ def stock_estimate(row: KernelRow) -> float:
         )
         for i, (table, batch) in enumerate(zip(row.tables, row.batches, strict=True))
     }
-    collection = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=t.name,
-                num_embeddings=t.num_embeddings,
-                embedding_dim=t.embedding_dim,
-                feature_names=[t.name],
-                data_type=DataType[t.data_type.upper()],
-            )
-            for t in row.tables
-        ],
-        is_weighted=any(t.weighted for t in row.tables),
-        device=torch.device("meta"),
-    )
     options = EmbeddingEnumerator(topology, row.batches[0], constraints).enumerate(
-        collection, [EmbeddingBagCollectionSharder()]
+        build_collection(row.tables, None), [EmbeddingBagCollectionSharder()]
     )
     perfs = [shard.perf for option in options for shard in option.shards]
     forward = sum(p.fwd_compute + p.prefetch_compute for p in perfs)
