@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ import torch.distributed as dist
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
 
 T = TypeVar("T")
-E = TypeVar("E", bound=BaseException)
 
 
 class ExchangeError(RankFailureError):
@@ -21,6 +21,34 @@ class ExchangeError(RankFailureError):
 
     All remaining ranks raise it, so that no rank waits for another.
     """
+
+
+def first_decides(work: Callable[[], T], pg: dist.ProcessGroup, doing: str) -> T:
+    """Run `work` on a group's first rank and return its result on every rank.
+
+    Args:
+        work: What the first rank does; other ranks do not call it.
+        pg: The group; all its ranks call this function.
+        doing: What the first rank does, in the past tense, for error messages.
+
+    Raises:
+        BaseException: The error of `work`, on every rank. If it cannot be sent, other
+            ranks raise one of the same kind that quotes it.
+        ExchangeError: See `from_first`.
+    """
+    outcome: tuple[T | None, BaseException | None] = None, None
+    own: BaseException | None = None
+    if pg.rank() == 0:
+        try:
+            outcome = work(), None
+        except ExchangeError:  # all ranks have raised it
+            raise
+        except BaseException as error:
+            own, outcome = error, (None, _portable(error))
+    value, told = from_first(outcome, pg, doing)
+    if told is not None:
+        raise own or told
+    return cast(T, value)
 
 
 def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
@@ -94,10 +122,8 @@ def _attempt(function: Any, argument: Any) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def portable(error: E | None) -> E | NeuroShardError | RuntimeError | None:
+def _portable(error: BaseException) -> BaseException:
     """Return the first rank's error in a form that can be sent to other ranks."""
-    if error is None:
-        return None
     with contextlib.suppress(Exception):
         copied = pickle.loads(pickle.dumps(error))
         if type(copied) is type(error) and str(copied) == str(error):

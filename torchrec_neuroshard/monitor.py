@@ -29,7 +29,7 @@ from torchrec_neuroshard.errors import (
     check_kind,
     check_number,
 )
-from torchrec_neuroshard.exchange import from_all, from_first, portable
+from torchrec_neuroshard.exchange import first_decides, from_all
 from torchrec_neuroshard.phase_timer import (
     InputSampler,
     PhaseTimer,
@@ -547,25 +547,20 @@ class PlanMonitor:
         told = from_all(mine, self._group, _EXCHANGED)
         if any(error is not None for error, _ in told):
             return None
-        found: Any = None
-        if self._rank == 0:
-            try:
-                model, sharders = self._planned_model
-                moved = replan(
-                    self._model.plan,
-                    planner=self._planner.relearned(self._profiles),
-                    model=model,
-                    sharders=sharders,
-                    budget_bytes=_UNLIMITED if budget_bytes is None else budget_bytes,
-                )
-                found = moved, None
-            except BaseException as error:
-                found = None, portable(error)
+
+        def search() -> ReplanResult:
+            model, sharders = self._planned_model
+            return replan(
+                self._model.plan,
+                planner=self._planner.relearned(self._profiles),
+                model=model,
+                sharders=sharders,
+                budget_bytes=_UNLIMITED if budget_bytes is None else budget_bytes,
+            )
+
         group = dist.group.WORLD
         assert group is not None, "__init__ requires a process group"
-        result, wrong = from_first(found, group, "looked for moves")
-        if wrong is not None:
-            raise wrong
+        result = first_decides(search, group, "looked for moves")
         reason = self._move(result, any(number for _, number in told))
         self._left = time.perf_counter()
         return Replanned(result=result, applied=reason is None, reason=reason)

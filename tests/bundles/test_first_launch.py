@@ -536,7 +536,7 @@ class Launches:
                 constraints=each(6, "table_wise", compute_kernels=["fused"]),
             )
             model, sharders = bags(*tables, device=META), bag_sharders()
-            pg: Any = SimpleNamespace(size=lambda: 1)
+            pg: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
             options = partial(planner.enumerator.enumerate, model, sharders)
             FirstLaunch(planner.costs, "auto", calibrate).on_all_ranks(options, pg)
             result = None

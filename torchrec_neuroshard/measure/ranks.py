@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.exchange import first_decides, from_all
 from torchrec_neuroshard.hardware.devices import (
     accelerator,
     device_type_of,
@@ -175,29 +176,9 @@ class Ranks:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._control)
         return [float(v) for v in tensor]
 
-    def share(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
-        return self.gather_objects(value)[0]
-
     def from_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result on every rank.
-
-        Raises:
-            NeuroShardError: The error of `work`; other ranks raise one that refers to
-                rank 0.
-        """
-        outcome: T | NeuroShardError | None = None
-        if self.rank == 0:
-            try:
-                outcome = work()
-            except NeuroShardError as error:
-                outcome = error
-        outcome = self.share(outcome)
-        if not isinstance(outcome, NeuroShardError):
-            return cast(T, outcome)
-        if self.rank == 0:
-            raise outcome
-        raise NeuroShardError("rank 0 cannot use the file; see rank 0's message")
+        """Run `work` on rank 0 alone; see `exchange.first_decides`."""
+        return first_decides(work, self._control, "opened the file")
 
     def gather(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return all ranks' arrays, stacked along a new last axis."""
@@ -205,9 +186,7 @@ class Ranks:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return all ranks' values, on every rank."""
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._control)
-        return found
+        return from_all(value, self._control, "gathered their times")
 
     def turn(self) -> tuple[int, int]:
         """Return this rank's index on its host, and the most ranks of any host."""
@@ -227,9 +206,8 @@ class Ranks:
                     dist.recv(buffer, source)
             synchronize(self.device)
             times.append(time.perf_counter() - start)
-        return float(
-            self.share(2 * _BANDWIDTH_BYTES / statistics.median(times[1:]) / 1e9)
-        )
+        rate = 2 * _BANDWIDTH_BYTES / statistics.median(times[1:]) / 1e9
+        return float(self.gather_objects(rate)[0])
 
     def close(self) -> None:
         """Leave the process group; give up if that takes longer than the timeout."""

@@ -212,8 +212,7 @@ def collect_comms(config: CommsConfig, say: Callable[[str], object] = print) -> 
     Raises:
         ConfigError: The ranks were not started by torchrun, or with wrong settings.
         RecordMismatchError: The file holds records of another run, world size or
-            backend. Raised on rank 0; other ranks raise a `NeuroShardError` that refers
-            to rank 0.
+            backend. All ranks raise it.
         RankFailureError: This rank failed, or waited for a rank that died or stopped
             responding; records measured so far are kept.
     """

@@ -2,7 +2,7 @@
 
 `bundles.measure_job` does the measuring. This module decides when to measure, collects
 the shards that the search may place on a rank, and keeps failures away from the job.
-The first rank decides alone, and `exchange.from_first` tells the other ranks.
+The first rank decides alone, and `exchange.first_decides` tells the other ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchrec_neuroshard.errors import (
 )
 from torchrec_neuroshard.exchange import (
     ExchangeError,
-    from_first,
+    first_decides,
     group_timeout_seconds,
 )
 from torchrec_neuroshard.hardware.devices import current_device_name, is_accelerator
@@ -57,7 +57,7 @@ from torchrec_neuroshard.tables.table import (
     row_shard,
 )
 
-if TYPE_CHECKING:  # it loads FBGEMM and pyarrow, which only measuring needs
+if TYPE_CHECKING:  # it loads FBGEMM, which only measuring needs
     from torchrec_neuroshard.bundles.measure_job import LaunchRequest, Member
 
 _USUAL_SECONDS = 60.0
@@ -178,7 +178,7 @@ class FirstLaunch:
                 if request is not None:
                     first = locked.enter_context(meeting_place(topology))
                     offer = Offer(request, first)
-                    from_first(offer, pg, "looked for measured costs")
+                    first_decides(lambda: offer, pg, "looked for measured costs")
                     self._measure(offer, stores=True)
         except ExchangeError:
             raise

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.costs.schedules import DenseMs
 from torchrec_neuroshard.errors import ConfigError, check_kind, check_number, suggestion
-from torchrec_neuroshard.exchange import ExchangeError, from_all, from_first, portable
+from torchrec_neuroshard.exchange import first_decides, from_all
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import check_batch_size
@@ -629,42 +629,38 @@ class NeuroShardPlanner(DescribesPlans):
             assert pg is not None, "there is one once it is initialised"
         if sharders is None:
             sharders = get_default_sharders()
-        plan: ShardingPlan | None = None
-        error: BaseException | None = None
-        if pg.rank() == 0:
-            options = partial(self._options, module, sharders)
-            try:
-                if pg.size() % self.topology.world_size:
-                    warnings.warn(
-                        f"the topology has {self.topology.world_size} ranks, but the "
-                        f"process group has {pg.size()} and cannot train with this "
-                        "plan. Use a topology of the same size, or call plan() to plan "
-                        "for another job",
-                        stacklevel=2,
-                    )
-                self._first_launch.on_all_ranks(options, pg)
-                plan = self.plan(module, sharders)
-            except ExchangeError:
-                raise
-            except BaseException as caught:
-                error = caught
-            from_first((plan, self._last.known, portable(error)), pg, _PLANNED)
-        else:
-            found: Any = from_first(None, pg, _PLANNED)
-            trouble: str | None = None
+        own_sharders, group = sharders, pg
+
+        def plan_here() -> Any:
+            if group.size() % self.topology.world_size:
+                warnings.warn(
+                    f"the topology has {self.topology.world_size} ranks, but the "
+                    f"process group has {group.size()} and cannot train with this "
+                    "plan. Use a topology of the same size, or call plan() to plan "
+                    "for another job",
+                    stacklevel=4,
+                )
+            options = partial(self._options, module, own_sharders)
+            self._first_launch.on_all_ranks(options, group)
+            return self.plan(module, own_sharders), self._last.known
+
+        if pg.rank():
+            self._last = LastPlan()
+        trouble: str | None = None
+        try:
+            found = first_decides(plan_here, pg, _PLANNED)
             while isinstance(found, Offer):
                 trouble = help_measure(found, pg.rank())
-                found = from_first(None, pg, _PLANNED)
-            plan, known, error = found
-            self._last = LastPlan(plan=plan and copied(plan), known=known)
+                found = first_decides(plan_here, pg, _PLANNED)
+            plan, known = found
+            if pg.rank():
+                self._last = LastPlan(plan=copied(plan), known=known)
+        finally:
             if trouble is not None:
                 # Warn last: if warnings are errors, no other rank waits for this one.
                 warnings.warn(trouble, stacklevel=2)
-        if error is not None:
-            raise error
-        if plan is not None:
-            self._check_pods(plan, pg)
-        return plan
+        self._check_pods(plan, pg)
+        return cast(ShardingPlan, plan)
 
     def _check_pods(self, plan: ShardingPlan, pg: dist.ProcessGroup) -> None:
         """Check every rank's pods; if one rank's are wrong, all raise its error."""
