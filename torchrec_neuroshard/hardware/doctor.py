@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torchrec_neuroshard.errors import EnvironmentMismatchError
 from torchrec_neuroshard.progress import phase
@@ -68,11 +68,7 @@ def read_installed() -> dict[str, str]:
 def find_problems(installed: Mapping[str, str]) -> list[str]:
     """Return a sentence for each package that is missing, clashes or mismatches."""
     fbgemm = [name for name in _FBGEMM if name in installed]
-    found = {
-        "torch": installed.get("torch"),
-        "torchrec": _first(_TORCHREC, installed),
-        "fbgemm": _first(_FBGEMM, installed),
-    }
+    found = _versions(installed)
     problems = [f"{name} is not installed" for name, v in found.items() if v is None]
     if missing := [name for name in _REQUIREMENTS if name not in installed]:
         problems.append(f"torchrec needs {', '.join(missing)}: not installed")
@@ -121,15 +117,17 @@ def fix_command(installed: Mapping[str, str]) -> str:
 
 def _target(installed: Mapping[str, str]) -> str:
     """Release that the packages should have."""
-    return (
-        _release("torch", installed.get("torch"))
-        or _release("torchrec", installed.get("torchrec"))
-        or DEFAULT_RELEASE
-    )
+    known = [_release(name, installed.get(name)) for name in ("torch", "torchrec")]
+    return next(filter(None, known), DEFAULT_RELEASE)
 
 
-def _first(names: Sequence[str], installed: Mapping[str, str]) -> str | None:
-    return next((installed[name] for name in names if name in installed), None)
+def _versions(installed: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the version of each framework, whichever distribution brought it."""
+    names = {"torch": ("torch",), "torchrec": _TORCHREC, "fbgemm": _FBGEMM}
+    return {
+        framework: next((installed[n] for n in own if n in installed), None)
+        for framework, own in names.items()
+    }
 
 
 def _release(package: str, version: str | None) -> str | None:
@@ -231,7 +229,7 @@ def run_doctor(args: argparse.Namespace) -> int:
     else:
         print("ok: torch, fbgemm and torchrec belong together")
     fbgemm = ", ".join(f"{n} {installed[n]}" for n in _FBGEMM if n in installed)
-    torchrec = _first(_TORCHREC, installed)
+    torchrec = _versions(installed)["torchrec"]
     if torchrec and _release("torchrec", torchrec) is None:
         first, *_, last = RELEASES
         print(

@@ -185,18 +185,18 @@ def _csv_entries(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             cells = [value.strip() for value in values]
             while cells and not cells[-1]:  # separators at the line's end
                 cells.pop()
-            if not fields:
-                fields = cells
-                if len(set(fields)) < len(fields):
-                    listed = ", ".join(fields)
-                    raise TableError(f"{where}: a field appears twice in {listed}")
-            elif len(cells) > len(fields):
+            fields = fields or cells
+            if len(set(fields)) < len(fields):
+                raise TableError(
+                    f"{where}: a field appears twice in {', '.join(fields)}"
+                )
+            if len(cells) > len(fields):
                 raise TableError(
                     f"{where}: {len(cells)} values for {len(fields)} fields; write "
                     "numbers without separators, and names that hold one in quotes"
                 )
-            elif cells:
-                # Empty cells, and cells missing at the line's end, get defaults.
+            # Empty cells, and cells missing at the line's end, get defaults.
+            if cells and cells is not fields:
                 given = zip(fields, cells, strict=False)
                 yield where, {f: _cell(f, cell) for f, cell in given if cell}
     except csv.Error as error:
