@@ -63,7 +63,7 @@ class PassCounts:
     max_passes: int
     """Most timed passes."""
     time_budget_seconds: float
-    """After this time, no passes beyond `min_passes` are started."""
+    """Once this time is up, stop after `min_passes`."""
     num_batches: int
     """Different inputs that the timed passes use in turn."""
 

@@ -91,15 +91,15 @@ class RunHeader:
                 differ.
         """
         names = ["kind", "seed", "world_size", "local_world_size", "sampling"]
-        lines = self.measured_unlike(other) + _differences(self, other, names)
+        lines = self.why_incomparable(other) + _differences(self, other, names)
         if lines:
             raise RecordMismatchError(
                 f"{where} holds records of another run ({'; '.join(lines)}); write to "
                 "another file, or measure with the same machine, libraries and options"
             )
 
-    def measured_unlike(self, other: RunHeader) -> list[str]:
-        """Return one line per difference that makes times of `other` incomparable."""
+    def why_incomparable(self, other: RunHeader) -> list[str]:
+        """Return the differences that make the two runs' times incomparable."""
         names = [f.name for f in dataclasses.fields(Fingerprint)]
         lines = _differences(self.fingerprint, other.fingerprint, names)
         return lines + _differences(self, other, ["bounds_check", "backend"])

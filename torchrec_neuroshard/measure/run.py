@@ -87,7 +87,8 @@ def measure(
         timer: Times the sets.
         keep: Gets each record, and again if a set has a better one.
         until: No set is started after this time of `time.monotonic`.
-        min_sets: Sets to measure even if the time is over; repeats come after these.
+        min_sets: Measure at least this many sets, even after `until`; disturbed ones
+            are repeated afterwards.
         title: Text of the progress line, before the number of sets.
 
     Returns:
@@ -110,7 +111,7 @@ def measure(
     num_throttled = 0
     may_return = ended = False
 
-    def doubt(record: CostRecord) -> tuple[bool, float]:
+    def badness(record: CostRecord) -> tuple[bool, float]:  # throttled first
         is_held = bool(record.throttled) and 2 * num_throttled <= len(records)
         return is_held, disturbance(record, statistics.median(recent))
 
@@ -118,7 +119,8 @@ def measure(
         while True:
             shown.text = f"{title}, {len(records)} sets done"
             draw()
-            if not queue and not ended:  # from now on as strict as the training
+            if not queue and not ended:
+                # No new sets: repeat only what training would drop.
                 ended, steady = True, steady_records(list(records.values()))
                 for record in steady:
                     disturbed.pop(record.index, None)
@@ -128,7 +130,7 @@ def measure(
             if tried >= min_sets and time.monotonic() >= until:
                 return left_out
             if disturbed and (not queue or (may_return and tried >= min_sets)):
-                worst = max(disturbed, key=lambda index: doubt(records[index]))
+                worst = max(disturbed, key=lambda index: badness(records[index]))
                 sampled, tries = disturbed.pop(worst)
                 may_return = False
             else:
@@ -145,11 +147,11 @@ def measure(
             if old is not None:
                 dropped = old.num_throttled + bool(old.throttled)
                 new = replace(new, num_throttled=dropped)
-            if old is None or doubt(new) < doubt(old):
+            if old is None or badness(new) < badness(old):
                 num_throttled += bool(new.throttled) - bool(old and old.throttled)
                 records[sampled.index] = new
                 keep(new)
-            if tries + 1 < MAX_TRIES and doubt(records[sampled.index]) > (False, 1.0):
+            if tries + 1 < MAX_TRIES and badness(records[sampled.index]) > (False, 1.0):
                 disturbed[sampled.index] = sampled, tries + 1
 
 

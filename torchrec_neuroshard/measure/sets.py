@@ -57,8 +57,8 @@ _GIB = 2**30
 _WEIGHT_SHARE = 0.7
 """Share of a GPU's memory for weights; ids, outputs and the driver need the rest."""
 _BYTES_PER_LOOKUP = 1_400
-"""A GPU's memory per lookup of the largest set: 100 million lookups on 141 GB, so that
-two copies of the ids, and drawing them, take a twentieth of the memory."""
+"""Memory per lookup of the largest set: a 141 GB card gets 100 million lookups, whose
+ids take a twentieth of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -236,7 +236,7 @@ def _read_files(paths: Iterable[str | Path], kind: str) -> list[tuple[Any, list[
                 f"{path} holds records of 'neuroshard collect {header.kind}', not of "
                 f"'neuroshard collect {kind}'; name another file"
             )
-        if files and (lines := files[0][0].measured_unlike(header)):
+        if files and (lines := files[0][0].why_incomparable(header)):
             raise RecordMismatchError(
                 f"{path} was measured on another machine or with other settings than "
                 f"the files before it ({'; '.join(lines)}); use files of one machine "

@@ -32,7 +32,8 @@ COUNT_BIN_LOW: npt.NDArray[np.float64] = np.append(1.0, COUNT_BIN_HIGH[:-1] + 1)
 _LEAST_RATE = 0.05
 """Lookups per id and batch; ids with a lower rate stand for all remaining rows."""
 _FITS = 8
-"""Iterations that move lookups to rare ids until the number of distinct ids matches."""
+"""Rounds of moving lookups to rare ids until the expected number of distinct ids
+matches."""
 
 
 @dataclass(frozen=True, slots=True)
