@@ -333,11 +333,7 @@ def steady_records(records: Sequence[CostRecord]) -> list[CostRecord]:
         records = cool
     if not records:
         return []
-    spreads = [r.spread for r in records]
-    references = [r.reference_ms for r in records]
-    most_spread = max(MAX_SPREAD, float(np.quantile(spreads, USUAL_SHARE)))
-    most_ms = max(
-        MAX_REFERENCE_RATIO * statistics.median(references),
-        float(np.quantile(references, USUAL_SHARE)),
-    )
-    return [r for r in records if r.spread <= most_spread and r.reference_ms <= most_ms]
+    usual_ms = statistics.median(r.reference_ms for r in records)
+    found = [disturbance(r, usual_ms) for r in records]
+    most = max(1.0, float(np.quantile(found, USUAL_SHARE)))
+    return [r for r, value in zip(records, found, strict=True) if value <= most]
