@@ -285,7 +285,8 @@ def _header(data: dict[str, Any], path: Path) -> RunHeader:
             f"version reads {SCHEMA_VERSION}; measure again or install the matching "
             "version"
         )
-    return read_fields(_KINDS[kind][0], data, RecordError, "record header")
+    what = f"record header in {path}"
+    return read_fields(_KINDS[kind][0], data, RecordError, what)
 
 
 def _lines(path: Path) -> list[bytes]:
