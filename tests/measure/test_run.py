@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.builders import ONE_PASS, make_record
+from tests.builders import ONE_PASS, make_header, make_record, write_records
 from torchrec_neuroshard.bundles.find import physical_estimate
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.errors import DeviceFailureError
@@ -254,3 +254,13 @@ def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
         collect_as(measure, 4)
     (header,), _ = read_records([tmp_path / "r.jsonl"])
     assert list(header.failed) == ["0", "1"]
+
+
+def test_the_unit_of_another_machine_is_not_taken_over(
+    collect_as: Collect, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.jsonl"
+    write_records(path, make_header("another machine", reference_ms=1e6), [])
+    collect_as(timed, 1)
+    (header,), _ = read_records([path])
+    assert header.reference_ms == 1.0

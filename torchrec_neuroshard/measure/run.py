@@ -285,7 +285,9 @@ def collect_compute(
     for file in config.tables:
         base.extend(itertools.chain.from_iterable(load_json(file).values()))
     sampler = SetSampler(config.sampling, config.seed, base, estimate)
-    known = read_header(path)
+    known, fingerprint = read_header(path), device_fingerprint(device, 1)
+    if known is not None and known.fingerprint != fingerprint:
+        known = None  # of another machine; the store refuses it if it has records
     with torch_threads(1):  # a rank on a CPU has one core
         timer = SetTimer(
             device,
@@ -298,7 +300,7 @@ def collect_compute(
         elif device.type == GPU:
             say("pynvml does not answer: clocks and throttling are not recorded")
         header = RunHeader(
-            fingerprint=device_fingerprint(device, 1),
+            fingerprint=fingerprint,
             reference_ms=timer.reference_ms,
             seed=config.seed,
             sampling={

@@ -291,12 +291,12 @@ def _open(config: CommsConfig, ranks: Ranks, most_bytes: int) -> RecordStore:
     Raises:
         RecordMismatchError: The file holds another run.
     """
-    known = read_header(config.out)
-    if known is not None and known.kind == "comms":
+    known, fingerprint = read_header(config.out), device_fingerprint(ranks.device, 1)
+    if isinstance(known, CommsHeader) and known.fingerprint == fingerprint:
         most_bytes = known.sampling["bytes_per_rank"][1]
     low, high = config.bytes_per_rank
     header = CommsHeader(
-        fingerprint=device_fingerprint(ranks.device, 1),
+        fingerprint=fingerprint,
         seed=config.seed,
         sampling={
             "bytes_per_rank": [low, max(low, min(high, most_bytes))],
