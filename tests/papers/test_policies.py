@@ -144,23 +144,6 @@ def test_warnings_outside_the_training_range(
     assert any("costs of none, but the task is for another" in w for w in found)
 
 
-def test_saved_policy_is_the_same(
-    searcher: PolicySearcher, other_tasks: Tasks, tmp_path: Path
-) -> None:
-    """Weights are stored in half precision; those that have it stay the same."""
-    save_policy(tmp_path, searcher.policy, "# Card")
-    loaded = type(searcher)(tmp_path)
-    assert loaded.policy.info == searcher.policy.info
-    nets = searcher.policy.net, loaded.policy.net
-    for before, after in zip(*(net.parameters() for net in nets), strict=True):
-        torch.testing.assert_close(before, after, rtol=1e-3, atol=1e-6)
-    save_policy(tmp_path, loaded.policy, "# Card")
-    again = type(searcher)(tmp_path)
-    for task in other_tasks[:5]:
-        assert placed(loaded, task) == placed(again, task)
-    assert (tmp_path / "CARD.md").read_text() == "# Card\n"
-
-
 def test_policies_of_other_methods_and_versions_are_refused(
     training_tasks: Tasks, tmp_path: Path
 ) -> None:

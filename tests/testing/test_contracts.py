@@ -37,16 +37,13 @@ from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.hardware.cards import GPU_CARDS
 from torchrec_neuroshard.models.adjusted import AdjustedCostModel, RelievedCommsModel
 from torchrec_neuroshard.models.base import (
-    COLLECTIVES,
     CommsModel,
     CostModel,
     RangeWarning,
 )
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
-from torchrec_neuroshard.models.collective_terms import TERM_NAMES
 from torchrec_neuroshard.models.collectives import (
     BandwidthCommsModel,
-    MeasuredCommsModel,
 )
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.published_links import published_comms_model
@@ -91,11 +88,6 @@ COMMS_MODELS: dict[str, Callable[..., CommsModel]] = {
         **ranks, intra_gb_per_s=300.0, inter_gb_per_s=25.0
     ),
     "published": lambda **ranks: published_comms_model(GPU_CARDS["h100"], **ranks),
-    "untrained": lambda **ranks: MeasuredCommsModel(
-        np.ones((len(COLLECTIVES), len(TERM_NAMES))),
-        **ranks,
-        measured_gb_per_s=(2.0, 0.5),
-    ),
 }
 
 
@@ -162,9 +154,7 @@ for name in pretrained_names():
     bundle = functools.partial(load_cost_model, name, device_type=device_type)
     hold(CostModelContract, name, bundle, **settings)
 for name, comms in COMMS_MODELS.items():
-    # Every coefficient of the untrained model is 1 ms or 1 over a bandwidth.
-    idle_ms = 1000.0 if name == "untrained" else 10.0
-    hold(CommsModelContract, name, of_ranks(comms), idle_ms=idle_ms)
+    hold(CommsModelContract, name, of_ranks(comms))
 for folder in filter(COMMS_BUNDLE.is_in, sorted(PRETRAINED.iterdir())):
     shipped = functools.partial(bundle_comms, folder)
     hold(CommsModelContract, folder.name, of_ranks(shipped))
