@@ -49,9 +49,10 @@ from harness.planning import (
 from harness.provenance import describe_run
 from harness.ranks import Ranks, SpeedReference, machine_speeds, run_on_ranks
 from harness.tasks import PRODUCTION_WIDTHS, TaskConfig, cap_rows, sample_tasks
-from harness.training_runs import TrialConfig, TrialResult, run_trial, take_turns
+from harness.training_runs import TrialConfig, TrialResult, train_in_turn
 from torchrec_neuroshard import TableConfig, load_cost_model
 from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts
+from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 
 Floats = npt.NDArray[np.float64]
@@ -170,65 +171,32 @@ class Trial:
     rounds: list[TrialResult] = dataclasses.field(default_factory=list)
 
 
-class Trainer:
-    """Plans and trains the plans of one workload."""
-
-    def __init__(self, workload: Workload, ranks: Ranks, args: RunConfig) -> None:
-        self._workload, self._ranks, self._args = workload, ranks, args
-        self._batches = draw_batches(
-            workload.tables, args.batch_size, args.seed, ranks.rank, ranks.device
-        )
-        self._reference = SpeedReference(ranks)
-        self._cost_model = load_cost_model(args.cost_model)
-        self._comms_model = ranks.comms_model(args.cost_model)
-
-    def trials(self) -> list[Trial]:
-        """Return all plans and their predictions, made on rank 0."""
-        return [Trial(**made) for made in self._ranks.on_first(self._make_plans)]
-
-    def _make_plans(self) -> list[dict[str, Any]]:
-        tables, size = self._workload.tables, self._ranks.world_size
-        num_modules, batch_size = self._workload.num_modules, self._args.batch_size
-        desk = PlanningDesk(
-            tables,
-            profile_tables(tables, batch_size, self._args.seed, size),
-            topology=self._ranks.topology,
-            batch_size=batch_size,
-            cost_model=self._cost_model,
-            comms_model=self._comms_model,
-            num_modules=num_modules,
-            sharder=AllTypesSharder(),
-        )
-        plans = {name: desk.plan(name)[0] for name in PLANNERS}
-        paths = table_paths(tables, num_modules)
-        plans |= {made.name: made.plan(tables, paths, size) for made in LAYOUTS}
-        return [
-            {"name": name, "plan": plan, "predicted": desk.predict(plan)}
-            for name, plan in plans.items()
-        ]
-
-    def train(self, trial: Trial) -> None:
-        """Train one plan for a round and add the measurements to its trial."""
-        found = run_trial(
-            trial.plan,
-            self._workload.tables,
-            self._batches,
-            TrialConfig(
-                warm_up=self._args.warm_up,
-                iterations=self._args.iterations,
-                phase_iterations=self._args.iterations,
-                num_modules=self._workload.num_modules,
-                seed=None,
-            ),
-            control=self._ranks.control,
-            reference=self._reference.read,
-        )
-        trial.rounds.append(found)
-
-    def nominal_reference_ms(self) -> float:
-        """Return the reference's time on all ranks at once, as predicted."""
-        slowdown = self._reference.slowdown(self._comms_model.compute_slowdown)
-        return slowdown * float(getattr(self._cost_model, "reference_ms", 0.0))
+def make_plans(
+    workload: Workload,
+    ranks: Ranks,
+    args: RunConfig,
+    cost_model: CostModel,
+    comms_model: CommsModel,
+) -> list[dict[str, Any]]:
+    """Return the fields of all trials; run it on one rank."""
+    tables, size = workload.tables, ranks.world_size
+    desk = PlanningDesk(
+        tables,
+        profile_tables(tables, args.batch_size, args.seed, size),
+        topology=ranks.topology,
+        batch_size=args.batch_size,
+        cost_model=cost_model,
+        comms_model=comms_model,
+        num_modules=workload.num_modules,
+        sharder=AllTypesSharder(),
+    )
+    plans = {name: desk.plan(name)[0] for name in PLANNERS}
+    paths = table_paths(tables, workload.num_modules)
+    plans |= {made.name: made.plan(tables, paths, size) for made in LAYOUTS}
+    return [
+        {"name": name, "plan": plan, "predicted": desk.predict(plan)}
+        for name, plan in plans.items()
+    ]
 
 
 def scaled(
@@ -424,33 +392,52 @@ def _spread(times: dict[str, float]) -> str:
 
 def run_model(workload: Workload, ranks: Ranks, args: RunConfig) -> dict[str, Any]:
     """Train all plans of a model and return its entry in the results."""
-    trainer = Trainer(workload, ranks, args)
-    trials = {trial.name: trial for trial in trainer.trials()}
-    for number in range(args.rounds):
-        for name in take_turns(list(trials), number):
-            trial = trials[name]
-            trainer.train(trial)
-            if ranks.rank == 0:
-                shown = np.median(trial.rounds[-1].embedding_ms)
-                said = (f"{n} {p(trial.predicted):.1f}" for n, p in PREDICTIONS.items())
-                print(
-                    f"{workload.name} round {number} {name}: {', '.join(said)} ms, "
-                    f"measured {shown:.1f} ms wall-clock time",
-                    flush=True,
-                )
+    cost_model = load_cost_model(args.cost_model)
+    comms_model = ranks.comms_model(args.cost_model)
+    made = ranks.on_first(
+        lambda: make_plans(workload, ranks, args, cost_model, comms_model)
+    )
+    trials = {fields["name"]: Trial(**fields) for fields in made}
+    batches = draw_batches(
+        workload.tables, args.batch_size, args.seed, ranks.rank, ranks.device
+    )
+    reference = SpeedReference(ranks)
+    config = TrialConfig(
+        warm_up=args.warm_up,
+        iterations=args.iterations,
+        phase_iterations=args.iterations,
+        num_modules=workload.num_modules,
+        seed=None,
+    )
+    plans = {name: trial.plan for name, trial in trials.items()}
+    for name, found in train_in_turn(
+        plans, args.rounds, workload.tables, batches, config, ranks, reference
+    ):
+        trial = trials[name]
+        trial.rounds.append(found)
+        if ranks.rank == 0:
+            said = (f"{n} {p(trial.predicted):.1f}" for n, p in PREDICTIONS.items())
+            print(
+                f"{workload.name} round {len(trial.rounds) - 1} {name}: "
+                f"{', '.join(said)} ms, measured {np.median(found.embedding_ms):.1f} "
+                "ms wall-clock time",
+                flush=True,
+            )
+    nominal_ms = reference.slowdown(comms_model.compute_slowdown)
+    nominal_ms *= float(getattr(cost_model, "reference_ms", 0.0))
     taken = [[r.to_json() for r in t.rounds] for t in trials.values()]
-    speeds = machine_speeds(taken, trainer.nominal_reference_ms())
-    plans = [entry_of(trial, speeds) for trial in trials.values()]
-    noise = noise_of(np.array([plan["round_medians_ms"] for plan in plans]))
-    real = [plan["embedding_ms"]["median"] for plan in plans]
+    speeds = machine_speeds(taken, nominal_ms)
+    entries = [entry_of(trial, speeds) for trial in trials.values()]
+    noise = noise_of(np.array([plan["round_medians_ms"] for plan in entries]))
+    real = [plan["embedding_ms"]["median"] for plan in entries]
     return {
         "name": workload.name,
         "num_tables": len(workload.tables),
         "machine_speeds": speeds,
         "noise": noise,
-        "plans": plans,
+        "plans": entries,
         "judged": {
-            name: judge([plan["predicted"][name] for plan in plans], real, noise)
+            name: judge([plan["predicted"][name] for plan in entries], real, noise)
             for name in PREDICTIONS
         },
     }

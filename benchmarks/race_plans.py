@@ -42,7 +42,7 @@ from harness.ranks import (
     run_on_ranks,
     scaled_median,
 )
-from harness.training_runs import TrialConfig, run_trial, take_turns
+from harness.training_runs import TrialConfig, train_in_turn
 from torchrec_neuroshard import TableConfig, load_cost_model
 from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.models.base import CommsModel
@@ -349,17 +349,9 @@ def run(config: RaceConfig, ranks: Ranks) -> None:
         learning_rate=config.learning_rate,
         seed=config.seed,
     )
-    for number in range(config.pairs):
-        for name in take_turns(RACERS, number):
-            found = run_trial(
-                plans[name],
-                tables,
-                batches,
-                trial,
-                control=ranks.control,
-                reference=reference.read,
-            )
-            entries[name]["rounds"].append(found.to_json())
+    taken = train_in_turn(plans, config.pairs, tables, batches, trial, ranks, reference)
+    for name, found in taken:
+        entries[name]["rounds"].append(found.to_json())
     slowdown = reference.slowdown(facts["cost_model"]["compute_slowdown"])
     if ranks.rank:
         return

@@ -48,7 +48,7 @@ from harness.ranks import (
     scaled_median,
 )
 from harness.tasks import TaskConfig, cap_rows, sample_tasks
-from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
+from harness.training_runs import TrialConfig, TrialError, train_in_turn
 from torchrec_neuroshard import TableConfig, load_cost_model
 from torchrec_neuroshard.bundles.make import source_bundle
 from torchrec_neuroshard.costs.simulator import PHASES
@@ -265,40 +265,41 @@ class Comparison:
 
     def train(self) -> None:
         """Train the plans round by round; leave out a plan after it fails."""
-        for number in range(self._config.rounds):
-            for name in take_turns(list(self._entries), number):
-                if "failed" not in self._entries[name]:
-                    self._train_one(name, self._entries[name])
-                    if self._ranks.rank == 0:
-                        out = Path(self._config.out)
-                        write_page(out, self._data, report(self._data))
-
-    def _train_one(self, name: str, entry: Entry) -> None:
         config = self._config
-        try:
-            result = run_trial(
-                self._plans[name],
-                self._workload.tables,
-                self._batches,
-                TrialConfig(
-                    warm_up=config.warm_up,
-                    iterations=config.iterations,
-                    phase_iterations=config.phase_iterations,
-                    seed=config.seed,
-                ),
-                control=self._ranks.control,
-                reference=self._reference.read,
-            )
-        except (TrialError, RunError) as error:
-            entry["failed"] = f"training: {error}"
-            self._tell(f"{name} failed in training: {error}")
-            return
-        entry["rounds"].append(result.to_json())
-        self._tell(
-            f"{name}: embedding predicted {entry['predicted']['embedding_ms']:.2f} ms, "
-            f"measured {statistics.median(result.embedding_ms):.2f} ms; iteration "
-            f"{statistics.median(result.iteration_ms):.2f} ms wall-clock time"
+        trial = TrialConfig(
+            warm_up=config.warm_up,
+            iterations=config.iterations,
+            phase_iterations=config.phase_iterations,
+            seed=config.seed,
         )
+        for name, found in train_in_turn(
+            self._plans,
+            config.rounds,
+            self._workload.tables,
+            self._batches,
+            trial,
+            self._ranks,
+            self._reference,
+            self._fail,
+        ):
+            entry = self._entries[name]
+            entry["rounds"].append(found.to_json())
+            self._tell(
+                f"{name}: embedding predicted {entry['predicted']['embedding_ms']:.2f} "
+                f"ms, measured {statistics.median(found.embedding_ms):.2f} ms; "
+                f"iteration {statistics.median(found.iteration_ms):.2f} ms wall-clock "
+                "time"
+            )
+            self._write()
+
+    def _fail(self, name: str, error: TrialError) -> None:
+        self._entries[name]["failed"] = f"training: {error}"
+        self._tell(f"{name} failed in training: {error}")
+        self._write()
+
+    def _write(self) -> None:
+        if self._ranks.rank == 0:
+            write_page(Path(self._config.out), self._data, report(self._data))
 
     def _tell(self, text: str) -> None:
         if self._ranks.rank == 0:

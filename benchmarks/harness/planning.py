@@ -101,15 +101,12 @@ class PlanningDesk:
         }
         if name == BEST_PRACTICE:
             return EmbeddingShardingPlanner(**shared)
-        faithful: dict[str, Any] = {}
-        if name == FAITHFUL:
-            faithful = {"search": "neuroshard"}
         return NeuroShardPlanner(
             **shared,
             cost_model=self._cost_model,
             comms_model=self._comms_model,
             profiles=self._profiles,
-            **faithful,
+            search="neuroshard" if name == FAITHFUL else "default",
         )
 
     def model(self) -> ConcatDLRM:
@@ -133,19 +130,8 @@ class PlanningDesk:
             entry["gap"] = result.gap
             entry["fallback"] = result.fallback
             entry["warnings"] = list(result.warnings)
-        entry["predicted"] = self._predict(plan)
-        return plan, planner, entry
-
-    def predict(self, plan: ShardingPlan) -> PredictedCosts:
-        """Return the predicted costs of any plan of the model."""
-        ours = self.planner(OURS)
-        assert isinstance(ours, NeuroShardPlanner)
-        options = ours.placed_options(plan, self.model(), self._sharders)
-        return ours.costs.placed(options).predicted
-
-    def _predict(self, plan: ShardingPlan) -> dict[str, Any]:
         judged = self.predict(plan)
-        return {
+        entry["predicted"] = {
             "embedding_ms": judged.critical_path_ms,
             "phases_ms": predicted_phases(judged),
             "critical_path_ms": judged.critical_path_ms,
@@ -154,6 +140,14 @@ class PlanningDesk:
             "comms_source": judged.comms_source,
             "ranks": [rank.to_json() for rank in judged.ranks],
         }
+        return plan, planner, entry
+
+    def predict(self, plan: ShardingPlan) -> PredictedCosts:
+        """Return the predicted costs of any plan of the model."""
+        ours = self.planner(OURS)
+        assert isinstance(ours, NeuroShardPlanner)
+        options = ours.placed_options(plan, self.model(), self._sharders)
+        return ours.costs.placed(options).predicted
 
     @property
     def nominal_reference_ms(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from harness.models import (
     fill_tables,
     local_tables,
 )
+from harness.ranks import Ranks, SpeedReference
 from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.phase_timer import (
@@ -154,6 +155,52 @@ def run_trial(
     finally:
         trial.close()  # a failed plan must not keep the memory of the next one
     return _summarise(_gather(mine, control))
+
+
+def train_in_turn(
+    plans: Mapping[str, ShardingPlan],
+    num_rounds: int,
+    tables: Sequence[TableConfig],
+    batches: Sequence[ClickBatch],
+    config: TrialConfig,
+    ranks: Ranks,
+    reference: SpeedReference,
+    on_failure: Callable[[str, TrialError], None] | None = None,
+) -> Iterator[tuple[str, TrialResult]]:
+    """Train every plan once in each round, and yield its name and its result.
+
+    Args:
+        plans: Name -> plan.
+        num_rounds: Number of rounds.
+        tables: As for `run_trial`, like the arguments after it.
+        batches: This rank's input.
+        config: Settings of a trial.
+        ranks: This process.
+        reference: Measures the speed of a CPU beside each trial.
+        on_failure: Called with a plan's name if it cannot be trained. The plan is left
+            out afterwards. None: the error is raised.
+    """
+    left = set(plans)
+    for number in range(num_rounds):
+        for name in take_turns(list(plans), number):
+            if name not in left:
+                continue
+            try:
+                found = run_trial(
+                    plans[name],
+                    tables,
+                    batches,
+                    config,
+                    control=ranks.control,
+                    reference=reference.read,
+                )
+            except TrialError as error:
+                if on_failure is None:
+                    raise
+                left.remove(name)
+                on_failure(name, error)
+                continue
+            yield name, found
 
 
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
