@@ -267,12 +267,17 @@ TABLES: _Cases = {
             ("num_embeddings", "x"),
             ("num_embeddings", 1.5),
             ("num_embeddings", True),
+            ("num_embeddings", math.nan),
             ("embedding_dim", "x"),
+            ("embedding_dim", 10),
             ("pooling_factor", "x"),
+            ("pooling_factor", math.inf),
+            ("num_features", 0),
             ("num_features", 1.5),
             ("outputs_per_sample", "x"),
             ("profile", 3),
             ("data_type", "x"),
+            ("optimizer", "lamb"),
         )
     },
 }

@@ -65,29 +65,22 @@ def test_only_kernels_err() -> None:
         assert expected(phases([5.0] * 4, name), 0.1) == 5.0
 
 
-def test_forward_and_backward_err_independently() -> None:
-    """With the same errors, the joint maximum would be that of one kernel of 2 ms."""
-    both = phases([1.0] * 4) + phases([1.0] * 4, "bwd_compute")
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_passes_and_stages_err_independently(num_stages: int) -> None:
+    """A rank's kernels of 1 ms: forward and backward, or forward in two stages.
+
+    With the same errors, the joint maximum would be that of one kernel of 2 ms.
+    """
 
     def joined(phases_DWS6: Floats) -> Floats:
         longest: Floats = phases_DWS6.sum(axis=(2, 3)).max(axis=1)
         return longest
 
-    alike_WS = np.arange(4)[:, None]
-    found = expected_ms(joined, both, np.full((4, 1), 0.02), alike_WS)
-    assert (found - 2) / 0.02 == pytest.approx(2**0.5 * largest(4), abs=0.15)
-
-
-def test_stages_err_independently() -> None:
-    """Of each stage, another rank is the slowest. Together they take less than one."""
-
-    def joined(phases_DWS6: Floats) -> Floats:
-        longest: Floats = phases_DWS6.sum(axis=(2, 3)).max(axis=1)
-        return longest
-
-    two = phases([1.0] * 4).repeat(2, axis=1)
-    alike_WS = np.arange(4)[:, None].repeat(2, axis=1)
-    found = expected_ms(joined, two, np.full((4, 2), 0.02), alike_WS)
+    found_WS6 = phases([1.0] * 4).repeat(num_stages, axis=1)
+    if num_stages == 1:
+        found_WS6 += phases([1.0] * 4, "bwd_compute")
+    alike_WS = np.arange(4)[:, None].repeat(num_stages, axis=1)
+    found = expected_ms(joined, found_WS6, np.full((4, num_stages), 0.02), alike_WS)
     assert (found - 2) / 0.02 == pytest.approx(2**0.5 * largest(4), abs=0.15)
 
 

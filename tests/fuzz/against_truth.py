@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -41,6 +42,23 @@ KERNELS = {
 }
 
 
+Way = str | Sequence[str | None]
+"""A sharding type, or one with a kernel of `KERNELS`."""
+
+
+def table(
+    rows: int, dim: int, *ways: Way, module: int = 0, pooling: float = 4.0
+) -> Case:
+    """Return a table of a case."""
+    return {
+        "rows": rows,
+        "dim": dim,
+        "pooling": pooling,
+        "module": module,
+        "ways": [(way, None) if isinstance(way, str) else way for way in ways],
+    }
+
+
 def draw(rng: Random) -> Case:
     """Return a task as plain data, with few enough placements to try them all."""
     ranks, node = rng.choice([(1, 1), (2, 2), (2, 1), (3, 3), (4, 2)])
@@ -60,13 +78,13 @@ def draw(rng: Random) -> Case:
 
     count = rng.randrange(1, 5 if ranks < 4 else 4) + is_plain
     tables = [
-        {
-            "rows": int(10 ** rng.uniform(0, 4)),
-            "dim": rng.choice([4, 8, 12]),
-            "pooling": round(10 ** rng.uniform(-1, 2), 3),
-            "module": rng.randrange(2),
-            "ways": ways(),
-        }
+        table(
+            int(10 ** rng.uniform(0, 4)),
+            rng.choice([4, 8, 12]),
+            *ways(),
+            module=rng.randrange(2),
+            pooling=round(10 ** rng.uniform(-1, 2), 3),
+        )
         for _ in range(count)
     ]
     case: Case = {
@@ -77,10 +95,10 @@ def draw(rng: Random) -> Case:
         "even": has_luck(rng, 0.3),
         "narrowest": rng.choice([4, 4, 8]),
     }
-    for table in tables:
+    for one in tables:
         if has_luck(rng, 0.15):
             allowed = rng.sample(range(ranks), rng.randint(1, ranks))
-            table["allowed"] = sorted(allowed)
+            one["allowed"] = sorted(allowed)
     if count > 1 and has_luck(rng, 0.25):
         case["apart"] = rng.sample(range(count), 2)
     if count > 1 and has_luck(rng, 0.2):

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.fuzz import against_truth
+from tests.fuzz.against_truth import table
 from tests.fuzz.campaign import Case, Outcome, judge_drawn
 
-
-def table(
-    rows: int,
-    dim: int,
-    *ways: Sequence[str | None],
-    module: int = 0,
-    pooling: float = 4.0,
-) -> Any:
-    return {
-        "rows": rows,
-        "dim": dim,
-        "pooling": pooling,
-        "module": module,
-        "ways": list(ways),
-    }
-
-
-COLUMN, HOST = ["column_wise", None], ["column_wise", "uvm"]
-NODE_COLUMN = ["table_column_wise", None]
-ROW, NODE_ROW, GRID, REPLICA = (
-    ["row_wise", None],
-    ["table_row_wise", None],
-    ["grid_shard", None],
-    ["data_parallel", "dense"],
-)
+COLUMN, NODE_COLUMN, ROW = "column_wise", "table_column_wise", "row_wise"
+NODE_ROW, GRID = "table_row_wise", "grid_shard"
+HOST, REPLICA = ("column_wise", "uvm"), ("data_parallel", "dense")
 
 FOUND: dict[str, tuple[Any, ...]] = {
     "apart from a table on all ranks no rank is left, which meant any": (

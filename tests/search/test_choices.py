@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
 import pytest
 
 from tests.builders import make_tables, make_task, run_search
-from tests.fuzz.against_truth import build, models
+from tests.fuzz.against_truth import build, models, table
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.search import NeuroShardSearcher
@@ -22,13 +23,12 @@ def test_no_switch_of_a_single_table_improves_a_choice() -> None:
     """Most steps switch many tables; the last steps switch single tables."""
     rng = np.random.default_rng(5)
     tables = [
-        {
-            "rows": int(10 ** rng.uniform(2, 7)),
-            "dim": 128,
-            "pooling": float(rng.integers(1, 101)),
-            "module": 0,
-            "ways": [(k, None) for k in ("column_wise", "row_wise", "table_row_wise")],
-        }
+        table(
+            int(10 ** rng.uniform(2, 7)),
+            128,
+            *("column_wise", "row_wise", "table_row_wise"),
+            pooling=float(rng.integers(1, 101)),
+        )
         for _ in range(12)
     ]
     task = build({"ranks": 16, "node": 8, "tables": tables})
@@ -55,11 +55,11 @@ def test_distinct_parts_represent_all_ranks_of_a_block(kind: str) -> None:
     bank = ShardBank(Simulator(task, *models(0)))
     place, rank, alike = bank.parts(np.arange(len(rows)))
     found = bank.rows(place, bank.dims_T[place], rank)
-    for table in range(len(rows)):
-        size = int(bank.block_T[table])
-        same = np.full(size, table)
+    for number in range(len(rows)):
+        size = int(bank.block_T[number])
+        same = np.full(size, number)
         every = bank.rows(same, bank.dims_T[same], np.arange(size))
-        own = place == table
+        own = place == number
         assert sorted(np.repeat(found[own], alike[own])) == sorted(every)
         assert len(set(found[own].tolist())) == len(set(every.tolist()))
 
@@ -70,18 +70,8 @@ def test_a_start_of_each_type_has_only_some_tables_in_host_memory(
 ) -> None:
     rng = np.random.default_rng(0)
     rows = [int(10 ** rng.uniform(3, 6)) for _ in range(20)]
-    tables = [
-        {
-            "rows": n,
-            "dim": 64,
-            "pooling": float(rng.integers(1, 51)),
-            "module": 0,
-            "ways": [
-                (k, u) for k in ("column_wise", "row_wise") for u in (None, "uvm")
-            ],
-        }
-        for n in rows
-    ]
+    ways = [*itertools.product(("column_wise", "row_wise"), (None, "uvm"))]
+    tables = [table(n, 64, *ways, pooling=float(rng.integers(1, 51))) for n in rows]
     room = sum(rows) * 64 * 4 * 0.5 / 4
     task = build({"ranks": 4, "node": 4, "tables": tables, "memory": [int(room)] * 4})
     simulator = Simulator(task, load_cost_model("cpu"), AnalyticCommsModel(0.3))
@@ -108,14 +98,8 @@ def test_a_table_that_no_rank_can_hold_whole_is_priced_in_column_shards() -> Non
 def test_several_costly_tables_are_spread_together() -> None:
     """One table in rows gains nothing while another one is the bottleneck."""
     tables = [
-        {
-            "rows": 10**6 if n < 5 else 10**4,
-            "dim": 4,
-            "pooling": 60.0 if n < 5 else 2.0,
-            "module": 0,
-            "ways": [("column_wise", None), ("row_wise", None)],
-        }
-        for n in range(25)
+        table(rows, 4, "column_wise", "row_wise", pooling=pooling)
+        for rows, pooling in [(10**6, 60.0)] * 5 + [(10**4, 2.0)] * 20
     ]
     task = build({"ranks": 8, "node": 8, "tables": tables})
     simulator = Simulator(task, load_cost_model("cpu"), AnalyticCommsModel(1.0))

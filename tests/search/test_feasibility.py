@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.builders import make_tables, make_task
-from tests.fuzz.against_truth import build
+from tests.fuzz.against_truth import build, table
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.search.feasibility import check_memory, pack, way_out
@@ -81,13 +81,14 @@ def one_table(*ways: str, memory: int, **fields: Any) -> ShardingTask:
 
     Ways that begin with "uvm " have their rows in host memory.
     """
-    known = {"rows": 25, "dim": 64, "pooling": 1.0, "module": 0}
     kinds = [
         (way.removeprefix("uvm "), "uvm" if way.startswith("uvm ") else None)
         for way in ways
     ]
     caps = {name: (memory,) * 4 for name in ("memory", "host")}
-    task = build({"ranks": 4, "node": 4, "tables": [known | {"ways": kinds}], **caps})
+    task = build(
+        {"ranks": 4, "node": 4, "tables": [table(25, 64, *kinds, pooling=1.0)], **caps}
+    )
     return dataclasses.replace(task, uneven=False, **fields)
 
 

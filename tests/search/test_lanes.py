@@ -58,13 +58,7 @@ def mixed_task() -> ShardingTask:
     """Return tables that may have any of five sharding types."""
     ways = ["column_wise", "row_wise", "table_row_wise", "grid_shard", "data_parallel"]
     tables = [
-        {
-            "rows": 500 * (n + 1),
-            "dim": 32,
-            "pooling": 1.0 + 3 * n,
-            "module": n % 2,
-            "ways": [(kind, None) for kind in ways],
-        }
+        against_truth.table(500 * (n + 1), 32, *ways, module=n % 2, pooling=1.0 + 3 * n)
         for n in range(8)
     ]
     return against_truth.build({"ranks": 4, "node": 2, "tables": tables})

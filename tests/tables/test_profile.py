@@ -213,9 +213,7 @@ def test_variable_batches_tell_their_share_of_samples() -> None:
 @pytest.mark.parametrize(
     ("given", "value"),
     [
-        ({"batch_size": 0}, "got 0"),
         ({"batch_share": 0.0}, "batch_share must be above 0, got 0"),
-        ({"num_lookups": math.nan}, "num_lookups=nan"),
         ({"pooling_std": -1.0}, "pooling_std=-1"),
         ({"access_histogram": (1.0, 2.0)}, "17 bins"),
         ([], "no batches"),
