@@ -70,7 +70,7 @@ MIB, GIB = 2**20, 2**30
 QUICK = SearchConfig(
     effort=0.25, restarts=1, time_budget_seconds=60.0, bound="thorough"
 )
-"""Finds a plan, not a good one, however slow the machine."""
+"""A quick search: any valid plan, on any machine."""
 
 Triples = Sequence[tuple[int, int, int]]
 """(table, width, rank) of each shard."""
@@ -80,12 +80,12 @@ ATTACHES_OPTIMIZERS = [
     pytest.mark.filterwarnings(f"ignore:{text}:DeprecationWarning")
     for text in (r"`torch\.jit\.\w+` is deprecated", "This API is deprecated")
 ]
-"""Marks of tests that give tables an optimizer as TorchRec's users do; torch warns of
-modules of its own."""
+"""Marks of tests that attach optimizers as TorchRec's users do: torch then warns about
+its own modules."""
 
 
 def printed_elsewhere(code: str, hash_seed: int) -> Any:
-    """The JSON that a program prints in a process of its own."""
+    """Run a program in another process; return the JSON that it prints."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         check=True,
@@ -101,7 +101,7 @@ def printed_elsewhere(code: str, hash_seed: int) -> Any:
 
 
 def torchrun(num_ranks: int, *arguments: str, folder: Path | None = None) -> str:
-    """What ranks on this machine's CPUs print, one thread each."""
+    """Run ranks on this machine's CPUs, one thread each; return what they print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     known = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(
@@ -125,7 +125,7 @@ def make_tables(
     pooling: float | Sequence[float] = 1.0,
     **fields: Any,
 ) -> tuple[TableConfig, ...]:
-    """Tables t0, t1, ... of these widths; one number of rows stands for all."""
+    """Return tables t0, t1, ... of these widths; a single value holds for all."""
     count = len(widths)
     all_rows = [rows] * count if isinstance(rows, int) else rows
     all_pooling = [pooling] * count if isinstance(pooling, int | float) else pooling
@@ -151,7 +151,7 @@ def make_task(
     memory: int = 0,
     **fields: Any,
 ) -> ShardingTask:
-    """A task whose ranks have as much memory each; 0 is no limit."""
+    """Return a task. Each rank has `memory` bytes; 0 means no limit."""
     if memory:
         fields["memory_bytes"] = (memory,) * world_size
     return ShardingTask(
@@ -167,7 +167,7 @@ def draw_tables(
     most_rows: int = 10**6,
     spread: float = 1.5,
 ) -> tuple[TableConfig, ...]:
-    """Tables of 100 rows and more, most of them read seldom and some a lot."""
+    """Draw tables of at least 100 rows. Few of them get most of the lookups."""
     drawn = [
         (
             int(10 ** rng.uniform(2, np.log10(most_rows))),
@@ -188,7 +188,7 @@ def draw_memory(
     total: float,
     evenness: float = 40.0,
 ) -> tuple[int, ...]:
-    """Ranks of unlike memory, together `total` times what the weights take."""
+    """Draw unequal memory per rank, `total` times the weights' bytes in all."""
     share = rng.dirichlet(np.full(world_size, evenness))
     size = total * sum(t.weight_bytes for t in tables)
     return tuple(int(size * s) for s in share)
@@ -200,7 +200,7 @@ def search(
     cost_model: CostModel | None = None,
     comms_model: CommsModel | None = None,
 ) -> SearchResult:
-    """What the default search finds."""
+    """Run the default search."""
     return run_search(NeuroShardSearcher(config), task, cost_model, comms_model)
 
 
@@ -210,7 +210,7 @@ def run_search(
     cost_model: CostModel | None = None,
     comms_model: CommsModel | None = None,
 ) -> SearchResult:
-    """What a search finds with these models, by default the analytic ones."""
+    """Run a search with these models; by default, the analytic ones."""
     simulator = Simulator(
         task, cost_model or AnalyticCostModel(), comms_model or AnalyticCommsModel()
     )
@@ -218,14 +218,14 @@ def run_search(
 
 
 def analytic() -> dict[str, Any]:
-    """Both models, as planners and their parts take them."""
+    """Return the analytic models as keywords of planners and their parts."""
     return {"cost_model": AnalyticCostModel(), "comms_model": AnalyticCommsModel()}
 
 
 def result_of(
     task: ShardingTask, triples: Triples, simulator: Simulator
 ) -> SearchResult:
-    """What a search returns that knows this placement alone."""
+    """Return this placement as the result of a search."""
     placement = Placement.from_widths(task.world_size, triples, task)
     return SearchResult(
         placement=placement,
@@ -238,7 +238,7 @@ def result_of(
 
 
 class FixedSearcher(Searcher):
-    """Places shards given beforehand, or found for each task; keeps the tasks."""
+    """Returns given shards, or those that a function finds; keeps the tasks."""
 
     name = "fixed"
 
@@ -266,7 +266,7 @@ class FixedSearcher(Searcher):
 ONE_PASS = PassCounts(
     min_passes=1, max_passes=1, time_budget_seconds=0.0, num_batches=1
 )
-"""Measures next to nothing."""
+"""One pass: tests need a record, not a good time."""
 
 
 def make_fingerprint(device: str = "test device", **fields: Any) -> Fingerprint:
@@ -275,7 +275,7 @@ def make_fingerprint(device: str = "test device", **fields: Any) -> Fingerprint:
 
 
 def make_header(device: str = "test device", **fields: Any) -> RunHeader:
-    """Of a run that measured kernels."""
+    """Return the header of a run that measured kernels."""
     known: dict[str, Any] = {
         "fingerprint": make_fingerprint(device),
         "reference_ms": 8.0,
@@ -293,7 +293,7 @@ def make_comms_header(
     device: str = "test device",
     **fields: Any,
 ) -> CommsHeader:
-    """Of a run that measured collectives on one node."""
+    """Return the header of a run that measured collectives on one node."""
     plain = make_header(
         device, reference_ms=1.0, command="neuroshard collect comms", **fields
     )
@@ -317,7 +317,7 @@ def make_record(
     bwd_ms: float = 2.0,
     **fields: Any,
 ) -> CostRecord:
-    """A set of tables that was measured in one pass each way."""
+    """Return the record of a set: one pass forward, one backward."""
     known: dict[str, Any] = {
         "index": 0,
         "batch_size": 16,
@@ -336,7 +336,7 @@ def make_comms_record(
     transfer_ms: Sequence[float] = (0.5, 1.0),
     **fields: Any,
 ) -> CommsRecord:
-    """A collective between all ranks of one node, measured twice."""
+    """Return the record of a collective of one node's ranks, measured twice."""
     known: dict[str, Any] = {
         "index": 0,
         "world_size": len(bytes_per_peer),
@@ -362,8 +362,10 @@ def draw_records(
     max_tables: int = 7,
     max_dim: int = 32,
 ) -> list[CostRecord]:
-    """Sets on a made-up device, where wide rows cost less than their bytes; every
-    fourth is held out."""
+    """Return sets of a made-up device on which wide rows cost less than their bytes.
+
+    Every fourth set is held out.
+    """
     rng = np.random.default_rng(seed)
     records = []
     for index in range(count):
@@ -389,7 +391,7 @@ def draw_records(
 
 
 def costed(records: list[CostRecord], model: CostModel) -> list[CostRecord]:
-    """The same sets, as if they had taken what a model predicts."""
+    """Replace measured times by a model's predictions."""
     data = build_sets(records)
     costs = model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
     return [
@@ -401,7 +403,7 @@ def costed(records: list[CostRecord], model: CostModel) -> list[CostRecord]:
 def write_records(
     path: Path, header: RunHeader, records: Iterable[CostRecord | CommsRecord]
 ) -> Path:
-    """A finished file, of collectives where the header is of them."""
+    """Write a finished record file, of kernels or collectives like its header."""
     with RecordStore(path, header) as store:
         for record in records:
             store.append(record)
@@ -414,7 +416,7 @@ def write_records(
 def bag_config(
     number: int = 0, rows: int = 1000, dim: int = 32, **arguments: Any
 ) -> EmbeddingBagConfig:
-    """Table t0, t1, ... of feature f0, f1, ..."""
+    """Return table t0, t1, ... of feature f0, f1, ..."""
     return EmbeddingBagConfig(
         **{
             "name": f"t{number}",
@@ -429,7 +431,7 @@ def bag_config(
 def bags(
     *tables: EmbeddingBagConfig, weighted: bool = False, device: torch.device = META
 ) -> EmbeddingBagCollection:
-    """The tables given, else three of a kind."""
+    """Return the given tables, or three equal ones."""
     return EmbeddingBagCollection(
         tables=list(tables or map(bag_config, range(3))),
         device=device,
@@ -446,7 +448,10 @@ def make_ebc(
     data_types: dict[int, DataType] | None = None,
     poolings: dict[int, PoolingType] | None = None,
 ) -> EmbeddingBagCollection:
-    """Bags of tables of these rows and widths; the rest is by a table's number."""
+    """Return a collection of tables with these rows and widths.
+
+    The dictionaries hold values by table number.
+    """
     tables = [
         bag_config(
             i,
@@ -463,7 +468,7 @@ def make_ebc(
 
 
 def sequences(*dims: int, rows: int = 1000, prefix: str = "s") -> EmbeddingCollection:
-    """Tables s0, s1, ... of these widths."""
+    """Return sequence tables s0, s1, ... of these widths."""
     return EmbeddingCollection(
         tables=[
             EmbeddingConfig(
@@ -481,7 +486,7 @@ def sequences(*dims: int, rows: int = 1000, prefix: str = "s") -> EmbeddingColle
 def fused_bags(
     *tables: EmbeddingBagConfig, device: torch.device = META, rate: float = 0.1
 ) -> FusedEmbeddingBagCollection:
-    """Bags that bring their optimizer; three tables unless others are given."""
+    """Return bags with their own optimizer; by default, of three tables."""
     return FusedEmbeddingBagCollection(
         tables=list(tables or map(bag_config, range(3))),
         optimizer_type=torch.optim.SGD,
@@ -491,7 +496,7 @@ def fused_bags(
 
 
 class Nested(nn.Module):
-    """Bags at `sparse.ebc`, beside a dense part."""
+    """A model with bags at `sparse.ebc` and a dense layer."""
 
     def __init__(self, ebc: nn.Module) -> None:
         super().__init__()
@@ -504,19 +509,19 @@ def bag_sharders() -> list[EmbeddingBagCollectionSharder]:
 
 
 def only(name: str = "t0", **arguments: Any) -> dict[str, ParameterConstraints]:
-    """Constraints on one table."""
+    """Return constraints on one table."""
     return {name: ParameterConstraints(**arguments)}
 
 
 def each(count: int, *kinds: str, **arguments: Any) -> dict[str, ParameterConstraints]:
-    """The same constraints on tables t0, t1, ...; of these sharding types, if any."""
+    """Return the same constraints for t0, t1, ...; of these sharding types, if any."""
     if kinds:
         arguments["sharding_types"] = list(kinds)
     return {f"t{i}": ParameterConstraints(**arguments) for i in range(count)}
 
 
 def by_table(**values: Sequence[Any]) -> dict[str, ParameterConstraints]:
-    """Constraints on tables t0, t1, ...: of each field, a value for each table."""
+    """Return constraints for t0, t1, ...: each field has a value per table."""
     rows = zip(*values.values(), strict=True)
     return {
         f"t{i}": ParameterConstraints(**dict(zip(values, row, strict=True)))
@@ -547,9 +552,9 @@ def make_planner(
     compute_device: str = "cpu",
     **arguments: Any,
 ) -> NeuroShardPlanner:
-    """A planner whose search is short.
+    """Return a planner with a quick search.
 
-    `topology_arguments` are those of the topology; `topology` stands in for it.
+    `topology` replaces the topology, `topology_arguments` are keywords of it.
     """
     topology = arguments.pop("topology", None) or Topology(
         world_size=world_size,
@@ -568,7 +573,7 @@ def make_planner(
 
 
 def stock_planner(topology: Topology, **arguments: Any) -> EmbeddingShardingPlanner:
-    """TorchRec's planner with what `make_planner` gives ours."""
+    """Return TorchRec's planner with `make_planner`'s settings."""
     defaults: dict[str, Any] = {
         "batch_size": 64,
         "storage_reservation": keep_nothing_back(),
@@ -579,7 +584,7 @@ def stock_planner(topology: Topology, **arguments: Any) -> EmbeddingShardingPlan
 
 
 class Chosen:
-    """A planner's callback that keeps the options of the plan that is returned."""
+    """A planner's callback that keeps the chosen options."""
 
     def __init__(self) -> None:
         self.options: list[ShardingOption] = []
@@ -593,7 +598,7 @@ class Chosen:
 
 
 def entries_of(plan: ShardingPlan) -> dict[str, Any]:
-    """Full name of a table -> how it is sharded."""
+    """Return full table name -> how the table is sharded."""
     return {
         f"{path}.{name}" if path else name: sharding
         for path, module_plan in plan.plan.items()
@@ -602,12 +607,12 @@ def entries_of(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def entry_of(plan: ShardingPlan, name: str = "t0") -> Any:
-    """The first table of this name, in whatever module."""
+    """Return how the first table of this name is sharded, in any module."""
     return next(m[name] for m in plan.plan.values() if name in m)
 
 
 def shards_of(plan: ShardingPlan) -> dict[str, list[tuple[int, int, int]]]:
-    """Table -> (offset, width, rank) of each shard, by offset."""
+    """Return table -> (offset, width, rank) of each shard, sorted by offset."""
     return {
         name: sorted(
             (m.shard_offsets[1], m.shard_sizes[1], r)
@@ -618,29 +623,29 @@ def shards_of(plan: ShardingPlan) -> dict[str, list[tuple[int, int, int]]]:
 
 
 def types_of(plan: ShardingPlan) -> dict[str, str]:
-    """Table -> sharding type."""
+    """Return table -> sharding type."""
     return {name: s.sharding_type for name, s in entries_of(plan).items()}
 
 
 def last_result(planner: NeuroShardPlanner) -> SearchResult:
-    """What the planner says of its last plan; there is one."""
+    """Return the result of the planner's last plan, which must exist."""
     assert planner.last_result is not None
     return planner.last_result
 
 
 def last_task(planner: NeuroShardPlanner) -> ShardingTask:
-    """What was searched for the last plan; there is one."""
+    """Return the task of the planner's last plan, which must exist."""
     assert planner.last_task is not None
     return planner.last_task
 
 
 def cost_of(planner: NeuroShardPlanner) -> float:
-    """Critical path of the last plan [ms]."""
+    """Return the critical path of the last plan [ms]."""
     return last_result(planner).predicted.critical_path_ms
 
 
 def check_result(planner: NeuroShardPlanner) -> None:
-    """The result is a full placement and its sums are those of its ranks."""
+    """Check that the result places all columns and adds up its ranks' phases."""
     result, task = last_result(planner), last_task(planner)
     result.placement.check(task)
     waiting_ms = sum(
@@ -655,7 +660,7 @@ def check_result(planner: NeuroShardPlanner) -> None:
 
 
 def check_plan(plan: ShardingPlan, module: nn.Module, world_size: int) -> None:
-    """Every value of every planned table has its place, on a rank that there is."""
+    """Check that each value of each planned table is placed once, on a known rank."""
     for path, module_plan in plan.plan.items():
         tables = table_configs(module.get_submodule(path))
         sizes = {t.name: (t.num_embeddings, t.embedding_dim) for t in tables}

@@ -14,7 +14,7 @@ from tests.distributed.ranks import ONE_NODE, OfJob, Results, run_ranks
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Results:
-    """What each rank returned for a job of a module."""
+    """Return what each rank returned for a job of a module."""
     items = request.session.items
     is_nightly = any(item.get_closest_marker("nightly") for item in items)
     collected = [getattr(item, "module", None) for item in items]

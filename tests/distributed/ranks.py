@@ -38,7 +38,7 @@ OfJob = Callable[[str], list[dict[str, Any]]]
 
 
 def message_of(action: Callable[[], Any]) -> str:
-    """What an action raises, in words that a rank can send."""
+    """Return what an action raises, as text that a rank can send."""
     try:
         action()
     except Exception as error:

@@ -23,13 +23,13 @@ from torchrec_neuroshard.measure.store import read_comms_records
 pytestmark = pytest.mark.distributed
 
 END_SECONDS = 600
-"""Far more than is needed, so that no busy machine fails."""
+"""Far more than needed, so that tests pass on busy machines."""
 
 Ranks = list["subprocess.Popen[str]"]
 
 
 def start(path: Path) -> Ranks:
-    """Three ranks, as torchrun would start them."""
+    """Start three ranks as torchrun would."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -52,7 +52,7 @@ def start(path: Path) -> Ranks:
 
 
 def ends(ranks: Ranks) -> list[tuple[int, str]]:
-    """Exit code and errors of every rank; lines that say how far it is are none."""
+    """Return exit code and errors of every rank, without lines of progress."""
     outputs = [
         re.sub(r"^neuroshard: .*, \d+ s\n", "", text, flags=re.MULTILINE)
         for _, text in (r.communicate(timeout=END_SECONDS) for r in ranks)

@@ -35,7 +35,7 @@ if os.environ["RANK"] == "0":
     open(os.environ["NEUROSHARD_CACHE"] + ".measured", "a").write("x")
     shutil.copytree({SHIPPED!r}, sys.argv[1] + "/bundle")
 """
-"""In place of measuring: a bundle is there at once."""
+"""Program in place of the measurement: it copies a bundle."""
 
 ABORTS = "import os; os.abort()"
 DAILY = ("twice", "aborts")

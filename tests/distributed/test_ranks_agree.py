@@ -52,7 +52,7 @@ class Broken(EmbeddingEnumerator):
 
 
 class Interrupts(BaseException):
-    """Ends a rank's part, and not its process."""
+    """Ends a rank's job but not its process."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Rank:
     pg: dist.ProcessGroup
     number: int
     folder: Path
-    """The case's, of all ranks."""
+    """The case's folder, shared by all ranks."""
     patch: pytest.MonkeyPatch
 
     def plan(self, planned_before: bool = False, **arguments: Any) -> Any:
@@ -74,7 +74,7 @@ class Rank:
         return found, planner.last_result
 
     def run(self, program: str) -> None:
-        """Have a program stand in for what measures."""
+        """Run a program in place of the measurement."""
         self.patch.setattr(f"{PACKAGE}.bundles.measure_job.PROGRAM", ("-c", program))
 
 
@@ -143,7 +143,7 @@ class OfFirst:
 
 
 def odd_offer(at: Rank) -> Any:
-    """The first rank's wish to measure is one that the others cannot read."""
+    """The first rank sends a request to measure that the others cannot read."""
     at.patch.setattr(
         f"{PACKAGE}.planner.first_launch.meeting_place",
         lambda _: contextlib.nullcontext(OfFirst()),
@@ -152,7 +152,7 @@ def odd_offer(at: Rank) -> Any:
 
 
 def odd_plan(at: Rank, odd: Any) -> Any:
-    """A callback raises an error, or puts what is odd into the plan."""
+    """Plan with a callback that raises an error or puts an odd value into the plan."""
 
     def callback(options: Any) -> Any:
         if isinstance(odd, BaseException):
@@ -175,7 +175,7 @@ class Case:
     expected: str = PLAN
     """Kind of the error on all ranks, and what it says."""
     warned: tuple[str, str] = ("", "")
-    """Of what the first rank is warned, and the others."""
+    """Text of the warning on the first rank, and on the others."""
     seconds: float = PATIENT_SECONDS
     """Time-out of the group."""
     num_nodes: int = ONE_NODE

@@ -64,7 +64,7 @@ class Case:
     optimizer: Any = RowWiseAdagrad
     features: Sequence[Sequence[str]] = ()
     by_hand: Sequence[Sequence[int]] = ()
-    """Of each table its width on each rank, in place of what the search finds."""
+    """Widths of each table on each rank, in place of the search's."""
 
     def names(self, table: int) -> list[str]:
         """Features that read a table."""
@@ -123,7 +123,7 @@ def planner_of(case: Case, search: Any = "default") -> Any:
 
 
 def shard(case: Case) -> tuple[Any, Any]:
-    """The model sharded by the case's triples, and the planner of later plans."""
+    """Return the model sharded by the case's triples, and a planner for later plans."""
     sharders = get_default_sharders()
     first = planner_of(case, FixedSearcher(case.triples)).plan(Model(case), sharders)
     return shard_model(Model(case, CPU), first, sharders), planner_of(case)

@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def shard() -> Any:
-    """The model, whose every second table is on either rank, whole."""
+    """Return the model; each rank holds every second table, whole."""
     plan = EmbeddingModuleShardingPlan()
     for number in range(NUM_TABLES):
         rank = number % 2
@@ -68,7 +68,7 @@ def shard() -> Any:
 
 
 def train(rank: int) -> dict[str, Any]:
-    """Start and end of this rank's kernels in every step [s]."""
+    """Return start and end of this rank's kernels in every step [s]."""
     model = shard()
     timer = PhaseTimer(model, CPU)
     keys = [f"f{i}" for i in range(NUM_TABLES)]

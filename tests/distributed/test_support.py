@@ -78,7 +78,7 @@ TYPES = (
     "data_parallel",
 )
 UNASKED = "unasked"
-"""Instead of a sharding type: what the planner may choose without constraints."""
+"""Stands for a sharding type: the planner chooses, without constraints."""
 SPLIT = ("column_wise", "table_column_wise", "grid_shard")
 
 LOCAL_BATCH, NUM_ROWS, MAX_LENGTH = 8, 12, 4
@@ -93,7 +93,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs/support.md"
 BEGIN, END = "<!-- made by make support-table -->", "<!-- end -->"
 
 NUM_WARM_UP = len(STEPS) + 1
-"""Batches after which managed ids keep their rows."""
+"""Batches until managed ids keep their rows."""
 
 Outcomes = dict[str, dict[str, Any]]
 """Model -> sharding type -> what came of it on each rank, or an error."""
@@ -176,7 +176,7 @@ def managed(plain: Callable[[Sequence[Any]], Any], tables: Sequence[Any]) -> Any
 
 @dataclass(frozen=True)
 class Part:
-    """A kind of module, and the unsharded one that it is compared with."""
+    """A kind of module, and the unsharded module that it is compared with."""
 
     kind: str
     build: Callable[[Sequence[Any]], Any]
@@ -186,7 +186,7 @@ class Part:
     pooling: PoolingType = PoolingType.SUM
 
     def tables(self, number: int, types: Sequence[str]) -> list[Any]:
-        """Tables of those types that TorchRec has for the module."""
+        """Return tables of the types that TorchRec offers for the module."""
         offered = sharder_of(self.kind).sharding_types("cuda")
         pooled = self.unsharded is not sequences_of
         config = EmbeddingBagConfig if pooled else EmbeddingConfig
@@ -271,7 +271,7 @@ class Model(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.read: list[Any] = []
-        """The last batches, ids as their rows are numbered."""
+        """The last batches, with ids mapped to rows."""
 
     def forward(self, batches: Sequence[Any]) -> dict[str, torch.Tensor]:
         outputs: dict[str, torch.Tensor] = {}
@@ -299,7 +299,7 @@ class InTurn(FixedSearcher):
         super().__init__(self.placed)
 
     def placed(self, task: ShardingTask) -> Triples:
-        """All shards; columns that may be split are halved."""
+        """Return all shards; tables that may be split are halved."""
         triples = []
         for ways in task.ways:
             number = int(task.tables[ways[0]].name.split("/")[-1])
@@ -319,7 +319,7 @@ def kernel_of(kind: str) -> str:
 
 
 def limits_of(kind: str) -> dict[str, Any]:
-    """Constraints that leave a sharding type alone, or all that TorchRec offers."""
+    """Return constraints to one sharding type, or to none for `UNASKED`."""
     limits: dict[str, Any] = {"min_partition": 16} if kind in SPLIT else {}
     if kind != UNASKED:
         limits |= {"sharding_types": [kind], "compute_kernels": [kernel_of(kind)]}
@@ -327,7 +327,7 @@ def limits_of(kind: str) -> dict[str, Any]:
 
 
 def varied(batch: KeyedJaggedTensor, rank: int) -> KeyedJaggedTensor:
-    """The first samples of each feature, one to all, which the others repeat."""
+    """Keep the first samples of each feature; the other samples repeat them."""
     keys, parts = batch.keys(), batch.to_dict()
     counts = [1 + (i + rank) % LOCAL_BATCH for i in range(len(keys))]
     lengths = [parts[k].lengths()[:n] for k, n in zip(keys, counts, strict=True)]
@@ -347,7 +347,7 @@ def varied(batch: KeyedJaggedTensor, rank: int) -> KeyedJaggedTensor:
 
 
 def whole(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same batch, with the repeated samples of each feature in their places."""
+    """Return the batch with the repeated samples of each feature written out."""
     if not batch.variable_stride_per_key():
         return batch
     keys, repeats = batch.inverse_indices()
@@ -584,7 +584,7 @@ def test_trained_tables_equal_unsharded_ones(outcomes: Outcomes) -> None:
 
 @pytest.mark.nightly
 def test_table_in_the_documentation_is_what_ran(outcomes: Outcomes) -> None:
-    """The table, with the errors below it."""
+    """The page holds the table, and the errors below it."""
     notes: dict[str, int] = {}
 
     def cell(found: Any) -> str:

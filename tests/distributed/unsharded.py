@@ -15,7 +15,7 @@ from tests.builders import CPU
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every table of an unsharded model."""
+    """Return a copy of every table of an unsharded model."""
     state = model.state_dict()
     return {k: v.detach().clone() for k, v in state.items() if "embedding" in k}
 
@@ -27,7 +27,7 @@ def shard_model(
     kind: Any = DistributedModelParallel,
     **arguments: Any,
 ) -> Any:
-    """The model sharded, its tables as they were; TorchRec draws others."""
+    """Shard a model and copy its weights, since TorchRec draws new ones."""
     start = weights_of(model)
     sharded = kind(model, device=CPU, plan=plan, sharders=sharders, **arguments)
     state = sharded.state_dict()
@@ -38,7 +38,7 @@ def shard_model(
 
 
 def gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of two values, which may be empty."""
+    """Return the largest difference of two tensors; 0 if they are empty."""
     assert one.shape == other.shape
     off = (one.detach() - other.detach()).abs()
     return float(off.max()) if off.numel() else 0.0
@@ -47,7 +47,7 @@ def gap(one: torch.Tensor, other: torch.Tensor) -> float:
 def local_parts(
     state: Mapping[str, Any], whole: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Each shard on this rank, and the part of the whole tensor that it holds.
+    """Yield each shard on this rank, and its part of the whole tensor.
 
     Args:
         state: Of a sharded module.
@@ -68,7 +68,7 @@ def local_parts(
 
 
 def loss_of(outputs: Mapping[str, torch.Tensor], num_samples: int) -> torch.Tensor:
-    """Every column of every output has a gradient of its own."""
+    """Return a loss in which every column of every output has its own gradient."""
     total = torch.zeros(())
     for key in sorted(outputs):
         value = outputs[key]
@@ -107,14 +107,14 @@ def train_step(
 
 
 def weights_gap(sharded: nn.Module, want: Mapping[str, torch.Tensor]) -> float:
-    """The largest difference of this rank's shards from whole tables."""
+    """Return the largest difference of this rank's shards from whole tables."""
     state = sharded.state_dict()
     parts = local_parts({key: state[key] for key in want}, want)
     return max((gap(shard, part) for _, shard, part in parts), default=0.0)
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Every sharded table whole, the same on all ranks."""
+    """Gather every sharded table; the result is the same on all ranks."""
     found = {}
     for key, value in model.state_dict().items():
         if not hasattr(value, "local_shards"):
@@ -136,7 +136,7 @@ def draw_batch(
     weighted: bool = False,
     num_ids: tuple[int, int] = (0, 3),
 ) -> KeyedJaggedTensor:
-    """Bags of none to three ids, or of another number from least to most."""
+    """Draw bags of `num_ids` ids, from the least to the most."""
     generator = torch.Generator().manual_seed(seed)
     least, most = num_ids
     lengths = torch.randint(

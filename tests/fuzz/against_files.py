@@ -65,10 +65,10 @@ from torchrec_neuroshard.tables.loaders import load_profiles, read_tables, save_
 from torchrec_neuroshard.tables.profile import zipf_profile
 
 SECONDS = 5
-"""Of work; twenty times as many of waiting, since the machine may be shared."""
+"""Processor time of a case; it may wait twenty times as long on a shared machine."""
 MORE_BYTES = 2**30
 RUN_NAME = "was_run"
-"""A file that is there once a pickle has been obeyed."""
+"""This file exists once a pickle has run code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _use_kernels(folder: Path) -> None:
 
 @functools.cache
 def some_records() -> tuple[CostRecord, ...]:
-    """Measured sets of one table each."""
+    """Return measured sets of one table each."""
     return tuple(
         make_record(make_tables([8], profile=_profile(1000)), 1.0 + index, index=index)
         for index in range(5)
@@ -248,7 +248,7 @@ _HOLDER = tempfile.TemporaryDirectory(prefix="sound-")
 
 @functools.cache
 def sound_files() -> Path:
-    """A folder of sound files for each kind; lives as long as the process."""
+    """Return a folder with sound files of each kind; the process's end removes it."""
     for name, kind in KINDS.items():
         folder = Path(_HOLDER.name, name)
         folder.mkdir()
@@ -271,7 +271,7 @@ UNWRITABLE = (
     *(OSError, LookupError, TypeError, ValueError),
     *(OverflowError, RecursionError),
 )
-"""Raised for files that are damaged already, and values that no file holds."""
+"""What edits raise for files that are damaged already, or values no file can hold."""
 
 
 def draw(rng: Random) -> Case:
@@ -288,7 +288,7 @@ def draw(rng: Random) -> Case:
 
 
 class _Evil:
-    """Unpickled by whoever obeys pickles, it leaves a file."""
+    """Pickle payload: creates a file if anything unpickles it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -323,7 +323,7 @@ def apply(case: Case, folder: Path) -> None:
 
 
 def _damaged_bytes(data: bytes, rng: np.random.Generator) -> bytes:
-    """Put other bytes in a place, a large count among them, or leave out the rest."""
+    """Overwrite bytes at a place, perhaps by a large count, or cut the file."""
     held = bytearray(data or b"\0")
     at = int(rng.integers(len(held)))
     if rng.random() < 0.5:  # where formats keep what matters
@@ -400,7 +400,7 @@ def _change(data: list[Any] | dict[str, Any], rng: np.random.Generator) -> None:
 
 
 def _edit_weights(path: Path, rng: np.random.Generator) -> None:
-    """Other values, in a file that is sound in itself."""
+    """Write other weights into a file that stays well-formed."""
     data = bytearray(path.read_bytes())
     count = min(64, len(data)) // 4 * 4
     values = np.frombuffer(data, dtype=np.uint8)[-count:].view(np.float32)
@@ -412,7 +412,7 @@ def _edit_weights(path: Path, rng: np.random.Generator) -> None:
 
 
 def judge(case: Case) -> Outcome:
-    """Damage, read and use; says what came of it."""
+    """Damage, read and use a file; return the outcome."""
     with tempfile.TemporaryDirectory(prefix="damaged-") as name:
         folder = Path(name, "files")
         shutil.copytree(sound_files() / case["kind"], folder)

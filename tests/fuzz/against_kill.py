@@ -33,27 +33,27 @@ from torchrec_neuroshard.measure.store import RecordStore, read_records
 from torchrec_neuroshard.plans.plan_files import read_plan
 
 PROGRESS = "told"
-"""Beside the folder: one byte for each thing that a writer called safely written."""
+"""File beside the folder: a byte for each thing that the writer called safe."""
 WRITTEN = "written"
 TOUCHES, BYTES = 30, 10**5
-"""Few writers touch the disk more often, and no file is longer."""
+"""Upper limits: few writers touch the disk more often, and no file is longer."""
 
 
 class Writer:
-    """What changes files of one kind, and what must hold of them."""
+    """Changes files of one kind, and checks them."""
 
     def prepare(self, folder: Path) -> None:
-        """Write what is there before."""
+        """Write the old state."""
 
     def write(self, folder: Path, tell: Callable[[], object]) -> None:
-        """Change it; `tell` says that one thing more is safe by now."""
+        """Write the new state; call `tell` when one more thing is safe."""
 
     def check(self, folder: Path, told: int) -> None:
-        """Raise where something is lost or half-written."""
+        """Raise if something is lost or half-written."""
 
 
 class Records(Writer):
-    """Two records in a file, and three that are measured."""
+    """A file with two records; three more are measured."""
 
     def prepare(self, folder: Path) -> None:
         known = against_files.some_records()[:2]
@@ -76,7 +76,7 @@ class Records(Writer):
 
 
 class Bundle(Writer):
-    """A model that another one replaces."""
+    """A model is replaced by another one."""
 
     names = "cpu", "cpu_epyc_zen5"
 
@@ -102,7 +102,7 @@ class Bundle(Writer):
 
 
 class Plan(Writer):
-    """A plan file that another one replaces."""
+    """A plan file is replaced by another one."""
 
     def prepare(self, folder: Path) -> None:
         shutil.copy(against_files.sound_files() / "plan" / "plan.json", folder)
@@ -126,7 +126,7 @@ KEY = cache.CacheKey(
 
 
 class Cache(Writer):
-    """A bundle that takes the place of a damaged one."""
+    """A damaged bundle in the cache is replaced."""
 
     def _store(self, folder: Path, files: Sequence[str]) -> None:
         os.environ["NEUROSHARD_CACHE"] = str(folder / "cache")
@@ -168,7 +168,7 @@ def draw(rng: Random) -> Case:
 
 
 def judge(case: Case) -> Outcome:
-    """End a writer, look at what it has left, and let it run again."""
+    """End a writer, check what it left, and run it again."""
     name, way = case["writer"], case["way"]
     writer = WRITERS[name]
     with tempfile.TemporaryDirectory(prefix="killed-") as held:
@@ -191,7 +191,7 @@ def judge(case: Case) -> Outcome:
 
 
 def _write(writer: Writer, folder: Path, way: str = "", limit: int = 0) -> str:
-    """Run a writer, which a process of its own does; return how it ended."""
+    """Run a writer in this process, which a parent forked; return how it ended."""
     flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
     progress = os.open(folder.with_name(PROGRESS), flags)
     torch.set_num_threads(1)  # of more, a child of fork has none

@@ -31,10 +31,10 @@ from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 STOCK_SECONDS = 2
-"""TorchRec's own timeout, between proposals."""
+"""Timeout of TorchRec's planner, checked between proposals."""
 HANG_SECONDS = 30.0
 MOST_PROPOSALS = 10_000
-"""Of TorchRec's grid search by default."""
+"""Default limit of TorchRec's grid search."""
 TOLERANCE = 1e-6
 UNTRAINED = (
     "before torchrec 1.9",
@@ -45,7 +45,7 @@ UNTRAINED = (
     "BagCollection twice",
     "FBGEMM trains",
 )
-"""Words of errors about plans that TorchRec makes, but does not train as it should."""
+"""Words in errors about plans that TorchRec makes but does not train correctly."""
 SHARDERS = get_default_sharders()
 PlannerT = TypeVar("PlannerT", bound=EmbeddingShardingPlanner)
 
@@ -127,7 +127,7 @@ def _failed(
 
 
 def _never_runs(constraint: Mapping[str, Any]) -> bool:
-    """Whether kernels would not do what is asked for, whatever plans say.
+    """Whether no plan can run with this constraint.
 
     FBGEMM makes no cache of no rows.
     """
@@ -143,7 +143,7 @@ def _compared(
     plan: ShardingPlan,
     theirs: ShardingPlan | None,
 ) -> Outcome:
-    """Look at our plan, and hold its cost against that of TorchRec's."""
+    """Check our plan, and compare its cost with that of TorchRec's."""
     result, cost = last_result(planner), cost_of(planner)
     if not 0 <= cost < float("inf"):
         return f"failure, no time: {cost} ms"
@@ -178,7 +178,7 @@ def _compared(
 def _obstacle(
     planner: NeuroShardPlanner, module: nn.Module, options: list[ShardingOption]
 ) -> str | None:
-    """Say why a plan of TorchRec's is none, if so."""
+    """Say why TorchRec's plan is not valid; None if it is."""
     faulty = planner.costs.reader.run_faults(options)
     if faulty or not is_even(options):
         return "cannot run"

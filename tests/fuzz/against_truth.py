@@ -134,7 +134,7 @@ def draw(rng: Random) -> Case:
 
 
 def layouts(task: ShardingTask, way: int) -> list[list[int]]:
-    """Every way to lay one table out: columns on each rank."""
+    """Return every layout of a table: its columns on each rank."""
     ranks, dim = task.world_size, task.tables[way].embedding_dim
     if task.sharding_type(way).in_columns:
         units = itertools.product(range(dim // 4 + 1), repeat=ranks)

@@ -42,7 +42,7 @@ KERNELS = ["fused", "fused_uvm", "fused_uvm_caching", "dense", "quant", "key_val
 WORLDS = [1, 2, 2, 2, 3, 4, 4, 8, 8, 16]
 WIDTHS = [4, 8, 12, 16, 32, 64, 96, 128, 256, 1024]
 PROPOSALS = 60
-"""Most that TorchRec's default grid search may make in a drawn case."""
+"""Limit of TorchRec's default grid search in a drawn case."""
 PROPOSERS: dict[str, Callable[[], Any]] = {
     "greedy": GreedyProposer,
     "wide": lambda: GreedyProposer(use_depth=False),
@@ -54,7 +54,7 @@ PROPOSERS: dict[str, Callable[[], Any]] = {
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": Adam, "rowwise": RowWiseAdagrad}
 
 Options = dict[str, tuple[float, Callable[[], Any]]]
-"""Name -> how often it is given, and what draws its value."""
+"""Name -> share of cases that give it, and a function that draws its value."""
 
 
 def draw(rng: Random) -> Case:

@@ -80,8 +80,8 @@ FOUND: dict[str, tuple[Any, ...]] = {
         table(290, 4, COLUMN, HOST, pooling=20.0),
     ),
 }
-"""What was wrong -> the case, which comes to the best plan unless it says another
-outcome, and its tables."""
+"""What was wrong -> the case and its tables. `expected` is the outcome, by default
+"best"."""
 
 
 OPEN = "equal tables of two modules, two of which would share a kernel"
