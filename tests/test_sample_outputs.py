@@ -15,19 +15,17 @@ time budget than the page's command, for busy machines.
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.builders import torchrun
 from torchrec_neuroshard.cli import main
 
 pytestmark = [
@@ -135,18 +133,11 @@ def test_sample_errors_are_current(
 def test_samples_of_measurements_have_todays_words(
     page: Path, command: str, text: str, tmp_path: Path
 ) -> None:
-    program, *arguments = shlex.split(command)
-    assert program == "torchrun"
+    program, *options, num_ranks, script = shlex.split(command)
+    assert [program, *options] == ["torchrun", "--standalone", "--nproc-per-node"]
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    words = [without_figures(line) for line in ended.stdout.splitlines()]
+    printed = torchrun(int(num_ranks), script, folder=tmp_path)
+    words = [without_figures(line) for line in printed.splitlines()]
     check(words, "\n".join(map(without_figures, text.splitlines())), command)
 
 
