@@ -430,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = {"group": group, **task.to_json(), **judge.judge(task)}
         data["tasks"].append(found)
         data["minutes"] = round((time.monotonic() - start) / 60, 1)
-        write_page(options.out, data, page_text(data), indent=None)
+        write_page(options.out, data, page_text(data))
         over = [f"{name} {over_torchrec(found, name):.3f}" for name in bundles]
         line = f"{data['minutes']:5.1f} min, {task.name}, {group}: {', '.join(over)}"
         print(line, flush=True)

@@ -458,7 +458,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         data["models"].append(run_model(workload, ranks, config))
         data["minutes"] = (time.monotonic() - start) / 60
         if ranks.rank == 0:
-            write_page(Path(config.out), data, report(data), indent=None)
+            write_page(Path(config.out), data, report(data))
             print(json.dumps(data["models"][-1]["judged"], indent=1), flush=True)
 
 

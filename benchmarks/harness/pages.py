@@ -22,9 +22,14 @@ def table(head: str | Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write_page(out: Path, data: Any, page: str, indent: int | None = 1) -> None:
+def one_line(data: Any) -> str:
+    """Return compact JSON, a line."""
+    return json.dumps(data, separators=(",", ":")) + "\n"
+
+
+def write_page(out: Path, data: Any, page: str) -> None:
     """Write `<out>.json` and `<out>.md`; a file is never half written."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    texts = {".json": json.dumps(data, indent=indent) + "\n", ".md": page}
+    texts = {".json": one_line(data), ".md": page}
     for suffix, text in texts.items():
         write_whole(out.with_name(out.name + suffix), text)

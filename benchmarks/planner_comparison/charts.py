@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
 from planner_comparison import page, paired
 from planner_comparison.paired import ALL_TYPES, BEST_PRACTICE, OURS
@@ -66,6 +67,8 @@ def draw_charts(data: dict[str, Any], out: Path) -> list[Path]:
             _style(axes, colors)
         figure.tight_layout()
         figure.savefig(path, facecolor=colors["page"])
+        picture = Image.open(path).convert("RGB")
+        picture.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
     return paths
 
 

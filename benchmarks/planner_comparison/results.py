@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 
+from harness.pages import one_line
 from planner_comparison.paired import COLLECTIVES, KERNELS, PATH
 from torchrec_neuroshard.costs.timeline import pass_ms
 from torchrec_neuroshard.files import write_whole
@@ -86,8 +87,7 @@ def write_results(data: dict[str, Any], out: Path) -> None:
         table, part, compression="zstd", compression_level=19, use_dictionary=False
     )
     part.replace(at(out, "_plans.parquet"))
-    text = json.dumps({**data, "tasks": tasks}, indent=1)
-    write_whole(at(out, ".json"), f"{text}\n")
+    write_whole(at(out, ".json"), one_line({**data, "tasks": tasks}))
 
 
 def read_results(out: Path) -> dict[str, Any]:
