@@ -1,6 +1,7 @@
-"""Draws cases by hypothesis, which shrinks what fails.
+"""Draws cases; in campaigns by hypothesis, which shrinks what fails.
 
-Tests draw a few cases, the same in each run. A campaign draws more, and others:
+Tests draw a few cases from seeds, the same in each run. Hypothesis would not: it draws
+constants of all modules that are loaded. A campaign draws more cases, and others:
 
     FUZZ_CASES=20000 python -m pytest tests/fuzz/test_against_stock.py -k drawn
 """
@@ -60,27 +61,35 @@ def judge_drawn(
     """Judge drawn cases and return their outcomes.
 
     Raises:
-        AssertionError: A case failed; the message holds the smallest such case.
+        AssertionError: A case failed; the message holds the case, in a campaign the
+            smallest such case.
     """
     outcomes: list[Outcome] = []
+
+    def judge_one(case: Case) -> None:
+        outcome = judge(case)
+        if outcome.startswith("failure"):
+            raise _failure(outcome.partition(":")[0])(f"{outcome}, case {case}")
+        outcomes.append(outcome)
+
+    for seed in range(0 if _CASES else num_cases):
+        judge_one(draw(random.Random(seed)))
+    if not _CASES:
+        return outcomes
 
     @st.composite
     def cases(choose: Any) -> Case:
         return draw(choose(st.randoms(use_true_random=False)))
 
     @settings(
-        max_examples=_CASES or num_cases,
-        derandomize=not _CASES,
+        max_examples=_CASES,
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     @given(cases())
     def check(case: Case) -> None:
-        outcome = judge(case)
-        if outcome.startswith("failure"):
-            raise _failure(outcome.partition(":")[0])(outcome)
-        outcomes.append(outcome)
+        judge_one(case)
 
     check()
     return outcomes

@@ -45,9 +45,6 @@ returns the lanes that gained."""
 
 NUM_EXACT = 8
 """Moves per hot rank that are evaluated exactly."""
-HOPELESS = 0.02
-"""Moves that lose more than this share of the score by the additive estimate are
-skipped."""
 NUM_TABLES, NUM_LAYOUTS = 4, 4
 """Tables per lane whose layout a step tries to change, and layouts that are evaluated
 exactly."""
@@ -180,10 +177,8 @@ def _move_or_lay_out(
 def _move(lanes: Lanes, active: Ints, number: int, deadline: float) -> Ints:
     """Apply the best moves of each lane; return the lanes that gained."""
     moves = Moves(lanes, active, number)
-    score_K = lanes.score_L[moves.lane_K]
-    near = np.flatnonzero(moves.gain_K > -HOPELESS * score_K)
-    rank_K = moves.lane_K[near] * lanes.bank.task.world_size + moves.source_K[near]
-    best = near[best_of(moves.gain_K[near], rank_K, NUM_EXACT)]
+    rank_K = moves.lane_K * lanes.bank.task.world_size + moves.source_K
+    best = best_of(moves.gain_K, rank_K, NUM_EXACT)
     if not len(best):
         return active[:0]
     return _apply_best(lanes, moves.build(best), deadline)

@@ -26,7 +26,6 @@ from torchrec_neuroshard.search.budget import MoveBudget
 from torchrec_neuroshard.search.descent import (
     FINAL_POWER,
     HALF,
-    HOPELESS,
     MIN_GAIN,
     MORE_ROUNDS,
     NUM_EXACT,
@@ -315,10 +314,9 @@ class _Steps:
         """Return moves and swaps of shards, the best of each hot rank."""
         lanes = view.lanes
         moves = Moves(lanes, active, number)
-        near = np.flatnonzero(moves.gain_K > -HOPELESS * lanes.score_L[moves.lane_K])
-        rank_K = moves.lane_K[near] * lanes.bank.task.world_size + moves.source_K[near]
-        changes = moves.build(near)
-        return self._best(view, changes, moves.gain_K[near], rank_K, NUM_EXACT)
+        rank_K = moves.lane_K * lanes.bank.task.world_size + moves.source_K
+        changes = moves.build(np.arange(len(rank_K)))
+        return self._best(view, changes, moves.gain_K, rank_K, NUM_EXACT)
 
     def _layouts(self, view: _View, active: Ints) -> Iterator[Changes]:
         """Yield other splits of costly tables, and moves of sets of tables."""
