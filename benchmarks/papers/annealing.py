@@ -141,7 +141,7 @@ class _Chains:
         amounts[held[:, None], (loads + 3 * stage)[:, None] + np.arange(3)] = (
             bank.loads_of(rows)
         )
-        amounts[held, memory] = bank.bytes(table, width)
+        amounts[held, memory] = bank.sizes(table, width)[0]
         return amounts
 
     def _predict(
@@ -170,7 +170,7 @@ class _Chains:
         reorder_CS2 = (cut_CS > 0)[..., None] * self._reorder_S2
         ms = self.simulator.path_ms(phases, reorder_CS2, self._order_1S, loads)
         # Adding and subtracting leaves rounding errors in the sums.
-        over = memory[..., 0].round(_BYTE_DIGITS) > self.bank.caps_W
+        over = memory[..., 0].round(_BYTE_DIGITS) > self.bank.caps_MW[0]
         slowest = phases.argmax(axis=1).reshape(len(phases), -1)
         return np.where(over.any(axis=1), np.inf, ms), slowest
 

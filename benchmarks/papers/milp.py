@@ -217,7 +217,7 @@ def _options(simulator: Simulator) -> _Options:
         table_O,
         width_O,
         shards_O,
-        bank.bytes(table_O, width_O),
+        bank.sizes(table_O, width_O)[0],
         cost_OSP.reshape(len(cuts), -1),
     )
 

@@ -20,20 +20,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from scipy import sparse
 
 from torchrec_neuroshard.costs.task import KernelFactors
 from torchrec_neuroshard.search.feasibility import fitting, smallest_widths
 from torchrec_neuroshard.search.shards import (
+    Bools,
     Floats,
     Ints,
     ShardBank,
     sum_by,
 )
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
-
-Bools = npt.NDArray[np.bool_]
 
 MIN_GAIN, MIN_SINGLE_GAIN = 0.002, 1e-4
 """Least relative gain of a switch of many tables, and of a single table."""
@@ -459,8 +457,8 @@ class Choices:
         gain = self.bank.own_ms_T[way] - self.bank.own_ms_T[now]
         pair = self.kind_T[now] * (self.kind_T.max() + 1) + self.kind_T[way]
         order = np.lexsort((way, number, gain, pair))
-        groups = np.split(order, _firsts(pair[order])[1:]) if len(order) else []
-        for changes in sorted(groups, key=min):
+        groups = np.split(order, np.flatnonzero(np.diff(pair[order])) + 1)
+        for changes in sorted(groups, key=min) if len(order) else ():
             counts = _counts(len(changes))
             candidates = np.repeat(now_N[None], len(counts), axis=0)
             for line, count in enumerate(counts):
@@ -469,11 +467,6 @@ class Choices:
             estimated = bool(self.estimated_T[way[changes[0]]])
             if fits.any():
                 yield candidates[fits], MIN_ESTIMATED_GAIN if estimated else MIN_GAIN
-
-
-def _firsts(sorted_N: Ints) -> Ints:
-    """Return the first index of each distinct value in sorted values."""
-    return np.flatnonzero(np.diff(sorted_N, prepend=-1))
 
 
 def _kernel(factors: KernelFactors | None) -> KernelFactors | None:

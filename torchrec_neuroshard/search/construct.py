@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from torchrec_neuroshard.search.lanes import (
+from torchrec_neuroshard.search.lanes import Changes, Lanes, most_lanes
+from torchrec_neuroshard.search.shards import (
     Bools,
-    Changes,
-    Lanes,
-    most_lanes,
+    Floats,
+    Ints,
+    ShardBank,
     spread_out,
 )
-from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 GATHERED, GATHERED_TABLES = 4, 1_000

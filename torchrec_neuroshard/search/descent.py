@@ -33,10 +33,15 @@ from torchrec_neuroshard.search.lanes import (
     Changes,
     Lanes,
     most_lanes,
-    spread_out,
 )
 from torchrec_neuroshard.search.moves import Moves, best_of
-from torchrec_neuroshard.search.shards import ALIGNMENT, Floats, Ints, ShardBank
+from torchrec_neuroshard.search.shards import (
+    ALIGNMENT,
+    Floats,
+    Ints,
+    ShardBank,
+    spread_out,
+)
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 Step = Callable[[Lanes, Ints, int], Ints]

@@ -35,11 +35,15 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
-from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
-
-Bools = npt.NDArray[np.bool_]
+from torchrec_neuroshard.search.shards import (
+    Bools,
+    Floats,
+    Ints,
+    ShardBank,
+    grouped,
+    spread_out,
+)
 
 LEAST_MS, LEAST_SHARE = 1e-9, 1e-4
 """Smallest unit of a phase in the norm: in ms, and as a share of all phases. A phase
@@ -697,28 +701,3 @@ class Lanes:
             return
         self._predict(self._add(lane, c.table_N, c.rank_N, c.width_N, c.sign_N))
         self.summarise()
-
-
-def spread_out(count_N: Ints) -> tuple[Ints, Ints]:
-    """Repeat each index as often as its count says.
-
-    Returns:
-        `X` indices, and for each its number among equal ones, from 0.
-    """
-    place = np.arange(len(count_N)).repeat(count_N)
-    if len(place) == len(count_N) and (count_N == 1).all():
-        return place, np.zeros_like(place)
-    starts = count_N.cumsum() - count_N
-    return place, np.arange(len(place)) - starts[place]
-
-
-def grouped(key_X: Ints) -> tuple[Ints, Ints, Ints]:
-    """Group entries by key.
-
-    Returns:
-        The distinct keys, where each begins in the sorted order, and that order.
-    """
-    order = np.argsort(key_X, kind="stable")
-    ordered = key_X[order]
-    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
-    return ordered[starts], starts, order

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes
-from torchrec_neuroshard.search.shards import Floats, Ints
+from torchrec_neuroshard.search.lanes import Changes, Lanes
+from torchrec_neuroshard.search.shards import Bools, Floats, Ints
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 NUM_COLD = 8

@@ -172,7 +172,6 @@ class ShardBank:
         # Row 0 stands for no shard: width 0 and an encoding of zeros.
         self._row_PU[:, 0] = 0
         self._used = 1
-        self._shard_R2: Ints = np.zeros((1, 2), dtype=np.int64)  # table, width
         self._encoding_RE: Floats = np.zeros((1, self.encoding_dim))
         self._extra_R2: Floats = np.zeros((1, 2))
         self._loads_R3: Floats = np.zeros((1, 3))
@@ -243,26 +242,13 @@ class ShardBank:
             first block that holds the part; number of the block's ranks that hold an
             equal part.
         """
-        size_N, full_N = self.block_T[table_N], self._full_T[table_N]
-        if not alike and (self._places_T[table_N] > 0).any():
-            return self._unequal_parts(table_N)
-        rest_N = np.minimum(size_N - full_N, 1)
-        count_N3 = np.stack([full_N, rest_N, size_N - full_N - rest_N], axis=1)
-        rank_N3 = np.stack([np.zeros_like(full_N), full_N, full_N + 1], axis=1)
-        place, kind = np.nonzero(count_N3)
-        return place, rank_N3[place, kind], count_N3[place, kind]
-
-    def _unequal_parts(self, table_N: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return `parts` if some tables have a part for each place of a block."""
-        own_N = self._places_T[table_N] > 0
-        own, alike = np.flatnonzero(own_N), np.flatnonzero(~own_N)
-        place, rank, count = self.parts(table_N[alike])
-        sizes = self.block_T[table_N[own]]
-        places = np.concatenate([alike[place], np.repeat(own, sizes)])
-        ranks = np.concatenate([rank, *map(np.arange, sizes.tolist())])
-        counts = np.concatenate([count, np.ones(sizes.sum(), dtype=np.int64)])
-        order = np.argsort(places, kind="stable")
-        return places[order], ranks[order], counts[order]
+        place, rank = spread_out(self.block_T[table_N])
+        part = self._part_numbers(table_N[place], rank, alike)
+        # A table's parts have rising numbers in the order of the block's ranks.
+        _, first, count = np.unique(
+            place * len(self._table_P) + part, return_index=True, return_counts=True
+        )
+        return place[first], rank[first], count
 
     def _merge(self, own: ShardingTask) -> None:
         """Give the first table of each set and fusion group the costs of all."""
@@ -424,17 +410,6 @@ class ShardBank:
         whole: list[float] = self.total_ms(every, self.dims_T).tolist()
         return whole
 
-    def order_ms(self, columns_CS: Floats) -> Floats:
-        """Return the time to reorder output columns, forward plus backward, `C` [ms].
-
-        Args:
-            columns_CS: `C x S`: columns that each stage reorders.
-        """
-        if not self.has_order:
-            return np.zeros(len(columns_CS))
-        total: Floats = self.simulator.order_costs(columns_CS).sum(axis=(1, 2))
-        return total
-
     def _comms_slopes(self) -> Floats:
         """Return the milliseconds of one more unit of each load on a rank, `S x 3`.
 
@@ -516,7 +491,6 @@ class ShardBank:
         new = np.arange(self._used, self._used + len(table))
         self._used += len(table)
         for name, values in (
-            ("_shard_R2", np.stack([table, width], axis=1)),
             ("_encoding_RE", priced.encoding_NE),
             ("_extra_R2", priced.extra_N2),
             ("_loads_R3", priced.loads_N3),
@@ -541,32 +515,21 @@ class ShardBank:
         self._extra_R2[row] = self.extra(rows).sum(axis=0)
         self._loads_R3[row] = self.loads_of(rows).sum(axis=0)
 
-    def added(self, rows_N: Ints) -> Floats:
-        """Predict how much longer an average rank's kernel takes with each shard.
+    def _marginal(self, rows_T: Ints) -> Floats:
+        """Predict how much longer an average rank's kernel takes with a shard.
+
+        Args:
+            rows_T: Row of a shard of each table.
 
         Returns:
-            `N x 2` [ms]: forward and backward; negative where the model dips.
+            `T x 2` [ms]: forward and backward, at least a share of its cost alone.
         """
-        group = self.groups_T[self.table(rows_N)]
-        with_shard = self.predict(self._context_GE[group] + self.encoding(rows_N))
-        added: Floats = with_shard - self._context_G2[group] + self._extra_R2[rows_N]
-        return added
-
-    def marginal(self, rows_N: Ints) -> Floats:
-        """Return `added`, but at least a share of the shard's cost alone, `N x 2`."""
-        alone = self.predict(self.encoding(rows_N)) + self._extra_R2[rows_N]
-        marginal: Floats = np.maximum(self.added(rows_N), MIN_MARGINAL_SHARE * alone)
+        encoding_TE, extra_T2 = self.encoding(rows_T), self.extra(rows_T)
+        alone = self.predict(encoding_TE) + extra_T2
+        with_shard = self.predict(self._context_GE[self.groups_T] + encoding_TE)
+        added = with_shard - self._context_G2[self.groups_T] + extra_T2
+        marginal: Floats = np.maximum(added, MIN_MARGINAL_SHARE * alone)
         return marginal
-
-    def table(self, rows_N: Ints) -> Ints:
-        """Return the table of each row, `N`."""
-        table_N: Ints = self._shard_R2[rows_N, 0]
-        return table_N
-
-    def width(self, rows_N: Ints) -> Ints:
-        """Return the columns of each row, `N`."""
-        width_N: Ints = self._shard_R2[rows_N, 1]
-        return width_N
 
     def encoding(self, rows_N: Ints) -> Floats:
         """Return the encoding of each row, `N x E`."""
@@ -579,17 +542,6 @@ class ShardBank:
     def loads_of(self, rows_N: Ints) -> Floats:
         """Return the loads of each row for the collectives, `N x 3`."""
         return self._loads_R3[rows_N]
-
-    @property
-    def caps_W(self) -> Floats:
-        """Memory of each rank's device for shards [bytes]."""
-        caps_W: Floats = self.caps_MW[0]
-        return caps_W
-
-    def bytes(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Return the device memory of shards, `N` bytes; width 0 needs none."""
-        size: Floats = self.sizes(table_N, width_N)[0]
-        return size
 
     def sizes(self, table_N: Ints, width_N: Ints) -> Floats:
         """Return the memory of shards, `M x N` bytes; width 0 needs none."""
@@ -659,8 +611,8 @@ class ShardBank:
         0 for tables whose cost is included in another table of their set and group.
         """
         every = np.arange(len(self.dims_T))
-        narrow = self.marginal(self.rows(every, self._least_T))
-        whole = self.marginal(self.whole_T)
+        narrow = self._marginal(self.rows(every, self._least_T))
+        whole = self._marginal(self.whole_T)
         extra = (self.dims_T - self._least_T)[:, None]
         # A table of 4 columns has only this width, so its slope does not matter.
         slope = np.where(
@@ -692,14 +644,36 @@ class ShardBank:
         return offset_T4, slope_T4
 
 
+def spread_out(count_N: Ints) -> tuple[Ints, Ints]:
+    """Repeat each index as often as its count says.
+
+    Returns:
+        `X` indices, and for each its number among equal ones, from 0.
+    """
+    place = np.arange(len(count_N)).repeat(count_N)
+    if len(place) == len(count_N) and (count_N == 1).all():
+        return place, np.zeros_like(place)
+    starts = count_N.cumsum() - count_N
+    return place, np.arange(len(place)) - starts[place]
+
+
+def grouped(key_X: Ints) -> tuple[Ints, Ints, Ints]:
+    """Group entries by key.
+
+    Returns:
+        The distinct keys, where each begins in the sorted order, and that order.
+    """
+    order = np.argsort(key_X, kind="stable")
+    ordered = key_X[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
+    return ordered[starts], starts, order
+
+
 def sum_by(ids_N: Ints, values_NE: Floats, num_ids: int) -> Floats:
     """Sum rows of values by id: `num_ids x E`. Equal ids add in the order of rows."""
     sums = np.zeros((num_ids, values_NE.shape[1]))
-    if len(ids_N):
-        order = np.argsort(ids_N, kind="stable")
-        ordered = ids_N[order]
-        starts = np.flatnonzero(np.diff(ordered, prepend=-1))
-        sums[ordered[starts]] = np.add.reduceat(values_NE[order], starts, axis=0)
+    ids, starts, order = grouped(ids_N)
+    sums[ids] = np.add.reduceat(values_NE[order], starts, axis=0)
     return sums
 
 

@@ -41,9 +41,15 @@ from torchrec_neuroshard.search.descent import (
     in_order,
     succeeded,
 )
-from torchrec_neuroshard.search.lanes import Bools, Changes, Lanes, most_lanes
+from torchrec_neuroshard.search.lanes import Changes, Lanes, most_lanes
 from torchrec_neuroshard.search.moves import Moves, best_of
-from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank, split_widths
+from torchrec_neuroshard.search.shards import (
+    Bools,
+    Floats,
+    Ints,
+    ShardBank,
+    split_widths,
+)
 
 NUM_LAYOUTS = 8
 """Layouts per lane that are evaluated exactly."""
