@@ -61,7 +61,7 @@ class ShardEncoder:
         rows: Sequence[int],
         batch_sizes: Sequence[int],
         pooled: Sequence[bool],
-        firsts: Sequence[int | None] | None = None,
+        firsts: Sequence[int | None],
     ) -> Ints:
         """Return the numbers of parts; new parts are added.
 
@@ -75,12 +75,7 @@ class ShardEncoder:
         new: list[tuple[TableConfig, int]] = []
         found = []
         for table, num, batch, pools, first in zip(
-            tables,
-            rows,
-            batch_sizes,
-            pooled,
-            firsts or [None] * len(tables),
-            strict=True,
+            tables, rows, batch_sizes, pooled, firsts, strict=True
         ):
             key = (id(table), num, batch, pools or num >= table.num_embeddings, first)
             part = self._part_of.setdefault(key, len(self._tables))

@@ -344,8 +344,20 @@ class Simulator:
                 for t, (kind, table) in enumerate(zip(kinds, task.tables, strict=True))
             ]
         )
-        self._whole_T = self._numbered(np.arange(len(kinds)), self._rows_T)
-        self.skewed_T: Bools = np.array([self._is_skewed(t) for t in range(len(kinds))])
+        anywhere_T = np.full(len(kinds), ANY_ROW)
+        self._whole_T = self._numbered(np.arange(len(kinds)), self._rows_T, anywhere_T)
+        self.skewed_T: Bools = np.array(
+            [
+                kind.splits_rows and is_skewed(table, rows, samples)
+                for kind, table, rows, samples in zip(
+                    kinds,
+                    task.tables,
+                    self._part_rows_T.tolist(),
+                    self._samples_T.tolist(),
+                    strict=True,
+                )
+            ]
+        )
         """Whether some ranks of a table's blocks get more lookups than others."""
         self._value_bytes_T = np.array(
             [float(DATA_TYPE_BYTES[t.data_type]) for t in task.tables]
@@ -434,13 +446,6 @@ class Simulator:
 
     # Shards.
 
-    def _is_skewed(self, table: int) -> bool:
-        kind, config = self.task.sharding_type(table), self.task.tables[table]
-        if not kind.splits_rows:
-            return False
-        part = kind.part_rows(config.num_embeddings, self.task.block_size(table))
-        return is_skewed(config, part, int(self._samples_T[table]))
-
     def price(
         self,
         table_N: Ints,
@@ -457,8 +462,7 @@ class Simulator:
             first_N: First row of each shard; ANY_ROW means the mean of all shards of so
                 many rows. None means ANY_ROW for every shard.
         """
-        part_N, rows_share_N = self._parts(table_N, rows_N, first_N)
-        share_N = self._lookup_shares(table_N, rows_share_N, rows_N, first_N)
+        part_N, rows_share_N, share_N = self._parts(table_N, rows_N, first_N)
         rows, row_N = np.unique(self.encoder.rows(part_N, width_N), return_inverse=True)
         encoding_RE = self.encoder.encoding(rows)
         num_rows = self._rows_T[table_N] * rows_share_N
@@ -474,7 +478,7 @@ class Simulator:
             if factors_N3[:, 2].any():
                 weights = num_rows * width_N * self._value_bytes_T[table_N]
                 extra[:, 1] += weights * factors_N3[:, 2] * self.encoder.stream_ms
-            host = self._host_ms(table_N, width_N, rows_N, first_N)
+            host = self._host_ms(table_N, width_N, part_N)
             extra += host
         if self._prepares_T[table_N].any():
             extra[:, 0] += self._id_ms(table_N, share_N, rows_share_N)
@@ -533,12 +537,10 @@ class Simulator:
         parts = [kind.rows_at(place, rows, size) for place in range(size)]
         first_N, rows_N = np.array(parts).T
         table_N = np.full(size, table)
-        share_N = self._lookup_shares(table_N, rows_N / rows, rows_N, first_N)
+        *_, share_N = self._parts(table_N, rows_N, first_N)
         return self._loads(table_N, np.full(size, width), share_N, rows_N)
 
-    def _numbered(
-        self, table_N: Ints, rows_N: Ints, firsts: Sequence[int | None] | None = None
-    ) -> Ints:
+    def _numbered(self, table_N: Ints, rows_N: Ints, first_N: Ints) -> Ints:
         """Return the encoder's part number of some rows of each table."""
         tables = table_N.tolist()
         return self.encoder.parts(
@@ -546,72 +548,38 @@ class Simulator:
             rows_N.tolist(),
             self._samples_T[table_N].tolist(),
             [self.task.pooled[t] for t in tables],
-            firsts,
+            [None if first == ANY_ROW else first for first in first_N.tolist()],
         )
 
     def _parts(
         self, table_N: Ints, rows_N: Ints | None, first_N: Ints | None
-    ) -> tuple[Ints, Floats]:
-        """Return each shard's part of the encoder, and its share of the rows."""
+    ) -> tuple[Ints, Floats, Floats]:
+        """Return each shard's part of the encoder, and its shares of its table.
+
+        The first share is that of the rows, the second that of the lookups.
+        """
         part_N, share_N = self._whole_T[table_N], np.ones(len(table_N))
         if rows_N is None:
-            return part_N, share_N
+            return part_N, share_N, share_N
         cut = np.flatnonzero((rows_N >= 0) & (rows_N < self._rows_T[table_N]))
-        share_N[cut] = rows_N[cut] / self._rows_T[table_N[cut]]
-        placed_N = self._are_placed(table_N, rows_N, first_N)
-        even = cut[~placed_N[cut]]
-        # Numbers of distinct rows keep the keys small: a table may have 2**60 rows.
-        rows, number = np.unique(rows_N[even], return_inverse=True)
-        size = max(1, len(rows))
-        keys, which = np.unique(table_N[even] * size + number, return_inverse=True)
-        part_N[even] = self._numbered(keys // size, rows[keys % size])[which]
-        if first_N is not None and placed_N.any():
-            own = np.stack([table_N, first_N, rows_N])[:, placed_N]
-            [table, first, rows], which = np.unique(own, axis=1, return_inverse=True)
-            number = self._numbered(table, rows, first.tolist())
-            part_N[placed_N] = number[which.reshape(-1)]
-        return part_N, share_N
-
-    def _are_placed(self, table_N: Ints, rows_N: Ints, first_N: Ints | None) -> Bools:
-        """Whether the price of each shard depends on its place in the table."""
-        if first_N is None:
-            return np.zeros(len(table_N), dtype=np.bool_)
-        cut_N = (rows_N >= 0) & (rows_N < self._rows_T[table_N])
-        placed: Bools = cut_N & self.skewed_T[table_N] & (first_N != ANY_ROW)
-        return placed
-
-    def _lookup_shares(
-        self,
-        table_N: Ints,
-        share_N: Floats,
-        rows_N: Ints | None,
-        first_N: Ints | None,
-    ) -> Floats:
-        """Return each shard's share of its table's lookups, from that of the rows."""
-        if rows_N is None or first_N is None:
-            return share_N
-        placed = np.flatnonzero(self._are_placed(table_N, rows_N, first_N))
-        if not len(placed):
-            return share_N
-        share_N = share_N.copy()
-        for table in np.unique(table_N[placed]).tolist():
-            own = placed[table_N[placed] == table]
-            config = self.task.tables[table]
+        table, rows = table_N[cut], rows_N[cut]
+        share_N[cut] = rows / self._rows_T[table]
+        first = np.full(len(cut), ANY_ROW)
+        if first_N is not None:  # the place matters only if lookups are unequal
+            first = np.where(self.skewed_T[table], first_N[cut], ANY_ROW)
+        part_N[cut] = self._numbered(table, rows, first)
+        lookups_N = share_N.copy()
+        for t in np.unique(table[first != ANY_ROW]).tolist():
+            own = (table == t) & (first != ANY_ROW)
+            config = self.task.tables[t]
             # The same profile as in `row_shard`.
-            hot = config.profile_at(int(self._samples_T[table])).hot_rows
+            hot = config.profile_at(int(self._samples_T[t])).hot_rows
             if hot is not None:
-                share_N[own] = hot.shares(
-                    first_N[own], rows_N[own], config.num_embeddings
-                )
-        return share_N
+                shares = hot.shares(first[own], rows[own], config.num_embeddings)
+                lookups_N[cut[own]] = shares
+        return part_N, share_N, lookups_N
 
-    def _host_ms(
-        self,
-        table_N: Ints,
-        width_N: Ints,
-        rows_N: Ints | None,
-        first_N: Ints | None,
-    ) -> Floats:
+    def _host_ms(self, table_N: Ints, width_N: Ints, part_N: Ints) -> Floats:
         """Return the extra time of rows in host memory, `N x 2` [ms]."""
         out = np.zeros((len(table_N), 2))
         gb_per_s_N, missed_N = self._host_T2[table_N].T
@@ -620,11 +588,8 @@ class Simulator:
                 ~np.isnan(gb_per_s_N) & (np.isnan(missed_N) != cached)
             )
             if len(held):
-                rows, first = (
-                    None if v is None else v[held] for v in (rows_N, first_N)
-                )
                 out[held] = self.cost_model.host_memory(
-                    self.shard_features(table_N[held], width_N[held], rows, first),
+                    self.encoder.features(part_N[held], width_N[held]),
                     gb_per_s_N[held],
                     missed_N[held] if cached else None,
                 )
@@ -653,7 +618,7 @@ class Simulator:
         one = self.add_up(shares, np.zeros_like(table_N))
         compute = self.stage_compute(self.compute_costs(one.sums_CWGE[0]))
         comms = self.comms_costs(np.tile(one.loads_CWS3[0], (1, world_size, 1, 1)))
-        return _in_phases(compute + one.extra_CWS2[0], comms[0].max(axis=0))
+        return in_phases(compute + one.extra_CWS2[0], comms[0].max(axis=0))
 
     def shard_features(
         self,
@@ -871,7 +836,7 @@ class Simulator:
             compute_CWS2: Forward and backward compute [ms].
             loads_CWS3: See `RankLoads`.
         """
-        return _in_phases(compute_CWS2, self.comms_costs(loads_CWS3))
+        return in_phases(compute_CWS2, self.comms_costs(loads_CWS3))
 
     # Placements.
 
@@ -1045,11 +1010,11 @@ class Simulator:
         kernels_WG2 = self.compute_costs(loads.sums_CWGE)
         compute = self.stage_compute(kernels_WG2) + loads.extra_CWS2
         comms_WS3, reorder_S2 = self.collectives(loads, num_shards_T)
+        [order_S] = self.stage_order(num_shards_T[None] > 0)
         inside_S2 = self.inside_costs(loads.loads_CWS3[None])[0]
         inside_S2 = np.minimum(inside_S2, comms_WS3[..., 1:].max(axis=0) - reorder_S2)
-        phases = _in_phases(compute, comms_WS3)
+        phases = in_phases(compute, comms_WS3)
         phases_WS6 = np.concatenate([phases, loads.cache_CWS[..., None]], axis=-1)
-        [order_S] = self.stage_order(num_shards_T[None] > 0)
         flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
         kernels_WG = kernels_WG2.sum(axis=2)
@@ -1114,7 +1079,7 @@ class Simulator:
         return count
 
 
-def _in_phases(compute_X2: Floats, comms_X3: Floats) -> Floats:
+def in_phases(compute_X2: Floats, comms_X3: Floats) -> Floats:
     """Join compute and collectives in the order of `PHASES`: `... x 5`."""
     index, comms = comms_X3[..., :1], comms_X3[..., 1:]
     forward, backward = compute_X2[..., :1], compute_X2[..., 1:]

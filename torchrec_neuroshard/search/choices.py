@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
+from torchrec_neuroshard.costs.simulator import in_phases
 from torchrec_neuroshard.costs.task import KernelFactors
 from torchrec_neuroshard.search.feasibility import fitting, smallest_widths
 from torchrec_neuroshard.search.shards import (
@@ -387,9 +388,8 @@ class Choices:
         kernels = bank.simulator.stage_compute(compute.reshape(count, 1, num_groups, 2))
         placed_CT = np.zeros((count, len(bank.groups_T)), dtype=bool)
         placed_CT[line, way] = True
-        phases = comms[..., :1], kernels[..., :1], comms[..., 1:], kernels[..., 1:]
         return bank.simulator.path_ms(
-            np.concatenate(phases, axis=-1),
+            in_phases(kernels, comms),
             np.zeros((1, num_stages, 2)),
             bank.simulator.stage_order(placed_CT),
             loads_CWS3,
