@@ -117,12 +117,6 @@ class Work:
         work: Floats = bank.encoding(rows_N) @ self._weights_E2 + bank.extra(rows_N)
         return work
 
-    def alone(self, rows_N: Ints) -> Floats:
-        """Return the least time of any kernel that holds the shard, `N x 2` [ms]."""
-        bank = self._bank
-        alone: Floats = bank.predict(bank.encoding(rows_N)) + bank.extra(rows_N)
-        return alone
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -190,10 +184,9 @@ def list_options(bank: ShardBank, work: Work) -> Options:
     # Every shard receives all ids of its table, however narrow it is.
     loads_O3[:, 0] *= few_O * width_O / dim_O
     first_O = np.flatnonzero(np.diff(place_N, prepend=-1))
-    compute_O2, comms_O4 = (
-        work.alone(row_N[first_O]),
-        _comms_alone(bank, way_O, width_O),
-    )
+    # Any kernel that holds a shard takes at least as long as with this shard alone.
+    compute_O2 = bank.alone(row_N[first_O])
+    comms_O4 = _comms_alone(bank, way_O, width_O)
     varied_O = few_O < dim_O / width_O
     for way in np.unique(way_O[varied_O]).tolist():
         own = np.flatnonzero(varied_O & (way_O == way))
@@ -259,7 +252,7 @@ def _uneven(
     ends_2OX2 = np.stack([few_O, many_O])[:, :, None, None] * under_X2 + slope_X2 * dim
     total_O2 = np.maximum(ends_2OX2.min(axis=0).max(axis=1), 0.0)
     wide_ON1 = (width_N * many_O[:, None] >= dim)[..., None]
-    return total_O2, np.where(wide_ON1, work.alone(row_N), np.inf).min(axis=1)
+    return total_O2, np.where(wide_ON1, bank.alone(row_N), np.inf).min(axis=1)
 
 
 def _comms_alone(bank: ShardBank, way_O: Ints, width_O: Ints) -> Floats:

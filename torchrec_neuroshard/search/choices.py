@@ -99,13 +99,13 @@ class Choices:
         narrow = smallest_widths(task)
         rows = bank.rows(np.arange(count), narrow)
         # The average rank holds a fraction of a shard, but some rank runs a kernel.
-        alone = bank.predict(bank.encoding(rows)) + bank.extra(rows)
-        self._floor_T2: Floats = np.maximum(alone, bank.simulator.encoder.launch_ms)
+        launch_ms = bank.simulator.encoder.launch_ms
+        self._floor_T2: Floats = np.maximum(bank.alone(rows), launch_ms)
         if len(skewed):
             busiest = np.array([self._busiest(t) for t in skewed.tolist()])
             rows = bank.rows(skewed, narrow[skewed], busiest)
-            alone = bank.predict(bank.encoding(rows)) + bank.extra(rows)
-            self._floor_T2[skewed] = np.maximum(self._floor_T2[skewed], alone)
+            floor_N2 = np.maximum(self._floor_T2[skewed], bank.alone(rows))
+            self._floor_T2[skewed] = floor_N2
         shard_MT = bank.sizes(np.arange(count), narrow)
         self._shard_bytes_T = bank.scarcest(shard_MT)
         self.fits_T = fitting(task)

@@ -259,24 +259,12 @@ class Draft:
     def changes(self) -> tuple[Changes, Ints]:
         """Return the removed and placed pieces, and the lanes where all found room."""
         good = np.flatnonzero(self.fits_L)
-        new_L = np.full(len(self.fits_L), -1)
-        new_L[good] = np.arange(len(good))
         parts = [self._gone, *self._placed]
         lane, table, rank, width = (np.concatenate(p) for p in zip(*parts, strict=True))
         sign = np.ones(len(lane), dtype=np.int64)
         sign[: len(self._gone[0])] = -1
-        cand = new_L[lane]
-        keep = np.flatnonzero(cand >= 0)
-        keep = keep[np.argsort(cand[keep], kind="stable")]
-        changes = Changes(
-            cand[keep],
-            table[keep],
-            rank[keep],
-            width[keep],
-            sign[keep],
-            self._from_Q[good],
-        )
-        return changes, good
+        every = Changes(lane, table, rank, width, sign, self._from_Q)
+        return every.pick(good), good
 
 
 def placed(draft: Draft) -> Iterator[Lanes]:

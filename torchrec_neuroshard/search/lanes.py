@@ -78,20 +78,17 @@ class Changes:
     """Lane of each candidate."""
 
     def pick(self, index_K: Ints) -> Changes:
-        """Return some candidates, renumbered in the order of `index_K`."""
+        """Return some candidates, renumbered in the order of `index_K`.
+
+        Pieces need not be sorted by candidate; those of the result are.
+        """
         place_K = np.full(len(self.lane_K), -1)
         place_K[index_K] = np.arange(len(index_K))
         cand_N = place_K[self.cand_N]
         keep = np.flatnonzero(cand_N >= 0)
         keep = keep[np.argsort(cand_N[keep], kind="stable")]
-        return Changes(
-            cand_N[keep],
-            self.table_N[keep],
-            self.rank_N[keep],
-            self.width_N[keep],
-            self.sign_N[keep],
-            self.lane_K[index_K],
-        )
+        pieces = self.table_N, self.rank_N, self.width_N, self.sign_N
+        return Changes(cand_N[keep], *(a[keep] for a in pieces), self.lane_K[index_K])
 
     @staticmethod
     def join(parts: Sequence[Changes]) -> Changes:
@@ -107,18 +104,6 @@ class Changes:
 
     def __len__(self) -> int:
         return len(self.lane_K)
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Changes per rank: a piece in a block of ranks has one entry for each rank."""
-
-    cand_X: Ints
-    rank_X: Ints
-    table_X: Ints
-    row_X: Ints
-    width_X: Ints
-    sign_X: Ints
 
 
 def most_lanes(bank: ShardBank) -> int:
@@ -152,8 +137,7 @@ class Lanes:
         self._most_units = min(MOST_UNITS, MOST_POWER ** (1.0 / power))
         task = bank.task
         num_ranks, num_stages = task.world_size, task.num_stages
-        none = np.zeros(0, dtype=np.int64)
-        self.lane_N, self.table_N, self.rank_N, self.width_N = (none,) * 4
+        self._hold(*np.zeros((4, 0), dtype=np.int64))
         shape = (num_lanes, num_ranks)
         self.sums_LWGE = np.zeros((*shape, task.num_groups, bank.encoding_dim))
         self.count_LWG = np.zeros((*shape, task.num_groups), dtype=np.int64)
@@ -175,35 +159,36 @@ class Lanes:
     @classmethod
     def of(cls, bank: ShardBank, widths: Sequence[Ints], power: int = 32) -> Self:
         """Return lanes of placements that are given as `T x W` widths."""
-        lanes = cls(bank, len(widths), power)
         parts = []
         for lane, width_TW in enumerate(widths):
             table, rank = np.nonzero(width_TW)
             first = rank % bank.block_T[table] == 0
             table, rank = table[first], rank[first]
             parts.append((table * 0 + lane, table, rank, width_TW[table, rank]))
-        lanes.lane_N, lanes.table_N, lanes.rank_N, lanes.width_N = (
-            np.concatenate(p).astype(np.int64) for p in zip(*parts, strict=True)
-        )
-        lanes.refresh()
-        return lanes
+        pieces = [np.concatenate(p).astype(np.int64) for p in zip(*parts, strict=True)]
+        return cls.placed(bank, len(widths), *pieces, power=power)
 
     @classmethod
     def placed(
-        cls,
-        bank: ShardBank,
-        num_lanes: int,
-        lane_N: Ints,
-        table_N: Ints,
-        rank_N: Ints,
-        width_N: Ints,
+        cls, bank: ShardBank, num_lanes: int, *pieces: Ints, power: int = 32
     ) -> Self:
-        """Return lanes of placements that are given as pieces."""
-        lanes = cls(bank, num_lanes)
-        lanes.lane_N, lanes.table_N = lane_N, table_N
-        lanes.rank_N, lanes.width_N = rank_N, width_N
+        """Return lanes of placements that are given as pieces (see `_hold`)."""
+        lanes = cls(bank, num_lanes, power)
+        lanes._hold(*pieces)
         lanes.refresh()
         return lanes
+
+    def _hold(self, lane_N: Ints, table_N: Ints, rank_N: Ints, width_N: Ints) -> None:
+        """Set the pieces, without updating the sums."""
+        self.lane_N, self.table_N = lane_N, table_N
+        self.rank_N, self.width_N = rank_N, width_N
+
+    def _exchange(self, kept: Ints | Bools, *new: Ints) -> None:
+        """Drop all pieces but these, and add others, without updating the sums."""
+        now = self.lane_N, self.table_N, self.rank_N, self.width_N
+        self._hold(
+            *(np.concatenate([a[kept], b]) for a, b in zip(now, new, strict=True))
+        )
 
     def width_TW(self, lane: int) -> Ints:
         """Return one lane as `T x W` widths."""
@@ -226,11 +211,11 @@ class Lanes:
                 setattr(other, name, np.concatenate(values))
         other.bytes_MLW = np.concatenate([p.bytes_MLW for p in parts], axis=1)
         starts = np.cumsum([0, *(p.num_lanes for p in parts)])
-        other.lane_N = np.concatenate(
-            [p.lane_N + s for p, s in zip(parts, starts, strict=False)]
-        )
-        for name in ("table_N", "rank_N", "width_N"):
-            setattr(other, name, np.concatenate([getattr(p, name) for p in parts]))
+        pieces = [
+            (p.lane_N + s, p.table_N, p.rank_N, p.width_N)
+            for p, s in zip(parts, starts, strict=False)
+        ]
+        other._hold(*map(np.concatenate, zip(*pieces, strict=True)))
         return other
 
     def take(self, index_L: Ints, num_changes: int = 0) -> Lanes:
@@ -246,9 +231,7 @@ class Lanes:
         count = np.diff(ends, prepend=0)[index_L]
         place, offset = spread_out(count)
         held = order[(ends - np.diff(ends, prepend=0))[index_L][place] + offset]
-        other.lane_N = place
-        other.table_N, other.rank_N = self.table_N[held], self.rank_N[held]
-        other.width_N = self.width_N[held]
+        other._hold(place, self.table_N[held], self.rank_N[held], self.width_N[held])
         return other
 
     def put(self, lanes: Lanes, index_L: Ints) -> None:
@@ -258,20 +241,21 @@ class Lanes:
                 getattr(self, name)[index_L] = value
         self.bytes_MLW[:, index_L] = lanes.bytes_MLW
         self.num_changes = max(self.num_changes, lanes.num_changes)
-        kept = np.flatnonzero(~np.isin(self.lane_N, index_L))
-        self.lane_N = np.concatenate([self.lane_N[kept], index_L[lanes.lane_N]])
-        for name in ("table_N", "rank_N", "width_N"):
-            own = getattr(self, name)[kept]
-            setattr(self, name, np.concatenate([own, getattr(lanes, name)]))
+        kept = ~np.isin(self.lane_N, index_L)
+        new = lanes.table_N, lanes.rank_N, lanes.width_N
+        self._exchange(kept, index_L[lanes.lane_N], *new)
 
     # Sums.
 
     def _parts(
         self, cand_N: Ints, table_N: Ints, rank_N: Ints, width_N: Ints, sign_N: Ints
-    ) -> _Parts:
+    ) -> tuple[Ints, Ints, Ints, Ints, Ints, Ints]:
         """Return one entry for each rank of each piece.
 
         A leader's piece also gets an entry for each follower that is priced separately.
+
+        Returns:
+            Candidates, ranks, tables, rows of the bank, widths and signs, `X` each.
         """
         bank = self.bank
         size_N = bank.block_T[table_N]
@@ -291,7 +275,7 @@ class Lanes:
             row_N = np.concatenate([row_N, bank.whole_T[beside]])
             # Width 0 adds no bytes: the leader's bytes include its followers'.
             width_N = np.concatenate([width_N, np.zeros_like(beside)])
-        return _Parts(cand_N, rank_N, table_N, row_N, width_N, sign_N)
+        return cand_N, rank_N, table_N, row_N, width_N, sign_N
 
     def refresh(self) -> None:
         """Recompute all sums and scores from the pieces."""
@@ -318,31 +302,24 @@ class Lanes:
         """
         bank = self.bank
         np.add.at(self.pieces_LT, (lane_N, table_N), sign_N)
-        parts = self._parts(lane_N, table_N, rank_N, width_N, sign_N)
-        lane, rank, table = parts.cand_X, parts.rank_X, parts.table_X
-        sign = parts.sign_X
+        lane, rank, table, row, width, sign = self._parts(
+            lane_N, table_N, rank_N, width_N, sign_N
+        )
         num_ranks, num_groups = self.count_LWG.shape[1:]
         cell = (lane * num_ranks + rank) * num_groups + bank.groups_T[table]
         cells, starts, order = grouped(cell)
         flat = self.sums_LWGE.reshape(-1, bank.encoding_dim)
         flat[cells] += np.add.reduceat(
-            bank.encoding(parts.row_X[order]) * sign[order, None], starts, axis=0
+            bank.encoding(row[order]) * sign[order, None], starts, axis=0
         )
         self.count_LWG.reshape(-1)[cells] += np.add.reduceat(sign[order], starts)
         stage = bank.stages_T[table]
-        np.add.at(
-            self.loads_LWS3,
-            (lane, rank, stage),
-            bank.loads_of(parts.row_X) * sign[:, None],
-        )
+        where = lane, rank, stage
+        np.add.at(self.loads_LWS3, where, bank.loads_of(row) * sign[:, None])
         if bank.has_extra:
-            np.add.at(
-                self.extra_LWS2,
-                (lane, rank, stage),
-                bank.extra(parts.row_X) * sign[:, None],
-            )
+            np.add.at(self.extra_LWS2, where, bank.extra(row) * sign[:, None])
         for used_LW, size_X in zip(
-            self.bytes_MLW, bank.sizes(table, parts.width_X), strict=True
+            self.bytes_MLW, bank.sizes(table, width), strict=True
         ):
             np.add.at(used_LW, (lane, rank), size_X * sign)
         if bank.rules.num_sets:
@@ -625,14 +602,16 @@ class Lanes:
         bank = self.bank
         num_ranks, num_groups = self.count_LWG.shape[1:]
         num_stages = bank.task.num_stages
-        p = self._parts(c.cand_N, c.table_N, c.rank_N, c.width_N, c.sign_N)
-        line_X = p.cand_X * num_ranks + p.rank_X
-        cells, starts, order = grouped(line_X * num_groups + bank.groups_T[p.table_X])
+        cand_X, rank_X, table_X, row_X, _, sign_X = self._parts(
+            c.cand_N, c.table_N, c.rank_N, c.width_N, c.sign_N
+        )
+        line_X = cand_X * num_ranks + rank_X
+        cells, starts, order = grouped(line_X * num_groups + bank.groups_T[table_X])
         line_C, group_C = np.divmod(cells, num_groups)
         cand_C, rank_C = np.divmod(line_C, num_ranks)
         where = (c.lane_K[cand_C], rank_C, group_C)
-        sign = p.sign_X[order]
-        change = bank.encoding(p.row_X[order]) * sign[:, None]
+        sign = sign_X[order]
+        change = bank.encoding(row_X[order]) * sign[:, None]
         sums = self.sums_LWGE[where] + np.add.reduceat(change, starts, axis=0)
         held = np.flatnonzero(self.count_LWG[where] + np.add.reduceat(sign, starts) > 0)
         compute = np.zeros((len(cells), 2))
@@ -646,17 +625,17 @@ class Lanes:
         delta = np.zeros((size, 4))
         for n in range(2):
             delta[:, n] = np.bincount(cell_C, compute[:, n], size)
-        stage_X = bank.stages_T[p.table_X]
+        stage_X = bank.stages_T[table_X]
         line_at_X = np.searchsorted(lines, line_X)
         cell_X = line_at_X * num_stages + stage_X
-        ms_X3 = bank.loads_of(p.row_X) * bank.comms_per_load_S3[stage_X]
-        ms_X3 *= p.sign_X[:, None]
+        ms_X3 = bank.loads_of(row_X) * bank.comms_per_load_S3[stage_X]
+        ms_X3 *= sign_X[:, None]
         scale_X2 = self.scale_LS2[lane_R[line_at_X], stage_X]
         delta[:, 2] = np.bincount(cell_X, ms_X3[:, 0] * scale_X2[:, 0], size)
         outputs_X = (ms_X3[:, 1] + ms_X3[:, 2]) * scale_X2[:, 1]
         delta[:, 3] = np.bincount(cell_X, outputs_X, size)
         if bank.has_extra:
-            extra = bank.extra(p.row_X) * p.sign_X[:, None]
+            extra = bank.extra(row_X) * sign_X[:, None]
             for n in range(2):
                 delta[:, n] += np.bincount(cell_X, extra[:, n], size)
         change_R1S4 = delta.reshape(len(lines), 1, num_stages, 4)
@@ -685,19 +664,11 @@ class Lanes:
         self.num_changes += 1
         key_N = (lane * num_tables + c.table_N) * num_ranks + c.rank_N
         mine = (self.lane_N * num_tables + self.table_N) * num_ranks + self.rank_N
+        new, pieces = c.sign_N > 0, (lane, c.table_N, c.rank_N, c.width_N)
         kept = ~np.isin(mine, key_N[c.sign_N < 0])
-        new = np.flatnonzero(c.sign_N > 0)
-        self.lane_N, self.table_N, self.rank_N, self.width_N = (
-            np.concatenate([a[kept], b[new]])
-            for a, b in (
-                (self.lane_N, lane),
-                (self.table_N, c.table_N),
-                (self.rank_N, c.rank_N),
-                (self.width_N, c.width_N),
-            )
-        )
+        self._exchange(kept, *(values[new] for values in pieces))
         if self.num_changes % STEPS_PER_REFRESH == 0:
             self.refresh()
             return
-        self._predict(self._add(lane, c.table_N, c.rank_N, c.width_N, c.sign_N))
+        self._predict(self._add(*pieces, c.sign_N))
         self.summarise()

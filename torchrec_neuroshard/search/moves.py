@@ -394,15 +394,8 @@ class Moves:
             np.concatenate([row[n] for row in rows]) for n in range(4)
         )
         sign = np.repeat([row[4] for row in rows], [len(row[0]) for row in rows])
-        order = np.argsort(cand, kind="stable")
-        return Changes(
-            cand[order],
-            table[order],
-            rank[order],
-            width[order],
-            sign[order],
-            self.lane_K[chosen],
-        )
+        changes = Changes(cand, table, rank, width, sign, self.lane_K[chosen])
+        return changes.pick(np.arange(len(chosen)))
 
 
 def best_of(gain_K: Floats, group_K: Ints, count: int) -> Ints:

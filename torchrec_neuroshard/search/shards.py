@@ -524,12 +524,16 @@ class ShardBank:
         Returns:
             `T x 2` [ms]: forward and backward, at least a share of its cost alone.
         """
-        encoding_TE, extra_T2 = self.encoding(rows_T), self.extra(rows_T)
-        alone = self.predict(encoding_TE) + extra_T2
-        with_shard = self.predict(self._context_GE[self.groups_T] + encoding_TE)
-        added = with_shard - self._context_G2[self.groups_T] + extra_T2
-        marginal: Floats = np.maximum(added, MIN_MARGINAL_SHARE * alone)
+        sums_TE = self._context_GE[self.groups_T] + self.encoding(rows_T)
+        added = self.predict(sums_TE) - self._context_G2[self.groups_T]
+        added += self.extra(rows_T)
+        marginal: Floats = np.maximum(added, MIN_MARGINAL_SHARE * self.alone(rows_T))
         return marginal
+
+    def alone(self, rows_N: Ints) -> Floats:
+        """Predict the kernel of each shard alone on its rank, `N x 2` [ms]."""
+        alone: Floats = self.predict(self.encoding(rows_N)) + self.extra(rows_N)
+        return alone
 
     def encoding(self, rows_N: Ints) -> Floats:
         """Return the encoding of each row, `N x E`."""

@@ -199,13 +199,8 @@ class _View:
             line, rank = np.nonzero((old_YW != new_YW) * row_YW)
             width = row_YW[line, rank]
             parts.append((cand_Y[line], table_Y[line], rank, width, line * 0 + one))
-        cand, table, rank, width, sign = (
-            np.concatenate(p) for p in zip(*parts, strict=True)
-        )
-        order = np.argsort(cand, kind="stable")
-        return Changes(
-            cand[order], table[order], rank[order], width[order], sign[order], lane_K
-        )
+        pieces = map(np.concatenate, zip(*parts, strict=True))
+        return Changes(*pieces, lane_K).pick(np.arange(len(layouts)))
 
     def _rows(self, c: Changes) -> tuple[Ints, Ints, Ints, Ints]:
         """Return each candidate's tables, with their widths before and after.
