@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.costs.passes import TIMED, StagePhases, sequential_ms
+from torchrec_neuroshard.costs.passes import TIMED, StagePhases
 from torchrec_neuroshard.costs.schedules import (
     DENSE,
     SCHEDULES,
@@ -259,21 +259,3 @@ def test_no_work_takes_no_time() -> None:
     phases = StagePhases.plain(np.zeros((1, 2, 1, len(TIMED))))
     found = Iteration(SEQUENTIAL, DenseMs(), phases)
     assert found.period_ms == 0 and not found.steps and not found.spans([0, 1])
-
-
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_the_short_way_to_an_iteration_without_a_pipeline_agrees(
-    overlaps: bool,
-) -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        num_stages = int(rng.integers(1, 5))
-        modules = np.sort(rng.integers(3, size=num_stages))
-        phases = with_nodes(
-            rng, with_replicas(rng, random_phases(rng, num_stages=num_stages))
-        )
-        phases = dataclasses.replace(
-            phases, overlaps=overlaps, modules_S=tuple(modules.tolist())
-        )
-        expected = SEQUENTIAL.path_ms(phases, DenseMs())
-        np.testing.assert_allclose(sequential_ms(phases), expected)

@@ -9,6 +9,7 @@ phases in the order of `TIMED`, `2` forward and backward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -49,11 +50,10 @@ class StagePhases:
     """Whether a stage's tables are replicated."""
     modules_S: tuple[int, ...]
     """Module of each stage, ascending."""
+    inside_CS2: Floats
+    """Collectives inside nodes, which ranks wait for between kernels; 0: none [ms]."""
     overlaps: bool = True
     """See `CommsModel.overlaps`."""
-    inside_CS2: Floats | None = None
-    """Collectives inside nodes, which ranks wait for between kernels [ms]. None: there
-    are none."""
     node_size: int = 0
     """Ranks of a node; 0 means all."""
 
@@ -62,7 +62,7 @@ class StagePhases:
         """Return phases of one module's stages without reordering and replicas."""
         count, _, num_stages, _ = phases_CWS6.shape
         none = np.zeros((count, num_stages, 2))
-        return StagePhases(phases_CWS6, none, none[..., 0] > 0, (0,) * num_stages)
+        return StagePhases(phases_CWS6, none, none[..., 0] > 0, (0,) * num_stages, none)
 
     def pick(self, candidate: int) -> StagePhases:
         """Return the phases of one candidate."""
@@ -72,7 +72,7 @@ class StagePhases:
             phases_CWS6=self.phases_CWS6[one],
             reorder_CS2=self.reorder_CS2[one],
             replicated_CS=self.replicated_CS[one],
-            inside_CS2=None if self.inside_CS2 is None else self.inside_CS2[one],
+            inside_CS2=self.inside_CS2[one],
         )
 
     @property
@@ -83,26 +83,20 @@ class StagePhases:
         """
         totals: Floats = self.phases_CWS6.max(axis=1).sum(axis=1)
         sent = [TIMED.index(name) for name in PASSES.values()]
-        totals[:, sent] += self.reorder_CS2.sum(axis=1)
-        if self.inside_CS2 is not None:
-            totals[:, sent] += self.inside_CS2.sum(axis=1)
+        totals[:, sent] += (self.reorder_CS2 + self.inside_CS2).sum(axis=1)
         return totals
 
     def without(self, phase: str) -> StagePhases:
         """Return the phases with one of them taking no time."""
-        phases_CWS6, reorder_CS2 = self.phases_CWS6.copy(), self.reorder_CS2.copy()
-        phases_CWS6[..., TIMED.index(phase)] = 0.0
-        inside_CS2 = None if self.inside_CS2 is None else self.inside_CS2.copy()
-        if phase in PASSES.values():
-            at = [*PASSES.values()].index(phase)
-            reorder_CS2[..., at] = 0.0
-            if inside_CS2 is not None:
-                inside_CS2[..., at] = 0.0
+        others_6, others_2 = (
+            np.array([name != phase for name in names])
+            for names in (TIMED, PASSES.values())
+        )
         return replace(
             self,
-            phases_CWS6=phases_CWS6,
-            reorder_CS2=reorder_CS2,
-            inside_CS2=inside_CS2,
+            phases_CWS6=self.phases_CWS6 * others_6,
+            reorder_CS2=self.reorder_CS2 * others_2,
+            inside_CS2=self.inside_CS2 * others_2,
         )
 
 
@@ -169,46 +163,6 @@ class _Segment(NamedTuple):
         )
 
 
-def sequential_ms(found: StagePhases) -> Floats:
-    """Return iterations without a pipeline and dense layers, `C` [ms].
-
-    The same as `Schedule.path_ms`, in fewer steps.
-    """
-    index_C, sent_CS, returned_CS = (
-        found.phases_CWS6[..., TIMED.index(name)].max(axis=1) for name in COLLECTIVES
-    )
-    reduced_CS = np.where(found.replicated_CS, returned_CS, 0.0)
-    returned_CS = returned_CS - reduced_CS
-    total: Floats = index_C.sum(axis=1)
-    num_ranks, modules_S = found.phases_CWS6.shape[1], np.array(found.modules_S)
-    node_size = min(found.node_size or num_ranks, num_ranks)
-    last = int(modules_S.max())
-    each: list[tuple[int, Bools | None, bool]] = [
-        (0, modules_S == module, module == last) for module in np.unique(modules_S)
-    ]
-    if len(each) == 1:
-        each = [(0, None, True)]
-    for n, held_S, ordered in (*each, (1, None, True)):
-        kernels_CWS = found.phases_CWS6[..., TIMED.index([*PASSES][n])]
-        exchanges_CS = (sent_CS, returned_CS)[n]
-        inside_CS = None if found.inside_CS2 is None else found.inside_CS2[..., n]
-        orders_CS = found.reorder_CS2[..., n] if ordered else None
-        reductions_CS = (None, reduced_CS)[n]
-        if held_S is not None:
-            kernels_CWS, exchanges_CS = kernels_CWS * held_S, exchanges_CS * held_S
-            inside_CS = None if inside_CS is None else inside_CS * held_S
-        if found.overlaps:
-            waits = None if inside_CS is None else Inside(inside_CS, node_size)
-            total += chains(
-                kernels_CWS, exchanges_CS, orders_CS, reductions_CS, waits
-            ).ms
-            continue
-        total += kernels_CWS.sum(axis=2).max(axis=1) + exchanges_CS.sum(axis=1)
-        for more_CS in (orders_CS, inside_CS, reductions_CS):
-            total += 0.0 if more_CS is None else more_CS.sum(axis=1)
-    return total
-
-
 class Passes:
     """The phases of some candidates, as segments of ways."""
 
@@ -226,10 +180,7 @@ class Passes:
         self._sent = slowest | {"bwd_comms": slowest["bwd_comms"] - self._reduced_CS}
         forward, backward = np.moveaxis(found.reorder_CS2, -1, 0)
         self._orders = {"fwd_comms": forward, "bwd_comms": backward}
-        inside_CS2 = found.inside_CS2
-        if inside_CS2 is None or not inside_CS2.any():
-            inside_CS2 = np.zeros_like(found.reorder_CS2)
-        forward, backward = np.moveaxis(inside_CS2, -1, 0)
+        forward, backward = np.moveaxis(found.inside_CS2, -1, 0)
         self._inside = {"fwd_comms": forward, "bwd_comms": backward}
         num_ranks = found.phases_CWS6.shape[1]
         self._node_size = min(found.node_size or num_ranks, num_ranks)
@@ -268,46 +219,46 @@ class Passes:
             return
         earlier: list[_Segment] = []
         if "fwd_compute" in run:
-            earlier = [
-                self._pass("fwd_compute", own_S, ordered=False)
-                for own_S in self._earlier
-            ]
-        own = [self._kernels(p, way) for p in run]
-        joined = own[0]
-        for segment in own[1:]:
-            joined = joined.then(segment)
-        yield [*earlier, joined]
-        if "bwd_compute" in run and "bwd_comms" in way.chained:
-            if self._overlaps and self._reduced_CS.any():
+            for own_S in self._earlier:
+                earlier += self._pass("fwd_compute", own_S, ordered=False)
+        own = [self._kernels(p, way) for p in run if p != "cache" or self._ms[p].any()]
+        joined = [functools.reduce(_Segment.then, [first for first, *_ in own])]
+        yield [*earlier, *joined]
+        for place, (_, *ends) in enumerate(own):
+            for reduced in ends:
                 # All ranks meet in the all-reduce, the last part of the pass.
-                place = list(run).index("bwd_compute")
-                ordered = "bwd_comms" in way.ordered
-                reduced = self._pass(
-                    "bwd_compute", self._every, ordered=ordered, reduces=True
-                )
-                others = [s for n, s in enumerate(own) if n != place]
-                for segment in others[1:]:
-                    others[0] = others[0].then(segment)
-                yield [reduced, *earlier, *others[:1]]
+                others = [first for n, (first, *_) in enumerate(own) if n != place]
+                joined = [functools.reduce(_Segment.then, others)] if others else []
+                yield [reduced, *earlier, *joined]
 
-    def _kernels(self, phase: str, way: Way) -> _Segment:
-        """Return a phase of a run, with its exchanges if they are next to it."""
+    def _kernels(self, phase: str, way: Way) -> list[_Segment]:
+        """Return a phase of a run, with its exchanges if they are next to it.
+
+        Returns:
+            See `_pass`; one segment without exchanges.
+        """
         own_S = self._last_S if phase == "fwd_compute" else self._every
         exchange = PASSES.get(phase, "")
         if exchange in way.chained:
             return self._pass(phase, own_S, ordered=exchange in way.ordered)
-        ms_CWS = self._ms[phase] * np.isin(self._every, own_S)
+        ms_CWS = self._held(self._ms[phase], own_S)
         kernels_CW1 = ms_CWS.sum(axis=2, keepdims=True)
         inside: Inside | None = None
         if exchange and self._inside[exchange].any():
-            inside_CS = self._inside[exchange] * np.isin(self._every, own_S)
+            inside_CS = self._held(self._inside[exchange], own_S)
             inside = Inside(inside_CS, self._node_size)
             kernels_CW1 = inside.after(ms_CWS)[1][..., -1:]
 
         def parts(_: int, rank: int) -> Iterator[Part]:
             yield from self._kernel_parts(phase, ms_CWS, inside, self._every, rank)
 
-        return _Segment(kernels_CW1, np.zeros((len(ms_CWS), 1)), parts)
+        return [_Segment(kernels_CW1, np.zeros((len(ms_CWS), 1)), parts)]
+
+    def _held(self, ms_XS: Floats, own_S: Ints) -> Floats:
+        """Return times of some stages; those of others are 0."""
+        if len(own_S) == len(self._every):
+            return ms_XS
+        return ms_XS * np.isin(self._every, own_S)
 
     def _kernel_parts(
         self,
@@ -327,56 +278,62 @@ class Passes:
                 rank = node + int(ends_WS[held, s].argmax())
             yield Part(phase, s, rank, float(ms_CWS[0, rank, s]))
 
-    def _pass(
-        self, compute: str, own_S: Ints, *, ordered: bool, reduces: bool = False
-    ) -> _Segment:
+    def _pass(self, compute: str, own_S: Ints, *, ordered: bool) -> list[_Segment]:
         """Return the chains of a pass over some stages.
 
         Args:
             compute: "fwd_compute" or "bwd_compute".
             own_S: Stages whose kernels and exchanges are in the pass.
             ordered: Whether columns are reordered, those of all stages.
-            reduces: Whether chains end with an all-reduce of replicas.
+
+        Returns:
+            The chains that end with kernels; and, if replicas are reduced beside
+            kernels, those that end with an all-reduce.
         """
-        exchange, held_S = PASSES[compute], np.isin(self._every, own_S)
+        exchange = PASSES[compute]
         orders_CS = self._orders[exchange] * ordered
-        sent_CS = self._sent[exchange] * held_S
-        inside_CS = self._inside[exchange] * held_S
-        ms_CWS = self._ms[compute] * held_S
+        sent_CS = self._held(self._sent[exchange], own_S)
+        inside_CS = self._held(self._inside[exchange], own_S)
+        ms_CWS = self._held(self._ms[compute], own_S)
+        reduced_CS = self._reduced_CS * (compute == "bwd_compute")
         if not self._overlaps:
-            row = (sent_CS, orders_CS, inside_CS, self._reduced_CS)
-            return self._in_a_row(
-                compute, ms_CWS, row[: 3 + (compute != "fwd_compute")]
-            )
-        reduced_CS = self._reduced_CS if reduces else None
-        inside = Inside(inside_CS, self._node_size)
-        waits = inside if inside_CS.any() and not reduces else None
-        found: Chains = chains(ms_CWS, sent_CS, orders_CS, reduced_CS, waits)
+            row = sent_CS + orders_CS + inside_CS + reduced_CS
+            return [self._in_a_row(compute, ms_CWS, row)]
+        inside = Inside(inside_CS, self._node_size) if inside_CS.any() else None
+        found: Chains = chains(ms_CWS, sent_CS, orders_CS, reduced_CS, inside)
         count = len(self._every) + 1
-        found = found.pick(slice(count, None) if reduces else slice(None))
 
         def parts(chain: int, rank: int) -> Iterator[Part]:
             start, first = int(found.start_J[chain]), int(found.first_J[chain])
-            some_S = self._every[first : start + 1]
+            some_S, waits = self._every[first : start + 1], inside
+            if chain >= count:  # chains with all-reduces leave them out
+                waits = None
             yield from self._kernel_parts(compute, ms_CWS, waits, some_S, rank)
             for s, ms in steps_before(start, sent_CS[0], orders_CS[0]):
                 yield self._slowest(exchange, s, ms)
             for s in range(int(found.reduced_J[chain])):
                 yield self._slowest(exchange, s, float(self._reduced_CS[0, s]))
 
-        return _Segment(found.kernels_WJ, found.rest_J, parts)
+        kernels, rest = found.kernels_WJ, found.rest_J
+        ends = [_Segment(kernels[..., :count], rest[..., :count], parts)]
+        if rest.shape[-1] > count:
+            ends.append(
+                _Segment(
+                    kernels[..., count:],
+                    rest[..., count:],
+                    lambda chain, rank: parts(chain + count, rank),
+                )
+            )
+        return ends
 
-    def _in_a_row(
-        self, compute: str, ms_CWS: Floats, row: Sequence[Floats]
-    ) -> _Segment:
+    def _in_a_row(self, compute: str, ms_CWS: Floats, others_CS: Floats) -> _Segment:
         """Return a pass whose kernels do not run beside its collectives.
 
         Args:
             compute: "fwd_compute" or "bwd_compute".
             ms_CWS: Its kernels.
-            row: Its collectives and reordering, `C x S` each.
+            others_CS: Its collectives and reordering.
         """
-        others_CS = np.sum(row, axis=0)
 
         def parts(_: int, rank: int) -> Iterator[Part]:
             for s in self._every.tolist():
@@ -389,12 +346,8 @@ class Passes:
 
     def _exchange(self, name: str, ordered: bool) -> _Segment:
         """Return the exchanges of all stages in a row, without kernels between them."""
-        sent_CS, reduced_CS = self._sent[name], np.zeros_like(self._reduced_CS)
-        orders_CS = np.zeros_like(sent_CS)
-        if name in PASSES.values() and ordered:
-            orders_CS = self._orders[name]
-        if name == "bwd_comms":
-            reduced_CS = self._reduced_CS
+        sent_CS, reduced_CS = self._sent[name], self._reduced_CS * (name == "bwd_comms")
+        orders_CS = self._orders[name] if ordered else np.zeros_like(sent_CS)
         total_C = work_before(sent_CS, orders_CS)[:, 0] + reduced_CS.sum(axis=1)
 
         def parts(_: int, __: int) -> Iterator[Part]:
@@ -403,8 +356,7 @@ class Passes:
             for s, ms in enumerate(reduced_CS[0].tolist()):
                 yield self._slowest(name, s, ms)
 
-        none_CW1 = np.zeros((*self._ms[name].shape[:2], 1))
-        return _Segment(none_CW1, total_C[:, None], parts)
+        return _Segment(np.zeros((len(total_C), 1, 1)), total_C[:, None], parts)
 
     def _slowest(self, name: str, stage: int, ms: float) -> Part:
         return Part(name, stage, int(self._ms[name][0, :, stage].argmax()), ms)

@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.costs.encoder import ShardEncoder
 from torchrec_neuroshard.costs.expected import OWN_SHARE, alike_rows, expected_ms
-from torchrec_neuroshard.costs.passes import TIMED, Part, StagePhases, sequential_ms
+from torchrec_neuroshard.costs.passes import TIMED, Part, StagePhases
 from torchrec_neuroshard.costs.schedules import DENSE, SEQUENTIAL, DenseMs, Schedule
 from torchrec_neuroshard.costs.task import (
     KernelFactors,
@@ -67,6 +67,7 @@ MOST_LOADS = 2**18
 
 ANY_ROW = -1
 """First row of a shard that stands for all shards of so many rows."""
+_NO_DENSE = DenseMs()
 _ID_BYTES, _LENGTH_BYTES, _LOOKUP_WEIGHT_BYTES = 8, 8, 4
 """Ids and lengths of a KeyedJaggedTensor are int64, its weights fp32."""
 _SORTED_ID_BYTES = 8 * 32 + 48
@@ -221,8 +222,8 @@ class PredictedCosts:
             reorder_CS2,
             np.array([[s.is_replicated for s in self.stages]]),
             tuple(s.module for s in self.stages),
-            self.overlaps,
             inside_CS2,
+            self.overlaps,
             self.node_size,
         )
 
@@ -952,9 +953,8 @@ class Simulator:
         order_CS = np.broadcast_to(order_CS, (count, num_stages))
         phases_CWS6 = np.zeros((count, num_ranks, num_stages, len(TIMED)))
         phases_CWS6[..., :-1] = phases_CWS5
-        inside_CS2: Floats | None = None
+        inside_CS2 = self.inside_costs(loads_CWS3)
         if len(self._inside_S):
-            inside_CS2 = self.inside_costs(loads_CWS3)
             inside_CS2 = np.minimum(inside_CS2, phases_CWS6[..., 2:4].max(axis=1))
             phases_CWS6[..., 2:4] -= inside_CS2[:, None]
             np.maximum(phases_CWS6, 0.0, out=phases_CWS6)
@@ -963,8 +963,7 @@ class Simulator:
         if num_stages == 1:
             reorder_CS2 = reorder_CS2.copy()
         else:
-            if inside_CS2 is not None:
-                inside_CS2 = inside_CS2[line_C1, order_CS]
+            inside_CS2 = inside_CS2[line_C1, order_CS]
             row_CWS = np.arange(count * num_ranks).reshape(count, num_ranks, 1)
             row_CWS = row_CWS * num_stages + order_CS[:, None]
             phases_CWS6 = phases_CWS6.reshape(-1, len(TIMED))[row_CWS]
@@ -976,8 +975,8 @@ class Simulator:
             reorder_CS2,
             self.replicated_S[order_CS],
             tuple(sorted(self.task.modules)),
-            self.comms_model.overlaps,
             inside_CS2,
+            self.comms_model.overlaps,
             self.task.node_size,
         )
 
@@ -992,9 +991,8 @@ class Simulator:
 
         Args: see `in_order`.
         """
-        return sequential_ms(
-            self.in_order(phases_CWS5, reorder_CS2, order_CS, loads_CWS3)
-        )
+        found = self.in_order(phases_CWS5, reorder_CS2, order_CS, loads_CWS3)
+        return SEQUENTIAL.path_ms(found, _NO_DENSE)
 
     def evaluate(self, placement: Placement) -> PredictedCosts:
         """Predict one iteration under a placement."""

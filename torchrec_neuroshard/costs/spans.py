@@ -291,7 +291,7 @@ def _work_ms(name: _Name, dense: DenseMs, found: StagePhases) -> Floats:
         return np.full(len(phases_WS6), reorder_S2[stage, reorders.index(kind)])
     if kind == "bwd_comms" and found.replicated_CS[0, stage]:
         return np.zeros(len(phases_WS6))
-    if kind in _INSIDE.values() and found.inside_CS2 is not None:
+    if kind in _INSIDE.values():
         at = [*_INSIDE.values()].index(kind)
         return np.full(len(phases_WS6), found.inside_CS2[0, stage, at])
     phase = _SHOWN.get(kind, kind)
@@ -347,10 +347,9 @@ def _stage_chains(schedule: Schedule, found: StagePhases) -> Iterator[list[_Name
 def _inside(name: _Name, found: StagePhases) -> _Name | None:
     """Return the collective inside nodes next to kernels, if they have one."""
     kind, stage = name
-    inside_CS2 = found.inside_CS2
-    if inside_CS2 is None or kind not in _INSIDE:
+    if kind not in _INSIDE:
         return None
-    ms = inside_CS2[0, stage, [*_INSIDE].index(kind)]
+    ms = found.inside_CS2[0, stage, [*_INSIDE].index(kind)]
     return (_INSIDE[kind], stage) if ms > 0 else None
 
 

@@ -65,13 +65,6 @@ class Chains(NamedTuple):
         longest: Floats = (self.kernels_WJ.max(axis=-2) + self.rest_J).max(axis=-1)
         return longest
 
-    def pick(self, some_J: slice) -> Chains:
-        """Return some of the chains."""
-        kernels_WJ, rest_J, *places = self
-        return Chains(
-            kernels_WJ[..., some_J], rest_J[..., some_J], *(p[some_J] for p in places)
-        )
-
 
 class Inside(NamedTuple):
     """Collectives inside nodes, for which ranks wait between kernels."""
