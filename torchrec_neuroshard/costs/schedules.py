@@ -140,10 +140,6 @@ class Schedule:
         lower_ms = dense.lower_forward + dense.lower_backward
         return not self.adds_up or (dense.lookups_first and lower_ms > 0)
 
-    def ways(self) -> tuple[Way, ...]:
-        """Return all ways that can be the longest."""
-        return _ways(self)
-
     def path_ms(self, found: StagePhases, dense: DenseMs) -> Floats:
         """Return the time of an iteration, `C` [ms].
 
@@ -160,7 +156,7 @@ class Schedule:
         columns = [
             (passes.way_ms(way) + sum(getattr(dense, name) for name in way.dense))
             / way.num_batches
-            for way in self.ways()
+            for way in _ways(self)
         ]
         return np.stack(columns, axis=1)
 
@@ -177,7 +173,7 @@ class Schedule:
             found: Phases of one candidate.
             dense: Times of the dense layers.
         """
-        way = self.ways()[int(self.way_ms(found, dense)[0].argmax())]
+        way = _ways(self)[int(self.way_ms(found, dense)[0].argmax())]
         parts = [*self._passes(found).parts(way)]
         parts += [Part(name, -1, -1, getattr(dense, name)) for name in way.dense]
         return [part._replace(ms=part.ms / way.num_batches) for part in parts]
@@ -206,7 +202,7 @@ class Schedule:
             path_ms = max(ways_ms)
             reliefs[name] = min(
                 (path_ms - ms) * way.num_batches
-                for way, ms in zip(self.ways(), ways_ms, strict=True)
+                for way, ms in zip(_ways(self), ways_ms, strict=True)
                 if (name,) in way.runs
             )
         return reliefs
@@ -219,7 +215,7 @@ class Schedule:
             dense: Times of the dense layers.
         """
         ways_ms = self.way_ms(found, dense)[0]
-        runs = self.ways()[int(ways_ms.argmax())].runs
+        runs = _ways(self)[int(ways_ms.argmax())].runs
         return any({"fwd_compute", "bwd_compute"} <= {*run} for run in runs)
 
 
@@ -247,6 +243,7 @@ def _step(token: str) -> tuple[str, int]:
 
 @functools.cache
 def _ways(schedule: Schedule) -> tuple[Way, ...]:
+    """Return all ways that can be the longest."""
     following: dict[str, list[tuple[str, int]]] = {}
     for before, after, lag in sorted(edges(schedule)):
         following.setdefault(before, []).append((after, lag))

@@ -49,7 +49,14 @@ import numpy.typing as npt
 from scipy import optimize, sparse
 
 from torchrec_neuroshard.costs.task import ShardingTask
-from torchrec_neuroshard.search.shards import Bools, Floats, Ints, ShardBank, sum_by
+from torchrec_neuroshard.search.shards import (
+    Bools,
+    Floats,
+    Ints,
+    ShardBank,
+    spread_out,
+    sum_by,
+)
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
 MAX_WHOLE = 600
@@ -89,33 +96,29 @@ def lower_bound(bank: ShardBank, deadline: float = math.inf) -> float:
     additive = simulator.cost_model.additive
     if additive is None or not simulator.comms_model.even_is_fastest:
         return 0.0
-    work = Work(bank, additive)
-    options = list_options(bank, work)
+    options = list_options(bank, additive)
     room_M = bank.caps_MW.sum(axis=1) * (1 + ROUNDING)
     # Memory rarely matters: solve without its limits first, which is quicker.
     for in_memory in (False, True):
-        program = Program(bank, work, options, in_memory=in_memory)
+        program = Program(bank, additive[0], options, in_memory=in_memory)
         bound_ms, bytes_M = program.solve(deadline - time.monotonic())
         if (bytes_M <= room_M).all():
             break
     return bound_ms
 
 
-class Work:
-    """Kernel work that adds up over shards, so that its mean over ranks is known.
+def _work(bank: ShardBank, additive: Floats, rows_N: Ints) -> Floats:
+    """Return kernel work of shards that adds up, without launches, `N x 2` [ms].
 
     Some rank's kernels take at least their launch plus the mean work of all shards.
+
+    Args:
+        bank: The task's shards.
+        additive: See `CostModel.additive`; the first row is the launch.
+        rows_N: Rows of the bank.
     """
-
-    def __init__(self, bank: ShardBank, additive: Floats) -> None:
-        """Take the coefficients of `CostModel.additive`."""
-        self._bank, self.launch_2, self._weights_E2 = bank, additive[0], additive[1:]
-
-    def of_shards(self, rows_N: Ints) -> Floats:
-        """Return the work of shards, `N x 2` [ms]."""
-        bank = self._bank
-        work: Floats = bank.encoding(rows_N) @ self._weights_E2 + bank.extra(rows_N)
-        return work
+    work: Floats = bank.encoding(rows_N) @ additive[1:] + bank.extra(rows_N)
+    return work
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +162,12 @@ class Options:
         return self.pick(np.sort(np.array(kept)))
 
 
-def list_options(bank: ShardBank, work: Work) -> Options:
+def list_options(bank: ShardBank, additive: Floats) -> Options:
     """Return the options of all tables whose shards fit an empty rank.
 
     Args:
         bank: The task's shards, not merged.
-        work: The kernels' work.
+        additive: See `CostModel.additive`.
     """
     task = bank.task
     counts = [(w, *c) for w in range(len(bank.dims_T)) for c in _counts(bank, w)]
@@ -179,7 +182,7 @@ def list_options(bank: ShardBank, work: Work) -> Options:
     times_N1 = (alike_N * dim_O[place_N] / width_O[place_N])[:, None]
     work_O2, loads_O3 = (
         sum_by(place_N, values * times_N1, len(way_O))
-        for values in (work.of_shards(row_N), bank.loads_of(row_N))
+        for values in (_work(bank, additive, row_N), bank.loads_of(row_N))
     )
     # Every shard receives all ids of its table, however narrow it is.
     loads_O3[:, 0] *= few_O * width_O / dim_O
@@ -191,7 +194,7 @@ def list_options(bank: ShardBank, work: Work) -> Options:
     for way in np.unique(way_O[varied_O]).tolist():
         own = np.flatnonzero(varied_O & (way_O == way))
         work_O2[own], compute_O2[own] = _uneven(
-            bank, work, way, few_O[own], many_O[own]
+            bank, additive, way, few_O[own], many_O[own]
         )
     _, fixed_MT, column_MT = task.memory
     bytes_MO = fixed_MT[:, way_O] * few_O + column_MT[:, way_O] * dim_O
@@ -232,7 +235,7 @@ def _counts(bank: ShardBank, way: int) -> Iterator[tuple[int, int]]:
 
 
 def _uneven(
-    bank: ShardBank, work: Work, way: int, few_O: Ints, many_O: Ints
+    bank: ShardBank, additive: Floats, way: int, few_O: Ints, many_O: Ints
 ) -> tuple[Floats, Floats]:
     """Bound the work and the largest shard of a table in shards of any widths.
 
@@ -246,7 +249,7 @@ def _uneven(
     dim, narrowest = int(bank.dims_T[way]), int(bank.narrowest_T[way])
     width_N = np.arange(narrowest, dim - narrowest + 1, COLUMN_MULTIPLE)
     row_N = bank.rows(np.full(len(width_N), way), width_N)
-    each_N2 = work.of_shards(row_N)
+    each_N2 = _work(bank, additive, row_N)
     slope_X2 = np.diff(each_N2, axis=0, prepend=0.0) / COLUMN_MULTIPLE
     under_X2 = (each_N2 - slope_X2[:, None] * width_N[:, None]).min(axis=1)
     ends_2OX2 = np.stack([few_O, many_O])[:, :, None, None] * under_X2 + slope_X2 * dim
@@ -264,8 +267,7 @@ def _comms_alone(bank: ShardBank, way_O: Ints, width_O: Ints) -> Floats:
     size_O = np.where(
         bank.block_T[way_O] < bank.task.world_size, bank.block_T[way_O], 0
     )
-    place_N = np.repeat(np.arange(len(way_O)), size_O)
-    rank_N = np.arange(len(place_N)) - np.repeat(np.cumsum(size_O) - size_O, size_O)
+    place_N, rank_N = spread_out(size_O)
     row_N = bank.rows(way_O[place_N], width_O[place_N], rank_N)
     loads_N3 = bank.loads_of(row_N)
     ms_N3 = bank.simulator.single_comms(way_O[place_N], loads_N3, rank_N, place_N)
@@ -292,7 +294,7 @@ class Program:
     def __init__(
         self,
         bank: ShardBank,
-        work: Work,
+        launch_2: Floats,
         options: Options,
         *,
         in_memory: bool,
@@ -301,13 +303,13 @@ class Program:
 
         Args:
             bank: The task's shards, not merged.
-            work: The kernels' work.
+            launch_2: The shortest launch of a kernel [ms].
             options: Options of all tables.
             in_memory: Whether the total memory of all tables is limited to that of all
                 ranks.
         """
         options = options.useful(bank.groups_T[options.way_O], in_memory=in_memory)
-        self._bank, self._work, self._options = bank, work, options
+        self._bank, self._launch_2, self._options = bank, launch_2, options
         num_stages = bank.task.num_stages
         self._cost: list[float] = []
         self._limit: list[float] = []
@@ -431,7 +433,7 @@ class Program:
 
     def _add_passes(self) -> None:
         """Require that passes last as long as all stages' work or exchanges."""
-        launch_2 = self._work.launch_2
+        launch_2 = self._launch_2
         forward: list[int] = np.unique(self._forward_S[self._forward_S >= 0]).tolist()
         sent_S, returned_S, reduced_S = self._time_S6[:, 3:].T
         overlaps = self._bank.simulator.comms_model.overlaps
@@ -465,7 +467,7 @@ class Program:
         rank with the most work need not have tables of every fusion group.
         """
         groups = np.unique(self._bank.groups_T[self._options.way_O[held]])
-        launch_2 = self._work.launch_2 * (len(groups) == 1)
+        launch_2 = self._launch_2 * (len(groups) == 1)
         for k in (0, 1):
             columns = [self._time_S6[stage, k], runs, *self._takes[held]]
             mean = self._options.mean_O2[held, k]

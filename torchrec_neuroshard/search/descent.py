@@ -477,10 +477,8 @@ def _put_back(
         if others and retypes and rng.random() < HALF:
             way, count = others[int(rng.integers(len(others)))], 1
         if bank.moves_T[way]:
-            splits = bank.splits(way)
-            if n == 0 or count not in splits or rng.random() < RESPLIT:
-                place = sum(k < count for k in splits)
-                near = splits[max(0, place - 1) : place + 2]
+            if n == 0 or count not in bank.splits(way) or rng.random() < RESPLIT:
+                near = bank.near_splits(way, count)
                 count = near[int(rng.integers(len(near)))]
         skew = 0
         if count > 1 and bank.task.uneven and bank.moves_T[way] and rng.random() < HALF:

@@ -22,7 +22,7 @@ from torchrec_neuroshard.costs.placement_rules import listed, quoted
 from torchrec_neuroshard.costs.task import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.search.rules import follow, merged
-from torchrec_neuroshard.search.shards import Bools, Floats, Ints, split_widths
+from torchrec_neuroshard.search.shards import Bools, Floats, Ints
 from torchrec_neuroshard.search.shards import legal_splits as splits
 from torchrec_neuroshard.tables.table import COLUMN_MULTIPLE
 
@@ -55,23 +55,15 @@ def smallest_widths(task: ShardingTask) -> Ints:
 
     For ways that do not split columns, these are the columns of a block.
     """
-    known: dict[tuple[str, int, int, int], int] = {}
-    found = []
-    for way, table in enumerate(task.tables):
-        key = (
-            task.sharding_types[way],
-            table.embedding_dim,
-            task.min_widths[way],
-            task.max_shards[way],
-        )
-        if key not in known:
-            known[key] = (
-                split_widths(task, way, splits(task, way)[-1])[0]
-                if task.sharding_type(way).in_columns
-                else task.block_width(way)
-            )
-        found.append(known[key])
-    return np.array(found)
+    return np.array(
+        [
+            -(-task.block_width(way) // (COLUMN_MULTIPLE * splits(task, way)[-1]))
+            * COLUMN_MULTIPLE
+            if task.sharding_type(way).in_columns
+            else task.block_width(way)
+            for way in range(len(task.tables))
+        ]
+    )
 
 
 def fitting(task: ShardingTask) -> Bools:

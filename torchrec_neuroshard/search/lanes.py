@@ -87,8 +87,12 @@ class Changes:
         cand_N = place_K[self.cand_N]
         keep = np.flatnonzero(cand_N >= 0)
         keep = keep[np.argsort(cand_N[keep], kind="stable")]
-        pieces = self.table_N, self.rank_N, self.width_N, self.sign_N
-        return Changes(cand_N[keep], *(a[keep] for a in pieces), self.lane_K[index_K])
+        table_N, rank_N, width_N, sign_N = (
+            values[keep]
+            for values in (self.table_N, self.rank_N, self.width_N, self.sign_N)
+        )
+        lane_K = self.lane_K[index_K]
+        return Changes(cand_N[keep], table_N, rank_N, width_N, sign_N, lane_K)
 
     @staticmethod
     def join(parts: Sequence[Changes]) -> Changes:

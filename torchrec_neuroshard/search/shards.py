@@ -302,6 +302,12 @@ class ShardBank:
         """Return the numbers of column shards that a table may be split into."""
         return legal_splits(self.task, table) if self.moves_T[table] else (1,)
 
+    def near_splits(self, table: int, count: int) -> tuple[int, ...]:
+        """Return the allowed numbers of column shards next to a number, and itself."""
+        splits = self.splits(table)
+        place = sum(k < count for k in splits)
+        return splits[max(0, place - 1) : place + 2]
+
     def layouts(self, table: int, count: int, rank_ms: float) -> list[tuple[int, int]]:
         """Return layouts to try instead of a table's current one.
 
@@ -325,8 +331,7 @@ class ShardBank:
                 enough = next((k for k in splits if k >= wanted), splits[-1])
                 found += [(way, k) for k in sorted({1, enough})]
             elif self.moves_T[way]:
-                place = sum(k < count for k in splits)
-                near = splits[max(0, place - 1) : place + 2]
+                near = self.near_splits(way, count)
                 found += [(way, k) for k in near if k != count]
         return found
 
@@ -335,15 +340,9 @@ class ShardBank:
         """Fewest shards of each table at which every shard fits an empty rank, `T`."""
         every = np.arange(len(self.dims_T))
         needed_T: Ints = np.ones(len(every), dtype=np.int64)
-        allowed_TW = self.rules.allowed_TW
-        room_MT = np.stack(
-            [
-                np.full(len(every), caps_W.max())
-                if allowed_TW is None
-                else np.where(allowed_TW, caps_W, 0.0).max(axis=1)
-                for caps_W in self.caps_MW
-            ]
-        )
+        room_MT = np.repeat(self.caps_MW.max(axis=1)[:, None], len(every), axis=1)
+        for table, ranks in self.rules.allowed.items():
+            room_MT[:, table] = self.caps_MW[:, ranks].max(axis=1, initial=0.0)
         fits_T = (self.sizes(every, self.dims_T) <= room_MT).all(axis=0)
         for table in np.flatnonzero(~fits_T & self.moves_T).tolist():
             splits = self.splits(table)

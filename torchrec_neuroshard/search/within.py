@@ -199,8 +199,9 @@ class _View:
             line, rank = np.nonzero((old_YW != new_YW) * row_YW)
             width = row_YW[line, rank]
             parts.append((cand_Y[line], table_Y[line], rank, width, line * 0 + one))
-        pieces = map(np.concatenate, zip(*parts, strict=True))
-        return Changes(*pieces, lane_K).pick(np.arange(len(layouts)))
+        cand, table, rank, width, sign = map(np.concatenate, zip(*parts, strict=True))
+        changes = Changes(cand, table, rank, width, sign, lane_K)
+        return changes.pick(np.arange(len(layouts)))
 
     def _rows(self, c: Changes) -> tuple[Ints, Ints, Ints, Ints]:
         """Return each candidate's tables, with their widths before and after.
@@ -330,9 +331,7 @@ class _Steps:
         )
         for lane, table in sorted(pairs):
             layouts += _near_splits(view, lane, table)
-            splits = bank.splits(table)
-            place = sum(k < lanes.pieces_LT[lane, table] for k in splits)
-            near = splits[max(0, place - 1) : place + 2]
+            near = bank.near_splits(table, int(lanes.pieces_LT[lane, table]))
             options += [(lane, table, table, count) for count in near]
         yield view.changes(layouts)
         if options:
