@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from harness.pages import one_line
 from planner_comparison.paired import COLLECTIVES, KERNELS, PATH
-from torchrec_neuroshard.costs.timeline import pass_ms
+from torchrec_neuroshard.costs.timeline import chains
 from torchrec_neuroshard.files import write_whole
 
 _TIMES = ("predicted", "measured")
@@ -53,11 +53,11 @@ def add_up(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     none = np.zeros_like(index)
     path_ms = (
         index.sum()
-        + pass_ms(forward_WS, sent, orders[0])
-        + pass_ms(backward_WS, returned, orders[1], reduced)
+        + chains(forward_WS, sent, orders[0]).ms
+        + chains(backward_WS, returned, orders[1], reduced).ms
     )
-    kernels_ms = pass_ms(forward_WS, none, orders[0])
-    kernels_ms += pass_ms(backward_WS, none, orders[1])
+    kernels_ms = chains(forward_WS, none, orders[0]).ms
+    kernels_ms += chains(backward_WS, none, orders[1]).ms
     return {
         PATH: float(path_ms),
         KERNELS: float(kernels_ms),

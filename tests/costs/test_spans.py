@@ -18,7 +18,7 @@ from torchrec_neuroshard.costs.schedules import (
     find_schedule,
 )
 from torchrec_neuroshard.costs.spans import Iteration, Span
-from torchrec_neuroshard.costs.timeline import pass_ms
+from torchrec_neuroshard.costs.timeline import chains
 
 
 def random_phases(
@@ -83,14 +83,14 @@ def test_an_iteration_without_a_pipeline_is_the_sum_of_its_passes(
             # Columns of all modules are reordered after the last one's lookups.
             orders_S = reorder_S2[:, 0] * (module == modules_S[-1])
             lookups_WS = phases_WS6[..., 1] * own
-            forward += float(pass_ms(lookups_WS, x_S * own, orders_S))
+            forward += float(chains(lookups_WS, x_S * own, orders_S).ms)
         replicated_S = phases.replicated_CS[0]
-        backward = pass_ms(
+        backward = chains(
             phases_WS6[..., 4],
             np.where(replicated_S, 0.0, g_S),
             reorder_S2[:, 1],
             np.where(replicated_S, g_S, 0.0),
-        )
+        ).ms
         dense = random_dense(rng, lookups_first=False)
         expected = index_S.sum() + forward + float(backward) + dense.total_ms
         found = Iteration(SEQUENTIAL, dense, phases)

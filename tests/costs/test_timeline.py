@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.costs.timeline import Inside, chains, pass_ms
+from torchrec_neuroshard.costs.timeline import Inside, chains
 
 
 def array(*values: object) -> np.ndarray:
@@ -18,35 +18,35 @@ NONE = array(0, 0)
 def test_ranks_do_not_wait_between_stages() -> None:
     """Rank 0 has all of stage 1, rank 1 all of stage 2: they work side by side."""
     crossed, together = array([3, 0], [0, 3]), array([3, 3], [0, 0])
-    assert pass_ms(crossed, NONE) == 3
-    assert pass_ms(together, NONE) == 6
+    assert chains(crossed, NONE).ms == 3
+    assert chains(together, NONE).ms == 6
 
 
 def test_exchanges_hide_behind_kernels() -> None:
     kernels = array([2, 5], [1, 4])
     # Forward: stage 1 is looked up at 2 and exchanged at 6, stage 2 looked up at 7.
     # Backward: gradients of stage 2 arrive at 1 and are used at 6, of stage 1 at 5.
-    assert pass_ms(kernels, array(4, 1)) == 8
+    assert chains(kernels, array(4, 1)).ms == 8
     # Forward: the exchanges end at 12 and 13. Backward: those of stage 1 arrive at 11.
-    assert pass_ms(kernels, array(10, 1)) == 13
+    assert chains(kernels, array(10, 1)).ms == 13
     # Forward: the exchanges end at 3 and 11. Backward: those of stage 2 arrive at 4.
-    assert pass_ms(kernels, array(1, 4)) == 11
+    assert chains(kernels, array(1, 4)).ms == 11
 
 
 def test_columns_are_reordered_next_to_the_exchange() -> None:
     # Forward: exchanges end at 6 and 10. Stage 1 is reordered from 7 to 8, stage 2 from
     # 10. Backward: stage 2 is reordered at 2 and exchanged at 5, stage 1 reordered at 3
     # and exchanged at 9. Stage 2's kernel ends at 10, stage 1's at 12.
-    assert pass_ms(array([2, 5]), array(4, 3), array(1, 2)) == 12
+    assert chains(array([2, 5]), array(4, 3), array(1, 2)).ms == 12
 
 
 def test_replicas_are_reduced_after_their_kernels() -> None:
     kernels = array([2, 5], [1, 4])
     # Stage 2 holds replicas, whose kernels end at 5 and are reduced until 8. Stage 1's
     # gradients are there at 1, its kernels end at 7.
-    assert pass_ms(kernels, array(1, 0), reductions_S=array(0, 3)) == 8
+    assert chains(kernels, array(1, 0), reductions_S=array(0, 3)).ms == 8
     # Exchanges of gradients hold the link until 9.
-    assert pass_ms(kernels, array(9, 0), reductions_S=array(0, 3)) == 12
+    assert chains(kernels, array(9, 0), reductions_S=array(0, 3)).ms == 12
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
@@ -59,7 +59,7 @@ def test_a_pass_is_the_longest_chain(lead: tuple[int, ...]) -> None:
     busiest = kernels.cumsum(axis=-1).max(axis=-2)
     later = exchanges[..., ::-1].cumsum(axis=-1)[..., ::-1]
     expected = (busiest + later).max(axis=-1)
-    assert pass_ms(kernels, exchanges) == pytest.approx(expected)
+    assert chains(kernels, exchanges).ms == pytest.approx(expected)
 
 
 def test_ranks_of_a_node_wait_for_collectives_inside_it() -> None:

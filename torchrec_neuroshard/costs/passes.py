@@ -118,12 +118,15 @@ class Way:
     """Exchanges that are not on the way, but whose columns are reordered on it."""
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Part:
     """A part of an iteration: a stage's phase on the rank that counts."""
 
     phase: str
     stage: int
+    """Index of the stage; -1 for dense layers."""
     rank: int
+    """Of a collective, the slowest rank."""
     ms: float
 
 

@@ -22,7 +22,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,8 @@ DENSE = (
 """Phases of the dense layers, equal on all ranks."""
 PREFETCHING = "train_prefetch_sparse_dist"
 """The pipeline that loads caches ahead of lookups."""
-_BARRIERS = {*COLLECTIVES, "all_reduce"}
+BARRIERS = {*COLLECTIVES, "all_reduce"}
+"""Phases in which all ranks meet."""
 _USES = {"fwd_comms": "forward", "bwd_comms": "backward"}
 """Exchange -> the dense phase beside which its columns are reordered."""
 
@@ -176,7 +177,7 @@ class Schedule:
         way = _ways(self)[int(self.way_ms(found, dense)[0].argmax())]
         parts = [*self._passes(found).parts(way)]
         parts += [Part(name, -1, -1, getattr(dense, name)) for name in way.dense]
-        return [part._replace(ms=part.ms / way.num_batches) for part in parts]
+        return [replace(part, ms=part.ms / way.num_batches) for part in parts]
 
     def hidden_ms(self, found: StagePhases, dense: DenseMs) -> Floats:
         """Return how much of each phase is hidden: `C x 6` [ms].
@@ -296,11 +297,11 @@ def used_apart(schedule: Schedule) -> frozenset[str]:
 
 def _way(path: tuple[str, ...], num_batches: int, apart: frozenset[str]) -> Way:
     """Split a cycle of phases into runs, from one collective to the next."""
-    first = next((k for k, name in enumerate(path) if name in _BARRIERS), 0)
+    first = next((k for k, name in enumerate(path) if name in BARRIERS), 0)
     runs: list[tuple[str, ...]] = []
     run: list[str] = []
     for name in (*path[first:], *path[:first]):
-        if name in _BARRIERS:
+        if name in BARRIERS:
             runs += [tuple(run), (name,) * (name in TIMED)]
             run = []
         elif name in TIMED:
@@ -318,7 +319,7 @@ def _way(path: tuple[str, ...], num_batches: int, apart: frozenset[str]) -> Way:
         num_batches=num_batches,
         chained=frozenset(x for k, x, side in on_way if beside[x][side] == k),
         ordered=frozenset(
-            x for _, x, side in on_way if beside[x][1 - side] not in _BARRIERS
+            x for _, x, side in on_way if beside[x][1 - side] not in BARRIERS
         ),
         reorders=frozenset(
             x

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.costs.passes import COLLECTIVES, TIMED, StagePhases
+from torchrec_neuroshard.costs.passes import TIMED, Part, StagePhases
 from torchrec_neuroshard.costs.schedules import (
+    BARRIERS,
     DENSE,
     DenseMs,
     Schedule,
@@ -40,7 +41,6 @@ STREAMS = ("compute", "collectives", "cache")
 REORDERS = {"fwd_comms": "fwd_reorder", "bwd_comms": "bwd_reorder"}
 """Exchange -> the kernel that reorders the columns of split tables for it."""
 
-_BARRIERS = {*COLLECTIVES, "all_reduce"}
 _REDUCE = "reduce"
 """The all-reduce of replicas, a `bwd_comms` after its kernels."""
 _INSIDE = {"fwd_compute": "fwd_inside", "bwd_compute": "bwd_inside"}
@@ -74,17 +74,6 @@ class Span:
     """Whether it is on the critical cycle."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A part of the critical cycle."""
-
-    phase: str
-    stage: int
-    rank: int
-    """Of a collective, the slowest rank."""
-    ms: float
-
-
 class Iteration:
     """The steady state of a plan's iterations.
 
@@ -103,7 +92,7 @@ class Iteration:
         """
         self._graph = _Graph(schedule, dense, found)
         self.period_ms, cycle = self._graph.longest_cycle()
-        self.steps: tuple[Step, ...] = ()
+        self.steps: tuple[Part, ...] = ()
         if not cycle:
             return
         graph, period = self._graph, self.period_ms
@@ -145,7 +134,7 @@ class Iteration:
                 if until - since > graph.rounding_ms:
                     yield Span(
                         rank=rank,
-                        stream="collectives" if phase in _BARRIERS else stream,
+                        stream="collectives" if phase in BARRIERS else stream,
                         phase=phase,
                         stage=stage,
                         batch=batch,
@@ -170,7 +159,7 @@ class _Graph:
         for before, after, lag in _phase_edges(schedule, found):
             self._after[number[after]].add((number[before], lag))
         own_NW = np.stack([_work_ms(name, dense, found) for name in self.names])
-        meeting = {_MEET} | {n for n in self.names if n[0] in (*_BARRIERS, _REDUCE)}
+        meeting = {_MEET} | {n for n in self.names if n[0] in (*BARRIERS, _REDUCE)}
         self.meets_N = np.array([name in meeting for name in self.names])
         num_ranks = own_NW.shape[1]
         # Ranks of a node meet in the collectives inside it.
@@ -196,13 +185,13 @@ class _Graph:
         """Return when an iteration begins: when the last rank begins its first work."""
         return float(start_NW[self._first].max())
 
-    def step(self, state: tuple[int, int]) -> Step:
+    def step(self, state: tuple[int, int]) -> Part:
         """Return a part of the critical cycle, given as work and rank."""
         work, rank = state
         kind, stage = self.names[work]
         rank = int(self._slowest_N[work]) if self.meets_N[work] else rank
         phase = _SHOWN.get(kind, kind)
-        return Step(phase, stage, rank, float(self.taken_NW[state]))
+        return Part(phase, stage, rank, float(self.taken_NW[state]))
 
     def longest_cycle(self) -> tuple[float, list[tuple[int, int]]]:
         """Return the period and the critical cycle as (work, rank)."""
@@ -383,7 +372,7 @@ def _phase_edges(
             return "fwd_reorder", 0
         if phase in DENSE:
             return phase, -1
-        if phase == "bwd_comms" and before not in _BARRIERS:
+        if phase == "bwd_comms" and before not in BARRIERS:
             phase = REORDERS[phase]
         name = phase, last if phase.startswith("bwd") else 0
         return _inside(name, found) or name if phase == "bwd_compute" else name
@@ -393,7 +382,7 @@ def _phase_edges(
             return [("bwd_reorder", 0)]
         if phase in DENSE:
             return [(phase, -1)]
-        if phase == "fwd_comms" and after not in _BARRIERS:
+        if phase == "fwd_comms" and after not in BARRIERS:
             phase = REORDERS[phase]
         if phase.startswith("bwd"):
             return [(phase, 0), *reduced]

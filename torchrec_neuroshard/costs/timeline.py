@@ -134,10 +134,10 @@ def chains(
             kernels.append(sums_K[..., s:] - (sums_S[..., s - 1 : s] if s else 0.0))
             rest.append(rest_K[..., s:] + reduced_S[..., s : s + 1])
             places += [(k, s, s + 1) for k in range(s, num_stages + 1)]
-        if used.any():  # all-reduces right after all exchanges
-            kernels.append(np.zeros_like(sums_S[..., -1:]))
-            rest.append(rest_K[..., :1] + reduced_S[..., -1:])
-            places.append((0, num_stages, num_stages))
+        # All-reduces right after all exchanges.
+        kernels.append(np.zeros_like(sums_S[..., -1:]))
+        rest.append(rest_K[..., :1] + reduced_S[..., -1:])
+        places.append((0, num_stages, num_stages))
     return Chains(
         np.concatenate(kernels, axis=-1),
         np.concatenate(rest, axis=-1),
@@ -162,20 +162,6 @@ def work_before(exchanges_S: Floats, orders_S: Floats | None = None) -> Floats:
         rest[..., s] = exchanges_S[..., s] + np.maximum(rest[..., s + 1], ordered)
     rest[..., -1] = ordered
     return rest
-
-
-def pass_ms(
-    kernels_WS: Floats,
-    exchanges_S: Floats,
-    orders_S: Floats | None = None,
-    reductions_S: Floats | None = None,
-    inside: Inside | None = None,
-) -> Floats:
-    """Return how long a forward or a backward pass takes the last rank [ms].
-
-    Args: see `chains`.
-    """
-    return chains(kernels_WS, exchanges_S, orders_S, reductions_S, inside).ms
 
 
 def steps_before(

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from torchrec_neuroshard.costs.passes import COLLECTIVES, PASSES, TIMED
+from torchrec_neuroshard.costs.passes import COLLECTIVES, PASSES, TIMED, Part
 from torchrec_neuroshard.costs.placement_rules import listed
 from torchrec_neuroshard.costs.schedules import DENSE
 from torchrec_neuroshard.costs.simulator import PredictedCosts
-from torchrec_neuroshard.costs.spans import Iteration, Span, Step
+from torchrec_neuroshard.costs.spans import Iteration, Span
 
 MAX_RANKS = 8
 """Ranks that are drawn."""
@@ -36,7 +36,7 @@ class Timeline:
     ranks: tuple[int, ...]
     """The ranks with spans, ascending."""
     spans: tuple[Span, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Part, ...]
     """What binds: the chain of work that makes an iteration this long."""
 
     @staticmethod
@@ -144,13 +144,13 @@ def _label(phase: str) -> str:
     return "dense layers" if phase in DENSE else phase
 
 
-def _place(step: Step) -> tuple[str, int | None]:
+def _place(step: Part) -> tuple[str, int | None]:
     """Return what steps have in common that the text names once."""
     is_alone = step.phase not in COLLECTIVES and step.phase not in DENSE
     return _label(step.phase), step.rank if is_alone else None
 
 
-def _drawn(kernels_W: Sequence[float], steps: Sequence[Step]) -> tuple[int, ...]:
+def _drawn(kernels_W: Sequence[float], steps: Sequence[Part]) -> tuple[int, ...]:
     """Return the ranks to draw, ascending.
 
     Args:
