@@ -57,11 +57,11 @@ def smallest_widths(task: ShardingTask) -> Ints:
     """
     return np.array(
         [
-            -(-task.block_width(way) // (COLUMN_MULTIPLE * splits(task, way)[-1]))
+            -(-table.embedding_dim // (COLUMN_MULTIPLE * splits(task, way)[-1]))
             * COLUMN_MULTIPLE
             if task.sharding_type(way).in_columns
             else task.block_width(way)
-            for way in range(len(task.tables))
+            for way, table in enumerate(task.tables)
         ]
     )
 

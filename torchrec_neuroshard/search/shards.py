@@ -245,10 +245,9 @@ class ShardBank:
         place, rank = spread_out(self.block_T[table_N])
         part = self._part_numbers(table_N[place], rank, alike)
         # A table's parts have rising numbers in the order of the block's ranks.
-        _, first, count = np.unique(
-            place * len(self._table_P) + part, return_index=True, return_counts=True
-        )
-        return place[first], rank[first], count
+        key = place * len(self._table_P) + part
+        first = np.flatnonzero(np.diff(key, prepend=-1))
+        return place[first], rank[first], np.diff(first, append=len(key))
 
     def _merge(self, own: ShardingTask) -> None:
         """Give the first table of each set and fusion group the costs of all."""
