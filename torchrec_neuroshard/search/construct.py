@@ -132,14 +132,10 @@ class Draft:
     ) -> Bools:
         """Return which ranks may take a shard, `Q x W`."""
         bank, rules = self.bank, self.bank.rules
-        room_QW: Bools = np.ones((len(lane_Q), bank.task.world_size), dtype=bool)
+        used_MQW = self._with_shards(lane_Q, table_Q, width_Q)
+        room_QW: Bools = np.all(used_MQW <= bank.caps_MW[:, None], axis=0)
         if open_QW is not None:
             room_QW &= open_QW
-        sizes_MQ = bank.sizes(table_Q, width_Q)
-        for used_LW, caps_W, size_Q in zip(
-            self._bytes_MLW, bank.caps_MW, sizes_MQ, strict=True
-        ):
-            room_QW &= used_LW[lane_Q] + size_Q[:, None] <= caps_W
         if rules.allowed_TW is not None:
             room_QW &= rules.allowed_TW[table_Q]
         if rules.num_sets:
@@ -165,13 +161,11 @@ class Draft:
         added: Floats = np.einsum("qwp,qp->qw", new - now, unit_Q14[:, 0])
         return added + TIE * self._load_LW[lane_Q]
 
-    def _filled(self, lane_Q: Ints, table_Q: Ints, width_Q: Ints) -> Floats:
-        """Return how full ranks are with a shard, by the fullest memory: `Q x W`."""
-        caps_MW = np.maximum(self.bank.caps_MW, 1.0)
+    def _with_shards(self, lane_Q: Ints, table_Q: Ints, width_Q: Ints) -> Floats:
+        """Return the memory that ranks use with a shard, `M x Q x W` bytes."""
         sizes_MQ = self.bank.sizes(table_Q, width_Q)
-        used_MQW = self._bytes_MLW[:, lane_Q] + sizes_MQ[:, :, None]
-        filled: Floats = (used_MQW / caps_MW[:, None]).max(axis=0)
-        return filled
+        used_MQW: Floats = self._bytes_MLW[:, lane_Q] + sizes_MQ[:, :, None]
+        return used_MQW
 
     def place(
         self,
@@ -207,7 +201,10 @@ class Draft:
         num_wide_Q = np.where(moves_Q, units_Q % count_Q, 0)
         width_Q = narrow_Q + COLUMN_MULTIPLE * (num_wide_Q > 0)
         if self._by_size:
-            price = self._filled(lane_Q, table_Q, width_Q)
+            # How full a rank is, by its fullest memory.
+            caps_MW = np.maximum(bank.caps_MW, 1.0)
+            used_MQW = self._with_shards(lane_Q, table_Q, width_Q)
+            price = (used_MQW / caps_MW[:, None]).max(axis=0)
         else:
             price = self._prices(lane_Q, table_Q, width_Q, noise_QW)
         room_QW = self._open(lane_Q, table_Q, width_Q, open_QW)
@@ -329,7 +326,7 @@ def gathered(lanes: Lanes) -> Draft | None:
         The draft; None if all shards are equally wide.
     """
     bank, num_ranks = lanes.bank, lanes.bank.task.world_size
-    ways, counts, wide, ranks = [], [], [], []
+    found: list[tuple[Ints, Ints, Bools, Bools]] = []
     most = min(GATHERED, GATHERED_TABLES // len(bank.task.ways))
     for lane in range(min(lanes.num_lanes, most)):
         way_T = np.flatnonzero(lanes.pieces_LT[lane])
@@ -343,13 +340,11 @@ def gathered(lanes: Lanes) -> Draft | None:
             for count in (round(share * num_ranks) + n for n in (-1, 0, 1)):
                 if 0 < count < num_ranks:
                     spaced = np.arange(count) * num_ranks // count  # on all nodes
-                    ranks.append(np.isin(np.arange(num_ranks), spaced))
-                    wide.append(wide_T)
-                    ways.append(way_T)
-                    counts.append(count_T)
-    if not ways:
+                    ranks_W = np.isin(np.arange(num_ranks), spaced)
+                    found.append((way_T, count_T, wide_T, ranks_W))
+    if not found:
         return None
-    ways_LT, count_LT, wide_LT, ranks_LW = map(np.stack, (ways, counts, wide, ranks))
+    ways_LT, count_LT, wide_LT, ranks_LW = map(np.stack, zip(*found, strict=True))
     return construct(bank, ways_LT, count_LT, wide=(wide_LT, ranks_LW))
 
 

@@ -352,7 +352,8 @@ class Lanes:
         np.maximum(self.loads_LWS3, 0.0, out=self.loads_LWS3)
         compute_LWS2 = bank.simulator.stage_compute(self.compute_LWG2) + self.extra_LWS2
         exact = bank.simulator.phases(compute_LWS2, self.loads_LWS3)
-        reorder_LS2 = self._order_ms(*self._order_sums())
+        self.columns_LS3 = self._columns()
+        reorder_LS2 = self._order_ms(self.columns_LS3)
         self.order_LS: Floats = reorder_LS2.sum(axis=2)
         self.stages_LS: Ints = bank.simulator.stage_order(self.pieces_LT > 0)
         self.critical_L: Floats = bank.simulator.path_ms(
@@ -521,32 +522,27 @@ class Lanes:
 
     # Reordering of output columns, which stages with split tables need.
 
-    def _order_sums(self) -> tuple[Floats, Floats, Floats]:
-        """Return each stage's split tables, their columns and all columns.
+    def _columns(self) -> Floats:
+        """Return each stage's split tables, their columns and all columns, `L x S x 3`.
 
-        Returns:
-            Three arrays of `L x S`.
+        All are 0 if reordering takes no time.
         """
         bank = self.bank
         num_stages = bank.task.num_stages
         if not bank.has_order:
-            return (np.zeros((self.num_lanes, num_stages)),) * 3
+            return np.zeros((self.num_lanes, num_stages, 3))
         member = np.zeros((len(bank.stages_T), num_stages))
         member[np.arange(len(member)), bank.stages_T] = 1.0
         split = (self.pieces_LT > 1) & bank.simulator.splits_columns_T
         placed = self.pieces_LT > 0
-        self.split_LS: Floats = split @ member
-        self.split_columns_LS: Floats = (split * bank.columns_T) @ member
-        self.columns_LS: Floats = (placed * bank.columns_T) @ member
-        return self.split_LS, self.split_columns_LS, self.columns_LS
+        parts = split, split * bank.columns_T, placed * bank.columns_T
+        return np.stack([part @ member for part in parts], axis=2)
 
-    def _order_ms(self, split_XS: Floats, columns_XS: Floats, all_XS: Floats) -> Floats:
-        """Return the time of reordering for sums as in `_order_sums`, `X x S x 2`."""
-        bank = self.bank
-        if not bank.has_order:
-            return np.zeros((*split_XS.shape, 2))
-        columns = np.where(bank.pooled_S, all_XS * (split_XS > 0.5), columns_XS)
-        return bank.simulator.order_costs(columns)
+    def _order_ms(self, columns_XS3: Floats) -> Floats:
+        """Return the time of reordering for sums as in `_columns`, `X x S x 2`."""
+        split_XS, own_XS, all_XS = np.moveaxis(columns_XS3, -1, 0)
+        columns = np.where(self.bank.pooled_S, all_XS * (split_XS > 0.5), own_XS)
+        return self.bank.simulator.order_costs(columns)
 
     def _reordering(self, c: Changes) -> Floats:
         """Return how much longer candidates make the reordering, `K` [ms]."""
@@ -564,16 +560,10 @@ class Lanes:
         moved = (split != 0) | (placed != 0)
         if not moved.any():
             return np.zeros(len(c))
-        now = (self.split_LS, self.split_columns_LS, self.columns_LS)
-        columns = bank.columns_T[table]
-        new = []
-        for now_LS, change in zip(
-            now, (split, split * columns, placed * columns), strict=True
-        ):
-            new_KS = now_LS[c.lane_K]
-            np.add.at(new_KS, (cand, bank.stages_T[table]), change)
-            new.append(new_KS)
-        ms: Floats = self._order_ms(new[0], new[1], new[2]).sum(axis=(1, 2))
+        columns, new_KS3 = bank.columns_T[table], self.columns_LS3[c.lane_K]
+        for n, change in enumerate((split, split * columns, placed * columns)):
+            np.add.at(new_KS3[..., n], (cand, bank.stages_T[table]), change)
+        ms: Floats = self._order_ms(new_KS3).sum(axis=(1, 2))
         ms -= self.order_LS[c.lane_K].sum(axis=1)
         return ms
 

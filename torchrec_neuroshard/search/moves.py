@@ -183,10 +183,8 @@ class Moves:
             # All shards of a table must keep the same width.
             fine &= whole
         more_MK = bank.sizes(t.table_K, grown_K) - bank.sizes(t.table_K, t.held_K)
-        for used_LW, caps_W, more_K in zip(
-            lanes.bytes_MLW, bank.caps_MW, more_MK, strict=True
-        ):
-            fine &= used_LW[t.lane_K, t.target_K] + more_K <= caps_W[t.target_K]
+        used_MK = lanes.bytes_MLW[:, t.lane_K, t.target_K] + more_MK
+        fine &= (used_MK <= bank.caps_MW[:, t.target_K]).all(axis=0)
         if bank.rules:
             fine &= self._allowed(t.lane_K, t.table_K, t.target_K, t.held_K > 0)
         return np.flatnonzero(fine)
@@ -245,11 +243,9 @@ class Moves:
         if bank.limited:
             more_MK = bank.sizes(one_K, self._width_N[mine_K])
             more_MK = more_MK - bank.sizes(two_K, self._width_N[theirs_K])
-            for used_LW, caps_W, more_K in zip(
-                lanes.bytes_MLW, bank.caps_MW, more_MK, strict=True
-            ):
-                fine &= used_LW[lane_K, target_K] + more_K <= caps_W[target_K]
-                fine &= used_LW[lane_K, source_K] - more_K <= caps_W[source_K]
+            for rank_K, more in ((target_K, more_MK), (source_K, -more_MK)):
+                used_MK = lanes.bytes_MLW[:, lane_K, rank_K] + more
+                fine &= (used_MK <= bank.caps_MW[:, rank_K]).all(axis=0)
         if bank.rules:
             none_K = np.zeros(len(lane_K), dtype=bool)
             fine &= self._allowed(lane_K, one_K, target_K, none_K, two_K)
