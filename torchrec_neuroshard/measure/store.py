@@ -307,7 +307,7 @@ def _lines(path: Path) -> list[bytes]:
     return data.split(b"\n")[:-1]
 
 
-# Lines are short: numbers have seven digits, fields that the reader can fill in are
+# Lines are short: numbers have five digits, fields that the reader can fill in are
 # left out, and the tables of a set are columns.
 
 
@@ -375,9 +375,9 @@ def _without(data: dict[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Return JSON data with numbers of seven digits; whole ones have no point."""
+    """Return JSON data with numbers of five digits; whole ones have no point."""
     if isinstance(value, float):
-        short = float(f"{value:.7g}")
+        short = float(f"{value:.5g}")
         return int(short) if short.is_integer() else short
     if isinstance(value, dict):
         return {name: _rounded(v) for name, v in value.items()}
