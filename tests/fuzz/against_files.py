@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -445,8 +446,10 @@ def use(kind: str, folder: Path) -> Outcome:
 def in_child(work: Callable[[], Outcome]) -> Outcome:
     """Return what work returns in a process of its own, or how that ended."""
     reading, writing = os.pipe()
+    gc.collect()  # what earlier tests left may not be freed in a child
     process = os.fork()
     if not process:
+        gc.freeze()
         status = 1
         try:
             os.close(reading)
