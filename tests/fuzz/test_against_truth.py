@@ -122,7 +122,7 @@ def test_drawn_tasks(num_cases: int) -> None:
         return outcome.replace("failure, worse", "worse")
 
     outcomes = judge_drawn(num_cases, against_truth.draw, judge)
-    # Of 250 tasks, the search found a plan worse by 1 % or more for three.
+    # The search misses the best plan of a few small tasks.
     assert sum(o.startswith("worse") for o in outcomes) <= len(outcomes) / 20
     assert sum(o == "best" for o in outcomes) > len(outcomes) / 3
     # Bounds hold for every order of types, so they are loose where types overlap.
