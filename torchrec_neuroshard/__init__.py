@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
     from torchrec_neuroshard.plans.rehearse import rehearse
     from torchrec_neuroshard.plans.replan import apply_moves, replan
+    from torchrec_neuroshard.plans.reshard import reshard
     from torchrec_neuroshard.report.page import write_html
     from torchrec_neuroshard.reporters import JsonLinesReporter
     from torchrec_neuroshard.search.base import SearchConfig, SearchResult
@@ -57,6 +58,7 @@ __all__ = [
     "profile_inputs",
     "rehearse",
     "replan",
+    "reshard",
     "save_plan",
     "topology_for",
     "write_html",
@@ -83,6 +85,7 @@ _LOCATIONS = {
     "profile_inputs": "torchrec_neuroshard.tables.profile",
     "rehearse": "torchrec_neuroshard.plans.rehearse",
     "replan": "torchrec_neuroshard.plans.replan",
+    "reshard": "torchrec_neuroshard.plans.reshard",
     "save_plan": "torchrec_neuroshard.plans.plan_files",
     "topology_for": "torchrec_neuroshard.planner.topology",
     "write_html": "torchrec_neuroshard.report.page",

@@ -49,7 +49,7 @@ EXIT_INTERRUPTED = 130
 
 _OUTPUTS = ("out", "html", "json", "csv")
 """Options that name a file to write."""
-_NO_TEXT = ("calibrate", "collect", "train")
+_NO_TEXT = ("calibrate", "collect", "reshard", "train")
 """Commands whose `--out` is a folder or a file of records."""
 
 
@@ -67,6 +67,7 @@ COMMANDS = (
     Command("diff", ".commands.stored", "compare two saved plans"),
     Command("sweep", ".commands.plan", "compare cards, ranks and batch sizes"),
     Command("rehearse", ".commands.stored", "build every rank of a saved plan"),
+    Command("reshard", ".commands.stored", "turn a checkpoint into one for a plan"),
     Command("profile", ".commands.profile", "profile the ids of a data set"),
     Command("calibrate", ".commands.bundles", "fit a cost model to this machine"),
     Command("collect", ".commands.measure", "measure kernels and collectives here"),

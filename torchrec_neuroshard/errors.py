@@ -16,6 +16,7 @@ The tree, with the built-in class that each branch also derives from:
         - InfeasibleError: no placement satisfies the given limits
     - PlanFileError (ValueError): a plan cannot be saved, or a plan file cannot be used
         - PlanMismatchError: it is intact, but was made for another job
+    - CheckpointError (ValueError): a checkpoint cannot be read or written
     - RankFailureError (RuntimeError): a rank died or stopped responding while the
       others waited for it
     - DeviceFailureError (RuntimeError): a GPU failed during a measurement and only a
@@ -130,6 +131,10 @@ class PlanMismatchError(PlanFileError):
 
 class StalePlanWarning(UserWarning):
     """A plan still works, but was made for another batch size, cost model or so on."""
+
+
+class CheckpointError(NeuroShardError, ValueError):
+    """A checkpoint is damaged, incomplete or of another model, or cannot be written."""
 
 
 class RankFailureError(NeuroShardError, RuntimeError):

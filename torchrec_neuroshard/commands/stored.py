@@ -1,4 +1,4 @@
-"""`neuroshard show`, `diff` and `rehearse`: report on saved plans."""
+"""`neuroshard show`, `diff`, `rehearse` and `reshard`: use saved plans."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from torchrec_neuroshard.commands.options import (
     write_outputs,
 )
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.planner.groups import with_sharding_group
 from torchrec_neuroshard.plans.plan_files import PlanFingerprint, read_plan
 from torchrec_neuroshard.plans.rehearse import rehearse
+from torchrec_neuroshard.plans.reshard import reshard
 from torchrec_neuroshard.progress import phase
 
 _GB = 10**9
@@ -115,6 +117,36 @@ def run_rehearse(args: argparse.Namespace) -> int:
     show(args, report)
     write_outputs(args, report)
     return 0 if report.runs else 1
+
+
+def add_reshard(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `neuroshard reshard`."""
+    text = "folder of torch.distributed.checkpoint.save"
+    parser.add_argument("checkpoint", type=Path, help=text)
+    option(parser, "--to", Path, _PLAN_HELP, required=True, metavar="PLAN")
+    option(parser, "--out", Path, "new folder for the checkpoint", metavar="FOLDER")
+    flag(parser, "--dry-run", "only say what would change")
+    text = "iterations trained, for tables that become data-parallel"
+    option(parser, "--step", whole(0), text, metavar="N")
+    flag(parser, "--verbose", "print every table that changes")
+    option(parser, "--json", Path, "write the report as JSON", metavar="FILE")
+
+
+def run_reshard(args: argparse.Namespace) -> int:
+    """Turn a checkpoint into one for another plan.
+
+    Raises:
+        NeuroShardError: The checkpoint or the plan cannot be used.
+    """
+    if args.out is None and not args.dry_run:
+        raise ConfigError("pass the new folder as --out, or --dry-run")
+    check_outputs(args.json, read=[args.to])
+    if args.dry_run:
+        args.out = None
+    report = reshard(args.checkpoint, args.to, args.out, step=args.step)
+    show(args, report)
+    write_outputs(args, report)
+    return 0
 
 
 def _devices(made_for: PlanFingerprint, memory_gb: float | None) -> Topology:

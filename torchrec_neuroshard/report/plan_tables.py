@@ -88,8 +88,8 @@ def _check_sharding(
             f"{where}: sharding_spec places its shards on ranks {places}, but ranks is "
             f"{sharding.ranks}"
         )
-    whole = _Box(0, 0, table.num_embeddings, table.embedding_dim)
-    boxes = [box for _, box in _boxes(table, sharding, world_size)]
+    whole = Box(0, 0, table.num_embeddings, table.embedding_dim)
+    boxes = [box for _, box in shard_boxes(table, sharding, world_size)]
     corners: set[tuple[int, int]] = set()
     for box in boxes:
         corners ^= box.corners
@@ -130,7 +130,7 @@ def _table_report(
                 embedding_dim=box.right - box.left,
                 used_bytes=float(box.size * table.value_bytes),
             )
-            for rank, box in _boxes(table, sharding, world_size)
+            for rank, box in shard_boxes(table, sharding, world_size)
         ),
     )
 
@@ -159,16 +159,10 @@ def table_moves(
     for table in sorted(tables):
         entries = [(plan.plan[table.path][table.name], size) for plan, size in plans]
         before, after = (_table_report(table, *entry).place for entry in entries)
-        held, wanted = (_boxes(table, *entry) for entry in entries)
+        held, wanted = (shard_boxes(table, *entry) for entry in entries)
         if before == after and set(held) == set(wanted):
             continue
-        at_rank: dict[int, list[_Box]] = defaultdict(list)
-        for rank, box in held:
-            at_rank[rank].append(box)
-        fetched = sum(
-            box.size - sum(map(box.common, at_rank[rank])) for rank, box in wanted
-        )
-        moved_bytes = float(fetched * table.value_bytes)
+        moved_bytes = float(num_moved(held, wanted) * table.value_bytes)
         moves.append(
             TableMove(
                 table=table.full_name,
@@ -180,7 +174,7 @@ def table_moves(
     return tuple(sorted(moves, key=lambda move: -move.moved_bytes))
 
 
-class _Box(NamedTuple):
+class Box(NamedTuple):
     """Rows and columns of a shard."""
 
     top: int
@@ -199,27 +193,57 @@ class _Box(NamedTuple):
         rows, columns = (self.top, self.bottom), (self.left, self.right)
         return {(row, column) for row in rows for column in columns}
 
-    def common(self, other: _Box) -> int:
-        """Return the number of values in both boxes."""
-        return _Box(
+    @property
+    def columns(self) -> tuple[int, int]:
+        """First and last column (exclusive)."""
+        return self.left, self.right
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return self.right - self.left
+
+    def within(self, other: Box) -> tuple[slice, slice]:
+        """Return where this box is in another one that holds it."""
+        return (
+            slice(self.top - other.top, self.bottom - other.top),
+            slice(self.left - other.left, self.right - other.left),
+        )
+
+    def common(self, other: Box) -> Box:
+        """Return the box of what is in both boxes; its size is 0 if nothing is."""
+        return Box(
             max(self.top, other.top),
             max(self.left, other.left),
             min(self.bottom, other.bottom),
             min(self.right, other.right),
-        ).size
+        )
 
 
-def _boxes(
+def num_moved(
+    held: Iterable[tuple[int, Box]], wanted: Iterable[tuple[int, Box]]
+) -> int:
+    """Return the number of values that ranks want and do not hold."""
+    at_rank: dict[int, list[Box]] = defaultdict(list)
+    for rank, box in held:
+        at_rank[rank].append(box)
+    return sum(
+        box.size - sum(box.common(other).size for other in at_rank[rank])
+        for rank, box in wanted
+    )
+
+
+def shard_boxes(
     table: PlanTable, sharding: ParameterSharding, world_size: int
-) -> list[tuple[int, _Box]]:
+) -> list[tuple[int, Box]]:
     """Return the non-empty shards of a table, with their ranks."""
     if sharding.sharding_spec is None:  # replicas
-        whole = _Box(0, 0, table.num_embeddings, table.embedding_dim)
+        whole = Box(0, 0, table.num_embeddings, table.embedding_dim)
         return [(rank, whole) for rank in sharding.ranks or range(world_size)]
     found = []
     for meta, rank in zip(sharding.sharding_spec.shards, sharding.ranks, strict=True):
         (top, left), (rows, columns) = meta.shard_offsets, meta.shard_sizes
-        box = _Box(int(top), int(left), int(top + rows), int(left + columns))
+        box = Box(int(top), int(left), int(top + rows), int(left + columns))
         if box.size:
             found.append((int(rank), box))
     return found
