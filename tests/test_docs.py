@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
+from torchrec.optim.keyed import KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.builders import ATTACHES_OPTIMIZERS, bag_config, bag_sharders, bags
@@ -61,6 +62,7 @@ def a_readers_script() -> dict[str, Any]:
     return {
         "DistributedModelParallel": DistributedModelParallel,
         "batches": [batch() for _ in range(3)],
+        "dense_optimizer": KeyedOptimizer({}, {}, []),
         "device": device,
         "dist": dist,
         "meta_model": model,

@@ -16,8 +16,8 @@ PROMISED = """
 DenseMs FeatureProfile JsonLinesReporter NeuroShardError NeuroShardPlanner
 NeuroShardPlannerProvider PaperSearcher PhaseTimer Placement PlacementConstraints
 PlanMonitor SearchConfig SearchResult TableConfig __version__ apply_moves
-group_topology load_cost_model load_plan profile_inputs rehearse replan save_plan
-topology_for write_html
+group_topology load_cost_model load_plan profile_inputs rehearse replan reshard
+save_plan topology_for write_html
 """
 
 

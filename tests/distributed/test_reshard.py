@@ -85,14 +85,14 @@ CASES = {
         Case("SGD", "replicas", "rows", 4, gap=1e-6, state="none"),
         Case("Adagrad", "mixed", "mixed anew"),
         Case("Adagrad", "table", "grid", 4),
-        Case("Adagrad", "rows", "replicas", gap=1e-5),
-        Case("Adagrad", "replicas", "columns", 4, gap=1e-5),
+        Case("Adagrad", "rows", "replicas", gap=1e-6),
+        Case("Adagrad", "replicas", "columns", 4, gap=1e-6),
         Case("RowWiseAdagrad", "table", "rows"),
         Case("RowWiseAdagrad", "rows", "node rows", 4),
         Case("RowWiseAdagrad", "grid", "columns", 4),
-        Case("RowWiseAdagrad", "replicas", "table", gap=1e-5),
-        Case("RowWiseAdagrad", "columns", "rows", gap=0.5, state="mean"),
-        Case("RowWiseAdagrad", "table", "all columns", 4, gap=0.5, state="copy"),
+        Case("RowWiseAdagrad", "replicas", "table", gap=1e-6),
+        Case("RowWiseAdagrad", "columns", "rows", gap=0.01, state="mean"),
+        Case("RowWiseAdagrad", "table", "all columns", 4, gap=0.01, state="copy"),
     )
 }
 

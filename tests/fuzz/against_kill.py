@@ -23,14 +23,17 @@ from typing import Any
 
 import torch
 
+from tests import checkpoints
 from tests.builders import make_header, write_records
 from tests.fuzz import against_files
 from tests.fuzz.campaign import Case, Outcome
 from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.find import PRETRAINED, load_cost_model
 from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE
+from torchrec_neuroshard.errors import CheckpointError
 from torchrec_neuroshard.measure.store import RecordStore, read_records
 from torchrec_neuroshard.plans.plan_files import read_plan
+from torchrec_neuroshard.plans.reshard import reshard
 
 PROGRESS = "told"
 """File beside the folder: a byte for each thing that the writer called safe."""
@@ -149,11 +152,51 @@ class Cache(Writer):
             load_cost_model(found.folder)
 
 
+class Resharded(Writer):
+    """A checkpoint is converted for another plan; the old one stays as it was."""
+
+    cut = checkpoints.grid([300, 212], [32, 32], [0, 1])
+    new = checkpoints.grid([512], [64], [2])
+
+    def prepare(self, folder: Path) -> None:
+        rng = torch.Generator().manual_seed(1)
+        weights = torch.rand(512, 64, generator=rng)
+        state = torch.rand(512, 1, generator=rng).expand(512, 64)
+        entries: dict[tuple[str, ...], Any] = {
+            ("model", checkpoints.weight_key("t")): checkpoints.cut_weights(
+                self.cut, weights
+            ),
+            checkpoints.state_path("t", "t.momentum1"): checkpoints.cut_rows(
+                self.cut, state
+            ),
+        }
+        checkpoints.write_checkpoint(folder / "old", entries)
+
+    def write(self, folder: Path, tell: Callable[[], object]) -> None:
+        if not (folder / "new").exists():
+            plan = checkpoints.plan_of({"t": self.new})
+            reshard(folder / "old", plan, folder / "new")
+        tell()
+
+    def check(self, folder: Path, told: int) -> None:
+        new = folder / "new"
+        assert new.exists() or not told
+        whole = [checkpoints.read_checkpoint(folder / "old")]
+        if new.exists():
+            whole.append(checkpoints.read_checkpoint(new))
+        key = checkpoints.weight_key("t")
+        values = [found["model"][key] for found in whole]
+        assert all(torch.equal(value, values[0]) for value in values)
+        states = [found["optimizer"]["state"][key]["t.momentum1"] for found in whole]
+        assert all(torch.equal(state, states[0][:512]) for state in states[1:])
+
+
 WRITERS: dict[str, Writer] = {
     "records": Records(),
     "bundle": Bundle(),
     "plan": Plan(),
     "cache": Cache(),
+    "resharded": Resharded(),
 }
 WAYS = ("kill", "kill in a write", "full", "full in a write")
 """The limit is a number of touches, or, in a write, the longest that a file may be in
@@ -219,7 +262,7 @@ def _write(writer: Writer, folder: Path, way: str = "", limit: int = 0) -> str:
         sys.addaudithook(touch)
     try:
         writer.write(folder, lambda: os.write(progress, b"."))
-    except OSError:
+    except (OSError, CheckpointError):
         return "OSError"
     return WRITTEN
 

@@ -6,7 +6,7 @@ another job is an error.
 
 The state of row-wise Adagrad is one value per row *of each shard*, so a checkpoint only
 fits the column splits it was written with. A job that resumes from a checkpoint should
-therefore load its plan instead of planning again:
+therefore load its plan instead of planning again, or use `reshard`:
 
     plan = load_plan("plan.json", model=model, planner=planner)
 """

@@ -142,6 +142,8 @@ class ReplanResult:
             *map(str, self.moves[:_MAX_SHOWN]),
             *([f"... and {more} more"] if more > 0 else []),
             *(f"{t} stays: {why}" for t, why in sorted(self.obstacles.items())),
+            "to take any other plan: save a checkpoint, convert it by 'neuroshard "
+            "reshard', resume",
         ]
         return "\n".join(lines)
 

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.costs.placement_rules import listed
-from torchrec_neuroshard.costs.task import format_bytes
 from torchrec_neuroshard.errors import check_kind
 from torchrec_neuroshard.plans.checkpoint import Checkpoint, CheckpointWriter
 from torchrec_neuroshard.plans.plan_files import read_plan
@@ -97,11 +96,13 @@ def reshard(
         return report
     entries = {index.fqn: source.entries[index.fqn] for index in others}
     paths = {name: source.paths[name] for name in entries}
-    with phase("resharding") as shown, CheckpointWriter(source, Path(out)) as writer:
+    with (
+        phase("resharding") as shown,
+        CheckpointWriter(source, Path(out), shown) as writer,
+    ):
         for index in others:
             writer.copy(index, index.fqn, source.rank(index))
         for tensor in made:
-            shown.text = f"resharding, {format_bytes(writer.num_bytes)} written"
             entries[tensor.name] = tensor.write(source, writer)
             paths[tensor.name] = tensor.path
         for name, path in converter.empty().items():
