@@ -15,6 +15,7 @@ import pickle
 import re
 import shutil
 import struct
+import threading
 import uuid
 import zipfile
 import zlib
@@ -257,7 +258,10 @@ class _InParts(io.RawIOBase):
 
 
 class CheckpointWriter:
-    """A new checkpoint from an old one. Its folder appears when all is written."""
+    """A new checkpoint from an old one. Its folder appears when all is written.
+
+    Each thread writes files of its own.
+    """
 
     def __init__(self, source: Checkpoint, folder: Path, shown: Phase) -> None:
         """Begin; use it as a context manager.
@@ -272,6 +276,7 @@ class CheckpointWriter:
         """
         self._source, self._folder, self._shown = source, folder, shown
         self._places: dict[MetadataIndex, Any] = {}
+        self._numbers: dict[int, int] = {}
         self._num_bytes = 0
         if folder.exists():
             raise CheckpointError(f"'{folder}' exists. Name a new folder")
@@ -317,7 +322,8 @@ class CheckpointWriter:
     def _writing(
         self, index: MetadataIndex, rank: int, like: Any
     ) -> Iterator[io.BufferedWriter]:
-        file = f"__{rank}_0.distcp"
+        number = self._numbers.setdefault(threading.get_ident(), len(self._numbers))
+        file = f"__{rank}_{number}.distcp"
         with (self._draft / file).open("ab") as stream:
             start = stream.tell()
             yield stream

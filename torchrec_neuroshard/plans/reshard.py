@@ -13,6 +13,7 @@ anew when it loads them. It cannot load what has another size or name in another
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -39,6 +40,9 @@ from torchrec_neuroshard.report.resharding import (
     ReshardedTable,
     Resharding,
 )
+
+NUM_THREADS = 2
+"""Tensors that are written at the same time. Each takes memory for its blocks."""
 
 
 def reshard(
@@ -98,13 +102,14 @@ def reshard(
     paths = {name: source.paths[name] for name in entries}
     with (
         phase("resharding") as shown,
+        ThreadPoolExecutor(NUM_THREADS) as pool,
         CheckpointWriter(source, Path(out), shown) as writer,
     ):
+        written = pool.map(lambda tensor: tensor.write(source, writer), made)
         for index in others:
             writer.copy(index, index.fqn, source.rank(index))
-        for tensor in made:
-            entries[tensor.name] = tensor.write(source, writer)
-            paths[tensor.name] = tensor.path
+        for tensor, entry in zip(made, written, strict=True):
+            entries[tensor.name], paths[tensor.name] = entry, tensor.path
         for name, path in converter.empty().items():
             writer.save(name, None, {}, 0)
             entries[name], paths[name] = BytesStorageMetadata(), path

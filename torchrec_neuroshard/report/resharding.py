@@ -68,7 +68,7 @@ class Resharding(Report):
         done = "nothing was written" if self.out is None else f"see '{self.out}'"
         lines = [
             f"{len(self.tables)} tables of '{self.checkpoint}' for this plan: {done}",
-            f"{moved} of {held} of weights are for ranks that did not hold them; "
+            f"the weights are {held}; {moved} are for ranks that did not hold them",
             f"{format_bytes(self.other_bytes)} of other entries are copied",
             fate,
         ]
