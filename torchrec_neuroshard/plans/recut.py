@@ -115,7 +115,7 @@ class Recut:
         rows = {row for _, box in self.shards for row in (box.top, box.bottom)}
         rows |= {*range(0, num_rows, max(1, BLOCK_BYTES // row_bytes))}
         readers: dict[MetadataIndex, Generator[torch.Tensor, int, None]] = {}
-        memory: dict[tuple[int, ...], torch.Tensor] = {}
+        memory: dict[int, torch.Tensor] = {}
         for top, bottom in itertools.pairwise(sorted(rows)):
             block = []
             for index, box in self.held:
@@ -137,14 +137,15 @@ class Recut:
         self,
         box: Box,
         block: Sequence[tuple[Box, torch.Tensor]],
-        memory: dict[tuple[int, ...], torch.Tensor],
+        memory: dict[int, torch.Tensor],
     ) -> torch.Tensor:
         """Return the values of rows and columns from those that overlap them."""
         dtype, groups = self.properties.dtype, self.layout.groups
-        shape = box.bottom - box.top, 1 if groups else box.width
-        if shape not in memory:  # new memory for each block would be slower
-            memory[shape] = torch.empty(shape, dtype=torch.float64 if groups else dtype)
-        values = memory[shape]
+        height, width = box.bottom - box.top, 1 if groups else box.width
+        values = memory.get(width)
+        if values is None or len(values) != height:  # new memory is slow
+            kind = torch.float64 if groups else dtype
+            memory[width] = values = torch.empty(height, width, dtype=kind)
         if groups:
             values.zero_()
         for held, rows in block:
