@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import os
 import pickle
 import re
@@ -19,6 +20,7 @@ import threading
 import uuid
 import zipfile
 import zlib
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -276,8 +278,9 @@ class CheckpointWriter:
         """
         self._source, self._folder, self._shown = source, folder, shown
         self._places: dict[MetadataIndex, Any] = {}
-        self._numbers: dict[int, int] = {}
-        self._num_bytes = 0
+        self._numbers = defaultdict[int, int](itertools.count().__next__)
+        """Thread -> number of its files."""
+        self._num_bytes, self._is_stopped = 0, False
         if folder.exists():
             raise CheckpointError(f"'{folder}' exists. Name a new folder")
         self._draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.part")
@@ -322,8 +325,9 @@ class CheckpointWriter:
     def _writing(
         self, index: MetadataIndex, rank: int, like: Any
     ) -> Iterator[io.BufferedWriter]:
-        number = self._numbers.setdefault(threading.get_ident(), len(self._numbers))
-        file = f"__{rank}_{number}.distcp"
+        if self._is_stopped:
+            raise CheckpointError(f"the checkpoint '{self._folder}' was given up")
+        file = f"__{rank}_{self._numbers[threading.get_ident()]}.distcp"
         with (self._draft / file).open("ab") as stream:
             start = stream.tell()
             yield stream
@@ -333,6 +337,10 @@ class CheckpointWriter:
         self._places[index] = dataclasses.replace(
             like, relative_path=file, offset=start, length=length
         )
+
+    def stop(self) -> None:
+        """End what other threads write, at their next chunk."""
+        self._is_stopped = True
 
     def finish(self, entries: Mapping[str, Any], paths: Mapping[str, Any]) -> None:
         """Write the metadata, and give the folder its name.

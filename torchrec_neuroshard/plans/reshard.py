@@ -102,14 +102,19 @@ def reshard(
     paths = {name: source.paths[name] for name in entries}
     with (
         phase("resharding") as shown,
-        ThreadPoolExecutor(NUM_THREADS) as pool,
         CheckpointWriter(source, Path(out), shown) as writer,
+        ThreadPoolExecutor(NUM_THREADS) as pool,
     ):
         written = pool.map(lambda tensor: tensor.write(source, writer), made)
-        for index in others:
-            writer.copy(index, index.fqn, source.rank(index))
-        for tensor, entry in zip(made, written, strict=True):
-            entries[tensor.name], paths[tensor.name] = entry, tensor.path
+        try:
+            for index in others:
+                writer.copy(index, index.fqn, source.rank(index))
+            for tensor, entry in zip(made, written, strict=True):
+                entries[tensor.name], paths[tensor.name] = entry, tensor.path
+        except BaseException:
+            writer.stop()
+            pool.shutdown(cancel_futures=True)
+            raise
         for name, path in converter.empty().items():
             writer.save(name, None, {}, 0)
             entries[name], paths[name] = BytesStorageMetadata(), path
