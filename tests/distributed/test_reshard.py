@@ -7,6 +7,7 @@ plan's order, and losses can be compared bit by bit.
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,14 +31,21 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.builders import CPU, bag_config, bag_sharders, bags
-from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, OfJob
+from tests.distributed.ranks import (
+    NODE_SIZE,
+    TWO_NODES,
+    Jobs,
+    OfJob,
+    Results,
+    run_ranks,
+)
 from tests.distributed.unsharded import local_parts, weights_of
 from torchrec_neuroshard.plans.reshard import reshard
 
@@ -45,7 +53,10 @@ pytestmark = pytest.mark.distributed
 
 NUM_NODES = TWO_NODES
 WORLD_SIZE = TWO_NODES * NODE_SIZE
+FOLDERS = "folders.json"
+"""Names the folder of each case for the ranks that resume."""
 GLOBAL_BATCH, NUM_ROWS, DIM, NUM_TABLES, NUM_STEPS = 32, 24, 256, 3, 3
+LATER = range(NUM_STEPS, 2 * NUM_STEPS)
 
 KINDS: dict[str, Callable[[int, int], Any]] = {
     "table": lambda i, world: table_wise(rank=(i + 1) % world),
@@ -135,12 +146,11 @@ def plan_of(kind: str, world_size: int) -> ShardingPlan:
 class Job:
     """The ranks of a group that train the model under a plan."""
 
-    def __init__(self, optimizer: str, plan: ShardingPlan, group: Any) -> None:
-        model, self.group = Model(optimizer), group
+    def __init__(self, optimizer: str, plan: ShardingPlan) -> None:
+        model = Model(optimizer)
         start = weights_of(model)
         self.model = DistributedModelParallel(
             model,
-            env=ShardingEnv.from_process_group(group),
             device=CPU,
             plan=plan,
             sharders=bag_sharders(),
@@ -171,13 +181,13 @@ class Job:
 
     def load(self, folder: Path) -> None:
         state = self.state()
-        load_checkpoint(state, checkpoint_id=folder, process_group=self.group)
+        load_checkpoint(state, checkpoint_id=folder)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def train(self, steps: Sequence[int]) -> list[list[float]]:
         """Return the losses of all samples in each step."""
-        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        size, rank = dist.get_world_size(), dist.get_rank()
         found = []
         for step in steps:
             rng = torch.Generator().manual_seed(step)
@@ -193,55 +203,77 @@ class Job:
             losses.mean().backward()
             self.optimizer.step()
             parts: list[Any] = [None] * size
-            dist.all_gather_object(parts, losses.tolist(), group=self.group)
+            dist.all_gather_object(parts, losses.tolist())
             found.append([loss for part in parts for loss in part])
         return found
 
 
-def go_on(
-    case: Case, folder: Path, groups: dict[int, Any], rank: int
-) -> dict[str, Any]:
-    job = Job(case.optimizer, plan_of(case.old, WORLD_SIZE), groups[WORLD_SIZE])
+def train_and_save(case: Case, folder: Path, rank: int) -> dict[str, Any]:
+    """Train, save, convert, and store the losses of the steps that follow."""
+    job = Job(case.optimizer, plan_of(case.old, WORLD_SIZE))
     job.train(range(NUM_STEPS))
-    old, new = folder / "old", folder / "new"
+    old = folder / "old"
     save_checkpoint(job.state(), checkpoint_id=old)
-    steps = range(NUM_STEPS, 2 * NUM_STEPS)
-    unbroken = torch.tensor(job.train(steps))
-    plan, states = plan_of(case.new, case.new_world), set[str]()
+    unbroken = torch.tensor(job.train(LATER))
+    states: set[str] = set()
     if rank == 0:
-        states = {table.state for table in reshard(old, plan, new).tables}
-    dist.barrier()
-    found: dict[str, Any] = {}
-    if rank < case.new_world:
-        later = Job(case.optimizer, plan, groups[case.new_world])
-        later.load(new)
-        gaps = (torch.tensor(later.train(steps)) - unbroken).abs()
-        found = {"gap": float(gaps.max()), "loss": float(unbroken.abs().max())}
-    dist.barrier()
-    if rank == 0:
+        report = reshard(old, plan_of(case.new, case.new_world), folder / "new")
+        states = {table.state for table in report.tables}
+        torch.save(unbroken, folder / "unbroken.pt")
         shutil.rmtree(old)
-        shutil.rmtree(new)
-    return found | {"states": sorted(states)}
+    dist.barrier()
+    return {"states": sorted(states), "folder": str(folder)}
+
+
+def resume(case: Case, folder: Path) -> dict[str, Any]:
+    """Load what was converted; return the largest difference of a sample's loss."""
+    later = Job(case.optimizer, plan_of(case.new, case.new_world))
+    later.load(folder / "new")
+    unbroken = torch.load(folder / "unbroken.pt")
+    gaps = (torch.tensor(later.train(LATER)) - unbroken).abs()
+    return {"gap": float(gaps.max()), "loss": float(unbroken.abs().max())}
 
 
 def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
-    if num_nodes != NUM_NODES:
+    """Four ranks train; two resume what `FOLDERS` names, in a group of their own."""
+    if num_nodes == NUM_NODES:
+        made = {name: folder / f"reshard-{i}" for i, name in enumerate(CASES)}
+        jobs: Jobs = {}
+        for name, case in CASES.items():
+            jobs[name] = functools.partial(train_and_save, case, made[name], rank)
+            if case.new_world == WORLD_SIZE:
+                again = functools.partial(resume, case, made[name])
+                jobs[f"{name}, resumed"] = again
+        return jobs
+    if not (folder / FOLDERS).exists():
         return {}
-    groups = {2: dist.new_group(ranks=[0, 1]), WORLD_SIZE: dist.group.WORLD}
-    # TorchRec makes the groups of its nodes once, on all ranks.
-    in_order = sorted(CASES.items(), key=lambda item: -item[1].new_world)
     return {
-        name: functools.partial(go_on, case, folder, groups, rank)
-        for name, case in in_order
+        name: functools.partial(resume, CASES[name], Path(made_in))
+        for name, made_in in json.loads((folder / FOLDERS).read_text()).items()
     }
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks(ranks: Results, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what two new ranks found, by case."""
+    folder = tmp_path_factory.mktemp("resumed")
+    names = [name for name, case in CASES.items() if case.new_world == NODE_SIZE]
+    made = {name: ranks(__name__, NUM_NODES, name)[0]["folder"] for name in names}
+    (folder / FOLDERS).write_text(json.dumps(made))
+    return [of_rank[__name__] for of_rank in run_ranks(1, [__name__], folder, False)]
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_losses_go_on_as_if_unbroken(name: str, results: OfJob) -> None:
+def test_losses_go_on_as_if_unbroken(
+    name: str, results: OfJob, request: pytest.FixtureRequest
+) -> None:
     case = CASES[name]
-    found = results(name)
-    assert found[0]["states"] == [case.state]
-    for of_rank in found[: case.new_world]:
+    assert results(name)[0]["states"] == [case.state]
+    if case.new_world == WORLD_SIZE:
+        found = results(f"{name}, resumed")
+    else:
+        found = [of_rank[name] for of_rank in request.getfixturevalue("on_two_ranks")]
+    for of_rank in found:
         assert of_rank["loss"] > 1.0
         assert of_rank["gap"] <= case.gap * of_rank["loss"]
     if case.state in ("mean", "copy"):
