@@ -40,8 +40,8 @@ from torchrec_neuroshard.errors import CheckpointError
 from torchrec_neuroshard.progress import Phase
 
 COPY_BYTES = 2**16
-"""Bytes that are read or written at once. Linux took three times as long for 4 MiB at
-once as for 64 KiB, since both need new memory."""
+"""Bytes that are read or written at once. Linux can be far slower with megabytes, for
+which it needs new memory."""
 
 
 class Checkpoint:

@@ -127,7 +127,7 @@ def _table_report(
             ShardReport(
                 rank=rank,
                 num_embeddings=box.bottom - box.top,
-                embedding_dim=box.right - box.left,
+                embedding_dim=box.width,
                 used_bytes=float(box.size * table.value_bytes),
             )
             for rank, box in shard_boxes(table, sharding, world_size)
