@@ -21,6 +21,8 @@ NOTE_CODES: Mapping[str, str] = {
     "stash": "tables have `stash_weights`: memory that the copies take and free",
     "optimizer": "tables have an optimizer whose state size is unknown",
     "hot-rows": "one rank serves most lookups of a table that is split by rows",
+    "unknown-lengths": "nothing says how long the model's sequences are",
+    "lengths": "ranks wait for those with longer samples, whatever the plan",
     "unusual": "the plan looks unusual, and only an estimate recommends it",
     "constraints": "constraints do not match the model's tables",
     "unsharded": "tables are not sharded because no sharder takes their module, or "

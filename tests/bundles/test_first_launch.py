@@ -104,6 +104,23 @@ def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
     assert seen == {t.name for t in SHARDS}
 
 
+def test_cpus_measure_sequences_and_the_same_sets_pooled() -> None:
+    """Both models of a CPU get sets to fit to and sets to test on."""
+    rows = dataclasses.replace(SHARDS[0], pooled=False)
+    request = dataclasses.replace(
+        REQUEST, shards=(rows, *SHARDS[1:]), kernels=(0, 1, 1, 1, 1)
+    )
+    for device, expected in (("cpu", {True, False}), ("cuda", {False})):
+        asked = dataclasses.replace(request, device_type=device)
+        sets = [measure_job.draw_launch_set(asked, i, 2**22) for i in range(300)]
+        found = {
+            (s.held_out, s.tables[0].pooled)
+            for s in sets
+            if s.tables[0].name.startswith("t0#")
+        }
+        assert found == set(itertools.product([True, False], expected))
+
+
 def test_sets_of_plans_are_balanced_and_have_all_row_shards() -> None:
     """Tables that are in no other kernel are in every plan."""
     whole = make_tables([64] * 12, rows=[1_000 * (i + 1) for i in range(12)])

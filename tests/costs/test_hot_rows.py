@@ -88,7 +88,7 @@ def test_kernels_and_ids_follow_the_lookups_of_each_rank(hot: int) -> None:
 
 def test_outputs_of_sequences_follow_the_lookups_of_each_rank() -> None:
     profile = profile_of(0.62)
-    task = row_wise(table_of(profile, num_features=LENGTH), pooled=(False,))
+    task = row_wise(table_of(profile, pooled=False))
     loads = simulator(task).rank_loads(on_every_rank(task)).loads_CWS3[:, 0]
     assert loads[:, 1] == pytest.approx([16 * LENGTH * s for s in shares_of(profile)])
 
@@ -141,13 +141,12 @@ def test_the_bank_of_a_search_prices_each_rank_like_the_evaluator() -> None:
 
 @pytest.mark.parametrize("pooled", [True, False])
 def test_choices_see_the_busiest_rank_of_a_row_wise_table(pooled: bool) -> None:
-    table = table_of(profile_of(0.62), num_features=1 if pooled else LENGTH)
-    task = row_wise(table, pooled=(pooled,))
+    task = row_wise(table_of(profile_of(0.62), pooled=pooled))
     made = simulator(task)
     [cost] = Choices(ShardBank(made)).costs(np.array([[0]]))
     expected = made.evaluate(on_every_rank(task)).critical_path_ms
     assert cost == pytest.approx(expected)
-    even = simulator(row_wise(table_of(profile_of(0.0)), pooled=(pooled,)))
+    even = simulator(row_wise(table_of(profile_of(0.0), pooled=pooled)))
     assert expected > 1.1 * even.evaluate(on_every_rank(task)).critical_path_ms
 
 

@@ -295,7 +295,8 @@ def test_ids_of_sequences_and_of_hot_rows_by_hand() -> None:
     comms = AnalyticCommsModel()
     comms.has_copies = False
     for pooled, sorted_ms in ((True, 1), (False, 5)):
-        task = make_task([table], 2, 64, sharding_types=("row_wise",), pooled=(pooled,))
+        read = dataclasses.replace(table, pooled=pooled)
+        task = make_task([read], 2, 64, sharding_types=("row_wise",))
         placement = Placement.from_widths(2, [(0, 8, 0), (0, 8, 1)], task)
         sums = []
         for model in (CountedKernels(), AnalyticCostModel()):

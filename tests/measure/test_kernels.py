@@ -104,6 +104,37 @@ def test_passes_match_torch(weighted: bool, data_type: str) -> None:
         )
 
 
+def test_rows_that_are_not_pooled_match_torch() -> None:
+    tables = tuple(
+        dataclasses.replace(t, embedding_dim=8)
+        for t in variants(weighted=False, optimizer="sgd", pooled=False)
+    )
+    kernel = kernels.FusedTables(tables, CPU)
+    weights = kernel.module.split_embedding_weights()
+    for w in weights:
+        w.data.uniform_(-1, 1)
+    copies = [w.detach().clone().requires_grad_() for w in weights]
+    batch = kernels.draw_inputs(tables, ACCESS, BATCH, (1,), CPU)
+    output = kernel.forward(batch)
+    num_ids = [
+        batch.offsets[feature * BATCH : (feature + 1) * BATCH + 1]
+        for feature in range(len(FEATURES))
+    ]
+    expected = torch.cat(
+        [
+            copies[table][batch.indices_L[offsets[0] : offsets[-1]]]
+            for table, offsets in zip(FEATURES, num_ids, strict=True)
+        ]
+    )
+    assert output.shape == (kernel.num_outputs(batch), kernel.output_dim)
+    torch.testing.assert_close(output, expected)
+    grad = torch.randn_like(output) * 1e6
+    torch.autograd.backward([output, expected], [grad, grad])
+    torch.optim.SGD(copies, lr=1e-6).step()
+    for w, copy in zip(weights, copies, strict=True):
+        torch.testing.assert_close(w, copy.detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_ids_are_checked_as_in_training() -> None:
     table = variants()[0]
     beyond = torch.tensor([table.num_embeddings + 3])

@@ -40,6 +40,19 @@ ROUNDING = 5e-4
 ESTIMATE = physical_estimate("cpu")
 
 
+def test_a_share_of_sets_is_of_sequences_and_leaves_the_others_as_they_are() -> None:
+    some = SetSampler(CONFIG, 9, BASE, ESTIMATE)
+    none = dataclasses.replace(CONFIG, sequence_share=0.0)
+    without = SetSampler(none, 9, BASE, ESTIMATE)
+    sets = [(some.sample(i), without.sample(i)) for i in range(NUM_SETS)]
+    assert all(t.pooled for _, plain in sets for t in plain.tables)
+    sequences = [found for found, _ in sets if not found.tables[0].pooled]
+    assert len(sequences) == pytest.approx(NUM_SETS / 10, abs=12)
+    assert all(a == b for a, b in sets if a.tables[0].pooled)
+    lengths = [t.pooling_factor / t.num_features for s in sequences for t in s.tables]
+    assert min(lengths) < 10 and max(lengths) > 100
+
+
 def test_sets_follow_the_config() -> None:
     sets = [SetSampler(CONFIG, 9, BASE, ESTIMATE).sample(i) for i in range(NUM_SETS)]
     repeats = {s.index: sets[s.repeat_of] for s in sets if s.repeat_of is not None}
@@ -53,13 +66,22 @@ def test_sets_follow_the_config() -> None:
         tables = sampled.tables
         assert 1 <= len(tables) <= CONFIG.max_shards
         assert len({t.name for t in tables}) == len(tables)
-        assert 600 <= sampled.batch_size <= 3_000
+        pooled = tables[0].pooled
+        low, high = (600, 3_000) if pooled else (37, 750)
+        assert low <= sampled.batch_size <= high
+        assert all(t.pooled == pooled for t in tables)
+        if not pooled:
+            assert len({t.embedding_dim for t in tables}) == 1
+            assert not any(t.weighted for t in tables)
+            values = sum(t.num_outputs * t.embedding_dim for t in tables)
+            most = 16 * CONFIG.max_lookups * (1 + ROUNDING)
+            assert values * sampled.batch_size <= most
         assert len({(t.optimizer, t.data_type, t.weighted) for t in tables}) == 1
         lookups = sum(t.profile.num_lookups for t in tables if t.profile)
         assert 0 < lookups <= CONFIG.max_lookups * (1 + ROUNDING)
         assert sum(t.weight_bytes for t in tables) <= CONFIG.max_weight_bytes
         for table in tables:
-            assert 8 <= table.embedding_dim <= 96
+            assert 8 <= table.embedding_dim <= (96 if pooled else 512)
             assert 20 <= table.num_embeddings <= 50_000
             assert table.profile is not None
             assert table.profile.batch_size == sampled.batch_size
@@ -227,7 +249,9 @@ def test_some_sets_of_plans_are_of_row_shards() -> None:
     A whole table's bags have 0, 1 or 4 times the variance of Poisson's lengths. A row
     shard's have 1, or a value in between.
     """
-    config = dataclasses.replace(REAL, plan_share=1.0, max_weight_bytes=2**33)
+    config = dataclasses.replace(
+        REAL, plan_share=1.0, sequence_share=0.0, max_weight_bytes=2**33
+    )
     sampler = SetSampler(config, 0, workload("a", 100), ESTIMATE)
     sets, row_wise = [sampler.sample(i) for i in range(200)], 0
     for sampled in sets:

@@ -195,7 +195,9 @@ def test_replicas(
 def test_a_sequence_sends_one_row_per_id(kind: str, ids: int) -> None:
     kinds = {"s0": (kind, "fused")}
     costs, plan = placed(sequences(16), topology_of(4), kinds, pooling_factors=[ids])
-    assert costs.reader.table(plan[0]).num_features == ids
+    table = costs.reader.table(plan[0])
+    assert not table.pooled
+    assert (table.num_outputs, table.num_bags) == (ids, 1)
     if kind == "table_wise":
         return
     ((_, ranks),) = phases_of(costs, plan).items()

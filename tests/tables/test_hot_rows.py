@@ -58,7 +58,7 @@ def table_of(ids: Ints, rows: int = ROWS, **fields: Any) -> TableConfig:
     )
 
 
-def block(table: TableConfig, num_ranks: int, **fields: Any) -> list[TableConfig]:
+def block(table: TableConfig, num_ranks: int) -> list[TableConfig]:
     """The shards of a block, each with its first row."""
     part = -(-table.num_embeddings // num_ranks)
     return [
@@ -67,7 +67,6 @@ def block(table: TableConfig, num_ranks: int, **fields: Any) -> list[TableConfig
             min(part, table.num_embeddings - first),
             BATCH,
             first=first,
-            **fields,
         )
         for first in range(0, table.num_embeddings, part)
     ]
@@ -246,12 +245,12 @@ def test_distinct_ids_are_at_most_the_rows() -> None:
 
 
 def test_outputs_of_sequences_follow_the_lookups() -> None:
-    table = table_of(padded_ids(0.5), num_features=LENGTH)
-    first, second = block(table, 2, pooled=False)
-    assert first.num_features == pytest.approx(0.75 * LENGTH, abs=1)
-    assert second.num_features == pytest.approx(0.25 * LENGTH, abs=1)
-    pooled = block(table, 2)
-    assert [s.num_features for s in pooled] == [LENGTH, LENGTH]
+    sequences = block(table_of(padded_ids(0.5), pooled=False), 2)
+    expected = [0.75 * LENGTH, 0.25 * LENGTH]
+    assert [s.num_outputs for s in sequences] == pytest.approx(expected, abs=1)
+    pooled = block(table_of(padded_ids(0.5)), 2)
+    assert [s.num_outputs for s in pooled] == [1, 1]
+    assert [s.num_bags for s in (*pooled, *sequences)] == [1] * 4
 
 
 def test_shards_without_a_place_are_even_as_before() -> None:

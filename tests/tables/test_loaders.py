@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from torchrec_neuroshard.tables.loaders import (
     read_tables,
     save_profiles,
 )
-from torchrec_neuroshard.tables.profile import zipf_profile
+from torchrec_neuroshard.tables.profile import FeatureProfile, zipf_profile
 from torchrec_neuroshard.tables.table import TableConfig
 
 
@@ -85,9 +86,60 @@ def test_tables_of_every_kind_of_file(name: str, tmp_path: Path) -> None:
     )
 
 
+SEQUENCES = """\
+# source: somewhere, "quoted
+name,num_embeddings,embedding_dim,pooled,pooling_factor,length_p95,length_max
+# of items
+item,1000,8,false,100,300,400
+user,1000,8,false,1,,
+"""
+
+
+def test_tables_of_sequences_have_lengths_and_padding(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(SEQUENCES)
+    (item, user), not_described = read_tables(path)
+    assert not item.pooled and not user.pooled and not not_described
+    assert item.num_outputs == 100 and item.num_bags == 1
+    assert item.profile == FeatureProfile.of_lengths(100, 300, 400)
+    assert user.profile is None
+    path.write_text(
+        f"{CSV.strip()},num_features,pooling_factor,length_p95\na,9,8,2,20,30"
+    )
+    [both], _ = read_tables(path)
+    one = FeatureProfile.of_lengths(10, 30)
+    assert both.profile == dataclasses.replace(
+        one, num_lookups=20.0, common_std=2 * one.common_std
+    )
+    path.write_text(f"{CSV.strip()},pooling_factor,padding_share\na,1000,8,10,0.6")
+    [padded], _ = read_tables(path)
+    profile = padded.profile_at(64)
+    assert profile.hot_rows is not None
+    assert profile.hot_rows.shares([0, 500], [500, 500], 1000) == pytest.approx(
+        [0.8, 0.2], abs=1e-3
+    )
+    # The padding is one id with 384 lookups; Zipf's law has the others.
+    assert profile.num_lookups == 640
+    rest = zipf_profile(batch_size=64, pooling_factor=4, num_embeddings=1000)
+    assert profile.num_distinct == pytest.approx(rest.num_distinct + 1)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
+        ("t.csv", f"{CSV.strip()},length_max\na,9,8,5", "line 2: .*'a'.*length_p95"),
+        (
+            "t.csv",
+            f"{CSV.strip()},pooling_factor,length_p95\na,9,8,9,5",
+            "line 2: .*'a'.*mean <= p95 <= longest, got 9, 5",
+        ),
+        ("t.csv", f"{CSV.strip()},padding_share\na,9,8,1.5", "line 2: .*'a'.*0 to 1"),
+        ("t.csv", f"{CSV.strip()},pooled\na,9,8,no", "line 2: .*'a'.*pooled must be"),
+        (
+            "t.csv",
+            f"{CSV.strip()},pooled,weighted\na,9,8,false,true",
+            "line 2: .*'a'.*weighted must be false if rows are not pooled",
+        ),
         ("t.csv", "name,num_embeddings\na,10\n", "line 2: .*field 'embedding_dim'"),
         ("t.csv", "name,num_embedings\na,10\n", "did you mean 'num_embeddings'"),
         ("t.csv", f"{CSV}a,1x,8\n", "line 2: .*num_embeddings .* '1x'"),

@@ -40,6 +40,7 @@ from torchrec_neuroshard.models.collective_terms import TERM_NAMES
 from torchrec_neuroshard.models.collectives import MeasuredCommsModel
 from torchrec_neuroshard.models.compute import NeuralCostModel
 from torchrec_neuroshard.models.network import SetCostNetwork
+from torchrec_neuroshard.models.sequences import SequenceKernels
 from torchrec_neuroshard.tables.features import (
     FEATURE_NAMES,
     FEATURE_VERSION,
@@ -214,6 +215,10 @@ class BundleInfo:
     """Records, seeds and commands behind the weights."""
     column_order_ms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """See `RunHeader`."""
+    sequences: SequenceKernels | None = None
+    """Unpooled kernels of a CPU, perhaps of another one."""
+    num_sequence_sets: int = 0
+    """Sets of unpooled rows that were measured on this device."""
     feature_names: tuple[str, ...] = FEATURE_NAMES
     feature_version: int = FEATURE_VERSION
     bundle_version: int = BUNDLE_VERSION
@@ -369,7 +374,9 @@ class Bundle:
             ranges=info.ranges,
             reference_ms=info.reference_ms,
             column_order_ms=info.column_order_ms,
+            sequences=info.sequences,
         )
+        model.measures_sequences = info.num_sequence_sets > 0
         model.measured_error = stated_error(info.trained_on)
         probe_NF = np.ones((1, len(FEATURE_NAMES)), dtype=np.float32)
         self._check_times(model.predict_sets(probe_NF, np.array([0]), 1))

@@ -23,6 +23,7 @@ from torchrec_neuroshard.bundles.fit_collectives import (
     named_coefficients,
 )
 from torchrec_neuroshard.bundles.fit_physics import best_factor
+from torchrec_neuroshard.bundles.fit_sequences import fit_sequences
 from torchrec_neuroshard.bundles.format import (
     COMPUTE_BUNDLE,
     Bundle,
@@ -32,16 +33,19 @@ from torchrec_neuroshard.bundles.format import (
 )
 from torchrec_neuroshard.bundles.set_data import SetData, build_sets, split_records
 from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.hardware.devices import is_accelerator
 from torchrec_neuroshard.measure.records import (
     CommsHeader,
     CommsRecord,
     CostRecord,
+    RunHeader,
     command_line,
     repeatability,
     repeatability_line,
     steady_records,
 )
 from torchrec_neuroshard.measure.store import read_comms_records, read_records
+from torchrec_neuroshard.models.sequences import SequenceKernels
 from torchrec_neuroshard.progress import phase
 
 _TEST_EVERY = 5
@@ -91,17 +95,22 @@ def make_bundle(
         kept = select(measured)
         num_disturbed = len(measured) - len(kept)
         device_type = headers[0].fingerprint.device_type
+        sequences = [r for r in kept if not r.tables[0].pooled]
+        on_cpu = not is_accelerator(device_type)
+
+        def parts(records: Sequence[CostRecord]) -> list[SetData]:
+            # Sequences have kernels of their own on CPUs.
+            own = [r for r in records if r.tables[0].pooled or not on_cpu]
+            return [build_sets(part, device_type) for part in split_records(own)]
+
         try:
-            data, test = (build_sets(r, device_type) for r in split_records(kept))
+            data, test = parts(kept)
         except RecordError as error:
             raise RecordError(
                 f"{error} ({num_disturbed} of {len(measured)} records were left "
                 "out: other work disturbed them)"
             ) from error
-        shared = [
-            build_sets(split_records(select(read_records(f)[1]))[0], device_type)
-            for f in others
-        ]
+        shared = [parts(select(read_records(f)[1]))[0] for f in others]
     if start == "nearest":
         start = _nearest(data)
     before = None if start is None else start.cost_model()
@@ -116,6 +125,8 @@ def make_bundle(
         network=best.network.config,
         ranges=best.ranges,
         column_order_ms=_merge([h.column_order_ms for h in headers]),
+        sequences=_unpooled(header, sequences, start) if on_cpu else None,
+        num_sequence_sets=len(sequences),
         trained_on={
             "num_training_sets": data.num_sets,
             "num_test_sets": test.num_sets,
@@ -134,6 +145,17 @@ def make_bundle(
     noise = repeatability_line(repeatability(kept), "set")
     card = _card("card", info=info, noise=noise, fitted=fitted, start=from_bundle)
     COMPUTE_BUNDLE.save(out, best.network, info, card)
+    return fitted
+
+
+def _unpooled(
+    header: RunHeader, records: Sequence[CostRecord], start: Bundle | None
+) -> SequenceKernels | None:
+    """Return a CPU's unpooled kernels: fitted, those of `start`, or None."""
+    device = header.fingerprint.device
+    fitted = fit_sequences(records, device, header.reference_ms)
+    if fitted is None and start is not None and start.compute is not None:
+        return start.compute.sequences
     return fitted
 
 

@@ -318,14 +318,26 @@ def draw_launch_set(request: LaunchRequest, index: int, max_bytes: int) -> Sampl
         shard = _with_rows(shard, rows, request.batch_size, len(drawn))
         if room.take(shard, request.batch_size):
             drawn.append(shard)
+    rounds = _rounds(request)
+    if rounds > 1 and index // 2 % 2:
+        drawn = [dataclasses.replace(shard, pooled=True) for shard in drawn]
     return SampledSet(
         index=index,
         seed=(_SEED, index),
         # Every other one of the first sets is held out, so that few sets suffice.
-        held_out=index % (2 if index < 2 * MIN_SETS else 5) == 0,
+        held_out=index % (2 if index < 2 * rounds * MIN_SETS else 5) == 0,
         batch_size=request.batch_size,
         tables=tuple(drawn),
     )
+
+
+def _rounds(request: LaunchRequest) -> int:
+    """Return 2 if two models are fitted: CPUs have other kernels for sequences.
+
+    Half of the sets of sequences are then measured as pooled ones.
+    """
+    on_cpu = not is_accelerator(request.device_type)
+    return 2 if on_cpu and not all(shard.pooled for shard in request.shards) else 1
 
 
 def _ways(request: LaunchRequest, kernel: int) -> dict[int, list[TableConfig]]:
@@ -462,9 +474,9 @@ def _tell(text: str) -> None:
 def _bytes_per_rank(request: LaunchRequest) -> tuple[int, int]:
     """Return a range of collective sizes around the sizes of the user's outputs."""
     samples = request.batch_size / request.world_size
-    widest: dict[int, int] = {}
+    widest: dict[int, float] = {}
     for shard, table in zip(request.shards, request.tables, strict=True):
-        columns = shard.embedding_dim * shard.num_features
+        columns = shard.embedding_dim * shard.num_outputs
         widest[table] = max(columns, widest.get(table, 0))
     total = 4.0 * samples * sum(widest.values())
     low, high = int(total / request.world_size / 64), int(2 * total)
@@ -540,7 +552,7 @@ def measure_mine(
         timer,
         lambda record: kept.update({record.index: record}),
         until=until,
-        min_sets=-(-2 * MIN_SETS // size),
+        min_sets=-(-2 * _rounds(request) * MIN_SETS // size),
         title="measuring your tables",
     )
     if not kept:

@@ -26,8 +26,15 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams, ModuleSharder
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -188,7 +195,8 @@ def build_model(
 ) -> GivenModel:
     """Build tables on the "meta" device, with their optimizers.
 
-    Tables with weighted lookups get a collection of their own.
+    Tables with weighted lookups get a collection of their own. Those whose rows are not
+    pooled get an `EmbeddingCollection` for each width.
 
     Args:
         tables: The model's tables.
@@ -216,14 +224,18 @@ def build_model(
             profile = dataclasses.replace(
                 whole,
                 num_lookups=whole.num_lookups / share,
+                common_std=whole.common_std / share,
+                batch_std=whole.batch_std / share,
                 access_histogram=tuple(n / share for n in whole.access_histogram),
             )
             profiles.update(dict.fromkeys(features, profile))
-    found = {
-        name: _collection(held)
-        for name, weighted in (("plain", False), ("weighted", True))
-        if (held := [t for t in tables if t.weighted == weighted])
-    }
+    held: dict[str, list[TableConfig]] = {"plain": [], "weighted": []}
+    for table in tables:
+        kind = "weighted" if table.weighted else "plain"
+        if not table.pooled:
+            kind = f"sequences_{table.embedding_dim}"
+        held.setdefault(kind, []).append(table)
+    found = {kind: _collection(those) for kind, those in held.items() if those}
     return GivenModel(
         module=nn.ModuleDict(found) if len(found) > 1 else next(iter(found.values())),
         sharders=get_default_sharders(),
@@ -232,29 +244,41 @@ def build_model(
     )
 
 
-def _collection(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
+def _collection(
+    tables: Sequence[TableConfig],
+) -> EmbeddingBagCollection | EmbeddingCollection:
+    fields = [
+        {
+            "name": table.name,
+            "num_embeddings": table.num_embeddings,
+            "embedding_dim": table.embedding_dim,
+            "feature_names": list(feature_names(table)),
+            "data_type": DataType(table.data_type.upper()),
+        }
+        for table in tables
+    ]
+    collection: EmbeddingBagCollection | EmbeddingCollection
+    device = torch.device("meta")
     try:
-        collection = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=table.name,
-                    num_embeddings=table.num_embeddings,
-                    embedding_dim=table.embedding_dim,
-                    feature_names=list(feature_names(table)),
-                    data_type=DataType(table.data_type.upper()),
-                )
-                for table in tables
-            ],
-            is_weighted=tables[0].weighted,
-            device=torch.device("meta"),
-        )
+        if tables[0].pooled:
+            collection = EmbeddingBagCollection(
+                tables=[EmbeddingBagConfig(**f) for f in fields],
+                is_weighted=tables[0].weighted,
+                device=device,
+            )
+            modules = collection.embedding_bags
+        else:
+            collection = EmbeddingCollection(
+                tables=[EmbeddingConfig(**f) for f in fields], device=device
+            )
+            modules = collection.embeddings
     except (KeyError, RuntimeError, TypeError) as error:  # a name or a size
         said = str(error).strip("\"'").partition("\n")[0]
         raise TableError(f"torch cannot hold a table: {said:.300}") from error
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of its own modules
         for table in tables:
-            weights = collection.embedding_bags[table.name].parameters()
+            weights = modules[table.name].parameters()
             apply_optimizer_in_backward(
                 _OPTIMIZERS[table.optimizer], weights, {"lr": 0.01}
             )

@@ -54,6 +54,8 @@ def _add_compute(parser: argparse.ArgumentParser) -> None:
     option(parser, "--set-seconds", number(zero=True), text, metavar="SECONDS")
     text = "share of sets that are one rank's tables of a plan (default: a third)"
     option(parser, "--plan-share", number(zero=True), text, metavar="SHARE")
+    text = "share of sets of sequences, whose rows are not pooled (default: a tenth)"
+    option(parser, "--sequence-share", number(zero=True), text, metavar="SHARE")
     text = "Defaults depend on the device: GPUs get larger sets."
     ranges = parser.add_argument_group("sizes of the sets", text)
     option(ranges, "--max-shards", whole(), "most shards in a set", metavar="N")
@@ -114,9 +116,10 @@ def measure_kernels(args: argparse.Namespace, out: Path, **settings: Any) -> Non
         settings: Further settings of `CollectConfig`.
     """
     device = args.device or default_device_type()
+    names = ("max_shards", "max_lookups", "batch_sizes", "plan_share", "sequence_share")
     changes: dict[str, Any] = {
         name: value
-        for name in ("max_shards", "max_lookups", "batch_sizes", "plan_share")
+        for name in names
         if (value := getattr(args, name, None)) is not None
     }
     if args.max_gib is not None:

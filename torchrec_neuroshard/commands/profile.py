@@ -11,8 +11,11 @@ from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.tables.hot_rows import hot_id_text
 from torchrec_neuroshard.tables.id_files import profile_data
 from torchrec_neuroshard.tables.loaders import save_profiles
+from torchrec_neuroshard.tables.profile import FeatureProfile
 
 _MOST_SAMPLES = 10**9
+_RANKS = 8
+"""Ranks of the example that tells what a frequent id costs."""
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +35,19 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     option(parser, "--samples", whole(1, _MOST_SAMPLES), text, 65_536, metavar="N")
 
 
+def _cost(share: float, profile: FeatureProfile) -> str:
+    """Return what an id with a large share of the lookups costs, in words."""
+    left = profile.pooling_factor * (1 - share)
+    busiest = share * _RANKS + 1 - share
+    return (
+        f"Without it, samples have {left:,.2f} ids instead of "
+        f"{profile.pooling_factor:,.2f}; sequences look up and exchange as many rows. "
+        f"If its table is sharded row-wise over {_RANKS} ranks, one rank serves "
+        f"{busiest:.1f} times its share. Drop padding from the inputs, or shard the "
+        "table column- or table-wise"
+    )
+
+
 def run_profile(args: argparse.Namespace) -> int:
     """Profile the data, and print a line for each feature.
 
@@ -43,20 +59,21 @@ def run_profile(args: argparse.Namespace) -> int:
     with phase("writing"):
         save_profiles(profiles, args.out)
     width = max(len(name) for name in profiles)
-    print(f"{'feature':<{width}} {'samples':>9} {'pooling':>9} {'distinct':>11} reuse")
+    print(
+        f"{'feature':<{width}} {'samples':>9} {'pooling':>9} {'95 %':>7} "
+        f"{'longest':>7} {'distinct':>11} reuse"
+    )
     for name, profile in profiles.items():
         distinct = profile.num_distinct
+        _, p95, _, longest = profile.length_quantiles
         print(
             f"{name:<{width}} {profile.batch_size:>9,} {profile.pooling_factor:>9.2f} "
+            f"{p95:>7,.0f} {longest:>7,.0f} "
             f"{distinct:>11,.0f} {profile.num_lookups / max(distinct, 1.0):>5.1f}"
         )
     for name, profile in profiles.items():
         if top := profile.hot_rows and profile.hot_rows.hot_id():
-            print(
-                f"{hot_id_text(name, top)} If its table is sharded row-wise, one rank "
-                "serves all its lookups. Drop padding from the inputs, or shard the "
-                "table column- or table-wise"
-            )
+            print(f"{hot_id_text(name, top)} {_cost(top[1], profile)}")
     if skipped and not args.features:
         print(f"not profiled: {', '.join(skipped)}")
     tell_written(args.out)

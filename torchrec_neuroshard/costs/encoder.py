@@ -43,8 +43,9 @@ class ShardEncoder:
             cost_model: Predicts fused kernels.
         """
         self.cost_model = cost_model
-        self._part_of: dict[tuple[int, int, int, bool, int | None], int] = {}
+        self._part_of: dict[tuple[int, int, int, int | None], int] = {}
         self._tables: list[TableConfig] = []  # Kept alive, since id() is the key.
+        self._pooled_P: npt.NDArray[np.bool_] = np.zeros(0, dtype=bool)
         self._featurizer = ShardFeaturizer([], 1)
         self._row_PU: Ints = np.zeros((0, 0), dtype=np.int64)
         self._used = 0
@@ -60,7 +61,6 @@ class ShardEncoder:
         tables: Sequence[TableConfig],
         rows: Sequence[int],
         batch_sizes: Sequence[int],
-        pooled: Sequence[bool],
         firsts: Sequence[int | None],
     ) -> Ints:
         """Return the numbers of parts; new parts are added.
@@ -69,23 +69,23 @@ class ShardEncoder:
             tables: Whole tables; parts are shared only if the object is the same.
             rows: Rows of each part.
             batch_sizes: Batch that each part's kernel sees.
-            pooled: See `row_shard`.
             firsts: First row of each part; None if its place does not matter.
         """
         new: list[tuple[TableConfig, int]] = []
         found = []
-        for table, num, batch, pools, first in zip(
-            tables, rows, batch_sizes, pooled, firsts, strict=True
+        for table, num, batch, first in zip(
+            tables, rows, batch_sizes, firsts, strict=True
         ):
-            key = (id(table), num, batch, pools or num >= table.num_embeddings, first)
+            key = (id(table), num, batch, first)
             part = self._part_of.setdefault(key, len(self._tables))
             if part == len(self._tables):
                 self._tables.append(table)
-                part_of = row_shard(table, num, batch, pooled=pools, first=first)
+                part_of = row_shard(table, num, batch, first=first)
                 new.append((part_of, batch))
             found.append(part)
         if new:
             self._featurizer.add([t for t, _ in new], [batch for _, batch in new])
+            self._pooled_P = np.append(self._pooled_P, [t.pooled for t, _ in new])
         return np.array(found, dtype=np.int64)
 
     def rows(self, part_N: Ints, width_N: Ints) -> Ints:
@@ -109,7 +109,13 @@ class ShardEncoder:
             new = self._used + np.arange(len(part))
             self._used += len(part)
             self._encoding_RE = with_room(self._encoding_RE, self._used)
-            self._encoding_RE[new] = self.cost_model.encode(features)
+            pooled = self._pooled_P[part]
+            for some, encode in (
+                (pooled, self.cost_model.encode),
+                (~pooled, self.cost_model.encode_sequences),
+            ):
+                if some.any():
+                    self._encoding_RE[new[some]] = encode(features[some])
             self._row_PU[part, units] = new
             rows = self._row_PU[part_N, units_N]
         return rows

@@ -11,7 +11,6 @@ kernels that differ, `2` forward and backward, `X` any values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from scipy.special import ndtri
 
 from torchrec_neuroshard.costs.passes import TIMED
 
-__all__ = ["OWN_SHARE", "alike_rows", "expected_ms"]
+__all__ = ["NUM_DRAWS", "OWN_SHARE", "alike_rows", "drawn_phases", "draws"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -31,40 +30,30 @@ _KERNELS = [TIMED.index("fwd_compute"), TIMED.index("bwd_compute")]
 _ALIKE = 0.02
 """Kernels are the same if nothing differs by more than this share. The last rank of a
 row-wise table has a few rows less."""
-_DRAWS, _MANY = 128, 10_000
+NUM_DRAWS, _MANY = 128, 10_000
 """Numbers of draws of an iteration, and of one value."""
 _MOST = 0.2
 """Largest relative deviation. All drawn times stay above 0."""
 
 
-def expected_ms(
-    path: Callable[[Floats], Floats],
-    phases_WS6: Floats,
-    spread_WS: Floats,
-    alike_WS: Ints,
-) -> float:
-    """Return the expected time of an iteration [ms].
+def drawn_phases(phases_WS6: Floats, spread_WS: Floats, alike_WS: Ints) -> Floats:
+    """Return drawn phases of iterations, `D x W x S x 6` [ms].
 
-    The mean over fixed draws in which kernels take longer or shorter by a normal
-    deviation, independent of other ranks, of other stages, and of the other direction.
-    If `path` is convex, as sums and maxima of phases are, the result is not below the
-    path of the given phases.
+    Kernels take longer or shorter by a normal deviation, independent of other ranks, of
+    other stages, and of the other direction. The mean over the draws of anything
+    convex, as sums and maxima of phases are, is not below that of the given phases.
 
     Args:
-        path: Function that returns the time of each of `D` iterations [ms], given their
-            phases `D x W x S x 6`.
         phases_WS6: Predicted phases of each rank in each stage [ms].
         spread_WS: Relative standard deviation of each rank's kernels.
         alike_WS: Numbers from 0 in each stage. Ranks with the same number err together.
     """
-    if not spread_WS.any():
-        return float(path(phases_WS6[None])[0])
-    phases_DWS6 = np.tile(phases_WS6, (_DRAWS, 1, 1, 1))
+    phases_DWS6 = np.tile(phases_WS6, (NUM_DRAWS, 1, 1, 1))
     for stage, alike_W in enumerate(alike_WS.T):
         spread_W1 = np.minimum(spread_WS[:, stage, None], _MOST)
         deviation_DW2 = draws(int(alike_W.max()) + 1, stage)[:, alike_W] * spread_W1
         phases_DWS6[:, :, stage, _KERNELS] *= 1.0 + deviation_DW2
-    return float(path(phases_DWS6).mean())
+    return phases_DWS6
 
 
 @functools.lru_cache(maxsize=32)
@@ -79,8 +68,8 @@ def draws(count: int, seed: int = 0) -> Floats:
         seed: Other seeds give other draws.
     """
     rng = np.random.default_rng(seed)
-    interval = rng.permuted(np.tile(np.arange(_DRAWS), (2 * count, 1)), axis=1)
-    normal: Floats = ndtri((interval + rng.random(interval.shape)) / _DRAWS)
+    interval = rng.permuted(np.tile(np.arange(NUM_DRAWS), (2 * count, 1)), axis=1)
+    normal: Floats = ndtri((interval + rng.random(interval.shape)) / NUM_DRAWS)
     normal -= normal.mean(axis=1, keepdims=True)
     normal = normal.T.reshape(-1, count, 2)
     if count == 1:

@@ -49,6 +49,7 @@ DENSE = (
     "optimizer",
 )
 """Phases of the dense layers, equal on all ranks."""
+_LAYERS = {n for n in DENSE if n.endswith(("forward", "backward"))}
 PREFETCHING = "train_prefetch_sparse_dist"
 """The pipeline that loads caches ahead of lookups."""
 BARRIERS = {*COLLECTIVES, "all_reduce"}
@@ -141,21 +142,32 @@ class Schedule:
         lower_ms = dense.lower_forward + dense.lower_backward
         return not self.adds_up or (dense.lookups_first and lower_ms > 0)
 
-    def path_ms(self, found: StagePhases, dense: DenseMs) -> Floats:
+    def path_ms(
+        self, found: StagePhases, dense: DenseMs, dense_C: Floats | float = 1.0
+    ) -> Floats:
         """Return the time of an iteration, `C` [ms].
 
         Args:
             found: Phases of each rank in each stage.
             dense: Times of the dense layers.
+            dense_C: Factors on the layers, without the optimizer and the all-reduce.
         """
-        paths: Floats = self.way_ms(found, dense).max(axis=1)
+        paths: Floats = self.way_ms(found, dense, dense_C).max(axis=1)
         return paths
 
-    def way_ms(self, found: StagePhases, dense: DenseMs) -> Floats:
-        """Return the time of each way per batch: `C x ways` [ms]."""
+    def way_ms(
+        self, found: StagePhases, dense: DenseMs, dense_C: Floats | float = 1.0
+    ) -> Floats:
+        """Return the time of each way per batch, `C x ways` [ms]; see `path_ms`."""
         passes = self._passes(found)
         columns = [
-            (passes.way_ms(way) + sum(getattr(dense, name) for name in way.dense))
+            (
+                passes.way_ms(way)
+                + sum(
+                    getattr(dense, name) * (dense_C if name in _LAYERS else 1.0)
+                    for name in way.dense
+                )
+            )
             / way.num_batches
             for way in _ways(self)
         ]

@@ -34,7 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.costs.encoder import ShardEncoder
-from torchrec_neuroshard.costs.expected import OWN_SHARE, alike_rows, expected_ms
+from torchrec_neuroshard.costs.expected import OWN_SHARE, alike_rows, drawn_phases
+from torchrec_neuroshard.costs.lengths import LengthFactors, length_factors
 from torchrec_neuroshard.costs.passes import TIMED, Part, StagePhases
 from torchrec_neuroshard.costs.schedules import DENSE, SEQUENTIAL, DenseMs, Schedule
 from torchrec_neuroshard.costs.task import (
@@ -135,6 +136,8 @@ class PredictedCosts:
     """See `CommsModel.overlaps`."""
     node_size: int = 0
     """Ranks that meet in collectives inside nodes; 0 means all."""
+    lengths: LengthFactors | None = field(default=None, compare=False, repr=False)
+    """What batches of other lengths change; None: all batches are equal."""
 
     @property
     def ranks(self) -> tuple[RankCosts, ...]:
@@ -154,27 +157,40 @@ class PredictedCosts:
     def expected_ms(self) -> float:
         """The iteration that is expected, not below the critical path [ms].
 
-        The slowest of nearly equal ranks takes longer than its mean; see `expected`.
+        The slowest of nearly equal ranks takes longer than its mean, see `expected`;
+        and so do ranks whose samples are longer, see `lengths`.
         """
-        if not any(any(s.spread_W) for s in self.stages):
-            return self.critical_path_ms
+        return max(float(self.drawn_ms().mean()), self.critical_path_ms)
+
+    def drawn_ms(self, *, even: bool = False, equal: bool = False) -> Floats:
+        """Return the times of drawn iterations, `D` [ms]; one if all are equal.
+
+        Args:
+            even: Whether all ranks get equally long samples.
+            equal: Whether all batches have the mean length.
+        """
+        lengths = None if equal else self.lengths
+        if lengths is None and not any(any(s.spread_W) for s in self.stages):
+            return np.array([self.critical_path_ms])
         found = self.phases(self.schedule)
-
-        def path(phases_DWS6: Floats) -> Floats:
-            same_D = np.zeros(len(phases_DWS6), dtype=np.int64)
-            drawn = dataclasses.replace(
-                found,
-                phases_CWS6=phases_DWS6,
-                reorder_CS2=found.reorder_CS2[same_D],
-                replicated_CS=found.replicated_CS[same_D],
-            )
-            return self.schedule.path_ms(drawn, self.dense)
-
         [phases_WS6] = found.phases_CWS6
         unknown = (0,) * len(phases_WS6)
         spread_WS = np.array([s.spread_W or unknown for s in self.stages]).T
         alike_WS = np.array([s.alike_W or unknown for s in self.stages]).T
-        return expected_ms(path, phases_WS6, spread_WS, alike_WS)
+        phases_DWS6 = drawn_phases(phases_WS6, spread_WS, alike_WS)
+        dense_D = np.ones(len(phases_DWS6))
+        if lengths is not None:
+            phases_DWS6 *= lengths.even_DWS6 if even else lengths.phases_DWS6
+            dense_D = dense_D if even else lengths.dense_D
+        same_D = np.zeros(len(phases_DWS6), dtype=np.int64)
+        drawn = dataclasses.replace(
+            found,
+            phases_CWS6=phases_DWS6,
+            reorder_CS2=found.reorder_CS2[same_D],
+            replicated_CS=found.replicated_CS[same_D],
+            inside_CS2=found.inside_CS2[same_D],
+        )
+        return self.schedule.path_ms(drawn, self.dense, dense_D)
 
     def path_ms(self, schedule: Schedule) -> float:
         """Return the iteration under a given schedule [ms]."""
@@ -320,14 +336,14 @@ class Simulator:
         self.groups_T: Ints = np.array(task.groups)
         self.stages_T: Ints = np.array(task.stages)[self.groups_T]
         self.dims_T: Ints = np.array([t.embedding_dim for t in task.tables])
-        self.pooled_T = np.array(task.pooled)
+        self.pooled_T = np.array([t.pooled for t in task.tables])
         self.splits_columns_T = np.array([k.splits_columns for k in kinds])
         replicated_T = np.array([k.is_replicated for k in kinds])
         self.replicated_S = np.zeros(task.num_stages, dtype=bool)
         self.replicated_S[self.stages_T[replicated_T]] = True
         inside_T = [
             (k.pooled if pools else k.sequences) == "node_row_wise"
-            for k, pools in zip(kinds, task.pooled, strict=True)
+            for k, pools in zip(kinds, self.pooled_T.tolist(), strict=True)
         ]
         self._inside_S: Ints = np.unique(self.stages_T[inside_T])
         self._join_M = self._join_costs()
@@ -371,11 +387,12 @@ class Simulator:
         weighted_T = np.array([t.weighted for t in task.tables])
         id_bytes_T = (_ID_BYTES + _LOOKUP_WEIGHT_BYTES * weighted_T) * ~replicated_T
         self._num_lookups_T = self.encoder.num_lookups(self._whole_T)
-        self._id_bytes_T: Floats = self._num_lookups_T * id_bytes_T
+        self.id_bytes_T: Floats = self._num_lookups_T * id_bytes_T
+        """Bytes of the ids of all samples."""
         # Every rank gets all lengths, even if they are 0.
-        self._length_bytes_T: Floats = self._columns_T * (
-            _LENGTH_BYTES * task.batch_size
-        )
+        bags_T = np.array([t.num_bags for t in task.tables]) * ~replicated_T
+        self.length_bytes_T: Floats = bags_T * (_LENGTH_BYTES * task.batch_size)
+        """Bytes of the lengths of all samples."""
         splits_rows_T = np.array([k.splits_rows for k in kinds])
         ids = cost_model.ids
         bucketise_ns_T = np.where(self.pooled_T, ids.pooled_ns, ids.sequence_ns)
@@ -506,7 +523,7 @@ class Simulator:
         own_N, num_ids_N = lookups_N * rows_share_N, lookups_N * share_N
         ms_N = own_N * self._bucketise_ms_T[table_N]
         if not self.comms_model.has_copies:
-            num_bags_N = self._length_bytes_T[table_N] / _LENGTH_BYTES
+            num_bags_N = self.length_bytes_T[table_N] / _LENGTH_BYTES
             ms_N += np.maximum(
                 num_bags_N * self.cost_model.ids.permute_bag_ns * 1e-6,
                 num_ids_N * 2 * _ID_BYTES * self.encoder.stream_ms,
@@ -518,9 +535,7 @@ class Simulator:
     ) -> Floats:
         """Return `PricedShards.loads_N3` of shards with a share of the lookups."""
         loads = np.zeros((len(table_N), 3))
-        loads[:, 0] = (
-            self._id_bytes_T[table_N] * share_N + self._length_bytes_T[table_N]
-        )
+        loads[:, 0] = self.id_bytes_T[table_N] * share_N + self.length_bytes_T[table_N]
         share = np.where(self.pooled_T[table_N], 1.0, share_N)
         loads[:, 1] = width_N * (self._columns_T[table_N] * share)
         loads[:, 2] = self._gradient_bytes_T[table_N] * width_N * num_rows_N
@@ -548,7 +563,6 @@ class Simulator:
             [self.task.tables[t] for t in tables],
             rows_N.tolist(),
             self._samples_T[table_N].tolist(),
-            [self.task.pooled[t] for t in tables],
             [None if first == ANY_ROW else first for first in first_N.tolist()],
         )
 
@@ -996,15 +1010,21 @@ class Simulator:
 
     def evaluate(self, placement: Placement) -> PredictedCosts:
         """Predict one iteration under a placement."""
-        return self.predict(self.rank_loads(placement), self.num_shards(placement))
+        table_N, width_N, rank_N, rows_N, first_N = placed_arrays(placement)
+        shards = self.price(table_N, width_N, rows_N, first_N)
+        return self.predict(shards, rank_N, self.num_shards(placement))
 
-    def predict(self, loads: RankLoads, num_shards_T: Ints) -> PredictedCosts:
+    def predict(
+        self, shards: PricedShards, rank_N: Ints, num_shards_T: Ints
+    ) -> PredictedCosts:
         """Predict one iteration.
 
         Args:
-            loads: Loads of each rank (no axis `C`).
+            shards: All shards.
+            rank_N: Their ranks.
             num_shards_T: See `ordered_columns`.
         """
+        loads = self.add_up(shards, rank_N)
         kernels_WG2 = self.compute_costs(loads.sums_CWGE)
         compute = self.stage_compute(kernels_WG2) + loads.extra_CWS2
         comms_WS3, reorder_S2 = self.collectives(loads, num_shards_T)
@@ -1038,6 +1058,7 @@ class Simulator:
             comms_source=self.comms_model.source,
             overlaps=self.comms_model.overlaps,
             node_size=self.task.node_size,
+            lengths=length_factors(self, shards, rank_N, order_S),
         )
 
     def _in_stage(self, loads: RankLoads, stage: int) -> Floats:

@@ -163,8 +163,6 @@ class ShardingTask:
     sharding_types: tuple[str, ...] = ()
     """Per table: a key of SHARDING_TYPES. It limits how columns may be split, together
     with the fields above. Empty: column-wise."""
-    pooled: tuple[bool, ...] = ()
-    """Per table: whether its module pools. Empty: all do."""
     codecs: tuple[tuple[WireCodec, WireCodec], ...] = ()
     """Per table: codecs of its outputs (forward) and their gradients (backward). Tables
     of one stage have the same. Empty: fp32."""
@@ -207,7 +205,6 @@ class ShardingTask:
             groups=(0,) * count,
             allowed_ranks=((),) * count,
             sharding_types=(COLUMN_WISE,) * count,
-            pooled=(True,) * count,
             codecs=(_PLAIN,) * count,
             repeats=(1.0,) * count,
             kernels=(None,) * count,

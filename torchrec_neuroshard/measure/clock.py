@@ -179,23 +179,24 @@ class DeviceClock:
 
 
 def passes_over(
-    kernel: FusedTables, batch_size: int, batches: Iterable[InputBatch]
+    kernel: FusedTables, batches: Iterable[InputBatch]
 ) -> Iterator[tuple[Forward, Backward]]:
     """Yield a kernel's forward and backward pass for each batch.
 
     Args:
         kernel: The kernel.
-        batch_size: Most samples of a batch.
         batches: Batches, taken one at a time.
     """
     generator = torch.Generator(device=kernel.device).manual_seed(0)
-    grad_BD = torch.empty(batch_size, kernel.output_dim, device=kernel.device)
-    grad_BD.normal_(0.0, 0.01, generator=generator)
+    grad_RD = torch.empty(0, kernel.output_dim, device=kernel.device)
     for batch in batches:
-        num_samples = (len(batch.offsets) - 1) // kernel.num_features
+        num_rows = kernel.num_outputs(batch)
+        if num_rows > len(grad_RD):
+            grad_RD = grad_RD.new_empty(num_rows, kernel.output_dim)
+            grad_RD.normal_(0.0, 0.01, generator=generator)
         yield (
             partial(kernel.forward, batch),
-            partial(torch.autograd.backward, grad_tensors=grad_BD[:num_samples]),
+            partial(torch.autograd.backward, grad_tensors=grad_RD[:num_rows]),
         )
 
 
@@ -225,7 +226,7 @@ class Reference:
             draw_inputs(tables, access, self.BATCH_SIZE, (17, number), device)
             for number in range(1, self.NUM_BATCHES + 1)
         ]
-        self._passes = passes_over(kernel, self.BATCH_SIZE, itertools.cycle(batches))
+        self._passes = passes_over(kernel, itertools.cycle(batches))
 
     def run(self) -> float:
         """Run a forward and a backward pass; return their total time [ms]."""
@@ -318,7 +319,7 @@ class SetTimer:
         kernel = FusedTables(tables, self.device, self.arena)
         timed = itertools.cycle(map(draw, range(1, self._counts.num_batches + 1)))
         batches = itertools.chain(map(draw, [0]), timed)
-        return self.measure_passes(passes_over(kernel, batch_size, batches), meanwhile)
+        return self.measure_passes(passes_over(kernel, batches), meanwhile)
 
     def measure_passes(
         self,

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _SEVERAL_FEATURES = 0.05
 """Share of the tables of mixed sets that several features read."""
 _USUAL_WIDTHS = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+_SEQUENCE_WIDTHS = (16, 32, 64, 128, 256, 512)
+_LENGTHS = (1.0, 4_096.0)
+"""Shortest and longest mean length of sequences."""
+_LENGTH_SPREADS = (0.0, 0.5, 1.0, 1.5)
+"""Standard deviations of sequences' lengths, over the mean; 1 is a geometric
+distribution, which is close to Zipf's."""
 
 
 class RealTables:
@@ -54,6 +60,7 @@ def draw_tables(
     name: str,
     *,
     mixed: bool,
+    pooled: bool = True,
 ) -> Iterator[tuple[TableConfig, float]]:
     """Yield tables of one kernel without end, and the exponents of their power laws.
 
@@ -65,6 +72,8 @@ def draw_tables(
         name: Start of the names of generated tables.
         mixed: Whether each table is of another workload, some with several features.
             Else all are of one, as in a model.
+        pooled: Whether rows are pooled. Otherwise all tables have one width, and
+            pooling factors are lengths of sequences.
     """
     generate = _any_table(rng, config) if mixed else _one_workload(rng, config)
     rules = ["one", "few"] if real is None else ["own", "one", "few"]
@@ -72,6 +81,9 @@ def draw_tables(
         rules = ["one", "usual", "any"]
     draw_width = _width_rule(rng, config, str(rng.choice(rules)))
     kernel = _draw_kernel(rng, config)
+    if not pooled:
+        kernel |= {"weighted": False, "pooled": False}
+        width = int(rng.choice(_SEQUENCE_WIDTHS))
     kinds: Sequence[TableConfig] = ()
     for number in itertools.count():
         if real is None:
@@ -90,7 +102,11 @@ def draw_tables(
         if mixed:
             several = rng.random() < _SEVERAL_FEATURES
             kernel["num_features"] = int(rng.integers(2, 5)) if several else 1
-        table = dataclasses.replace(base, embedding_dim=draw_width(base), **kernel)
+        if not pooled:
+            length = _log_uniform(rng, *_LENGTHS) * kernel.get("num_features", 1)
+            base = dataclasses.replace(base, pooling_factor=length)
+        columns = draw_width(base) if pooled else width
+        table = dataclasses.replace(base, embedding_dim=columns, **kernel)
         yield table, exponent
 
 
@@ -198,8 +214,11 @@ def with_ids(
         distribution = AccessDistribution.from_profile(table.profile, rows)
     else:
         distribution = AccessDistribution.power_law(rows, exponent)
-    spread = float(rng.choice([0.0, 1.0, 2.0]))
-    std = spread * math.sqrt(pooling / table.num_features)
+    length = pooling / table.num_features
+    if table.pooled:
+        std = float(rng.choice([0.0, 1.0, 2.0])) * math.sqrt(length)
+    else:
+        std = float(rng.choice(_LENGTH_SPREADS)) * length
     histogram = distribution.histogram(batch_size * pooling)
     # Four digits: errors below 0.1 %, and short files.
     pooling, std, *bins = (float(f"{v:.4g}") for v in (pooling, std, *histogram))

@@ -332,7 +332,7 @@ class FusedTables:
 
         Args:
             tables: Shards with the same optimizer and weight type, all weighted or all
-                not.
+                not, all pooled or all not. The latter have one width.
             device: CPU or CUDA device.
             arena: Memory to use (CPU only); None allocates.
             bounds_check: How each forward checks ids, `warning` or `none`.
@@ -341,9 +341,13 @@ class FusedTables:
             ConfigError: The device's kernels do not support the optimizer, the weight
                 type or a table's width.
         """
-        kinds = {(t.optimizer, t.data_type, t.weighted) for t in tables}
+        kinds = {
+            (t.optimizer, t.data_type, t.weighted, t.pooled or t.embedding_dim)
+            for t in tables
+        }
         assert len(kinds) == 1, f"one fused kernel for tables of several kinds: {kinds}"
-        [(optimizer, data_type, _)] = kinds
+        [(optimizer, data_type, _, _)] = kinds
+        self.pooled = tables[0].pooled
         on_cpu, on_gpu = device.type == "cpu", device.type == GPU
         has_adam = not on_cpu and not (on_gpu and data_type != "fp32")
         if data_type not in _PRECISIONS or (optimizer == "adam" and not has_adam):
@@ -360,7 +364,9 @@ class FusedTables:
             )
         self.device = device
         self.num_features = sum(t.num_features for t in tables)
-        self.output_dim = sum(t.embedding_dim * t.num_features for t in tables)
+        self.output_dim = tables[0].embedding_dim
+        if self.pooled:
+            self.output_dim = sum(t.embedding_dim * t.num_features for t in tables)
         buffers = {} if arena is None else arena.buffers(tables, optimizer, data_type)
         options = {"preallocated_host_buffers": buffers} if buffers else {}
         location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
@@ -373,7 +379,7 @@ class FusedTables:
             optimizer=_OPTIMIZERS[optimizer],
             weights_precision=_PRECISIONS[data_type],
             output_dtype=SparseType.FP32,
-            pooling_mode=PoolingMode.SUM,
+            pooling_mode=PoolingMode.SUM if self.pooled else PoolingMode.NONE,
             bounds_check_mode=BoundsCheckMode[bounds_check.upper()],
             learning_rate=_LEARNING_RATE,
             eps=1e-8,
@@ -387,8 +393,14 @@ class FusedTables:
             self.module.weights_dev.data.uniform_(-_WEIGHT_BOUND, _WEIGHT_BOUND)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
-        """Return the `B x D` pooled embeddings."""
+        """Return the embeddings, `B x D`; `L x D` if they are not pooled."""
         output: torch.Tensor = self.module(
             batch.indices_L, batch.offsets, per_sample_weights=batch.weights_L
         )
         return output
+
+    def num_outputs(self, batch: InputBatch) -> int:
+        """Return the rows of the output: samples, or ids that are not pooled."""
+        if not self.pooled:
+            return len(batch.indices_L)
+        return (len(batch.offsets) - 1) // self.num_features

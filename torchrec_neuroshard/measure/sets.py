@@ -53,6 +53,10 @@ _ROOM, _CHECK_ROOM = 1 / 4, 1 / 32
 repeat lookups, and a plan that is measured on all ranks should take a few seconds."""
 _CHECK_INDEX = 10**9
 """Index of the first plan that is measured on all ranks, beyond any run's sets."""
+_SEQUENCE_SAMPLES = 1 / 16, 1 / 4
+"""Fewest and most samples of a set of sequences, over those of other sets."""
+_VALUES_PER_LOOKUP = 16
+"""Most values that a set of sequences returns, per lookup of the largest set."""
 _GIB = 2**30
 _WEIGHT_SHARE = 0.7
 """Share of a GPU's memory for weights; ids, outputs and the driver need the rest."""
@@ -80,6 +84,8 @@ class SamplingConfig:
     Adagrad, as large as fp32 weights, and of Adam, twice as large."""
     plan_share: float = PLAN_SHARE
     """Share of sets that are one rank's tables of a plan."""
+    sequence_share: float = 0.1
+    """Share of sets whose rows are not pooled: tables of an `EmbeddingCollection`."""
     max_plan_batch: int | None = None
     """Most samples of a plan, over all ranks; None takes the most of `batch_sizes`."""
     real_share: float = 0.6
@@ -111,8 +117,9 @@ class SamplingConfig:
         low, high = self.batch_sizes
         if not 0 < low <= high:
             raise ConfigError(f"batch_sizes need 0 < low <= high, got ({low}, {high})")
-        if not 0 <= self.plan_share <= 1:
-            raise ConfigError(f"plan_share needs 0 to 1, got {self.plan_share}")
+        for name in ("plan_share", "sequence_share"):
+            if not 0 <= (share := getattr(self, name)) <= 1:
+                raise ConfigError(f"{name} needs 0 to 1, got {share}")
         if self.max_shards < 1 or self.max_lookups < 1:
             raise ConfigError(
                 "max_shards and max_lookups must be at least 1, got "
@@ -209,9 +216,14 @@ class SetSampler:
         draw = np.random.default_rng([self._seed, source]).random()
         part = part_of(draw, (config.held_out_sets, config.validation_sets))
         rng = np.random.default_rng([self._seed, source, 1])
-        is_plan = rng.random() < config.plan_share
+        is_plan = rng.random() < config.plan_share and self._pools(source)
         found = (self._of_plan if is_plan else self._closest)(source, part, rng)
         return dataclasses.replace(found, index=index, repeat_of=repeat_of)
+
+    def _pools(self, source: int) -> bool:
+        """Whether the rows of a set are pooled. Other draws do not depend on it."""
+        draw = np.random.default_rng([self._seed, source, 2]).random()
+        return bool(draw >= self._config.sequence_share)
 
     def plan_sets(self, number: int) -> list[SampledSet]:
         """Return the sets of all ranks of a plan of test tables, whole or column-wise.
@@ -279,20 +291,25 @@ class SetSampler:
         max_lookups: float | None,
     ) -> SampledSet:
         """Draw a set with tables of one part, with up to `max_lookups` if given."""
-        config = self._config
+        config, pooled = self._config, self._pools(source)
         # Many lookups need many tables and samples.
         reach = math.sqrt((max_lookups or 0.0) / config.max_lookups)
         fewest, most = config.batch_sizes
+        if not pooled:
+            low, high = _SEQUENCE_SAMPLES
+            fewest, most = max(1, int(low * fewest)), max(1, int(high * most))
         batch_size = draw_batch_size(rng, max(fewest, int(reach * most)), most)
         least = max(1, int(reach * config.max_shards))
         num_shards = log_uniform_int(rng, least, config.max_shards)
         if max_lookups is None:
             max_lookups = config.max_lookups * math.exp(-rng.exponential(1.2))
+        max_values = math.inf if pooled else _VALUES_PER_LOOKUP * config.max_lookups
         room = Room(max_lookups, config.max_weight_bytes, num_shards)
         real, name = self._real_tables(part, rng), f"generated/{source}"
         drawn: list[tuple[TableConfig, AccessDistribution]] = []
-        bases = draw_tables(rng, config, real, name, mixed=True)
+        bases = draw_tables(rng, config, real, name, mixed=True, pooled=pooled)
         for base, exponent in itertools.islice(bases, 4 * num_shards):
+            room.lookups = min(room.lookups, max_values / base.embedding_dim)
             if room.take(base, batch_size):
                 drawn.append(with_ids(rng, base, exponent, batch_size))
             if not room.shards:

@@ -35,6 +35,8 @@ class AdjustedCostModel(CostModel):
         self.source, self.error = alone.source, alone.error
         self.measured_error = alone.measured_error
         self.reference_ms, self.ids = alone.reference_ms, alone.ids
+        self.measures_sequences = alone.measures_sequences
+        self.sequence_error = alone.sequence_error
         self._kernels_22 = kernels_22
         self._host_22 = np.eye(2) if host_22 is None else host_22
 
@@ -52,6 +54,10 @@ class AdjustedCostModel(CostModel):
     def encode(self, features_NF: npt.NDArray[np.float32]) -> Floats:
         """See `CostModel.encode`."""
         return self.alone.encode(features_NF)
+
+    def encode_sequences(self, features_NF: npt.NDArray[np.float32]) -> Floats:
+        """See `CostModel.encode_sequences`."""
+        return self.alone.encode_sequences(features_NF)
 
     def predict_sums(self, sums_SE: Floats) -> Floats:
         """See `CostModel.predict_sums`."""

@@ -18,6 +18,13 @@ from torchrec_neuroshard.models.physical import (
     set_values,
     set_works,
 )
+from torchrec_neuroshard.models.sequences import (
+    CPU_SEQUENCES,
+    NUM_VALUES,
+    OTHER_CPU_ERROR,
+    SCALE_POWER,
+    SequenceKernels,
+)
 from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 _INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
@@ -44,6 +51,7 @@ class NeuralCostModel(CostModel):
         ranges: Mapping[str, tuple[float, float]],
         reference_ms: float = 0.0,
         column_order_ms: Mapping[str, tuple[float, float]] | None = None,
+        sequences: SequenceKernels | None = None,
     ) -> None:
         """Wrap a trained network.
 
@@ -55,6 +63,8 @@ class NeuralCostModel(CostModel):
             reference_ms: Nominal time of the reference set in the model's unit; 0 for
                 devices without a reference.
             column_order_ms: See `RunHeader`; None if it was not measured.
+            sequences: Unpooled kernels of a CPU. None takes those of another CPU, and
+                on GPUs bags of one id.
         """
         self.name, self.hardware = name, hardware
         self.ranges = dict(ranges)
@@ -65,37 +75,79 @@ class NeuralCostModel(CostModel):
             self.ids = CPU_IDS
         self.network = network.eval()
         self._arrays = NetworkArrays(network)
+        if sequences is None and reference_ms:  # a CPU
+            sequences = CPU_SEQUENCES
+        self.sequences, self._unit, self._sequence_error = sequences, 1.0, 0.0
+        if sequences is not None:
+            is_own = sequences.device == hardware
+            self._sequence_error = sequences.error if is_own else OTHER_CPU_ERROR
+            self.sequence_error = (
+                f"rows that are not pooled: measured on {sequences.device}, scaled; "
+                f"pooled kernels of another CPU are {OTHER_CPU_ERROR:.0%} off that way"
+            )
+            ratio = (reference_ms or 1.0) / (sequences.reference_ms or 1.0)
+            self._unit = ratio if is_own else ratio**SCALE_POWER
 
     @property
     def encoding_dim(self) -> int:
-        """Values per encoding."""
+        """Values per encoding: the network's, then those of unpooled kernels."""
+        return self._num_pooled + (0 if self.sequences is None else NUM_VALUES)
+
+    @property
+    def _num_pooled(self) -> int:
         return self.network.encoding_dim
 
     def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """Encode shards; see `CostModel.encode`."""
         _check_columns(features_NF)
-        return self._arrays.encode(features_NF).astype(np.float64)
+        encoded_NE = np.zeros((len(features_NF), self.encoding_dim))
+        encoded_NE[:, : self._num_pooled] = self._arrays.encode(features_NF)
+        return encoded_NE
+
+    def encode_sequences(
+        self, features_NF: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float64]:
+        """Encode shards whose rows are not pooled; see `CostModel`."""
+        if self.sequences is None:
+            return self.encode(features_NF)
+        _check_columns(features_NF)
+        encoded_NE = np.zeros((len(features_NF), self.encoding_dim))
+        values_NV = self.sequences.encode(features_NF, self._unit)
+        encoded_NE[:, self._num_pooled :] = values_NV
+        return encoded_NE
 
     def _members(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        milliseconds = self._arrays.predict(sums_SE).astype(np.float64)
-        milliseconds[np.asarray(sums_SE)[:, 0] < 0.5] = 0.0
+        pooled_SE = np.asarray(sums_SE)[:, : self._num_pooled]
+        milliseconds = self._arrays.predict(pooled_SE).astype(np.float64)
+        milliseconds[pooled_SE[:, 0] < 0.5] = 0.0
         return milliseconds
+
+    def _sequences_ms(
+        self, sums_SE: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Return the part of unpooled kernels, `S x 2`."""
+        if self.sequences is None:
+            return np.zeros((len(sums_SE), 2))
+        return self.sequences.predict(sums_SE[:, self._num_pooled :], self._unit)
 
     def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return the ensemble's mean; see `CostModel.predict_sums`."""
         mean: npt.NDArray[np.float64] = self._members(sums_SE).mean(axis=1)
-        return mean
+        return mean if self.sequences is None else mean + self._sequences_ms(sums_SE)
 
     def relative_uncertainty(
         self, sums_SE: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
         """Return the spread of the members' totals, scaled to validation errors."""
-        totals = self._members(sums_SE).sum(axis=2)
+        own_S = self._sequences_ms(sums_SE).sum(axis=1)
+        totals = self._members(sums_SE).sum(axis=2) + own_S[:, None]
         mean = np.maximum(totals.mean(axis=1), 1e-9)
         factor, least = self.network.spread_2.tolist()
         both: npt.NDArray[np.float64] = np.hypot(
             factor * totals.std(axis=1) / mean, np.where(sums_SE[:, 0] < 0.5, 0, least)
         )
+        if self.sequences is not None:
+            both = np.hypot(both, self._sequence_error * own_S / mean)
         return both
 
     def column_order(

@@ -197,9 +197,8 @@ def shard_works(
     """
     column = columns(features_NF)
     distinct, outputs = column["num_distinct"], column["output_bytes"]
-    rows_NC = features_NF[:, -NUM_COUNT_BINS:] * distinct[:, None]
-    counts_NC = bin_mean_counts(rows_NC, column["num_lookups"])
-    walks = distinct * np.log2(1.0 + column["weight_bytes"] / _PAGES_FROM_BYTES)
+    rows_NC, counts_NC = _rows_by_count(features_NF, column)
+    walks = page_walks(column)
     gradients = outputs / np.maximum(column["num_bags"], 1e-9) * column["num_lookups"]
     kept = np.minimum(1.0, cache_bytes / np.maximum(outputs, 1.0))
     fused = column["is_rowwise_adagrad"] * (1.0 - column["is_half"])
@@ -220,6 +219,27 @@ def shard_works(
         "gradient_bytes": np.minimum(gradients, outputs),
     }
     return np.stack([made[n] if n in made else column[n] for n in WORKS], axis=1)
+
+
+def _rows_by_count(
+    features_NF: npt.NDArray[np.float32], column: Mapping[str, Floats]
+) -> tuple[Floats, Floats]:
+    """Return the distinct rows in each bin and the mean count of a row, `N x C`."""
+    rows_NC = features_NF[:, -NUM_COUNT_BINS:] * column["num_distinct"][:, None]
+    return rows_NC, bin_mean_counts(rows_NC, column["num_lookups"])
+
+
+def page_walks(column: Mapping[str, Floats]) -> Floats:
+    """Return the page walks of shards; see `WORKS`."""
+    per_row = np.log2(1.0 + column["weight_bytes"] / _PAGES_FROM_BYTES)
+    walks: Floats = column["num_distinct"] * per_row
+    return walks
+
+
+def missed_bytes(features_NF: npt.NDArray[np.float32], cache: float) -> Floats:
+    """Return the bytes of rows that the cache does not hold; see `WORKS`."""
+    column = columns(features_NF)
+    return _missed_bytes(column, *_rows_by_count(features_NF, column), cache)
 
 
 def _missed_bytes(

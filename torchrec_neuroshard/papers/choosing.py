@@ -159,7 +159,6 @@ def _column_task(
             "min_widths",
             "max_shards",
             "sharding_types",
-            "pooled",
             "codecs",
             "repeats",
             "kernels",

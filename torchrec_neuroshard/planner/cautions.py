@@ -1,4 +1,4 @@
-"""Notes on plans: narrow shards, hot ranks of row-wise tables, unknown optimizers."""
+"""Notes on plans: narrow shards, hot ranks, unequal lengths, unknown optimizers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.notes import Note
-from torchrec_neuroshard.planner.option_facts import OPTIMIZERS, table_name
+from torchrec_neuroshard.planner.option_facts import OPTIMIZERS, is_pooled, table_name
 from torchrec_neuroshard.planner.plan_costs import ESTIMATED_COLUMNS, PlanCosts
-from torchrec_neuroshard.planner.reader import TableReader
+from torchrec_neuroshard.planner.reader import DEFAULT_INPUTS, GIVEN_ONE, TableReader
+from torchrec_neuroshard.report.parts import LengthReport
 from torchrec_neuroshard.tables.hot_rows import hot_id_text
 from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES
 from torchrec_neuroshard.tables.table import is_skewed
 
 HOT_RANK = 1.5
 """No note if no rank serves more than this multiple of the mean of a table's ranks."""
+LEAST_SHARE = 0.05
+"""No note on lengths if balanced samples save a smaller share of the iteration."""
 MOST_HOT = 5
 """Tables with a note of their own on their hot rank: those with most lookups on it."""
 
@@ -42,6 +45,18 @@ def cautions(costs: PlanCosts, plan: Sequence[ShardingOption]) -> tuple[Note, ..
         f"min_partition={ESTIMATED_COLUMNS} in the constraints to avoid them"
     )
     return (Note("unusual", text),)
+
+
+def length_notes(lengths: LengthReport | None) -> tuple[Note, ...]:
+    """Return a note if ranks lose much time because their samples differ in length."""
+    if lengths is None or lengths.share < LEAST_SHARE:
+        return ()
+    text = (
+        "lengths, not tables: ranks wait for those with longer samples, whatever the "
+        f"plan. A shuffler that balances lengths would save {lengths.share:.0%} of the "
+        "iteration"
+    )
+    return (Note("lengths", text),)
 
 
 def hot_row_notes(
@@ -96,6 +111,23 @@ def _hot_rank(option: ShardingOption, reader: TableReader) -> tuple[float, Note]
             f"Permute or hash the ids, or {ways}"
         )
     return share * table.pooling_factor * batch, Note("hot-rows", text, name)
+
+
+def unknown_length_notes(
+    options: Sequence[ShardingOption], reader: TableReader
+) -> tuple[Note, ...]:
+    """Return a note if nothing says how long a model's sequences are."""
+    some = [o for o in options if reader.has_cost(o) and not is_pooled(o)]
+    sources = {s for o in some for s in reader.inputs_from(o).values()}
+    if not some or not sources <= {DEFAULT_INPUTS, GIVEN_ONE}:
+        return ()
+    names = quoted([table_name(o) for o in some])
+    text = (
+        f"nothing says how long the sequences of {names} are: they count with 1 id per "
+        "sample. Give profiles=profile_inputs(batches), or pooling_factors in the "
+        "constraints"
+    )
+    return (Note("unknown-lengths", text),)
 
 
 def optimizer_notes(

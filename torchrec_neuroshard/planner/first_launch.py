@@ -45,7 +45,7 @@ from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.models.compute import NeuralCostModel, PhysicalCostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.groups import whole_nodes
-from torchrec_neuroshard.planner.option_facts import is_dense, is_pooled, table_name
+from torchrec_neuroshard.planner.option_facts import is_dense, table_name
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.ways import is_placeable, narrowest_shard
@@ -324,18 +324,18 @@ class FirstLaunch:
             rows, columns = (int(n) for n in sample_shards(option)[0].size)
             is_whole = rows >= table.num_embeddings
             batch = int(option.batch_size) * int(topology.world_size)
-            part = row_shard(table, rows, batch, pooled=is_pooled(option))
+            part = row_shard(table, rows, batch)
             kernel = option.path, is_whole, table.optimizer, table.data_type
-            place = (
-                kernels.setdefault((*kernel, table.weighted), len(kernels)),
-                tables.setdefault(table_name(option), len(tables)),
-                is_whole,
-            )
+            number = tables.setdefault(table_name(option), len(tables))
             widest = part.embedding_dim if is_whole else columns
             for parts in range(1, _MOST_PARTS + 1):
                 width = widest // parts // COLUMN_MULTIPLE * COLUMN_MULTIPLE
-                if width >= narrowest_shard(option, reader):
-                    found.setdefault(part.with_width(width), place)
+                if width < narrowest_shard(option, reader):
+                    continue
+                # Rows that are not pooled have one width per kernel.
+                own = (*kernel, table.weighted, table.pooled or width)
+                place = kernels.setdefault(own, len(kernels)), number, is_whole
+                found.setdefault(part.with_width(width), place)
         return found
 
     def request(self, options: Sequence[ShardingOption], ranks: int) -> LaunchRequest:

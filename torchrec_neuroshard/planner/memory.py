@@ -15,7 +15,8 @@ Memory that shards *hold* at an instant adds up over all shards of a rank. Memor
 *passes*, for example to sort lookups, is used by one kernel at a time. *Common* memory
 exists on every rank, whatever its shards: the outputs for its own samples. A rank's
 peak is the largest sum of the six instants. `benchmarks/results/memory_202611.md`
-compares it with what torch's allocator counted.
+compares it with what torch's allocator counted. Where profiles have lengths of samples,
+batches are as long as the longest of 100.
 
 Symbols: n lookups of a kernel, f its bags.
 """
@@ -354,24 +355,25 @@ class MemoryModel:
         """Return what a way's memory needs to know of its table's inputs.
 
         Returns:
-            `R x 6`: ids per sample, samples per rank, ranks whose samples a kernel
-            sees, bags per sample, and bytes of the map from ids to rows, per row and
-            per id.
+            `R x 6`: ids per sample of the longest of 100 batches, samples per rank,
+            ranks whose samples a kernel sees, bags per sample, and bytes of the map
+            from ids to rows, per row and per id.
         """
         reader = self._reader
         used, table_R = np.unique(ways.table_R, return_inverse=True)
-        rows = [
-            (
-                reader.table(option).pooling_factor,
-                float(option.batch_size),
-                reader.world_size,
-                reader.facts(option).bags,
-                *reader.facts(option).id_map_bytes,
+        rows = []
+        for option in (ways.tables[t] for t in used.tolist()):
+            table, facts = reader.table(option), reader.facts(option)
+            local, size = float(option.batch_size), reader.world_size
+            own, every = (
+                table.pooling_factor * table.longest_batch(samples)
+                for samples in (local, local * size)
             )
-            for option in (ways.tables[t] for t in used.tolist())
-        ]
-        inputs_R6: Floats = np.array(rows, dtype=np.float64).reshape(-1, 6)[table_R]
+            rows.append((every, local, size, facts.bags, *facts.id_map_bytes, own))
+        values_R7 = np.array(rows, dtype=np.float64).reshape(-1, 7)[table_R]
+        inputs_R6: Floats = values_R7[:, :6]
         inputs_R6[is_dense_R, 2] = 1
+        inputs_R6[is_dense_R, 0] = values_R7[is_dense_R, 6]
         return inputs_R6
 
     def way(self, option: ShardingOption) -> tuple[float, ...]:
@@ -782,7 +784,8 @@ class MemoryModel:
         for option in options:
             table, local = self._reader.table(option), float(option.batch_size)
             repeats = self._reader.repeats(option)
-            lookups = table.pooling_factor * repeats * local
+            most = table.longest_batch(local)
+            lookups = table.pooling_factor * repeats * local * most
             bags = self._reader.facts(option).bags * local
             outputs = bags if is_pooled(option) else lookups
             size = output_bytes(option) * outputs * int(option.tensor.shape[1])
@@ -865,7 +868,8 @@ class MemoryModel:
         if beside_replicas:
             found += size * np.array([0, 0, 0, 0, 1, 1])
             table = self._reader.table(option)
-            ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * table.pooling_factor
+            most = table.pooling_factor * table.longest_batch(local)
+            ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * most
             copies, _ = self._num_pieces(option, as_listed)
             one = copies * local * (ids + _LENGTH * self._reader.facts(option).bags)
             there = 2 if self._is_pipelined else 1

@@ -40,7 +40,6 @@ from torchrec_neuroshard.planner.kernels import (
 from torchrec_neuroshard.planner.option_facts import (
     has_cache,
     is_fused,
-    is_pooled,
     loads_ahead,
     reads_host,
     table_name,
@@ -133,7 +132,6 @@ def task_of(
         cached = has_cache(kind)
         facts_K[number] = (
             kind.sharding_type,
-            is_pooled(kind),
             priced_codecs(kind),
             None if cached else kernel_factors(kind, reader),
             cached,
@@ -144,7 +142,7 @@ def task_of(
     rows: dict[str, list[int]] = {}
     for row, table in enumerate(table_R):
         rows.setdefault(tables_T[table].name, []).append(row)
-    types, pooled, codecs, kernels, cached_R = zip(
+    types, codecs, kernels, cached_R = zip(
         *(facts_K[kind] for kind in kind_R), strict=True
     )
     if any(cached_R):  # a cache's misses depend on the table
@@ -165,7 +163,6 @@ def task_of(
         modules=tuple(modules[path] for path, _ in stages),
         places=tuple(places),
         alternatives=tuple(map(tuple, rows.values())),
-        pooled=pooled,
         codecs=codecs,
         repeats=tuple(repeats_T[t] for t in table_R),
         kernels=kernels,
@@ -249,8 +246,7 @@ class PricedOptions:
 
     def predicted(self) -> PredictedCosts:
         """Return the predicted costs of an iteration, for placed options."""
-        loads = self.simulator.add_up(self.prices, self.rank_N)
-        return self.simulator.predict(loads, self.num_shards_T)
+        return self.simulator.predict(self.prices, self.rank_N, self.num_shards_T)
 
     def single_perfs(self) -> list[Perf]:
         """Return the cost of each shard as if its table were alone.
@@ -361,11 +357,11 @@ class PlacedPlan:
         """Predicted costs of one iteration."""
         costs, costed = self._costs, self.costed
         stages: list[StageCosts] = []
-        uncertainty = 0.0
+        uncertainty, lengths = 0.0, None
         if costed is not None:
             found = costed.predicted()
             stages += found.stages
-            uncertainty = found.uncertainty
+            uncertainty, lengths = found.uncertainty, found.lengths
         if self.stock:
             phases_W6 = np.zeros((costs.reader.world_size, len(PHASES) + 1))
             np.add.at(phases_W6, self._stock_rank_N, self._stock_phases_N6)
@@ -373,6 +369,7 @@ class PlacedPlan:
             module = max((s.module for s in stages), default=-1) + 1
             name = "others (TorchRec's estimate)"
             stages.append(StageCosts(name, ranks, module=module))
+            lengths = lengths and lengths.with_another_stage()
         return PredictedCosts(
             stages=tuple(stages),
             uncertainty=uncertainty,
@@ -382,6 +379,7 @@ class PlacedPlan:
             dense=costs.dense,
             overlaps=costs.comms_model.overlaps,
             node_size=costs.reader.node_size,
+            lengths=lengths,
         )
 
     @functools.cached_property
@@ -404,7 +402,7 @@ class PlacedPlan:
                 outside.get(place, ()),
                 model.source,
                 kernel=option.compute_kernel if is_estimated(option) else None,
-                pooled=is_pooled(option),
+                covers=table.pooled or model.measures_sequences,
             )
             for place, (option, table) in enumerate(
                 zip(costed.options, costed.task.tables, strict=True)

@@ -74,7 +74,6 @@ from torchrec_neuroshard.tables.sharding_types import (
 from torchrec_neuroshard.tables.table import (
     COLUMN_MULTIPLE,
     MAX_CUDA_COLUMNS,
-    MAX_FEATURES,
     TableConfig,
 )
 
@@ -82,6 +81,8 @@ _FUSED = EmbeddingComputeKernel.FUSED.value
 
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Source of the inputs of features without profile and constraints."""
+GIVEN_ONE = "1 id, from the constraints or TorchRec's default"
+"""The same if there are constraints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,8 +446,7 @@ class TableReader:
         """Return the option's table for the cost model, whatever its shards.
 
         Features with a profile are described by it, other features by the constraints'
-        pooling factors. A sequence table with L ids per sample counts as L features
-        with one id each.
+        pooling factors.
 
         Args:
             option: An option with a cost.
@@ -541,11 +541,7 @@ class TableReader:
                 profile = dataclasses.replace(profile, hot_rows=None)
             total = profile.pooling_factor
         num_features, outputs = len(features), None
-        if not is_pooled(option):
-            num_features = min(max(1, round(total)), MAX_FEATURES)
-            is_other = distinct or total > MAX_FEATURES
-            outputs = total if is_other and total > 0 else None
-        elif sum(shares) > 0 and sum(shares) != num_features:
+        if sum(shares) > 0 and sum(shares) != num_features:
             outputs = sum(shares)
         return TableConfig(
             name=table_name(option),
@@ -554,6 +550,7 @@ class TableReader:
             pooling_factor=total,
             num_features=num_features,
             outputs_per_sample=outputs,
+            pooled=is_pooled(option),
             profile=profile,
             weighted=weighted,
             data_type=config.data_type.value.lower(),
@@ -579,7 +576,7 @@ class TableReader:
             elif constraint is None:
                 found[feature] = DEFAULT_INPUTS
             elif constraint.pooling_factors == [POOLING_FACTOR]:
-                found[feature] = "1 id, from the constraints or TorchRec's default"
+                found[feature] = GIVEN_ONE
             else:
                 found[feature] = "the constraints, with repeats assumed Zipfian"
         return found

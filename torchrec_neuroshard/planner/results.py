@@ -19,7 +19,9 @@ from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.cautions import (
     cautions,
     hot_row_notes,
+    length_notes,
     optimizer_notes,
+    unknown_length_notes,
 )
 from torchrec_neuroshard.planner.compat import is_stashed
 from torchrec_neuroshard.planner.greedy import memory_left
@@ -30,6 +32,7 @@ from torchrec_neuroshard.planner.option_facts import (
     device_tier,
     has_cache,
     is_fused,
+    is_pooled,
     reads_host,
     table_name,
 )
@@ -41,6 +44,7 @@ from torchrec_neuroshard.planner.ways import searched_type
 from torchrec_neuroshard.report import PlanReport, explain
 from torchrec_neuroshard.report.parts import (
     HostTable,
+    LengthReport,
     PlanBasis,
     ShardReport,
     TableReport,
@@ -123,7 +127,10 @@ def describe_plan(
         known += best.result.notes if fallback is None else ()
     known += placed.range_notes()
     known += optimizer_notes(selected, costs.reader)
+    known += unknown_length_notes(selected, costs.reader)
     known += hot_row_notes(selected, costs.reader)
+    lengths = LengthReport.of(predicted)
+    known += length_notes(lengths)
     known += stash_notes(costs, selected)
     if memory is not None and (full := memory.overflow(selected, room)):
         known.append(Note("memory", full, severity="error"))
@@ -158,6 +165,7 @@ def describe_plan(
             basis=_basis(selected, costs, batch_size_is_default),
             weight_sync=_weight_sync(selected, costs),
             bottleneck=bottleneck,
+            lengths=lengths,
         ),
     )
 
@@ -176,7 +184,8 @@ def _basis(
     for option in plan:
         inputs.update(costs.reader.inputs_from(option))
     counts = Counter(inputs.values())
-    error = costs.cost_model.error
+    model = costs.cost_model
+    some = [o for o in plan if costs.reader.has_cost(o) and not is_pooled(o)]
     devices, topology = costs.devices, costs.topology
     card = "CPUs" if topology.compute_device == "cpu" else None
     return PlanBasis(
@@ -188,7 +197,10 @@ def _basis(
         assumed_features=tuple(
             f for f, source in inputs.items() if source == DEFAULT_INPUTS
         ),
-        estimate_error=None if error is None else str(error),
+        estimate_error=None if model.error is None else str(model.error),
+        sequence_error=model.sequence_error
+        if some and not model.measures_sequences
+        else None,
         ranks_per_node=whole_nodes(topology.world_size, topology.local_world_size),
     )
 

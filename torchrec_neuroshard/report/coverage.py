@@ -67,22 +67,20 @@ class Reason:
         source: str,
         *,
         kernel: str | None,
-        pooled: bool,
+        covers: bool,
     ) -> Reason | None:
         """Return why measurements do not cover a table; None if they do.
-
-        No bundle holds measurements of sequences.
 
         Args:
             table: A table with a cost.
             outside: The features of its shards that are outside their ranges.
             source: The cost model's source.
             kernel: Its kernel, if another one was measured; None: it was measured.
-            pooled: Whether its bags are pooled.
+            covers: Whether rows are pooled, or sequences were measured, too.
         """
         if kernel is not None:
             return cls(_ESTIMATED, f"kernel {kernel}")
-        if source == _MEASURED and not pooled:
+        if source == _MEASURED and not covers:
             return cls(_ESTIMATED, "sequences")
         first = min(outside, key=_order, default=None)
         if first is None:

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from torchrec_neuroshard.costs.passes import TIMED
 from torchrec_neuroshard.costs.placement_rules import listed, quoted
 from torchrec_neuroshard.costs.schedules import SEQUENTIAL
@@ -47,6 +49,8 @@ class PlanBasis:
     """Features without a description, planned with TorchRec's 1 id per sample."""
     estimate_error: str | None = None
     """Error of estimated kernel times, in words; None: kernels were measured."""
+    sequence_error: str | None = None
+    """Error of lookups of sequences, in words; None: measured, or no sequences."""
     ranks_per_node: int | None = None
     """None: unknown."""
 
@@ -57,6 +61,8 @@ class PlanBasis:
         lines = [f"planned for {card}, {self.batch_size:,} samples per rank{default}"]
         if self.estimate_error is not None:
             lines.append(f"error of estimated kernel times: {self.estimate_error}")
+        if self.sequence_error is not None:
+            lines.append(self.sequence_error)
         for f in self.figures:
             source = f": {f.source}" if f.source else ""
             lines.append(f"{f.name} {f} ({f.basis}{source})")
@@ -94,6 +100,48 @@ class Bottleneck:
         return (
             f"bottleneck: {self.phase} on rank {self.rank} takes {self.phase_ms:.3f} "
             f"ms{stage}, table {self.table} {self.table_ms:.3f} ms of that"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthReport:
+    """What unequal lengths of samples change in an iteration; see `costs.lengths`."""
+
+    added_ms: float
+    """Expected time beyond that of batches with mean lengths."""
+    p95_ms: float
+    """Iteration that 95 % of the batches do not exceed."""
+    evened_ms: float
+    """Time that every plan loses because ranks' samples differ. A shuffler that gives
+    all ranks equally long samples saves it."""
+    expected_ms: float
+
+    @classmethod
+    def of(cls, predicted: PredictedCosts) -> LengthReport | None:
+        """Return the report; None if no profile has lengths that differ."""
+        if predicted.lengths is None:
+            return None
+        drawn_D = predicted.drawn_ms()
+        expected_ms = float(drawn_D.mean())
+        equal_ms = float(predicted.drawn_ms(equal=True).mean())
+        evened_ms = expected_ms - float(predicted.drawn_ms(even=True).mean())
+        return cls(
+            added_ms=max(expected_ms - equal_ms, 0.0),
+            p95_ms=float(np.quantile(drawn_D, 0.95)),
+            evened_ms=max(evened_ms, 0.0),
+            expected_ms=expected_ms,
+        )
+
+    @property
+    def share(self) -> float:
+        """Share of the iteration that a balancing shuffler saves."""
+        return self.evened_ms / self.expected_ms if self.expected_ms > 0 else 0.0
+
+    def __str__(self) -> str:
+        """Return a sentence without a full stop."""
+        return (
+            f"unequal lengths of samples add {self.added_ms:.3f} ms; 95 % of the "
+            f"batches take up to {self.p95_ms:.3f} ms"
         )
 
 

@@ -15,6 +15,7 @@ from torchrec_neuroshard.notes import SEVERITIES, Note
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.parts import (
     Bottleneck,
+    LengthReport,
     PlanBasis,
     RankReport,
     ScheduleReport,
@@ -77,7 +78,10 @@ class PlanReport(Report):
     """The iteration if every rank takes its mean time."""
     spread_ms: float = 0.0
     """Time that the iteration is expected to take longer, since the slowest of nearly
-    equal ranks takes longer than its mean; see `costs.expected`."""
+    equal ranks takes longer than its mean; see `costs.expected`. Unequal lengths of
+    samples count, too."""
+    lengths: LengthReport | None = None
+    """What unequal lengths of samples change; None: no profile tells."""
     parts_ms: Mapping[str, float] = field(default_factory=dict)
     """Phases on the critical path, which they add up to; empty: unknown."""
     lower_bound_ms: float = 0.0
@@ -123,7 +127,7 @@ class PlanReport(Report):
             result: The search's result, or `NeuroShardPlanner.last_result`.
             tables: All tables.
             memory_bytes: Memory available for tables, one per rank.
-            known: More fields: `basis`, `weight_sync`, `bottleneck`.
+            known: More fields: `basis`, `weight_sync`, `bottleneck`, `lengths`.
         """
         predicted = result.predicted
         return cls(
@@ -276,6 +280,8 @@ class PlanReport(Report):
             f"{self.num_split:,} of them split; rank {full.rank} is the fullest: "
             f"{full.memory}"
         )
+        if self.lengths is not None:
+            placed += " with the longest of 100 batches"
         if not self.is_costed:
             return ["iteration unknown", placed]
         iteration = f"iteration {self.iteration_ms:.3f} ms"
@@ -302,7 +308,8 @@ class PlanReport(Report):
             kind = "estimated kernel times have a standard deviation of"
         uncertainty = self.uncertainty and f"{kind} {self.uncertainty:.1%} per rank"
         chain = None if self.timeline and self.timeline.overlaps else self.timeline
-        facts = chain, self._spread, uncertainty, self.weight_sync, self.schedule
+        spread = self._spread, self.lengths
+        facts = chain, *spread, uncertainty, self.weight_sync, self.schedule
         return [str(fact) for fact in facts if fact]
 
     def _bars(self) -> list[str]:
@@ -345,9 +352,10 @@ class PlanReport(Report):
         """What the spread adds, in a sentence without a full stop; empty: nothing."""
         if round(self.spread_ms, 3) <= 0:
             return ""
+        unequal = " and of ranks with longer samples" if self.lengths else ""
         return (
-            "the slowest of nearly equal ranks is expected to take longer than its "
-            f"mean, which adds {self.spread_ms:.3f} ms to the critical path"
+            f"the slowest of nearly equal ranks{unequal} is expected to take longer "
+            f"than its mean, which adds {self.spread_ms:.3f} ms to the critical path"
         )
 
     def _iteration(self, timeline: Timeline) -> Section:

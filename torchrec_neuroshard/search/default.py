@@ -4,7 +4,9 @@
 2. `construct` places the tables greedily, in many variants (lanes) at once. The best
    ones are placed again with the wide tables on fewer ranks.
 3. `descent` improves the lanes by local search and restarts.
-4. `bounds` computes a lower bound if one was asked for and the models have one.
+4. Where lengths of samples differ, the good placement with the shortest expected
+   iteration is taken.
+5. `bounds` computes a lower bound if one was asked for and the models have one.
 
 If greedy placement finds no room, an integer program packs the tables (`feasibility`).
 """
@@ -22,6 +24,7 @@ from typing import Self
 
 import numpy as np
 
+from torchrec_neuroshard.costs.lengths import lengths_differ
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.progress import phase, shown
@@ -123,12 +126,12 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         check_memory(task)
         bank = ShardBank(simulator, merge=True)
         with telling(self.config.progress) as tell:
-            effort = Effort(deadline, tell)
+            effort = Effort(deadline, tell, keeps_others=lengths_differ(simulator))
             lanes = self._placed(bank, effort)
             if self.config.effort > 0:
                 improve(lanes, self.config, effort)
         bound_ms = self._bound(bank, deadline)
-        return finish_result(bank, effort.best_TW, bound_ms, start)
+        return finish_result(bank, least_expected(bank, effort), bound_ms, start)
 
     def _placed(self, bank: ShardBank, effort: Effort) -> Lanes:
         """Return the most promising greedy placements of all tables, the best first.
@@ -232,6 +235,24 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         if each is not bank:
             bank.num_evaluated += each.num_evaluated
         return bound_ms
+
+
+def least_expected(bank: ShardBank, effort: Effort) -> Ints:
+    """Return the widths of the placement whose iteration is expected to be shortest.
+
+    Without lengths that differ, that is the shortest critical path. With them, whole
+    tables vary more than tables over all ranks, and replicas vary most.
+    """
+    if not effort.others:
+        return effort.best_TW
+    task = bank.simulator.task
+
+    def expected_ms(width_TW: Ints) -> float:
+        placement = placement_from_widths(follow(task, width_TW.copy()), task)
+        return bank.simulator.evaluate(placement).expected_ms
+
+    found = [effort.best_TW, *(width_TW for _, width_TW in effort.others.values())]
+    return min(found, key=expected_ms)
 
 
 def of_every_kind(lanes: Lanes, most: int) -> Ints:

@@ -88,6 +88,9 @@ FINAL_POWER, NUM_FINAL, LAST_POWER = 64, 3, 256
 """Power of the norm in the second to last descent, the number of lanes in it, and the
 power in the last descent, of the best lane. The last descent makes plans 0.36 % better
 (mean of 12 tasks of 150 to 1,000 tables; 0.09 to 1.3 %)."""
+NUM_OTHERS, OTHERS_NEAR = 16, 1.3
+"""Most placements with other ways that are kept, and their critical path over the best
+one."""
 OUT_FEWEST, OUT_MOST = 2, 8
 """Fewest and most tables that a disturbance removes."""
 HALF = 0.5
@@ -107,20 +110,28 @@ class Effort:
     Attributes:
         best_ms: Its critical path; infinite before the first placement.
         best_TW: Its widths.
+        others: Critical paths and widths of good placements that have other ways.
     """
 
     def __init__(
-        self, deadline: float, tell: Callable[[float], None] = lambda _: None
+        self,
+        deadline: float,
+        tell: Callable[[float], None] = lambda _: None,
+        *,
+        keeps_others: bool = False,
     ) -> None:
         """Start without a placement.
 
         Args:
             deadline: `time.monotonic()` after which no step is taken.
             tell: Called with the critical path [ms] whenever it gets shorter.
+            keeps_others: Whether good placements that are not the best are kept.
         """
         self.deadline, self._tell = deadline, tell
         self.best_ms = math.inf
         self.best_TW: Ints = np.zeros((0, 0), dtype=np.int64)
+        self.others: dict[bytes, tuple[float, Ints]] = {}
+        self._keeps_others = keeps_others
 
     @property
     def is_over(self) -> bool:
@@ -134,6 +145,15 @@ class Effort:
             self.best_ms = float(lanes.critical_L[lane])
             self.best_TW = lanes.width_TW(lane)
             self._tell(self.best_ms)
+        if not self._keeps_others:
+            return
+        for lane in np.argsort(lanes.critical_L)[:NUM_OTHERS].tolist():
+            ms, ways = float(lanes.critical_L[lane]), lanes.pieces_LT[lane] > 0
+            if ms < self.others.get(ways.tobytes(), (math.inf,))[0] * (1 - MIN_GAIN):
+                self.others[ways.tobytes()] = ms, lanes.width_TW(lane)
+        ordered = sorted(self.others.items(), key=lambda entry: entry[1][0])
+        near = [e for e in ordered if e[1][0] <= OTHERS_NEAR * self.best_ms]
+        self.others = dict(near[:NUM_OTHERS])
 
 
 def descend(

@@ -42,8 +42,10 @@ def _columns(table: TableConfig, batch_size: int) -> dict[str, float]:
     """
     profile = table.profile_at(batch_size)
     lookups, distinct = profile.num_lookups, profile.num_distinct
-    bags = batch_size * table.num_outputs
-    per_bag = lookups / bags
+    # A row that is not pooled is a bag of one id.
+    bags = batch_size * table.num_outputs if table.pooled else lookups
+    per_bag = lookups / bags if table.pooled else 1.0
+    length_std = profile.pooling_std if table.pooled else 0.0
     weighted_lookups = lookups if table.weighted else 0.0
     value_bytes = DATA_TYPE_BYTES[table.data_type]
     is_half, is_shared = value_bytes == 2, table.num_features > 1
@@ -70,7 +72,7 @@ def _columns(table: TableConfig, batch_size: int) -> dict[str, float]:
         "log2_width": 0.0,
         "width_mod_16": 1 / 16,
         "log2_pooling": np.log2(max(per_bag, 2.0**-10)),
-        "pooling_cv": profile.pooling_std / max(per_bag, 2.0**-10),
+        "pooling_cv": length_std / max(per_bag, 2.0**-10),
         "log2_batch": np.log2(batch_size),
         "log2_reuse": np.log2(max(lookups, 1.0) / max(distinct, 1.0)),
         "is_weighted": table.weighted,

@@ -85,6 +85,11 @@ class HotRows:
             )
 
     @classmethod
+    def padded(cls, share: float) -> HotRows:
+        """Return hot rows of which only the share of padding, id 0, is known."""
+        return cls(range_size=1, range_shares=(share,), top_ids=((0, share),))
+
+    @classmethod
     def counted(
         cls, ids: npt.NDArray[np.integer[Any]], counts: npt.NDArray[np.integer[Any]]
     ) -> HotRows | None:

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 from torchrec_neuroshard.errors import (
     ConfigError,
+    NeuroShardError,
     ProfileError,
     TableError,
+    is_number,
     suggestion,
 )
 from torchrec_neuroshard.files import (
@@ -23,6 +25,7 @@ from torchrec_neuroshard.files import (
     read_fields,
     write_whole,
 )
+from torchrec_neuroshard.tables.hot_rows import HotRows
 from torchrec_neuroshard.tables.profile import FeatureProfile, zipf_profile
 from torchrec_neuroshard.tables.table import (
     COLUMN_MULTIPLE,
@@ -36,6 +39,8 @@ PROFILE_BATCH_SIZE = 65_536
 MOST_TABLES = 100_000
 """Most tables of a published workload: a mistyped number must not fill the memory."""
 
+_LENGTHS = ("length_p95", "length_max", "padding_share")
+"""Fields of a table that describe its samples, instead of a profile."""
 _TEXT = ("name", "data_type", "optimizer")
 """Fields that stay text even if they look like numbers."""
 
@@ -116,7 +121,9 @@ def read_tables(path: str | Path, workload: str | None = None) -> ReadTables:
     or an object with `workloads` (see `load_json`). A CSV file holds a header line and
     then a line for each table, separated by commas, semicolons or tabs. The fields are
     those of `TableConfig`: `name`, `num_embeddings` and `embedding_dim` are required,
-    all others have defaults.
+    all others have defaults. `length_p95` and `length_max` describe lengths of samples,
+    per feature; see `FeatureProfile.of_lengths`. `padding_share` is the share of ids
+    that are 0.
 
     Args:
         path: The file; its ending decides the format.
@@ -175,14 +182,17 @@ def _chosen(
 
 
 def _csv_entries(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each table's place in the file and its fields."""
-    separator = max(",;\t", key=text.partition("\n")[0].count)
+    """Yield each table's place in the file and its fields; `#` begins a comment."""
+    lines = (line for line in text.splitlines() if not line.startswith("#"))
+    separator = max(",;\t", key=next(lines, "").count)
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     fields: list[str] = []
     try:
         for values in rows:
             where = f"line {rows.line_num}"
             cells = [value.strip() for value in values]
+            if cells and cells[0].startswith("#"):
+                continue
             while cells and not cells[-1]:  # separators at the line's end
                 cells.pop()
             fields = fields or cells
@@ -221,11 +231,15 @@ def _one_table(where: str, entry: Any) -> TableConfig:
         TableError: The entry is not a table; the message says where it is.
     """
     name = entry.get("name") if isinstance(entry, Mapping) else None
+    lengths: dict[str, Any] = {}
     if isinstance(entry, Mapping):
         entry = {field: value for field, value in entry.items() if value is not None}
+        lengths = {n: entry.pop(n) for n in _LENGTHS if n in entry}
     try:
         table = TableConfig.from_json(entry)
-    except TableError as error:
+        if lengths:
+            table = _with_lengths(table, **lengths)
+    except NeuroShardError as error:
         said = str(error)
         if isinstance(name, str) and not said.startswith("table '"):
             said = f"table {name!r:.60}: {said}"
@@ -240,6 +254,40 @@ def _one_table(where: str, entry: Any) -> TableConfig:
         factor = table.profile.pooling_factor
         table = dataclasses.replace(table, pooling_factor=factor)
     return table
+
+
+def _with_lengths(
+    table: TableConfig,
+    length_p95: Any = None,
+    length_max: Any = None,
+    padding_share: Any = None,
+) -> TableConfig:
+    """Return a table whose profile has these lengths; all features have the same.
+
+    Raises:
+        ProfileError: The lengths contradict each other or the pooling factor.
+        TableError: A figure is missing, or the table has a profile.
+    """
+    if table.profile is not None or (length_max is not None and length_p95 is None):
+        raise TableError(
+            f"table '{table.name:.100}': {', '.join(_LENGTHS)} replace a profile, and "
+            "length_max needs length_p95; leave one out"
+        )
+    count, mean = table.num_features, table.pooling_factor
+    profile = FeatureProfile(batch_size=1, num_lookups=mean)
+    if length_p95 is not None:
+        one = FeatureProfile.of_lengths(mean / count, length_p95, length_max)
+        profile = dataclasses.replace(
+            one, num_lookups=mean, common_std=count * one.common_std
+        )
+    if padding_share is not None:
+        if not (is_number(padding_share) and 0 <= padding_share <= 1):
+            raise TableError(
+                f"table '{table.name:.100}': padding_share must be 0 to 1, got "
+                f"{padding_share!r:.60}"
+            )
+        profile = dataclasses.replace(profile, hot_rows=HotRows.padded(padding_share))
+    return dataclasses.replace(table, profile=profile)
 
 
 def load_json(path: str | Path) -> dict[str, tuple[TableConfig, ...]]:

@@ -27,6 +27,12 @@ from torchrec_neuroshard.tables.access import (
     AccessDistribution,
 )
 from torchrec_neuroshard.tables.hot_rows import HotRows
+from torchrec_neuroshard.tables.lengths import (
+    batch_std,
+    common_stds,
+    length_std,
+    quantiles,
+)
 
 _COUNTS = np.arange(1, 4096)
 _DIGITS = 60.0
@@ -49,6 +55,13 @@ class FeatureProfile:
     """Ids looked up in these samples."""
     pooling_std: float = 0.0
     """Standard deviation of the length of one bag."""
+    common_std: float = 0.0
+    """The part of a sample's deviation that it shares with its other features [ids]."""
+    batch_std: float = 0.0
+    """Standard deviation of batches' mean lengths, beyond chance [ids per sample]."""
+    length_quantiles: tuple[float, ...] = ()
+    """Lengths of one feature's samples at `lengths.LEVELS`: median, 95 %, 99 % and
+    longest. Empty: unknown, or of several features."""
     access_histogram: tuple[float, ...] = ()
     """17 values: distinct ids that occur once, twice, 3-4, 5-8, ..., above 32768 times.
 
@@ -65,7 +78,14 @@ class FeatureProfile:
         size, bins = self.batch_size, self.access_histogram
         check_number("batch_size", size, least=1, whole=True, error=ProfileError)
         try:
-            values = (self.num_lookups, self.pooling_std, *bins)
+            values = (
+                self.num_lookups,
+                self.pooling_std,
+                self.common_std,
+                self.batch_std,
+                *self.length_quantiles,
+                *bins,
+            )
             holds = all(math.isfinite(v) and v >= 0 for v in values)
         except TypeError:
             holds = False
@@ -73,6 +93,7 @@ class FeatureProfile:
             raise ProfileError(
                 "a profile needs finite values of at least 0, got "
                 f"num_lookups={self.num_lookups}, pooling_std={self.pooling_std}, "
+                f"common_std={self.common_std}, batch_std={self.batch_std}, "
                 f"access_histogram={self.access_histogram}; profile the batches again"
             )
         if not 0 < self.batch_share < math.inf:
@@ -92,7 +113,36 @@ class FeatureProfile:
         data = to_fields(self)
         if self.hot_rows is None:
             del data["hot_rows"]
+        for name in ("common_std", "batch_std", "length_quantiles"):
+            if not data[name]:
+                del data[name]
         return data
+
+    @staticmethod
+    def of_lengths(
+        mean: float, p95: float, longest: float | None = None, *, common: float = 1.0
+    ) -> FeatureProfile:
+        """Return the profile of a feature of which only lengths are known.
+
+        Args:
+            mean: Mean ids per sample.
+            p95: Ids that 95 % of the samples do not exceed.
+            longest: Ids of the longest sample; None: unknown.
+            common: Share of a sample's deviation that it shares with its other
+                features. Sequences of one user mostly have one length.
+
+        Raises:
+            ProfileError: The figures contradict each other, or `common` is not a share.
+        """
+        std = length_std(mean, p95, longest)
+        if not 0.0 <= common <= 1.0:
+            raise ProfileError(f"common must be 0 to 1, got {common}")
+        return FeatureProfile(
+            batch_size=1,
+            num_lookups=mean,
+            pooling_std=std,
+            common_std=common * std,
+        )
 
     @property
     def pooling_factor(self) -> float:
@@ -195,16 +245,19 @@ class FeatureProfile:
         """
         if self.access_histogram:
             return self.at_batch_size(batch_size, num_embeddings)
+        top = [] if self.hot_rows is None else [s for _, s in self.hot_rows.top_ids]
+        num_lookups = batch_size * self.pooling_factor
         assumed = zipf_profile(
             batch_size=batch_size,
-            pooling_factor=self.pooling_factor,
+            pooling_factor=self.pooling_factor * max(0.0, 1.0 - sum(top)),
             num_embeddings=num_embeddings,
         )
+        bins = binned(np.array(top) * num_lookups) + assumed.access_histogram
         return replace(
-            assumed,
-            pooling_std=self.pooling_std,
-            weighted=self.weighted,
-            hot_rows=self.hot_rows,
+            self,
+            batch_size=batch_size,
+            num_lookups=num_lookups,
+            access_histogram=tuple(bins.tolist()),
         )
 
     def distinct_in_parts(self, num_parts: int, num_embeddings: int) -> FeatureProfile:
@@ -242,10 +295,13 @@ class FeatureProfile:
         if hot is not None and lookups > 0:
             top = [share * self.num_lookups for _, share in hot.top_ids]
             hot = hot.with_top_shares((in_parts(top) / lookups).tolist())
+        rest = float(lookups) / max(self.num_lookups, 1e-9)
         return replace(
             self,
             num_lookups=lookups,
-            pooling_std=0.0,
+            pooling_std=self.pooling_std * rest,
+            common_std=self.common_std * rest,
+            batch_std=self.batch_std * rest,
             access_histogram=tuple(histogram.tolist()),
             hot_rows=hot,
         )
@@ -400,6 +456,13 @@ def _extrapolate(ids: Floats, mean_count: Floats, ratio: float) -> Floats:
     return ids[some] @ np.diff(below, prepend=0.0, append=1.0) + fresh
 
 
+def binned(counts: Floats) -> Floats:
+    """Return the access histogram of ids with expected numbers of lookups, `C`."""
+    bins = np.searchsorted(COUNT_BIN_HIGH, np.maximum(counts, 1.0))
+    weights = np.minimum(counts, 1.0)
+    return np.bincount(bins, weights, NUM_COUNT_BINS).astype(np.float64)
+
+
 def count_histogram(counts: npt.NDArray[np.integer[Any]]) -> tuple[float, ...]:
     """Return how many of `counts` (one per distinct id) fall in each bin."""
     counts = counts[counts > 0]
@@ -449,6 +512,9 @@ def merge_profiles(profiles: Sequence[FeatureProfile]) -> FeatureProfile:
         batch_size=profiles[0].batch_size,
         num_lookups=sum(p.num_lookups for p in profiles),
         pooling_std=math.sqrt(variance),
+        common_std=sum(p.common_std for p in profiles),
+        batch_std=sum(p.batch_std for p in profiles),
+        length_quantiles=profiles[0].length_quantiles if len(profiles) == 1 else (),
         access_histogram=tuple(float(sum(c)) for c in columns),
         weighted=any(p.weighted for p in profiles),
         hot_rows=HotRows.merged((p.hot_rows, p.num_lookups) for p in profiles),
@@ -511,17 +577,23 @@ def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
             found[key].append((ids, lengths))
     if found is None:
         raise ProfileError("profile_inputs got no batches; pass at least one")
-    profiles = {}
+    profiles, lengths = {}, dict[str, Ints]()
     for key, parts in found.items():
-        if not any(len(lengths) for _, lengths in parts):
+        if not any(len(of_batch) for _, of_batch in parts):
             raise ProfileError(
                 f"feature '{key}' has no samples in any batch; profile batches "
                 "with data"
             )
-        ids, lengths = (np.concatenate(each) for each in zip(*parts, strict=True))
-        share = len(lengths) / num_samples
-        profiles[key] = replace(profile_ids(ids, lengths, weighted), batch_share=share)
-    return profiles
+        ids, lengths[key] = (np.concatenate(each) for each in zip(*parts, strict=True))
+        profiles[key] = replace(
+            profile_ids(ids, lengths[key], weighted),
+            batch_share=len(lengths[key]) / num_samples,
+            batch_std=batch_std([of_batch for _, of_batch in parts]),
+        )
+    return {
+        key: replace(profiles[key], common_std=shared)
+        for key, shared in common_stds(lengths).items()
+    }
 
 
 def profile_ids(
@@ -541,6 +613,7 @@ def profile_ids(
         batch_size=len(lengths),
         num_lookups=float(len(ids)),
         pooling_std=float(lengths.std()),
+        length_quantiles=quantiles(lengths),
         access_histogram=count_histogram(counts),
         weighted=weighted,
         hot_rows=HotRows.counted(distinct, counts),

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.errors import TableError, is_number
 from torchrec_neuroshard.files import TOO_LARGE, read_fields, to_fields
-from torchrec_neuroshard.tables.access import COUNT_BIN_HIGH, NUM_COUNT_BINS
 from torchrec_neuroshard.tables.hot_rows import ROUNDING, HotRows
-from torchrec_neuroshard.tables.profile import FeatureProfile
+from torchrec_neuroshard.tables.lengths import gamma_at
+from torchrec_neuroshard.tables.profile import FeatureProfile, binned
 
 COLUMN_MULTIPLE = 4
 """FBGEMM's fused kernels need every shard width to be a multiple of this."""
@@ -38,6 +38,9 @@ MAX_FEATURES = 100_000
 """Most features of a table: a measurement makes an input for each."""
 
 
+_LONGEST = 2.326
+"""Standard normal value that one in 100 exceeds."""
+
 _RULES = {
     "name": "text",
     "num_embeddings": "a whole number of at least 1 and below 2**63",
@@ -45,6 +48,8 @@ _RULES = {
     "pooling_factor": "a finite number of at least 0",
     "num_features": f"1 to {MAX_FEATURES:,}",
     "outputs_per_sample": "a finite number above 0",
+    "pooled": "true or false",
+    "weighted": "false if rows are not pooled",
     "profile": "a FeatureProfile",
     "data_type": f"one of {', '.join(DATA_TYPE_BYTES)}",
     "optimizer": f"one of {', '.join(OPTIMIZERS)}",
@@ -66,8 +71,11 @@ class TableConfig:
     num_features: int = 1
     """Features (bags per sample) that read the table; each has its own output."""
     outputs_per_sample: float | None = None
-    """Rows that the kernel returns per sample; None for `num_features`. The two differ
-    if features have fewer bags than samples, or if sequences are deduplicated."""
+    """Bags per sample; None for `num_features`. The two differ if features have fewer
+    bags than samples."""
+    pooled: bool = True
+    """Whether the rows of a bag are summed, as in an `EmbeddingBagCollection`. Tables
+    of an `EmbeddingCollection` return a row for each id."""
     profile: FeatureProfile | None = None
     """Measured access, over all features together; None assumes a power law."""
     weighted: bool = False
@@ -91,7 +99,9 @@ class TableConfig:
             "num_features": is_number(self.num_features, whole=True)
             and 1 <= self.num_features <= MAX_FEATURES,
             "outputs_per_sample": is_number(self.outputs_per_sample or 1)
-            and 0 < self.num_outputs < math.inf,
+            and 0 < self.num_bags < math.inf,
+            "pooled": isinstance(self.pooled, bool),
+            "weighted": self.pooled or not self.weighted,
             "profile": isinstance(self.profile, FeatureProfile | None),
             "data_type": self.data_type in DATA_TYPE_BYTES,
             "optimizer": self.optimizer in OPTIMIZERS,
@@ -104,10 +114,15 @@ class TableConfig:
                 )
 
     @property
-    def num_outputs(self) -> float:
-        """Rows that the kernel returns per sample."""
+    def num_bags(self) -> float:
+        """Bags per sample, each with its own length."""
         given = self.outputs_per_sample
         return float(self.num_features) if given is None else given
+
+    @property
+    def num_outputs(self) -> float:
+        """Rows that the kernel returns per sample."""
+        return self.num_bags if self.pooled else self.pooling_factor
 
     @property
     def weight_bytes(self) -> int:
@@ -126,6 +141,27 @@ class TableConfig:
         )
         return _with_repeats(known, batch_size, self.num_embeddings)
 
+    def batch_spreads(self, num_samples: float) -> tuple[float, float, float]:
+        """Return what the ids of batches of so many samples differ by.
+
+        Returns:
+            Standard deviations over the mean: what features of a sample share, what
+            they do not, and what whole batches differ by. 0 if unknown.
+        """
+        profile = self.profile
+        if profile is None or not profile.pooling_factor > 0:
+            return 0.0, 0.0, 0.0
+        common, bags = profile.common_std, self.num_bags
+        own = max(bags * profile.pooling_std**2 - common**2 / bags, 0.0)
+        scale = 1.0 / (profile.pooling_factor * math.sqrt(num_samples))
+        batch = profile.batch_std / profile.pooling_factor
+        return common * scale, math.sqrt(own) * scale, batch
+
+    def longest_batch(self, num_samples: float) -> float:
+        """Return the ids of the longest of 100 batches over those of the mean one."""
+        spread = math.hypot(*self.batch_spreads(num_samples))
+        return max(1.0, float(gamma_at(np.array(_LONGEST), spread)))
+
     def with_width(self, embedding_dim: int) -> TableConfig:
         """Return the column shard of this table with `embedding_dim` columns."""
         return dataclasses.replace(self, embedding_dim=embedding_dim)
@@ -135,6 +171,8 @@ class TableConfig:
         data = to_fields(self)
         if self.outputs_per_sample is None:
             del data["outputs_per_sample"]
+        if self.pooled:
+            del data["pooled"]
         return data
 
     @classmethod
@@ -171,20 +209,18 @@ def row_shard(
     rows: int,
     batch_size: int,
     *,
-    pooled: bool = True,
     first: int | None = None,
 ) -> TableConfig:
     """Return a table that describes a row shard.
 
     A shard's lookups and its distinct ids of each count follow the profile's
     `hot_rows`. Without these, or without `first`, they are in proportion to its rows.
+    Every shard of a pooled table returns a partial sum for each bag.
 
     Args:
         table: The whole table.
         rows: Rows of the shard; 0 if there are more ranks than rows.
         batch_size: Samples that the kernel sees.
-        pooled: Whether every shard returns a partial sum for each bag; tables of
-            sequences return only the rows that the shard holds.
         first: First row of the shard; None means any shard of so many rows.
     """
     if rows >= table.num_embeddings:
@@ -196,19 +232,13 @@ def row_shard(
         [share] = whole.hot_rows.shares([first], [rows], table.num_embeddings).tolist()
         share = min(share, 1.0)  # it may be rounded up
         histogram = _histogram_of(whole, whole.hot_rows, share, first, rows)
-    per_bag = whole.num_lookups / (batch_size * table.num_outputs)
+    per_bag = whole.num_lookups / (batch_size * table.num_bags)
     # Each id of a bag falls into the shard with probability `share`.
     variance = (share * whole.pooling_std) ** 2 + share * (1 - share) * per_bag
-    features, outputs = table.num_features, table.outputs_per_sample
-    if not pooled:
-        features = max(1, round(features * share))
-        outputs = (outputs or 0.0) * share or None  # None for a shard without rows
     return dataclasses.replace(
         table,
         num_embeddings=max(1, rows),
         pooling_factor=table.pooling_factor * share,
-        num_features=features,
-        outputs_per_sample=outputs,
         profile=dataclasses.replace(
             whole,
             num_lookups=whole.num_lookups * share,
@@ -232,7 +262,7 @@ def _histogram_of(
     rest = max(share - sum(own), 0.0) / left if left > ROUNDING else 0.0
     bins = others * rest
     if own:
-        bins += _binned(own, lookups)
+        bins += binned(np.array(own) * lookups)
     most = min(lookups * share, float(rows))
     bins *= min(1.0, most / max(float(bins.sum()), 1e-9))
     return tuple(bins.tolist())
@@ -244,16 +274,9 @@ def _without_top_ids(
 ) -> tuple[npt.NDArray[np.float64], float]:
     """Return the access histogram of all but the frequent ids, and their share."""
     top = [share for _, share in profile.hot_rows.top_ids] if profile.hot_rows else []
-    bins = np.array(profile.access_histogram) - _binned(top, profile.num_lookups)
+    bins = np.array(profile.access_histogram)
+    bins -= binned(np.array(top) * profile.num_lookups)
     return np.maximum(bins, 0.0), 1.0 - sum(top)
-
-
-def _binned(shares: Sequence[float], num_lookups: float) -> npt.NDArray[np.float64]:
-    """Return the access histogram of ids with known shares of the lookups."""
-    counts = np.array(shares) * num_lookups
-    bins = np.searchsorted(COUNT_BIN_HIGH, np.maximum(counts, 1.0))
-    weights = np.minimum(counts, 1.0)
-    return np.bincount(bins, weights, NUM_COUNT_BINS).astype(np.float64)
 
 
 def check_tables(tables: Sequence[TableConfig]) -> None:
