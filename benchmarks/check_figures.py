@@ -32,7 +32,7 @@ from planner_comparison.results import at, read_results
 from torchrec_neuroshard.bundles.find import load_cost_model, physical_estimate
 from torchrec_neuroshard.bundles.fit import evaluate
 from torchrec_neuroshard.bundles.set_data import build_sets, split_records
-from torchrec_neuroshard.costs.expected import expected_ms
+from torchrec_neuroshard.costs.expected import drawn_phases
 from torchrec_neuroshard.costs.passes import TIMED
 from torchrec_neuroshard.hardware.cards import GPU_CARDS
 from torchrec_neuroshard.measure.records import steady_records
@@ -238,7 +238,8 @@ def _kernels(times: Mapping[str, Any]) -> Floats:
 def _expected(phases_WS6: Floats, spread: float) -> float:
     """Return the expected time if all ranks' kernels differ [ms]."""
     own_W1 = np.arange(len(phases_WS6))[:, None]
-    return expected_ms(_slowest, phases_WS6, np.full(own_W1.shape, spread), own_W1)
+    drawn = drawn_phases(phases_WS6, np.full(own_W1.shape, spread), own_W1)
+    return float(_slowest(drawn).mean())
 
 
 def _slowest(phases_DWS6: Floats) -> Floats:

@@ -213,7 +213,7 @@ class KernelTimer:
                 itertools.cycle(inputs.draw(kernel, n) for n in numbers),
             )
             fused = FusedTables(with_profiles(kernel), self._device, self._timer.arena)
-            passes = passes_over(fused, kernel.batch_size, inputs_of)
+            passes = passes_over(fused, inputs_of)
         times, _ = self._timer.time_passes(passes)
         return [Pass(number, next(visits), *each) for each in times]
 
