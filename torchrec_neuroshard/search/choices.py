@@ -388,9 +388,11 @@ class Choices:
         kernels = bank.simulator.stage_compute(compute.reshape(count, 1, num_groups, 2))
         placed_CT = np.zeros((count, len(bank.groups_T)), dtype=bool)
         placed_CT[line, way] = True
+        unsorted_T = bank.columns_T * (bank.simulator.ordered_from_T == 1)
+        columns_CS = (staged @ unsorted_T).reshape(count, num_stages)
         return bank.simulator.path_ms(
             in_phases(kernels, comms),
-            np.zeros((1, num_stages, 2)),
+            bank.simulator.order_costs(columns_CS),
             bank.simulator.stage_order(placed_CT),
             loads_CWS3,
         )

@@ -523,7 +523,7 @@ class Lanes:
     # Reordering of output columns, which stages with split tables need.
 
     def _columns(self) -> Floats:
-        """Return each stage's split tables, their columns and all columns, `L x S x 3`.
+        """Return each stage's ordered tables, their columns and all, `L x S x 3`.
 
         All are 0 if reordering takes no time.
         """
@@ -533,7 +533,7 @@ class Lanes:
             return np.zeros((self.num_lanes, num_stages, 3))
         member = np.zeros((len(bank.stages_T), num_stages))
         member[np.arange(len(member)), bank.stages_T] = 1.0
-        split = (self.pieces_LT > 1) & bank.simulator.splits_columns_T
+        split = self.pieces_LT >= bank.simulator.ordered_from_T
         placed = self.pieces_LT > 0
         parts = split, split * bank.columns_T, placed * bank.columns_T
         return np.stack([part @ member for part in parts], axis=2)
@@ -554,8 +554,8 @@ class Lanes:
         cand, table = np.divmod(cells, num_tables)
         before = self.pieces_LT[c.lane_K[cand], table]
         after = before + np.add.reduceat(c.sign_N[order], starts)
-        splits = bank.simulator.splits_columns_T[table]
-        split = splits * ((after > 1) * 1.0 - (before > 1))
+        least = bank.simulator.ordered_from_T[table]
+        split = (after >= least) * 1.0 - (before >= least)
         placed = (after > 0) * 1.0 - (before > 0)
         moved = (split != 0) | (placed != 0)
         if not moved.any():

@@ -210,7 +210,7 @@ class ShardBank:
         columns_S = np.bincount(self.stages_T, self.columns_T, task.num_stages)
         order_S = simulator.order_costs(np.maximum(columns_S, 1.0)[None])
         self.has_order = bool(order_S.any()) and bool(
-            (simulator.splits_columns_T & (self.most_T > 1)).any()
+            (self.most_T >= simulator.ordered_from_T).any()
         )
 
     def _part_numbers(self, table_N: Ints, rank_N: Ints | None, alike: bool) -> Ints:
