@@ -399,8 +399,9 @@ def rows_of(results: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 HEAD = (
-    "model | plan | tables | as bags of one id | critical path | expected | measured mean | expected / "
-    "measured | p95 | measured p95 | over TorchRec's better plan (rounds)"
+    "model | plan | tables | as bags of one id | critical path | expected | measured "
+    "mean | expected / measured | p95 | measured p95 | over TorchRec's better plan "
+    "(rounds)"
 )
 
 

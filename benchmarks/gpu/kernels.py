@@ -11,6 +11,7 @@ A case that fails has its error instead of times.
 | --- | --- | --- |
 | copy | | a copy in the device's memory, none |
 | column_order | parts of 16 or 128 columns | TorchRec's reordering of split tables |
+| row_order | | gather of rows, scatter of gradients |
 | bucketize | pooled, sequence | ids by row shard, none |
 | permute | | bags of all ranks by table, none |
 | dense | fused sgd, no optimizer, sgd, adagrad | lookup, gradients and optimizer |
@@ -63,6 +64,7 @@ DEVICE_FAILED = 3
 KINDS: Mapping[str, Callable[[bool], Iterator[Case]]] = {
     "copy": exchanges.copy_cases,
     "column_order": exchanges.column_order_cases,
+    "row_order": exchanges.row_order_cases,
     "bucketize": exchanges.bucketize_cases,
     "permute": exchanges.permute_cases,
     "dense": tables.dense_cases,

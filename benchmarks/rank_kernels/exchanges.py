@@ -48,6 +48,29 @@ def copy_cases(quick: bool) -> Iterator[Case]:
         )
 
 
+def row_order_cases(quick: bool) -> Iterator[Case]:
+    """Yield gathers of rows, as row-wise sequences return to their order."""
+
+    def passes(rows: int, width: int, device: torch.device, notes: Notes) -> Passes:
+        values = torch.ones(rows, width, device=device, requires_grad=True)
+        order, gradient = torch.randperm(rows, device=device), values.detach()
+
+        def backward(output: torch.Tensor) -> None:
+            values.grad = None
+            torch.autograd.backward(output, gradient)
+
+        return repeat(partial(torch.index_select, values, 0, order), backward)
+
+    for mib, width in itertools.product(sizes_mib(quick), (64, 512)):
+        rows = int(mib * MIB) // (4 * width)
+        yield Case(
+            shape={"mib": mib, "width": width},
+            unit="bytes",
+            amount=4 * rows * width,
+            passes=partial(passes, rows, width),
+        )
+
+
 def sizes_mib(quick: bool) -> Sequence[float]:
     """Return sizes of outputs [MiB]."""
     return (1 / 8, 1 / 4) if quick else SIZES_MIB

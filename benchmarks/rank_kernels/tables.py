@@ -157,10 +157,13 @@ def dense_cases(quick: bool) -> Iterator[Case]:
 
 
 def unpooled_cases(quick: bool) -> Iterator[Case]:
-    """Yield tables of sequences, all of one width."""
-    for shape in draw_shapes(20, dataclasses.replace(USUAL, one_width=True), quick):
-        yield shape.case("fused", partial(fused, shape))
-        yield shape.case("unpooled", partial(fused, shape, pooled=False))
+    """Yield tables of sequences of one width: few ids, and long histories."""
+    bags = dataclasses.replace(USUAL, one_width=True)
+    histories = dataclasses.replace(bags, batch_size=(16, 1_024), pooling=(50, 4_096))
+    for ranges in (bags, histories):
+        for shape in draw_shapes(20, ranges, quick):
+            yield shape.case("fused", partial(fused, shape))
+            yield shape.case("unpooled", partial(fused, shape, pooled=False))
 
 
 def vbe_cases(quick: bool) -> Iterator[Case]:
