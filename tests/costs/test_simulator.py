@@ -16,6 +16,8 @@ from torchrec_neuroshard.models.base import CostModel, IdKernels
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.published_links import published_comms_model
+from torchrec_neuroshard.search.lanes import Lanes
+from torchrec_neuroshard.search.shards import ShardBank
 from torchrec_neuroshard.tables.features import table_features
 from torchrec_neuroshard.tables.hot_rows import HotRows
 from torchrec_neuroshard.tables.profile import FeatureProfile
@@ -250,6 +252,31 @@ class CountedKernels(AnalyticCostModel):
 
     def column_order(self, bytes_N: Floats) -> Floats:
         return np.stack([bytes_N * 1e-3, bytes_N * 2e-3], axis=-1)
+
+
+def test_rows_of_row_wise_sequences_return_to_their_order() -> None:
+    """Ranks gather the rows of their own 32 samples, and scatter the gradients."""
+    [table] = make_tables([8], 100, [4.0], pooled=False)
+    moved_ms = 32 * 4 * 8 * 4 * 1e-3
+    for kind, pooled, factor in (
+        ("row_wise", False, 1.0),
+        ("row_wise", True, 0.0),
+        ("table_wise", False, 0.0),
+    ):
+        read = dataclasses.replace(table, pooled=pooled)
+        task = make_task([read], 2, 64, sharding_types=(kind,))
+        ranks = (0, 1) if kind == "row_wise" else (1,)
+        placement = Placement.from_widths(2, [(0, 8, rank) for rank in ranks], task)
+        simulator = Simulator(task, CountedKernels(), AnalyticCommsModel())
+        costs = simulator.evaluate(placement)
+        forward, backward = costs.stages[0].reorder_ms
+        assert forward == pytest.approx(factor * moved_ms)
+        assert backward == pytest.approx(factor * 1.6 * 2 * moved_ms)
+        # The search counts the same.
+        width_TW = np.zeros((1, 2), dtype=np.int64)
+        width_TW[0, ranks] = 8
+        [ms] = Lanes.of(ShardBank(simulator), [width_TW]).critical_L
+        assert ms == pytest.approx(costs.critical_path_ms)
 
 
 def test_kernels_beside_lookups_by_hand() -> None:

@@ -3,8 +3,8 @@
 On CPUs, FBGEMM has other kernels for rows that are not pooled. The forward copies a row
 for each id. The backward adds up the gradients of each distinct id in a hash map that
 all tables of a kernel share, and then updates the rows. Pooled kernels sort the ids
-instead, which takes a half to a tenth of the time. On GPUs, a row that is not pooled
-takes as long as a bag of one id, so the pooled model predicts both.
+instead, which is several times as fast. On GPUs, both run the same kind of kernel, and
+a row that is not pooled counts as a bag of one id.
 
 Source: FBGEMM 1.8, `split_embedding_nobag_codegen_forward_cpu_kernel` and
 `split_embedding_nobag_backward_exact_cpu_kernel`.

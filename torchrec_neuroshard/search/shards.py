@@ -196,7 +196,9 @@ class ShardBank:
         if merge and own.together:
             self._merge(own)
         self.columns_T: Floats = self.loads_of(self.whole_T)[:, 1]
-        """Output columns of a whole table on one rank."""
+        """Output columns of a whole table, over all ranks of its block."""
+        # A rank with some rows returns a sum for each bag, or a part of the rows.
+        self.columns_T *= np.where(simulator.pooled_T, 1, self.block_T)
         total_T3 = self.loads_of(self.whole_T) * self.block_T[:, None]
         self._mean_loads_S3: Floats = np.zeros((task.num_stages, 3))
         np.add.at(self._mean_loads_S3, self.stages_T, total_T3)
