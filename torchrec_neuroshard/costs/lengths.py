@@ -70,81 +70,110 @@ def length_factors(
         rank_N: Their ranks.
         order_S: Stages in TorchRec's order.
     """
-    task, num_stages = simulator.task, simulator.task.num_stages
-    world_size = task.world_size
-    used_T = np.unique(shards.table_N)
     spread_T3 = _spreads(simulator.task)
     uneven_T = np.hypot.reduce(spread_T3, axis=1) >= _LEAST
-    if not uneven_T[used_T].any():
+    used_T = np.unique(shards.table_N)
+    uneven = [t for t in used_T.tolist() if uneven_T[t]]
+    if not uneven:
         return None
-    stage_N = simulator.stages_T[shards.table_N]
-    launch_ms = simulator.encoder.launch_ms.sum()
-    alone_N = simulator.single_compute(shards).sum(axis=1)
-    alone_N = np.maximum(alone_N - launch_ms, 0.0)
-    kernels_WS = _added(rank_N, stage_N, alone_N, (world_size, num_stages))
-    kernels_WS += launch_ms
-    ids_T = simulator.id_bytes_T
-    rows_T = simulator.columns_per_table * ~simulator.pooled_T
-    id_bytes_N = shards.loads_N3[:, 0] - simulator.length_bytes_T[shards.table_N]
-    rows_N = shards.loads_N3[:, 1] * ~simulator.pooled_T[shards.table_N]
-    tokens_T = np.array([0.0 if t.pooled else t.pooling_factor for t in task.tables])
-    shape = (NUM_DRAWS, world_size, num_stages)
-    # What ranks hold is scaled by all samples, what they own by theirs.
-    more, even, held_rows, held_ids = np.zeros((4, *shape))
-    own_rows, own_ids = np.zeros((2, *shape))
-    tokens_DW = np.zeros(shape[:2])
-    replicated_S = simulator.replicated_S
-    ways = [t for t in used_T.tolist() if uneven_T[t]]
-    for table, own_DW in _drawn(spread_T3, ways, world_size):
-        stage, all_D = simulator.stages_T[table], own_DW.mean(axis=1)
-        own = shards.table_N == table
-        rank, share_N = rank_N[own], alone_N[own]
-        share_W = _added(rank, None, share_N, (world_size,)) / kernels_WS[:, stage]
-        by_rank = own_DW if replicated_S[stage] else all_D[:, None]
-        more[:, :, stage] += share_W * by_rank
-        even[:, :, stage] += share_W * all_D[:, None]
-        rows_W = _added(rank, None, rows_N[own], (world_size,))
-        ids_W = _added(rank, None, id_bytes_N[own], (world_size,))
-        held_rows[:, :, stage] += rows_W * all_D[:, None]
-        held_ids[:, :, stage] += ids_W * all_D[:, None]
-        own_rows[:, :, stage] += rows_T[table] / world_size * own_DW
-        own_ids[:, :, stage] += ids_T[table] / world_size * own_DW
+    tables, num_ranks = simulator.task.tables, simulator.task.world_size
+    is_used_T = np.isin(np.arange(len(tables)), used_T)
+    unpooled_T = ~simulator.pooled_T * is_used_T
+    unpooled_N = unpooled_T[shards.table_N]
+    lengths_N = simulator.length_bytes_T[shards.table_N]
+    rows = _Exchange(
+        simulator,
+        shards.loads_N3[:, 1] * unpooled_N,
+        simulator.columns_per_table * unpooled_T,
+        (shards.table_N, rank_N),
+    )
+    ids = _Exchange(
+        simulator,
+        shards.loads_N3[:, 0] - lengths_N,
+        simulator.id_bytes_T * is_used_T,
+        (shards.table_N, rank_N),
+    )
+    share_TW = _kernel_shares(simulator, shards, rank_N)
+    tokens_T = np.array([t.pooling_factor for t in tables]) * unpooled_T
+    num_stages = simulator.task.num_stages
+    kernels_2DWS = np.zeros((2, NUM_DRAWS, num_ranks, num_stages))
+    tokens_DW = np.zeros((NUM_DRAWS, num_ranks))
+    for table, own_DW in _drawn(spread_T3, uneven, num_ranks):
+        stage, every_DW = simulator.stages_T[table], own_DW.mean(axis=1)[:, None]
+        seen_DW = own_DW if simulator.replicated_S[stage] else every_DW
+        for part_DWS, more_DW in zip(kernels_2DWS, (seen_DW, every_DW), strict=True):
+            part_DWS[:, :, stage] += share_TW[table] * more_DW
+        rows.add(table, own_DW)
+        ids.add(table, own_DW)
         tokens_DW += tokens_T[table] * own_DW
-    found = np.ones((2, NUM_DRAWS, world_size, num_stages, len(TIMED)))
-    for kernels, result in ((more, found[0]), (even, found[1])):
-        for phase in ("fwd_compute", "bwd_compute"):
-            result[..., TIMED.index(phase)] += kernels
-    rows_WS = _added(rank_N, stage_N, rows_N, (world_size, num_stages))
-    ids_WS = _added(rank_N, stage_N, id_bytes_N, (world_size, num_stages))
-    used = [np.isin(np.arange(len(tokens_T)), used_T)]
-    for held, own, now_WS, of_T, phases in (
-        (held_rows, own_rows, rows_WS, rows_T * used[0], ("fwd_comms", "bwd_comms")),
-        (held_ids, own_ids, ids_WS, ids_T * used[0], ("index_comms",)),
-    ):
-        mean_S = np.bincount(simulator.stages_T, of_T, num_stages) / world_size
-        usual_S = np.maximum(now_WS.max(axis=0), mean_S)
-        held_DS = (now_WS + held).max(axis=1)
-        even_DS = np.maximum(held_DS, mean_S + own.mean(axis=1))
-        own_DS = np.maximum(held_DS, mean_S + own.max(axis=1))
-        for sent_DS, result in ((own_DS, found[0]), (even_DS, found[1])):
-            ratio_DS = np.divide(
-                sent_DS, usual_S, out=np.ones_like(sent_DS), where=usual_S > 0
-            )
-            for phase in phases:
-                result[..., TIMED.index(phase)] *= ratio_DS[:, None]
-    total = float(tokens_T[used_T].sum())
-    dense_D = 1.0 + tokens_DW.max(axis=1) / total if total else np.ones(NUM_DRAWS)
-    phases, alike = np.maximum(found[:, :, :, order_S], 0.0)
-    return LengthFactors(phases, dense_D, alike)
+    found = np.ones((2, NUM_DRAWS, num_ranks, num_stages, len(TIMED)))
+    for phase in ("fwd_compute", "bwd_compute"):
+        found[..., TIMED.index(phase)] += kernels_2DWS
+    for sent, phases in ((rows, ("fwd_comms", "bwd_comms")), (ids, ("index_comms",))):
+        for phase in phases:
+            found[..., TIMED.index(phase)] *= sent.factors()[:, :, None]
+    dense_D = np.ones(NUM_DRAWS)
+    if total := float(tokens_T.sum()):
+        dense_D += tokens_DW.max(axis=1) / total
+    unequal, even = np.maximum(found[:, :, :, order_S], 0.0)
+    return LengthFactors(unequal, dense_D, even)
 
 
-def _added(
-    rank_N: Ints, stage_N: Ints | None, values_N: Floats, shape: tuple[int, ...]
-) -> Floats:
-    """Return the sums of values by rank, or by rank and stage."""
-    sums = np.zeros(shape)
-    np.add.at(sums, rank_N if stage_N is None else (rank_N, stage_N), values_N)
-    return sums
+class _Exchange:
+    """What ranks send of their shards, and what they send or get for their samples.
+
+    Args:
+        simulator: The simulator of the task.
+        held_N: Amount of each shard, for all ranks' samples.
+        of_T: Amount of each table, for all ranks' samples.
+        placed: Table and rank of each shard.
+    """
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        held_N: Floats,
+        of_T: Floats,
+        placed: tuple[Ints, Ints],
+    ) -> None:
+        self._stages_T, (table_N, rank_N) = simulator.stages_T, placed
+        num_ranks, num_stages = simulator.task.world_size, simulator.task.num_stages
+        self._held_TW = np.zeros((len(of_T), num_ranks))
+        np.add.at(self._held_TW, (table_N, rank_N), held_N)
+        self._own_T = of_T / num_ranks
+        self._mean_S = np.bincount(self._stages_T, self._own_T, num_stages)
+        usual_WS = np.zeros((num_ranks, num_stages))
+        np.add.at(usual_WS.T, self._stages_T, self._held_TW)
+        self._most_S = np.maximum(usual_WS.max(axis=0), self._mean_S)
+        self._held_DWS = np.tile(usual_WS, (NUM_DRAWS, 1, 1))
+        self._own_DWS = np.zeros_like(self._held_DWS)
+
+    def add(self, table: int, own_DW: Floats) -> None:
+        """Add the excess of a table's ids."""
+        stage, every_D1 = self._stages_T[table], own_DW.mean(axis=1)[:, None]
+        self._held_DWS[:, :, stage] += self._held_TW[table] * every_D1
+        self._own_DWS[:, :, stage] += self._own_T[table] * own_DW
+
+    def factors(self) -> Floats:
+        """Return factors on the exchange, `2 x D x S`: unequal and even samples."""
+        own_2DS = np.stack([self._own_DWS.max(axis=1), self._own_DWS.mean(axis=1)])
+        sent_2DS = np.maximum(self._held_DWS.max(axis=1), self._mean_S + own_2DS)
+        ratio: Floats = np.ones_like(sent_2DS)
+        np.divide(sent_2DS, self._most_S, out=ratio, where=self._most_S > 0)
+        return ratio
+
+
+def _kernel_shares(simulator: Simulator, shards: PricedShards, rank_N: Ints) -> Floats:
+    """Return each table's share of the kernels of a rank and stage, `T x W`."""
+    launch_ms = float(simulator.encoder.launch_ms.sum())
+    alone_N = simulator.single_compute(shards).sum(axis=1) - launch_ms
+    shape = len(simulator.dims_T), simulator.task.world_size
+    ms_TW = np.zeros(shape)
+    np.add.at(ms_TW, (shards.table_N, rank_N), np.maximum(alone_N, 0.0))
+    total_SW = np.full((simulator.task.num_stages, shape[1]), launch_ms)
+    np.add.at(total_SW, simulator.stages_T, ms_TW)
+    shares: Floats = ms_TW / np.maximum(total_SW[simulator.stages_T], 1e-9)
+    return shares
 
 
 def lengths_differ(simulator: Simulator) -> bool:
