@@ -58,11 +58,14 @@ class CostModelContract(ABC):
             assert np.isfinite(encoded).all(), "encode: a value is not finite"
 
     def test_times_are_finite_and_not_negative(self) -> None:
-        """This holds for single shards, for sets and for very large sets."""
+        """This holds for shards, sets and very large sets, pooled or not."""
         model, features_NF = self.make_cost_model(), self.sample_features()
-        encoded = model.encode(features_NF)
-        total = encoded.sum(axis=0, keepdims=True)
-        sums_SE = np.concatenate([encoded, total, 100 * total])
+        sums = []
+        for encode in (model.encode, model.encode_sequences):
+            encoded = encode(features_NF)
+            total = encoded.sum(axis=0, keepdims=True)
+            sums += [encoded, total, 100 * total]
+        sums_SE = np.concatenate(sums)
         costs_S2 = model.predict_sums(sums_SE)
         assert costs_S2.shape == (len(sums_SE), 2), (
             f"predict_sums: shape {costs_S2.shape}, not {(len(sums_SE), 2)}"
