@@ -8,9 +8,10 @@ and no bound is above the best.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from tests.fuzz.campaign import Case, HangError, Outcome, has_luck, limited
 from tests.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.costs.simulator import Simulator
-from torchrec_neuroshard.costs.task import KernelFactors, ShardingTask
+from torchrec_neuroshard.costs.task import KernelFactors, Placement, ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,
@@ -109,8 +110,7 @@ def draw(rng: Random) -> Case:
         # A placement that need not keep to the rules fills the ranks, or nearly.
         task = build(case | {"host": [0] * ranks})
         width_TW = np.zeros((len(task.tables), ranks), dtype=np.int64)
-        for own in task.ways:
-            possible = [(way, row) for way in own for row in layouts(task, way)]
+        for possible in choices(task):
             if possible:
                 way, row = rng.choice(possible)
                 width_TW[way] = row
@@ -144,6 +144,25 @@ def layouts(task: ShardingTask, way: int) -> list[list[int]]:
         [dim // count * (rank // size in held) for rank in range(ranks)]
         for held in itertools.combinations(range(ranks // size), count)
     ]
+
+
+def choices(task: ShardingTask) -> list[list[tuple[int, list[int]]]]:
+    """Return the ways and layouts that each table may take, without other limits."""
+    return [
+        [(way, row) for way in own for row in layouts(task, way)] for own in task.ways
+    ]
+
+
+def placements(task: ShardingTask) -> Iterator[Placement]:
+    """Yield every placement that keeps to the limits."""
+    for chosen in itertools.product(*choices(task)):
+        width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
+        for way, row in chosen:
+            width_TW[way] = row
+        placement = placement_from_widths(width_TW, task)
+        with contextlib.suppress(ValueError):
+            placement.check(task)
+            yield placement
 
 
 def build(case: Case) -> ShardingTask:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
 from random import Random
 
@@ -25,7 +23,6 @@ from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.search import SearchConfig
-from torchrec_neuroshard.search.shards import placement_from_widths
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 COMMS = AnalyticCommsModel(gb_per_s=10.0)
@@ -100,21 +97,11 @@ def test_exhaustive_search_tries_every_placement() -> None:
     for seed in range(40):
         case = against_truth.draw(Random(seed))
         task, models = against_truth.build(case), against_truth.models(case["models"])
-        layouts = [
-            [(way, row) for way in ways for row in against_truth.layouts(task, way)]
-            for ways in task.ways
-        ]
-        if math.prod(map(len, layouts)) > 1000:
+        if math.prod(map(len, against_truth.choices(task))) > 1000:
             continue
-        simulator, costs = Simulator(task, *models), []
-        for chosen in itertools.product(*layouts):
-            width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
-            for way, row in chosen:
-                width_TW[way] = row
-            placement = placement_from_widths(width_TW, task)
-            with contextlib.suppress(ValueError):
-                placement.check(task)
-                costs.append(simulator.evaluate(placement).critical_path_ms)
+        simulator = Simulator(task, *models)
+        every = against_truth.placements(task)
+        costs = [simulator.evaluate(p).critical_path_ms for p in every]
         found.append(len(costs))
         if not costs:
             with pytest.raises(NOTHING_FITS):

@@ -70,8 +70,7 @@ def length_factors(
         rank_N: Their ranks.
         order_S: Stages in TorchRec's order.
     """
-    spread_T3 = _spreads(simulator.task)
-    uneven_T = np.hypot.reduce(spread_T3, axis=1) >= _LEAST
+    spread_T3, uneven_T = _spreads(simulator.task)
     used_T = np.unique(shards.table_N)
     uneven = [t for t in used_T.tolist() if uneven_T[t]]
     if not uneven:
@@ -178,14 +177,14 @@ def _kernel_shares(simulator: Simulator, shards: PricedShards, rank_N: Ints) -> 
 
 def lengths_differ(simulator: Simulator) -> bool:
     """Whether batches of some table are longer or shorter than others."""
-    spread_T3 = _spreads(simulator.task)
-    return bool((np.hypot.reduce(spread_T3, axis=1) >= _LEAST).any())
+    return bool(_spreads(simulator.task)[1].any())
 
 
-def _spreads(task: ShardingTask) -> Floats:
-    """Return `TableConfig.batch_spreads` of a rank's batches, `T x 3`."""
+def _spreads(task: ShardingTask) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Return `batch_spreads` of a rank's batches, `T x 3`, and which tables differ."""
     samples = task.batch_size / task.world_size
-    return np.array([table.batch_spreads(samples) for table in task.tables])
+    spread_T3 = np.array([table.batch_spreads(samples) for table in task.tables])
+    return spread_T3, np.hypot.reduce(spread_T3, axis=1) >= _LEAST
 
 
 def _drawn(
