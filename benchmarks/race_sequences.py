@@ -1,5 +1,9 @@
 """Train sequence models by several plans in turn, and compare predicted with measured.
 
+    neuroshard collect compute --out kernels.jsonl
+    torchrun --standalone --nproc-per-node 2 -m torchrec_neuroshard collect comms \\
+        --backend gloo --out comms.jsonl
+    neuroshard train kernels.jsonl comms.jsonl --out my_bundle
     torchrun --standalone --nproc-per-node 2 benchmarks/race_sequences.py \\
         --cost-model my_bundle --out benchmarks/results/sequences_gloo2_202611
 
@@ -428,7 +432,9 @@ def page(data: dict[str, Any]) -> str:
         "row. *expected* is the mean over drawn batches whose lengths differ, "
         "*critical path* the step of the mean batch; *as bags of one id* prices "
         "lookups like pooled ones. Times are milliseconds of the "
-        "cost model's machine. The last column has the means of the rounds, paired.",
+        "cost model's machine. The last column has the means of the rounds, paired. "
+        "`my_bundle` is a cost model that was fitted to this machine; it is not "
+        "committed.",
         table(HEAD, rows_of(data["results"])),
     )
     return "\n\n".join(texts) + "\n"

@@ -73,8 +73,9 @@ _NEVER = 2**30
 """More column parts than any table has."""
 _SCATTER = 1.6
 """Rows of sequences that were sorted by rank return to their order: a gather, and
-backward a scatter into zeros. On one core of an EPYC (25/1), 6 to 100 MB of 64 to 256
-columns take 0.8 to 1.0 and 1.2 to 1.9 times as long as the reordering of columns."""
+backward a scatter into zeros. On one core of an EPYC (25/1), 4 to 256 MiB take 0.6 to
+1.0 and 1.1 to 2.2 times as long as the reordering of columns; narrow rows take longest.
+Source: `benchmarks/data/row_order_epyc_zen3.parquet`."""
 _ID_BYTES, _LENGTH_BYTES, _LOOKUP_WEIGHT_BYTES = 8, 8, 4
 """Ids and lengths of a KeyedJaggedTensor are int64, its weights fp32."""
 _SORTED_ID_BYTES = 8 * 32 + 48
