@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -39,7 +40,8 @@ from torchrec_neuroshard.sharded_model import lookups, wait_through
 from torchrec_neuroshard.tables.profile import FeatureProfile, profile_ids
 
 _KERNEL = "SplitTableBatchedEmbeddingBagsCodegen"
-_KERNEL_NODE = "SplitLookup"
+_KERNEL_NODES = ("SplitLookup", "SplitNoBagLookup")
+_TIMED = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 """Identifies this boot of the machine, whose processes share one monotonic clock."""
 
@@ -78,7 +80,8 @@ class PhaseTimer:
       nodes in the autograd graph. The backward includes the fused optimizer.
     - Forward all-to-all: from the last kernel's end until the pooled output is there.
     - Backward all-to-all: from the arrival of the output's gradient until the first
-      kernel's backward starts.
+      kernel's backward starts. The features of an `EmbeddingCollection` have a gradient
+      each, and the last to arrive counts.
 
     A train pipeline sends a batch's ids one iteration earlier, so the index all-to-all
     has no span then. On a GPU, every timestamp waits for the device, which keeps phases
@@ -102,7 +105,8 @@ class PhaseTimer:
         """Install the hooks.
 
         Args:
-            model: A model whose `EmbeddingBagCollection`s are sharded.
+            model: A model whose `EmbeddingBagCollection`s and `EmbeddingCollection`s
+                are sharded.
             device: Device of this rank's tables.
             wait: Whether timestamps wait for a GPU.
             on_error: Called with an error in a hook; timing ends then. None raises the
@@ -125,13 +129,13 @@ class PhaseTimer:
         self.enabled = True
         self.num_kernels = 0
         for path, module in model.named_modules():
-            if isinstance(module, ShardedEmbeddingBagCollection):
+            if isinstance(module, _TIMED):
                 self._paths.append(path)
                 self._hook(module, path)
         if not self._paths:
             raise ConfigError(
-                "the model has no sharded EmbeddingBagCollection to time; pass the "
-                "DistributedModelParallel"
+                "the model has no sharded EmbeddingBagCollection or "
+                "EmbeddingCollection to time; pass the DistributedModelParallel"
             )
 
     def take(self) -> list[PhaseTimes]:
@@ -245,7 +249,7 @@ class PhaseTimer:
     def _after_lookup(self, path: str, output: torch.Tensor) -> None:
         self._end(path, "fwd_compute")
         node: Any = output.grad_fn
-        while node is not None and _KERNEL_NODE not in node.name():
+        while node is not None and not any(n in node.name() for n in _KERNEL_NODES):
             node = node.next_functions[0][0] if node.next_functions else None
         if node is None:  # no gradients are computed
             return
@@ -264,10 +268,15 @@ class PhaseTimer:
         def after(output: Any) -> None:
             self._end(path, "fwd_comms")
             values = output.values()
-            if values.requires_grad:
-                values.register_hook(
-                    lambda _: self._mark(self._start, path, "bwd_comms")
-                )
+            if not isinstance(values, torch.Tensor):  # of each feature's sequences
+                every = [feature.values() for feature in values]
+            else:
+                every = [values]
+            for value in every:
+                if value.requires_grad:
+                    value.register_hook(
+                        lambda _: self._mark(self._start, path, "bwd_comms")
+                    )
 
         def timed(wait: Callable[[], Any]) -> Any:
             output = wait()

@@ -14,9 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.modules.embedding_configs import PoolingType
 
-from tests.builders import CPU, bag_config, bag_sharders, bags, make_planner
+from tests.builders import (
+    CPU,
+    bag_config,
+    bag_sharders,
+    bags,
+    make_planner,
+    only,
+    sequences,
+)
 from tests.distributed.ranks import ONE_NODE, Jobs, OfJob
 from tests.distributed.unsharded import draw_batch, shard_model
 from torchrec_neuroshard import PhaseTimer
@@ -121,10 +131,48 @@ def train_two_collections() -> dict[str, Any]:
     return found
 
 
+class Histories(nn.Module):
+    """Sequences of two sharding types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = sequences(16, 16, rows=200)
+
+    def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
+        rows = [feature.values() for feature in self.items(ids).values()]
+        return torch.cat(rows).square().mean()
+
+
+def train_sequences() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, sharders = Histories(), [EmbeddingCollectionSharder()]
+    kinds = {**only("s0", sharding_types=["table_wise"])}
+    kinds |= only("s1", sharding_types=["row_wise"])
+    planner = make_planner(batch_size=BATCH, constraints=kinds)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
+    timer = PhaseTimer(sharded, CPU)
+    steps = []
+    for step in range(NUM_STEPS):
+        ids = draw_batch(["sf0", "sf1"], BATCH, 50, step)
+        dist.barrier()
+        start = time.perf_counter()
+        sharded(ids).backward()
+        end = time.perf_counter()
+        modules = [dataclasses.asdict(t) for t in timer.take()]
+        steps.append({"start": start, "end": end, "modules": modules})
+    holder = plan.plan["items"]["s0"].ranks
+    return {"steps": steps, "num_kernels": timer.num_kernels, "holder": holder}
+
+
 def rank_jobs(num_nodes: int, _: int, __: Path) -> Jobs:
     if num_nodes != ONE_NODE:
         return {}
-    return {"train": train_two_collections, "events": time_by_events}
+    return {
+        "train": train_two_collections,
+        "events": time_by_events,
+        "sequences": train_sequences,
+    }
 
 
 def test_ranks_of_a_machine_share_a_clock_unless_devices_mark_the_times(
@@ -158,3 +206,21 @@ def test_phases_of_the_plans_stages_follow_each_other(results: OfJob) -> None:
                 spans = [s for phase in PHASES for s in module["spans"][phase]]
                 times = [step["start"], *(t for s in spans for t in s), step["end"]]
                 assert times == sorted(times)
+
+
+def test_phases_of_sequences_are_timed(results: OfJob) -> None:
+    for number, rank in enumerate(results("sequences")):
+        # Every rank has rows of the second table, one of them the first table.
+        assert rank["num_kernels"] == 1 + (number in rank["holder"])
+        for step in rank["steps"]:
+            [module] = step["modules"]
+            spans = module["spans"]
+            for phase in ("fwd_compute", "bwd_compute"):
+                assert len(spans[phase]) == rank["num_kernels"]
+            times = [t for phase in PHASES[:3] for s in spans[phase] for t in s]
+            # Gradients of one type arrive while those of the other are exchanged.
+            (began, ended), *_ = spans["bwd_comms"]
+            last = max(end for _, end in spans["bwd_compute"])
+            assert began <= ended <= last
+            ordered = [step["start"], *times, began, last, step["end"]]
+            assert ordered == sorted(ordered)
