@@ -1,7 +1,7 @@
 """Draw and run TorchRec's collectives, for measurements.
 
 `sample_collective` draws a collective, as a pure function of a seed. `CollectiveRunner`
-runs it, with its buffers and with TorchRec's copies around it.
+runs it by TorchRec's own modules, with their copies and work on the host.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsAllToAll
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_neuroshard.measure.kernels import permute_bags
 from torchrec_neuroshard.measure.records import Collective
 from torchrec_neuroshard.measure.sets import repeated_index
 from torchrec_neuroshard.models.base import COLLECTIVES
@@ -112,14 +113,13 @@ def _shares(rng: np.random.Generator, world_size: int) -> npt.NDArray[np.float64
 
 
 class CollectiveRunner:
-    """Runs one collective as TorchRec does on this rank, with its buffers and copies.
+    """Runs one collective as a sharded module does on this rank.
 
-    The pooled all-to-all includes TorchRec's copies into the send buffer and from
-    rank-major to row-major order, and the allocation of its output buffers. Gradients,
-    which the backward all-to-all and the all-gather transfer, are divided by the number
-    of ranks. The index all-to-all includes the permutations of a KeyedJaggedTensor's
-    features before and after it.
-    Source: torchrec.distributed.comm_ops and dist_data, 1.8.
+    The exchanges of ids and of pooled outputs are TorchRec's. Gradients, which the
+    backward all-to-all and the all-gather transfer, are divided by the number of ranks.
+    The exchange of ids begins with a permutation of the features, as they are sorted by
+    rank.
+    Source: torchrec.distributed.dist_data and comm_ops, 1.8.
     """
 
     def __init__(
@@ -137,108 +137,75 @@ class CollectiveRunner:
             rank: This rank's index in the group.
             device: Device of the buffers.
         """
-        self._group, self._device = process_group, device
+        group = dist.group.WORLD if process_group is None else process_group
+        assert group is not None
+        self._group, self._device = group, device
         self._world_size = world_size = len(sampled.bytes_per_peer)
-        self._batch_size = batch_size = sampled.batch_size
-        my_values = sampled.bytes_per_peer[rank] // _VALUE_BYTES
-        self._columns = [
-            b // _VALUE_BYTES // batch_size for b in sampled.bytes_per_peer
-        ]
-        self._my_columns = my_columns = self._columns[rank]
-        # Values from and to each rank, in the forward direction.
-        self._sources = [batch_size * columns for columns in self._columns]
-        self._targets = [batch_size * my_columns] * world_size
         self.run: Callable[[], Any] = getattr(self, f"_{sampled.collective}")
         """Run the collective, wait for it and return its result."""
         if sampled.collective == "index":
-            self._prepare_index(sampled, rank)
+            self._prepare_index(sampled)
             return
-        shapes = {
-            "pooled_forward": (batch_size * world_size, my_columns),
-            "pooled_backward": (batch_size, sum(self._columns)),
-            "all_gather": (1, my_values),
-        }
-        shape = shapes.get(sampled.collective, (world_size, my_values))
+        values = [b // _VALUE_BYTES for b in sampled.bytes_per_peer]
+        columns = [v // sampled.batch_size for v in values]
+        shape = (world_size, values[rank])
+        if sampled.collective == "all_gather":
+            shape = (1, values[rank])
+        elif sampled.collective.startswith("pooled"):
+            shape = (sampled.batch_size * world_size, columns[rank])
+            self._pooled = PooledEmbeddingsAllToAll(group, columns, device)
         self.input = torch.ones(shape, device=device)
+        if sampled.collective == "pooled_backward":
+            self._leaf = self.input.requires_grad_()
+            self._output = self._pooled(self._leaf).wait()
+            self.input = torch.ones_like(self._output)
 
-    def _prepare_index(self, sampled: Collective, rank: int) -> None:
+    def _prepare_index(self, sampled: Collective) -> None:
         """Create bags of ids; the share of lengths decides how many a peer gets."""
         values = [b // 8 for b in sampled.bytes_per_peer]
         wanted = [max(1, round(v * sampled.lengths_share)) if v else 0 for v in values]
-        batch = self._batch_size = min(self._batch_size, *filter(None, wanted))
+        batch = self._batch_size = min(sampled.batch_size, *filter(None, wanted))
         features = [w // batch for w in wanted]
         ids = [v - batch * n for v, n in zip(values, features, strict=True)]
-        self._sends = [[batch * n for n in features], ids]
-        self._receives = [[n[rank]] * self._world_size for n in self._sends]
-        device, world_size, mine = self._device, self._world_size, features[rank]
         lengths = [
             _even_lengths(count, batch * n)
             for count, n in zip(ids, features, strict=True)
             if n
         ]
-        self._lengths = torch.cat(lengths).to(device).view(-1, batch)
-        self._ids = torch.zeros(sum(ids), dtype=torch.int64, device=device)
-        # Before: reverse each peer's features. After: rank-major to feature-major.
+        self._keys = [str(i) for i in range(sum(features))]
+        self._lengths = torch.cat(lengths).to(self._device)
+        self._ids = torch.zeros(sum(ids), dtype=torch.int64, device=self._device)
+        # Reverse each peer's features.
         starts = np.cumsum(features) - features
-        order = [
-            np.arange(start, start + n)[::-1]
+        self._order = [
+            int(i)
             for start, n in zip(starts, features, strict=True)
+            for i in np.arange(start, start + n)[::-1]
         ]
-        back = np.arange(world_size * mine).reshape(world_size, mine).T.flatten()
-        self._order, self._recat = (
-            torch.tensor(o, dtype=torch.int32, device=device)
-            for o in (np.concatenate(order), back)
-        )
-
-    def _exchange(
-        self, output: torch.Tensor, send: torch.Tensor, out: list[int], into: list[int]
-    ) -> Any:
-        return dist.all_to_all_single(
-            output, send, out, into, group=self._group, async_op=True
-        )
+        self._to_all = KJTAllToAll(self._group, features)
 
     def _pooled_forward(self) -> torch.Tensor:
-        output = torch.empty(sum(self._sources), device=self._device)
-        send = torch.empty(self.input.numel(), device=self._device)
-        send.copy_(self.input.view(-1))
-        self._exchange(output, send, self._sources, self._targets).wait()
-        parts = [
-            part.view(self._batch_size, columns)
-            for part, columns in zip(
-                torch.split(output, self._sources), self._columns, strict=True
-            )
-        ]
-        return torch.cat(parts, dim=1)
+        output: torch.Tensor = self._pooled(self.input).wait()
+        return output
 
     def _pooled_backward(self) -> torch.Tensor:
-        by_rank = torch.split(self.input, self._columns, dim=1)
-        send = torch.cat([g.contiguous().view(-1) for g in by_rank])
-        output = torch.empty(sum(self._targets), device=self._device)
-        self._exchange(output, send, self._targets, self._sources).wait()
-        shape = (self._batch_size * self._world_size, self._my_columns)
-        return output.view(shape).div_(self._world_size)
+        (gradient,) = torch.autograd.grad(
+            self._output, self._leaf, self.input, retain_graph=True
+        )
+        return gradient
 
-    def _index(self) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths, ids = permute_bags(self._order, self._lengths, self._ids)
-        splits = torch.tensor(
-            [[*counts, self._batch_size] for counts in zip(*self._sends, strict=True)],
-            device=self._device,
-        ).flatten()
-        received = torch.empty_like(splits)
-        dist.all_to_all_single(received, splits, group=self._group)
-        received.tolist()  # TorchRec reads the sizes to allocate its outputs
-        outputs, pending = [], []
-        sent = (lengths.view(-1), ids)
-        for send, into, out in zip(sent, self._sends, self._receives, strict=True):
-            outputs.append(torch.empty(sum(out), dtype=send.dtype, device=self._device))
-            pending.append(self._exchange(outputs[-1], send, out, into))
-        for work in pending:
-            work.wait()
-        lengths, ids = outputs
-        if len(self._recat):
-            by_feature = lengths.view(-1, self._batch_size)
-            lengths, ids = permute_bags(self._recat, by_feature, ids)
-        return lengths.view(-1), ids
+    def _index(self) -> KeyedJaggedTensor:
+        # A new batch, whose lengths by feature nobody has added up yet.
+        batch = KeyedJaggedTensor(
+            keys=self._keys,
+            values=self._ids,
+            lengths=self._lengths,
+            stride=self._batch_size,
+        )
+        received: KeyedJaggedTensor = (
+            self._to_all(batch.permute(self._order)).wait().wait()
+        )
+        return received
 
     def _reduce_scatter(self) -> torch.Tensor:
         output = self.input.new_empty((1, self.input.shape[1]))

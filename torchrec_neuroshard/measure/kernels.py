@@ -198,25 +198,6 @@ def column_permutation(
     return permute
 
 
-def permute_bags(
-    order_T: torch.Tensor, lengths_TB: torch.Tensor, ids_L: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a jagged batch with its features in another order, as TorchRec does.
-
-    Args:
-        order_T: Old index of the first, second, ... feature, int32.
-        lengths_TB: Number of ids of each bag.
-        ids_L: Ids, bag after bag.
-
-    Returns:
-        Lengths and ids in the new order.
-    """
-    lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-        order_T, lengths_TB, ids_L, None, None
-    )
-    return lengths, ids
-
-
 @dataclass(frozen=True, slots=True)
 class InputBatch:
     """Input of one pass."""
