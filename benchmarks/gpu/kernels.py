@@ -14,7 +14,7 @@ A case that fails has its error instead of times.
 | row_order | | gather of rows, scatter of gradients |
 | bucketize | pooled, sequence | ids by row shard, none |
 | permute | | bags of all ranks by table, none |
-| dense | fused sgd, no optimizer, sgd, adagrad | lookup, gradients and optimizer |
+| dense | fused sgd, no optimizer, each optimizer | lookup, gradients and optimizer |
 | unpooled | fused, unpooled | lookup, update |
 | codecs | fp16, bf16, int8 | encode, decode |
 | vbe | fused, vbe | lookup, update |

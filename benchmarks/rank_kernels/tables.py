@@ -20,6 +20,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
+from harness.models import OPTIMIZER_CLASSES
 from rank_kernels.shapes import USUAL, Case, Notes, Passes, Ranges, Shape, draw_shapes
 from torchrec_neuroshard.measure.kernels import InputBatch
 
@@ -85,22 +86,29 @@ def fused(shape: Shape, device: torch.device, notes: Notes, **options: Any) -> P
 def dense(
     shape: Shape, device: torch.device, notes: Notes, optimizer: str = ""
 ) -> Passes:
-    """Yield passes of a replicated table's kernel, with torch's optimizer."""
+    """Yield passes of replicated tables' kernel, with an optimizer over each table."""
     module = DenseTableBatchedEmbeddingBagsCodegen(
         [(t.num_embeddings, t.embedding_dim) for t in shape.tables],
         use_cpu=device.type == "cpu",
     )
     gradient, step = Gradient(device), None
+    # Views of the kernel's weights and gradient, as TorchRec makes them.
+    sizes = [t.num_embeddings * t.embedding_dim for t in shape.tables]
+    shapes = [(t.num_embeddings, t.embedding_dim) for t in shape.tables]
+
+    def views(flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(flat.detach().split(sizes), shapes, strict=True)
+        return [part.view(size) for part, size in parts]
+
+    tables = [torch.nn.Parameter(part) for part in views(module.weights)]
     if optimizer:
-        kinds: dict[str, Any] = {
-            "sgd": torch.optim.SGD,
-            "adagrad": torch.optim.Adagrad,
-        }
-        step = kinds[optimizer]([module.weights], lr=_RATE).step
+        step = OPTIMIZER_CLASSES[optimizer](tables, lr=_RATE).step  # type: ignore[call-arg]
 
     def backward(output: torch.Tensor) -> None:
         torch.autograd.backward(output, gradient.like(output))
         if step is not None:
+            for table, part in zip(tables, views(module.weights.grad), strict=True):
+                table.grad = part
             step()
         module.weights.grad = None
 
@@ -152,7 +160,7 @@ def dense_cases(quick: bool) -> Iterator[Case]:
         sgd = partial(fused, shape, optimizer=EmbOptimType.EXACT_SGD)
         yield shape.case("fused sgd", sgd)
         yield shape.case("no optimizer", partial(dense, shape))
-        for optimizer in ("sgd", "adagrad"):
+        for optimizer in OPTIMIZER_CLASSES:
             yield shape.case(optimizer, partial(dense, shape, optimizer=optimizer))
 
 

@@ -156,22 +156,31 @@ def test_tables_in_nodes(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "forward_factor", "backward_factor", "passes"),
+    ("device", "optimizer", "forward_factor", "backward_factor", "passes"),
     [
         # TorchRec takes dense kernels to be half as fast, and 9.22 passes over a table.
-        ("cuda", 2.0, 2.0, 2 * 9.22),
-        ("cpu", 0.78, 1.17, 2.96),  # as measured
+        ("cuda", torch.optim.SGD, 2.0, 2.0, 2 * 9.22),
+        # As measured.
+        ("cpu", torch.optim.SGD, 0.75, 1.17, 2.0),
+        ("cpu", RowWiseAdagrad, 0.75, 1.17, 4.5),
+        ("cpu", torch.optim.Adagrad, 0.75, 1.17, 12.7),
     ],
 )
 def test_replicas(
-    device: str, forward_factor: float, backward_factor: float, passes: float
+    device: str,
+    optimizer: type[torch.optim.Optimizer],
+    forward_factor: float,
+    backward_factor: float,
+    passes: float,
 ) -> None:
     sizes = [(1000, 16), (500, 8)]
     kinds = {f"t{i}": ("data_parallel", "dense") for i in range(2)}
     topology = Topology(
         world_size=2, compute_device=device, intra_host_bw=INTRA, hbm_mem_bw=1e6
     )
-    costs, plan = placed(make_ebc(sizes), topology, kinds, pooling_factors=[6.0])
+    model = make_ebc(sizes)
+    apply_optimizer_in_backward(optimizer, model.parameters(), {"lr": 0.1})
+    costs, plan = placed(model, topology, kinds, pooling_factors=[6.0])
     ((name, ranks),) = phases_of(costs, plan).items()
     assert name == "model (data_parallel)"
     lookups = BATCH * 6  # of its own samples only

@@ -3,8 +3,8 @@
 Three kinds of kernels are estimated:
 
 - replicated tables: the fused kernel's time without its launch, times a factor, plus
-  the optimizer's pass over all rows. The factor is measured on CPUs; elsewhere it is
-  TorchRec's ratio of the two kernels;
+  the optimizer's passes over all rows. Factor and passes are measured on CPUs;
+  elsewhere they are TorchRec's, whatever the optimizer;
 - kernels that read host memory: the fused kernel's time plus the transfer of rows over
   the link (`models.card_physics.host_memory_ms`);
 - all others (Triton's, tables on disk, virtual tables): the fused kernel's time without
@@ -46,12 +46,19 @@ from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.topology import GB_PER_S
 from torchrec_neuroshard.tables.table import TableConfig
 
-_MEASURED_DENSE: Mapping[str, KernelFactors] = {
-    "cpu": KernelFactors(forward=0.78, backward=1.17, passes=2.96)
+_CPU_DENSE = KernelFactors(forward=0.75, backward=1.17)
+"""Factors of replicated tables on CPUs: means of a Zen 5 and a Zen 3 core, of which 32
+and 20 sets of tables were measured (`benchmarks/results/dense_epyc_zen5_202611.md`,
+`benchmarks/data/dense_epyc_zen3.parquet`)."""
+_CPU_PASSES: Mapping[str, float] = {
+    "sgd": 2.0,
+    "rowwise_adagrad": 4.5,
+    "adagrad": 12.7,
+    "adam": 16.4,
 }
-"""Device type -> factors of replicated tables. Fitted to 32 tables with SGD on one AMD
-EPYC (Zen 5) core (`benchmarks/results/dense_epyc_zen5_fitted_202611.md`), and checked
-on others in `benchmarks/results/dense_epyc_zen5_202611.md`."""
+"""Optimizer -> passes over a replicated table on CPUs. Those of SGD are the geometric
+mean of both cores, 2.96 and 1.32. Others take 2.3, 6.4 and 8.3 times as many, as on the
+Zen 3 core."""
 _FLOAT, _FUSED = 4.0, EmbeddingComputeKernel.FUSED.value
 _known_bandwidth = lru_cache(kernel_bw_lookup)
 _CLAMPED = ("fp16", "bf16")
@@ -86,9 +93,10 @@ def kernel_factors(option: ShardingOption, reader: TableReader) -> KernelFactors
     """
     topology = reader.topology
     if is_dense(option):
-        known = _MEASURED_DENSE.get(topology.compute_device)
-        if known is not None:
-            return known
+        if topology.compute_device == "cpu":
+            return replace(
+                _CPU_DENSE, passes=_CPU_PASSES[reader.table(option).optimizer]
+            )
         slowness = _slowness(option, topology)
         passes = DP_ELEMENTWISE_KERNELS_PERF_FACTOR * slowness
         return KernelFactors(forward=slowness, backward=slowness, passes=passes)
