@@ -8,6 +8,8 @@
 #               (GATE_ARGS=--write renews the file)
 # make demo     set up what is missing, train TorchRec's plan and ours in turn
 #               (DEMO_ARGS=...)
+# make race     measure this machine, train plans of 20 models in turn: an hour
+#               (TABLES=real_tables.json TENTH=yes: 2 models, 10 minutes)
 # make docs     build the documentation in site/; warnings are errors
 # make reproduce    calibrate this machine, compare every planner on 40 tasks: 75 minutes
 #               (TABLES=real_tables.json TENTH=yes: a tenth of it, 10 minutes)
@@ -25,6 +27,7 @@ PYTEST_ARGS ?=
 PYTEST := -m pytest -n 2 --dist loadgroup
 DEMO_ARGS ?=
 GATE_ARGS ?=
+RACE_ARGS ?=
 REPRODUCE_ARGS ?=
 TABLES ?=
 # Releases of torchrec that are supported.
@@ -42,7 +45,7 @@ INSTALL := $(PIP) install --constraint requirements/constraints.txt
 # One thread per process: results repeat, and several ranks share a few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup test test-all test-versions support-table gate demo docs reproduce lint format check clean
+.PHONY: setup test test-all test-versions support-table gate demo race docs reproduce lint format check clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -87,7 +90,8 @@ gate: $(STAMP)
 
 demo: $(STAMP)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
-	benchmarks/race_plans.py $(DEMO_ARGS)
+	benchmarks/race_plans.py --tasks mlperf-2 --planners ours,best-practice \
+	--rounds 20 --out demo $(DEMO_ARGS)
 
 docs: $(STAMP)
 	$(INSTALL) -r requirements/docs.txt
@@ -96,6 +100,19 @@ docs: $(STAMP)
 # The cost model of an earlier call is used again.
 reproduced/measured_%:
 	$(ONE_THREAD) $(BIN)/neuroshard calibrate --out $@ --num-sets $*
+
+# And the collectives that belong to it.
+reproduced/measured_%/comms.json: | reproduced/measured_%
+	$(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
+	-m torchrec_neuroshard collect comms --backend gloo --num-samples 250 \
+	--max-bytes 268435456 --seconds 120 --out $(@D)/comms.jsonl
+	$(BIN)/neuroshard train $(@D)/comms.jsonl --out $(@D)
+
+MEASURED := reproduced/measured_$(if $(TENTH),100,300)
+race: $(STAMP) $(MEASURED)/comms.json
+	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
+	benchmarks/race_plans.py --cost-model $(MEASURED) --out reproduced/race \
+	$(if $(TABLES),--tables "$(TABLES)") $(if $(TENTH),--num-tasks 2) $(RACE_ARGS)
 
 ifdef TENTH
 REPRODUCE_BUNDLES := reproduced/measured_100

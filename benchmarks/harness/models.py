@@ -5,13 +5,23 @@ Shapes: `B` samples, `D` columns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+)
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -33,33 +43,56 @@ OPTIMIZER_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
 }
 """`TableConfig.optimizer` -> the class that TorchRec fuses into its kernels."""
 
+BAGS, SEQUENCES = "embeddings", "sequences"
+"""Paths of `ConcatDLRM`'s modules with tables of bags and of sequences."""
+
 _DENSE_WIDTH = 16
 _CHUNK_ROWS = 65_536
+_WEIGHT = re.compile(r"(?:embedding_bags|sequences\.embeddings)\.([^.]+)\.weight$")
+"""End of a table's path in a sharded model."""
+
+
+def sharders() -> list[Any]:
+    """Return TorchRec's sharders of bags and of sequences."""
+    return [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+
+
+def table_of(path: str) -> str | None:
+    """Return the table whose weights have this path; None: a dense parameter."""
+    found = _WEIGHT.search(path)
+    return found[1] if found else None
 
 
 def build_collection(
     tables: Sequence[TableConfig], learning_rate: float | None = 0.01
-) -> EmbeddingBagCollection:
+) -> EmbeddingBagCollection | EmbeddingCollection:
     """Return the tables as a module on the meta device, with their optimizers.
 
     Args:
-        tables: Shapes, features and optimizers.
+        tables: Shapes, features and optimizers; all of bags, or all of sequences.
         learning_rate: Learning rate of all tables. None: no optimizers.
     """
-    collection = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=t.name,
-                num_embeddings=t.num_embeddings,
-                embedding_dim=t.embedding_dim,
-                feature_names=list(feature_names(t)),
-                data_type=DataType[t.data_type.upper()],
-            )
-            for t in tables
-        ],
-        is_weighted=any(t.weighted for t in tables),
-        device=torch.device("meta"),
-    )
+    meta = torch.device("meta")
+    named: list[dict[str, Any]] = [
+        {
+            "name": t.name,
+            "num_embeddings": t.num_embeddings,
+            "embedding_dim": t.embedding_dim,
+            "feature_names": list(feature_names(t)),
+            "data_type": DataType[t.data_type.upper()],
+        }
+        for t in tables
+    ]
+    if tables[0].pooled:
+        collection = EmbeddingBagCollection(
+            tables=[EmbeddingBagConfig(**fields) for fields in named],
+            is_weighted=any(t.weighted for t in tables),
+            device=meta,
+        )
+    else:
+        collection = EmbeddingCollection(
+            tables=[EmbeddingConfig(**fields) for fields in named], device=meta
+        )
     if learning_rate is None:
         return collection
     for table, parameter in zip(tables, collection.parameters(), strict=True):
@@ -69,31 +102,17 @@ def build_collection(
     return collection
 
 
-class ConcatDLRM(nn.Module):
-    """A DLRM that concatenates its features, so tables can have different widths."""
+class DenseLayers(nn.Module):
+    """The dense layers of `ConcatDLRM`, equal on all ranks."""
 
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        device: torch.device,
-        learning_rate: float = 0.01,
-        num_modules: int = 1,
-    ) -> None:
-        """Build the dense layers, equal on all ranks, and tables without memory.
+    def __init__(self, tables: Sequence[TableConfig], device: torch.device) -> None:
+        """Build the layers.
 
         Args:
-            tables: As for `build_collection`.
-            device: Device of the dense layers.
-            learning_rate: Learning rate of the tables.
-            num_modules: Number of modules that hold the tables; see `table_paths`.
+            tables: Tables of the model.
+            device: Device of the layers.
         """
         super().__init__()
-        by_path: dict[str, list[TableConfig]] = {}
-        for table, path in zip(tables, table_paths(tables, num_modules), strict=True):
-            by_path.setdefault(path, []).append(table)
-        self._paths = list(by_path)
-        for path, held in by_path.items():
-            self.add_module(path, build_collection(held, learning_rate))
         width = sum(t.embedding_dim * t.num_features for t in tables)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -104,25 +123,68 @@ class ConcatDLRM(nn.Module):
                 nn.Linear(_DENSE_WIDTH, 1),
             )
         self.bottom, self.top = bottom.to(device), top.to(device)
-        self._features = [name for t in tables for name in feature_names(t)]
+        self._bags = [name for t in tables if t.pooled for name in feature_names(t)]
 
-    def forward(self, dense_BD: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the logits, `B`."""
+    def forward(
+        self,
+        dense_BD: torch.Tensor,
+        bags: KeyedTensor | None,
+        sequences: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Return the logits, `B`.
+
+        Args:
+            dense_BD: Dense features.
+            bags: Pooled rows of the tables of bags, if there are any.
+            sequences: Rows and lengths of each sequence. A sample's sequence counts as
+                the sum of its rows.
+        """
         below = torch.relu(self.bottom(dense_BD))
         # In the tables' order: that of the outputs differs from plan to plan.
-        outputs = [getattr(self, path)(ids) for path in self._paths]
-        (pooled,) = KeyedTensor.regroup(outputs, [self._features])
-        logits: torch.Tensor = self.top(torch.cat([pooled, below], dim=1))
+        pooled = [] if bags is None else KeyedTensor.regroup([bags], [self._bags])
+        summed = [
+            torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True)
+            for rows, lengths in sequences
+        ]
+        logits: torch.Tensor = self.top(torch.cat([*pooled, *summed, below], dim=1))
         return logits.squeeze(-1)
 
 
-def table_paths(tables: Sequence[TableConfig], num_modules: int = 1) -> list[str]:
-    """Return the path of each table's module in `ConcatDLRM`.
+class ConcatDLRM(nn.Module):
+    """A DLRM that concatenates its features, so tables can have different widths."""
 
-    The first module, `embeddings`, has the first tables; then `embeddings_1`, ...
-    """
-    numbers = [i * num_modules // len(tables) for i in range(len(tables))]
-    return [f"embeddings_{n}" if n else "embeddings" for n in numbers]
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        device: torch.device,
+        learning_rate: float = 0.01,
+    ) -> None:
+        """Build the dense layers and tables without memory.
+
+        Args:
+            tables: As for `build_collection`, of bags and of sequences.
+            device: Device of the dense layers.
+            learning_rate: Learning rate of the tables.
+        """
+        super().__init__()
+        kinds = {BAGS: True, SEQUENCES: False}
+        self._features = {}
+        for path, pooled in kinds.items():
+            held = [t for t in tables if t.pooled is pooled]
+            self._features[path] = [name for t in held for name in feature_names(t)]
+            if held:
+                self.add_module(path, build_collection(held, learning_rate))
+        self.dense = DenseLayers(tables, device)
+
+    def forward(self, dense_BD: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
+        """Return the logits, `B`."""
+        bags, sequences = self._features[BAGS], self._features[SEQUENCES]
+        # Both modules are called before an output is used, so exchanges overlap.
+        outputs = getattr(self, BAGS)(ids) if bags else None
+        rows = getattr(self, SEQUENCES)(ids) if sequences else {}
+        histories = [(rows[n].values(), rows[n].lengths()) for n in sequences]
+        logits: torch.Tensor = self.dense(dense_BD, outputs, histories)
+        return logits
 
 
 class ClickBatch(NamedTuple):
@@ -155,6 +217,33 @@ def draw_clicks(
         lengths=torch.cat([torch.from_numpy(n) for n in lengths]),
     )
     return ClickBatch(dense.to(device), jagged.to(device), clicks.to(device))
+
+
+def stand_ins(
+    tables: Sequence[TableConfig], batch: ClickBatch
+) -> tuple[KeyedTensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return inputs of `DenseLayers` of a batch's shape, which take gradients.
+
+    Args:
+        tables: Tables of the model.
+        batch: A rank's input.
+    """
+
+    def rows(count: int, width: int) -> torch.Tensor:
+        zeros = torch.zeros(count, width, device=batch.dense_BD.device)
+        return zeros.requires_grad_()
+
+    held = [(n, t) for t in tables for n in feature_names(t)]
+    bags = {name: t.embedding_dim for name, t in held if t.pooled}
+    count = len(batch.dense_BD)
+    pooled = KeyedTensor([*bags], [*bags.values()], rows(count, sum(bags.values())))
+    histories = []
+    for name, table in held:
+        if not table.pooled:
+            own = batch.ids[name]
+            own_rows = rows(len(own.values()), table.embedding_dim)
+            histories.append((own_rows, own.lengths()))
+    return pooled if bags else None, histories
 
 
 def draw_batches(
@@ -193,10 +282,8 @@ def local_tables(
         Table, values of a shard or replica, and its first row and column.
     """
     for key, value in sharded.state_dict().items():
-        _, found, rest = key.rpartition("embedding_bags.")
-        if not found:
+        if (name := table_of(key)) is None:
             continue
-        name = rest.removesuffix(".weight")
         shards: Any = getattr(value, "local_shards", None)
         if shards is None:
             yield name, value, (0, 0)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import (
     EmbeddingShardingPlanner,
     ParameterConstraints,
@@ -18,26 +17,32 @@ from torchrec.distributed.planner.storage_reservations import (
 )
 from torchrec.distributed.types import ShardingPlan
 
-from harness.models import ConcatDLRM
+from harness.models import ConcatDLRM, sharders
 from torchrec_neuroshard import FeatureProfile, NeuroShardPlanner, TableConfig
 from torchrec_neuroshard.costs.simulator import PHASES, PredictedCosts
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 
-OURS, FAITHFUL = "ours", "neuroshard"
-BEST_PRACTICE, STOCK = "torchrec-best", "torchrec"
+OURS, CALIBRATED = "ours", "calibrated"
+BEST_PRACTICE, ALL_TYPES = "best-practice", "all-types"
+TORCHREC = (BEST_PRACTICE, ALL_TYPES)
+MIN_PARTITION = 32
 PLANNERS = {
-    OURS: "NeuroShardPlanner, default search",
-    FAITHFUL: "NeuroShardPlanner with NeuroShard's own search, on the same cost model",
-    BEST_PRACTICE: "TorchRec's planner: pooling factors, min_partition=32, table-wise "
-    "and column-wise",
-    STOCK: "TorchRec's planner, no constraints",
+    OURS: "this planner in place of TorchRec's: the same pooling factors, the shipped "
+    "cost model",
+    CALIBRATED: "this planner with kernels and collectives measured on this machine, "
+    "and profiles of the features",
+    BEST_PRACTICE: "TorchRec's planner with table- and column-wise sharding",
+    ALL_TYPES: "TorchRec's planner with all sharding types of its sharders",
 }
 RESERVED = 0.15
 """Share of the memory that planners must leave free."""
 
 
 class PlanningDesk:
-    """Makes the planners of a model, with the same inputs. One rank plans."""
+    """Makes the planners of a model, with the same inputs. One rank plans.
+
+    All get pooling factors, `min_partition=32` and the machine's bandwidths.
+    """
 
     def __init__(
         self,
@@ -48,71 +53,52 @@ class PlanningDesk:
         batch_size: int,
         cost_model: CostModel,
         comms_model: CommsModel,
-        min_partition: int = 32,
-        same_limits: bool = False,
-        num_modules: int = 1,
-        sharder: EmbeddingBagCollectionSharder | None = None,
     ) -> None:
         """Take the inputs of the planners.
 
         Args:
             tables: Tables of `ConcatDLRM`.
-            profiles: Profiles of the features. TorchRec's planner gets their pooling
-                factors.
+            profiles: Profiles of the features. Planners but `CALIBRATED` get their
+                pooling factors only.
             topology: Arguments of `Topology`.
             batch_size: Samples per rank.
-            cost_model: Predicts the kernels of all plans.
-            comms_model: Predicts the collectives of all plans.
-            min_partition: Narrowest column shard for TorchRec's best practice.
-            same_limits: Whether our planners, too, are limited to best practice's
-                sharding types and `min_partition`.
-            num_modules: As for `ConcatDLRM`.
-            sharder: Offers the sharding types. None: TorchRec's, which offers no
-                row-wise sharding on CPUs.
+            cost_model: Predicts the kernels of all plans; `CALIBRATED` plans with it.
+            comms_model: The same for collectives.
         """
-        self._num_modules = num_modules
-        self._sharders = [sharder or EmbeddingBagCollectionSharder()]
         self._tables, self._profiles = tuple(tables), dict(profiles)
         self._topology, self._batch_size = dict(topology), batch_size
         self._cost_model, self._comms_model = cost_model, comms_model
-        self._best_practice = {
-            "sharding_types": ["table_wise", "column_wise"],
-            "min_partition": min_partition,
-        }
-        self._our_limits = self._best_practice if same_limits else {}
 
     def planner(self, name: str) -> EmbeddingShardingPlanner:
         """Return a planner by its name in `PLANNERS`."""
+        limits: dict[str, Any] = {"min_partition": MIN_PARTITION}
+        if name == BEST_PRACTICE:
+            limits["sharding_types"] = ["table_wise", "column_wise"]
         shared: dict[str, Any] = {
             "topology": Topology(**self._topology),
             "batch_size": self._batch_size,
             "storage_reservation": FixedPercentageStorageReservation(RESERVED),
+            "constraints": {
+                t.name: ParameterConstraints(
+                    pooling_factors=[self._profiles[t.name].pooling_factor], **limits
+                )
+                for t in self._tables
+            },
         }
-        if name == STOCK:
+        if name in TORCHREC:
             return EmbeddingShardingPlanner(**shared)
-        limits = self._best_practice if name == BEST_PRACTICE else self._our_limits
-        if name == FAITHFUL:  # which has no other types
-            limits = {"sharding_types": self._best_practice["sharding_types"], **limits}
-        shared["constraints"] = {
-            t.name: ParameterConstraints(
-                pooling_factors=[self._profiles[t.name].pooling_factor], **limits
-            )
-            for t in self._tables
-        }
-        if name == BEST_PRACTICE:
-            return EmbeddingShardingPlanner(**shared)
+        if name == OURS:
+            return NeuroShardPlanner(**shared, calibrate="never")
         return NeuroShardPlanner(
             **shared,
             cost_model=self._cost_model,
             comms_model=self._comms_model,
             profiles=self._profiles,
-            search="neuroshard" if name == FAITHFUL else "default",
         )
 
     def model(self) -> ConcatDLRM:
         """Return the model to plan."""
-        cpu = torch.device("cpu")
-        return ConcatDLRM(self._tables, cpu, num_modules=self._num_modules)
+        return ConcatDLRM(self._tables, torch.device("cpu"))
 
     def plan(
         self, name: str
@@ -120,34 +106,28 @@ class PlanningDesk:
         """Return the plan of a planner, the planner, and its entry in the results."""
         planner = self.planner(name)
         start = time.perf_counter()
-        plan = planner.plan(self.model(), self._sharders)
+        plan = planner.plan(self.model(), sharders())
         entry: dict[str, Any] = {
             "planning_seconds": time.perf_counter() - start,
             "sharding_types": count_types(plan),
         }
-        result = getattr(planner, "last_result", None)
-        if result is not None:
-            entry["gap"] = result.gap
-            entry["fallback"] = result.fallback
-            entry["warnings"] = list(result.warnings)
         judged = self.predict(plan)
         entry["predicted"] = {
-            "embedding_ms": judged.critical_path_ms,
-            "phases_ms": predicted_phases(judged),
+            "embedding_ms": judged.expected_ms,
             "critical_path_ms": judged.critical_path_ms,
-            "uncertainty": judged.uncertainty,
+            "phases_ms": predicted_phases(judged),
+            "ranks": [rank.to_json() for rank in judged.ranks],
             "compute_source": judged.compute_source,
             "comms_source": judged.comms_source,
-            "ranks": [rank.to_json() for rank in judged.ranks],
         }
         return plan, planner, entry
 
     def predict(self, plan: ShardingPlan) -> PredictedCosts:
         """Return the predicted costs of any plan of the model."""
-        ours = self.planner(OURS)
-        assert isinstance(ours, NeuroShardPlanner)
-        options = ours.placed_options(plan, self.model(), self._sharders)
-        return ours.costs.placed(options).predicted
+        judge = self.planner(CALIBRATED)
+        assert isinstance(judge, NeuroShardPlanner)
+        options = judge.placed_options(plan, self.model(), sharders())
+        return judge.costs.placed(options).predicted
 
     @property
     def nominal_reference_ms(self) -> float:

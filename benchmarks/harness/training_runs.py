@@ -1,4 +1,4 @@
-"""Train a plan for a few iterations and time it."""
+"""Train several plans side by side and time them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -21,10 +21,13 @@ from harness.models import (
     OPTIMIZER_CLASSES,
     ClickBatch,
     ConcatDLRM,
+    DenseLayers,
     fill_tables,
     local_tables,
+    sharders,
+    stand_ins,
+    table_of,
 )
-from harness.ranks import Ranks, SpeedReference
 from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.phase_timer import (
@@ -42,17 +45,16 @@ class TrialError(NeuroShardError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialConfig:
-    """Number of iterations and other settings of a trial."""
+    """Number of iterations of a round, and other settings."""
 
-    warm_up: int = 3
-    """Untimed iterations at the start."""
-    iterations: int = 12
-    """Iterations timed as a whole, without waits for the device in between."""
-    phase_iterations: int = 6
+    warm_up: int = 2
+    """Untimed iterations before the first round."""
+    iterations: int = 2
+    """Iterations of a round that are timed as a whole, without waits for the device in
+    between."""
+    phase_iterations: int = 1
     """Further iterations with timed phases, which often wait for a GPU."""
     learning_rate: float = 0.01
-    num_modules: int = 1
-    """As for `ConcatDLRM`."""
     seed: int | None = 0
     """Seed of the first weights, the same for all plans. None: TorchRec draws them."""
 
@@ -68,7 +70,7 @@ class TrialConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialResult:
-    """Wall-clock times of one trial, equal on all ranks."""
+    """Wall-clock times of one plan in one round, equal on all ranks."""
 
     iteration_ms: tuple[float, ...]
     """Time of each timed iteration, on its slowest rank."""
@@ -83,15 +85,16 @@ class TrialResult:
     """Times that each rank spends in a phase in the same iterations, waiting included;
     without the kernels of replicated tables."""
     losses: tuple[float, ...]
-    """Loss of every iteration, averaged over the ranks."""
+    """Loss of every iteration since the last round, averaged over the ranks."""
     weight_bytes: tuple[int, ...]
     """Bytes of the tables on each rank."""
     peak_bytes: tuple[int, ...]
-    """Peak memory of each rank's GPU; 0 on a CPU, where it is not counted."""
+    """Peak memory of each rank's GPU with the models of all plans; 0 on a CPU, where it
+    is not counted."""
     num_kernels: tuple[int, ...]
     """Number of fused kernels on each rank."""
     reference_ms: tuple[float, ...]
-    """Result of `reference` on each rank; 0 without one."""
+    """Time of the reference set on each rank in this round; 0 without one."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -109,98 +112,76 @@ def take_turns(names: Sequence[str], number: int) -> list[str]:
     return order[::-1] if number % 2 else order
 
 
-def run_trial(
-    plan: ShardingPlan,
+def train_in_turn(
+    plans: Mapping[str, ShardingPlan | None],
+    num_rounds: int,
     tables: Sequence[TableConfig],
     batches: Sequence[ClickBatch],
     config: TrialConfig,
     *,
     control: dist.ProcessGroup,
     reference: Callable[[], float] | None = None,
-) -> TrialResult:
-    """Train a `ConcatDLRM` with a plan and return its times; call it on every rank.
+    on_failure: Callable[[str, TrialError], None] | None = None,
+) -> Iterator[tuple[str, TrialResult]]:
+    """Train a `ConcatDLRM` with every plan, some iterations of each in every round.
 
-    All trials of the same tables and seed start from the same weights.
+    The models of all plans are in memory at once, so a round is short, and a machine
+    whose speed drifts is fair to all plans. All start from the same weights. Call it on
+    every rank.
 
     Args:
-        plan: Plan of the module `embeddings` of `ConcatDLRM`.
+        plans: Name -> plan. None: the dense layers train alone, and no phase is timed.
+        num_rounds: Number of rounds.
         tables: Tables of the model.
-        batches: This rank's input, used in turn. The model is put on its device.
-        config: Settings of the trial.
+        batches: This rank's input, used in turn. The models are put on its device.
+        config: Settings of a round.
         control: A gloo group of all ranks, for communication outside training.
-        reference: Measures the speed of a CPU, before and after the training.
+        reference: Measures the speed of a CPU at the start of each round.
+        on_failure: Called with a plan's name if it cannot be trained. The plan is left
+            out afterwards. None: the error is raised.
+
+    Yields:
+        The name of a plan and its result in a round.
 
     Raises:
         TrialError: A rank failed; the message says which and why. If it failed before
             its first collective, for example for lack of memory, the ranks are in step.
             Otherwise the other ranks fail by the process group's timeout.
     """
-    trial = _Trial(tables, batches, config, control)
-    failure, mine = "", {}
-    try:
+    trials: dict[str, _Trial] = {}
+
+    def attempt(name: str, work: Callable[[_Trial], Any]) -> list[Any] | None:
+        """Return what a plan's trial did on each rank; None: it failed."""
+        failure, done = "", None
         try:
-            trial.build(plan)
+            done = work(trials[name])
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        _agree(failure, control)
-        before = reference() if reference is not None else 0.0
         try:
-            trial.connect(plan)
-            mine = trial.train()
-        except RuntimeError as error:
-            failure = f"{type(error).__name__}: {error}"
-        _agree(failure, control)
-        after = reference() if reference is not None else 0.0
-        mine["reference_ms"] = (before + after) / 2
+            return _agreed(done, failure, control)
+        except TrialError as error:
+            trials.pop(name).close()  # its memory must not fail the next plan, too
+            if on_failure is None:
+                raise
+            on_failure(name, error)
+            return None
+
+    try:
+        for name, plan in plans.items():
+            trials[name] = _Trial(tables, batches, config, control)
+            if attempt(name, lambda trial, plan=plan: trial.build(plan)) is not None:
+                attempt(name, lambda trial, plan=plan: trial.connect(plan))
+        for number in range(num_rounds):
+            read = _gather(0.0 if reference is None else reference(), control)
+            for name in take_turns(list(plans), number):
+                if name not in trials:
+                    continue
+                every = attempt(name, _Trial.train)
+                if every is not None:
+                    yield name, _summarise(every, read)
     finally:
-        trial.close()  # a failed plan must not keep the memory of the next one
-    return _summarise(_gather(mine, control))
-
-
-def train_in_turn(
-    plans: Mapping[str, ShardingPlan],
-    num_rounds: int,
-    tables: Sequence[TableConfig],
-    batches: Sequence[ClickBatch],
-    config: TrialConfig,
-    ranks: Ranks,
-    reference: SpeedReference,
-    on_failure: Callable[[str, TrialError], None] | None = None,
-) -> Iterator[tuple[str, TrialResult]]:
-    """Train every plan once in each round, and yield its name and its result.
-
-    Args:
-        plans: Name -> plan.
-        num_rounds: Number of rounds.
-        tables: As for `run_trial`, like the arguments after it.
-        batches: This rank's input.
-        config: Settings of a trial.
-        ranks: This process.
-        reference: Measures the speed of a CPU beside each trial.
-        on_failure: Called with a plan's name if it cannot be trained. The plan is left
-            out afterwards. None: the error is raised.
-    """
-    left = set(plans)
-    for number in range(num_rounds):
-        for name in take_turns(list(plans), number):
-            if name not in left:
-                continue
-            try:
-                found = run_trial(
-                    plans[name],
-                    tables,
-                    batches,
-                    config,
-                    control=ranks.control,
-                    reference=reference.read,
-                )
-            except TrialError as error:
-                if on_failure is None:
-                    raise
-                left.remove(name)
-                on_failure(name, error)
-                continue
-            yield name, found
+        for trial in trials.values():
+            trial.close()
 
 
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -209,16 +190,17 @@ def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-def _agree(failure: str, group: dist.ProcessGroup) -> None:
-    """Raise on all ranks if one failed."""
-    failures = {r: f for r, f in enumerate(_gather(failure, group)) if f}
-    if failures:
-        rank, reason = min(failures.items())
-        raise TrialError(f"rank {rank}: {reason.strip().splitlines()[0]}")
+def _agreed(done: Any, failure: str, group: dist.ProcessGroup) -> list[Any]:
+    """Return what every rank did; raise on all ranks if one failed."""
+    every = _gather((done, failure), group)
+    for rank, (_, reason) in enumerate(every):
+        if reason:
+            raise TrialError(f"rank {rank}: {reason.strip().splitlines()[0]}")
+    return [found for found, _ in every]
 
 
 class _Trial:
-    """One rank's part of a trial."""
+    """One rank's part of a plan's training."""
 
     def __init__(
         self,
@@ -232,33 +214,46 @@ class _Trial:
         self._device = batches[0].dense_BD.device
         self._on_gpu = self._device.type == "cuda"
         self._model: nn.Module = nn.Module()
+        self._timer: PhaseTimer | None = None
+        self._stand_ins: list[Any] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._has_replicas = False
         self._step_number = 0
         self._step_end = 0.0
         self._losses: list[torch.Tensor] = []
 
-    def build(self, plan: ShardingPlan) -> None:
+    def build(self, plan: ShardingPlan | None) -> None:
         """Shard the model and write its first weights."""
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
-        rate = self._config.learning_rate
+        if plan is None:
+            self._model = DenseLayers(self._tables, self._device)
+            return
         self._model = DistributedModelParallel(
-            ConcatDLRM(self._tables, self._device, rate, self._config.num_modules),
+            ConcatDLRM(self._tables, self._device, self._config.learning_rate),
             device=self._device,
             plan=plan,
-            sharders=[EmbeddingBagCollectionSharder()],
+            sharders=sharders(),
             init_data_parallel=False,  # it waits for all ranks; see `connect`
         )
         if self._config.seed is not None:
             fill_tables(self._model, self._tables, self._config.seed)
 
-    def connect(self, plan: ShardingPlan) -> None:
+    def connect(self, plan: ShardingPlan | None) -> None:
         """Connect the dense layers of all ranks, after all have built their part."""
+        rate = self._config.learning_rate
+        if plan is None:
+            # As TorchRec wraps the dense part.
+            self._model = DistributedDataParallel(
+                self._model, gradient_as_bucket_view=True, static_graph=True
+            )
+            self._optimizers = [torch.optim.SGD(self._model.parameters(), lr=rate)]
+            self._stand_ins = [stand_ins(self._tables, b) for b in self._batches]
+            return
         assert isinstance(self._model, DistributedModelParallel)
         self._model.init_data_parallel()
-        rate = self._config.learning_rate
         self._optimizers = self._make_optimizers(plan, rate)
+        self._timer = PhaseTimer(self._model, self._device)
 
     def _make_optimizers(
         self, plan: ShardingPlan, rate: float
@@ -276,12 +271,10 @@ class _Trial:
         dense = dict(in_backward_optimizer_filter(iter(named.items())))
         kept: dict[type[torch.optim.Optimizer], list[nn.Parameter]] = {}
         for path, parameter in named.items():
-            table = path.removesuffix(".weight").rpartition(".")[2]
-            if "embedding_bags" in path:
-                if table not in replicas:
-                    continue
+            table = table_of(path)
+            if table in replicas:
                 kind = OPTIMIZER_CLASSES[by_table[table].optimizer]
-            elif path in dense:
+            elif table is None and path in dense:
                 kind = torch.optim.SGD
             else:
                 continue
@@ -292,27 +285,31 @@ class _Trial:
         ]
 
     def train(self) -> dict[str, Any]:
-        """Run the iterations and return this rank's measurements."""
-        config = self._config
-        for _ in range(config.warm_up):
+        """Run the iterations of a round and return this rank's measurements."""
+        config, timer = self._config, self._timer
+        self._enable(False)
+        for _ in range(0 if self._step_number else config.warm_up):
             self._step()
         iteration_ms = [self._step() for _ in range(config.iterations)]
-        timer = PhaseTimer(self._model, self._device)
-        self._step()  # hooks are new
-        timer.take()
+        self._enable(True)
         steps = []
-        for _ in range(config.phase_iterations):
+        for _ in range(0 if timer is None else config.phase_iterations):
             self._step()
             steps.append(self._take(timer))
+        losses, self._losses = self._losses, []
         held = [values for _, values, _ in local_tables(self._model)]
         return {
             "iteration_ms": iteration_ms,
             "steps": steps,
-            "losses": [float(loss) for loss in self._losses],
+            "losses": [float(loss) for loss in losses],
             "weight_bytes": sum(v.numel() * v.element_size() for v in held),
             "peak_bytes": self._peak_bytes(),
-            "num_kernels": timer.num_kernels,
+            "num_kernels": 0 if timer is None else timer.num_kernels,
         }
+
+    def _enable(self, enabled: bool) -> None:
+        if self._timer is not None:
+            self._timer.enabled = enabled
 
     def _take(self, timer: PhaseTimer) -> list[PhaseTimes]:
         """Return the phases of a step, whose end is the end of replicas' backward."""
@@ -330,14 +327,17 @@ class _Trial:
 
     def _step(self) -> float:
         """Run one iteration and return its time [ms]."""
-        batch = self._batches[self._step_number % len(self._batches)]
-        self._step_number += 1
+        number = self._step_number % len(self._batches)
+        batch, self._step_number = self._batches[number], self._step_number + 1
         self._synchronize()
         dist.barrier(group=self._control)
         start = time.perf_counter()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        logits = self._model(batch.dense_BD, batch.ids)
+        if self._stand_ins:
+            logits = self._model(batch.dense_BD, *self._stand_ins[number])
+        else:
+            logits = self._model(batch.dense_BD, batch.ids)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.clicks_B)
         torch.autograd.backward(loss)
         for optimizer in self._optimizers:
@@ -353,7 +353,7 @@ class _Trial:
 
     def close(self) -> None:
         """Free the memory."""
-        self._model = nn.Module()
+        self._model, self._timer, self._stand_ins = nn.Module(), None, []
         self._optimizers.clear()
         self._losses.clear()
         gc.collect()
@@ -361,8 +361,10 @@ class _Trial:
             torch.cuda.empty_cache()
 
 
-def _summarise(everyone: Sequence[dict[str, Any]]) -> TrialResult:
-    """Return the result of a trial from all ranks' measurements."""
+def _summarise(
+    everyone: Sequence[dict[str, Any]], reference_ms: Sequence[float]
+) -> TrialResult:
+    """Return the result of a round from all ranks' measurements."""
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
     by_phase: dict[str, list[tuple[float, ...]]] = {name: [] for name in PHASES}
     embedding = []
@@ -390,5 +392,5 @@ def _summarise(everyone: Sequence[dict[str, Any]]) -> TrialResult:
         weight_bytes=each("weight_bytes"),
         peak_bytes=each("peak_bytes"),
         num_kernels=each("num_kernels"),
-        reference_ms=each("reference_ms"),
+        reference_ms=tuple(reference_ms),
     )
