@@ -201,10 +201,9 @@ def summary(task: dict[str, Any]) -> str:
 
 def page(data: dict[str, Any]) -> str:
     """Return the comparison in Markdown."""
-    where, tasks = data["hardware"], data["tasks"]
-    kept = [t for t in tasks if not left_out(t, data)]
+    where, tasks, kept = data["hardware"], data["tasks"], kept_tasks(data)
     found, config, costs = figures(kept), data["config"], data["cost_model"]
-    drifted = [t["name"] for t in tasks if left_out(t, data)]
+    drifted = [t["name"] for t in tasks if t not in kept]
     parts = [
         f"# Jobs that train: {data['world_size']} ranks of {where['device']} over "
         f"{data['backend']}",
@@ -214,7 +213,7 @@ def page(data: dict[str, Any]) -> str:
         f"{costs['hardware']}; collectives: {costs['comms_source']}.",
         "\n".join(f"- *{name}*: {text}" for name, text in PLANNERS.items()),
         "## Summary",
-        _summary_table(found, kept),
+        summary_table(kept),
         "Over TorchRec's better plan of each task; below 1 is shorter. Geometric "
         "means, 95 % intervals over tasks in brackets. Equal plans: TorchRec's best "
         "practice, "
@@ -254,12 +253,14 @@ def page(data: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def left_out(task: dict[str, Any], data: dict[str, Any]) -> bool:
-    """Whether the machine drifted in both attempts at a task."""
-    return bool(task["drift"] > data["most_drift"])
+def kept_tasks(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the tasks but those during both attempts of which the machine drifted."""
+    return [t for t in data["tasks"] if t["drift"] <= data["most_drift"]]
 
 
-def _summary_table(found: dict[str, Any], tasks: Sequence[dict[str, Any]]) -> str:
+def summary_table(tasks: Sequence[dict[str, Any]]) -> str:
+    """Return the means of all planners, and of equal plans."""
+    found = figures(tasks)
     rows = []
     for name, title in RACERS.items():
         iteration = found[name][ITERATION]

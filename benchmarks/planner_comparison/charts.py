@@ -11,38 +11,15 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image
 
+from harness.charts import DOTS, THEMES, chart_paths, save
 from planner_comparison import page, paired
 from planner_comparison.paired import ALL_TYPES, BEST_PRACTICE, OURS
 
-_THEMES: dict[str, dict[str, str]] = {
-    "light": {
-        "page": "#ffffff",
-        "text": "#1f2328",
-        "faint": "#d0d7de",
-        "ours": "#0969da",
-        "torchrec": "#bc4c00",
-        "others": "#8c959f",
-    },
-    "dark": {
-        "page": "#0d1117",
-        "text": "#e6edf3",
-        "faint": "#30363d",
-        "ours": "#58a6ff",
-        "torchrec": "#f0883e",
-        "others": "#7d8590",
-    },
-}
-_INCHES, _DOTS = (10.0, 4.2), 120
+_INCHES = (10.0, 4.2)
 _LETTER, _LINE, _DOT = 0.0145, 0.042, 0.022
 """Width of a letter, height of a line in labels, and size of a dot, as shares of the
 axes."""
-
-
-def chart_paths(out: Path) -> list[Path]:
-    """Return `<out>_light.png` and `<out>_dark.png`."""
-    return [out.with_name(f"{out.name}_{theme}.png") for theme in _THEMES]
 
 
 def draw_charts(data: dict[str, Any], out: Path) -> list[Path]:
@@ -58,17 +35,12 @@ def draw_charts(data: dict[str, Any], out: Path) -> list[Path]:
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     view, paths = page.views(data)[0], chart_paths(out)
-    for path, colors in zip(paths, _THEMES.values(), strict=True):
-        figure = Figure(figsize=_INCHES, dpi=_DOTS, facecolor=colors["page"])
+    for path, colors in zip(paths, THEMES.values(), strict=True):
+        figure = Figure(figsize=_INCHES, dpi=DOTS, facecolor=colors["page"])
         left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
         _draw_dots(left, view, page.planners(data), colors)
         _draw_families(right, view, page.stock(data), colors)
-        for axes in (left, right):
-            _style(axes, colors)
-        figure.tight_layout()
-        figure.savefig(path, facecolor=colors["page"])
-        picture = Image.open(path).convert("RGB")
-        picture.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+        save(figure, path, colors)
     return paths
 
 
@@ -187,18 +159,3 @@ def _draw_families(
         bbox_to_anchor=(0.5, -0.14),
         ncols=len(bars),
     )
-
-
-def _style(axes: Axes, colors: Mapping[str, str]) -> None:
-    axes.set_facecolor(colors["page"])
-    axes.grid(visible=True, color=colors["faint"], linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=colors["text"], labelsize=9)
-    axes.set_title(
-        axes.get_title("left"), loc="left", color=colors["text"], fontsize=11
-    )
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set_color(colors["text"])
-        label.set_fontsize(9)
-    for spine in axes.spines.values():
-        spine.set_color(colors["faint"])
