@@ -94,6 +94,14 @@ def test_reordering_is_interpolated_between_measured_sizes() -> None:
     assert model.column_order(sizes) == pytest.approx(expected)
     # The largest reads and writes 2000 bytes in 2.5 ms on average.
     assert model.stream_byte_ms == pytest.approx(2.5 / 2000 / 2)
+    disturbed = NeuralCostModel(
+        network,
+        name="m",
+        hardware="none",
+        ranges={},
+        column_order_ms={**known, "4000": (9.0, 9.0)},
+    )
+    assert disturbed.stream_byte_ms == model.stream_byte_ms
     comms = AnalyticCommsModel()
     comms.compute_slowdown = (1.5, 2.0)
     slowed = ConcurrentCostModel.of(model, comms).column_order(sizes)

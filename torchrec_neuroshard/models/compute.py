@@ -167,11 +167,14 @@ class NeuralCostModel(CostModel):
 
     @property
     def stream_byte_ms(self) -> float | None:
-        """Half the time per byte of the largest reordering, which reads and writes."""
+        """Half the least time per byte of the reorderings, which read and write.
+
+        Longer ones were small, or other work disturbed them.
+        """
         if not len(self._order_P3):
             return None
-        size, forward, backward = map(float, self._order_P3[-1])
-        return (forward + backward) / 2 / size / 2
+        sizes, forward, backward = self._order_P3.T
+        return float(((forward + backward) / 2 / sizes).min()) / 2
 
     def range_warnings(
         self, features_NF: npt.NDArray[np.float32]

@@ -12,7 +12,8 @@ Three kinds of kernels are estimated:
 
 Codecs of quantised collectives are kernels as well. Codecs and the optimizer's pass
 read memory in order: on GPUs at the memory bandwidth times the share that kernels
-reach, on CPUs at the fused kernel's bandwidth.
+reach, on CPUs as fast as columns are reordered, if that was measured, else at the fused
+kernel's bandwidth.
 """
 
 from __future__ import annotations
