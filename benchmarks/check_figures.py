@@ -5,7 +5,8 @@
 
 Documents have `<!-- computed: NAME -->` before a computed part and `<!-- end -->` after
 it. `PARTS` has the function of each part. `PAGES` are computed as a whole. Of the data,
-`results/*_plans.parquet` holds the measured times of each plan, and
+`results/race_*.json.xz` holds all rounds of jobs that were trained,
+`results/*_plans.parquet` the measured times of each plan, and
 `data/compute_*.jsonl.xz` the measured sets of each bundle. Two tables are those of
 pages whose raw data was not kept.
 """
@@ -15,6 +16,8 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
+import lzma
 import re
 import statistics
 import sys
@@ -25,7 +28,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness import race_page
 from harness.pages import table
+from harness.race_chart import draw_chart
 from planner_comparison import page, paired
 from planner_comparison.charts import chart_paths, draw_charts
 from planner_comparison.results import at, read_results
@@ -43,6 +48,7 @@ Floats = npt.NDArray[np.float64]
 ROOT = Path(__file__).parents[1]
 RESULTS, DATA = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "data"
 COMPARISON = RESULTS / "planners_202611"
+RACE = RESULTS / "race_gloo2_202611"
 EXPECTED = RESULTS / "planners_h200_expected_202611"
 PICTURES = ROOT / "docs" / "images"
 PAGES = {COMPARISON: PICTURES, EXPECTED: None}
@@ -76,9 +82,17 @@ _ROWS = {"row_wise", "table_row_wise", "data_parallel"}
 """Types whose ranks run the same kernels."""
 
 
-def planners() -> str:
-    """Return README's table of planners."""
-    return page.headline(read_results(COMPARISON))
+@functools.cache
+def race_data() -> dict[str, Any]:
+    """Return the rounds of all jobs that were trained."""
+    with lzma.open(at(RACE, ".json.xz")) as file:
+        found: dict[str, Any] = json.load(file)
+    return found
+
+
+def race() -> str:
+    """Return the table of jobs that were trained."""
+    return race_page.summary_table(race_page.kept_tasks(race_data()), brief=True)
 
 
 def over_rivals() -> str:
@@ -161,31 +175,6 @@ def planning_time() -> str:
     return table(["tables x ranks", *methods], rows)
 
 
-def iterations() -> str:
-    """Return the table of predicted and measured iterations, from their page."""
-    names = {
-        "mlperf-26": "MLPerf, 26 tables",
-        "dlrm-40": "DLRM dataset, 40 tables",
-        "production-60": "production widths, 60 tables",
-        "narrow-80": "widths of 4 to 16, 80 tables",
-        "wide-16": "widths of 128 and 256, 16 tables",
-        "two-modules-40": "two modules, 40 tables",
-        "all": "all",
-    }
-    columns = (
-        "rank correlation",
-        "median error",
-        "pairs in order",
-        "plan predicted best / best plan",
-    )
-    rows = [
-        [names[r["model"]], *(r[c].replace("%", " %") for c in columns)]
-        for r in rows_of("iteration_gloo2_202611", "rank correlation")
-        if r["prediction"] == "after"
-    ]
-    return table(("model", *columns), rows)
-
-
 def equal_ranks() -> str:
     """Return how far the slowest of a plan's ranks is above the mean rank."""
     rows: dict[str, dict[bytes, list[float]]] = {}
@@ -266,12 +255,11 @@ def rows_of(name: str, column: str) -> list[dict[str, str]]:
 
 
 PARTS: Mapping[str, Callable[[], str]] = {
-    "planners": planners,
+    "race": race,
     "over-rivals": over_rivals,
     "h200-errors": h200_errors,
     "expected-plans": expected_plans,
     "planning-time": planning_time,
-    "iterations": iterations,
     "equal-ranks": equal_ranks,
 }
 
@@ -305,6 +293,13 @@ def differences(write: bool = False) -> list[str]:
                 path.write_text(computed, encoding="utf-8")
         if write and folder:
             draw_charts(data, folder / results.name)
+    path, computed = at(RACE, ".md"), race_page.page(race_data())
+    if path.read_text(encoding="utf-8") != computed:
+        found.append(str(path.relative_to(ROOT)))
+        if write:
+            path.write_text(computed, encoding="utf-8")
+    if write:
+        draw_chart(race_data(), PICTURES / RACE.name)
     return found
 
 
@@ -318,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{'renewed' if options.write else 'differs from the data'}: {name}")
     if found and not options.write:
         sys.exit(1)
-    print(f"{len(PARTS)} parts and {len(PAGES)} pages are what the data give")
+    print(f"{len(PARTS)} parts and {len(PAGES) + 1} pages are what the data give")
 
 
 if __name__ == "__main__":

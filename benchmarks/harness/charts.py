@@ -36,11 +36,20 @@ def chart_paths(out: Path) -> list[Path]:
     return [out.with_name(f"{out.name}_{theme}.png") for theme in THEMES]
 
 
-def save(figure: Figure, path: Path, colors: Mapping[str, str]) -> None:
-    """Style all axes of a figure, and write it with 64 colours."""
+def save(
+    figure: Figure, path: Path, colors: Mapping[str, str], legend: float = 0.0
+) -> None:
+    """Style all axes of a figure, and write it with 64 colours.
+
+    Args:
+        figure: The figure.
+        path: The file.
+        colors: A theme of `THEMES`.
+        legend: Share of the height that is kept free below the axes.
+    """
     for axes in figure.axes:
         _style(axes, colors)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, legend, 1, 1))
     figure.savefig(path, facecolor=colors["page"])
     picture = Image.open(path).convert("RGB")
     picture.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)

@@ -24,8 +24,8 @@ from harness.race_page import (
     trained,
 )
 
-_WIDTH, _ROW = 10.0, 0.24
-"""Inches of the figure, and of a task."""
+_WIDTH, _ROW, _LEGEND = 10.0, 0.24, 0.3
+"""Inches of the figure, of a task and of the legend."""
 _MARKS = {"ours": "o", "others": "s"}
 
 
@@ -45,7 +45,7 @@ def draw_chart(data: dict[str, Any], out: Path) -> list[Path]:
         figure = Figure(figsize=size, dpi=DOTS, facecolor=colors["page"])
         left, right = figure.subplots(1, 2, sharey=True)
         _draw(left, tasks, ITERATION, "iteration", colors)
-        _draw(right, tasks, EMBEDDING, "tables' part; | is predicted", colors)
+        _draw(right, tasks, EMBEDDING, "tables' part (| predicted)", colors)
         left.set_yticks(range(len(tasks)), [t["name"] for t in tasks])
         left.invert_yaxis()
         handles, labels = left.get_legend_handles_labels()
@@ -58,8 +58,7 @@ def draw_chart(data: dict[str, Any], out: Path) -> list[Path]:
             loc="lower center",
             ncols=len(labels),
         )
-        figure.subplots_adjust(bottom=0.1)
-        save(figure, path, colors)
+        save(figure, path, colors, legend=_LEGEND / size[1])
     return paths
 
 
@@ -99,5 +98,5 @@ def _draw(
     noise = smallest(found, what)
     axes.axvspan(1 - noise, 1 + noise, color=colors["faint"], alpha=0.5)
     axes.axvline(1.0, color=colors["text"], linewidth=1, linestyle="--")
-    axes.set_title(f"{title}, over TorchRec's better plan", loc="left")
+    axes.set_title(f"{title} over TorchRec's better plan", loc="left")
     axes.set_xlabel("left is faster; grey: differences of equal plans")

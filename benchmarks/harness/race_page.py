@@ -10,10 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from harness.pages import table
-from harness.planning import BEST_PRACTICE, CALIBRATED, OURS, PLANNERS, TORCHREC
+from harness.planning import (
+    ALL_TYPES,
+    BEST_PRACTICE,
+    CALIBRATED,
+    OURS,
+    PLANNERS,
+    TORCHREC,
+)
 from torchrec_neuroshard.costs.simulator import PHASES
+
+Floats = npt.NDArray[np.float64]
 
 AGAIN = "best-practice-again"
 """The same plan as `BEST_PRACTICE`, trained as if another planner had made it."""
@@ -45,14 +55,16 @@ def trained(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {n: e for n, e in plans if n != DENSE and "failed" not in e}
 
 
-def times(task: dict[str, Any], name: str, what: str) -> np.ndarray[Any, Any]:
+def times(task: dict[str, Any], name: str, what: str) -> Floats:
     """Return a plan's time in each round [ms]."""
     iteration = _means(task, name)
     return iteration if what == ITERATION else iteration - _means(task, DENSE)
 
 
-def _means(task: dict[str, Any], name: str) -> np.ndarray[Any, Any]:
-    return np.mean(task["plans"][name]["rounds"]["iteration_ms"], axis=1)
+def _means(task: dict[str, Any], name: str) -> Floats:
+    each = np.array(task["plans"][name]["rounds"]["iteration_ms"], dtype=np.float64)
+    means: Floats = each.mean(axis=1)
+    return means
 
 
 def ratio(task: dict[str, Any], name: str, base: str, what: str) -> Ratio:
@@ -84,10 +96,18 @@ def same(task: dict[str, Any], one: str, other: str) -> bool:
     return bool(task["plans"][one]["shards"] == task["plans"][other]["shards"])
 
 
+def balanced(task: dict[str, Any], name: str) -> float:
+    """Return a plan's tables' part over itself, if all ranks' kernels took the mean."""
+    rounds = task["plans"][name]["rounds"]["rank_compute_ms"]
+    by_rank = np.median(rounds, axis=0)  # forward and backward of each rank
+    saved = (by_rank.max(axis=0) - by_rank.mean(axis=0)).sum()
+    return float(1 - saved / np.median(times(task, name, EMBEDDING)))
+
+
 def losses_differ(task: dict[str, Any]) -> float:
     """Return the largest relative difference of two plans' first losses."""
     first = [e["rounds"]["losses"][0][0] for e in trained(task).values()]
-    return max(first) / min(first) - 1
+    return float(max(first) / min(first) - 1)
 
 
 def mean_with_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -103,8 +123,9 @@ def figures(tasks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of the summary, for expectations and for the page.
 
     Returns:
-        Planner -> measure -> ratios of all tasks to TorchRec's better plan, predicted
-        ratios, and A/A ratios.
+        Planner -> measure -> ratios of all tasks to TorchRec's better plan, or to the
+        plans of one of its planners. "predicted" has predicted ratios, "equal" those of
+        equal plans.
     """
     found: dict[str, Any] = {name: {} for name in RACERS}
     for name in RACERS:
@@ -112,6 +133,12 @@ def figures(tasks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for what in MEASURES:
             found[name][what] = [ratio(t, name, better(t), what).value for t in there]
         found[name]["predicted"] = [predicted(t, name, better(t)) for t in there]
+        for rival in TORCHREC:
+            found[name][rival] = [
+                ratio(t, name, rival, ITERATION).value
+                for t in there
+                if rival in trained(t)
+            ]
     found["equal"] = {
         what: [ratio(t, AGAIN, BEST_PRACTICE, what).value for t in tasks]
         for what in MEASURES
@@ -204,7 +231,7 @@ def page(data: dict[str, Any]) -> str:
     where, tasks, kept = data["hardware"], data["tasks"], kept_tasks(data)
     found, config, costs = figures(kept), data["config"], data["cost_model"]
     drifted = [t["name"] for t in tasks if t not in kept]
-    parts = [
+    head = [
         f"# Jobs that train: {data['world_size']} ranks of {where['device']} over "
         f"{data['backend']}",
         f"`{data['command']}`, {data['date']}, commit {data['commit']}, "
@@ -212,17 +239,22 @@ def page(data: dict[str, Any]) -> str:
         f"{where['fbgemm']}, torchrec {data['versions']['torchrec']}. Costs: "
         f"{costs['hardware']}; collectives: {costs['comms_source']}.",
         "\n".join(f"- *{name}*: {text}" for name, text in PLANNERS.items()),
+        "Left out because the machine's speed drifted, twice: "
+        f"{', '.join(drifted) or 'no task'}. Repeated: "
+        f"{', '.join(t['name'] for t in kept if t.get('repeated')) or 'no task'}.",
+    ]
+    if not kept:
+        return "\n\n".join(head) + "\n"
+    parts = [
+        *head,
         "## Summary",
         summary_table(kept),
         "Over TorchRec's better plan of each task; below 1 is shorter. Geometric "
         "means, 95 % intervals over tasks in brackets. Equal plans: TorchRec's best "
-        "practice, "
-        "trained twice. A difference of one task is noise below "
+        "practice, trained twice. A difference of one task is noise below "
         f"{smallest(found, ITERATION):.1%} of the iteration and "
         f"{smallest(found, EMBEDDING):.1%} of the tables' part.",
-        "Left out because the machine's speed drifted, twice: "
-        f"{', '.join(drifted) or 'no task'}. Repeated: "
-        f"{', '.join(t['name'] for t in kept if t.get('repeated')) or 'no task'}.",
+        _potential(kept),
         "## Tasks",
         _task_table(tasks),
         f"Ratios are the middle of {config['rounds']} rounds, +- two standard errors. "
@@ -234,7 +266,7 @@ def page(data: dict[str, Any]) -> str:
         f"each model has at most {config['max_gib']} GiB. Freed memory is kept, as in "
         "jobs with a caching allocator.",
     ]
-    if len(kept) > 2:
+    if len(kept) > 2 and all(found[name][ITERATION] for name in RACERS):
         held = {text: check(found) for text, check in EXPECTED.items()}
         lines = [(text, "yes" if yes else "**no**") for text, yes in held.items()]
         parts += [
@@ -248,7 +280,8 @@ def page(data: dict[str, Any]) -> str:
         _phase_table(tasks),
         "Milliseconds, predicted and measured, of the slowest rank in each phase; "
         "collectives from the last rank's arrival to the last rank's end. Measured "
-        "times are medians of rounds, not corrected for the machine's speed.",
+        "times are medians of rounds, not corrected for the machine's speed. Phases of "
+        "bags and of sequences in one model overlap.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -258,40 +291,59 @@ def kept_tasks(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [t for t in data["tasks"] if t["drift"] <= data["most_drift"]]
 
 
-def summary_table(tasks: Sequence[dict[str, Any]]) -> str:
-    """Return the means of all planners, and of equal plans."""
+def summary_table(tasks: Sequence[dict[str, Any]], *, brief: bool = False) -> str:
+    """Return the means of all planners, and of equal plans.
+
+    Args:
+        tasks: Results of the tasks.
+        brief: Whether to leave out the columns about single tasks.
+    """
     found = figures(tasks)
+    columns = {
+        "iteration over TorchRec's better plan": ITERATION,
+        "over its best practice": BEST_PRACTICE,
+        "over all types": ALL_TYPES,
+        "tables' part over the better plan's": EMBEDDING,
+        "predicted": "predicted",
+    }
+    more = ["predicted and measured gain of the tables differ by (median)"]
+    more += ["iterations above 1.02, above 1.05", "worst iteration", "the same plan"]
     rows = []
-    for name, title in RACERS.items():
-        iteration = found[name][ITERATION]
-        cells = [_interval(found[name][what]) for what in (*MEASURES, "predicted")]
-        over = [num_above(found, name, limit) for limit in (1.02, 1.05)]
-        equal = sum(same(t, name, better(t)) for t in tasks if name in trained(t))
-        rows.append(
-            (
-                title,
-                str(len(iteration)),
-                *cells,
-                f"{gap(found, name):.1f} points",
-                f"{over[0]}, {over[1]}",
-                f"{max(iteration):.3f}",
-                str(equal),
-            )
-        )
-    equal_cells = [_interval(found["equal"][what]) for what in MEASURES]
-    count = str(len(found["equal"][ITERATION]))
-    rows.append(("equal plans", count, *equal_cells, *["-"] * 5))
-    head = (
-        "planner | tasks | iteration | tables' part | predicted | predicted and "
-        "measured gain differ by (median) | iterations above 1.02, above 1.05 | worst "
-        "iteration | the same plan"
-    )
-    return table(head, rows)
+    for name, title in {**RACERS, "equal": "equal plans"}.items():
+        own = found[name]
+        count = len(own[ITERATION])
+        if not count:  # not raced
+            continue
+        row = [
+            title,
+            str(count),
+            *(_interval(own.get(c, [])) for c in columns.values()),
+        ]
+        if name in RACERS and not brief:
+            over = [num_above(found, name, limit) for limit in (1.02, 1.05)]
+            equal = sum(same(t, name, better(t)) for t in tasks if name in trained(t))
+            row += [f"{gap(found, name):.1f} points", f"{over[0]}, {over[1]}"]
+            row += [f"{max(own[ITERATION]):.3f}", str(equal)]
+        rows.append(row + ["-"] * (7 + len(more) * (not brief) - len(row)))
+    return table(["planner", "tasks", *columns, *more * (not brief)], rows)
 
 
 def _interval(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
     mean, low, high = mean_with_interval(values)
     return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _potential(tasks: Sequence[dict[str, Any]]) -> str:
+    """Return what perfect balance would gain."""
+    shares = [balanced(t, better(t)) for t in tasks]
+    return (
+        "What balance alone could gain: if all ranks' kernels of TorchRec's better "
+        "plan took the mean of the ranks, the tables' part would be "
+        f"{_interval(shares)} of what it is, and {min(shares):.3f} in the task with "
+        "most to gain."
+    )
 
 
 def _task_table(tasks: Sequence[dict[str, Any]]) -> str:
@@ -301,7 +353,7 @@ def _task_table(tasks: Sequence[dict[str, Any]]) -> str:
         cells = []
         for name in RACERS:
             if name not in trained(task):
-                cells += [task["plans"][name]["failed"], "", ""]
+                cells += [task["plans"].get(name, {}).get("failed", "-"), "", ""]
                 continue
             mark = " =" if same(task, name, base) else ""
             cells += [
@@ -341,8 +393,8 @@ def _prediction_text(tasks: Sequence[dict[str, Any]]) -> str:
     for task in tasks:
         names = [n for n in PLANNERS if n in trained(task)]
         for name in names:
-            real = float(np.median(times(task, name, EMBEDDING)))
-            errors.append(task["plans"][name]["predicted"][EMBEDDING] / real)
+            real_ms = float(np.median(times(task, name, EMBEDDING)))
+            errors.append(task["plans"][name]["predicted"][EMBEDDING] / real_ms)
         for one, other in itertools.combinations(names, 2):
             if same(task, one, other):
                 continue

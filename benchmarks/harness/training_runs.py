@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -169,8 +170,8 @@ def train_in_turn(
     try:
         for name, plan in plans.items():
             trials[name] = _Trial(tables, batches, config, control)
-            if attempt(name, lambda trial, plan=plan: trial.build(plan)) is not None:
-                attempt(name, lambda trial, plan=plan: trial.connect(plan))
+            if attempt(name, methodcaller("build", plan)) is not None:
+                attempt(name, methodcaller("connect", plan))
         for number in range(num_rounds):
             read = _gather(0.0 if reference is None else reference(), control)
             for name in take_turns(list(plans), number):
@@ -272,7 +273,7 @@ class _Trial:
         kept: dict[type[torch.optim.Optimizer], list[nn.Parameter]] = {}
         for path, parameter in named.items():
             table = table_of(path)
-            if table in replicas:
+            if table is not None and table in replicas:
                 kind = OPTIMIZER_CLASSES[by_table[table].optimizer]
             elif table is None and path in dense:
                 kind = torch.optim.SGD
@@ -293,9 +294,10 @@ class _Trial:
         iteration_ms = [self._step() for _ in range(config.iterations)]
         self._enable(True)
         steps = []
-        for _ in range(0 if timer is None else config.phase_iterations):
-            self._step()
-            steps.append(self._take(timer))
+        if timer is not None:
+            for _ in range(config.phase_iterations):
+                self._step()
+                steps.append(self._take(timer))
         losses, self._losses = self._losses, []
         held = [values for _, values, _ in local_tables(self._model)]
         return {

@@ -21,6 +21,7 @@ def test_a_changed_figure_is_found_and_renewed(
     tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [*check_figures.DOCUMENTS, "benchmarks/results/planners_202611.md"]
+    names.append(str(check_figures.at(check_figures.RACE, ".md").relative_to(ROOT)))
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -31,13 +32,19 @@ def test_a_changed_figure_is_found_and_renewed(
     pictures = tmp_path / check_figures.PICTURES.relative_to(ROOT)
     monkeypatch.setattr(check_figures, "ROOT", tmp_path)
     monkeypatch.setattr(check_figures, "PAGES", {results: pictures})
-    readme, wrong = tmp_path / "README.md", "0.62"
-    text = readme.read_text(encoding="utf-8")
-    readme.write_text(text.replace("0.72", wrong), encoding="utf-8")
+    race = tmp_path / check_figures.RACE.relative_to(ROOT)
+    packed = check_figures.at(check_figures.RACE, ".json.xz")
+    shutil.copy(packed, tmp_path / packed.relative_to(ROOT))
+    monkeypatch.setattr(check_figures, "RACE", race)
+    monkeypatch.setattr(check_figures, "PICTURES", pictures)
+    document, wrong = tmp_path / "docs/comparison.md", "0.621"
+    text = document.read_text(encoding="utf-8")
+    document.write_text(text.replace("0.721", wrong), encoding="utf-8")
     with pytest.raises(SystemExit):
         check_figures.main([])
-    assert capsys.readouterr().out == "differs from the data: README.md: planners\n"
+    said = "differs from the data: docs/comparison.md: over-rivals\n"
+    assert capsys.readouterr().out == said
     check_figures.main(["--write"])
-    assert len(list(pictures.glob("*.png"))) == 2
-    assert readme.read_text(encoding="utf-8") == text
+    assert len(list(pictures.glob("*.png"))) == 4
+    assert document.read_text(encoding="utf-8") == text
     assert check_figures.differences() == []

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from harness.models import OPTIMIZER_CLASSES
 from planner_comparison.results import read_results
 from torchrec_neuroshard.measure.store import read_records
 
@@ -113,7 +114,7 @@ def test_kernels_are_timed_and_those_that_fail_say_why(tmp_path: Path) -> None:
     assert set(failed) == {"managed", "LRU 0.05", "LRU 0.2", "LFU 0.2"}
     assert all("needs a GPU" in error for error in failed.values())
     dense = [r for r in rows if r["kind"] == "dense"]
-    variants = {"fused sgd", "no optimizer", "sgd", "adagrad"}
+    variants = {"fused sgd", "no optimizer", *OPTIMIZER_CLASSES}
     for shape in {r["shape"] for r in dense}:
         assert {r["variant"] for r in dense if r["shape"] == shape} == variants
     # The file has these kinds, and there is no time for another one.

@@ -17,6 +17,7 @@ from harness.race_page import (
     DENSE,
     EMBEDDING,
     ITERATION,
+    balanced,
     better,
     page,
     ratio,
@@ -94,15 +95,55 @@ def test_times_are_paired_by_rounds() -> None:
     assert found.value == pytest.approx(0.8) and found.noise == pytest.approx(0.0)
     assert ratio(task, OURS, ALL_TYPES, EMBEDDING).value == pytest.approx(0.75)
     noise = ratio(task, AGAIN, BEST_PRACTICE, ITERATION)
-    assert noise.value == pytest.approx(1.0) and noise.noise == 0.0
+    # Ratios 1, 1.1, 1: halfway between the third and fourth of six means of pairs.
+    assert noise.value == pytest.approx(1.1**0.25)
+
+
+def test_balance_takes_kernels_of_the_mean_rank() -> None:
+    plan = plan_of(100.0, 100.0)
+    kernels = [[10.0, 40.0], [20.0, 20.0]]  # forward and backward of each rank
+    plan["rounds"]["rank_compute_ms"] = [kernels, kernels]
+    task = {"plans": {OURS: plan, DENSE: plan_of(0.0, 0.0)}}
+    assert balanced(task, OURS) == pytest.approx(1 - (5.0 + 10.0) / 100.0)
+
+
+def test_a_page_tells_what_was_not_raced() -> None:
+    rounds = {"phases_ms": [[1.0] * 5] * 2, "rank_compute_ms": [[[1.0, 1.0]] * 2] * 2}
+    plans = {name: plan_of(10.0, 11.0) for name in (OURS, BEST_PRACTICE, AGAIN, DENSE)}
+    for plan in plans.values():
+        plan |= {"shards": {}, "sharding_types": {"table_wise/fused": 1}}
+        plan["predicted"] |= {"phases_ms": dict.fromkeys(PHASES, 1.0)}
+        plan["rounds"] |= {**rounds, "losses": [[0.5, 0.4]] * 2}
+    plans[DENSE] = plan_of(1.0, 1.0)
+    task = {
+        "name": "mlperf-0",
+        "num_tables": 1,
+        "num_cut": 0,
+        "gib": 0.1,
+        "batch_size": 8,
+        "optimizer": "sgd",
+        "drift": 1.0,
+        "plans": plans,
+    }
+    fields = ("hardware", "backend", "command", "date", "commit", "versions", "config")
+    about: dict[str, Any] = dict.fromkeys(fields, "-")
+    about |= {"hardware": dict.fromkeys(("device", "torch", "fbgemm"), "-")}
+    about |= {"versions": {"torchrec": "-"}, "world_size": 2, "minutes": 1.0}
+    about |= {"cost_model": {"hardware": "-", "comms_source": "-"}, "most_drift": 1.3}
+    settings = {"rounds": 2, "iterations": 2, "phase_iterations": 1, "max_gib": 1.0}
+    text = page({**about, "config": settings, "tasks": [task]})
+    assert "| this planner | 1 | 1.000" in text
+    assert "| this planner, calibrated |" not in text
+    drifted = page({**about, "config": settings, "tasks": [{**task, "drift": 2.0}]})
+    assert "drifted, twice: mlperf-0" in drifted and "## Summary" not in drifted
 
 
 def test_noise_is_two_standard_errors() -> None:
     rng = np.random.default_rng(0)
-    many = np.exp(rng.normal(0.0, 0.05, 10_000))
-    plans = {OURS: plan_of(*many), BEST_PRACTICE: plan_of(*np.ones(10_000))}
+    many = np.exp(rng.normal(0.0, 0.05, 1_000))
+    plans = {OURS: plan_of(*many), BEST_PRACTICE: plan_of(*np.ones(1_000))}
     found = ratio({"plans": plans}, OURS, BEST_PRACTICE, ITERATION)
-    assert found.noise == pytest.approx(2 * 1.253 * 0.05 / math.sqrt(10_000), rel=0.05)
+    assert found.noise == pytest.approx(2 * 1.023 * 0.05 / math.sqrt(1_000), rel=0.1)
 
 
 def test_a_drifting_machine_is_seen() -> None:
