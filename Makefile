@@ -104,15 +104,16 @@ reproduced/measured_%:
 # And the collectives that belong to it.
 reproduced/measured_%/comms.json: | reproduced/measured_%
 	$(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
-	-m torchrec_neuroshard collect comms --backend gloo --num-samples 250 \
-	--max-bytes 268435456 --seconds 120 --out $(@D)/comms.jsonl
+	-m torchrec_neuroshard collect comms --backend gloo \
+	--num-samples $(if $(TENTH),100,250) --seconds 120 --max-bytes 268435456 --out $(@D)/comms.jsonl
 	$(BIN)/neuroshard train $(@D)/comms.jsonl --out $(@D)
 
 MEASURED := reproduced/measured_$(if $(TENTH),100,300)
 race: $(STAMP) $(MEASURED)/comms.json
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
 	benchmarks/race_plans.py --cost-model $(MEASURED) --out reproduced/race \
-	$(if $(TABLES),--tables "$(TABLES)") $(if $(TENTH),--num-tasks 2) $(RACE_ARGS)
+	$(if $(TABLES),--tables "$(TABLES)") \
+	$(if $(TENTH),--num-tasks 2 --rounds 20) $(RACE_ARGS)
 
 ifdef TENTH
 REPRODUCE_BUNDLES := reproduced/measured_100

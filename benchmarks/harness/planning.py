@@ -129,11 +129,6 @@ class PlanningDesk:
         options = judge.placed_options(plan, self.model(), sharders())
         return judge.costs.placed(options).predicted
 
-    @property
-    def nominal_reference_ms(self) -> float:
-        """Time of the reference set on the cost model's machine [ms]; 0: unknown."""
-        return float(getattr(self._cost_model, "reference_ms", 0.0))
-
 
 def predicted_phases(predicted: PredictedCosts) -> dict[str, float]:
     """Return the time of each phase over all ranks and stages [ms]."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import logging
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -159,57 +158,6 @@ class SpeedReference:
         return statistics.median(
             self._reference.run() for _ in range(_REFERENCE_PASSES)
         )
-
-    def slowdown(self, forward_and_backward: Sequence[float]) -> float:
-        """Return the reference's expected slowdown if all ranks run it at once.
-
-        Args:
-            forward_and_backward: `CommsModel.compute_slowdown` of kernels.
-        """
-        if self._reference is None:
-            return 1.0
-        passes = [self._reference.run_phases() for _ in range(20)]
-        forward, backward = map(statistics.median, zip(*passes, strict=True))
-        slow_forward, slow_backward = map(float, forward_and_backward)
-        total = forward * slow_forward + backward * slow_backward
-        return float(total / (forward + backward))
-
-
-def machine_speeds(
-    plans: Sequence[Sequence[Mapping[str, Any]]], nominal_ms: float
-) -> list[float]:
-    """Return the machine's speed in each round, relative to the cost model's machine.
-
-    The reference can jump by a fifth between two trials whose own times do not change.
-    A round therefore has one speed, the median over its trials and ranks.
-
-    Args:
-        plans: Results of each plan's trials, one for each round; those of plans that
-            failed end early.
-        nominal_ms: Expected time of the reference on all ranks at once. 0: unknown, and
-            every speed is 1.
-    """
-    read = [
-        statistics.median(ms for r in rounds if r for ms in r["reference_ms"])
-        for rounds in itertools.zip_longest(*plans)
-    ]
-    return [nominal_ms / ms if nominal_ms and ms else 1.0 for ms in read]
-
-
-def scaled_median(
-    rounds: Sequence[dict[str, Any]],
-    speeds: Sequence[float],
-    take: Callable[[dict[str, Any]], Sequence[float]],
-) -> float:
-    """Return the median time over all rounds, in the cost model's milliseconds.
-
-    Args:
-        rounds: Rounds of one plan.
-        speeds: Speed of each round, from `machine_speeds`.
-        take: Returns the wall-clock times of a round.
-    """
-    pairs = zip(rounds, speeds, strict=False)
-    return float(statistics.median(ms * s for r, s in pairs for ms in take(r)))
 
 
 def run_on_ranks(

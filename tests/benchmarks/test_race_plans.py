@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import race_plans
-from harness.planning import ALL_TYPES, BEST_PRACTICE, CALIBRATED, OURS
+from harness.planning import ALL_TYPES, BEST_PRACTICE, CALIBRATED, OURS, PLANNERS
 from harness.race_page import (
     AGAIN,
     DENSE,
@@ -49,7 +49,7 @@ def test_all_plans_train_the_same_model(tmp_path: Path) -> None:
     for task in data["tasks"]:
         assert summary(task) in out
         plans = task["plans"]
-        assert list(plans) == [*race_plans.PLANNERS, AGAIN, DENSE]
+        assert list(plans) == [*PLANNERS, AGAIN, DENSE]
         for name, entry in plans.items():
             if "failed" in entry:  # TorchRec's replicated sequences do not train
                 assert (task["name"], name) == ("sequences-2", ALL_TYPES)
