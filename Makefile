@@ -9,7 +9,7 @@
 # make demo     set up what is missing, train TorchRec's plan and ours in turn
 #               (DEMO_ARGS=...)
 # make race     measure this machine, train plans of 20 models in turn: an hour
-#               (TABLES=real_tables.json TENTH=yes: 2 models, 10 minutes)
+#               (TABLES=real_tables.json TENTH=yes: 2 models, 6 minutes)
 # make docs     build the documentation in site/; warnings are errors
 # make reproduce    calibrate this machine, compare every planner on 40 tasks: 75 minutes
 #               (TABLES=real_tables.json TENTH=yes: a tenth of it, 10 minutes)
