@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from harness.models import SEQUENCES
 from harness.pages import table
 from harness.planning import (
     ALL_TYPES,
@@ -21,6 +22,7 @@ from harness.planning import (
     PLANNERS,
     TORCHREC,
 )
+from harness.race_tasks import family_of
 from torchrec_neuroshard.costs.simulator import PHASES
 
 Floats = npt.NDArray[np.float64]
@@ -254,6 +256,7 @@ def page(data: dict[str, Any]) -> str:
         "practice, trained twice. A difference of one task is noise below "
         f"{smallest(found, ITERATION):.1%} of the iteration and "
         f"{smallest(found, EMBEDDING):.1%} of the tables' part.",
+        _families(kept),
         _potential(kept),
         "## Tasks",
         _task_table(tasks),
@@ -333,6 +336,23 @@ def _interval(values: Sequence[float]) -> str:
         return "-"
     mean, low, high = mean_with_interval(values)
     return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _families(tasks: Sequence[dict[str, Any]]) -> str:
+    """Return each planner's mean iteration by family, and without sequences."""
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for task in tasks:
+        family = family_of(task["name"])
+        parts.setdefault(family, []).append(task)
+        if family != SEQUENCES:
+            parts.setdefault(f"all but {SEQUENCES}", []).append(task)
+    rows = []
+    for family, own in sorted(parts.items()):
+        found = figures(own)
+        cells = [_interval(found[name][ITERATION]) for name in RACERS]
+        rows.append((family, str(len(own)), *cells))
+    head = [f"{title}: iteration" for title in RACERS.values()]
+    return table(["family", "tasks", *head], rows)
 
 
 def _potential(tasks: Sequence[dict[str, Any]]) -> str:

@@ -39,14 +39,14 @@ class Task:
     """Tables that lost rows."""
 
     @property
-    def family(self) -> str:
-        """The name without its number."""
-        return self.name.partition("-")[0]
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of weights and optimizer state."""
         return sum(t.weight_bytes + _STATE_BYTES[t.optimizer](t) for t in self.tables)
+
+
+def family_of(name: str) -> str:
+    """Return a task's name without its number."""
+    return name.partition("-")[0]
 
 
 def make_tasks(path: Path | None, seed: int, most_bytes: int) -> list[Task]:

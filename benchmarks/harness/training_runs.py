@@ -89,11 +89,6 @@ class TrialResult:
     """Loss of every iteration since the last round, averaged over the ranks."""
     weight_bytes: tuple[int, ...]
     """Bytes of the tables on each rank."""
-    peak_bytes: tuple[int, ...]
-    """Peak memory of each rank's GPU with the models of all plans; 0 on a CPU, where it
-    is not counted."""
-    num_kernels: tuple[int, ...]
-    """Number of fused kernels on each rank."""
     reference_ms: tuple[float, ...]
     """Time of the reference set on each rank in this round; 0 without one."""
 
@@ -225,8 +220,6 @@ class _Trial:
 
     def build(self, plan: ShardingPlan | None) -> None:
         """Shard the model and write its first weights."""
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
         if plan is None:
             self._model = DenseLayers(self._tables, self._device)
             return
@@ -305,8 +298,6 @@ class _Trial:
             "steps": steps,
             "losses": [float(loss) for loss in losses],
             "weight_bytes": sum(v.numel() * v.element_size() for v in held),
-            "peak_bytes": self._peak_bytes(),
-            "num_kernels": 0 if timer is None else timer.num_kernels,
         }
 
     def _enable(self, enabled: bool) -> None:
@@ -321,11 +312,6 @@ class _Trial:
             end = (self._step_end, self._step_end)
             spans["bwd_compute"] = [*spans["bwd_compute"], end]
         return [*others, replace(last, spans=spans)]
-
-    def _peak_bytes(self) -> int:
-        if not self._on_gpu:
-            return 0
-        return int(torch.cuda.max_memory_allocated(self._device))
 
     def _step(self) -> float:
         """Run one iteration and return its time [ms]."""
@@ -392,7 +378,5 @@ def _summarise(
         },
         losses=tuple(sum(row) / len(row) for row in losses),
         weight_bytes=each("weight_bytes"),
-        peak_bytes=each("peak_bytes"),
-        num_kernels=each("num_kernels"),
         reference_ms=tuple(reference_ms),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -109,19 +110,24 @@ def time_by_events() -> dict[str, Any]:
     return found
 
 
-def train_two_collections() -> dict[str, Any]:
-    sharded, planner = shard()
+def train(sharded: Any, features: Sequence[str]) -> dict[str, Any]:
+    """The timed phases of some steps, and when each began and ended."""
     timer = PhaseTimer(sharded, CPU)
     steps = []
     for step in range(NUM_STEPS):
-        ids = draw_batch(["f0", "f1", "f2", "f3"], BATCH, 50, step)
+        ids = draw_batch(features, BATCH, 50, step)
         dist.barrier()
         start = time.perf_counter()
         sharded(ids).backward()
         end = time.perf_counter()
         modules = [dataclasses.asdict(t) for t in timer.take()]
         steps.append({"start": start, "end": end, "modules": modules})
-    found = {"steps": steps, "num_kernels": timer.num_kernels}
+    return {"steps": steps, "num_kernels": timer.num_kernels}
+
+
+def train_two_collections() -> dict[str, Any]:
+    sharded, planner = shard()
+    found = train(sharded, ["f0", "f1", "f2", "f3"])
     task, result = planner.last_task, planner.last_result
     if task is not None and result is not None:
         found |= {
@@ -151,18 +157,8 @@ def train_sequences() -> dict[str, Any]:
     planner = make_planner(batch_size=BATCH, constraints=kinds)
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
     sharded = DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
-    timer = PhaseTimer(sharded, CPU)
-    steps = []
-    for step in range(NUM_STEPS):
-        ids = draw_batch(["sf0", "sf1"], BATCH, 50, step)
-        dist.barrier()
-        start = time.perf_counter()
-        sharded(ids).backward()
-        end = time.perf_counter()
-        modules = [dataclasses.asdict(t) for t in timer.take()]
-        steps.append({"start": start, "end": end, "modules": modules})
     holder = plan.plan["items"]["s0"].ranks
-    return {"steps": steps, "num_kernels": timer.num_kernels, "holder": holder}
+    return {**train(sharded, ["sf0", "sf1"]), "holder": holder}
 
 
 def rank_jobs(num_nodes: int, _: int, __: Path) -> Jobs:
