@@ -20,14 +20,14 @@ from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCos
 RANKS, ROWS, BATCH, LENGTH = 4, 4_000, 400, 20
 LOOKUPS = BATCH * LENGTH
 LAUNCH, LOOKUP = 0.5, 1_000.0
-RNG = np.random.default_rng(5)
 
 
 def profile_of(share: float, hot: int = 0) -> FeatureProfile:
     """A batch in which one id has a share of the lookups, and all others the rest."""
-    ids = RNG.integers(0, ROWS, LOOKUPS)
+    rng = np.random.default_rng(5)
+    ids = rng.integers(0, ROWS, LOOKUPS)
     ids[: round(share * LOOKUPS)] = hot
-    return profile_ids(RNG.permutation(ids), np.full(BATCH, LENGTH))
+    return profile_ids(rng.permutation(ids), np.full(BATCH, LENGTH))
 
 
 def table_of(profile: FeatureProfile, name: str = "t0", **fields: Any) -> TableConfig:

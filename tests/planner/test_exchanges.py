@@ -278,14 +278,14 @@ def test_few_samples_make_few_outputs() -> None:
 
 
 RANKS, ROWS, PER_RANK, LENGTH = 4, 100_000, 64, 50
-RNG = np.random.default_rng(7)
 
 
 def profile_of(share: float, hot: int = 0, rows: int = ROWS) -> FeatureProfile:
     """A batch of all ranks in which one id has a share of the lookups."""
-    ids = RNG.integers(0, rows, RANKS * PER_RANK * LENGTH)
+    rng = np.random.default_rng(7)
+    ids = rng.integers(0, rows, RANKS * PER_RANK * LENGTH)
     ids[: round(share * len(ids))] = hot
-    return profile_ids(RNG.permutation(ids), np.full(RANKS * PER_RANK, LENGTH))
+    return profile_ids(rng.permutation(ids), np.full(RANKS * PER_RANK, LENGTH))
 
 
 def planner_of(profiles: dict[str, FeatureProfile], *kinds: str, **fields: Any) -> Any:

@@ -25,16 +25,16 @@ from torchrec_neuroshard.tables.profile import (
 from torchrec_neuroshard.tables.table import TableConfig, is_skewed, row_shard
 
 Ints = npt.NDArray[np.int64]
-RNG = np.random.default_rng(3)
 ROWS, BATCH, LENGTH = 10_000, 400, 50
 """Rows are not a multiple of the ranges' size."""
 
 
 def padded_ids(share: float, rows: int = ROWS, hot: int = 0) -> Ints:
     """Ids of a batch, spread evenly except for one that stands for padding."""
-    ids = RNG.integers(0, rows, BATCH * LENGTH)
+    rng = np.random.default_rng(3)
+    ids = rng.integers(0, rows, BATCH * LENGTH)
     ids[: round(share * len(ids))] = hot
-    return RNG.permutation(ids)
+    return rng.permutation(ids)
 
 
 def profiled(ids: Ints) -> FeatureProfile:
@@ -77,7 +77,8 @@ def block(table: TableConfig, num_ranks: int) -> list[TableConfig]:
 
 @pytest.mark.parametrize("largest", [0, 1, 255, 256, 257, 9_999, 2**62])
 def test_counts_by_range_and_of_frequent_ids_are_exact(largest: int) -> None:
-    ids = np.append(RNG.integers(0, largest, 5_000, endpoint=True), largest)
+    rng = np.random.default_rng(3)
+    ids = np.append(rng.integers(0, largest, 5_000, endpoint=True), largest)
     ids[:900], ids[900:1500] = largest, largest // 3
     found = hot_rows(profile_ids(ids, np.ones(len(ids), dtype=np.int64)))
     size = found.range_size
@@ -93,7 +94,8 @@ def test_counts_by_range_and_of_frequent_ids_are_exact(largest: int) -> None:
 
 
 def test_batches_of_model_input_are_counted_together() -> None:
-    every = [RNG.integers(0, 3_000, 60) for _ in range(3)]
+    rng = np.random.default_rng(3)
+    every = [rng.integers(0, 3_000, 60) for _ in range(3)]
     every[1][:40] = 0
     batches = [
         KeyedJaggedTensor(
@@ -238,7 +240,8 @@ def test_rows_that_no_id_reaches_are_not_looked_up(seed: int) -> None:
 
 
 def test_distinct_ids_are_at_most_the_rows() -> None:
-    ids = np.append(RNG.integers(0, 100, 15_000), RNG.integers(0, ROWS, 5_000))
+    rng = np.random.default_rng(3)
+    ids = np.append(rng.integers(0, 100, 15_000), rng.integers(0, ROWS, 5_000))
     for shard in block(table_of(ids), 64):
         assert shard.profile is not None
         assert shard.profile.num_distinct <= shard.num_embeddings * (1 + 1e-9)
@@ -270,7 +273,7 @@ def test_only_more_than_chance_is_skewed() -> None:
     assert is_skewed(table_of(padded_ids(0.62)), part, BATCH)
     assert is_skewed(table_of(padded_ids(0.62, hot=ROWS - 1)), part, BATCH)
     assert not is_skewed(table_of(padded_ids(0.0)), part, BATCH)
-    few = RNG.integers(0, ROWS, 50)  # some shards get 10, some 4
+    few = np.random.default_rng(3).integers(0, ROWS, 50)  # some shards get 10, some 4
     assert not is_skewed(table_of(np.tile(few, 8)[:BATCH]), part, 50)
     assert not is_skewed(table_of(padded_ids(0.62)), ROWS, BATCH), "one part"
     assert not is_skewed(dataclasses.replace(table_of(few), profile=None), part, 50)
