@@ -143,6 +143,11 @@ def test_ranks_in_different_stages_work_side_by_side() -> None:
     # A module copies the outputs of two stages into one tensor.
     joined_ms = second.reorder_ms[0]
     assert joined_ms > 0 and first.reorder_ms == (0.0, 0.0)
+    on_cpu = simulator(groups=(0, 1, 1), stages=(0, 1))
+    on_cpu.cost_model.join = (1.0, 0.5)
+    on_cpu = Simulator(on_cpu.task, on_cpu.cost_model, on_cpu.comms_model)
+    _, second = on_cpu.evaluate(placement).stages
+    assert second.reorder_ms[0] == joined_ms / 2
     # Forward passes of two modules add up, backward passes overlap.
     modules = simulator(groups=(0, 1, 1), stages=(0, 1), modules=(0, 1))
     assert modules.evaluate(placement).critical_path_ms == pytest.approx(
@@ -246,9 +251,10 @@ def test_every_device_needs_time_to_reorder_columns(device: str) -> None:
 
 
 class CountedKernels(AnalyticCostModel):
-    """A millisecond an id to bucketise, 3 a bag to move, 1e-3 a byte to reorder."""
+    """A millisecond an id to bucketise, 7 a bag and rank, 3 a bag to move, 1e-3 a byte
+    to reorder."""
 
-    ids = IdKernels(pooled_ns=1e6, sequence_ns=5e6, permute_bag_ns=3e6)
+    ids = IdKernels(pooled_ns=1e6, sequence_ns=5e6, rank_bag_ns=7e6, permute_bag_ns=3e6)
 
     def column_order(self, bytes_N: Floats) -> Floats:
         return np.stack([bytes_N * 1e-3, bytes_N * 2e-3], axis=-1)
@@ -297,9 +303,9 @@ def test_kernels_beside_lookups_by_hand() -> None:
 
     free = costs(AnalyticCostModel(), has_copies=True)
     measured = costs(CountedKernels(), has_copies=True) - free
-    # Each rank sorts half of 256 ids; nothing else is added.
+    # Each rank sorts half of 256 ids in 64 bags, for two ranks; nothing else is added.
     bucketised = np.zeros((3, 2, 5))
-    bucketised[0, :, 1] = 128
+    bucketised[0, :, 1] = 128 + 7 * 64 * 2
     assert measured == pytest.approx(bucketised)
     # 128 bags arrive per shard; 32 samples of a rank have 16 columns.
     copied = bucketised.copy()
@@ -329,5 +335,6 @@ def test_ids_of_sequences_and_of_hot_rows_by_hand() -> None:
         for model in (CountedKernels(), AnalyticCostModel()):
             [stage] = Simulator(task, model, comms).evaluate(placement).stages
             sums.append(np.array([r.fwd_compute for r in stage.ranks]))
-        # 128 own ids, and 256 bags that arrive.
-        assert sums[0] - sums[1] == pytest.approx([sorted_ms * 128 + 3 * 256] * 2)
+        # 128 own ids in 128 own bags, for two ranks, and 256 bags that arrive.
+        expected = sorted_ms * 128 + 7 * 128 * 2 + 3 * 256
+        assert sums[0] - sums[1] == pytest.approx([expected] * 2)

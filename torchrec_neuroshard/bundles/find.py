@@ -25,7 +25,12 @@ from torchrec_neuroshard.hardware.devices import (
     current_device_name,
     is_accelerator,
 )
-from torchrec_neuroshard.models.base import CPU_IDS, CommsModel, CostModel
+from torchrec_neuroshard.models.base import (
+    CPU_IDS,
+    CPU_JOIN,
+    CommsModel,
+    CostModel,
+)
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.estimate_error import EstimateError
@@ -383,7 +388,7 @@ def physical_estimate(
     shown = card.title if card else device or absent
     if not is_accelerator(device_type):
         estimate = PhysicalCostModel(_CPU_CONSTANTS, name="physical", hardware=shown)
-        estimate.ids = CPU_IDS
+        estimate.ids, estimate.join = CPU_IDS, CPU_JOIN
         return estimate
     constants = card_constants(card) if card else PhysicalConstants()
     constants = dataclasses.replace(

@@ -409,6 +409,7 @@ class Simulator:
         ids = cost_model.ids
         bucketise_ns_T = np.where(self.pooled_T, ids.pooled_ns, ids.sequence_ns)
         self._bucketise_ms_T = 1e-6 * bucketise_ns_T * splits_rows_T
+        self._rank_bags_ms_T = 1e-6 * ids.rank_bag_ns * splits_rows_T
         self._prepares_T = self._bucketise_ms_T > 0
         if not comms_model.has_copies and ids.permute_bag_ns:
             self._prepares_T |= ~replicated_T
@@ -440,8 +441,10 @@ class Simulator:
             outputs = task.tables[first].num_outputs * self.pooled_T[first]
             columns_M[module] += self.dims_T[first] * outputs
         samples = task.batch_size / task.world_size
-        copied_M = 2 * OUTPUT_BYTES_PER_VALUE * samples * columns_M
-        ms_M: Floats = copied_M * self.encoder.stream_ms + self.encoder.launch_ms[0]
+        passes, launches = self.cost_model.join
+        copied_M = passes * OUTPUT_BYTES_PER_VALUE * samples * columns_M
+        launch_ms = launches * self.encoder.launch_ms[0]
+        ms_M: Floats = copied_M * self.encoder.stream_ms + launch_ms
         return np.where(columns_M > 0, ms_M, 0.0)
 
     def _group_stages(
@@ -522,8 +525,8 @@ class Simulator:
         """Predict the preparation of shards' ids, `N` [ms].
 
         A rank bucketises the ids of its own samples, on average as many as a shard
-        gets. Received ids are moved from the order of the ranks to that of the tables;
-        measured collectives include that.
+        gets, and counts them by rank for each of its bags. Received ids are moved from
+        the order of the ranks to that of the tables; measured collectives include that.
 
         Args:
             table_N: Tables.
@@ -533,9 +536,10 @@ class Simulator:
         """
         lookups_N = self._num_lookups_T[table_N]
         own_N, num_ids_N = lookups_N * rows_share_N, lookups_N * share_N
+        num_bags_N = self.length_bytes_T[table_N] / _LENGTH_BYTES
         ms_N = own_N * self._bucketise_ms_T[table_N]
+        ms_N += num_bags_N * self._rank_bags_ms_T[table_N]
         if not self.comms_model.has_copies:
-            num_bags_N = self.length_bytes_T[table_N] / _LENGTH_BYTES
             ms_N += np.maximum(
                 num_bags_N * self.cost_model.ids.permute_bag_ns * 1e-6,
                 num_ids_N * 2 * _ID_BYTES * self.encoder.stream_ms,

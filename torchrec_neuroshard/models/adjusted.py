@@ -34,7 +34,8 @@ class AdjustedCostModel(CostModel):
         self.name, self.hardware = alone.name, alone.hardware
         self.source, self.error = alone.source, alone.error
         self.measured_error = alone.measured_error
-        self.reference_ms, self.ids = alone.reference_ms, alone.ids
+        self.reference_ms = alone.reference_ms
+        self.ids, self.join = alone.ids, alone.join
         self.measures_sequences = alone.measures_sequences
         self.sequence_error = alone.sequence_error
         self._kernels_22 = kernels_22

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -52,18 +52,32 @@ class IdKernels:
     bag by rank."""
     sequence_ns: float
     """The same if ids of one rank stay in their order, for tables of sequences."""
+    rank_bag_ns: float
+    """Counting the ids of one bag for one rank, of the tables that are split by rows.
+    """
     permute_bag_ns: float
     """Moving one bag of received ids to its table's place; moving its ids takes two
     sequential passes, if that is longer."""
 
+    def times(self, factor: float) -> IdKernels:
+        """Return the times of a device that takes so many times as long."""
+        return IdKernels(*(factor * ns for ns in astuple(self)))
 
-GPU_IDS = IdKernels(0.103, 0.79, 0.39)
+
+GPU_IDS = IdKernels(0.103, 0.79, 0.0, 0.39)
 """Published timings. FBGEMM's pull request 2346 has `block_bucketize_sparse_features`
 of 49 million ids on an unnamed GPU of 2024: 5.08 ms for bags, 38.9 with the kernel that
 sequences still use. In a profile of an A100, `permute_2D_sparse_data` of 1.0 million
 bags with 15.8 million ids takes 388 us."""
-CPU_IDS = IdKernels(22.0, 22.0, 5.0)
-"""Of one core of an EPYC (25/1): 20 to 27 ns an id, 4 to 9 ns a bag."""
+CPU_IDS = IdKernels(8.0, 8.4, 3.3, 4.6)
+"""Of one core of an Intel Xeon (6/106), whose reference takes `CPU_IDS_REFERENCE_MS`.
+70 cases were measured (`benchmarks/data/ids_xeon.parquet`); the fit is 13 % off (mean).
+"""
+CPU_IDS_REFERENCE_MS = 3.757
+CPU_JOIN = (1.3, 0.0)
+"""`CostModel.join` of CPUs. On the same core, a copy of 16 MiB takes 0.65 times as long
+as reordering as many bytes in parts of 128 columns; `stream_byte_ms` is of reorderings.
+"""
 
 
 class CostModel(ABC):
@@ -96,6 +110,9 @@ class CostModel(ABC):
     """Origin and error of lookups of sequences, if they were not measured."""
     ids: IdKernels = GPU_IDS
     """Kernels that prepare ids. No bundle has measured them."""
+    join: tuple[float, float] = (2.0, 1.0)
+    """Sequential passes and launches that it takes to join the outputs of several
+    stages. No bundle has measured it."""
 
     @property
     def additive(self) -> npt.NDArray[np.float64] | None:

@@ -8,7 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.errors import FeatureSchemaError
-from torchrec_neuroshard.models.base import CPU_IDS, CostModel, RangeWarning
+from torchrec_neuroshard.models.base import (
+    CPU_IDS,
+    CPU_IDS_REFERENCE_MS,
+    CPU_JOIN,
+    CostModel,
+    RangeWarning,
+)
 from torchrec_neuroshard.models.card_physics import PhysicalConstants, host_memory_ms
 from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.models.network import NetworkArrays, SetCostNetwork
@@ -72,7 +78,8 @@ class NeuralCostModel(CostModel):
         self._order_P3 = np.array(rows, dtype=np.float64).reshape(-1, 3)
         self.reference_ms = reference_ms
         if reference_ms:
-            self.ids = CPU_IDS
+            slower = (reference_ms / CPU_IDS_REFERENCE_MS) ** SCALE_POWER
+            self.ids, self.join = CPU_IDS.times(slower), CPU_JOIN
         self.network = network.eval()
         self._arrays = NetworkArrays(network)
         if sequences is None and reference_ms:  # a CPU

@@ -94,13 +94,11 @@ def kernel_factors(option: ShardingOption, reader: TableReader) -> KernelFactors
     """
     topology = reader.topology
     if is_dense(option):
-        if topology.compute_device == "cpu":
-            return replace(
-                _CPU_DENSE, passes=_CPU_PASSES[reader.table(option).optimizer]
-            )
-        slowness = _slowness(option, topology)
-        passes = DP_ELEMENTWISE_KERNELS_PERF_FACTOR * slowness
-        return KernelFactors(forward=slowness, backward=slowness, passes=passes)
+        on_cpu = topology.compute_device == "cpu"
+        return dense_factors(
+            reader.table(option).optimizer,
+            None if on_cpu else _slowness(option, topology),
+        )
     if option.compute_kernel in OFFLOADED_KERNELS:
         _bandwidth(option, topology, option.compute_kernel)  # raises if there is none
         missed, link = _missed(option, reader), topology.hbm_to_ddr_mem_bw
@@ -115,6 +113,20 @@ def kernel_factors(option: ShardingOption, reader: TableReader) -> KernelFactors
         slowness = _slowness(option, topology)
         return KernelFactors(forward=slowness, backward=slowness)
     return None
+
+
+def dense_factors(optimizer: str, slowness: float | None) -> KernelFactors:
+    """Return the factors of replicated tables.
+
+    Args:
+        optimizer: As in `TableConfig.optimizer`.
+        slowness: How much slower than the fused kernel TorchRec estimates this kernel
+            on a GPU. None: a CPU, of which kernels were measured.
+    """
+    if slowness is None:
+        return replace(_CPU_DENSE, passes=_CPU_PASSES[optimizer])
+    passes = DP_ELEMENTWISE_KERNELS_PERF_FACTOR * slowness
+    return KernelFactors(forward=slowness, backward=slowness, passes=passes)
 
 
 def priced_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:

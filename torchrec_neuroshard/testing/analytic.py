@@ -20,7 +20,7 @@ class AnalyticCostModel(CostModel):
     name = "analytic"
     hardware = "none"
     source = "analytic"
-    ids = IdKernels(0.0, 0.0, 0.0)
+    ids = IdKernels(0.0, 0.0, 0.0, 0.0)
 
     def __init__(
         self, launch_ms: float = 0.01, lookup_ns: float = 1.0, byte_ns: float = 0.1
