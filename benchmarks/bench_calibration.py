@@ -20,7 +20,6 @@ import functools
 import itertools
 import logging
 import math
-import statistics
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,13 +29,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torchrec.distributed.planner.constants import DDR_MEM_BW
 
 from harness.options import add_option
 from harness.pages import table, write_page
 from harness.provenance import describe_run
 from planner_comparison.clusters import CLUSTERS, cluster_of
-from planner_comparison.kernels import KernelSettings, KernelTimer, kernels_of
+from planner_comparison.kernels import (
+    KernelSettings,
+    KernelTimer,
+    copy_gb_per_s,
+    kernels_of,
+)
 from planner_comparison.paired import ALL_TYPES, BEST_PRACTICE, OURS, POWER
 from planner_comparison.planning import ask
 from planner_comparison.plans import ROW_TYPES, RunPlan, Times, predict_kernels
@@ -57,7 +60,6 @@ TRAITS = (
 )
 """What the errors of ranks are compared with."""
 _PLAN_SECONDS = 60.0
-_COPIED_BYTES, _COPIES = 2**28, 5
 
 Data = Mapping[str, Any]
 Floats = npt.NDArray[np.float64]
@@ -103,17 +105,6 @@ def draw_tasks(options: argparse.Namespace) -> Iterator[tuple[str, Task]]:
             cluster = cluster_of(task.world_size).name
             name = f"seed {seed}, batch {batch:,}"
             yield name, dataclasses.replace(task, cluster=cluster)
-
-
-def copy_gb_per_s() -> float:
-    """Return the memory bandwidth of one thread in a large copy [GB/s]."""
-    source = torch.ones(_COPIED_BYTES, dtype=torch.int8)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(_COPIES):
-        start = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - start)
-    return 2e-9 * _COPIED_BYTES / statistics.median(seconds)
 
 
 class Judge:
@@ -188,12 +179,10 @@ class Judge:
     def _plan(self, task: Task) -> dict[str, RunPlan]:
         """Return planner -> plan: ours by the names of bundles, then TorchRec's."""
         ours, *stock = self._rivals
-        # Our planner does not need to know the bandwidth of memory. TorchRec's does.
-        faster = self._gb_per_s * 1e6 / DDR_MEM_BW
-        told = dataclasses.replace(task, kernels_faster=faster)
+        task = dataclasses.replace(task, memory_gb_per_s=self._gb_per_s)
         asked = {name: (ours, task, self._costs(name, task)) for name in self._bundles}
         any_costs = self._costs(next(iter(asked)), task)
-        asked |= {rival.name: (rival, told, any_costs) for rival in stock}
+        asked |= {rival.name: (rival, task, any_costs) for rival in stock}
         outcomes = {n: ask(*given, "cpu", _PLAN_SECONDS) for n, given in asked.items()}
         for name, outcome in outcomes.items():
             if outcome.plan is None:

@@ -63,7 +63,7 @@ DOCUMENTS = (
 _PART = re.compile(r"(<!-- computed: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.S)
 _RIVALS: Mapping[str, str | None] = {
     "TorchRec, best practice": paired.BEST_PRACTICE,
-    "TorchRec, all sharding types": paired.ALL_TYPES,
+    "TorchRec, all sharding types": paired.SPLIT_TYPES,
     "the shortest of TorchRec's plans": None,
     "NeuroShard's loops on our costs": paired.PAPER,
     "NeuroShard's loops on its own nets": paired.PAPER_NETS,

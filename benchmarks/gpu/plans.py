@@ -268,7 +268,7 @@ class Kernels:
         return task.name in self._timed["passes"]
 
     def add(self, task: Task, plans: Sequence[RunPlan]) -> Times:
-        """Append the sets of a task. Reordered columns are no sets.
+        """Append the sets of a task. Replicas and copies of outputs are no sets.
 
         Args:
             task: The task.
@@ -286,7 +286,7 @@ class Kernels:
         times = median_times(passes, self._timed["reference_ms"])
         self._numbers.clear()
         for kernel, found in passes.items():
-            if not isinstance(kernel, KernelSet):
+            if not isinstance(kernel, KernelSet) or kernel.replicated:
                 continue
             first = dataclasses.replace(kernel, copy=0)
             index = len(self._store.records)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from harness.charts import DOTS, THEMES, chart_paths, save
 from planner_comparison import page, paired
-from planner_comparison.paired import ALL_TYPES, BEST_PRACTICE, OURS
+from planner_comparison.paired import BEST_PRACTICE, OURS, SPLIT_TYPES
 
 _INCHES = (10.0, 4.2)
 _LETTER, _LINE, _DOT = 0.0145, 0.042, 0.022
@@ -117,7 +117,7 @@ def _draw_families(
 ) -> None:
     bars = {
         "this planner": (OURS, "ours"),
-        "TorchRec, all types": (ALL_TYPES, "torchrec"),
+        "TorchRec, all types": (SPLIT_TYPES, "torchrec"),
     }
     groups = page.families(view)
     height = 0.8 / len(bars)

@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import random
 import statistics
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,12 +24,16 @@ import torch
 
 from planner_comparison.plans import (
     ColumnOrder,
+    IdSplit,
+    Join,
     Kernel,
     KernelSet,
     RunPlan,
     Times,
     with_profiles,
 )
+from rank_kernels.exchanges import bucketize_passes, repeat
+from rank_kernels.tables import replica_passes
 from torchrec_neuroshard.measure.clock import (
     Backward,
     Forward,
@@ -52,13 +57,14 @@ _WARM_UP_SHARE = 8
 """The warm-up has one sample of so many: the kernel has run once, but its rows are as
 cold as after other work."""
 _SPEED_PASSES = 50
-"""Passes of the reference at the start of a round, for the machine's speed."""
+"""Passes of the reference in a timing of `check_quiet`."""
 _QUIET_TIMINGS, _QUIET_SPREAD = 40, 0.1
 """A machine is quiet if the middle half of 40 timings of the reference, over some ten
 seconds, spreads by at most 10 % of their median. References beside the kernels correct
 slower changes."""
 _AROUND = 4
 """Number of references before, and after, a pass that count for its unit."""
+_COPIED_BYTES, _COPIES = 2**28, 9
 
 
 class NoisyMachineError(RuntimeError):
@@ -138,9 +144,13 @@ class KernelTimer:
                 kernels = list(dict.fromkeys(self._contenders(plans, known)))
             order.shuffle(kernels)
             inputs.begin(number)
-            self._speeds.append(self._speed_now())
+            beside = []
             for kernel in kernels:
-                raw[kernel] += self._visit(kernel, number, visits, inputs)
+                passes = self._visit(kernel, number, visits, inputs)
+                beside += [p.reference_ms for p in passes]
+                raw[kernel] += passes
+            median = statistics.median(beside)
+            self._speeds.append(self.reference_ms / median if median else 1.0)
         return raw
 
     def medians(self, raw: Mapping[Kernel, Sequence[Pass]]) -> Times:
@@ -150,7 +160,8 @@ class KernelTimer:
     def machine_speed(self) -> float:
         """Return the machine's speed relative to the cost model's machine.
 
-        It is the median over the rounds of the last measurement.
+        It is the median over the rounds of the last measurement. A round's speed is
+        that of the median reference beside its kernels.
         """
         return statistics.median(self._speeds)
 
@@ -191,8 +202,7 @@ class KernelTimer:
         share = self._settings.contends
         for plan in plans:
             for stage in plan.stages:
-                if stage.column_order is not None:
-                    yield stage.column_order
+                yield from stage.on_all_ranks
                 held = [k for k in stage.kernels if k is not None]
                 times = {k: (*known[k], sum(known[k])) for k in held}
                 most = [max(column) for column in zip(*times.values(), strict=True)]
@@ -206,16 +216,28 @@ class KernelTimer:
         """Return the passes of one kernel in one round."""
         if isinstance(kernel, ColumnOrder):
             passes = self._order_passes(kernel)
+        elif isinstance(kernel, Join):
+            passes = self._join_passes(kernel)
         else:
-            numbers = range(1, self._settings.passes + 1)
-            inputs_of = itertools.chain(
-                [inputs.draw(kernel, 0)],
-                itertools.cycle(inputs.draw(kernel, n) for n in numbers),
-            )
-            fused = FusedTables(with_profiles(kernel), self._device, self._timer.arena)
-            passes = passes_over(fused, inputs_of)
+            passes = self._passes_with_ids(kernel, inputs)
         times, _ = self._timer.time_passes(passes)
         return [Pass(number, next(visits), *each) for each in times]
+
+    def _passes_with_ids(
+        self, kernel: KernelSet | IdSplit, inputs: _Inputs
+    ) -> Iterator[tuple[Forward, Backward]]:
+        numbers = range(1, self._settings.passes + 1)
+        drawn = itertools.chain(
+            [inputs.draw(kernel, 0)],
+            itertools.cycle(inputs.draw(kernel, n) for n in numbers),
+        )
+        tables, device = kernel.shards, self._device
+        if isinstance(kernel, IdSplit):
+            return bucketize_passes(tables, drawn, kernel.num_ranks, device)
+        if kernel.replicated:
+            return replica_passes(tables, drawn, device, tables[0].optimizer)
+        fused = FusedTables(with_profiles(kernel), device, self._timer.arena)
+        return passes_over(fused, drawn)
 
     def _order_passes(self, kernel: ColumnOrder) -> Iterator[tuple[Forward, Backward]]:
         values = torch.ones(kernel.batch_size, sum(kernel.widths), device=self._device)
@@ -226,7 +248,25 @@ class KernelTimer:
         def run_backward(output: torch.Tensor) -> None:
             backward(output)
 
-        return itertools.repeat((lambda: forward(values), run_backward))
+        return repeat(lambda: forward(values), run_backward)
+
+    def _join_passes(self, kernel: Join) -> Iterator[tuple[Forward, Backward]]:
+        parts = [
+            torch.ones(kernel.batch_size, width, device=self._device)
+            for width in kernel.widths
+        ]
+        return repeat(lambda: torch.cat(parts, dim=1))  # backward, gradients are views
+
+
+def copy_gb_per_s() -> float:
+    """Return the bandwidth of a CPU's memory in a large copy by one thread [GB/s]."""
+    source = torch.ones(_COPIED_BYTES, dtype=torch.int8)
+    target, seconds = torch.empty_like(source), []
+    for _ in range(_COPIES):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return 2e-9 * _COPIED_BYTES / statistics.median(seconds)
 
 
 def kernels_of(plans: Iterable[RunPlan]) -> list[Kernel]:
@@ -290,7 +330,7 @@ class _Inputs:
         self._round = number
         self._drawn.clear()
 
-    def draw(self, kernel: KernelSet, index: int) -> InputBatch:
+    def draw(self, kernel: KernelSet | IdSplit, index: int) -> InputBatch:
         """Return an input of a kernel in the round.
 
         Args:

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 from planner_comparison.tasks import Task, held_bytes
 from torchrec_neuroshard.costs.encoder import ShardEncoder
+from torchrec_neuroshard.hardware.cards import find_card
 from torchrec_neuroshard.models.base import CommsModel, CostModel
+from torchrec_neuroshard.planner.kernels import dense_factors
 from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE, table_features
 from torchrec_neuroshard.tables.sharding_types import COLUMN_SHARDED_TYPES
 from torchrec_neuroshard.tables.table import TableConfig, row_shard
@@ -28,6 +31,8 @@ from torchrec_neuroshard.tables.table import TableConfig, row_shard
 ROW_TYPES = ("row_wise", "table_row_wise")
 """Types that split a table's rows over all ranks of one node."""
 REPLICAS = "data_parallel"
+_GPU_DENSE = 2.0
+"""How much slower than fused kernels TorchRec estimates those of replicas on GPUs."""
 
 _COMMS = ("index_comms", "fwd_comms", "bwd_comms")
 _ID_BYTES, _LENGTH_BYTES = 8, 8
@@ -48,6 +53,9 @@ class KernelSet:
     """Samples that the kernel sees."""
     copy: int = 0
     """Equal sets with different numbers are timed separately."""
+    replicated: bool = False
+    """Whether it is the kernel of replicated tables. Its backward has the optimizer,
+    which passes over whole tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,32 @@ class ColumnOrder:
 
     widths: tuple[int, ...]
     """Columns of each part, in the order of arrival."""
+    batch_size: int
+    """Samples of a rank."""
+    copy: int = 0
+    """As in `KernelSet`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The copy of all stages' outputs into one tensor, equal on all ranks."""
+
+    widths: tuple[int, ...]
+    """Columns of each stage."""
+    batch_size: int
+    """Samples of a rank."""
+    copy: int = 0
+    """As in `KernelSet`."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdSplit:
+    """The split of ids by row shard, before they are sent; equal on all ranks."""
+
+    shards: tuple[TableConfig, ...]
+    """The whole tables."""
+    num_ranks: int
+    """Ranks over which their rows are split."""
     batch_size: int
     """Samples of a rank."""
     copy: int = 0
@@ -76,7 +110,8 @@ class Collective:
     """Share of lengths in the bytes of `index`."""
 
 
-Kernel = KernelSet | ColumnOrder
+Floats = npt.NDArray[np.float64]
+Kernel = KernelSet | ColumnOrder | Join | IdSplit
 Times = Mapping[Kernel, tuple[float, float]]
 """Forward and backward of each kernel [ms]."""
 
@@ -90,9 +125,19 @@ class Stage:
     """Kernel of each rank; None: the rank has no shard."""
     column_order: ColumnOrder | None = None
     """None: no table is split."""
+    join: Join | None = None
+    """Only the last of several stages has it."""
+    id_split: IdSplit | None = None
+    """None: no table is split by rows."""
     index_comms: tuple[Collective, ...] = ()
     fwd_comms: tuple[Collective, ...] = ()
     bwd_comms: tuple[Collective, ...] = ()
+
+    @property
+    def on_all_ranks(self) -> list[Kernel]:
+        """Kernels that are equal on all ranks, besides lookups and updates."""
+        found = (self.id_split, self.column_order, self.join)
+        return [kernel for kernel in found if kernel is not None]
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -115,7 +160,7 @@ class RunPlan:
     @property
     def kernels(self) -> list[Kernel]:
         """All different kernels of all ranks."""
-        ran = (k for s in self.stages for k in (*s.kernels, s.column_order))
+        ran = (k for s in self.stages for k in (*s.kernels, *s.on_all_ranks))
         return list(dict.fromkeys(k for k in ran if k is not None))
 
     def again(self) -> RunPlan:
@@ -129,6 +174,8 @@ class RunPlan:
                 stage,
                 kernels=tuple(map(copied, stage.kernels)),
                 column_order=copied(stage.column_order),
+                join=copied(stage.join),
+                id_split=copied(stage.id_split),
             )
             for stage in self.stages
         )
@@ -167,8 +214,16 @@ def read_plan(plan: ShardingPlan, task: Task) -> RunPlan:
     for shard in (s for shards in by_type.values() for s in shards):
         held[shard.rank] += held_bytes(shard.table)
     column_shards = [s.number for k in COLUMN_SHARDED_TYPES for s in by_type.get(k, [])]
+    stages = [_stage(kind, own, task) for kind, own in by_type.items()]
+    if len(stages) > 1:
+        widths = (
+            sum(_columns_of(task.tables[number]) for number in {s.number for s in own})
+            for own in by_type.values()
+        )
+        join = Join(tuple(widths), task.batch_size // task.world_size)
+        stages[-1] = dataclasses.replace(stages[-1], join=join)
     return RunPlan(
-        stages=tuple(_stage(kind, own, task) for kind, own in by_type.items()),
+        stages=tuple(stages),
         rank_bytes=tuple(held),
         num_shards=sum(map(len, by_type.values())),
         num_split=int((np.bincount(column_shards, minlength=1) > 1).sum()),
@@ -202,7 +257,11 @@ def _stage(kind: str, shards: Sequence[_Shard], task: Task) -> Stage:
     local = task.batch_size // task.world_size
     batch = local if kind == REPLICAS else task.batch_size
     kernels = tuple(
-        KernelSet(tuple(s.table for s in sorted(held, key=_order)), batch)
+        KernelSet(
+            tuple(s.table for s in sorted(held, key=_order)),
+            batch,
+            replicated=kind == REPLICAS,
+        )
         if held
         else None
         for held in by_rank
@@ -212,12 +271,17 @@ def _stage(kind: str, shards: Sequence[_Shard], task: Task) -> Stage:
         reduce = _even("all_reduce", gradients / task.world_size, local, task)
         return Stage(sharding_type=kind, kernels=kernels, bwd_comms=(reduce,))
     columns = [sum(_columns(s) for s in held) for held in by_rank]
+    id_split = None
     forward: tuple[Collective, ...]
     backward: tuple[Collective, ...]
     if kind in ROW_TYPES:
         each = OUTPUT_BYTES_PER_VALUE * local * max(columns)
         forward = (_even("reduce_scatter", each, local, task),)
         backward = (_even("all_gather", each, local, task),)
+        split = dict.fromkeys(s.number for s in shards)
+        id_split = IdSplit(
+            tuple(task.tables[number] for number in split), task.world_size, local
+        )
     else:
         sent = tuple(OUTPUT_BYTES_PER_VALUE * local * c for c in columns)
         forward = (Collective("pooled_forward", sent, local),)
@@ -226,6 +290,7 @@ def _stage(kind: str, shards: Sequence[_Shard], task: Task) -> Stage:
         sharding_type=kind,
         kernels=kernels,
         column_order=None if kind in ROW_TYPES else _column_order(by_rank, local),
+        id_split=id_split,
         index_comms=(_index(by_rank, task),),
         fwd_comms=forward,
         bwd_comms=backward,
@@ -237,7 +302,11 @@ def _order(shard: _Shard) -> tuple[int, int]:
 
 
 def _columns(shard: _Shard) -> int:
-    return shard.table.embedding_dim * shard.table.num_features
+    return _columns_of(shard.table)
+
+
+def _columns_of(table: TableConfig) -> int:
+    return table.embedding_dim * table.num_features
 
 
 def _even(kind: str, num_bytes: float, local: int, task: Task) -> Collective:
@@ -277,16 +346,55 @@ def predict_kernels(
     cost_model: CostModel,
 ) -> Times:
     """Return the predicted forward and backward of each kernel [ms]."""
-    predicted = {}
+    predicted: dict[Kernel, tuple[float, float]] = {}
+    encoder = ShardEncoder(cost_model)
     for kernel in kernels:
-        if isinstance(kernel, ColumnOrder):
-            size = OUTPUT_BYTES_PER_VALUE * sum(kernel.widths) * kernel.batch_size
-            found = ShardEncoder(cost_model).column_order(np.array([float(size)]))
-        else:
+        if isinstance(kernel, KernelSet):
             sums = cost_model.encode(table_features(kernel.shards, kernel.batch_size))
-            found = cost_model.predict_sums(sums.sum(axis=0, keepdims=True))
-        predicted[kernel] = (float(found[0, 0]), float(found[0, 1]))
+            [found] = cost_model.predict_sums(sums.sum(axis=0, keepdims=True))
+            if kernel.replicated:
+                alone_N2 = cost_model.predict_sums(sums)
+                found = found + _more_of_replicas(alone_N2, kernel.shards, encoder)
+            predicted[kernel] = (float(found[0]), float(found[1]))
+            continue
+        if isinstance(kernel, IdSplit):
+            profiles = [t.profile_at(kernel.batch_size) for t in kernel.shards]
+            bags = kernel.batch_size * sum(t.num_bags for t in kernel.shards)
+            costs = cost_model.ids
+            ns = costs.pooled_ns * sum(p.num_lookups for p in profiles)
+            ns += costs.rank_bag_ns * kernel.num_ranks * bags
+            predicted[kernel] = (1e-6 * ns, 0.0)
+            continue
+        size = float(OUTPUT_BYTES_PER_VALUE * sum(kernel.widths) * kernel.batch_size)
+        if isinstance(kernel, Join):  # as `Simulator` has it
+            passes, launches = cost_model.join
+            copied = passes * size * encoder.stream_ms
+            copied += launches * float(encoder.launch_ms[0])
+            predicted[kernel] = (copied, 0.0)
+        else:
+            [found] = encoder.column_order(np.array([size]))
+            predicted[kernel] = (float(found[0]), float(found[1]))
     return predicted
+
+
+def _more_of_replicas(
+    alone_N2: Floats, shards: Sequence[TableConfig], encoder: ShardEncoder
+) -> Floats:
+    """Return what replicated tables take longer than a fused kernel, as the planner
+    counts it [ms].
+
+    Args:
+        alone_N2: Fused kernels of each table alone [ms].
+        shards: The tables, of one optimizer.
+        encoder: Knows the launch and the passes over tables.
+    """
+    on_gpu = find_card(encoder.cost_model.hardware) is not None
+    factors = dense_factors(shards[0].optimizer, _GPU_DENSE if on_gpu else None)
+    above_launch_2 = np.maximum(alone_N2 - encoder.launch_ms, 0.0).sum(axis=0)
+    more_2: Floats = above_launch_2 * (factors.forward - 1, factors.backward - 1)
+    weight_bytes = sum(s.weight_bytes for s in shards)
+    more_2[1] += factors.passes * weight_bytes * encoder.stream_ms
+    return more_2
 
 
 def predict_collective(
@@ -329,6 +437,9 @@ def stage_times(
             *(kernels[k] if k else (0.0, 0.0) for k in stage.kernels), strict=True
         )
         order = kernels[stage.column_order] if stage.column_order else (0.0, 0.0)
+        joined, split = (
+            kernels[k][0] if k else 0.0 for k in (stage.join, stage.id_split)
+        )
         index, sent, returned = (
             sum(collectives[c] for c in getattr(stage, name)) for name in _COMMS
         )
@@ -338,8 +449,9 @@ def stage_times(
                 "sharding_type": stage.sharding_type,
                 "fwd_ms": list(forward),
                 "bwd_ms": list(backward),
-                "fwd_order_ms": order[0],
+                "fwd_order_ms": order[0] + joined,
                 "bwd_order_ms": order[1],
+                "id_split_ms": split,
                 "index_ms": index,
                 "fwd_comms_ms": sent,
                 "bwd_comms_ms": 0.0 if replicas else returned,

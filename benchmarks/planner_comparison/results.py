@@ -39,9 +39,9 @@ def add_up(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         `critical_path_ms`: the exchange of ids, forward and backward, with what
-        overlaps. `kernel_path_ms`: the slowest rank's forward kernels and the slowest
-        rank's backward kernels, without collectives. `collectives_ms`: the sum of all
-        collectives, hidden or not.
+        overlaps. `kernel_path_ms`: the split of ids, the slowest rank's forward kernels
+        and the slowest rank's backward kernels, without collectives. `collectives_ms`:
+        the sum of all collectives, hidden or not.
     """
 
     def values(name: str) -> Any:
@@ -51,12 +51,14 @@ def add_up(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     orders = values("fwd_order_ms"), values("bwd_order_ms")
     index, sent, returned, reduced = map(values, COLLECTIVE_TIMES)
     none = np.zeros_like(index)
+    id_split_ms = sum(s.get("id_split_ms", 0.0) for s in stages)
     path_ms = (
-        index.sum()
+        id_split_ms
+        + index.sum()
         + chains(forward_WS, sent, orders[0]).ms
         + chains(backward_WS, returned, orders[1], reduced).ms
     )
-    kernels_ms = chains(forward_WS, none, orders[0]).ms
+    kernels_ms = id_split_ms + chains(forward_WS, none, orders[0]).ms
     kernels_ms += chains(backward_WS, none, orders[1]).ms
     return {
         PATH: float(path_ms),

@@ -378,7 +378,7 @@ def _stock(hardware: str) -> Iterator[Rival]:
             name + DEFAULT_BANDWIDTH,
             f"`{name}` with TorchRec's default bandwidth of memory instead of the "
             "card's",
-            knows_card=False,
+            knows_bandwidth=False,
             **given,
         )
     yield _torchrec(
@@ -398,15 +398,16 @@ def _torchrec(
     min_partition: int | None = None,
     pooling_factors: bool = True,
     in_hbm: bool = False,
-    knows_card: bool = True,
+    knows_bandwidth: bool = True,
     **parts: Callable[[], Any],
 ) -> Rival:
     """Return TorchRec's planner with the given parts."""
 
     def make(task: Task, costs: Costs, device: str) -> EmbeddingShardingPlanner:
-        planned_for = "cuda" if in_hbm else device
+        # Scaled kernels are a GPU's.
+        planned_for = "cuda" if in_hbm or task.kernels_faster != 1 else device
         return EmbeddingShardingPlanner(
-            topology=_topology(task, costs, planned_for, device, knows_card),
+            topology=_topology(task, costs, planned_for, device, knows_bandwidth),
             batch_size=task.batch_size // task.world_size,
             storage_reservation=FixedPercentageStorageReservation(0.0),
             constraints=_constraints(task, types, min_partition, pooling_factors),
@@ -454,7 +455,11 @@ def _neuroshard(
 
 
 def _topology(
-    task: Task, costs: Costs, planned_for: str, device: str, knows_card: bool = True
+    task: Task,
+    costs: Costs,
+    planned_for: str,
+    device: str,
+    knows_bandwidth: bool = True,
 ) -> Topology:
     """Return TorchRec's topology of the cluster, with memory and published links.
 
@@ -463,14 +468,15 @@ def _topology(
         costs: Costs, which name the device.
         planned_for: Device type in the topology.
         device: Device type of the kernels.
-        knows_card: Whether the bandwidth of a GPU's memory is its card's. False:
-            TorchRec's default.
+        knows_bandwidth: Whether the bandwidth of memory is the task's or the card's.
+            False: TorchRec's default.
     """
-    card = find_card(costs.compute.hardware) if knows_card else None
-    default = HBM_MEM_BW if device == "cuda" else DDR_MEM_BW  # TorchRec's
-    bandwidth = card.hbm_gb_per_s.value * _BYTES_PER_MS if card else default
-    bandwidth *= task.kernels_faster
-    if planned_for != device:
+    bandwidth = HBM_MEM_BW if device == "cuda" else DDR_MEM_BW  # TorchRec's
+    if knows_bandwidth:
+        card = find_card(costs.compute.hardware)
+        known = task.memory_gb_per_s or (card and card.hbm_gb_per_s.value)
+        bandwidth = known * _BYTES_PER_MS if known else bandwidth
+    if planned_for != device and task.kernels_faster == 1:
         # The kernels and the speed of the memory are the same; only the name differs.
         bandwidth *= _CPU_FUSED_SHARE
     memory = "hbm" if planned_for == "cuda" else "ddr"
@@ -515,6 +521,7 @@ class FasterKernels(AdjustedCostModel):
         """Wrap a model."""
         super().__init__(alone, np.eye(2) / faster, np.eye(2) / faster)
         self.reference_ms /= faster
+        self.ids = alone.ids.times(1 / faster)
         self._faster = faster
 
     @classmethod

@@ -27,9 +27,10 @@ from planner_comparison.kernels import (
     KernelSettings,
     KernelTimer,
     NoisyMachineError,
+    copy_gb_per_s,
     kernels_of,
 )
-from planner_comparison.page import headline, write_page
+from planner_comparison.page import write_page
 from planner_comparison.paired import AGAIN, OURS
 from planner_comparison.planning import TRAINED, Outcome, Planners, PlanningSettings
 from planner_comparison.plans import (
@@ -42,6 +43,7 @@ from planner_comparison.results import add_up, at, write_results
 from planner_comparison.rivals import faster_on
 from planner_comparison.tasks import FAMILIES, Task, TaskSettings, make_tasks
 from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.hardware.cards import GPU_CARDS
 from torchrec_neuroshard.measure.kernels import device_fingerprint
 
 SCHEMA_VERSION = 6
@@ -118,9 +120,11 @@ class Comparison:
             device_type=self._device.type,
             max_lookups=options.max_lookups,
         )
-        tasks = make_tasks(options.tables, settings)[: options.num_tasks]
+        on_cpu = self._device.type == "cpu"
+        known = {"memory_gb_per_s": round(copy_gb_per_s(), 2)} if on_cpu else {}
         self.tasks = [
-            dataclasses.replace(t, cluster=cluster_of(t.world_size).name) for t in tasks
+            dataclasses.replace(t, cluster=cluster_of(t.world_size).name, **known)
+            for t in make_tasks(options.tables, settings)[: options.num_tasks]
         ]
         self._planning = PlanningSettings(
             names=None if options.planners is None else tuple(options.planners),
@@ -179,7 +183,14 @@ class Comparison:
         """Return the results of a task, and of the same with scaled kernels."""
         views = [task]
         if self._scaled:
-            views.append(dataclasses.replace(task, kernels_faster=self._scaled))
+            card = GPU_CARDS[self._options.scaled_to]
+            views.append(
+                dataclasses.replace(
+                    task,
+                    kernels_faster=self._scaled,
+                    memory_gb_per_s=card.hbm_gb_per_s.value,
+                )
+            )
         planned = [(own, with_again(self._planners.plan(own))) for own in views]
         plans = [o.plan for _, some in planned for o in some.values() if o.plan]
         start = time.monotonic()
@@ -351,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         comparison.run()
     finally:
         comparison.close()
-    print(headline(comparison.data))
+    print(f"the page is {at(options.out, '.md')}")
 
 
 def publish(data: dict[str, Any], out: Path, folder: Path | None) -> None:

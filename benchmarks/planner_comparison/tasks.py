@@ -79,6 +79,9 @@ class Task:
     kernels_faster: float = 1.0
     """How many times faster than on this device kernels count, for planners and in
     the results."""
+    memory_gb_per_s: float | None = None
+    """Bandwidth of a rank's memory that TorchRec's planner is told. None: the card's,
+    or TorchRec's default for a CPU."""
 
     @property
     def optimizer(self) -> str:
@@ -98,6 +101,7 @@ class Task:
             "task": self.name,
             "cluster": self.cluster,
             "kernels_faster": self.kernels_faster,
+            "memory_gb_per_s": self.memory_gb_per_s,
             "family": self.family,
             "num_tables": len(self.tables),
             "world_size": self.world_size,

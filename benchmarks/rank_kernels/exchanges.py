@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -118,30 +118,51 @@ def id_shapes(
         yield Shape((table,) * number, batch_size), world
 
 
+def bucketize_passes(
+    tables: Sequence[TableConfig],
+    batches: Iterable[InputBatch],
+    num_ranks: int,
+    device: torch.device,
+    *,
+    sequence: bool = False,
+) -> Passes:
+    """Yield passes that split ids by row shard.
+
+    Args:
+        tables: Tables of the ids.
+        batches: Batches of one rank, taken one at a time.
+        num_ranks: Ranks over which the rows are split.
+        device: CPU or CUDA device.
+        sequence: Whether ids of one rank stay in their order.
+    """
+    blocks = torch.tensor([-(-t.num_embeddings // num_ranks) for t in tables])
+    blocks = blocks.to(device)
+
+    def forward(batch: InputBatch, lengths: torch.Tensor) -> torch.Tensor:
+        found: tuple[torch.Tensor, ...] = (
+            torch.ops.fbgemm.block_bucketize_sparse_features(
+                lengths,
+                batch.indices_L,
+                bucketize_pos=False,
+                sequence=sequence,
+                block_sizes=blocks,
+                my_size=num_ranks,
+            )
+        )
+        return found[0]
+
+    for batch in batches:
+        yield partial(forward, batch, batch.offsets.diff()), nothing
+
+
 def bucketize_cases(quick: bool) -> Iterator[Case]:
     """Yield the split of ids by row shard, before they are sent."""
 
     def passes(
         shape: Shape, world: int, sequence: bool, device: torch.device, notes: Notes
     ) -> Passes:
-        blocks = torch.tensor([-(-t.num_embeddings // world) for t in shape.tables])
-        blocks = blocks.to(device)
-
-        def forward(batch: InputBatch, lengths: torch.Tensor) -> torch.Tensor:
-            found: tuple[torch.Tensor, ...] = (
-                torch.ops.fbgemm.block_bucketize_sparse_features(
-                    lengths,
-                    batch.indices_L,
-                    bucketize_pos=False,
-                    sequence=sequence,
-                    block_sizes=blocks,
-                    my_size=world,
-                )
-            )
-            return found[0]
-
-        for batch in shape.batches(device):
-            yield partial(forward, batch, batch.offsets.diff()), nothing
+        batches = shape.batches(device)
+        return bucketize_passes(shape.tables, batches, world, device, sequence=sequence)
 
     for (shape, world), variant in itertools.product(
         id_shapes(quick, (1, 8, 26), (2048, 16384)), ("pooled", "sequence")

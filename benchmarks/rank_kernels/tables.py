@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from harness.models import OPTIMIZER_CLASSES
 from rank_kernels.shapes import USUAL, Case, Notes, Passes, Ranges, Shape, draw_shapes
 from torchrec_neuroshard.measure.kernels import InputBatch
+from torchrec_neuroshard.tables.table import TableConfig
 
 _RATE = 1e-6
 """Learning rate; small, so that weights stay in their usual range."""
@@ -87,32 +88,46 @@ def dense(
     shape: Shape, device: torch.device, notes: Notes, optimizer: str = ""
 ) -> Passes:
     """Yield passes of replicated tables' kernel, with an optimizer over each table."""
-    module = DenseTableBatchedEmbeddingBagsCodegen(
-        [(t.num_embeddings, t.embedding_dim) for t in shape.tables],
-        use_cpu=device.type == "cpu",
-    )
+    return replica_passes(shape.tables, shape.batches(device), device, optimizer)
+
+
+def replica_passes(
+    tables: Sequence[TableConfig],
+    batches: Iterable[InputBatch],
+    device: torch.device,
+    optimizer: str = "",
+) -> Passes:
+    """Yield passes of replicated tables' kernel, without their all-reduce.
+
+    Args:
+        tables: Tables with one feature.
+        batches: Batches of one rank, taken one at a time.
+        device: CPU or CUDA device.
+        optimizer: Runs over each table after the backward kernel. Empty: none.
+    """
+    shapes = [(t.num_embeddings, t.embedding_dim) for t in tables]
+    module = DenseTableBatchedEmbeddingBagsCodegen(shapes, use_cpu=device.type == "cpu")
     gradient, step = Gradient(device), None
     # Views of the kernel's weights and gradient, as TorchRec makes them.
-    sizes = [t.num_embeddings * t.embedding_dim for t in shape.tables]
-    shapes = [(t.num_embeddings, t.embedding_dim) for t in shape.tables]
+    sizes = [rows * width for rows, width in shapes]
 
     def views(flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = zip(flat.detach().split(sizes), shapes, strict=True)
+        parts = zip(torch.split(flat.detach(), sizes), shapes, strict=True)
         return [part.view(size) for part, size in parts]
 
-    tables = [torch.nn.Parameter(part) for part in views(module.weights)]
+    parameters = [torch.nn.Parameter(part) for part in views(module.weights)]
     if optimizer:
-        step = OPTIMIZER_CLASSES[optimizer](tables, lr=_RATE).step  # type: ignore[call-arg]
+        step = OPTIMIZER_CLASSES[optimizer](parameters, lr=_RATE).step  # type: ignore[call-arg]
 
     def backward(output: torch.Tensor) -> None:
         torch.autograd.backward(output, gradient.like(output))
         if step is not None:
-            for table, part in zip(tables, views(module.weights.grad), strict=True):
+            for table, part in zip(parameters, views(module.weights.grad), strict=True):
                 table.grad = part
             step()
         module.weights.grad = None
 
-    for batch in shape.batches(device):
+    for batch in batches:
         yield partial(module, batch.indices_L, batch.offsets), backward
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import bench_calibration as bench
 from harness.provenance import describe_run
+from planner_comparison import kernels
 from planner_comparison.tasks import make_tasks
 from tests.builders import ATTACHES_OPTIMIZERS
 from torchrec_neuroshard.measure.clock import Reference
@@ -86,7 +87,7 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
         return make_tasks(path, dataclasses.replace(settings, quick=True))
 
     monkeypatch.setattr(bench, "make_tasks", small_tasks)
-    monkeypatch.setattr(bench, "_COPIED_BYTES", 2**16)
+    monkeypatch.setattr(kernels, "_COPIED_BYTES", 2**16)
     monkeypatch.setattr(Reference, "BATCH_SIZE", 8)
     out = tmp_path / "run"
     command = [

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torchrec.distributed.planner import ParameterConstraints
 
 from harness.dlrm_tables import generate_dlrm_tables
 from tests.builders import ATTACHES_OPTIMIZERS, result_of
@@ -151,7 +153,7 @@ def outcome(ms: float | None) -> dict[str, Any]:
 def test_the_page_drops_no_loss(tmp_path: Path) -> None:
     paths: dict[str, list[float | None]] = {  # the machine was noisy on the last task
         "default": [3.0, 4.0, 9.0],
-        "torchrec, all types": [6.0, None, 1.0],
+        "torchrec, all types, min_partition=32": [6.0, None, 1.0],
         "torchrec, best practice": [4.0, 8.0, 1.0],
         "embark": [2.0, 4.0, 1.0],
         "random": [None, None, None],
@@ -194,8 +196,9 @@ def test_the_page_drops_no_loss(tmp_path: Path) -> None:
     assert row["the shortest of all rivals'"][1:] == ["1.50, dlrm-0", "0/1"]
     [_, expected] = text.split("## Expected")
     assert "0.612 (0.500 to 0.750) | yes |" in expected
-    assert "0.750 on dlrm-0; above on 0 of 2 | yes |" in expected
-    assert "`torchrec, all types` 1.00 s; slower than 0 of 2 | yes |" in expected
+    assert "| 0 of 2; 0.750 on dlrm-0 | yes |" in expected
+    assert "the median, measured | 1.000 | yes |" in expected
+    assert "min_partition=32`, 8 ranks | 1.00 s; 1.00 s | yes |" in expected
 
 
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
@@ -244,3 +247,62 @@ def test_times_are_in_units_of_the_references_around_them() -> None:
     }
     for times in kernels.median_times(raw, 10.0).values():
         assert times == pytest.approx((30.0, 60.0))
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel:UserWarning")
+def test_kernels_besides_lookups_are_timed_and_count(monkeypatch: Any) -> None:
+    """Replicas run TorchRec's kernel, ids of row shards are split, outputs joined."""
+    settings = tasks.TaskSettings(quick=True, max_rows=2_000, batch_size=256)
+    [first, *_] = tasks.make_tasks(None, settings)
+    small = dataclasses.replace(first, cluster="8 x H100", tables=first.tables[:4])
+    kinds = ["data_parallel", "row_wise", "table_wise", "table_wise"]
+    constraints = {
+        table.name: ParameterConstraints(sharding_types=[kind])
+        for table, kind in zip(small.tables, kinds, strict=True)
+    }
+    monkeypatch.setattr(rivals, "_constraints", lambda *_: constraints)
+    [ours] = rivals.make_rivals(("default",), Path("none"), 1.0, "x")
+    plan = planning.ask(ours, small, COSTS, "cpu", 60.0).plan
+    replicas, by_rows, last = plan.stages
+    [copies] = set(replicas.kernels)
+    local, widths = 256 // RANKS, [t.embedding_dim for t in small.tables]
+    assert copies == plans.KernelSet(small.tables[:1], local, replicated=True)
+    assert not any(k.replicated for k in by_rows.kernels)
+    assert by_rows.id_split == plans.IdSplit(small.tables[1:2], RANKS, local)
+    assert last.join == plans.Join((*widths[:2], sum(widths[2:])), local)
+    assert (replicas.on_all_ranks, by_rows.on_all_ranks) == ([], [by_rows.id_split])
+    timer = kernels.KernelTimer(
+        torch.device("cpu"), 2**24, 0.0, kernels.KernelSettings(rounds=1, passes=1)
+    )
+    times = timer.medians(timer.measure([plan]))
+    assert set(times) == set(plan.kernels) >= {copies, by_rows.id_split, last.join}
+    assert min(forward for forward, _ in times.values()) > 0
+    assert times[last.join][1] < times[copies][1], "gradients of outputs are views"
+    even = dict.fromkeys(times, (1.0, 2.0))  # three stages, and the split and the join
+    added = plans.stage_times(plan, even, dict.fromkeys(plan.collectives, 0.0))
+    assert results.add_up(added)["kernel_path_ms"] == 3 * (1.0 + 2.0) + 2 * 1.0
+
+
+def test_replicas_are_predicted_as_by_the_planner(monkeypatch: Any) -> None:
+    settings = tasks.TaskSettings(quick=True, max_rows=2_000, batch_size=256)
+    [first, *_] = tasks.make_tasks(None, settings)
+    small = dataclasses.replace(first, cluster="8 x H100")
+    constraint = ParameterConstraints(sharding_types=["data_parallel"])
+    constraints = {t.name: constraint for t in small.tables}
+    monkeypatch.setattr(rivals, "_constraints", lambda *_: constraints)
+    [ours] = rivals.make_rivals(("default",), Path("none"), 1.0, "x")
+    found = planning.ask(ours, small, COSTS, "cpu", 60.0)
+    times = plans.predict_kernels(found.plan.kernels, COSTS.compute)
+    collectives = {
+        c: plans.predict_collective(c, COMMS, RANKS) for c in found.plan.collectives
+    }
+    added = results.add_up(plans.stage_times(found.plan, times, collectives))
+    assert added["critical_path_ms"] == pytest.approx(
+        found.notes["planner_predicts_ms"], rel=1e-3
+    )
+
+
+def test_faster_kernels_split_ids_faster() -> None:
+    alone = rivals.load_cost_model("cpu", device_type="cpu")
+    faster = rivals.FasterKernels.of(alone, 4.0)
+    assert faster.ids.pooled_ns == alone.ids.pooled_ns / 4
