@@ -6,7 +6,7 @@
 Documents have `<!-- computed: NAME -->` before a computed part and `<!-- end -->` after
 it. `PARTS` has the function of each part. `PAGES` are computed as a whole. Of the data,
 `results/race_*.json.xz` holds all rounds of jobs that were trained,
-`results/*_plans.parquet` the measured times of each plan, and
+`results/planners_*.json.xz` the measured times of each plan, and
 `data/compute_*.jsonl.xz` the measured sets of each bundle. Two tables are those of
 pages whose raw data was not kept.
 """
@@ -66,7 +66,6 @@ _RIVALS: Mapping[str, str | None] = {
     "TorchRec, all sharding types": paired.SPLIT_TYPES,
     "the shortest of TorchRec's plans": None,
     "NeuroShard's loops on our costs": paired.PAPER,
-    "NeuroShard's loops on its own nets": paired.PAPER_NETS,
     "EMBark's loop on our costs": "embark",
     "this planner, columns only": paired.COLUMNS,
     "this planner, nothing measured": paired.UNMEASURED,

@@ -6,9 +6,8 @@
 Every planner makes a plan for each task (tables, ranks, batch, memory). This machine
 then times the kernels of all plans, one rank after another. Times of collectives are
 published measurements. `--scaled-to h100` does this a second time for kernels as many
-times faster as an H100's. After each task `<out>.json` (the run and its tasks) and
-`<out>_plans.parquet` (one row per plan) are written, at the end `<out>.md` (the page)
-and two charts.
+times faster as an H100's. After each task `<out>.json.xz` is written, at the end
+`<out>.md` (the page) and two charts.
 
 `--minutes 60` ends the run after an hour; tasks that are not done by then are left out.
 The machine must be quiet unless `--noisy` is given. `--quick` is a dry run of a few

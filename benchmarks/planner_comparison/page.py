@@ -141,8 +141,8 @@ def _title(data: Data) -> str:
         else f"- Batches: {batches}.",
         f"- Cost model: {model['name']} ({model['source']}, {model['hardware']}).",
         "- Ranks do not wait for each other between sharding types, as in TorchRec "
-        "(`costs/timeline.py`). Kernels alone: the slowest rank's forward plus the "
-        "slowest rank's backward.",
+        "(`costs/timeline.py`). Kernels alone: the split of ids, the slowest rank's "
+        "forward and the slowest rank's backward.",
         f"- {_NAMED}",
     ]
     if "quiet" in data:

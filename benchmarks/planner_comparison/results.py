@@ -1,20 +1,19 @@
-"""Files of results: `<out>.json` and `<out>_plans.parquet`.
+"""Files of results: `<out>.json.xz`.
 
-The JSON describes the run and its tasks. The Parquet file has one row per task and
-planner: the status, and the predicted and measured times of the plan's stages. All
-figures are computed from these when the files are read.
+The file describes the run and its tasks. For each planner of a task it has the status,
+and the predicted and measured times of the plan's stages. All figures are computed
+from these when the file is read.
 """
 
 from __future__ import annotations
 
 import json
+import lzma
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-from pyarrow import parquet
 
 from harness.pages import one_line
 from planner_comparison.paired import COLLECTIVES, KERNELS, PATH
@@ -70,38 +69,40 @@ def add_up(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def write_results(data: dict[str, Any], out: Path) -> None:
     """Write all results of a run; a file is never half written."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    tasks = [dict(task) for task in data["tasks"]]
-    rows = [
+    tasks = [
         {
-            "task": task["name"],
-            "planner": name,
-            **entry,
-            **{n: {"stages": entry[n]["stages"]} for n in _TIMES if n in entry},
+            **task,
+            "planners": {
+                name: _rounded(
+                    entry
+                    | {n: {"stages": entry[n]["stages"]} for n in _TIMES if n in entry}
+                )
+                for name, entry in task["planners"].items()
+            },
         }
-        for task in tasks
-        for name, entry in task.pop("planners").items()
+        for task in data["tasks"]
     ]
-    table = pyarrow.Table.from_struct_array(pyarrow.array(rows))
-    part = at(out, ".part")
-    # No dictionary: a dictionary of numbers is larger than the numbers.
-    parquet.write_table(
-        table, part, compression="zstd", compression_level=19, use_dictionary=False
-    )
-    part.replace(at(out, "_plans.parquet"))
-    write_whole(at(out, ".json"), one_line({**data, "tasks": tasks}))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = one_line({**data, "tasks": tasks})
+    write_whole(at(out, ".json.xz"), lzma.compress(text.encode()))
+
+
+def _rounded(value: Any) -> Any:
+    """Return JSON with numbers of four digits."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(own) for key, own in value.items()}
+    if isinstance(value, list):
+        return [_rounded(own) for own in value]
+    return value
 
 
 def read_results(out: Path) -> dict[str, Any]:
-    """Return the results that `write_results` wrote, without fields that are None."""
-    data: dict[str, Any] = json.loads(at(out, ".json").read_text(encoding="utf-8"))
-    planners: dict[str, dict[str, Any]] = {t["name"]: {} for t in data["tasks"]}
-    for row in parquet.read_table(at(out, "_plans.parquet")).to_pylist():
-        task, name = row.pop("task"), row.pop("planner")
-        if task in planners:  # rows can be newer than the JSON
-            entry = {k: v for k, v in row.items() if v is not None}
-            entry |= {n: add_up(entry[n]["stages"]) for n in _TIMES if n in entry}
-            planners[task][name] = entry
+    """Return the results that `write_results` wrote."""
+    with lzma.open(at(out, ".json.xz")) as file:
+        data: dict[str, Any] = json.load(file)
     for task in data["tasks"]:
-        task["planners"] = planners[task["name"]]
+        for entry in task["planners"].values():
+            entry |= {n: add_up(entry[n]["stages"]) for n in _TIMES if n in entry}
     return data

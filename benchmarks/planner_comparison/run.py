@@ -97,8 +97,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     options = parser.parse_args(arguments)
     if options.trained != TRAINED and not options.trained.is_dir():
         parser.error(f"--trained {options.trained} is not a folder")
-    if at(options.out, ".json").exists():
-        parser.error(f"{at(options.out, '.json')} exists; take another --out")
+    if (results := at(options.out, ".json.xz")).exists():
+        parser.error(f"{results} exists; take another --out")
     if options.quick:
         for name, most in _QUICK.items():
             setattr(options, name, min(getattr(options, name), most))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import lzma
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -218,12 +219,14 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
     for task in found["tasks"]:
         whole, best = (task["planners"][name] for name in command[-2:])
         measured_ms = (2.0 + 4.0) / task["kernels_faster"]
-        assert whole["measured"]["kernel_path_ms"] == pytest.approx(measured_ms)
+        kept = pytest.approx(measured_ms, rel=5e-4)  # four digits
+        assert whole["measured"]["kernel_path_ms"] == kept
         assert whole["predicted"]["kernel_path_ms"] not in (0.0, measured_ms)
         assert best["status"] == "plan"
     own, scaled = (t["planners"]["embark"]["predicted"] for t in found["tasks"])
     assert scaled["kernel_path_ms"] < 2 * own["kernel_path_ms"] / faster
-    assert str(tmp_path) not in (tmp_path / "run.json").read_text()
+    with lzma.open(tmp_path / "run.json.xz", "rt") as file:
+        assert str(tmp_path) not in file.read()
     assert "| embark | 1/1 |" in (tmp_path / "run.md").read_text()
     assert (tmp_path / "run_dark.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):  # results are not written over
