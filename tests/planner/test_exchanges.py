@@ -383,3 +383,42 @@ def test_ids_that_the_model_maps_to_rows_count_as_even() -> None:
     forward = [r.fwd_compute for r in last_result(planner).predicted.ranks]
     assert forward == pytest.approx([forward[0]] * RANKS)
     assert hot_notes(planner) == []
+
+
+class Reordering(AnalyticCostModel):
+    """Reordering columns takes a time per byte."""
+
+    order_ns = 0.0
+
+    def column_order(self, bytes_N: Any) -> Any:
+        return np.stack([bytes_N * self.order_ns * 1e-6] * 2, axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("order_ns", "types", "expected"),
+    [
+        (0.0, ("table_wise", "column_wise"), "column_wise"),
+        (5.0, ("table_wise", "column_wise"), "table_wise"),
+        (5.0, ("column_wise",), "column_wise"),
+    ],
+)
+def test_tables_beside_a_split_one_are_not_reordered_if_that_is_shorter(
+    order_ns: float, types: tuple[str, ...], expected: str
+) -> None:
+    """A split table's type has its own kernel and exchange, but reorders columns."""
+    cost_model = Reordering()
+    cost_model.order_ns = order_ns
+    planner = make_planner(
+        cost_model=cost_model,
+        batch_size=BATCH,
+        constraints=each(3, *types),
+        search=FixedSearcher([(0, 32, 0), (0, 32, 1), (1, 64, 0), (2, 64, 1)]),
+    )
+    plan = planner.plan(make_ebc([(1_000, 64)] * 3), [bag_sharder()])
+    found = [sharding.sharding_type for sharding in plan.plan[""].values()]
+    assert found == ["column_wise", expected, expected]
+    reordered = 64 if expected == "table_wise" else 192
+    stages = last_result(planner).predicted.stages
+    orders = [order for stage in stages for order in stage.reorder_ms]
+    of_columns = reordered * BATCH * 4 * order_ns * 1e-6
+    assert max(orders) == pytest.approx(of_columns, abs=0.02)

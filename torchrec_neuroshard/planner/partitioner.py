@@ -487,7 +487,10 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                     )
         result = self.costs.predict(space.task, result, const_ms)
         log.records.append(SearchRecord(space.task, result))
-        return space.placed(result.placement)
+        plans = [space.placed(result.placement, apart=apart) for apart in (False, True)]
+        return min(
+            plans, key=lambda plan: self.costs.placed(plan).predicted.expected_ms
+        )
 
     def _space(
         self,

@@ -254,23 +254,31 @@ class SearchSpace:
         ]
         return Placement.from_widths(task.world_size, triples, task)
 
-    def placed(self, placement: Placement) -> list[ShardingOption]:
+    def placed(
+        self, placement: Placement, *, apart: bool = False
+    ) -> list[ShardingOption]:
         """Return the chosen options, with shards and ranks, in the order of tables.
 
         If a module has a split table, all its column-wise options stay column-wise, so
         that a rank runs one kernel for them. Otherwise they become table-wise, if the
         constraints allow it.
+
+        Args:
+            placement: Shards and ranks.
+            apart: Tables that are not split become table-wise in any case. Their
+                columns are not reordered then, but have an exchange of their own.
         """
         held: dict[int, list[ColumnShard]] = {}
         for shard in placement.shards:
             held.setdefault(shard.table, []).append(shard)
         chosen = dict(zip(held, self.ways.options(held), strict=True))
-        column_wise = {
-            chosen[way].path
+        stays = {
+            way
             for way, shards in held.items()
             if chosen[way].sharding_type == COLUMN_WISE
             and (len(shards) > 1 or not self._may_be_table_wise[way])
         }
+        column_wise = {chosen[way].path for way in stays}
         plan = []
         for ways in self.task.ways:
             way = next(w for w in ways if w in held)
@@ -279,9 +287,8 @@ class SearchSpace:
                 storage = self._bytes.at(way, 0)
                 option.shards = _with_ranks(option, held[way], storage)
             else:
-                if (
-                    option.sharding_type == COLUMN_WISE
-                    and option.path not in column_wise
+                if option.sharding_type == COLUMN_WISE and (
+                    way not in stays if apart else option.path not in column_wise
                 ):
                     option.sharding_type = TABLE_WISE
                 rows = int(option.tensor.shape[0])
