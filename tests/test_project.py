@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.version import Version
 
 import torchrec_neuroshard
 
@@ -46,11 +47,50 @@ def test_notice_names_files_that_exist() -> None:
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
 
 
-def test_citation_and_changelog_name_this_version() -> None:
-    version = torchrec_neuroshard.__version__
-    citation = read("CITATION.cff")
-    assert citation["version"] == version
-    for paper in citation["references"]:
+def test_citation_names_authors_of_the_papers() -> None:
+    for paper in read("CITATION.cff")["references"]:
         assert paper["authors"][-1]["family-names"] == "Hu"  # of all three
+
+
+def disagreement(version: str, changelog: str, citation: dict[str, Any]) -> str:
+    """Return what CONTRIBUTING's section on releases forbids; empty if nothing."""
+    headings = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
+    released = [h for h in headings if h != "Unreleased"]
+    cited = f"{citation['version']} ({citation['date-released']})"
+    if cited != released[0]:
+        return f"CITATION.cff names {cited}, CHANGELOG's last release is {released[0]}"
+    last = Version(citation["version"])
+    if Version(version).is_devrelease:
+        if headings[0] != "Unreleased":
+            return f"version {version} has no section 'Unreleased'"
+        of_next = Version(version) > last and re.fullmatch(r"[\d.]+\.dev0", version)
+        return "" if of_next else f"{version} is not the .dev0 of a version above {last}"
+    if headings[0] == "Unreleased" or Version(version) != last:
+        return f"version {version} is a release; CHANGELOG begins with {headings[0]}"
+    return ""
+
+
+def test_version_changelog_and_citation_agree() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert f"## {version}" in changelog.replace("[", "").replace("]", "")
+    version, citation = torchrec_neuroshard.__version__, read("CITATION.cff")
+    assert disagreement(version, changelog, citation) == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "top", "cited", "expected"),
+    [
+        ("0.3.0", "0.3.0 (2027-01-02)", "0.3.0", ""),
+        ("0.4.0.dev0", "Unreleased\n## 0.3.0 (2027-01-02)", "0.3.0", ""),
+        ("0.3.0", "0.3.0 (2027-01-02)", "0.2.0", "CITATION.cff names 0.2.0"),
+        ("0.3.0", "Unreleased\n## 0.3.0 (2027-01-02)", "0.3.0", "begins with Unrel"),
+        ("0.3.1", "0.3.0 (2027-01-02)", "0.3.0", "0.3.1 is a release"),
+        ("0.4.0.dev0", "0.3.0 (2027-01-02)", "0.3.0", "no section 'Unreleased'"),
+        ("0.3.0.dev0", "Unreleased\n## 0.3.0 (2027-01-02)", "0.3.0", "above 0.3.0"),
+    ],
+)
+def test_a_forgotten_step_of_a_release_is_found(
+    version: str, top: str, cited: str, expected: str
+) -> None:
+    citation = {"version": cited, "date-released": "2027-01-02"}
+    found = disagreement(version, f"## {top}\n## 0.2.0 (2026-11-28)\n", citation)
+    assert (expected in found) if expected else not found

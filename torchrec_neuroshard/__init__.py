@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.tables.profile import FeatureProfile, profile_inputs
     from torchrec_neuroshard.tables.table import TableConfig
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 __all__ = [
     "DenseMs",
