@@ -12,14 +12,6 @@ import pytest
 import torchrec_neuroshard
 from torchrec_neuroshard.errors import EnvironmentMismatchError
 
-PROMISED = """
-DenseMs FeatureProfile JsonLinesReporter NeuroShardError NeuroShardPlanner
-NeuroShardPlannerProvider PaperSearcher PhaseTimer Placement PlacementConstraints
-PlanMonitor SearchConfig SearchResult TableConfig __version__ apply_moves
-group_topology load_cost_model load_plan profile_inputs rehearse replan reshard
-save_plan topology_for write_html
-"""
-
 
 @pytest.mark.parametrize(
     ("module", "heavy"),
@@ -42,9 +34,7 @@ def test_import_loads_no_framework(module: str, heavy: str) -> None:
     assert "torchrec_neuroshard" in loaded and not loaded & set(heavy.split())
 
 
-def test_public_names_are_those_promised() -> None:
-    """And are loaded when first used."""
-    assert torchrec_neuroshard.__all__ == PROMISED.split()
+def test_public_names_are_loaded_when_first_used() -> None:
     assert set(torchrec_neuroshard.__all__) <= set(dir(torchrec_neuroshard))
     for name in torchrec_neuroshard.__all__:
         value = getattr(torchrec_neuroshard, name)

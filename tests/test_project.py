@@ -64,7 +64,9 @@ def disagreement(version: str, changelog: str, citation: dict[str, Any]) -> str:
         if headings[0] != "Unreleased":
             return f"version {version} has no section 'Unreleased'"
         of_next = Version(version) > last and re.fullmatch(r"[\d.]+\.dev0", version)
-        return "" if of_next else f"{version} is not the .dev0 of a version above {last}"
+        return (
+            "" if of_next else f"{version} is not the .dev0 of a version above {last}"
+        )
     if headings[0] == "Unreleased" or Version(version) != last:
         return f"version {version} is a release; CHANGELOG begins with {headings[0]}"
     return ""
