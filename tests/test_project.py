@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,30 @@ def test_the_workflow_tests_every_python_that_installs() -> None:
     assert set(matrix["python"]) == stated
 
 
+def test_pages_name_the_extras_that_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"install '\.\[(\w+)\]'", text))
+    assert named == set(project["optional-dependencies"])
+
+
+def test_the_install_page_names_what_is_brought() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    (brought,) = re.findall(r"It brings only (.+?)\.", page, re.DOTALL)
+    wanted = {d.partition(">=")[0] for d in project["dependencies"]}
+    assert set(re.findall(r"`(\w+)`", brought)) == wanted
+
+
 def test_notice_names_files_that_exist() -> None:
     text = (ROOT / "NOTICE").read_text(encoding="utf-8")
     named = set(re.findall(r"[\w.-]+/[\w./-]*\w/?", text))
-    repositories = {"facebookresearch/dlrm_datasets", "ai-dynamo/aiconfigurator"}
+    repositories = {
+        "ai-dynamo/aiconfigurator",
+        "facebookresearch/HolisticTraceAnalysis",
+        "facebookresearch/dlrm_datasets",
+    }
     named -= repositories
     assert len(named) >= 5
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
