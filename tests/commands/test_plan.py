@@ -510,7 +510,7 @@ def cell(**fields: Any) -> SweepCell:
         "links_ms": 3.0,
         "memory_bytes": 2**30,
         "memory_limit_bytes": 2**31,
-        "uncertainty": 0.1,
+        "error": 0.1,
         "kernels_source": "measured",
         "links_source": "published links of h100, not measured",
     }
@@ -531,7 +531,7 @@ def test_limits_and_sources_are_named() -> None:
         "search per row",
         "samples per second per rank, compared with 4 ranks: 100% at 8 ranks",
     ]
-    shown = "h100 8 1,000 4.000 10% 2,000,000 1.00 2.00 links best"
+    shown = "h100 8 1,000 4.000 10% 2,000,000 250,000 1.00 2.00 links best"
     assert table[2].split() == shown.split()
     assert table[1].endswith("does not fit") and "best" not in table[3]
     assert table[4].endswith("memory        no room")

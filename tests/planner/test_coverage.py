@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from typing import Any
 
@@ -57,16 +56,14 @@ def planned(
     planner.plan(make_ebc(sizes, data_types=types), bag_sharders())
     result = last_result(planner)
     notes = tuple(note for note in result.notes if note.code == "out-of-range")
-    return without_error(result), notes
+    return measured_source(result), notes
 
 
-def without_error(result: SearchResult) -> str:
-    """The source of kernel times, which names the error of the measured model."""
-    source, count = re.subn(
-        r" \(mean error [345]%\)", "", result.predicted.compute_source
-    )
-    assert count == 1
-    return source
+def measured_source(result: SearchResult) -> str:
+    """The source of kernel times, whose error the measured model knows."""
+    errors = result.predicted.compute_errors
+    assert errors is not None and 0.03 < errors[0] == errors[1] < 0.055
+    return result.predicted.compute_source
 
 
 @pytest.mark.parametrize("card", ["cpu", "h200"])
@@ -112,7 +109,7 @@ def test_optimizers_that_were_not_measured() -> None:
     told = f"2 of 2 tables are {OUTSIDE}: optimizer adagrad; {FAR}"
     assert Note("out-of-range", told) in found.notes
     source = "measured for 0 of 2 tables, 2 extrapolated (optimizer adagrad)"
-    assert without_error(found) == source
+    assert measured_source(found) == source
 
 
 def test_sequences_are_not_measured() -> None:
@@ -120,7 +117,7 @@ def test_sequences_are_not_measured() -> None:
     planner.plan(sequences(64, 64, rows=100_000), [EmbeddingCollectionSharder()])
     result = last_result(planner)
     source = "measured for 0 of 2 tables, 2 estimated (sequences)"
-    assert without_error(result) == source
+    assert measured_source(result) == source
 
 
 def test_only_tables_that_take_time_cause_a_warning() -> None:
@@ -204,4 +201,6 @@ def test_the_plan_shows_the_expected_iteration() -> None:
     assert report.iteration_ms == pytest.approx(predicted.expected_ms)
     assert report.critical_path_ms == predicted.critical_path_ms
     assert 1.005 < report.iteration_ms / report.critical_path_ms < 1.1
-    assert str(report).startswith(f"iteration {predicted.expected_ms:.3f} ms: ")
+    assert report.error is not None
+    whole = f"iteration {predicted.expected_ms:.3f} ms +-{report.error:.0%}: "
+    assert str(report).startswith(whole)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -37,6 +39,7 @@ from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner import PlacementConstraints
 from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
+from torchrec_neuroshard.report.parts import Bottleneck
 from torchrec_neuroshard.tables.profile import zipf_profile
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -289,12 +292,20 @@ def test_parts_of_the_tables_add_up_to_the_critical_path() -> None:
     assert parts == sorted(parts, reverse=True) and parts[0] < report.critical_path_ms
     found = report.bottleneck
     assert found is not None and 0 < found.table_ms <= found.phase_ms
-    worst = max(report.ranks, key=lambda r: (getattr(r.costs, found.phase), -r.rank))
-    assert getattr(worst.costs, found.phase) >= found.phase_ms
-    assert found.rank in {
-        s.rank for t in report.tables if t.table == found.table for s in t.shards
-    }
-    assert f"bottleneck: {found.phase} on rank {found.rank} takes " in str(report)
-    [kind] = [t.sharding_type for t in report.tables if t.table == found.table]
-    assert f" ms in {found.stage}, table {found.table} " in str(report)
-    assert found.stage.endswith(f"({kind})")
+    assert found.phase_ms == pytest.approx(max(report.parts_ms.values()))
+    assert found.phase_ms == report.parts_ms[found.phase]
+    whole = f"{found.phase_ms:.3f} of {report.iteration_ms:.3f} ms, rank {found.rank}; "
+    assert f"slowest phase: {found.phase}, {whole}" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("table_ms", "told"),
+    [(3.1, "t1 is most of it"), (3.0, "its largest table, t1, takes 3.000")],
+)
+def test_the_slowest_phase_names_its_table(table_ms: float, told: str) -> None:
+    known: dict[str, Any] = {"table": "t1", "rank": 2, "table_ms": table_ms}
+    found = Bottleneck(phase="bwd_comms", phase_ms=6.0, **known)
+    whole = f"6.000 of 9.000 ms, rank 2; {told}"
+    assert found.line(9.0) == f"slowest phase: bwd_comms, {whole}"
+    older = dataclasses.replace(found, stage="ebc (row_wise)")
+    assert older.line(9.0) == f"slowest phase: bwd_comms of ebc (row_wise), {whole}"

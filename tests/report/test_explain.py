@@ -162,7 +162,7 @@ def test_samples_per_second_count_all_ranks_and_replicas() -> None:
     )
     known = dataclasses.replace(report, critical_path_ms=1.5, basis=basis)
     assert known.samples_per_s == pytest.approx(3 * 512 / 1.5e-3)
-    assert "1.500 ms: 1,020,000 samples per second over all ranks" in str(known)
+    assert "1.500 ms: 1,020,000 samples per second, 341,000 per rank" in str(known)
     spread = dataclasses.replace(known, spread_ms=0.5)
     assert spread.samples_per_s == pytest.approx(3 * 512 / 2e-3)
     assert str(spread).startswith("iteration 2.000 ms: 768,000 samples per second")
@@ -172,3 +172,26 @@ def test_samples_per_second_count_all_ranks_and_replicas() -> None:
     assert "which adds" not in known.text(verbose=True)
     known = dataclasses.replace(known, weight_sync=sync)
     assert known.samples_per_s == pytest.approx(6 * 512 / 2e-3)
+    assert known.rank_samples_per_s == pytest.approx(512 / 2e-3)
+
+
+def test_errors_of_kernels_and_collectives_add_up_to_that_of_the_iteration() -> None:
+    """Kernels of 6 ms are 0.8 ms off, collectives of 3 ms 0.6: 1.0 of 10 ms."""
+    parts = {"fwd_compute": 2.0, "bwd_compute": 4.0, "fwd_comms": 3.0, "dense": 1.0}
+    plain = explained([(t, 64, t % 3) for t in range(6)], staged_task())
+    report = dataclasses.replace(
+        plain,
+        critical_path_ms=10.0,
+        parts_ms=parts,
+        compute_errors=(0.2, 0.1),
+        comms_error=0.2,
+    )
+    assert report.compute_error == pytest.approx(0.8 / 6.0)
+    assert report.error == pytest.approx(0.1)
+    assert str(report).startswith("iteration 10.000 ms +-10%\n")
+    assert report.sources == "compute: analytic, +-13%; collectives: analytic, +-20%"
+    unknown = dataclasses.replace(report, comms_error=None)
+    assert unknown.error is None and str(unknown).startswith("iteration 10.000 ms\n")
+    assert unknown.sources.endswith("collectives: analytic, error unknown")
+    alone = dataclasses.replace(unknown, parts_ms={"bwd_compute": 10.0})
+    assert alone.error == pytest.approx(0.1), "nothing is exchanged"

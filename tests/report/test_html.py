@@ -246,7 +246,7 @@ def test_header_says_what_was_planned_and_by_which_command() -> None:
         "Ranks": "128 (16 nodes of 8)",
         "Batch": "512 samples per rank",
         "Iteration": "16.250 ms",
-        "Samples per second": "4,030,000",
+        "Samples per second": "4,030,000 (31,500 per rank)",
         "Command": "neuroshard plan '<t>.csv'",
     }
     assert "<dt>Command" not in html_report(report) and "<t>" not in page
@@ -313,9 +313,26 @@ def test_two_plans_are_shown_side_by_side() -> None:
     partly = dataclasses.replace(found.second, compute_source=source)
     verdict = dataclasses.replace(found, second=partly).verdict
     assert verdict.startswith("predicted (kernels: measured for 5 of 7 tables): ours")
+    assert found.certainty == "" and saved["error"] is None
+    for name, error, told in (("a", 0.1, "larger than"), ("b", 0.2, "smaller than")):
+        parts = {"parts_ms": {"bwd_compute": 17.0}, "compute_errors": (0.0, error)}
+        known = dataclasses.replace(
+            found,
+            second=dataclasses.replace(found.second, **parts),
+            first=dataclasses.replace(
+                found.first, **parts | {"compute_errors": (0.0, 0.0)}
+            ),
+        )
+        whole = (
+            f"the difference is {told} the error of a predicted iteration, {error:.0%}"
+        )
+        assert known.certainty.startswith(whole) and whole in str(known), name
+        same = dataclasses.replace(known, first=known.second)
+        assert same.certainty == ""
     unknown = dataclasses.replace(
         found, first=dataclasses.replace(found.first, critical_path_ms=math.nan)
     )
+    assert unknown.certainty == ""
     assert "time unknown" in unknown.verdict and unknown.to_json()["saved_ms"] is None
 
 

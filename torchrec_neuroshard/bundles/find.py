@@ -223,6 +223,7 @@ def load_cost_model(
             model.source = f"measured on another card, {model.hardware}, not {planned}"
         else:
             return model
+        model.measured_error = None  # it is not this card's
         warnings.warn(
             f"cost model '{cost_model}' was {model.source}. The milliseconds, and the "
             f"plan that they choose, are not for {planned}. Leave the cost model out, "
@@ -328,6 +329,7 @@ def load_comms_model(
     if stands_in:
         where = f"measured on {info.fingerprint.device} as a stand-in"
         model.source = model.source.replace("measured", where, 1)
+        model.error = None  # it is not this CPU's
     return model
 
 

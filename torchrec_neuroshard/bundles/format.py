@@ -430,8 +430,7 @@ class Bundle:
             slowdowns={int(n): times for n, times in info.compute_slowdown.items()},
         )
         model.overlaps = info.backend != "gloo"
-        if (error := stated_error(info.trained_on)) is not None:
-            model.source += f" (median error {error:.0%})"
+        model.error = stated_error(info.trained_on)
         self._check_times(model.all_to_all(np.full((1, world_size), 64.0), 4096))
         return model
 

@@ -135,6 +135,10 @@ class PredictedCosts:
     the ensemble, or the standard deviation of an estimate."""
     compute_source: str = "measured"
     comms_source: str = "datasheet, not measured"
+    compute_errors: tuple[float, float] | None = None
+    """See `CostModel.errors`."""
+    comms_error: float | None = None
+    """See `CommsModel.error`."""
     schedule: Schedule = SEQUENTIAL
     """Schedule of the training loop."""
     dense: DenseMs = field(default_factory=DenseMs)
@@ -1074,6 +1078,8 @@ class Simulator:
             uncertainty=float(uncertainty.max(initial=0.0)),
             compute_source=self.cost_model.source,
             comms_source=self.comms_model.source,
+            compute_errors=self.cost_model.errors,
+            comms_error=self.comms_model.error,
             overlaps=self.comms_model.overlaps,
             node_size=self.task.node_size,
             lengths=length_factors(self, shards, rank_N, order_S),

@@ -137,7 +137,8 @@ class RelievedCommsModel(CommsModel):
                 to subtract; 0 for missing names.
         """
         self.base = base
-        self.even_is_fastest, self.source = base.even_is_fastest, base.source
+        self.even_is_fastest = base.even_is_fastest
+        self.source, self.error = base.source, base.error
         self.overlaps, self.has_copies = base.overlaps, base.has_copies
         names = ("index_comms", "fwd_comms", "bwd_comms")
         reliefs = [reliefs_ms.get(name, 0.0) for name in names]

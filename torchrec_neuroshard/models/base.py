@@ -115,6 +115,13 @@ class CostModel(ABC):
     stages. No bundle has measured it."""
 
     @property
+    def errors(self) -> tuple[float, float] | None:
+        """Relative errors of forward and backward kernels; None if unknown."""
+        if self.error is not None:
+            return self.error.of_card
+        return self.measured_error and (self.measured_error,) * 2
+
+    @property
     def additive(self) -> npt.NDArray[np.float64] | None:
         """Lower bound on a set's time, forward and backward: `(1 + E) x 2`, or None.
 
@@ -260,6 +267,8 @@ class CommsModel(ABC):
     """Time of the collectives around the fused kernels."""
 
     source: str = "datasheet, not measured"
+    error: float | None = None
+    """Median relative error of a collective; None if unknown."""
     compute_slowdown: tuple[float, float] = (1.0, 1.0)
     """Factors on forward and backward kernels while all ranks of a node run theirs:
     ranks on CPUs share memory and cores, GPUs do not."""

@@ -84,6 +84,13 @@ class EstimateError:
         """Largest error of backward kernels on the other cards, as a share."""
         return max(self._others("backward_error"))
 
+    @property
+    def of_card(self) -> tuple[float, float]:
+        """Forward and backward error: the card's own, or the largest of the others."""
+        own = self.checked
+        forward, backward = (own.forward_error, own.backward_error) if own else (0, 0)
+        return forward or self.forward, backward or self.backward
+
     def __str__(self) -> str:
         """Return the error in words, for warnings and reports."""
         text = (

@@ -32,6 +32,13 @@ Floats = npt.NDArray[np.float64]
 Collective = Literal["all_to_all", "ring", "all_reduce"]
 """A ring is a reduce-scatter or an all-gather."""
 
+_FITTED_ERROR, _BORROWED_ERROR, _RCCL_ERROR = 0.06, 0.32, 0.38
+"""Median errors inside a node. NCCL, with this card left out of the fit but others with
+its links kept; with all of those left out (the worst of A100, H100 and B200); RCCL (the
+worse of two tables of MI355X). Source: `benchmarks/results/published_202611.md`."""
+_BETWEEN_NODES_ERROR = 0.6
+"""Largest error between nodes: in a traced job of 16 A100, all-to-alls take up to 1.6
+times as long as predicted. nccl-tests of 16 B200, left out of the fit, are 3 % off."""
 _RCCL_START_US = 23.6
 """RCCL's start above NCCL's: rccl-tests on 8 MI355X against nccl-tests on 8 B200."""
 
@@ -215,6 +222,7 @@ class PublishedCommsModel(CommsModel):
         world_size: int,
         local_world_size: int,
         source: str = "published links, not measured",
+        error: float | None = None,
     ) -> None:
         """Set links and ranks.
 
@@ -223,12 +231,13 @@ class PublishedCommsModel(CommsModel):
             world_size: Number of ranks.
             local_world_size: Ranks per node.
             source: Origin of the numbers, for reports.
+            error: See `CommsModel.error`.
 
         Raises:
             ConfigError: The ranks do not fill whole nodes.
         """
         check_nodes(world_size, local_world_size)
-        self.constants, self.source = constants, source
+        self.constants, self.source, self.error = constants, source, error
         self._world_size = world_size
         if world_size == 1:
             self._terms = dict.fromkeys(get_args(Collective), _Terms(0.0, 0.0, 0.0))
@@ -306,4 +315,15 @@ def published_comms_model(
         local_world_size=local_world_size,
         source=f"{'given' if known else 'published'} links of {card.name}, not "
         "measured",
+        error=_error(card, world_size > local_world_size),
     )
+
+
+def _error(card: GpuCard, crosses_nodes: bool) -> float:
+    """Return the error of a card's collectives; see `CommsModel.error`."""
+    if crosses_nodes:
+        return _BETWEEN_NODES_ERROR
+    if card.collective_launch_us is None:
+        return _RCCL_ERROR
+    is_fitted = card.collective_launch_us.basis != "assumed"
+    return _FITTED_ERROR if is_fitted else _BORROWED_ERROR

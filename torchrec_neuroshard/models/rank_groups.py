@@ -40,7 +40,7 @@ class RankGroups(CommsModel):
         self.world, self.node, self.cross = world, node, cross
         self.node_size = node_size
         self.job, self.job_size = job, job_size
-        self.source = world.source
+        self.source, self.error = world.source, world.error
         every = (world, node, cross, *([] if job is None else [job]))
         self.even_is_fastest = all(model.even_is_fastest for model in every)
         self.compute_slowdown = (job or world).compute_slowdown

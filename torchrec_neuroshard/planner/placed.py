@@ -375,6 +375,8 @@ class PlacedPlan:
             uncertainty=uncertainty,
             compute_source=describe_source(costs.cost_model, self._reasons),
             comms_source=costs.comms_model.source,
+            compute_errors=costs.cost_model.errors,
+            comms_error=costs.comms_model.error,
             schedule=costs.schedule,
             dense=costs.dense,
             overlaps=costs.comms_model.overlaps,
@@ -439,8 +441,9 @@ class PlacedPlan:
         that counts. Time that overlaps with something longer does not count.
 
         Returns:
-            For each option of the plan, the parts of its shards [ms]; and the table,
-            rank and phase with the largest part. None: nothing takes time.
+            For each option of the plan, the parts of its shards [ms]; and the phase
+            that takes most of the path, with its rank and table. None: nothing takes
+            time.
         """
         stages = self.predicted.stages
         phases_N5 = self._stock_phases_N6.reshape(-1, len(PHASES) + 1)[:, :-1]
@@ -475,20 +478,17 @@ class PlacedPlan:
         parts = np.split(part_N5.sum(axis=1), ends)
         for place, own in zip([*self._costed_at, *self._stock_at], parts, strict=True):
             found[place] = own.tolist()
-        longest = np.unravel_index(path_WS5.argmax(), path_WS5.shape)
-        rank, stage, at = map(int, longest)
-        phase_N = np.where((stage_N == stage) & (rank_N == rank), part_N5[:, at], 0.0)
-        table_ms = [float(own.sum()) for own in np.split(phase_N, ends)]
+        at = int(path_WS5.sum(axis=(0, 1)).argmax())
+        table_ms = [float(own.sum()) for own in np.split(part_N5[:, at], ends)]
         most = int(np.argmax(table_ms))
         if not table_ms[most] > 0:
             return found, None
         return found, Bottleneck(
             table=table_name(options[most]),
-            rank=rank,
+            rank=int(path_WS5[..., at].sum(axis=1).argmax()),
             phase=PHASES[at],
-            phase_ms=float(path_WS5[longest]),
+            phase_ms=float(path_WS5[..., at].sum()),
             table_ms=table_ms[most],
-            stage=stages[stage].name if len(stages) > 1 else "",
         )
 
     def host_tables(self, plan: Sequence[ShardingOption]) -> dict[str, HostTable]:

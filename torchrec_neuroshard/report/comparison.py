@@ -70,6 +70,25 @@ class PlanComparison(Report):
         return self.first.iteration_ms - self.second.iteration_ms
 
     @property
+    def error(self) -> float | None:
+        """The larger relative error of the two iterations; None: unknown."""
+        found = self.first.error, self.second.error
+        return None if None in found else max(e for e in found if e is not None)
+
+    @property
+    def certainty(self) -> str:
+        """Return whether the saved time is larger than the error, in a sentence."""
+        if self.error is None or not round(abs(self.saved_ms), 3) > 0:
+            return ""
+        times = f"the error of a predicted iteration, {self.error:.0%}"
+        if abs(self.saved_ms) > self.error * self.first.iteration_ms:
+            return f"the difference is larger than {times}"
+        return (
+            f"the difference is smaller than {times}; both plans share a part of that "
+            "error"
+        )
+
+    @property
     def moved_bytes(self) -> float:
         """Bytes of weights to move from the first plan to the second."""
         return sum(move.moved_bytes for move in self.moves)
@@ -122,10 +141,11 @@ class PlanComparison(Report):
                 f"differently; switching moves {format_bytes(self.moved_bytes)} of "
                 "weights"
             )
+        lines = self.verdict, self.certainty, self.second.sources
         parts = (self.second_name, self.second), (self.first_name, self.first)
         charts = [{"title": name, **plan.phase_chart} for name, plan in parts]
         return [
-            Section(lines=[self.verdict, self.second.sources]),
+            Section(lines=[*filter(None, lines)]),
             Section(title="each rank", charts=charts),
             Section(title="slowest ranks", grid=self._figures()),
             Section(
@@ -146,6 +166,7 @@ class PlanComparison(Report):
             "first": {"name": self.first_name, **self.first.to_json()},
             "second": {"name": self.second_name, **self.second.to_json()},
             "saved_ms": None if math.isnan(self.saved_ms) else self.saved_ms,
+            "error": self.error,
             "moved_bytes": self.moved_bytes,
             "moves": [to_fields(move) for move in self.moves],
             "notes": [to_fields(note) for note in self.notes],

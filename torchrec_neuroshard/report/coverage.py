@@ -108,21 +108,19 @@ def describe_source(model: CostModel, reasons: Sequence[Reason | None]) -> str:
     """Return the source of kernel times in words.
 
     Args:
-        model: The cost model. If it was measured, its error is named.
+        model: The cost model.
         reasons: For each table why it is not covered, or None.
     """
     found = Counter(
         (reason.way, reason.kind) for reason in reasons if reason is not None
     )
-    source, error = model.source, ""
-    if source == _MEASURED and model.measured_error is not None:
-        error = f" (mean error {model.measured_error:.0%})"
+    source = model.source
     if not found:
-        return source + error
+        return source
     total = len(reasons)
     lead = f"{source}; of {total} tables"
     if source == _MEASURED:
-        lead = f"measured for {total - found.total()} of {total} tables{error}"
+        lead = f"measured for {total - found.total()} of {total} tables"
     parts = [lead]
     for way in (_EXTRAPOLATED, _ESTIMATED):
         kinds = {kind: n for (w, kind), n in found.most_common() if w == way}

@@ -79,27 +79,34 @@ class PlanBasis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bottleneck:
-    """The table, rank and phase that add most to the critical path."""
+    """The phase that adds most to the critical path, with its rank and table."""
 
     table: str
-    """The table that takes most of the phase on this rank."""
+    """The table that takes most of `phase_ms`."""
     rank: int
-    """The slowest rank in this phase."""
+    """The rank that takes most of `phase_ms`."""
     phase: str
     """A name in `simulator.PHASES`."""
     phase_ms: float
-    """Time of the phase on the critical path."""
+    """Time of the phase on the critical path, over all stages."""
     table_ms: float
     """The table's part of `phase_ms`."""
     stage: str = ""
-    """The stage that `phase_ms` counts, such as "model (row_wise)"; "": all tables."""
+    """The only stage that `phase_ms` counts, in plan files of version 0.2."""
 
-    def __str__(self) -> str:
-        """Return a sentence without a full stop."""
-        stage = f" in {self.stage}" if self.stage else ""
+    def line(self, iteration_ms: float) -> str:
+        """Return the phase's part of an iteration, in a sentence without a full stop.
+
+        Args:
+            iteration_ms: The whole iteration.
+        """
+        stage = f" of {self.stage}" if self.stage else ""
+        most = f"{self.table} is most of it"
+        if self.table_ms <= self.phase_ms / 2:
+            most = f"its largest table, {self.table}, takes {self.table_ms:.3f}"
         return (
-            f"bottleneck: {self.phase} on rank {self.rank} takes {self.phase_ms:.3f} "
-            f"ms{stage}, table {self.table} {self.table_ms:.3f} ms of that"
+            f"slowest phase: {self.phase}{stage}, {self.phase_ms:.3f} of "
+            f"{iteration_ms:.3f} ms, rank {self.rank}; {most}"
         )
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
+from torchrec_neuroshard.costs.passes import COLLECTIVES, PASSES
 from torchrec_neuroshard.costs.placement_rules import listed
 from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.files import to_fields
@@ -91,6 +94,10 @@ class PlanReport(Report):
     """See `simulator.PredictedCosts`."""
     compute_source: str = "unknown"
     comms_source: str = "unknown"
+    compute_errors: tuple[float, float] | None = None
+    """Relative errors of forward and backward kernels; None: unknown."""
+    comms_error: float | None = None
+    """Relative error of collectives; None: unknown."""
     search_seconds: float = 0.0
     num_evaluated: int = 0
     num_tables: int
@@ -139,6 +146,8 @@ class PlanReport(Report):
             uncertainty=predicted.uncertainty,
             compute_source=predicted.compute_source,
             comms_source=predicted.comms_source,
+            compute_errors=predicted.compute_errors,
+            comms_error=predicted.comms_error,
             search_seconds=result.search_seconds,
             num_evaluated=result.num_evaluated,
             num_tables=len(tables),
@@ -196,6 +205,13 @@ class PlanReport(Report):
         return self.num_samples / self.iteration_ms * 1e3
 
     @property
+    def rank_samples_per_s(self) -> float | None:
+        """Samples per second of one rank; None: unknown."""
+        if self.basis is None or not self.iteration_ms > 0:
+            return None
+        return self.basis.batch_size / self.iteration_ms * 1e3
+
+    @property
     def num_split(self) -> int:
         """Number of tables split by columns, by rows or both."""
         return sum(table.is_split for table in self.tables)
@@ -206,9 +222,40 @@ class PlanReport(Report):
         return {p: max(getattr(r.costs, p) for r in self.ranks) for p in PHASES}
 
     @property
+    def compute_error(self) -> float | None:
+        """Relative error of the kernels on the critical path; None: unknown."""
+        if self.compute_errors is None:
+            return None
+        both_ms = [self.parts_ms.get(phase, 0.0) for phase in PASSES]
+        if not sum(both_ms) > 0:
+            return 0.0
+        return float(np.average(self.compute_errors, weights=both_ms))
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the iteration; None: unknown.
+
+        It follows from the errors of kernels and collectives, as if these were
+        independent. What else happens in a training loop is not in it.
+        """
+        if self.compute_error is None or not self.iteration_ms > 0:
+            return None
+        exchanged = sum(self.parts_ms.get(name, 0.0) for name in COLLECTIVES)
+        if exchanged > 0 and self.comms_error is None:
+            return None
+        computed = sum(self.parts_ms.get(name, 0.0) for name in PASSES)
+        wrong_ms = math.hypot(
+            computed * self.compute_error, exchanged * (self.comms_error or 0.0)
+        )
+        return wrong_ms / self.iteration_ms
+
+    @property
     def sources(self) -> str:
-        """Where times come from, in words."""
-        return f"compute: {self.compute_source}; collectives: {self.comms_source}"
+        """Where times come from and how large their errors are, in words."""
+        return (
+            f"compute: {self.compute_source}, {_off(self.compute_error)}; collectives: "
+            f"{self.comms_source}, {_off(self.comms_error)}"
+        )
 
     @property
     def fullest(self) -> RankReport:
@@ -227,9 +274,10 @@ class PlanReport(Report):
             card = self.basis.card or "unnamed"
             facts = [("Card", card), *facts, ("Batch", batch)]
         if self.is_costed:
-            facts.append(("Iteration", f"{self.iteration_ms:.3f} ms"))
+            facts.append(("Iteration", self._iteration_text))
         if rate := self.rate:
-            facts.append(("Samples per second", rate))
+            each = f" ({_short(self.rank_samples_per_s)} per rank)"
+            facts.append(("Samples per second", rate + each))
         return facts
 
     def sections(self) -> Sequence[Section]:
@@ -269,7 +317,7 @@ class PlanReport(Report):
         for fields, held in zip(data["tables"], self.tables, strict=True):
             for name in ("num_shards", "ranks", "used_bytes", "path_ms"):
                 fields[name] = getattr(held, name)
-        shown = ("iteration_ms", "gap", "num_split", "samples_per_s")
+        shown = ("iteration_ms", "error", "gap", "num_split", "samples_per_s")
         return data | {name: getattr(self, name) for name in shown}
 
     def _answer(self) -> list[str]:
@@ -284,9 +332,11 @@ class PlanReport(Report):
             placed += " with the longest of 100 batches"
         if not self.is_costed:
             return ["iteration unknown", placed]
-        iteration = f"iteration {self.iteration_ms:.3f} ms"
+        iteration = f"iteration {self._iteration_text}"
         if rate := self.rate:
-            iteration += f": {rate} samples per second over all ranks"
+            iteration += f": {rate} samples per second"
+            if num_ranks > 1:
+                iteration += f", {_short(self.rank_samples_per_s)} per rank"
             if self.schedule is None or not self.schedule.dense_ms:
                 iteration += ", dense layers not counted"
         path = f"critical path {self.critical_path_ms:.3f} ms"
@@ -296,7 +346,8 @@ class PlanReport(Report):
             path = ""
         overlap = self.timeline if self.timeline and self.timeline.overlaps else None
         source = f"predicted; {self.sources}"
-        facts = iteration, path, self.bottleneck, overlap, placed, source
+        slowest = self.bottleneck and self.bottleneck.line(self.iteration_ms)
+        facts = iteration, path, slowest, overlap, placed, source
         return [str(fact) for fact in facts if fact]
 
     def _facts(self) -> list[str]:
@@ -346,6 +397,12 @@ class PlanReport(Report):
         if self.gap > LOOSE_GAP:
             return f"{known}, too low to judge the plan by"
         return f"{known}, gap {self.gap:.1%}"
+
+    @property
+    def _iteration_text(self) -> str:
+        """The iteration with its error."""
+        error = "" if self.error is None else f" {_off(self.error)}"
+        return f"{self.iteration_ms:.3f} ms{error}"
 
     @property
     def _spread(self) -> str:
@@ -407,5 +464,12 @@ class PlanReport(Report):
     @property
     def rate(self) -> str | None:
         """Samples per second to three digits; None: unknown."""
-        rate = self.samples_per_s
-        return f"{float(f'{rate:.3g}'):,.0f}" if rate else None
+        return _short(self.samples_per_s)
+
+
+def _short(rate: float | None) -> str | None:
+    return f"{float(f'{rate:.3g}'):,.0f}" if rate else None
+
+
+def _off(error: float | None) -> str:
+    return "error unknown" if error is None else f"+-{error:.0%}"

@@ -39,8 +39,8 @@ class SweepCell:
     """Memory available for tables on that rank."""
     num_in_host_memory: int = 0
     """Number of tables in host memory."""
-    uncertainty: float | None = None
-    """Relative standard deviation of the iteration."""
+    error: float | None = None
+    """Relative error of the iteration; None: unknown."""
     kernels_source: str = ""
     links_source: str = ""
 
@@ -63,7 +63,7 @@ class SweepCell:
             memory_bytes=fullest.used_bytes,
             memory_limit_bytes=fullest.memory_bytes,
             num_in_host_memory=sum("uvm" in t.compute_kernel for t in report.tables),
-            uncertainty=report.uncertainty,
+            error=report.error,
             kernels_source=report.compute_source,
             links_source=report.comms_source,
         )
@@ -79,6 +79,12 @@ class SweepCell:
         if self.iteration_ms is None:
             return None
         return self.num_ranks * self.batch_size / self.iteration_ms * 1e3
+
+    @property
+    def rank_samples_per_s(self) -> float | None:
+        """Samples per second of one rank; None: no plan fits."""
+        rate = self.samples_per_s
+        return rate and rate / self.num_ranks
 
     @property
     def limit(self) -> str:
@@ -123,9 +129,10 @@ class Sweep(Report):
             ("ranks", "count", lambda c: c.num_ranks),
             ("batch", "count", lambda c: c.batch_size),
             ("ms", "ms", lambda c: c.iteration_ms),
-            ("+-", "percent", lambda c: c.uncertainty),
+            ("+-", "percent", lambda c: c.error),
             ("gap", "percent", lambda c: c.gap if (c.gap or 0) <= LOOSE_GAP else None),
             ("samples/s", "rate", lambda c: c.samples_per_s),
+            ("per rank", "rate", lambda c: c.rank_samples_per_s),
             ("GiB", "gib", lambda c: c.memory_bytes),
             ("of GiB", "gib", lambda c: c.memory_limit_bytes),
             ("limit", "text", lambda c: c.limit),
@@ -142,10 +149,10 @@ class Sweep(Report):
     def _scaling(self, best: SweepCell) -> list[str]:
         """Return how the best cell's card and batch scale with ranks, in a sentence."""
         known = sorted(
-            (cell.num_ranks, cell.samples_per_s / cell.num_ranks)
+            (cell.num_ranks, cell.rank_samples_per_s)
             for cell in self.cells
             if (cell.card, cell.batch_size) == (best.card, best.batch_size)
-            and cell.samples_per_s
+            and cell.rank_samples_per_s
         )
         if len(known) < 2:
             return []
