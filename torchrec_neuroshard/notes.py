@@ -7,7 +7,7 @@ and severity, never on its text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 NOTE_CODES: Mapping[str, str] = {
@@ -55,6 +55,13 @@ class Note:
     """The table that the note is about; None for several tables or none."""
     severity: str = "warning"
     """One of `SEVERITIES`."""
+
+    @classmethod
+    def on(
+        cls, code: str, tables: Sequence[str], text: str, severity: str = "warning"
+    ) -> Note:
+        """Return a note on these tables, of which a single one is its `table`."""
+        return cls(code, text, tables[0] if len(tables) == 1 else None, severity)
 
     def __post_init__(self) -> None:
         if self.code not in NOTE_CODES:

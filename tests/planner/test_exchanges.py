@@ -313,10 +313,23 @@ def test_a_forced_row_wise_plan_names_its_hot_rank() -> None:
     assert forward[0] > 1.8 * max(forward[1:])
     [text] = hot_notes(planner)
     assert text.startswith(
-        "id 0 is 62% of 't0': padding? All its lookups are on rank 0, which serves 7"
+        "one id has many of the lookups: id 0 is 62% of 't0', rank 0 serves 7"
     )
-    assert "Drop padding from the inputs, or shard the table column- or" in text
-    assert "warning: id 0 is 62% of 't0'" in str(planner.report())
+    assert "drop it from the inputs, or shard such tables column- or" in text
+    assert f"warning: {text[:50]}" in str(planner.report())
+
+
+def test_tables_with_a_hot_rank_share_a_note() -> None:
+    """Of five padded tables and one with few rows, notes name at most three."""
+    profiles = {f"f{i}": profile_of(0.9 - 0.1 * i) for i in range(5)}
+    profiles["f5"] = profile_of(0.0, rows=ROWS // 4)
+    limits = each(6, "row_wise")
+    planner = planner_of(profiles, constraints=limits)
+    planner.plan(make_ebc([(ROWS, 64)] * 6), get_default_sharders())
+    padded, uneven = hot_notes(planner)
+    assert padded.count("id 0 is") == 3 and "id 0 is 90% of 't0', rank 0 " in padded
+    assert "; and 2 more tables. If it is padding, " in padded
+    assert uneven.startswith("lookups are not spread over the rows: of 't5', rank ")
 
 
 def test_ids_of_few_rows_are_named_without_a_padding_id() -> None:
@@ -324,7 +337,7 @@ def test_ids_of_few_rows_are_named_without_a_padding_id() -> None:
     planner = planner_of({"f0": few, "f1": profile_of(0.0)}, "row_wise")
     planner.plan(make_ebc([(ROWS, 64)] * 2), get_default_sharders())
     [text] = hot_notes(planner)
-    assert text.startswith("the ids of 't0' are not spread over its rows: rank 0 ")
+    assert text.startswith("lookups are not spread over the rows: of 't0', rank 0 ")
     assert "Permute or hash the ids" in text
 
 

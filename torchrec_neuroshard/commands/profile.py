@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchrec_neuroshard.commands.options import option, tell_written, whole
@@ -35,16 +36,28 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     option(parser, "--samples", whole(1, _MOST_SAMPLES), text, 65_536, metavar="N")
 
 
-def _cost(share: float, profile: FeatureProfile) -> str:
-    """Return what an id with a large share of the lookups costs, in words."""
+def _hot_ids(profiles: Mapping[str, FeatureProfile]) -> str:
+    """Return which ids have a large share of the lookups, and what the first costs."""
+    found = {
+        name: top
+        for name, profile in profiles.items()
+        if profile.hot_rows and (top := profile.hot_rows.hot_id())
+    }
+    if not found:
+        return ""
+    first = max(found, key=lambda name: found[name][1] * profiles[name].pooling_factor)
+    share, profile = found[first][1], profiles[first]
+    told = [hot_id_text(name, top) for name, top in found.items() if name != first]
+    also = f"Also, {', '.join(told)}. " if told else ""
     left = profile.pooling_factor * (1 - share)
     busiest = share * _RANKS + 1 - share
     return (
-        f"Without it, samples have {left:,.2f} ids instead of "
-        f"{profile.pooling_factor:,.2f}; sequences look up and exchange as many rows. "
+        f"{hot_id_text(first, found[first])}: padding? Without it, samples have "
+        f"{left:,.2f} ids instead of {profile.pooling_factor:,.2f}; sequences look up "
+        "and exchange as many rows. "
         f"If its table is sharded row-wise over {_RANKS} ranks, one rank serves "
-        f"{busiest:.1f} times its share. Drop padding from the inputs, or shard the "
-        "table column- or table-wise"
+        f"{busiest:.1f} times its share. {also}Drop padding from the inputs, or shard "
+        "such tables column- or table-wise"
     )
 
 
@@ -71,9 +84,8 @@ def run_profile(args: argparse.Namespace) -> int:
             f"{p95:>7,.0f} {longest:>7,.0f} "
             f"{distinct:>11,.0f} {profile.num_lookups / max(distinct, 1.0):>5.1f}"
         )
-    for name, profile in profiles.items():
-        if top := profile.hot_rows and profile.hot_rows.hot_id():
-            print(f"{hot_id_text(name, top)} {_cost(top[1], profile)}")
+    if told := _hot_ids(profiles):
+        print(told)
     if skipped and not args.features:
         print(f"not profiled: {', '.join(skipped)}")
     tell_written(args.out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torchrec.distributed.planner.types import ShardingOption
 
@@ -20,8 +21,8 @@ HOT_RANK = 1.5
 """No note if no rank serves more than this multiple of the mean of a table's ranks."""
 LEAST_SHARE = 0.05
 """No note on lengths if balanced samples save a smaller share of the iteration."""
-MOST_HOT = 5
-"""Tables with a note of their own on their hot rank: those with most lookups on it."""
+MOST_HOT = 3
+"""Tables with a hot rank that a note names: those with most lookups on it."""
 
 
 def cautions(costs: PlanCosts, plan: Sequence[ShardingOption]) -> tuple[Note, ...]:
@@ -62,23 +63,56 @@ def length_notes(lengths: LengthReport | None) -> tuple[Note, ...]:
 def hot_row_notes(
     plan: Iterable[ShardingOption], reader: TableReader
 ) -> tuple[Note, ...]:
-    """Return notes on tables of which one rank serves most lookups.
+    """Return a note on tables of which one rank serves most lookups.
+
+    There are two: one on tables with a frequent id, such as padding, and one on others.
 
     Args:
         plan: Placed options.
         reader: Knows which ids are looked up.
     """
-    found = [note for option in plan if (note := _hot_rank(option, reader))]
-    found.sort(key=lambda entry: -entry[0])
-    notes = [note for _, note in found[:MOST_HOT]]
-    if more := len(found) - len(notes):
-        text = f"{more} more tables have a rank that serves most of their lookups"
-        notes.append(Note("hot-rows", text))
-    return tuple(notes)
+    found = [hot for option in plan if (hot := _hot_rank(option, reader))]
+    found.sort(key=lambda hot: -hot.lookups)
+    frequent = [hot for hot in found if hot.top is not None]
+    uneven = [hot for hot in found if hot.top is None]
+    return tuple(_hot_note(some) for some in (frequent, uneven) if some)
 
 
-def _hot_rank(option: ShardingOption, reader: TableReader) -> tuple[float, Note] | None:
-    """Return a table's lookups on its hot rank, and the note; None without one."""
+@dataclass(frozen=True, slots=True)
+class _HotRank:
+    """The rank that serves most lookups of a table."""
+
+    table: str
+    rank: int
+    share: float
+    even: float
+    """Its share if lookups were even."""
+    lookups: float
+    """Lookups of a batch that it serves."""
+    top: tuple[int, float] | None
+    """A frequent id on it, and the id's share of the lookups; None: there is none."""
+
+    def __str__(self) -> str:
+        serves = f"rank {self.rank} serves {self.share:.0%} ({self.even:.0%} if even)"
+        if self.top is None:
+            return f"of '{self.table}', {serves}"
+        return f"{hot_id_text(self.table, self.top)}, {serves}"
+
+
+def _hot_note(hot: Sequence[_HotRank]) -> Note:
+    told = "; ".join(map(str, hot[:MOST_HOT]))
+    if (more := len(hot) - MOST_HOT) > 0:
+        told += f"; and {more} more tables"
+    what, way_out = "lookups are not spread over the rows", "Permute or hash the ids"
+    if hot[0].top is not None:
+        what = "one id has many of the lookups"
+        way_out = "If it is padding, drop it from the inputs"
+    text = f"{what}: {told}. {way_out}, or shard such tables column- or table-wise"
+    return Note.on("hot-rows", [h.table for h in hot], text)
+
+
+def _hot_rank(option: ShardingOption, reader: TableReader) -> _HotRank | None:
+    """Return a table's hot rank; None without one."""
     kind = SHARDING_TYPES.get(str(option.sharding_type))
     if kind is None or not kind.splits_rows or not reader.has_cost(option):
         return None
@@ -94,23 +128,17 @@ def _hot_rank(option: ShardingOption, reader: TableReader) -> tuple[float, Note]
     )
     share_N = hot.shares(first_N, rows_N, rows)
     place = int(share_N.argmax())
-    rank, share = block[place].rank, float(share_N[place])
+    rank, share = int(block[place].rank), float(share_N[place])
     if share <= HOT_RANK / size:
         return None
-    name = table_name(option)
-    serves = f"serves {share:.0%} of the table's lookups ({1 / size:.0%} if even)"
-    ways = "shard the table column- or table-wise"
-    if top := hot.hot_id(first_N[place], rows_N[place]):
-        text = (
-            f"{hot_id_text(name, top)} All its lookups are on rank {rank}, which "
-            f"{serves}. Drop padding from the inputs, or {ways}"
-        )
-    else:
-        text = (
-            f"the ids of '{name}' are not spread over its rows: rank {rank} {serves}. "
-            f"Permute or hash the ids, or {ways}"
-        )
-    return share * table.pooling_factor * batch, Note("hot-rows", text, name)
+    return _HotRank(
+        table_name(option),
+        rank,
+        share,
+        1 / size,
+        share * table.pooling_factor * batch,
+        hot.hot_id(first_N[place], rows_N[place]),
+    )
 
 
 def unknown_length_notes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -186,7 +186,7 @@ def unmatched_constraints(
     sharders: Iterable[ModuleSharder[Any]],
     constraints: Mapping[str, ParameterConstraints],
 ) -> tuple[Note, ...]:
-    """Return notes on constraints that do not match the model's tables.
+    """Return up to two notes on constraints that do not match the model's tables.
 
     TorchRec ignores constraints on unknown tables. If a table has another number of
     features than `pooling_factors` has values, it uses their mean.
@@ -195,22 +195,32 @@ def unmatched_constraints(
     for path, config in table_paths(module, sharders):
         for key in table_keys(path, config.name):
             features.setdefault(key, set()).add(len(config.feature_names) or 1)
+    unknown = [name for name in constraints if name not in features]
+    uneven = [
+        name
+        for name, constraint in constraints.items()
+        if (count := len(constraint.pooling_factors or ())) > 1
+        and count not in features.get(name, (count,))
+    ]
     notes = []
-    for name, constraint in constraints.items():
-        count = len(constraint.pooling_factors or ())
-        if name not in features:
-            text = f"constraints {unknown_table('name', name, features)}"
-        elif count > 1 and count not in features[name]:
-            known = max(features[name])
-            text = (
-                f"constraints of table '{name}': pooling_factors has {count} values "
-                f"for {known} feature{'' if known == 1 else 's'}; each feature gets "
-                "their mean. Pass one value per feature"
-            )
-        else:
-            continue
-        notes.append(Note("constraints", text, name))
+    if unknown:
+        first, *more = unknown
+        text = f"constraints {unknown_table('name', first, features)}"
+        notes.append(Note.on("constraints", unknown, f"{text}{_also(more)}"))
+    if uneven:
+        first, *more = uneven
+        count, known = len(constraints[first].pooling_factors), max(features[first])
+        text = (
+            f"constraints of table '{first}': pooling_factors has {count} values for "
+            f"{known} feature{'' if known == 1 else 's'}; each feature gets their "
+            "mean. Pass one value per feature"
+        )
+        notes.append(Note.on("constraints", uneven, f"{text}{_also(more)}"))
     return tuple(notes)
+
+
+def _also(names: Sequence[str]) -> str:
+    return f" The same holds for {quoted(names)}." if names else ""
 
 
 def unsharded_tables(
@@ -246,12 +256,16 @@ def unsharded_notes(
     module: nn.Module, sharders: Iterable[ModuleSharder[Any]]
 ) -> tuple[Note, ...]:
     """Return notes on tables that TorchRec silently leaves out of its plans."""
+    by_class: dict[str, list[tuple[str, list[str]]]] = {}
+    for path, tables in sorted(unsharded_tables(module, sharders).items()):
+        name = type(module.get_submodule(path)).__name__
+        by_class.setdefault(name, []).append((path, tables))
     texts = (
-        f"tables {quoted(tables)} are not sharded, and every rank keeps a copy: no "
-        f"sharder matches module '{path}' of class "
-        f"{type(module.get_submodule(path)).__name__}. Pass a sharder for exactly this "
-        "class; a base class's does not match"
-        for path, tables in sorted(unsharded_tables(module, sharders).items())
+        f"tables {quoted([t for _, tables in found for t in tables])} are not sharded, "
+        "and every rank keeps a copy: no sharder matches module "
+        f"{quoted([path for path, _ in found])} of class {name}. Pass a sharder for "
+        "exactly this class; a base class's does not match"
+        for name, found in by_class.items()
     )
     return tuple(Note("unsharded", text) for text in texts)
 

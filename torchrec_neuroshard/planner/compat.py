@@ -11,6 +11,8 @@ import contextlib
 import copy
 import gc
 import inspect
+import logging
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +27,9 @@ from torchrec.distributed.embedding import (
 )
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
+from torchrec.distributed.planner.storage_reservations import (
+    HeuristicalStorageReservation,
+)
 from torchrec.distributed.planner.types import (
     BasicCommsBandwidths,
     CustomTopologyData,
@@ -149,6 +154,37 @@ def report_full(reservation: StorageReservation) -> Iterator[None]:
             message="no plan fits into the memory that "
             f"{type(reservation).__name__} leaves",
         ) from error
+
+
+class QuietReservation(HeuristicalStorageReservation):
+    """TorchRec's default reservation, without its warnings about itself."""
+
+    def __init__(self, percentage: float) -> None:
+        with _without_warnings():
+            super().__init__(percentage)
+
+    def reserve(self, *given: Any, **named: Any) -> Topology:
+        """See `HeuristicalStorageReservation`."""
+        with _without_warnings():
+            return super().reserve(*given, **named)
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silence what TorchRec's default reservation warns and logs of itself."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "known issue" not in record.getMessage()
+
+    speaker = logging.getLogger(HeuristicalStorageReservation.__module__)
+    speaker.addFilter(is_other)
+    try:
+        with warnings.catch_warnings():
+            name = HeuristicalStorageReservation.__name__
+            warnings.filterwarnings("ignore", name, FutureWarning)
+            yield
+    finally:
+        speaker.removeFilter(is_other)
 
 
 class EnumeratorByModule(EmbeddingEnumerator):

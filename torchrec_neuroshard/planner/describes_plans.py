@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_neuroshard.costs.placement_rules import quoted
 from torchrec_neuroshard.costs.task import ShardingTask
 from torchrec_neuroshard.errors import ConfigError, check_kind
 from torchrec_neuroshard.notes import Note
@@ -357,15 +358,22 @@ class DescribesPlans(LoadsPlans):
         )
 
     def _run_faults(self, options: Sequence[ShardingOption]) -> list[Note]:
-        """Return a note for each table that fails or trains wrongly on these devices.
+        """Return a note for each way in which tables fail or train wrongly here.
 
         The planner's own enumerator lists no such options; a caller's may.
         """
+        tables: dict[str, list[str]] = {}
         faults = self.costs.reader.run_faults(options)
+        for option in (o for o in options if id(o) in faults):
+            tables.setdefault(faults[id(option)], []).append(table_name(option))
         return [
-            Note("cannot-run", faults[id(o)], table_name(o), severity="error")
-            for o in options
-            if id(o) in faults
+            Note.on(
+                "cannot-run",
+                names,
+                f"table{'s' * (len(names) > 1)} {quoted(names)}: {fault}",
+                severity="error",
+            )
+            for fault, names in tables.items()
         ]
 
     def _check_inputs(

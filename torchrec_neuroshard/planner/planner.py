@@ -44,6 +44,7 @@ from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.checks import check_batch_size
 from torchrec_neuroshard.planner.compat import (
+    QuietReservation,
     arguments_of,
     enumerator_constraints,
     nothing_collected,
@@ -88,6 +89,13 @@ _LENIENT = (
     "No plan fits by what ranks allocate, so this plan fits only by TorchRec's count; "
     "strict_memory=True raises an error instead"
 )
+_RESERVED = 0.15
+"""Share of the memory that TorchRec's default reservation takes."""
+_SILENCED = (
+    "silenced: TorchRec's table of statistics, and warnings of its default storage "
+    "reservation about itself. Pass stats=EmbeddingStats() or a storage_reservation to "
+    "see them"
+)
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
@@ -130,11 +138,13 @@ class NeuroShardPlanner(DescribesPlans):
         batch_size: Samples per rank.
         enumerator: None: `NeuroShardEnumerator`. If `constraints` is left out, the
             enumerator's are used.
-        storage_reservation: None: TorchRec's default.
+        storage_reservation: None: TorchRec's default, without its warnings about
+            itself.
         proposer: None: `NeuroShardProposer`.
         partitioner: None: `NeuroShardPartitioner`.
         performance_model: None: `NeuroShardPerfModel`.
-        stats: None: TorchRec's default.
+        stats: None: none, since `report` explains the plan. `EmbeddingStats()` logs
+            TorchRec's table.
         constraints: Table name -> TorchRec's constraints on the table. The key may
             include the module: "path.to.module/table" or "path.to.module.table".
             `min_partition` is the narrowest column shard. It defaults to 4, and to 32
@@ -269,11 +279,16 @@ class NeuroShardPlanner(DescribesPlans):
             "partitioner": partitioner,
             "performance_model": performance_model,
         }
+        if stats is None or storage_reservation is None:
+            logger.info("%s", _SILENCED)
+        if storage_reservation is None:
+            percentage = "heuristical_storage_reservation_percentage"
+            storage_reservation = QuietReservation(kwargs.get(percentage, _RESERVED))
         shared: dict[str, Any] = {
             "topology": topology,
             "batch_size": batch_size,
             "storage_reservation": storage_reservation,
-            "stats": stats,
+            "stats": [] if stats is None else stats,
             "constraints": constraints,
             "debug": debug,
             "callbacks": callbacks,
@@ -412,7 +427,7 @@ class NeuroShardPlanner(DescribesPlans):
             )
             for note in self._last.known.result.notes:
                 if note.code == "cannot-run":
-                    warnings.warn(f"table '{note.table}': {note.text}", stacklevel=2)
+                    warnings.warn(note.text, stacklevel=2)
         return found.plan
 
     def _find_plan(

@@ -159,8 +159,7 @@ def extrapolation_notes(
             f"{len(places)} of {len(reasons)} tables {verb} outside what the cost "
             f"model measured: {told}; predictions there are extrapolated"
         )
-        name = tables[places[0]] if len(places) == 1 else None
-        notes.append(Note("out-of-range", text, name))
+        notes.append(Note.on("out-of-range", [tables[p] for p in places], text))
     return tuple(notes)
 
 

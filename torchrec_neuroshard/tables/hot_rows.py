@@ -41,7 +41,7 @@ Floats = npt.NDArray[np.float64]
 def hot_id_text(name: str, top: tuple[int, float]) -> str:
     """Return words on an id with a large share of a feature's or table's lookups."""
     row, share = top
-    return f"id {row} is {share:.0%} of '{name}': padding?"
+    return f"id {row} is {share:.0%} of '{name}'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
