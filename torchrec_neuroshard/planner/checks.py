@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -256,16 +257,17 @@ def unsharded_notes(
     module: nn.Module, sharders: Iterable[ModuleSharder[Any]]
 ) -> tuple[Note, ...]:
     """Return notes on tables that TorchRec silently leaves out of its plans."""
-    by_class: dict[str, list[tuple[str, list[str]]]] = {}
-    for path, tables in sorted(unsharded_tables(module, sharders).items()):
-        name = type(module.get_submodule(path)).__name__
-        by_class.setdefault(name, []).append((path, tables))
+    paths, tables = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for path, names in sorted(unsharded_tables(module, sharders).items()):
+        kind = type(module.get_submodule(path)).__name__
+        paths[kind].append(path)
+        tables[kind] += names
     texts = (
-        f"tables {quoted([t for _, tables in found for t in tables])} are not sharded, "
-        "and every rank keeps a copy: no sharder matches module "
-        f"{quoted([path for path, _ in found])} of class {name}. Pass a sharder for "
-        "exactly this class; a base class's does not match"
-        for name, found in by_class.items()
+        f"tables {quoted([*dict.fromkeys(tables[kind])])} are not sharded, and every "
+        f"rank keeps a copy: no sharder matches module{'s' * (len(found) > 1)} "
+        f"{quoted(found)} of class {kind}. Pass a sharder for exactly this class; a "
+        "base class's does not match"
+        for kind, found in paths.items()
     )
     return tuple(Note("unsharded", text) for text in texts)
 

@@ -390,7 +390,7 @@ class DescribesPlans(LoadsPlans):
             *unmatched_constraints(module, sharders, self.constraints),
         )
         for note in notes:
-            warnings.warn(note.text, stacklevel=3)
+            warnings.warn(note.text, stacklevel=4)
         return notes
 
     def _explain(self, known: KnownPlan) -> PlanReport:

@@ -427,7 +427,7 @@ class NeuroShardPlanner(DescribesPlans):
             )
             for note in self._last.known.result.notes:
                 if note.code == "cannot-run":
-                    warnings.warn(note.text, stacklevel=2)
+                    warnings.warn(note.text, stacklevel=3)
         return found.plan
 
     def _find_plan(
@@ -469,7 +469,7 @@ class NeuroShardPlanner(DescribesPlans):
         memory.attribute(found.options)
         if text := memory.overflow(found.options, self._reserved(module, sharders)):
             found.notes += (Note("memory", _LENIENT, severity="warning"),)
-            warnings.warn(f"{text}. {_LENIENT}", stacklevel=2)
+            warnings.warn(f"{text}. {_LENIENT}", stacklevel=4)
         return found
 
     def _find_stashed(

@@ -43,10 +43,12 @@ def describe(task: ShardingTask, table: int) -> str:
 
 def way_out(task: ShardingTask) -> str:
     """Return advice for tables that need too much memory."""
+    kinds = map(task.sharding_type, range(len(task.tables)))
+    example = "" if any(k.splits_rows for k in kinds) else " (such as row_wise)"
     return (
         f"Use more than {task.world_size} ranks or ranks with more memory, use a "
-        "smaller data_type, or allow the table other sharding types (such as "
-        "row_wise), kernels, narrower shards or other ranks."
+        f"smaller data_type, or allow the table other sharding types{example}, "
+        "kernels, narrower shards or other ranks."
     )
 
 
